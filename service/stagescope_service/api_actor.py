@@ -1,4 +1,4 @@
-"""The API's actor: uvicorn in a thread, and the calls of the coordinator behind its routes."""
+"""The API's actor: uvicorn in a thread, and the coordinator's methods for its routes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import ray
 from ray import exceptions
@@ -25,90 +25,110 @@ from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
 if TYPE_CHECKING:
-    from stagescope_service.api.dependencies import Dependencies
+    from stagescope_service.api.dependencies import Dependencies, Reply
+    from stagescope_service.api.framing import Payload
 
 _CALL_SECONDS: Final = 15.0
-_QUESTIONS: Final = frozenset({"plan", "poll", "status", "drain", "record_events"})
-"""Calls that may be made again whatever became of the first one."""
+_IDEMPOTENT: Final = frozenset({"plan", "poll", "status", "drain", "record_events"})
+"""Methods that may be called again whatever the result of the first call."""
 _BY_RAY: Final = frozenset({"record_events", "poll"})
-"""Calls that hand object refs on, or that each rank has one of on the way all the time."""
-_MAY_STAND: Final = (
+"""Methods that take object refs, or that have a call pending for every rank."""
+_MAY_BE_DONE: Final = (
     "it may still carry that out, or have done so: look at what is in force before the same call "
     "is made again"
 )
 
-Reply = dict[str, Any]
+
+class ApiLocation(TypedDict):
+    """Where the API serves."""
+
+    url: str | None
+    """None while it does not serve."""
+    problem: str
+    """Why it does not."""
+    pid: int
+    host: str
+    started: float
+    """Unix seconds."""
+    home: str
 
 
 class CoordinatorCommands:
-    """`api.Commands` of the live coordinator, over its socket or by Ray (see `engine.control`)."""
+    """`Commands` of the live coordinator, by its control socket or by Ray."""
 
     def __init__(self, settings: Settings) -> None:
-        self._handle: Any = None
+        self._handle: Any = None  # actor handles are untyped in ray
         self._settings = settings
 
     async def record_events(
         self,
         *,
-        sender: Sequence[Any],
-        events: Sequence[Sequence[Any]],
-        payloads: Mapping[int, Any] | None = None,
+        sender: Sequence[object],
+        events: Sequence[Sequence[object]],
+        payloads: Mapping[int, Payload] | None = None,
     ) -> Reply:
-        """Hand a batch on; its payloads go through this node's object store."""
+        """Send a batch; its payloads go through this node's object store."""
         refs = {seq: ray.put(payload) for seq, payload in (payloads or {}).items()}
         return await self._call("record_events", sender=sender, events=events, payloads=refs)
 
     async def poll(
-        self, *, sender: Sequence[Any], revision: int, unreceipted: Sequence[int], wait: float
+        self, *, sender: Sequence[object], revision: int, unreceipted: Sequence[int], wait: float
     ) -> Reply:
-        """Hand a poll on."""
+        """Send a poll."""
         return await self._call(
-            "poll", sender=sender, revision=revision, unreceipted=unreceipted, wait=wait
+            "poll",
+            extra_seconds=wait,
+            sender=sender,
+            revision=revision,
+            unreceipted=unreceipted,
+            wait=wait,
         )
 
     async def plan(self) -> Reply:
         """Return the plan in force."""
         return await self._call("plan")
 
-    async def add_capture(self, *, spec: Mapping[str, Any], by: str, wait: float = 0.0) -> Reply:
-        """Order a capture."""
-        return await self._call("add_capture", spec=dict(spec), by=by, wait=wait)
+    async def add_capture(self, *, spec: Mapping[str, object], by: str, wait: float = 0.0) -> Reply:
+        """Request a capture."""
+        return await self._call(
+            "add_capture", extra_seconds=wait, spec=dict(spec), by=by, wait=wait
+        )
 
     async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
         """Withdraw a capture."""
         return await self._call("remove_capture", capture_id=capture_id, by=by)
 
-    async def set_triggers(self, *, document: Mapping[str, Any], by: str) -> Reply:
+    async def set_triggers(self, *, document: Mapping[str, object], by: str) -> Reply:
         """Put rules in force."""
         return await self._call("set_triggers", document=dict(document), by=by)
 
     async def pin(self, *, attempt_id: int, step: int, by: str) -> Reply:
-        """Let what is held of a step stay."""
+        """Keep the payloads and files of a step."""
         return await self._call("pin", attempt_id=attempt_id, step=step, by=by)
 
     async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
-        """Let the payloads of a step leave the rings."""
+        """Let the rings drop the payloads of a step."""
         return await self._call("unpin", attempt_id=attempt_id, step=step, by=by)
 
-    async def add_engine(self, *, engine: Mapping[str, Any], by: str) -> Reply:
+    async def add_engine(self, *, engine: Mapping[str, object], by: str) -> Reply:
         """Register an engine."""
         return await self._call("add_engine", engine=dict(engine), by=by)
 
     async def remove_engine(self, *, name: str, by: str) -> Reply:
-        """Take an engine out of the registry."""
+        """Remove an engine from the registry."""
         return await self._call("remove_engine", name=name, by=by)
 
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
-        """Return a piece of a file from the ingestor of its node."""
+        """Return a part of a file from the ingestor of its node."""
         try:
-            ingestor = self._ingestors().of(node_id)
+            ingestor = Ingestors(self._settings).of(node_id)
             if ingestor is None:
                 raise Unreachable(
                     f"node {node_id} is gone, and with it {path}",
                     advice="a data_dir that all nodes share outlives its nodes",
                 )
             ref = ingestor.read_artifact.remote(path, offset, size)
-            piece: bytes = ray.get(ref, timeout=_CALL_SECONDS)
+            content: bytes = ray.get(ref, timeout=_CALL_SECONDS)
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, StagescopeError):
                 raise error.cause from None
@@ -118,10 +138,7 @@ class CoordinatorCommands:
                 f"node {node_id} does not answer: {type(error).__name__}",
                 advice="the same call may be made again",
             ) from error
-        return piece
-
-    def _ingestors(self) -> Ingestors:
-        return Ingestors(self._settings)
+        return content
 
     async def ask_stacks(
         self,
@@ -132,13 +149,13 @@ class CoordinatorCommands:
         seconds: float,
         by: str,
     ) -> Reply:
-        """Ask processes for their stacks."""
+        """Request the stacks of processes."""
         return await self._call(
             "ask_stacks", attempt_id=attempt_id, role=role, ranks=ranks, seconds=seconds, by=by
         )
 
     async def status(self) -> Reply:
-        """Return how the coordinator is."""
+        """Return the coordinator's state."""
         return await self._call("status")
 
     async def drain(
@@ -147,17 +164,22 @@ class CoordinatorCommands:
         """Wait for the receipts of a run."""
         return await self._call("drain", run=run, timeout=timeout, attempt_key=attempt_key)
 
-    async def _call(self, method: str, **arguments: Any) -> Reply:
-        """Call a method of the coordinator, past the calls of the ranks where that is possible.
+    async def _call(self, method: str, *, extra_seconds: float = 0.0, **arguments: object) -> Reply:
+        """Call a method of the coordinator, by its socket where possible: Ray queues calls.
+
+        Args:
+            method: its name.
+            extra_seconds: that the method itself may wait.
+            arguments: of the method.
 
         Raises:
-            NotReady: it cannot be reached, or did not answer a question in time.
-            Unreachable: it did not answer an order in time, and may have carried it out.
-            StagescopeError: what the method raised.
+            NotReady: it cannot be reached, or did not answer an idempotent call in time.
+            Unreachable: it did not answer another call in time, and may have carried it out.
+            StagescopeError: the method's own error.
         """
-        seconds = _CALL_SECONDS + float(arguments.get("wait") or 0.0)
+        seconds = _CALL_SECONDS + extra_seconds
         try:
-            return await asyncio.wait_for(self._ask(method, arguments), seconds)
+            return await asyncio.wait_for(self._send(method, arguments), seconds)
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, StagescopeError):
                 raise error.cause from None
@@ -170,18 +192,18 @@ class CoordinatorCommands:
             ) from error
         except asyncio.TimeoutError as error:
             wrong = f"the coordinator did not answer {method} within {seconds:.0f} s"
-            if method in _QUESTIONS:
+            if method in _IDEMPOTENT:
                 raise NotReady(wrong, advice="the same call may be made again") from error
-            raise Unreachable(wrong, advice=_MAY_STAND) from error
+            raise Unreachable(wrong, advice=_MAY_BE_DONE) from error
 
-    async def _ask(self, method: str, arguments: Mapping[str, Any]) -> Reply:
+    async def _send(self, method: str, arguments: Mapping[str, object]) -> Reply:
         if method not in _BY_RAY:
             try:
                 return await control_socket.call(self._settings.home, method, arguments)
             except control_socket.Broken as error:
-                if error.asked and method not in _QUESTIONS:
+                if error.asked and method not in _IDEMPOTENT:
                     raise Unreachable(
-                        f"the coordinator ended before it answered {method}", advice=_MAY_STAND
+                        f"the coordinator ended before it answered {method}", advice=_MAY_BE_DONE
                     ) from error
         if self._handle is None:
             self._handle = await asyncio.to_thread(ray.get_actor, NAME, namespace=NAMESPACE)
@@ -191,15 +213,15 @@ class CoordinatorCommands:
 
 
 class ApiServer:
-    """The API's actor: uvicorn in a thread, reading the catalogue, calling the coordinator."""
+    """The API's actor: serves HTTP in a thread, reads the catalogue, calls the coordinator."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:  # JSON of `Settings`
         self._settings = Settings(**settings)
         self._server: HttpServer | None = None
         self._problem = "the API is starting"
         self._started = time.time()
         self._stopping = threading.Event()
-        # Nothing that can fail may run in a constructor: a restarted one would end the actor.
+        # Whatever may fail runs in the thread: an error in a restarted constructor ends the actor.
         threading.Thread(target=self._keep_serving, name="api-starter", daemon=True).start()
 
     def _keep_serving(self) -> None:
@@ -214,7 +236,7 @@ class ApiServer:
             self._stopping.wait(0.5)
 
     def _serve(self) -> HttpServer:
-        # Here alone: whoever starts or stops a service imports this file, and needs no route.
+        # Not at the top: the processes that start or stop a service import this file.
         from stagescope_service.api.app import make_app
 
         settings = self._settings
@@ -227,18 +249,18 @@ class ApiServer:
             settings=settings,
             tokens=tokens,
         )
-        # After a restart the port is kept, so that notebooks and URLs go on working.
+        # The port stays the same after a restart, so that notebooks and URLs remain valid.
         port = service_file.last_port(settings) or settings.port
         server = HttpServer(
             app, host=settings.host, port=port, header_seconds=settings.header_seconds
         )
         server.start(wait_for_port=5.0)
-        said = {"url": server.url, "pid": os.getpid(), "host": socket.gethostname()}
-        service_file.change(settings, said)
+        location = {"url": server.url, "pid": os.getpid(), "host": socket.gethostname()}
+        service_file.change(settings, location)
         return server
 
-    def where(self) -> dict[str, Any]:
-        """Return how the API is; `url` is None while it does not serve, `problem` says why."""
+    def where(self) -> ApiLocation:
+        """Return where the API serves."""
         server = self._server
         url = server.url if server is not None and server.running else None
         return {
@@ -251,30 +273,30 @@ class ApiServer:
         }
 
     def step_metrics(self, *, run: str, step: int, attempt_key: str | None = None) -> bytes:
-        """Return what `GET /steps/{step}/metrics` answers, for processes of the cluster.
+        """Return the answer of `GET /steps/{step}/metrics`, for processes of the cluster.
 
-        The API's address is loopback by default: a trainer on another node cannot ask it. Runs in
-        a thread of the actor's own, beside those of the HTTP server.
+        The API's address is loopback by default: a trainer on another node cannot reach it. Runs
+        in a thread of the actor, beside those of the HTTP server.
 
         Raises:
             NotReady: the API does not serve (yet).
             NotFound: no such run, attempt or step, or nothing was measured of it (yet).
         """
-        from stagescope_service.api import steps
+        from stagescope_service.api import numbers
         from stagescope_service.api.encoding import encode
 
         server = self._server
         if server is None or not server.running:
             raise NotReady(
-                f"the API does not serve: {self._problem or 'it is being started anew'}",
+                f"the API does not serve: {self._problem or 'it is restarting'}",
                 advice="the same call may be made again",
             )
         deps: Dependencies = server.app.state.deps
         target = deps.finder.step(run, None, step, key=attempt_key)
-        return encode(steps.metrics_of(deps, target))
+        return encode(numbers.metrics_of(deps, target))
 
     def stop(self) -> None:
-        """Let go of the port."""
+        """Stop serving and release the port."""
         self._stopping.set()
         if self._server is not None:
             self._server.stop()

@@ -1,4 +1,4 @@
-"""Which Ray cluster a home's service is put on, and being a driver of it for a moment."""
+"""Chooses the Ray cluster of a home's service, and joins clusters as a driver."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from stagescope_service.coordinator.actor import NAMESPACE
 from stagescope_service.settings import Settings
 
 LOCAL: Final = "local"
-"""As an address: a cluster of the service's own, whatever else runs on the machine."""
+"""As an address: start a cluster for the service, whatever else runs on the machine."""
 Kind = Literal["joined", "running", "embedded"]
 _CONNECT_SECONDS: Final = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A cluster and how it came to be the one."""
+    """A cluster and why it was chosen."""
 
     kind: Kind
     address: str
     passed_over: tuple[str, ...] = ()
-    """Clusters of this machine that were not joined unasked, where one was started instead."""
+    """Clusters of this machine that were not joined, because no address names them."""
     new_keeper: int | None = None
     """Pid of the keeper, where this call started the cluster."""
 
@@ -40,11 +40,11 @@ class Cluster:
 def chosen(
     settings: Settings, address: str | None, *, before_start: Callable[[], None] = lambda: None
 ) -> Iterator[Cluster]:
-    """Be a driver of the cluster for a home's service; one started for it ends on a failure.
+    """Join the cluster for a home's service; one that is started for it ends on a failure.
 
-    The order: `address`, RAY_ADDRESS, the cluster of this home where it lives, the one that
-    `ray start` left on this machine, one of its own. What `before_start` raises keeps that from
-    being started.
+    The order: `address`, RAY_ADDRESS, the cluster of this home if it is alive, the one that
+    `ray start` started on this machine, a new one. No cluster is started where `before_start`
+    raises.
     """
     cluster = _choose(settings, address, before_start)
     try:
@@ -60,43 +60,43 @@ def chosen(
 
 
 def of_home(settings: Settings) -> Cluster | None:
-    """Return the cluster that service.json names, if it lives."""
-    known = service_file.read(settings)
-    address = str(known.get("cluster_address") or "")
+    """Return the cluster that service.json names, if it is alive."""
+    fields = service_file.read(settings)
+    address = str(fields.get("cluster_address") or "")
     if keeper(settings) is not None:
         return Cluster("embedded", address)
-    # Without a URL no service ever began to answer there.
-    if known.get("cluster") == "embedded" or not known.get("url"):
+    # Without a URL no service ever answered there.
+    if fields.get("cluster") == "embedded" or not fields.get("url"):
         return None
-    if address in _living():
+    if address in _local_addresses():
         return Cluster("running", address)
     return Cluster("joined", address) if _answers(address) else None
 
 
 def keeper(settings: Settings) -> int | None:
-    """Return the pid that keeps the cluster that was started for this home, if it lives."""
+    """Return the pid of the keeper of this home's embedded cluster, if it is alive."""
     pid = service_file.read(settings).get("embedded_pid")
     return pid if isinstance(pid, int) and embedded.is_ours(pid, settings.home) else None
 
 
 def to_stop(settings: Settings, address: str | None) -> str | None:
-    """Return where a service that is to be stopped may be: never a cluster of a driver's own."""
-    asked = [address, service_file.read(settings).get("cluster_address"), _environment()]
-    named = [str(each) for each in asked if each and each != LOCAL]
-    return named[0] if named else _left_by_ray_start(_living())
+    """Return the cluster of a service to stop; never one that a driver started for itself."""
+    candidates = [address, service_file.read(settings).get("cluster_address"), _environment()]
+    named = [str(each) for each in candidates if each and each != LOCAL]
+    return named[0] if named else _started_by_ray_start(_local_addresses())
 
 
 @contextlib.contextmanager
 def joined(address: str) -> Iterator[str]:
-    """Be a driver of a cluster for a moment; a process that is one already stays one.
+    """Join a cluster as a driver inside the block; a process that has joined one stays in it.
 
-    Yields the address by which the cluster knows itself.
+    Yields the cluster's own address.
     """
     if ray.is_initialized():
         yield _current_address()
         return
     try:
-        _bring_token()
+        _use_token()
         ray.init(
             address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
         )
@@ -116,38 +116,38 @@ def joined(address: str) -> Iterator[str]:
 def _choose(settings: Settings, address: str | None, before_start: Callable[[], None]) -> Cluster:
     if ray.is_initialized():
         return Cluster("joined", _current_address())
-    asked = address or _environment()
-    if asked and asked != LOCAL:
-        return Cluster("joined", asked)
-    known = of_home(settings)
-    if known is not None and (known.kind == "embedded" or asked != LOCAL):
-        return known
-    living: frozenset[str] = frozenset() if asked == LOCAL else _living()
-    left = _left_by_ray_start(living)
-    if left is not None:
-        return Cluster("running", left)
+    requested = address or _environment()
+    if requested and requested != LOCAL:
+        return Cluster("joined", requested)
+    own = of_home(settings)
+    if own is not None and (own.kind == "embedded" or requested != LOCAL):
+        return own
+    local: frozenset[str] = frozenset() if requested == LOCAL else _local_addresses()
+    running = _started_by_ray_start(local)
+    if running is not None:
+        return Cluster("running", running)
     before_start()
     pid, started = embedded.start(settings.home)
     service_file.change(settings, {"embedded_pid": pid, "cluster_address": started})
-    return Cluster("embedded", started, tuple(sorted(living)), pid)
+    return Cluster("embedded", started, tuple(sorted(local)), pid)
 
 
 def _environment() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
-def _living() -> frozenset[str]:
-    """Return every cluster with a node on this machine, drivers' own ones included."""
-    find: Any = services.find_gcs_addresses
-    if hasattr(find, "cache_clear"):  # newer Rays remember what they found first
+def _local_addresses() -> frozenset[str]:
+    """Return every cluster with a node on this machine, those of drivers included."""
+    find: Any = services.find_gcs_addresses  # untyped in ray
+    if hasattr(find, "cache_clear"):  # newer versions of Ray cache the first result
         find.cache_clear()
     return frozenset(find())
 
 
-def _left_by_ray_start(living: frozenset[str]) -> str | None:
-    """Return the one that `ray start` wrote down; those of a driver's ray.init never are."""
+def _started_by_ray_start(local: frozenset[str]) -> str | None:
+    """Return the cluster whose address `ray start` wrote; a driver's ray.init writes none."""
     address: str | None = utils.read_ray_address()
-    return address if address in living else None
+    return address if address in local else None
 
 
 def _answers(address: str) -> bool:
@@ -163,13 +163,13 @@ def _current_address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
-def _bring_token() -> None:
-    """Authenticate to a cluster that is named by its address.
+def _use_token() -> None:
+    """Authenticate to a cluster that is joined by its address.
 
-    Ray does so by itself only for a cluster that it finds ("auto"), yet it asks for the token in
-    every cluster that `ray.init` started. Where the mode is said, that stands.
+    Ray does so itself only for a cluster that it finds ("auto"), yet every cluster that `ray.init`
+    started requires the token. A mode that the environment sets stays in force.
     """
-    with contextlib.suppress(ImportError):  # older Rays have no tokens
+    with contextlib.suppress(ImportError):  # older versions of Ray have no tokens
         from ray._private.authentication.authentication_token_setup import (
             maybe_enable_token_auth_if_token_available,
         )

@@ -1,7 +1,7 @@
-"""A Ray cluster of the service's own, where none runs: kept by a process that does nothing else.
+"""A Ray cluster for the service where none runs, kept alive by a process of its own.
 
-`python -m stagescope_service.embedded HOME` starts a local cluster, writes its address and waits;
-SIGTERM ends it with everything in it. It is found again, and ended, by its pid alone.
+`python -m stagescope_service.embedded HOME` starts a local cluster, writes its address and waits.
+SIGTERM ends the process and the cluster with everything in it. It is identified by its pid.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def start(home: Path) -> tuple[int, str]:
     """Start a cluster that outlives this process; return its keeper's pid and its address.
 
     Raises:
-        NotReady: it did not come up; the message names its log.
+        NotReady: it did not start; the message names its log.
     """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "cluster.log"
-    said = home / "cluster.json"
-    said.unlink(missing_ok=True)
+    address_file = home / "cluster.json"
+    address_file.unlink(missing_ok=True)
     with log.open("ab") as output:
         keeper = subprocess.Popen(
             [sys.executable, "-m", _MODULE, str(home)],
@@ -47,7 +47,7 @@ def start(home: Path) -> tuple[int, str]:
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and keeper.poll() is None:
         with contextlib.suppress(OSError, ValueError):
-            return keeper.pid, str(json.loads(said.read_text())["address"])
+            return keeper.pid, str(json.loads(address_file.read_text())["address"])
         time.sleep(0.05)
     if keeper.poll() is None:
         keeper.terminate()
@@ -55,7 +55,7 @@ def start(home: Path) -> tuple[int, str]:
 
 
 def is_ours(pid: int, home: Path) -> bool:
-    """Return whether `pid` is a living keeper of `home`'s cluster (pids are given again)."""
+    """Return whether `pid` is a living keeper of `home`'s cluster (the system reuses pids)."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -84,16 +84,16 @@ def main(home: Path) -> None:
     done = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: done.set())
-    context: Any = ray.init(
+    context: Any = ray.init(  # untyped in ray
         address="local",
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE,
         log_to_driver=False,
     )
-    said = home / "cluster.json"
-    temporary = said.with_suffix(".tmp")
+    address_file = home / "cluster.json"
+    temporary = address_file.with_suffix(".tmp")
     temporary.write_text(json.dumps({"address": context.address_info["gcs_address"]}))
-    os.replace(temporary, said)
+    os.replace(temporary, address_file)
     done.wait()
     ray.shutdown()
 

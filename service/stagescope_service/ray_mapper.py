@@ -1,4 +1,4 @@
-"""Shards compared as tasks of a Ray cluster, where the files lie on a shared disk."""
+"""Compares shards in tasks of a Ray cluster; the files must be on a shared disk."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CPUS: Final = 0.5
-"""Of a task: half of its time it waits for the disk."""
-_AT_ONCE: Final = 2
-"""Tasks in flight a CPU of the cluster."""
+"""Of a task, which waits for the disk half of the time."""
+_TASKS_PER_CPU: Final = 2
+"""Tasks in flight per CPU of the cluster."""
 
 
 def ray_tasks(address: str | None = None) -> Mapper:
-    """Return a mapper over Ray tasks.
+    """Return a mapper that runs a function in Ray tasks.
 
     Args:
-        address: of the cluster, where this process has not joined one yet.
+        address: of the cluster to join; ignored where this process has joined one.
 
     Raises:
         Unreachable: there is no such cluster.
@@ -40,25 +40,26 @@ def ray_tasks(address: str | None = None) -> Mapper:
                 advice="leave out --ray: threads of this process compare too",
             ) from error
     resources: Any = ray.cluster_resources  # untyped in ray
-    most = max(int(_AT_ONCE * resources().get("CPU", 1)), 2)
+    max_running = max(int(_TASKS_PER_CPU * resources().get("CPU", 1)), 2)
 
     def run(function: Callable[[T], R], tasks: Sequence[T], /) -> Iterator[R]:
-        remote: Any = ray.remote(num_cpus=CPUS, max_retries=2)(_call)
-        waiting: collections.deque[Any] = collections.deque()
+        remote: Any = ray.remote(num_cpus=CPUS, max_retries=2)(_call)  # untyped in ray
+        running: collections.deque[ray.ObjectRef[R]] = collections.deque()
         for task in tasks:
-            waiting.append(remote.remote(function, task))
-            if len(waiting) >= most:
-                yield _answer(waiting.popleft())
-        while waiting:
-            yield _answer(waiting.popleft())
+            running.append(remote.remote(function, task))
+            if len(running) >= max_running:
+                yield _result(running.popleft())
+        while running:
+            yield _result(running.popleft())
 
     return run
 
 
-def _answer(task: Any) -> Any:
+def _result(task: ray.ObjectRef[R]) -> R:
+    """Wait for a task; raise the error that its function raised."""
     try:
         return ray.get(task)
-    except RayTaskError as error:  # what the function raised, which Ray wraps
+    except RayTaskError as error:  # Ray wraps the function's error
         raise error.cause from error
     except RayError as error:
         raise ComparisonFailed(

@@ -1,7 +1,6 @@
-"""Puts the service on a Ray cluster: the coordinator and the API as detached actors.
+"""Starts and stops the service on a Ray cluster: the coordinator and the API as detached actors.
 
-The only place that knows every piece. `start_service` may be called again at any time: what runs
-is found by name and left alone.
+`start_service` may be called again at any time: actors that run are found by name and left alone.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import ray
 from ray import exceptions
@@ -21,7 +20,7 @@ from stagescope.wire.errors import Conflict, InvalidInput, NotReady, Unreachable
 from stagescope_service import clusters, embedded, service_file
 from stagescope_service.api.auth import Tokens, check_bind, token_path
 from stagescope_service.api.server import bind
-from stagescope_service.api_actor import ApiServer
+from stagescope_service.api_actor import ApiLocation, ApiServer
 from stagescope_service.coordinator.actor import NAME, NAMESPACE, DebugCoordinator
 from stagescope_service.core.captures.keep_policy import read_keep_policy
 from stagescope_service.ingest.actor import ingestor_name
@@ -30,16 +29,19 @@ from stagescope_service.triggers.rules import read_yaml
 
 API_NAME: Final = "ApiServer"
 CONCURRENCY: Final = 20_000
-"""Pending polls count: one a process, so well above the number of ranks."""
+"""Pending calls of the coordinator: every process has a poll pending."""
 _HEAD: Final = "node:__internal_head__"
 _CALL_SECONDS: Final = 15.0
-_LEAVING_SECONDS: Final = 2.0
+_PORT_SECONDS: Final = 2.0
+"""How long to wait for the port of a service that has just stopped."""
 _START_SECONDS: Final = 60.0
+
+ActorHandle: TypeAlias = Any  # handles are untyped in ray
 
 
 @dataclasses.dataclass(frozen=True)
 class ServiceInfo:
-    """Where a service is and how to ask it."""
+    """Where a service is, and the files of its tokens."""
 
     url: str
     token_file: Path
@@ -48,57 +50,54 @@ class ServiceInfo:
     cluster: clusters.Kind
     already_running: bool
     home: Path
-    """The service's: where it ran already, perhaps not the caller's."""
+    """Of the service: if it ran already, perhaps not the caller's."""
     passed_over: tuple[str, ...] = ()
-    """Clusters of this machine that were not joined unasked, where one was started instead."""
+    """Clusters of this machine that were not joined, because no address names them."""
 
 
 def start_service(settings: Settings, *, address: str | None = None) -> ServiceInfo:
-    """Start the service where it does not run, and say where it is.
+    """Start the service if it does not run, and return where it is.
 
-    What fails leaves nothing behind: no actor, no cluster, and service.json as it was.
+    A failure leaves nothing behind: no actor, no cluster, and service.json as it was.
 
     Args:
-        settings: of the service; of one that runs already, its own settings stand.
-        address: Ray cluster to join; default RAY_ADDRESS, else the one of this home's service
-            where it lives, else the one that `ray start` left on this machine, else one of its
-            own. "local": one of its own in any case. A cluster that a driver's ray.init made for
-            itself ends with it, and is joined only by its address.
+        settings: of the service; one that runs already keeps its own settings.
+        address: Ray cluster to join; default RAY_ADDRESS, else the one of this home's service if
+            it is alive, else the one that `ray start` started on this machine, else a new one.
+            "local": a new one in any case. A cluster that a driver's ray.init started ends with
+            the driver, and is joined only by its address.
 
     Raises:
-        InvalidInput: the file of triggers, or of what is kept, cannot be read, or a rule in it.
+        InvalidInput: the file of triggers or of the keep policy cannot be read, or is invalid.
         Unreachable: no cluster at `address`.
         Conflict: the port is taken, or this home's service runs in another cluster.
-        NotReady: the service did not begin to answer in time.
+        NotReady: the service did not answer in time.
     """
     tokens = Tokens.load(settings) if settings.auth else None
     check_bind(settings, tokens)
     _check_triggers(settings)
     if settings.keep is not None:
         read_keep_policy(settings.keep)
-    before = clusters.of_home(settings)
+    previous = clusters.of_home(settings)
     with (
         service_file.kept_on_failure(settings),
-        clusters.chosen(
-            settings, address, before_start=lambda: _refuse_taken_port(settings)
-        ) as cluster,
+        clusters.chosen(settings, address, before_start=lambda: _check_port(settings)) as cluster,
     ):
         running = _actor(API_NAME) is not None
         if not running:
-            _refuse_second(settings, before, cluster)
+            _check_no_other(settings, previous, cluster)
             if _is_head_here():
-                _refuse_taken_port(settings)
-            _write_down(settings, cluster, {"url": None, "started": time.time()})
+                _check_port(settings)
+            _write_service_file(settings, cluster, {"url": None, "started": time.time()})
         with _ended_on_failure():
-            where = _start_actors(settings, running)
-        home = Path(where["home"])
+            url, api = _start_actors(settings, running)
+        home = Path(api["home"])
         if running and is_same(home, settings.home):
-            known = service_file.read(settings)
-            started = known.get("started") or where["started"]
-            said = {name: where[name] for name in ("url", "pid", "host")} | {"started": started}
-            _write_down(settings, cluster, said)
+            started = service_file.read(settings).get("started") or api["started"]
+            fields = {"url": url, "pid": api["pid"], "host": api["host"], "started": started}
+            _write_service_file(settings, cluster, fields)
     return ServiceInfo(
-        url=where["url"],
+        url=url,
         token_file=token_path(home, "read"),
         operate_token_file=token_path(home, "operate"),
         address=cluster.address,
@@ -110,34 +109,34 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
 
 
 def stop_service(settings: Settings, *, address: str | None = None) -> bool:
-    """Stop the service, and the cluster if it was started for it; what is stored stays.
+    """Stop the service, and the cluster if it was started for it; stored data stays.
 
     Returns whether one was running.
 
     Raises:
         Conflict: it is another home's, and no `address` was given.
-        NotReady: it does not say whose it is, and neither service.json nor `address` names it.
+        NotReady: its home is unknown, and neither service.json nor `address` names it.
     """
     given = None if address == clusters.LOCAL else address
-    joined = clusters.to_stop(settings, given)
-    found = False
-    if joined:
-        with contextlib.suppress(Unreachable), clusters.joined(joined):
-            home = _home_of_running()
+    cluster = clusters.to_stop(settings, given)
+    was_running = False
+    if cluster:
+        with contextlib.suppress(Unreachable), clusters.joined(cluster):
+            home = _running_home()
             if not given:
-                _refuse_foreign(settings, joined, home)
-            found = _end(_names())
+                _check_own(settings, cluster, home)
+            was_running = _end_actors(_names())
             if home is not None and not is_same(home, settings.home):
-                return found
+                return was_running
     pid = clusters.keeper(settings)
     if pid is not None:
-        found = embedded.stop(pid, settings.home) or found
+        was_running = embedded.stop(pid, settings.home) or was_running
     service_file.path_of(settings).unlink(missing_ok=True)
-    return found
+    return was_running
 
 
 def _check_triggers(settings: Settings) -> None:
-    """Refuse a file of rules now, where somebody reads it, rather than in the coordinator."""
+    """Refuse an invalid file of rules here, where the user sees it, not in the coordinator."""
     if settings.triggers is None:
         return
     try:
@@ -151,12 +150,14 @@ def _check_triggers(settings: Settings) -> None:
 
 
 def is_same(home: Path, other: Path) -> bool:
-    """Return whether two homes are one directory."""
+    """Return whether two homes are the same directory."""
     return home.resolve() == other.resolve()
 
 
 # --- homes ----------------------------------------------------------------------------------
-def _write_down(settings: Settings, cluster: clusters.Cluster, fields: dict[str, Any]) -> None:
+def _write_service_file(
+    settings: Settings, cluster: clusters.Cluster, fields: dict[str, object]
+) -> None:
     service_file.change(
         settings,
         {
@@ -170,10 +171,10 @@ def _write_down(settings: Settings, cluster: clusters.Cluster, fields: dict[str,
     )
 
 
-def _refuse_second(
+def _check_no_other(
     settings: Settings, other: clusters.Cluster | None, cluster: clusters.Cluster
 ) -> None:
-    """Refuse a second service for a home: both would write to one catalogue."""
+    """Refuse a second service of a home: both would write to the same catalogue."""
     if other is not None and other.address != cluster.address:
         raise Conflict(
             f"the service of {settings.home} is in the Ray cluster at {other.address}",
@@ -182,33 +183,34 @@ def _refuse_second(
         )
 
 
-def _refuse_taken_port(settings: Settings) -> None:
-    """Refuse a port that somebody holds before anything is started for it.
+def _check_port(settings: Settings) -> None:
+    """Refuse a taken port before anything is started.
 
     Raises:
-        Conflict: the port is taken; who holds it is named where that can be known.
+        Conflict: the port is taken; names the process that holds it, where that is known.
         InvalidInput: the address is not one of this host.
     """
-    deadline = time.monotonic() + _LEAVING_SECONDS
+    deadline = time.monotonic() + _PORT_SECONDS
     while settings.port:
         try:
             return bind(settings.host, settings.port).close()
         except Conflict as error:
-            # A service that was stopped a moment ago may hold it still.
+            # A service that has just stopped may still hold it.
             if API_NAME not in error.wrong or time.monotonic() > deadline:
                 raise
         time.sleep(0.1)
 
 
 def _is_head_here() -> bool:
-    """Return whether the API, which runs on the cluster's head node, runs on this machine."""
+    """Return whether this machine is the cluster's head node, where the API runs."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     head = [node for node in nodes if _HEAD in node.get("Resources", {}) and node["Alive"]]
     here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return any(node["NodeManagerAddress"] == here for node in head)
 
 
-def _refuse_foreign(settings: Settings, address: str, home: Path | None) -> None:
+def _check_own(settings: Settings, address: str, home: Path | None) -> None:
+    """Refuse to stop the service of another home, or of an unknown one."""
     anyway = f"`stagescope stop --address {address}` stops it all the same"
     if home is not None and not is_same(home, settings.home):
         raise Conflict(
@@ -221,37 +223,40 @@ def _refuse_foreign(settings: Settings, address: str, home: Path | None) -> None
         raise NotReady(f"the service at {address} does not say whose it is", advice=anyway)
 
 
-def _home_of_running() -> Path | None:
+def _running_home() -> Path | None:
+    """Return the home of the service of the joined cluster; None where it does not answer."""
     api = _actor(API_NAME)
     if api is None:
         return None
     with contextlib.suppress(exceptions.RayError):
-        where: dict[str, Any] = ray.get(api.where.remote(), timeout=_CALL_SECONDS)
-        return Path(where["home"])
+        location: ApiLocation = ray.get(api.where.remote(), timeout=_CALL_SECONDS)
+        return Path(location["home"])
     return None
 
 
 # --- actors ---------------------------------------------------------------------------------
-def _actor(name: str) -> Any | None:
+def _actor(name: str) -> ActorHandle | None:
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
 
 
-def _start_actors(settings: Settings, running: bool) -> dict[str, Any]:
-    """Make the actors that are missing; return where the API is."""
+def _start_actors(settings: Settings, running: bool) -> tuple[str, ApiLocation]:
+    """Create the actors that are missing; return the API's URL and location."""
     options = json.loads(
         settings.model_dump_json(exclude={"read_token", "operate_token"}, exclude_none=True)
     )
-    coordinator = _make(NAME, DebugCoordinator, options, max_concurrency=CONCURRENCY)
+    coordinator = _create_actor(NAME, DebugCoordinator, options, max_concurrency=CONCURRENCY)
     ray.get(coordinator.status.remote(), timeout=_START_SECONDS)
-    api = _make(API_NAME, ApiServer, options, max_concurrency=16)
+    api = _create_actor(API_NAME, ApiServer, options, max_concurrency=16)
     advice = "`stagescope stop` ends it" if running else "choose another with --port (0 = any)"
     return _await_url(api, advice)
 
 
-def _make(name: str, kind: type, settings: dict[str, Any], *, max_concurrency: int) -> Any:
+def _create_actor(
+    name: str, kind: type, settings: dict[str, object], *, max_concurrency: int
+) -> ActorHandle:
     return (
         ray.remote(kind)
         .options(
@@ -263,7 +268,7 @@ def _make(name: str, kind: type, settings: dict[str, Any], *, max_concurrency: i
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=max_concurrency,
-            # The catalogue's file is there; and not inside a caller's placement group.
+            # On the head node, where the catalogue is; not inside a caller's placement group.
             resources={_HEAD: 0.001},
             scheduling_strategy="DEFAULT",
         )
@@ -271,27 +276,28 @@ def _make(name: str, kind: type, settings: dict[str, Any], *, max_concurrency: i
     )
 
 
-def _await_url(api: Any, advice: str) -> dict[str, Any]:
+def _await_url(api: ActorHandle, advice: str) -> tuple[str, ApiLocation]:
+    """Wait until the API serves; return its URL and location."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
-        where: dict[str, Any] = ray.get(api.where.remote(), timeout=_START_SECONDS)
-        if where["url"]:
-            return where
-        if "is taken" in where["problem"]:
-            raise Conflict(where["problem"], advice=advice)
+        location: ApiLocation = ray.get(api.where.remote(), timeout=_START_SECONDS)
+        if location["url"]:
+            return location["url"], location
+        if "is taken" in location["problem"]:
+            raise Conflict(location["problem"], advice=advice)
         if time.monotonic() > deadline:
-            raise NotReady(f"the API does not serve: {where['problem']}")
+            raise NotReady(f"the API does not serve: {location['problem']}")
         time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def _ended_on_failure() -> Iterator[None]:
-    """End the actors that were made meanwhile, and none that was there before."""
+    """Where the block fails, end the actors that it created, and no others."""
     before = {name for name in _names() if _actor(name) is not None}
     try:
         yield
     except BaseException:
-        _end([name for name in _names() if name not in before])
+        _end_actors([name for name in _names() if name not in before])
         raise
 
 
@@ -300,16 +306,17 @@ def _names() -> list[str]:
     return [API_NAME, NAME, *(ingestor_name(node["NodeID"]) for node in nodes)]
 
 
-def _end(names: list[str]) -> bool:
-    found = False
+def _end_actors(names: list[str]) -> bool:
+    """End actors; return whether the coordinator or the API was among them."""
+    was_running = False
     for name in names:
         actor = _actor(name)
         if actor is None:
             continue
-        found = found or name in (API_NAME, NAME)
         if name in (API_NAME, NAME):
-            # Killed all the same where it does not answer: what is acknowledged is on disk.
+            was_running = True
+            # Killed even if it does not answer: acknowledged events are on disk.
             with contextlib.suppress(exceptions.RayError):
                 ray.get(actor.stop.remote(), timeout=_CALL_SECONDS)
         ray.kill(actor, no_restart=True)
-    return found
+    return was_running

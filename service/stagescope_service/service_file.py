@@ -1,4 +1,4 @@
-"""`service.json`: tells clients of a home where its service is, and the service what it started."""
+"""`service.json`: where the service of a home is, for its clients, and what it started."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from stagescope_service.settings import Settings
 
 
 def path_of(settings: Settings) -> Path:
-    """Return the file's place."""
+    """Return the file's path."""
     return settings.home / "service.json"
 
 
-def read(settings: Settings) -> dict[str, Any]:
-    """Return what is known; nothing where there is no such file."""
+def read(settings: Settings) -> dict[str, object]:
+    """Return the fields of the file; {} where it cannot be read."""
     try:
-        known = json.loads(path_of(settings).read_text())
+        fields = json.loads(path_of(settings).read_text())
     except (OSError, ValueError):
         return {}
-    return known if isinstance(known, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
-def change(settings: Settings, fields: Mapping[str, Any]) -> None:
-    """Set some fields and keep the others; the file has mode 0600 and is replaced whole."""
+def change(settings: Settings, fields: Mapping[str, object]) -> None:
+    """Set some fields and keep the others; the file has mode 0600 and is replaced atomically."""
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write(path_of(settings), json.dumps({**read(settings), **fields}, indent=1))
 
 
 @contextlib.contextmanager
 def kept_on_failure(settings: Settings) -> Iterator[None]:
-    """Put the file back as it was where what is done meanwhile fails."""
+    """Restore the file where the block fails."""
     path = path_of(settings)
     before = path.read_text() if path.exists() else None
     try:
@@ -48,7 +47,7 @@ def kept_on_failure(settings: Settings) -> Iterator[None]:
 
 
 def last_port(settings: Settings) -> int | None:
-    """Return the port that was bound before, where any free one was asked for."""
+    """Return the port that was bound last, where the settings allow any free one."""
     _, _, port = str(read(settings).get("url") or "").rpartition(":")
     return int(port) if settings.port == 0 and port.isdigit() else None
 

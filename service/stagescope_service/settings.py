@@ -1,15 +1,16 @@
-"""Every setting of the service, with its default; each may be set as `STAGESCOPE_<NAME>`.
+"""The settings of the service and their defaults; each may be set as `STAGESCOPE_<NAME>`.
 
-Sizes are bytes, times are seconds. What changes while the service runs (captures, triggers) is
-not here: that is the plan.
+Sizes are bytes, times are seconds. Captures and triggers change while the service runs and are no
+settings.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -19,9 +20,9 @@ MIB = 1 << 20
 
 
 class Settings(BaseSettings):
-    """How one service runs; read once at its start.
+    """The configuration of one service, read once at its start.
 
-    Lists are given in the environment as paths joined by `:` (`allowed_roots`) or names joined
+    In the environment, lists are paths joined by `:` (`allowed_roots`) or names joined
     by `,` (`allowed_hosts`, `allowed_origins`).
 
     Usage:
@@ -82,7 +83,7 @@ class Settings(BaseSettings):
     body_seconds: float = Field(
         default=10.0,
         gt=0,
-        description="Longest that a request's body may stand still: in each such time it brings "
+        description="Window of a request's body: in each window it must bring "
         "body_rate bytes a second on average.",
     )
     body_rate: float = Field(
@@ -94,13 +95,15 @@ class Settings(BaseSettings):
         description="Batches of events carried out at one time; others wait. As many of the "
         "largest size are held in memory.",
     )
-    page_size: int = Field(default=50, ge=1, description="Rows of a list where none is asked.")
-    max_page_size: int = Field(default=1000, ge=1, description="Most rows that may be asked.")
+    page_size: int = Field(
+        default=50, ge=1, description="Rows of a list where the request names no limit."
+    )
+    max_page_size: int = Field(default=1000, ge=1, description="Most rows of a page.")
     cache_steps: int = Field(
         default=64, ge=0, description="Closed steps whose decoded summary is kept in memory."
     )
     prometheus_runs: int = Field(
-        default=20, ge=0, description="Newest runs that /metrics tells about."
+        default=20, ge=0, description="Newest runs that /metrics includes."
     )
 
     poll_seconds: float = Field(
@@ -127,8 +130,8 @@ class Settings(BaseSettings):
     )
     triggers: Path | None = Field(
         default=None,
-        description="YAML file of rules; they stand until others are given (PUT /triggers), and "
-        "again when the file says something else. Default: the rules that ship.",
+        description="YAML file of rules; they stay in force until others are set (PUT "
+        "/triggers), and are set again when the file changes. Default: the rules that ship.",
     )
     keep: Path | None = Field(
         default=None,
@@ -176,21 +179,21 @@ class Settings(BaseSettings):
 
     @field_validator("allowed_roots", mode="before")
     @classmethod
-    def _paths(cls, value: Any) -> Any:
+    def _split_paths(cls, value: str | Iterable[str | Path]) -> tuple[Path, ...]:
         if isinstance(value, str):
             value = [part for part in value.split(os.pathsep) if part]
         return tuple(Path(part).expanduser().absolute() for part in value)
 
     @field_validator("allowed_hosts", "allowed_origins", mode="before")
     @classmethod
-    def _names(cls, value: Any) -> Any:
+    def _split_names(cls, value: str | Iterable[str]) -> tuple[str, ...]:
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(value)
 
     @field_validator("weight_names", mode="before")
     @classmethod
-    def _renamings(cls, value: Any) -> Any:
+    def _split_rules(cls, value: str | Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
         if not isinstance(value, str):
             return tuple(tuple(rule) for rule in value)
         rules = [rule.partition("->") for rule in value.split(";") if rule.strip()]
@@ -198,7 +201,7 @@ class Settings(BaseSettings):
 
     @field_validator("weight_names", mode="after")
     @classmethod
-    def _are_patterns(cls, value: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    def _check_patterns(cls, value: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
         for pattern, replacement in value:
             try:
                 re.sub(pattern, replacement, "")

@@ -69,6 +69,7 @@ def test_rows_and_nonfinite_numbers_arrive() -> None:
     inf = float("inf")
     batch = pack_and_parse(draft.finish(), {"scalars": {"a": inf, "b": float("nan"), "c": 1.5}})
     tag, shape, buffer, offsets = batch.payloads[7]["tensors"]["x"]
+    assert offsets is not None
     assert (tag, shape, buffer.tolist(), offsets.tolist()) == (
         "float32",
         (3,),

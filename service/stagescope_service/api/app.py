@@ -1,4 +1,4 @@
-"""The API as one FastAPI app, put together from its collaborators."""
+"""Builds the FastAPI app of the API from its dependencies."""
 
 from __future__ import annotations
 
@@ -16,33 +16,30 @@ from fastapi.security import HTTPBearer
 from stagescope_service.api import (
     batches,
     captures,
-    compare,
-    diff,
-    divergence,
+    comparisons,
     engines,
-    exact,
+    events,
     groups,
     hangs,
     health,
     kept,
-    live,
+    numbers,
+    operator_comparisons,
     operators,
     problems,
     runs,
     series,
     steps,
-    tensors,
     triggers,
     weights,
 )
 from stagescope_service.api.auth import OPEN_PATHS, Guard, Tokens, check_bind
-from stagescope_service.api.bodies import BodyPools
-from stagescope_service.api.dependencies import Commands, Comparisons, Dependencies
+from stagescope_service.api.dependencies import Commands, Computations, Dependencies
 from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.models.comparisons import comparison_schemas
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
-from stagescope_service.api.requests import Answer, check_query
+from stagescope_service.api.requests import Answer, BodyReaders, check_query
 from stagescope_service.api.step_summaries import StepSummaries
 from stagescope_service.api.target import Finder
 from stagescope_service.settings import Settings
@@ -59,9 +56,9 @@ such numbers. `null` means unknown. Times that end in `_wall` are Unix seconds o
 clock, durations (`seconds`) are monotonic seconds of the process.
 
 **Which run.** Without `run` the run whose training stage began last answers; without `attempt`
-its newest attempt that has the step; with `attempt_key` only those of that key are looked at.
-Every answer names both; other live runs stand in `also_live`. A step that a later attempt did
-again says so in `superseded_by`.
+its newest attempt that has the step; `attempt_key` restricts it to the attempts of that key.
+Every answer names both; other live runs are listed in `also_live`. `superseded_by` marks a step
+that a later attempt repeats.
 
 **Lists** hold `rows` and `next`: give that as `cursor` for the next page, `null` ends it.
 
@@ -80,11 +77,11 @@ def make_app(
     """Return the app.
 
     Args:
-        catalogue: the store's reading side; opened by whoever made it.
-        commands: the coordinator's calls.
+        catalogue: the store's reading side; its owner opens and closes it.
+        commands: the coordinator's methods.
         settings: limits, allowed roots, names.
-        tokens: who may ask; None lets everybody on loopback do everything.
-        clock: Unix seconds of the service.
+        tokens: of the clients; None: every client on loopback may operate.
+        clock: returns Unix seconds.
 
     Raises:
         Forbidden: no tokens, and a bind beyond loopback.
@@ -93,7 +90,7 @@ def make_app(
     app = FastAPI(
         title="stagescope",
         description=DESCRIPTION,
-        openapi_url=None,  # FastAPI makes the document on the event loop, for seconds
+        openapi_url=None,  # FastAPI would build the document on the event loop, for seconds
         docs_url=None,  # both load their scripts from elsewhere; the page is offline
         redoc_url=None,
         dependencies=[Depends(check_query)],
@@ -105,39 +102,54 @@ def make_app(
         generate_unique_id_function=_operation_id,
     )
     app.state.settings = settings
-    app.state.bodies = BodyPools(settings)
-    app.state.slots = asyncio.Semaphore(settings.max_bodies)
-    # Threads of their own: a hung catalogue may hold every shared one, and events go on.
-    app.state.readers = ThreadPoolExecutor(settings.max_bodies, "api-events")
+    app.state.bodies = BodyReaders(settings)
+    app.state.event_slots = asyncio.Semaphore(settings.max_bodies)
+    # Not the shared threads: those may all wait for a hung catalogue, and events must not.
+    app.state.event_threads = ThreadPoolExecutor(settings.max_bodies, "api-events")
     app.state.deps = Dependencies(
         catalogue=catalogue,
         commands=commands,
         settings=settings,
         clock=clock,
         finder=Finder(catalogue),
-        measures=StepSummaries(catalogue, settings.cache_steps),
+        step_summaries=StepSummaries(catalogue, settings.cache_steps),
         operator_files=OperatorFiles(commands, settings.data_path / "copies"),
-        comparisons=Comparisons(),
-        long_comparisons=Comparisons(1),
+        computations=Computations(),
+        long_computations=Computations(1),
         engine_health=EngineHealth(clock),
         counts=Counts(catalogue),
     )
     problems.add_handlers(app)
     app.add_middleware(Guard, settings=settings, tokens=tokens)
-    for router in (station.router for station in _STATIONS):
+    for router in _ROUTERS:
         app.include_router(router, dependencies=[Depends(_BEARER)])
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    app.add_route("/openapi.json", _document)
+    app.openapi = lambda: _make_document(app)  # type: ignore[method-assign]
+    app.add_route("/openapi.json", _document_route)
     return app
 
 
-_STATIONS: Final = (
-    health, runs, exact, groups, steps, series, batches, operators, divergence, tensors, captures,
-    triggers, weights, engines, hangs, diff, compare, kept, live,
-)  # fmt: skip
-_PROBLEM: Final[dict[str, Any]] = {"schema": {"$ref": "#/components/schemas/Problem"}}
+_ROUTERS: Final = (
+    health.router,
+    runs.router,
+    groups.router,
+    steps.router,
+    numbers.router,
+    series.router,
+    batches.router,
+    operators.router,
+    operator_comparisons.router,
+    captures.router,
+    triggers.router,
+    weights.router,
+    engines.router,
+    hangs.router,
+    comparisons.router,
+    kept.router,
+    events.router,
+)
+_PROBLEM: Final = {"schema": {"$ref": "#/components/schemas/Problem"}}
 
-# For the OpenAPI document alone: the guard has checked the token before any route is looked up.
+# Only for the document: the guard checks the token before a route is found.
 _BEARER: Final = HTTPBearer(auto_error=False, description="The read or the operate token.")
 
 
@@ -146,11 +158,12 @@ def _operation_id(route: APIRoute) -> str:
     return "_".join([method, *re.findall(r"\w+", route.path)])
 
 
-async def _document(request: Request) -> Answer:
+async def _document_route(request: Request) -> Answer:
     return Answer(await asyncio.to_thread(request.app.openapi))
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
+def _make_document(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document; FastAPI keeps it."""
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = FastAPI.openapi(app)
@@ -158,7 +171,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     schemas |= {"Problem": problems.Problem.model_json_schema(), **comparison_schemas()}
     for operation in (each for by in document["paths"].values() for each in by.values()):
         for parameter in operation.get("parameters", ()):
-            if parameter["name"] == "limit":  # a setting, but where a route has a bound of its own
+            if parameter["name"] == "limit":  # a setting, unless the route has its own bound
                 for kind in parameter["schema"].get("anyOf", ()):
                     if kind["type"] == "integer":
                         kind.setdefault("maximum", app.state.settings.max_page_size)

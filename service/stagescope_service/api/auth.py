@@ -1,8 +1,7 @@
-"""Who may ask: two bearer tokens, and the checks on Host and Origin.
+"""Authentication: two bearer tokens, and the checks of Host and Origin.
 
-The read token answers GET and `QUESTIONS`; the operate token does that and everything else,
-`POST /events` and `POST /poll` included: who can feed the service numbers can mislead whoever reads
-them.
+The read token allows GET and the POST routes of `READ_POSTS`. The operate token allows everything,
+`POST /events` and `POST /poll` included: a client that may send numbers may mislead their readers.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ import socket
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError, TooLarge, Unauthorized
@@ -32,58 +32,58 @@ log = logging.getLogger(__name__)
 Grade = Literal["read", "operate"]
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
-"""Answered without a token: what a supervisor asks."""
+"""Need no token: a supervisor checks them."""
 READ_METHODS: Final = frozenset({"GET", "HEAD"})
-QUESTIONS: Final = frozenset(
+READ_POSTS: Final = frozenset(
     {"/comparisons", "/operators/divergence", "/operators/tensors", "/triggers/test"}
 )
-"""Questions that are too long for a query: POST, and the read token is enough."""
+"""POST routes that change nothing (their arguments are too long for a query): read is enough."""
 USER_HEADER: Final = "x-stagescope-user"
 TOKEN_BYTES: Final = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tokens:
-    """The two tokens of a service; their text appears in no repr and no log."""
+    """The two tokens of a service, left out of every repr and log."""
 
     read: str = dataclasses.field(repr=False)
     operate: str = dataclasses.field(repr=False)
 
     @classmethod
     def load(cls, settings: Settings) -> Tokens:
-        """Read the tokens from the settings or from their files, which are made when absent.
+        """Read the tokens from the settings or from their files, which are created if missing.
 
         Raises:
             Forbidden: a token's file is not a plain file of this user.
-            InvalidInput: a token is too short, or both are one.
+            InvalidInput: a token is too short, or both are equal.
         """
         given = {"read": settings.read_token, "operate": settings.operate_token}
-        found = {
-            grade: secret.get_secret_value() if secret else _token_file(settings.home, grade)
+        tokens = {
+            grade: secret.get_secret_value() if secret else _read_token_file(settings.home, grade)
             for grade, secret in given.items()
         }
-        for grade, token in found.items():
+        for grade, token in tokens.items():
             if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
                 raise InvalidInput(
                     f"the {grade} token cannot be used",
                     expected="16 or more printable ASCII characters without spaces",
                     advice=f"delete {token_path(settings.home, grade)} to have a new one made",
                 )
-        if hmac.compare_digest(found["read"], found["operate"]):
+        if hmac.compare_digest(tokens["read"], tokens["operate"]):
             raise InvalidInput("the read and the operate token are one", expected="two tokens")
-        return cls(**found)
+        return cls(**tokens)
 
     def grade(self, token: str) -> Grade | None:
-        """Return what `token` allows, in a time that does not depend on its content."""
-        presented = token.encode("utf-8", "surrogateescape")
-        may_operate = hmac.compare_digest(presented, self.operate.encode())
-        may_read = hmac.compare_digest(presented, self.read.encode())
+        """Return what `token` allows, in constant time."""
+        encoded = token.encode("utf-8", "surrogateescape")
+        may_operate = hmac.compare_digest(encoded, self.operate.encode())
+        may_read = hmac.compare_digest(encoded, self.read.encode())
         return "operate" if may_operate else "read" if may_read else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caller:
-    """Who made a request, for the audit."""
+    """The sender of a request, for the audit."""
 
     user: str
     grade: Grade | Literal["open"]
@@ -94,12 +94,12 @@ class Caller:
 
 
 def token_path(home: Path, grade: str) -> Path:
-    """Return where the token of `grade` lies."""
+    """Return the file of the token of `grade`."""
     return home / f"{grade}.token"
 
 
 def check_bind(settings: Settings, tokens: Tokens | None) -> None:
-    """Refuse to serve others without tokens.
+    """Refuse to serve other hosts without tokens.
 
     Raises:
         Forbidden: a bind beyond loopback, and no tokens.
@@ -113,9 +113,9 @@ def check_bind(settings: Settings, tokens: Tokens | None) -> None:
 
 
 class Guard:
-    """ASGI middleware: Host, Origin, token and declared size, before any route sees a request.
+    """ASGI middleware that checks Host, Origin, token and declared size of every request.
 
-    Here and not in the routes, so that no route can forget it and no body is read before.
+    As a middleware no route can forget it, and it runs before any body is read.
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings, tokens: Tokens | None) -> None:
@@ -128,7 +128,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer with a problem."""
         if scope["type"] != "http":
-            # No route is a websocket, and a handshake carries no token.
+            # There are no websockets, and their handshake could not send a token.
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
@@ -140,7 +140,7 @@ class Guard:
         await self.app(scope, receive, send)
 
     def check(self, scope: Scope) -> Caller:
-        """Return who asks.
+        """Return the sender of a request.
 
         Raises:
             Forbidden: a foreign Host or Origin, or a token that may not do this.
@@ -161,7 +161,7 @@ class Guard:
 
     def _check_host(self, host: str) -> None:
         name = _host_name(host)
-        # A page that rebinds its own name to this address sends its own name: addresses are safe.
+        # A DNS-rebinding page sends its own name as Host: IP addresses are safe.
         if name in self.hosts or _is_address(name):
             return
         raise Forbidden(
@@ -192,8 +192,8 @@ class Guard:
         if self.tokens is None:
             return Caller(user, "operate", address)
         grade = self._grade(headers.get("authorization", ""))
-        reads = scope["method"] in READ_METHODS or scope["path"] in QUESTIONS
-        if grade == "read" and not reads:
+        is_read = scope["method"] in READ_METHODS or scope["path"] in READ_POSTS
+        if grade == "read" and not is_read:
             raise Forbidden(
                 f"the read token may not {scope['method']} {scope['path']:.100}",
                 expected="the operate token (home/operate.token)",
@@ -218,11 +218,12 @@ class Guard:
         return grade
 
 
-def _token_file(home: Path, grade: str) -> str:
+def _read_token_file(home: Path, grade: str) -> str:
+    """Return the content of a token's file, which is created if missing."""
     path = token_path(home, grade)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.is_symlink() and not path.exists():
-        _create(path)
+        _create_token_file(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -238,13 +239,13 @@ def _token_file(home: Path, grade: str) -> str:
                 expected=f"a file of user {os.geteuid()}",
             )
         if stat.S_IMODE(status.st_mode) & 0o077:
-            log.warning("token file %s could be read by others: its mode is now 0600", path)
+            log.warning("token file %s was readable by others: its mode is now 0600", path)
             os.fchmod(file.fileno(), 0o600)
         return file.read(1000).strip()
 
 
-def _create(path: Path) -> None:
-    # Linked into place when whole: a second service that starts now sees no half of a token.
+def _create_token_file(path: Path) -> None:
+    # Linked when complete: another service that starts now cannot read a part of a token.
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -283,7 +284,7 @@ def _is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def caller_of(request: Any) -> Caller:
-    """Return who made `request` (as the guard found)."""
+def caller_of(request: Request) -> Caller:
+    """Return the sender of `request`, as the guard found it."""
     caller: Caller = request.state.caller
     return caller

@@ -1,4 +1,4 @@
-"""The route that gives a step's batch back: kept files and the rings', joined, as safetensors."""
+"""The route that returns a step's batch: its payload files, joined, as one safetensors file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 import mmap
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
 
@@ -21,26 +21,27 @@ from stagescope.render import counted
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import PART_FIELDS, RECENT_TENSORS
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.api.dependencies import Dependencies, Deps, Row, StepTarget
-from stagescope_service.api.payload_artifacts import KEEP_ADVICE, local_file, payload_artifacts
+from stagescope_service.api.dependencies import Dependencies, Deps, StepTarget
+from stagescope_service.api.kept import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.requests import pattern
-from stagescope_service.api.steps import stages_of
+from stagescope_service.api.steps import progress_of
 from stagescope_service.api.target import Target
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
+from stagescope_service.store.contract import Row
 from stagescope_service.store.tensorfile import disk_errors
 
 
 class Scratch:
-    """Allocates arrays in one file without a name; it is gone with the last of its arrays.
+    """Allocates arrays in one unnamed file, which is deleted with the last of its arrays.
 
     Usage::
 
         with Scratch(directory) as scratch:
-            array = scratch.allocate((rows, width), dtype)   # may be used after the block
+            array = scratch.allocate((rows, width), dtype)   # stays valid after the block
 
     Args:
-        directory: on whose disk; it is made.
+        directory: of the file; it is created.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -54,9 +55,11 @@ class Scratch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()  # what is mapped stays
+        self._file.close()  # mapped arrays stay valid
 
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    def allocate(
+        self, shape: tuple[int, ...], dtype: np.dtype[np.generic]
+    ) -> npt.NDArray[Any]:  # as `dumps.joining` takes it
         """Return an array of zeros.
 
         Raises:
@@ -67,7 +70,7 @@ class Scratch:
             return np.empty(shape, dtype)
         begin, self._end = self._end, self._end + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         with disk_errors(self._directory):
-            # Room that is only promised would end the process when it is written.
+            # Without the space on disk, writing to the mapping would kill the process (SIGBUS).
             os.posix_fallocate(self._file.fileno(), begin, self._end - begin)
             return np.memmap(self._file, dtype, "r+", begin, shape).view(np.ndarray)
 
@@ -75,13 +78,40 @@ class Scratch:
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
 MEDIA_TYPE: Final = "application/octet-stream"
-_PIECE: Final = 4 << 20
-_NAMED: Final = 20
+_CHUNK: Final = 4 << 20
+_NAMES_LISTED: Final = 20
 """Names that a gap lists."""
-_Part = tuple[Any, ...]
-"""(incarnation, stage, *part)."""
-Numbers = Mapping[_Part, Mapping[str, float]]
-_WORDS: Final = r"[^,\s]"
+_NOT_EMPTY: Final = r"[^,\s]"
+
+
+class _PartKey(NamedTuple):
+    """A part of a stage of a process."""
+
+    incarnation: str
+    stage: str | None
+    occurrence: int
+    epoch: int
+    minibatch: int
+    microbatch: int
+
+
+Numbers = Mapping[_PartKey, Mapping[str, float]]
+"""Scalars by name of each part."""
+PayloadKey = tuple[str, int]
+"""(incarnation, sequence number)."""
+
+
+class _Selection(NamedTuple):
+    """The requested tensors and stages; None: all."""
+
+    names: Sequence[str] | None
+    stages: Sequence[str] | None
+
+    def has_stage(self, stage: str | None) -> bool:
+        """Return whether a stage is selected."""
+        return self.stages is None or stage in self.stages
+
+
 _FILE: Final = {"type": "string", "format": "binary", "description": "A safetensors file."}
 
 
@@ -98,7 +128,7 @@ async def batch(
         Query(
             max_length=4000,
             description="Only these tensors, with commas between them.",
-            json_schema_extra=pattern(_WORDS),
+            json_schema_extra=pattern(_NOT_EMPTY),
         ),
     ] = None,
     stages: Annotated[
@@ -106,20 +136,20 @@ async def batch(
         Query(
             max_length=4000,
             description="Only what these stages recorded, with commas between them.",
-            json_schema_extra=pattern(_WORDS),
+            json_schema_extra=pattern(_NOT_EMPTY),
         ),
     ] = None,
 ) -> StreamingResponse:
-    """Give the step's batch as one safetensors file: rows of every stage, rank and part.
+    """Return the step's batch as one safetensors file: rows of every stage, rank and part.
 
-    It is put together from the kept files and what the rings still hold, rows joined by sample id,
-    bit by bit as recorded. Its metadata say where each came from, what is missing (ranks, payloads,
+    It is joined by sample id from the kept files and the payloads that the rings still hold, with
+    the recorded bits. Its metadata list the source of each row, what is missing (ranks, payloads,
     tensors that were not kept) and what disagrees; `stagescope.Batch.load` reads it.
     """
-    chosen = [_words(text) for text in (names, stages)]
-    found = await deps.comparisons.run(batch_of, deps, target, *chosen)
-    size, stream = _stream(found)
-    name = f"{target.run}-{target.number}-step{_number(target)}.safetensors"
+    selection = _Selection(_split_names(names), _split_names(stages))
+    joined = await deps.computations.run(batch_of, deps, target, selection)
+    size, stream = _stream(joined)
+    name = f"{target.run}-{target.number}-step{target.step_number}.safetensors"
     headers = {
         "content-length": str(size),
         "content-disposition": f'attachment; filename="{name}"',
@@ -127,20 +157,18 @@ async def batch(
     return StreamingResponse(stream, media_type=MEDIA_TYPE, headers=headers)
 
 
-def batch_of(
-    deps: Dependencies, target: Target, names: Sequence[str] | None, stages: Sequence[str] | None
-) -> Batch:
-    """Put a step's batch together.
+def batch_of(deps: Dependencies, target: Target, selection: _Selection) -> Batch:
+    """Return a step's batch.
 
     Raises:
-        NotFound: nothing of it is kept (any more), or no such tensor or stage.
+        NotFound: none of its tensors are kept, or no such tensor or stage.
     """
-    step = _number(target)
-    place = deps.settings.data_path / "copies"
-    with Scratch(place) as scratch, tempfile.TemporaryDirectory(dir=place) as copies:
-        rows = payload_artifacts(deps, target, step)
+    step = target.step_number
+    directory = deps.settings.data_path / "copies"
+    with Scratch(directory) as scratch, tempfile.TemporaryDirectory(dir=directory) as copies:
+        artifacts = payload_artifacts(deps, target, step)
         numbers = _scalars(deps, target)
-        files, gaps = _files(deps, target, rows, numbers, Path(copies))
+        files, gaps = _payload_files(deps, target, artifacts, numbers, Path(copies))
         if not files:
             reasons = "; ".join(gap.message for gap in gaps)
             raise NotFound(
@@ -153,135 +181,132 @@ def batch_of(
         return join(
             dump,
             step,
-            names=names,
-            stages=stages,
+            names=selection.names,
+            stages=selection.stages,
             source=heading,
             gaps=[
                 *gaps,
-                *_known_gaps(deps, target, rows, names, stages),
-                *_numbers_alone(numbers, rows, stages),
+                *_catalogue_gaps(deps, target, artifacts, selection),
+                *_gaps_of_numbers(numbers, artifacts, selection),
             ],
             allocate=scratch.allocate,
         )
 
 
-def _files(
-    deps: Dependencies, target: Target, rows: Sequence[Row], numbers: Numbers, copies: Path
+def _payload_files(
+    deps: Dependencies, target: Target, artifacts: Sequence[Row], numbers: Numbers, copies: Path
 ) -> tuple[list[PayloadFile], list[Gap]]:
-    found: list[PayloadFile] = []
+    """Return the files of artifacts, and a gap for each that cannot be read."""
+    files: list[PayloadFile] = []
     gaps: list[Gap] = []
-    for row in rows:
+    for row in artifacts:
         try:
             path = local_file(deps, row, copies)
         except StagescopeError as error:
             gaps.append(Gap("file", str(error)))
             continue
-        logged = numbers.get(_part(row), {})
-        consumed = _number(target) if row["step"] is None else None
-        found.append(PayloadFile(path, row["path"], row["checksum"], row["wall"], logged, consumed))
-    return found, gaps
+        logged = numbers.get(_part_key(row), {})
+        consumed = target.step_number if row["step"] is None else None
+        files.append(PayloadFile(path, row["path"], row["checksum"], row["wall"], logged, consumed))
+    return files, gaps
 
 
-def _part(row: Row) -> _Part:
-    return (row["incarnation"], row["stage"], *(row.get(name) or 0 for name in PART_FIELDS))
+def _part_key(row: Row) -> _PartKey:
+    part = (int(row.get(name) or 0) for name in PART_FIELDS)
+    return _PartKey(row["incarnation"], row["stage"], *part)
+
+
+def _payload_key(row: Row) -> PayloadKey:
+    return row["incarnation"], row["seq"]
 
 
 def _scalars(deps: Dependencies, target: Target) -> Numbers:
-    """Return the numbers of each part of a stage of a process."""
-    found: dict[_Part, dict[str, float]] = {}
-    for row in deps.catalogue.scalars(target.attempt_id, _number(target), limit=ALL_ROWS):
-        found.setdefault(_part(row), {})[row["name"]] = row["value"]
-    return found
+    """Return the scalars of each part."""
+    numbers: dict[_PartKey, dict[str, float]] = {}
+    for row in deps.catalogue.scalars(target.attempt_id, target.step_number, limit=ALL_ROWS):
+        numbers.setdefault(_part_key(row), {})[row["name"]] = row["value"]
+    return numbers
 
 
-def _numbers_alone(
-    numbers: Numbers, rows: Sequence[Row], stages: Sequence[str] | None
+def _gaps_of_numbers(
+    numbers: Numbers, artifacts: Sequence[Row], selection: _Selection
 ) -> Iterator[Gap]:
-    """Yield which numbers were logged by parts of which no tensor is kept: no row is theirs."""
-    held = {_part(row) for row in rows}
-    alone: dict[str | None, tuple[set[str], set[_Part]]] = {}
+    """Yield the numbers of parts without a kept tensor, which belong to no row of the batch."""
+    kept = {_part_key(row) for row in artifacts}
+    by_stage: dict[str | None, tuple[set[str], int]] = {}
     for part, logged in numbers.items():
-        if part not in held and (stages is None or part[1] in stages):
-            names, parts = alone.setdefault(part[1], (set(), set()))
-            names.update(logged)
-            parts.add(part)
-    for stage, (names, parts) in alone.items():
-        shown = ", ".join(sorted(names)[:_NAMED])
-        shown += f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        by = "outside a stage" if stage is None else f"by {counted(len(parts), 'part')} of {stage}"
-        yield Gap("number", f"{shown}, logged {by} with no tensor kept: step.scalars() has them")
+        if part not in kept and selection.has_stage(part.stage):
+            names, count = by_stage.get(part.stage, (set(), 0))
+            by_stage[part.stage] = (names | logged.keys(), count + 1)
+    for stage, (names, count) in by_stage.items():
+        listed = ", ".join(sorted(names)[:_NAMES_LISTED])
+        omitted = len(names) - _NAMES_LISTED
+        listed += f" and {omitted} more" if omitted > 0 else ""
+        by = "outside a stage" if stage is None else f"by {counted(count, 'part')} of {stage}"
+        yield Gap("number", f"{listed}, logged {by} with no tensor kept: step.scalars() has them")
 
 
-def _known_gaps(
-    deps: Dependencies,
-    target: Target,
-    rows: Sequence[Row],
-    names: Sequence[str] | None,
-    stages: Sequence[str] | None,
+def _catalogue_gaps(
+    deps: Dependencies, target: Target, artifacts: Sequence[Row], selection: _Selection
 ) -> Iterator[Gap]:
-    """Yield what the catalogue knows to be missing."""
-    step = _number(target)
+    """Yield the gaps that the catalogue lists: missing ranks, payloads and tensors."""
+    step = target.step_number
     replaced = deps.catalogue.replaced(target.attempt_id, step)
-    wanted = [
+    payloads = [
         row
         for row in deps.catalogue.payloads(target.attempt_id, step, limit=ALL_ROWS)
-        if stages is None or row["stage"] in stages
-        if (row["incarnation"], row["seq"]) not in replaced
+        if selection.has_stage(row["stage"]) and _payload_key(row) not in replaced
     ]
-    for item in stages_of(deps, target)[1].missing:
-        if stages is None or item.get("stage") in stages:
-            who = f"{item.get('role')} {item.get('rank')}"
-            yield Gap("rank", f"{who} in {item.get('stage')}: {item.get('status')}")
-    held = {(row["incarnation"], row["seq"]) for row in rows}
-    for row in wanted:
-        if row["state"] != "ingested" and (row["incarnation"], row["seq"]) not in held:
-            who = f"{row['stage']} {row['role']} {row['rank']}"
-            why = f"{row['state']}, {row['reason']}" if row["reason"] else row["state"]
-            yield Gap("payload", f"what {who} recorded is not there: {why}")
-    yield from _not_kept(wanted, rows, names)
-
-
-def _not_kept(
-    payloads: Sequence[Row], artifacts: Sequence[Row], names: Sequence[str] | None
-) -> Iterator[Gap]:
-    held: dict[tuple[str, int], set[str]] = {}
-    for row in artifacts:
-        there = held.setdefault((row["incarnation"], row["seq"]), set())
-        there |= RECENT_TENSORS if row["tensors"] is None else set(row["tensors"])
-    lacking: Counter[tuple[str, str]] = Counter()
+    for each in progress_of(deps, target)[1].missing:
+        if selection.has_stage(each["stage"]):
+            rank = f"{each['role']} {each['rank']}"
+            yield Gap("rank", f"{rank} in {each['stage']}: {each['status']}")
+    kept = {_payload_key(row) for row in artifacts}
     for row in payloads:
-        there = held.get((row["incarnation"], row["seq"]), set())
-        told = row["tensors"] if isinstance(row["tensors"], Mapping) else {}
-        lacking.update((row["stage"], name) for name in set(told) - there)
+        if row["state"] != "ingested" and _payload_key(row) not in kept:
+            sender = f"{row['stage']} {row['role']} {row['rank']}"
+            reason = f"{row['state']}, {row['reason']}" if row["reason"] else row["state"]
+            yield Gap("payload", f"what {sender} recorded is not there: {reason}")
+    yield from _gaps_of_tensors(payloads, artifacts, selection)
+
+
+def _gaps_of_tensors(
+    payloads: Sequence[Row], artifacts: Sequence[Row], selection: _Selection
+) -> Iterator[Gap]:
+    """Yield the recorded tensors that are in no file."""
+    kept: dict[PayloadKey, set[str]] = {}
+    for row in artifacts:
+        tensors = kept.setdefault(_payload_key(row), set())
+        tensors |= RECENT_TENSORS if row["tensors"] is None else set(row["tensors"])
+    missing: set[tuple[str, str]] = set()
+    for row in payloads:
+        recorded = row["tensors"] if isinstance(row["tensors"], Mapping) else {}
+        lacking = set(recorded) - kept.get(_payload_key(row), set())
+        missing |= {(row["stage"], name) for name in lacking}
     by_stage: dict[str, list[str]] = {}
-    for (stage, name), _ in sorted(lacking.items()):
-        if names is None or name in names:
+    for stage, name in sorted(missing):
+        if selection.names is None or name in selection.names:
             by_stage.setdefault(stage, []).append(name)
-    for stage, missing in by_stage.items():
-        yield Gap("tensor", f"{stage} recorded {', '.join(missing)}: not kept")
+    for stage, names in by_stage.items():
+        yield Gap("tensor", f"{stage} recorded {', '.join(names)}: not kept")
 
 
 def _stream(batch: Batch) -> tuple[int, Iterator[bytes]]:
-    whole = list(pieces(batch))
+    """Return the bytes of a batch's file, in chunks, and how many they are."""
+    buffers = [memoryview(piece) for piece in pieces(batch)]
 
     def chunks() -> Iterator[bytes]:
-        for piece in whole:
-            view = memoryview(piece)
-            for at in range(0, view.nbytes, _PIECE):
-                yield bytes(view[at : at + _PIECE])
+        for view in buffers:
+            for begin in range(0, view.nbytes, _CHUNK):
+                yield bytes(view[begin : begin + _CHUNK])
 
-    return sum(memoryview(piece).nbytes for piece in whole), chunks()
+    return sum(view.nbytes for view in buffers), chunks()
 
 
-def _words(text: str | None) -> list[str] | None:
+def _split_names(text: str | None) -> list[str] | None:
     if text is None:
         return None
-    found = [word for part in text.split(",") if (word := part.strip())]
-    if not found:
+    names = [name for part in text.split(",") if (name := part.strip())]
+    if not names:
         raise InvalidInput(f"{text!r:.100} names nothing", expected="names with commas between")
-    return found
-
-
-def _number(target: Target) -> int:
-    assert target.step is not None
-    return int(target.step["step"])
+    return names

@@ -1,43 +1,56 @@
-"""Routes about orders: the plan, a capture, how far it has come, its withdrawal."""
+"""Routes about captures: the plan, requests for captures, their progress, their withdrawal.
+
+A rank is done with a step once it has reported every requested stage and part. That is known when
+the step is closed, when the rank has begun a later step, or when it has reported all parts that it
+did in each of the last steps. Before that, a complete dump says nothing about dumps to come.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Final
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Final, NamedTuple, TypedDict
 
 from fastapi import APIRouter, Path, Query, Request
 
-from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
+from stagescope.wire.captures import (
+    CAPTURE_FIELDS,
+    SHORTHANDS,
+    matches_rank,
+    needs_ranks,
+    unmatched_ranks,
+)
 from stagescope.wire.errors import NotFound
+from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.capture_progress import progress
-from stagescope_service.api.dependencies import Dependencies, Deps, Row
+from stagescope_service.api.completeness import ALL_ROWS
+from stagescope_service.api.dependencies import Dependencies, Deps
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import captures as models
+from stagescope_service.api.models.bodies import MAX_WAIT, json_body
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
-from stagescope_service.core.captures.agreement import AGREED, DONE
+from stagescope_service.api.rows import dump_row
+from stagescope_service.api.target import LiveRun
+from stagescope_service.core.captures.agreement import AGREED, ASKED, DONE, Agreement, last_step
 from stagescope_service.core.captures.plan import validate_capture
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Row
 
 router = APIRouter(tags=["captures"])
 
-LONGEST_WAIT: Final = 60.0
-
-_BODY: Final[dict[str, Any]] = {
-    "required": True,
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["stages", "steps"],
-                "properties": {
-                    name: {"description": text}
-                    for name, text in {**CAPTURE_FIELDS, **SHORTHANDS}.items()
-                },
-                "additionalProperties": False,
-            }
-        }
-    },
-}
+_BODY: Final = json_body(
+    {
+        "type": "object",
+        "required": ["stages", "steps"],
+        "properties": {
+            name: {"description": text} for name, text in {**CAPTURE_FIELDS, **SHORTHANDS}.items()
+        },
+        "additionalProperties": False,
+    }
+)
 
 CaptureId = Annotated[str, Path(max_length=100, description="The capture's id.")]
 
@@ -49,12 +62,11 @@ async def plan(deps: Deps) -> Answer:
     `state` of each is that of `GET /captures/{capture_id}`: one whose steps by number are over is
     `complete` or `partial`, and stays in force for an attempt that does them again.
     """
-    said = check_ready(await deps.commands.plan())
-    states = await asyncio.to_thread(
-        _states, deps, [each["capture_id"] for each in said["captures"]]
-    )
-    captures = [{**each, "state": states.get(each["capture_id"])} for each in said["captures"]]
-    return Answer({**said, "captures": captures})
+    reply = check_ready(await deps.commands.plan())
+    ids = [each["capture_id"] for each in reply["captures"]]
+    states = await asyncio.to_thread(_states, deps, ids)
+    captures = [{**each, "state": states.get(each["capture_id"])} for each in reply["captures"]]
+    return Answer({**reply, "captures": captures})
 
 
 @router.get("/captures", response_model=models.Captures)
@@ -62,75 +74,71 @@ def captures(
     deps: Deps,
     page: PageOf,
     run: Annotated[
-        str | None, Query(max_length=100, description="Only those ordered for this run.")
+        str | None, Query(max_length=100, description="Only those requested for this run.")
     ] = None,
 ) -> Answer:
-    """List the captures that were ever ordered, newest first, withdrawn ones too."""
-    answer = page.cut(deps.catalogue.captures(run=run))
+    """List all captures that were ever requested, newest first, withdrawn ones too."""
+    every = deps.catalogue.captures(run=run)
     rows = [
-        {**row, "state": progress(deps.catalogue, row)["state"]}
+        {**row, "state": progress(deps.catalogue, row).state}
         if row["state"] in (AGREED, DONE)
         else row
-        for row in answer["rows"]
+        for row in every[page.offset : page.offset + page.limit]
     ]
-    return Answer({**answer, "rows": rows})
+    return Answer(page.answer(rows, more=len(every) > page.offset + page.limit))
 
 
 @router.get("/captures/{capture_id}", response_model=models.Capture)
 def capture(deps: Deps, capture_id: CaptureId) -> Answer:
-    """Say how far a capture has come: who acknowledged it, who collected, missed or failed.
+    """Return the progress of a capture: who acknowledged it, who collected, missed or failed.
 
     `state` is `asked` (not every rank has acknowledged), `agreed` (it starts at
     `agreement.start`), `complete`, `partial`, `given up`, `too late`, `refused` or `withdrawn`.
-    `ranks` lists whom it asks, `steps` what each step came to, `dumps` every dump.
+    `ranks` lists the requested ranks, `steps` the result of each step, `dumps` every dump.
     """
     row = deps.catalogue.capture(capture_id)
     if row is None:
         raise NotFound(f"no capture {capture_id!r:.100}", advice="see /captures for all of them")
-    return Answer(progress(deps.catalogue, row))
+    return Answer(progress(deps.catalogue, row).answer())
 
 
-@router.post(
-    "/captures",
-    response_model=models.NewCapture,
-    status_code=201,
-    openapi_extra={"requestBody": _BODY},
-)
+@router.post("/captures", response_model=models.NewCapture, status_code=201, openapi_extra=_BODY)
 async def add_capture(
     request: Request,
     deps: Deps,
     wait: Annotated[
         float,
-        Query(ge=0, le=LONGEST_WAIT, description="Seconds to wait for the ranks to agree."),
+        Query(ge=0, le=MAX_WAIT, description="Seconds to wait for the ranks to agree."),
     ] = 2.0,
 ) -> Answer:
-    """Order a capture and return it with its id; needs the operate token.
+    """Request a capture and return it with its id; needs the operate token.
 
-    Every asked rank acknowledges first; only then is `agreement.start` fixed, a step that none of
-    them can have begun before it knew. `agreement.estimates` is what each rank reckons that it
-    takes. Ranks that have not acknowledged are named in `notes`. Its paths must lie inside the
-    allowed roots. Who ordered it (header `X-Stagescope-User`, which token, from where) is kept in
-    the audit.
+    Every requested rank acknowledges it first. Then `agreement.start` is fixed: a step that none
+    of them can have begun before it knew. `agreement.estimates` is what each rank expects the
+    capture to cost. Ranks that have not acknowledged are named in `notes`. Its paths must lie
+    inside the allowed roots. Who requested it (header `X-Stagescope-User`, which token, from
+    where) is kept in the audit.
     """
-    spec = await read_json(request, deps.settings)
-    valid = await asyncio.to_thread(_validated, deps, spec)
-    others: list[Row] = []
-    if valid["run"] is None:
-        valid["run"], others = await asyncio.to_thread(_default_run, deps)
-    reply = await deps.commands.add_capture(spec=valid, by=str(caller_of(request)), wait=wait)
-    said = check_ready(reply)
+    body = await read_json(request, deps.settings)
+    spec = await asyncio.to_thread(_validated, deps, body)
+    others: list[LiveRun] = []
+    if spec["run"] is None:
+        spec["run"], others = await asyncio.to_thread(_default_run, deps)
+    reply = check_ready(
+        await deps.commands.add_capture(spec=spec, by=str(caller_of(request)), wait=wait)
+    )
     if others:
-        names = ", ".join(str(each["run"]) for each in others[:20])
-        note = f"ordered for run {valid['run']}, the last to begin a stage; also live: {names}"
-        said = {**said, "notes": [note, *(said.get("notes") or ())]}
-    return Answer(said, 201)
+        names = ", ".join(each["run"] for each in others[:20])
+        note = f"ordered for run {spec['run']}, the last to begin a stage; also live: {names}"
+        reply = {**reply, "notes": [note, *(reply.get("notes") or ())]}
+    return Answer(reply, 201)
 
 
 @router.delete("/captures/{capture_id}", response_model=models.OrderedCapture)
 async def remove_capture(request: Request, deps: Deps, capture_id: CaptureId) -> Answer:
     """Withdraw a capture and return it; what it has collected stays. Needs the operate token.
 
-    `GET /captures/{capture_id}` then says which ranks have acknowledged that it is gone.
+    `GET /captures/{capture_id}` then lists which ranks have acknowledged the withdrawal.
     """
     by = str(caller_of(request))
     try:
@@ -144,8 +152,8 @@ async def remove_capture(request: Request, deps: Deps, capture_id: CaptureId) ->
 
 
 def _already_over(deps: Dependencies, row: Row) -> NotFound:
-    """Return the error of a removal of what is no longer in force."""
-    capture_id, state = row["capture_id"], progress(deps.catalogue, row)["state"]
+    """Return the error of removing a capture that is no longer in force."""
+    capture_id, state = row["capture_id"], progress(deps.catalogue, row).state
     by = f", removed by {row['removed_by']}" if row["removed_by"] else ""
     return NotFound(
         f"capture {capture_id} is no longer in force: it is {state}{by}",
@@ -153,18 +161,19 @@ def _already_over(deps: Dependencies, row: Row) -> NotFound:
     )
 
 
-def _states(deps: Dependencies, capture_ids: list[str]) -> dict[str, str]:
-    """Return what captures came to so far."""
+def _states(deps: Dependencies, capture_ids: Iterable[str]) -> dict[str, str]:
+    """Return the states of captures by id."""
     rows = [deps.catalogue.capture(capture_id) for capture_id in capture_ids]
     return {
-        row["capture_id"]: progress(deps.catalogue, row)["state"] for row in rows if row is not None
+        row["capture_id"]: progress(deps.catalogue, row).state for row in rows if row is not None
     }
 
 
-def _default_run(deps: Dependencies) -> tuple[str | None, list[Row]]:
-    """Return the run that questions without one are about, and the others that are live.
+def _default_run(deps: Dependencies) -> tuple[str | None, list[LiveRun]]:
+    """Return the run that requests without one are about, and the other live ones.
 
-    None where it is over or none has reported: the coordinator then says what an order may be for.
+    None where that run has ended or none has reported: the coordinator then answers what a
+    capture may be requested for.
     """
     try:
         target = deps.finder.attempt(None)
@@ -175,6 +184,354 @@ def _default_run(deps: Dependencies) -> tuple[str | None, list[Row]]:
     return target.run, target.also_live
 
 
-def _validated(deps: Dependencies, spec: dict[str, Any]) -> dict[str, Any]:
-    # In a thread: resolving a path's links may wait for a slow file system.
+def _validated(deps: Dependencies, spec: JsonObject) -> Row:
+    # In a thread: resolving the links of a path may wait for a slow file system.
     return validate_capture(spec, allowed_roots=[str(root) for root in deps.settings.roots])
+
+
+# --- progress -------------------------------------------------------------------------------
+RoleRank = tuple[str, int]
+PartKey = tuple[str, int, int, int, int]
+"""A stage and its part."""
+Reported = Mapping[PartKey, set[str]]
+"""States of a rank's dumps in a step, by part."""
+
+_COLLECTED: Final = "complete"
+_NO_REPORT: Final = "no report"
+_NOT_ASKED: Final = "not asked"
+_STEPS_LISTED: Final = 1000
+_WORST: Final = ("failed", "missed", "truncated", "skipped", "armed", _COLLECTED)
+"""States of a rank's dumps in a step: the first that occurs is the state of the rank."""
+_STEPS_BEFORE: Final = 2
+"""Closed steps that predict the parts of a rank in a step, if they are equal."""
+
+
+class RankState(NamedTuple):
+    """The state of a rank in a captured step, and whether it is final."""
+
+    state: str
+    final: bool
+
+
+class CapturedStep(TypedDict):
+    """The result of one step of a capture; see `models.captures.CapturedStep`."""
+
+    step: int
+    attempt: int | None
+    state: str
+    collected: int
+    waiting: list[JsonObject]
+    gaps: list[JsonObject]
+
+
+class RequestedRank(TypedDict):
+    """A rank that a capture requests; see `models.captures.AskedRank`."""
+
+    role: str
+    rank: int
+    acknowledged: bool
+    there: bool
+    joined_later: bool
+    last_wall: float | None
+    node: str | None
+    host: str | None
+    pid: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The progress of a capture."""
+
+    row: Row
+    """Of `captures`."""
+    agreement: Agreement
+    attempt: int | None
+    """Number of the run's newest attempt."""
+    state: str
+    ranks: Sequence[RequestedRank]
+    unmatched_ranks: Sequence[int]
+    steps: Sequence[CapturedStep]
+    dumps: Sequence[JsonObject]
+
+    def answer(self) -> JsonObject:
+        """Return the answer of `/captures/{capture_id}`."""
+        row = self.row
+        return {
+            "capture_id": row["capture_id"],
+            "run": row["run"],
+            "attempt": self.attempt,
+            "state": self.state,
+            "reason": self.agreement.reason,
+            "order": {name: value for name, value in row["spec"].items() if name != "agreement"},
+            "agreement": self.agreement.fields(),
+            "created_wall": row["created_wall"],
+            "removed_wall": row["removed_wall"],
+            "removed_by": row["removed_by"],
+            "ranks": self.ranks,
+            "unmatched_ranks": self.unmatched_ranks,
+            "steps": self.steps,
+            "dumps": self.dumps,
+        }
+
+
+def progress(catalogue: Catalogue, row: Row) -> Progress:
+    """Return the progress of a capture (a row of `captures`)."""
+    spec = row["spec"]
+    agreement = Agreement.of(spec.get("agreement") or {})
+    attempt = catalogue.find_attempt(row["run"]) if row["run"] is not None else None
+    dumps = catalogue.captured(row["capture_id"], limit=ALL_ROWS)
+    ranks = _requested_ranks(catalogue, spec, agreement, attempt)
+    numbers = {each["attempt_id"]: each["number"] for each in catalogue.attempts(row["run"])}
+    steps = _CapturedSteps(catalogue, spec, agreement, attempt, numbers).results(
+        dumps, [(each["role"], each["rank"]) for each in ranks]
+    )
+    listed = [
+        {"attempt": numbers.get(each["attempt_id"]), "step": each["step"], **dump_row(each)}
+        for each in dumps
+    ]
+    return Progress(
+        row=row,
+        agreement=agreement,
+        attempt=None if attempt is None else attempt["number"],
+        state=_state(agreement, steps),
+        ranks=ranks,
+        unmatched_ranks=_unmatched_ranks(catalogue, spec, attempt, ranks),
+        steps=steps,
+        dumps=listed,
+    )
+
+
+def _requested_ranks(
+    catalogue: Catalogue, spec: Row, agreement: Agreement, attempt: Row | None
+) -> list[RequestedRank]:
+    """Return the ranks that a capture requests, and which acknowledged its latest revision."""
+    requested = {(each["role"], each["rank"]) for each in (*agreement.members, *agreement.without)}
+    roles = {role for role, _ in requested} or set(spec["roles"] or ())
+    newest: dict[RoleRank, Row] = {}
+    for process in [] if attempt is None else catalogue.processes(attempt["attempt_id"]):
+        role, rank = process["role"], process["rank"]
+        cannot_capture = process["raw"] or (process["hello"] or {}).get("captures") is False
+        is_other_role = roles and role not in roles
+        if cannot_capture or is_other_role or not matches_rank(spec["ranks"], rank):
+            continue
+        earlier = newest.get((role, rank))
+        if earlier is None or (earlier["first_wall"] or 0.0) < (process["first_wall"] or 0.0):
+            newest[role, rank] = process
+        absent = range(process["world_size"] or 0)
+        requested |= {(role, each) for each in absent if matches_rank(spec["ranks"], each)}
+    rows: list[RequestedRank] = []
+    for role, rank in sorted({*newest, *requested}):
+        process = newest.get((role, rank), {})
+        first, agreed = process.get("first_wall"), agreement.agreed_wall
+        rows.append(
+            {
+                "role": role,
+                "rank": rank,
+                "acknowledged": (process.get("plan_revision") or 0) >= agreement.revision,
+                "there": bool(process) and not (process["finished_wall"] or process["lapsed_wall"]),
+                "joined_later": bool(agreed and first and first > agreed),
+                "last_wall": process.get("last_wall"),
+                "node": process.get("node"),
+                "host": process.get("host"),
+                "pid": process.get("pid"),
+            }
+        )
+    return rows
+
+
+def _unmatched_ranks(
+    catalogue: Catalogue, spec: Row, attempt: Row | None, ranks: Iterable[RequestedRank]
+) -> list[int]:
+    """Return the requested ranks that do not exist in the run's newest attempt."""
+    if attempt is None:
+        return []
+    existing = {each["rank"] for each in ranks}
+    if not needs_ranks(spec):  # then the service also serves raw callers
+        existing |= {each["rank"] for each in catalogue.processes(attempt["attempt_id"])}
+    return unmatched_ranks(spec["ranks"], existing)
+
+
+def _state(agreement: Agreement, steps: Iterable[CapturedStep]) -> str:
+    """Return a capture's state: its phase, or its result where every step is over."""
+    if agreement.phase not in (AGREED, DONE):
+        return agreement.phase
+    states = {each["state"] for each in steps}
+    ends = agreement.phase == DONE or last_step(agreement.steps) is not None
+    if not ends or not states or "waiting" in states:
+        return agreement.phase
+    return "partial" if "partial" in states else "complete"
+
+
+@dataclasses.dataclass(frozen=True)
+class _CapturedSteps:
+    """Computes the results of the steps of a capture."""
+
+    catalogue: Catalogue
+    spec: Row
+    """What was requested."""
+    agreement: Agreement
+    attempt: Row | None
+    """The run's newest; None: there is none."""
+    numbers: Mapping[int, int]
+    """attempt_id -> number."""
+
+    def results(self, dumps: Iterable[Row], requested: Iterable[RoleRank]) -> list[CapturedStep]:
+        """Return the result of each step.
+
+        Args:
+            dumps: of the capture, in every attempt.
+            requested: ranks of the newest attempt that the capture requests. They count where the
+                agreement has no members, because no rank existed when it came into force.
+        """
+        by_step = self._reports_by_step(dumps)
+        newest = None if self.attempt is None else int(self.attempt["attempt_id"])
+        members = {(each["role"], each["rank"]) for each in self.agreement.members}
+        without = {(each["role"], each["rank"]) for each in self.agreement.without}
+        results = []
+        for (attempt_id, number), reported in sorted(by_step.items()):
+            step = _Step(self.catalogue, attempt_id, number, self.spec)
+            expected = {*members, *reported}
+            if not members and attempt_id == newest and needs_ranks(self.spec):
+                expected |= {*requested} - without
+            if step.closed and expected - reported.keys():
+                # Requested before any rank existed: some roles may not have these stages.
+                active = {role for role, _ in step.parts()}
+                expected = {each for each in expected if each[0] in active or each in reported}
+            states = {rank: step.state_of(rank, reported.get(rank, {})) for rank in expected}
+            # Ranks that were left out on purpose are listed, but nothing waits for them.
+            states |= {
+                rank: RankState(_NOT_ASKED, True) for rank in without if rank not in reported
+            }
+            over = bool(states) or (step.closed and not needs_ranks(self.spec))
+            results.append(_result(number, self.numbers.get(attempt_id), states, over))
+        return results
+
+    def _reports_by_step(
+        self, dumps: Iterable[Row]
+    ) -> dict[tuple[int, int], dict[RoleRank, dict[PartKey, set[str]]]]:
+        """Return (attempt_id, step) -> rank -> states by part, with the agreed steps to come."""
+        by_step: dict[tuple[int, int], dict[RoleRank, dict[PartKey, set[str]]]] = {}
+        for dump in dumps:
+            of_step = by_step.setdefault((dump["attempt_id"], dump["step"]), {})
+            of_rank = of_step.setdefault((dump["role"], dump["rank"]), defaultdict(set))
+            of_rank[_part_key(dump)].add(dump["state"] or "armed")
+        if self.attempt is None or self.agreement.phase == ASKED:
+            return by_step
+        collected = {number for _, number in by_step}
+        resumed = self.attempt["resumed_from_step"]
+        for number in _listed_steps(self.agreement.steps):
+            if number in collected and resumed is not None and number <= resumed:
+                continue  # an earlier attempt collected it, and this one will not repeat it
+            by_step.setdefault((int(self.attempt["attempt_id"]), number), {})
+        return by_step
+
+
+class _Step:
+    """A captured step, and which rank does which parts in it."""
+
+    def __init__(self, catalogue: Catalogue, attempt_id: int, number: int, spec: Row) -> None:
+        self._catalogue, self._attempt_id, self._number = catalogue, attempt_id, number
+        self._stages = None if spec["stages"] == "all" else list(spec["stages"])
+        rows = catalogue.steps(attempt_id, before=number + 1, limit=_STEPS_BEFORE + 1)
+        own = [row for row in rows if row["step"] == number]
+        self.closed = bool(own) and own[0]["closed_wall"] is not None
+        earlier = [row for row in rows if row["step"] < number and row["closed_wall"] is not None]
+        self._before = [int(row["step"]) for row in earlier[:_STEPS_BEFORE]]
+        self._parts_by_step: dict[int, dict[RoleRank, set[PartKey]]] = {}
+        self._parts: dict[RoleRank, int] | None = None
+        self._newest_steps: dict[RoleRank, int] | None = None
+
+    def parts(self) -> Mapping[RoleRank, int]:
+        """Return how many parts of the requested stages each rank did."""
+        if self._parts is None:
+            self._parts = {}
+            counts = self._catalogue.count_stages(
+                self._attempt_id, self._number, stage=self._stages
+            )
+            for (stage, role, rank), count in counts.items():
+                if self._is_requested(stage):
+                    self._parts[role, rank] = self._parts.get((role, rank), 0) + count
+        return self._parts
+
+    def state_of(self, rank: RoleRank, reported: Reported) -> RankState:
+        """Return the state of a rank, given the states of its dumps."""
+        states = set[str]().union(*reported.values()) if reported else set()
+        worst = next((state for state in _WORST if state in states), _NO_REPORT)
+        over = self.closed or self._has_left(rank)
+        if over and worst in (_COLLECTED, _NO_REPORT):
+            is_complete = self.parts().get(rank, 0) <= len(reported)
+            return RankState(worst if is_complete else _NO_REPORT, True)
+        if over:
+            return RankState(worst, worst != "armed")
+        return RankState(worst, "armed" not in states and self._has_reported_all(rank, reported))
+
+    def _has_left(self, rank: RoleRank) -> bool:
+        """Return whether a rank has begun a later step."""
+        if self._newest_steps is None:
+            self._newest_steps = {}
+            for row in self._catalogue.processes(self._attempt_id):
+                key = (row["role"], row["rank"])
+                step = -1 if row["max_step"] is None else int(row["max_step"])
+                self._newest_steps[key] = max(step, self._newest_steps.get(key, -1))
+        return self._newest_steps.get(rank, -1) > self._number
+
+    def _has_reported_all(self, rank: RoleRank, reported: Reported) -> bool:
+        """Return whether a rank of an open step has reported all parts of each step before it."""
+        if not reported or not self._before:
+            return False
+        usual = [self._parts_in(number).get(rank, set()) for number in self._before]
+        begun = self._parts_in(self._number).get(rank, set())
+        is_regular = all(parts == usual[0] for parts in usual)
+        return is_regular and reported.keys() >= {*usual[0], *begun}
+
+    def _parts_in(self, number: int) -> Mapping[RoleRank, set[PartKey]]:
+        """Return the parts of the requested stages that each rank did in a step."""
+        if number not in self._parts_by_step:
+            parts: defaultdict[RoleRank, set[PartKey]] = defaultdict(set)
+            rows = self._catalogue.stages(
+                self._attempt_id, number, stage=self._stages, limit=ALL_ROWS
+            )
+            for row in rows:
+                if self._is_requested(row["stage"]):
+                    parts[row["role"], row["rank"]].add(_part_key(row))
+            self._parts_by_step[number] = parts
+        return self._parts_by_step[number]
+
+    def _is_requested(self, stage: str) -> bool:
+        # 'all' leaves out the rollout, which runs in an inference engine.
+        return self._stages is not None or stage != "rollout_generate"
+
+
+def _part_key(row: Row) -> PartKey:
+    occurrence, epoch, minibatch, microbatch = (int(row[name] or 0) for name in PART_FIELDS)
+    return row["stage"], occurrence, epoch, minibatch, microbatch
+
+
+def _listed_steps(steps: object) -> list[int]:
+    """Return the numbers of the steps of an agreement, as far as they are known."""
+    if isinstance(steps, Mapping):
+        count = steps.get("count")
+        if count is None:
+            return []
+        start = steps["start"] or 0
+        return [start + number * steps["every"] for number in range(min(count, _STEPS_LISTED))]
+    return list(steps[:_STEPS_LISTED]) if isinstance(steps, list | tuple) else []
+
+
+def _result(
+    step: int, attempt: int | None, states: Mapping[RoleRank, RankState], over: bool
+) -> CapturedStep:
+    waiting = [rank for rank, (_, final) in states.items() if not final]
+    gaps: list[JsonObject] = [
+        {"role": role, "rank": rank, "state": state}
+        for (role, rank), (state, final) in sorted(states.items())
+        if state not in (_COLLECTED, "armed") and (final or state != _NO_REPORT)
+    ]
+    return {
+        "step": step,
+        "attempt": attempt,
+        "state": "waiting" if waiting or not over else "partial" if gaps else "complete",
+        "collected": sum(final and state == _COLLECTED for state, final in states.values()),
+        "waiting": [{"role": role, "rank": rank} for role, rank in sorted(waiting)],
+        "gaps": gaps,
+    }

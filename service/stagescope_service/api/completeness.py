@@ -1,59 +1,82 @@
-"""Who was expected in a step and who has not arrived, since when: from the catalogue's rows.
+"""Completeness of a step: expected ranks, missing ones, and what its numbers lack.
 
-A closed step keeps the verdict of its closing. An open one is judged now, by the same rule. That
-verdict is about stages; what of their payloads did not arrive is the step's gap.
+A closed step keeps the verdict of its closing; an open one is judged now, by the same rule. The
+verdict is about stages. Payloads that did not arrive are described by the step's gap.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypedDict
 
 from stagescope_service.core.completeness import judge, statuses_of_rows
 from stagescope_service.core.entities import Participants
 from stagescope_service.core.findings import BEGUN_AGAIN, NOT_AGGREGATED
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Row
 
-Row = dict[str, Any]
 Expected = Mapping[str, Mapping[str, list[int]]]
+"""role -> stage -> ranks."""
+StepKey = tuple[int, int]
+"""(attempt_id, step)."""
 
 OPEN: Final = "open"
 ALL_ROWS: Final = 1_000_000
-"""More rows than a step has: what must add up is not paged."""
+"""A limit above the rows of any step: sums need all of them."""
 
 
-class Arrival(NamedTuple):
+class MissingRank(TypedDict):
+    """A rank that has not ended a stage."""
+
+    role: str
+    rank: int
+    stage: str
+    status: str
+    since: float | None
+    """Unix seconds: since when it is missing; None: unknown."""
+
+
+class BegunAgain(TypedDict):
+    """Ranks that began a step again within its attempt."""
+
+    role: str
+    ranks: list[int]
+    stages: list[str]
+
+
+class StepProgress(NamedTuple):
     """How far a step has come."""
 
     complete: str
     """'complete', 'partial' or 'unknown' for a closed step, 'open' for another."""
     expected: Expected
-    """role -> stage -> ranks."""
-    missing: list[Row]
-    """{"role", "rank", "stage", "status", "since"} of who has not ended a stage."""
+    missing: list[MissingRank]
 
 
-def arrival(catalogue: Catalogue, attempt: Row, step: Row, stages: Iterable[Row]) -> Arrival:
-    """Return who of a step has arrived, after the step's (not superseded) `stages`."""
+def step_progress(
+    catalogue: Catalogue, attempt: Row, step: Row, stages: Iterable[Row]
+) -> StepProgress:
+    """Return how far a step has come, given its stages that are not superseded."""
     stages = list(stages)
     if step["closed_wall"] is not None:
         verdict = step["completeness"] or "unknown"
-        return Arrival(verdict, step["expected"] or {}, _since(step["missing"] or [], stages))
+        missing = [(each["role"], each["rank"], each["stage"], each["status"])
+                   for each in step["missing"] or []]  # fmt: skip
+        return StepProgress(verdict, step["expected"] or {}, _with_since(missing, stages))
     sizes = _world_sizes(catalogue.processes(attempt["attempt_id"]))
     judged = judge(
         statuses_of_rows(stages), size_of=sizes.get, before=_last_closed(catalogue, attempt, step)
     )
-    missing = [item._asdict() for item in judged.missing]
-    return Arrival(OPEN, judged.expected, _since(missing, stages))
+    return StepProgress(OPEN, judged.expected, _with_since(judged.missing, stages))
 
 
-def gaps(catalogue: Catalogue, steps: Iterable[Row]) -> dict[tuple[int, int], str]:
-    """Return (attempt_id, step) -> what its numbers lack, in words; see `gap`.
+def gaps(catalogue: Catalogue, steps: Iterable[Row]) -> dict[StepKey, str]:
+    """Return what the numbers of each step lack, see `gap`; steps without a gap have no entry.
 
     Args:
-        catalogue: where payloads are listed.
-        steps: rows of `Catalogue.steps`; those without a gap have no entry.
+        catalogue: lists the payloads.
+        steps: rows of `Catalogue.steps`.
     """
     closed = {
         (int(row["attempt_id"]), int(row["step"])): row
@@ -63,30 +86,32 @@ def gaps(catalogue: Catalogue, steps: Iterable[Row]) -> dict[tuple[int, int], st
     if not closed:
         return {}
     unmeasured = {step for (_, step), row in closed.items() if not row["has_whole"]}
-    behind = {place for place, row in closed.items() if is_behind(row)}
-    failed: dict[tuple[int, int], str] = {}
+    behind = {key for key, row in closed.items() if is_behind(row)}
+    errors: dict[StepKey, str] = {}
     if behind:
-        failed = failures(catalogue, {at for at, _ in behind}, {step for _, step in behind})
-        failed = {place: why for place, why in failed.items() if place in behind}
-    found: dict[tuple[int, int], list[Row]] = defaultdict(list)
-    for states in catalogue.payload_states(
+        errors = aggregation_errors(
+            catalogue, {attempt_id for attempt_id, _ in behind}, {step for _, step in behind}
+        )
+        errors = {key: error for key, error in errors.items() if key in behind}
+    states: dict[StepKey, list[Row]] = defaultdict(list)
+    for row in catalogue.payload_states(
         sorted({attempt for attempt, _ in closed}),
         sorted({step for _, step in closed}),
         whole={step for _, step in closed} - unmeasured,
     ):
-        found[states["attempt_id"], states["step"]].append(states)
-    said = {
-        place: gap(row, found[place], failed.get(place))
-        for place, row in closed.items()
-        if place in found or place in failed
+        states[row["attempt_id"], row["step"]].append(row)
+    texts = {
+        key: gap(row, states[key], errors.get(key))
+        for key, row in closed.items()
+        if key in states or key in errors
     }
-    return {place: text for place, text in said.items() if text is not None}
+    return {key: text for key, text in texts.items() if text is not None}
 
 
-def failures(
+def aggregation_errors(
     catalogue: Catalogue, attempt_ids: Iterable[int], steps: Iterable[int] | None = None
-) -> dict[tuple[int, int], str]:
-    """Return (attempt_id, step) -> why the step's last aggregation failed; steps None: of all."""
+) -> dict[StepKey, str]:
+    """Return why the last aggregation of each step failed; `steps` None: of all steps."""
     rows = catalogue.findings(
         kind=NOT_AGGREGATED,
         attempt_id=sorted(attempt_ids),
@@ -103,57 +128,57 @@ def begun_again(
     *,
     first: int | None = None,
     last: int | None = None,
-) -> dict[tuple[int, int], list[Row]]:
-    """Return (attempt_id, step) -> {"role", "ranks", "stages"} of who began the step again.
+) -> dict[StepKey, list[BegunAgain]]:
+    """Return the ranks that began each step again within its attempt, according to the findings.
 
-    Of steps that a process did again within their attempt, as the findings say it: both goes
-    count in the step's numbers. Other steps have no entry.
+    Both passes count in the numbers of such a step. Other steps have no entry.
 
     Args:
-        catalogue: where findings are.
-        attempt_ids: of these attempts.
-        steps: of these steps; None: of all from `first` to `last`, both included.
-        first, last: None: no bound.
+        catalogue: lists the findings.
+        attempt_ids: the attempts to search.
+        steps: the steps to search; None: all from `first` to `last`, both included.
+        first: None: no lower bound.
+        last: None: no upper bound.
     """
-    found = catalogue.places_of_finding(
+    rows = catalogue.places_of_finding(
         BEGUN_AGAIN,
         sorted(attempt_ids),
         None if steps is None else sorted(steps),
         first=first,
         last=last,
     )
-    by_role: dict[tuple[int, int], dict[str, tuple[set[int], set[str]]]] = {}
-    for row in found:
-        place = by_role.setdefault((row["attempt_id"], row["step"]), {})
-        ranks, stages = place.setdefault(row["role"], (set(), set()))
+    by_step: dict[StepKey, dict[str, tuple[set[int], set[str]]]] = {}
+    for row in rows:
+        by_role = by_step.setdefault((row["attempt_id"], row["step"]), {})
+        ranks, stages = by_role.setdefault(row["role"], (set(), set()))
         ranks.add(row["rank"])
         if row["stage"] is not None:
             stages.add(row["stage"])
     return {
-        place: [
+        key: [
             {"role": role, "ranks": sorted(ranks), "stages": sorted(stages)}
-            for role, (ranks, stages) in roles.items()
+            for role, (ranks, stages) in by_role.items()
         ]
-        for place, roles in by_role.items()
+        for key, by_role in by_step.items()
     }
 
 
 def is_behind(step: Row) -> bool:
-    """Return whether a closed step's numbers lack what was read since they were aggregated."""
+    """Return whether payloads of a closed step were read after its numbers were aggregated."""
     return step["parts_mark"] is not None and step["parts_mark"] != step["whole_mark"]
 
 
-def gap(step: Row, states: Sequence[Row], failed: str | None = None) -> str | None:
-    """Return what the numbers of a closed step lack and why, None where they lack nothing.
+def gap(step: Row, states: Sequence[Row], error: str | None = None) -> str | None:
+    """Return what the numbers of a closed step lack and why; None where they lack nothing.
 
     Args:
         step: a row of `Catalogue.steps`.
         states: its rows of `Catalogue.payload_states`.
-        failed: why its last aggregation failed, None where it did not.
+        error: why its last aggregation failed; None where it did not.
     """
-    if failed is not None:
+    if error is not None:
         lack = "numbers without what came last" if step["has_whole"] else "no numbers"
-        return f"{lack}: the aggregation failed: {failed:.300}"
+        return f"{lack}: the aggregation failed: {error:.300}"
     missing = missing_payloads(states)
     if step["has_whole"]:
         return f"numbers without {missing}" if missing else None
@@ -168,7 +193,7 @@ def gap(step: Row, states: Sequence[Row], failed: str | None = None) -> str | No
 
 
 def missing_payloads(states: Iterable[Row]) -> str:
-    """Return which payloads that count were not read, and a reason of each kind; "" for none."""
+    """Return how many payloads that count were not read, with a reason a state; "" for none."""
     counts: dict[str, int] = defaultdict(int)
     reasons: dict[str, str] = {}
     for row in states:
@@ -177,9 +202,9 @@ def missing_payloads(states: Iterable[Row]) -> str:
             if row["reason"]:
                 reasons[row["state"]] = str(row["reason"])
     return ", ".join(
-        f"{_payloads(counts[state])} {word}"
+        f"{_payloads(counts[state])} {phrase}"
         + (f" ({reasons[state]:.300})" if state in reasons else "")
-        for state, word in _MISSING.items()
+        for state, phrase in _MISSING.items()
         if counts[state]
     )
 
@@ -190,7 +215,7 @@ _MISSING: Final = {
     "dropped": "dropped by their process",
     "announced": "not read yet",
 }
-"""How a payload that is in no numbers ended -> the word for it."""
+"""State of a payload that is in no numbers -> its description."""
 
 
 def _payloads(count: int) -> str:
@@ -204,17 +229,18 @@ def began(row: Row) -> float | None:
 
 
 def ended(row: Row) -> float | None:
-    """Return when a stage ended, as `began`."""
+    """Return when a stage ended, on the clock of `began`."""
     wall = row["end_wall"]
     return None if wall is None else float(wall) + (row["clock_offset"] or 0.0)
 
 
 def _last_closed(catalogue: Catalogue, attempt: Row, step: Row) -> Participants | None:
+    """Return the ranks of each stage in the attempt's last closed step before this one."""
     number = attempt["last_closed_step"]
     if number is None or number == step["step"]:
         return None
-    found = catalogue.steps(attempt["attempt_id"], before=number + 1, limit=1)
-    expected: Expected = (found[0]["expected"] or {}) if found else {}
+    rows = catalogue.steps(attempt["attempt_id"], before=number + 1, limit=1)
+    expected: Expected = (rows[0]["expected"] or {}) if rows else {}
     return {
         (role, stage): set(ranks) for role, by in expected.items() for stage, ranks in by.items()
     }
@@ -228,19 +254,33 @@ def _world_sizes(processes: Iterable[Row]) -> dict[str, int]:
     return sizes
 
 
-def _since(missing: Iterable[Mapping[str, Any]], stages: Iterable[Row]) -> list[Row]:
-    """Add since when each has been missing: since it began, else since the first rank began."""
-    own: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+def _with_since(
+    missing: Iterable[tuple[str, int, str, str]], stages: Iterable[Row]
+) -> list[MissingRank]:
+    """Add the time since when each is missing: its own begin, else that of the first rank.
+
+    Args:
+        missing: (role, rank, stage, status) each.
+        stages: of the step.
+    """
+    starts: dict[tuple[str, str, int | None], list[float]] = defaultdict(list)
     for row in stages:
         start = began(row)
         if start is None:
             continue
-        own[row["role"], row["stage"]].append(start)
+        starts[row["role"], row["stage"], None].append(start)
         if row["status"] not in ("ok", "failed"):
-            own[row["role"], row["stage"], row["rank"]].append(start)
-    found = []
-    for item in missing:
-        stage = (item["role"], item["stage"])
-        starts = own.get((*stage, item["rank"])) or own.get(stage) or []
-        found.append({**item, "since": min(starts, default=None)})
-    return found
+            starts[row["role"], row["stage"], row["rank"]].append(start)
+    rows: list[MissingRank] = []
+    for role, rank, stage, status in missing:
+        times = starts.get((role, stage, rank)) or starts.get((role, stage, None)) or []
+        rows.append(
+            {
+                "role": role,
+                "rank": rank,
+                "stage": stage,
+                "status": status,
+                "since": min(times, default=None),
+            }
+        )
+    return rows

@@ -1,4 +1,4 @@
-"""What every route works with, and the kinds of parameters that they share."""
+"""The collaborators of the routes, and the query parameters that several routes have."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated, Any, Final, Protocol, TypeVar
+from typing import Annotated, Any, Final, ParamSpec, Protocol, TypeVar
 
 from fastapi import Depends, Path, Query, Request
 
 from stagescope.wire.errors import NotReady
 from stagescope_service.api.engine_health import EngineHealth
+from stagescope_service.api.framing import Payload
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
 from stagescope_service.api.requests import pattern, step_number
@@ -24,39 +25,40 @@ from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
 Reply = dict[str, Any]
+"""A reply of the coordinator; the models of the routes that pass it on name its fields."""
 
 
 class Commands(Protocol):
-    """The coordinator's calls, as the routes make them.
+    """The coordinator's methods that the routes call.
 
-    Each is made on the server's event loop and must not block it. A reply with `not_ready` says
-    that nothing was taken. An error of `stagescope.wire.errors` becomes the answer's problem; where
-    the coordinator cannot be reached, `Unreachable` or `NotReady` is expected.
+    They run on the server's event loop and must not block it. A reply with `not_ready` means that
+    the coordinator did nothing. Errors of `stagescope.wire.errors` are answered as problems; an
+    implementation raises `Unreachable` or `NotReady` where it cannot reach the coordinator.
     """
 
     async def record_events(
         self,
         *,
-        sender: Sequence[Any],
-        events: Sequence[Sequence[Any]],
-        payloads: Mapping[int, Any] | None = None,
+        sender: Sequence[object],
+        events: Sequence[Sequence[object]],
+        payloads: Mapping[int, Payload] | None = None,
     ) -> Reply:
-        """Take in a batch; returns after its commit."""
+        """Record a batch of events; returns after their commit."""
         ...
 
     async def poll(
-        self, *, sender: Sequence[Any], revision: int, unreceipted: Sequence[int], wait: float
+        self, *, sender: Sequence[object], revision: int, unreceipted: Sequence[int], wait: float
     ) -> Reply:
-        """Renew the sender's lease; returns news of the plan and receipts, after `wait` at most."""
+        """Renew the sender's lease; returns changes of the plan and receipts within `wait` s."""
         ...
 
     async def drain(
         self, *, run: str | None, timeout: float, attempt_key: str | None = None
     ) -> Reply:
-        """Wait until nothing of a run (None: of any) is still to be read.
+        """Wait until all payloads of a run (None: of every run) are read.
 
-        With an attempt key its processes are asked to take leave, and waited for. Returns
-        `{"run", "drained", "pending", "known", "missing"}`.
+        With an attempt key, also ask the processes of these attempts to finish, and wait for them.
+        Returns `{"run", "drained", "pending", "known", "missing"}`.
         """
         ...
 
@@ -64,39 +66,39 @@ class Commands(Protocol):
         """Return the plan in force: `{"revision", "captures"}`."""
         ...
 
-    async def add_capture(self, *, spec: Mapping[str, Any], by: str, wait: float = 0.0) -> Reply:
-        """Order a validated capture and return it with its id, agreed on or after `wait` s."""
+    async def add_capture(self, *, spec: Mapping[str, object], by: str, wait: float = 0.0) -> Reply:
+        """Request a validated capture; returns it with its id, once agreed or after `wait` s."""
         ...
 
     async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
         """Withdraw a capture and return it."""
         ...
 
-    async def set_triggers(self, *, document: Mapping[str, Any], by: str) -> Reply:
+    async def set_triggers(self, *, document: Mapping[str, object], by: str) -> Reply:
         """Put a validated document of rules in force and return its revision."""
         ...
 
     async def pin(self, *, attempt_id: int, step: int, by: str) -> Reply:
-        """Let what is held of a step stay.
+        """Keep the payloads and files of a step until it is unpinned.
 
         Returns `{"attempt_id", "step", "pinned", "payloads", "bytes", "gone", "reasons"}`.
         """
         ...
 
     async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
-        """Let the payloads of a step leave the rings: `{"attempt_id", "step", "unpinned"}`."""
+        """Let the rings drop the payloads of a step: `{"attempt_id", "step", "unpinned"}`."""
         ...
 
-    async def add_engine(self, *, engine: Mapping[str, Any], by: str) -> Reply:
-        """Register a long-lived engine, or register it anew, and return it."""
+    async def add_engine(self, *, engine: Mapping[str, object], by: str) -> Reply:
+        """Register a long-lived engine, or replace it, and return it."""
         ...
 
     async def remove_engine(self, *, name: str, by: str) -> Reply:
-        """Take an engine out of the registry: `{"name"}`."""
+        """Remove an engine from the registry: `{"name"}`."""
         ...
 
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
-        """Return a piece of a file on a node; called in a thread, see `operator_files.Nodes`."""
+        """Return a part of a file on a node; called in a thread, see `operator_files.Nodes`."""
         ...
 
     async def ask_stacks(
@@ -108,72 +110,91 @@ class Commands(Protocol):
         seconds: float,
         by: str,
     ) -> Reply:
-        """Ask processes for their stacks: `{"request_id", "deadline_wall", "asked", "refused"}`."""
+        """Request stacks of processes: `{"request_id", "deadline_wall", "asked", "refused"}`."""
         ...
 
     async def status(self) -> Reply:
-        """Return the coordinator's state; `not_ready` in it is the reason why it cannot serve."""
+        """Return the coordinator's state; its `not_ready` is the reason why it cannot serve."""
         ...
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
-AT_ONCE: Final = 2
-KEPT: Final = 8
-"""Answers of long questions."""
+MAX_RUNNING: Final = 2
+MAX_CACHED: Final = 8
+"""Finished computations whose results are kept."""
+WAIT_SECONDS: Final = 5.0
+"""How long a request waits for a long computation before it is answered with NotReady."""
 
 
-class Comparisons:
-    """Runs questions that read whole operator tables."""
+class Computations:
+    """Runs slow computations, such as those that read operator tables, in few threads."""
 
-    def __init__(self, at_once: int = AT_ONCE) -> None:
-        self._free = threading.BoundedSemaphore(at_once)
-        self._at_once = at_once
-        self._known: dict[tuple[str, ...], tuple[float, Future[Any]]] = {}
+    def __init__(self, max_running: int = MAX_RUNNING) -> None:
+        self._free = threading.BoundedSemaphore(max_running)
+        self._max_running = max_running
+        self._cached: dict[tuple[str, ...], tuple[float, Future[Any]]] = {}
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(at_once, "api-comparisons")
+        self._threads = ThreadPoolExecutor(max_running, "api-comparisons")
 
-    async def run(self, question: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Answer a question in a thread.
+    async def run(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+        """Call a function in a thread.
 
         Raises:
-            NotReady: so many are being answered already.
+            NotReady: all threads are busy.
         """
-        return await asyncio.wrap_future(self.start(question, *arguments, **named))
+        return await asyncio.wrap_future(self.start(function, *arguments, **keywords))
 
-    def start(self, question: Callable[..., T], *arguments: Any, **named: Any) -> Future[T]:
-        """Begin to answer a question; see `run`."""
+    def start(
+        self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs
+    ) -> Future[T]:
+        """Start a call in a thread; see `run`."""
         if not self._free.acquire(blocking=False):
             raise NotReady(
-                f"{self._at_once} comparisons are being computed, no more at a time",
+                f"{self._max_running} comparisons are being computed, no more at a time",
                 advice="ask again in a moment",
             )
-        future = self._threads.submit(functools.partial(question, *arguments, **named))
-        # Not when the asker goes away: the thread is busy until it is done.
+        future = self._threads.submit(functools.partial(function, *arguments, **keywords))
+        # A cancelled request does not release it: the thread is busy until the call returns.
         future.add_done_callback(lambda _: self._free.release())
         return future
 
-    def once(
-        self, key: tuple[str, ...], question: Callable[..., T], *arguments: Any
+    def start_once(
+        self,
+        key: tuple[str, ...],
+        function: Callable[P, T],
+        *arguments: P.args,
+        **keywords: P.kwargs,
     ) -> tuple[float, Future[T]]:
-        """Begin a long question, once however often it is asked while it is known.
+        """Start a call, or return the running or finished one of the same key.
 
         Returns:
-            When it began (monotonic), and its answer to come; the last few are kept. One that
-            failed is begun anew.
+            The monotonic time at which it started, and its future. The last few finished calls
+            are kept; one that failed is started again.
 
         Raises:
             NotReady: see `run`.
         """
         with self._lock:
-            known = self._known.pop(key, None)
-            if known is None or (known[1].done() and known[1].exception() is not None):
-                known = (time.monotonic(), self.start(question, *arguments))
-            self._known[key] = known
-            done = [key for key, (_, future) in self._known.items() if future.done()]
-            for old in done[:-KEPT]:
-                del self._known[old]
-            return known
+            cached = self._cached.pop(key, None)
+            if cached is None or (cached[1].done() and cached[1].exception() is not None):
+                cached = (time.monotonic(), self.start(function, *arguments, **keywords))
+            self._cached[key] = cached
+            done = [key for key, (_, future) in self._cached.items() if future.done()]
+            for old in done[:-MAX_CACHED]:
+                del self._cached[old]
+            return cached
+
+
+async def wait_for(future: Future[T]) -> bool:
+    """Wait `WAIT_SECONDS` at most for a future; return whether it is done."""
+    waiting = asyncio.wrap_future(future)
+    done, _ = await asyncio.wait([waiting], timeout=WAIT_SECONDS)
+    if not done:
+        # The next request raises its error; asyncio must not log that it was never retrieved.
+        waiting.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
+    return bool(done)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,16 +206,17 @@ class Dependencies:
     settings: Settings
     clock: Callable[[], float]
     finder: Finder
-    measures: StepSummaries
+    step_summaries: StepSummaries
     operator_files: OperatorFiles
-    comparisons: Comparisons
-    long_comparisons: Comparisons
+    computations: Computations
+    long_computations: Computations
+    """Those that may take minutes: one at a time."""
     engine_health: EngineHealth
     counts: Counts
 
 
 async def dependencies_of(request: Request) -> Dependencies:
-    """Return the app's desk."""
+    """Return the dependencies of the app."""
     deps: Dependencies = request.app.state.deps
     return deps
 
@@ -229,7 +251,7 @@ Stage = Annotated[
     ),
 ]
 Round = Annotated[int | None, Query(ge=0, lt=1 << 31, description="Only this round, from 0.")]
-StepWord = Annotated[
+StepText = Annotated[
     str,
     Path(
         description="The trainer's step, or `latest`.",
@@ -241,20 +263,19 @@ StepWord = Annotated[
 
 def step_target(
     deps: Deps,
-    step: StepWord,
+    step: StepText,
     run: Run = None,
     attempt: AttemptNumber = None,
     attempt_key: AttemptKey = None,
 ) -> Target:
-    """Return the step that a path and its query name."""
+    """Return the step of a path and its query."""
     return deps.finder.step(run, attempt, step_number(step), key=attempt_key)
 
 
 def attempt_target(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Target:
-    """Return the attempt that a query names."""
+    """Return the attempt of a query."""
     return deps.finder.attempt(run, attempt)
 
 
 StepTarget = Annotated[Target, Depends(step_target)]
 AttemptTarget = Annotated[Target, Depends(attempt_target)]
-Row = dict[str, Any]

@@ -1,7 +1,7 @@
-"""Whether registered engines answer: asked when somebody wants to know, with a deadline.
+"""Checks the health of registered engines, on request and with a deadline.
 
-Asked is the health path of the stored URL and nothing else, without redirects and without any
-token, and of the answer only the status is read.
+A check requests the health path of the stored URL and nothing else, without redirects and without
+a token, and reads only the status of the answer.
 """
 
 from __future__ import annotations
@@ -10,89 +10,100 @@ import asyncio
 import dataclasses
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import httpx
 
 from stagescope.discovery import is_loopback
 from stagescope.engines.detection import HEALTH_PATH
+from stagescope_service.api.encoding import JsonObject
 
-SECONDS: Final = 2.0
-"""Deadline of one engine's answer; all are asked at one time."""
-_FRESH: Final = 1.0
-"""Seconds for which nobody asks again: questions of many readers are one."""
-_AT_ONCE: Final = 32
-_MOST: Final = 1000
-"""Engines whose answers are remembered."""
+DEADLINE_SECONDS: Final = 2.0
+"""Of one engine's answer; engines are checked concurrently."""
+_FRESH_SECONDS: Final = 1.0
+"""A result younger than this is reused, so that many readers cause one check."""
+_MAX_CONCURRENT: Final = 32
+_MAX_CACHED: Final = 1000
+"""Engines whose results are kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-    """How an engine answered: "up", "refuses" (with the status), "unreachable"."""
+    """The result of a check: "up", "refuses" (with the status) or "unreachable"."""
 
     state: str
     status: int | None
     reason: str
     seconds: float
+    """Until the answer."""
     wall: float
+    """Unix seconds of the check."""
 
 
 class EngineHealth:
-    """The last answers by URL."""
+    """The last results by URL."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._known: dict[str, Health] = {}
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._results: dict[str, Health] = {}
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
-    def known(self, url: str) -> dict[str, Any]:
-        """Return the last answer of an engine with its age; `state` is "not asked" before."""
-        found = self._known.get(url)
-        if found is None:
+    def last(self, url: str) -> JsonObject:
+        """Return the last result of an engine and its age; `state` is "not asked" without one."""
+        result = self._results.get(url)
+        if result is None:
             return {"state": "not asked"}
-        age = max(self._clock() - found.wall, 0.0)
-        return {**dataclasses.asdict(found), "age_seconds": age}
+        age = max(self._clock() - result.wall, 0.0)
+        return {
+            "state": result.state,
+            "status": result.status,
+            "reason": result.reason,
+            "answered_seconds": result.seconds,
+            "checked_wall": result.wall,
+            "age_seconds": age,
+        }
 
-    async def ask(self, urls: Sequence[str]) -> None:
-        """Ask every engine whose answer is not fresh; returns after the deadline at most."""
+    async def check(self, urls: Sequence[str]) -> None:
+        """Check every engine whose result is not fresh; returns after the deadline at most."""
         now = self._clock()
         due = [
             url
             for url in dict.fromkeys(urls)
-            if (known := self._known.get(url)) is None or not 0 <= now - known.wall < _FRESH
+            if (last := self._results.get(url)) is None or not 0 <= now - last.wall < _FRESH_SECONDS
         ]
-        await asyncio.gather(*map(self._ask, due))
-        while len(self._known) > _MOST:
-            self._known.pop(next(iter(self._known)))
+        await asyncio.gather(*map(self._check, due))
+        while len(self._results) > _MAX_CACHED:
+            self._results.pop(next(iter(self._results)))
 
-    async def _ask(self, url: str) -> None:
+    async def _check(self, url: str) -> None:
         begun = time.monotonic()
         state, status, reason = "unreachable", None, ""
         try:
-            # From the moment of the question: who waits for a place has waited, too.
-            status = await asyncio.wait_for(self._status(url), SECONDS)
+            # The deadline includes the wait for a slot.
+            status = await asyncio.wait_for(self._request(url), DEADLINE_SECONDS)
             state = "up" if 200 <= status < 300 else "refuses"
             reason = "" if state == "up" else f"{HEALTH_PATH} answers {status}"
         except asyncio.TimeoutError:
-            reason = f"no answer within {SECONDS:g} s"
+            reason = f"no answer within {DEADLINE_SECONDS:g} s"
         except (httpx.HTTPError, OSError) as error:
             reason = (str(error) or type(error).__name__)[:200]
         seconds = time.monotonic() - begun
-        self._known.pop(url, None)
-        self._known[url] = Health(state, status, reason, seconds, self._clock())
+        self._results.pop(url, None)
+        self._results[url] = Health(state, status, reason, seconds, self._clock())
 
-    async def _status(self, url: str) -> int:
-        options: Mapping[str, Any] = {
-            "follow_redirects": False,
-            "trust_env": not is_loopback(url),
-            "timeout": SECONDS,
-            # Loading the system's certificates takes 40 ms, in vain where nothing is encrypted.
-            "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http:") else True,
-        }
+    async def _request(self, url: str) -> int:
+        """Return the status of the health path."""
+        # Loading the system's certificates takes 40 ms, which plain HTTP does not need.
+        verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http:") else True
         async with (
-            self._places,
-            httpx.AsyncClient(**options) as client,
+            self._slots,
+            httpx.AsyncClient(
+                follow_redirects=False,
+                trust_env=not is_loopback(url),
+                timeout=DEADLINE_SECONDS,
+                verify=verify,
+            ) as client,
             client.stream("GET", url + HEALTH_PATH) as response,
         ):
             return response.status_code

@@ -1,9 +1,9 @@
-"""Findings, losses and firings by what they say: one row for what lasts over steps and ranks.
+"""Routes about findings, losses and firings: as they are, and grouped by their cause.
 
-A NaN that lasts makes a finding a rank and step. Rows of one attempt that say the same of the same
-stage and role, apart from numbers and ids, make one group; the most severe stand first, then those
-that name most: an operator, a rank, a round. A group's own row is its first finding, where the
-trouble began.
+A NaN that persists makes a finding for each rank and step. Rows of one attempt with the same stage
+and role, whose texts are equal apart from numbers and ids, make one group. Groups of findings are
+sorted by severity, then by how much they name: an operator, a rank, a round. The row of a group is
+its first finding, where the problem began.
 """
 
 from __future__ import annotations
@@ -12,34 +12,35 @@ import fnmatch
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Final, NamedTuple, TypedDict
 
 from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope_service.api import rows as shape
 from stagescope_service.api.dependencies import (
     RUN_PATTERN,
     AttemptNumber,
     Dependencies,
     Deps,
-    Row,
     Run,
 )
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
+from stagescope_service.api.rows import with_attempt_numbers
+from stagescope_service.store.contract import Row
 from stagescope_service.store.queries.findings import Noticed
 
 router = APIRouter(tags=["runs"])
 
-MOST_ROWS: Final = 50_000
-"""How many rows are grouped, the newest; more are said to be left out."""
+MAX_GROUPED: Final = 50_000
+"""Most rows that are grouped, the newest; `truncated` tells of others."""
 SEVERITIES: Final = ("error", "warning", "info")
-_STRETCHES: Final = 6
-"""How many stretches of steps or ranks a group names."""
+_MAX_RANGES: Final = 6
+"""Ranges of steps or ranks, or captures, that a text lists."""
 _DIGITS: Final = str.maketrans("123456789", "0" * 9)
 _ID: Final = re.compile(r"""'[^']*0[^']*'|"[^"]*0[^"]*"|\b(?=[a-f-]*0)[0a-f]{6}[0a-f-]*\b""")
-"""A quoted name that holds a digit (of a sample), or hex digits (of a capture), all digits 0."""
+"""A quoted name with a digit (of a sample), or hex digits (of a capture), in a text of zeros."""
 _NUMBER: Final = re.compile(r"(?:(?<!\w)-)?0+(?:\.0+)?(?:e[-+]?0+)?")
 _LIST: Final = re.compile(r"\b(rank|step)s\b|0(?:(?:, ?| and | ?- ?)0)+\b")
 
@@ -53,24 +54,117 @@ Only = Annotated[
 ]
 
 
+StepFilter = Annotated[int | None, Query(gt=-(10**18), lt=10**18, description="Only this step.")]
+KindFilter = Annotated[str | None, Query(max_length=200, description="Only this kind.")]
+
+
+class ScopeFilter(TypedDict, total=False):
+    """Filters of a query: an attempt, or all attempts of a run."""
+
+    run: str
+    attempt_id: int
+
+
+class Scope(NamedTuple):
+    """The attempts that an answer is about."""
+
+    filters: ScopeFilter
+    numbers: Mapping[int, int]
+    """attempt_id -> number."""
+    heading: JsonObject
+    """First fields of the answer."""
+
+
+class OnlyFilter(NamedTuple):
+    """Filters of a query that `only` stands for; None: no filter."""
+
+    severities: list[str] | None = None
+    kinds: list[str] | None = None
+    """Kinds of findings or losses, rules of firings."""
+
+
+class Extent(TypedDict):
+    """The steps and ranks of a group; see `models.runs.Extent`."""
+
+    where: str
+    first_step: int | None
+    last_step: int | None
+    steps: int
+    ranks: int
+
+
+Group = list[Row]
+"""Rows of a group, by step and rank."""
+
+
+@router.get("/losses", response_model=models.Losses)
+def losses(
+    deps: Deps,
+    page: PageOf,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    step: StepFilter = None,
+    kind: KindFilter = None,
+    only: Only = None,
+) -> Answer:
+    """List what was announced and never arrived, or was dropped, with the reason; last first."""
+    scope = scope_of(deps, run, attempt)
+    kinds = [kind] if kind is not None else only_filter(deps, "losses", scope.filters, only).kinds
+    rows = deps.catalogue.losses(
+        **scope.filters, step=step, kind=kinds, limit=page.limit + 1, offset=page.offset
+    )
+    return Answer({**scope.heading, **page.first_of(with_attempt_numbers(rows, scope.numbers))})
+
+
+@router.get("/findings", response_model=models.Findings)
+def findings(
+    deps: Deps,
+    page: PageOf,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    step: StepFilter = None,
+    kind: KindFilter = None,
+    severity: Annotated[str | None, Query(max_length=50, description="Only these.")] = None,
+    only: Only = None,
+) -> Answer:
+    """List what the service noticed to be wrong, with evidence and advice; last seen first."""
+    scope = scope_of(deps, run, attempt)
+    filters = only_filter(deps, "findings", scope.filters, only)
+    rows = deps.catalogue.findings(
+        **scope.filters,
+        step=step,
+        kind=filters.kinds if kind is None else [kind],
+        severity=filters.severities if severity is None else [severity],
+        limit=page.limit + 1,
+        offset=page.offset,
+    )
+    return Answer({**scope.heading, **page.first_of(with_attempt_numbers(rows, scope.numbers))})
+
+
 @router.get("/findings/groups", response_model=models.FindingGroups)
 def finding_groups(
     deps: Deps, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
 ) -> Answer:
-    """List what was noticed to be wrong, a row a kind of trouble, the most severe first.
+    """List what was noticed to be wrong, a row for each kind of problem, the most severe first.
 
-    A row is the first of its findings, with `where` (steps and ranks in words), `first_step`,
+    A row is the first of its findings, with `where` (steps and ranks as text), `first_step`,
     `last_step`, `ranks` and `steps` (how many of each), `findings` (how many rows of `/findings`)
-    and `count` (how often seen). `truncated`: there were more findings than are looked at.
+    and `count` (how often seen). `truncated`: there were more findings than are grouped.
     """
-    scope, numbers, said = scope_of(deps, run, attempt)
-    chosen = only_of(deps, "findings", scope, only)
-    found = deps.catalogue.outline("findings", **scope, **chosen, limit=MOST_ROWS)
-    groups = sorted(_grouped(found, _finding_key), key=_finding_order)
+    scope = scope_of(deps, run, attempt)
+    filters = only_filter(deps, "findings", scope.filters, only)
+    outline = deps.catalogue.outline(
+        "findings",
+        **scope.filters,
+        kind=filters.kinds,
+        severity=filters.severities,
+        limit=MAX_GROUPED,
+    )
+    groups = sorted(_group(outline, _finding_key), key=_finding_order)
     shown = groups[page.offset : page.offset + page.limit]
     ids = [group[0]["finding_id"] for group in shown]
     by_id = {row["finding_id"]: row for row in deps.catalogue.findings(finding_id=ids)}
-    rows = [
+    rows: list[Row] = [
         {
             **by_id[group[0]["finding_id"]],
             **_extent(group),
@@ -81,10 +175,11 @@ def finding_groups(
             "over_wall": _over(group),
         }
         for group in shown
-        if group[0]["finding_id"] in by_id  # else it was taken back meanwhile
+        if group[0]["finding_id"] in by_id  # else it was withdrawn in between
     ]
-    answer = page.answer(shape.numbered(rows, numbers), more=len(groups) > page.offset + page.limit)
-    return Answer({**said, **_counted(found, groups), **answer})
+    more = len(groups) > page.offset + page.limit
+    listed = page.answer(with_attempt_numbers(rows, scope.numbers), more=more)
+    return Answer({**scope.heading, **_counts(outline, groups), **listed})
 
 
 @router.get("/findings/{finding_id}", response_model=models.Finding)
@@ -92,26 +187,32 @@ def finding(
     deps: Deps,
     finding_id: Annotated[str, Path(max_length=100, description="Its id, or how it begins.")],
 ) -> Answer:
-    """Return one finding whole, and in `group` what others of its attempt say the same."""
-    found = deps.catalogue.finding(finding_id)
-    if not found:
+    """Return one finding in full, and in `group` the findings of its attempt with its cause."""
+    candidates = deps.catalogue.finding(finding_id)
+    if not candidates:
         raise NotFound(f"there is no finding {finding_id!r:.100}", advice="see /findings")
-    if len(found) > 1 and found[0]["finding_id"] != finding_id:
+    if len(candidates) > 1 and candidates[0]["finding_id"] != finding_id:
         raise InvalidInput(
             f"several findings begin with {finding_id!r:.100}", expected="more of its id"
         )
-    row = found[0]
-    numbers = {each["attempt_id"]: each["number"] for each in deps.catalogue.attempts(row["run"])}
-    alike = deps.catalogue.outline(
-        "findings", run=row["run"], attempt_id=row["attempt_id"], kind=row["kind"], limit=MOST_ROWS
+    row = candidates[0]
+    same_kind = deps.catalogue.outline(
+        "findings",
+        run=row["run"],
+        attempt_id=row["attempt_id"],
+        kind=row["kind"],
+        limit=MAX_GROUPED,
     )
     own = next(
-        (group for group in _grouped(alike, _finding_key)
-         if any(each["finding_id"] == row["finding_id"] for each in group)),
+        (
+            group
+            for group in _group(same_kind, _finding_key)
+            if any(each["finding_id"] == row["finding_id"] for each in group)
+        ),
         [row],
-    )  # fmt: skip
+    )
     group = {**_extent(own), "findings": len(own), "first_id": own[0]["finding_id"]}
-    (answer,) = shape.numbered([row], numbers)
+    (answer,) = with_attempt_numbers([row], _attempt_numbers(deps, row["run"]))
     return Answer({**answer, "group": group})
 
 
@@ -119,12 +220,14 @@ def finding(
 def loss_groups(
     deps: Deps, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
 ) -> Answer:
-    """List what never arrived, a row a kind, reason, stage and role; most lost first."""
-    scope, numbers, said = scope_of(deps, run, attempt)
-    chosen = only_of(deps, "losses", scope, only)
-    found = deps.catalogue.outline("losses", **scope, **chosen, limit=MOST_ROWS)
-    groups = _grouped(found, _loss_key)
-    rows = [
+    """List what never arrived, a row for each kind, reason, stage and role; most lost first."""
+    scope = scope_of(deps, run, attempt)
+    filters = only_filter(deps, "losses", scope.filters, only)
+    outline = deps.catalogue.outline(
+        "losses", **scope.filters, kind=filters.kinds, limit=MAX_GROUPED
+    )
+    groups = _group(outline, _loss_key)
+    rows: list[Row] = [
         {
             **group[0],
             **_extent(group),
@@ -137,7 +240,8 @@ def loss_groups(
         for group in groups
     ]
     rows.sort(key=lambda row: (-row["count"], str(row["kind"]), str(row["reason"])))
-    return Answer({**said, **_counted(found, groups), **page.cut(shape.numbered(rows, numbers))})
+    listed = page.cut(with_attempt_numbers(rows, scope.numbers))
+    return Answer({**scope.heading, **_counts(outline, groups), **listed})
 
 
 @router.get("/triggers/firings/groups", response_model=models.FiringGroups, tags=["triggers"])
@@ -152,15 +256,13 @@ def firing_groups(
     ] = None,
     only: Only = None,
 ) -> Answer:
-    """List what fired, a row a rule, stage and role; those that were taken back are left out."""
-    scope: Row = {} if run is None else {"run": deps.finder.attempt(run).run}
-    numbers = {row["attempt_id"]: row["number"] for row in deps.catalogue.attempts(run)}
-    said = {"run": run}
-    chosen = only_of(deps, "firings", scope, only)
-    found = deps.catalogue.outline("firings", **scope, **chosen, limit=MOST_ROWS)
-    found = [row for row in found if row["withdrawn_wall"] is None]
-    groups = _grouped(found, _firing_key)
-    rows = [
+    """List what fired, a row for each rule, stage and role, without withdrawn firings."""
+    scope: ScopeFilter = {} if run is None else {"run": deps.finder.attempt(run).run}
+    filters = only_filter(deps, "firings", scope, only)
+    outline = deps.catalogue.outline("firings", **scope, rule=filters.kinds, limit=MAX_GROUPED)
+    outline = [row for row in outline if row["withdrawn_wall"] is None]
+    groups = _group(outline, _firing_key)
+    rows: list[Row] = [
         {
             **group[0],
             **_extent(group),
@@ -172,48 +274,63 @@ def firing_groups(
         for group in groups
     ]
     rows.sort(key=lambda row: (-row["last_wall"], row["rule"]))
-    return Answer({**said, **_counted(found, groups), **page.cut(shape.numbered(rows, numbers))})
+    listed = page.cut(with_attempt_numbers(rows, _attempt_numbers(deps, run)))
+    return Answer({"run": run, **_counts(outline, groups), **listed})
 
 
-def scope_of(
-    deps: Dependencies, run: str | None, attempt: int | None
-) -> tuple[Row, dict[int, int], Row]:
-    """Return the filters, attempt_id -> number, and what the answer says first."""
+def scope_of(deps: Dependencies, run: str | None, attempt: int | None) -> Scope:
+    """Return an attempt of a run, or all of them where `attempt` is None."""
     target = deps.finder.attempt(run, attempt)
-    numbers = {row["attempt_id"]: row["number"] for row in deps.catalogue.attempts(target.run)}
-    said = {**target.heading(), "attempt": attempt}
+    filters: ScopeFilter = {"attempt_id": target.attempt_id}
     if attempt is None:
-        return {"run": target.run}, numbers, said
-    return {"attempt_id": target.attempt_id}, numbers, said
+        filters = {"run": target.run}
+    heading = {**target.heading(), "attempt": attempt}
+    return Scope(filters, _attempt_numbers(deps, target.run), heading)
 
 
-def only_of(deps: Dependencies, name: Noticed, scope: Row, only: str | None) -> dict[str, Any]:
+def _attempt_numbers(deps: Dependencies, run: str | None) -> dict[int, int]:
+    """Return attempt_id -> number."""
+    return {row["attempt_id"]: row["number"] for row in deps.catalogue.attempts(run)}
+
+
+def only_filter(
+    deps: Dependencies, table: Noticed, scope: ScopeFilter, only: str | None
+) -> OnlyFilter:
     """Return the filters that `only` stands for.
 
+    Args:
+        deps: the catalogue's holder.
+        table: which rows are filtered.
+        scope: their attempts, whose kinds the patterns are matched against.
+        only: severities and patterns of kinds, joined by commas; None: no filter.
+
     Raises:
-        NotFound: no kind matches, with those that there are.
+        NotFound: no kind matches; names those that exist.
     """
-    words = [word.strip() for word in (only or "").split(",") if word.strip()]
-    severities = [word for word in words if name == "findings" and word in SEVERITIES]
-    patterns = [word for word in words if word not in severities]
-    chosen: dict[str, Any] = {"severity": severities} if severities else {}
-    if patterns:
-        there = deps.catalogue.kinds(name, **scope)
-        kinds = [kind for kind in there if any(fnmatch.fnmatchcase(kind, p) for p in patterns)]
-        if there and not kinds:
-            what = {"findings": "finding", "losses": "loss", "firings": "firing"}[name]
-            raise NotFound(
-                f"no {what} is of {', '.join(patterns)!r:.200}",
-                expected=f"one of {', '.join(there[:30])}"
-                + (f", or {', '.join(SEVERITIES)}" if name == "findings" else ""),
-            )
-        chosen["rule" if name == "firings" else "kind"] = kinds
-    return chosen
+    terms = [term.strip() for term in (only or "").split(",") if term.strip()]
+    severities = [term for term in terms if table == "findings" and term in SEVERITIES]
+    patterns = [term for term in terms if term not in severities]
+    if not patterns:
+        return OnlyFilter(severities or None)
+    existing = deps.catalogue.kinds(table, **scope)
+    kinds = [kind for kind in existing if any(fnmatch.fnmatchcase(kind, p) for p in patterns)]
+    if existing and not kinds:
+        noun = {"findings": "finding", "losses": "loss", "firings": "firing"}[table]
+        raise NotFound(
+            f"no {noun} is of {', '.join(patterns)!r:.200}",
+            expected=f"one of {', '.join(existing[:30])}"
+            + (f", or {', '.join(SEVERITIES)}" if table == "findings" else ""),
+        )
+    return OnlyFilter(severities or None, kinds)
 
 
-def _grouped(rows: Iterable[Row], key: Callable[[Row], tuple[Any, ...]]) -> list[list[Row]]:
-    """Return the rows by key, each group in the order of attempt, step and rank."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+# --- groups ---------------------------------------------------------------------------------
+GroupKey = tuple[object, ...]
+
+
+def _group(rows: Iterable[Row], key: Callable[[Row], GroupKey]) -> list[Group]:
+    """Return the rows by attempt and key, each group in the order of step and rank."""
+    groups: dict[GroupKey, Group] = {}
     for row in rows:
         groups.setdefault((row["attempt_id"], *key(row)), []).append(row)
     for group in groups.values():
@@ -225,110 +342,43 @@ def _last_if_none(number: int | None) -> tuple[bool, int]:
     return (number is None, number or 0)
 
 
-def _finding_key(row: Row) -> tuple[Any, ...]:
-    # A trigger says the same by its rule and metric; its message names each time another token.
+def _finding_key(row: Row) -> GroupKey:
+    # Findings of a trigger have the same cause by rule and metric: messages name single tokens.
     of_trigger = row["kind"].startswith("trigger_")
-    text = None if of_trigger else _wording(row["message"])
+    text = None if of_trigger else _without_values(row["message"])
     return (row["kind"], row["severity"], row["stage"], row["role"], text, *_subject(row))
 
 
-def _wording(text: str | None) -> str:
-    """Return a text without its numbers and ids: equal where two texts say the same.
+def _without_values(text: str | None) -> str:
+    """Return a text without its numbers and ids, which differ between messages of one cause.
 
-    A shape, a number of bytes or seconds, a list of ranks is another each time.
+    Examples are shapes, numbers of bytes or seconds, and lists of ranks.
     """
     return _without_numbers((text or "").translate(_DIGITS))
 
 
-@functools.lru_cache(maxsize=4096)  # what lasts repeats the same text with other digits
+@functools.lru_cache(maxsize=4096)  # messages of one cause often differ in their digits alone
 def _without_numbers(text: str) -> str:
     plain = _NUMBER.sub("0", _ID.sub("0", text))
-    return _LIST.sub(lambda found: found[1] or "0", plain)
+    return _LIST.sub(lambda match: match[1] or "0", plain)
 
 
-def _subject(row: Row) -> tuple[Any, Any]:
-    """Return the operator or the metric that a finding names."""
+def _subject(row: Row) -> tuple[object, object]:
+    """Return the operator and the metric that a finding names."""
     evidence = row.get("evidence") or {}
     return evidence.get("name"), evidence.get("metric")
 
 
-def _loss_key(row: Row) -> tuple[Any, ...]:
-    return (row["kind"], _wording(row["reason"]), row["stage"], row["role"])
+def _loss_key(row: Row) -> GroupKey:
+    return (row["kind"], _without_values(row["reason"]), row["stage"], row["role"])
 
 
-def _firing_key(row: Row) -> tuple[Any, ...]:
+def _firing_key(row: Row) -> GroupKey:
     return (row["rule"], row["stage"], row["role"])
 
 
-def outcomes(group: Sequence[Row]) -> list[str]:
-    """Return what became of the actions of firings, in words: captures, pins, webhooks.
-
-    Args:
-        group: rows of firings of one attempt, with their `actions`; None: not taken yet.
-    """
-    taken = [row["actions"] for row in group if row["actions"] is not None]
-    since = [actions["cools_since"] for actions in taken if "cools_since" in actions]
-    said = [*_capture_outcomes(taken), *_pin_outcomes(taken), *_webhook_outcomes(taken)]
-    if since:
-        text = "not taken again: the rule cools down from those of "
-        said.append(text + _stretches("step", sorted({*since})))
-    if waiting := len(group) - len(taken):
-        said.append("actions are not taken yet" + (f" of {waiting}" if taken else ""))
-    return said
-
-
-def _capture_outcomes(taken: Sequence[Row]) -> list[str]:
-    captures = [actions.get("capture") or {} for actions in taken]
-    ids = [*dict.fromkeys(each["capture_id"] for each in captures if each.get("capture_id"))]
-    more = f" and {len(ids) - _STRETCHES} more" if len(ids) > _STRETCHES else ""
-    said = [f"capture {', '.join(ids[:_STRETCHES])}{more} ordered"] if ids else []
-    refusals = [each["refused"] for each in captures if each.get("refused")]
-    return said + [f"capture refused{times}: {why}" for why, times in _tallied(refusals)]
-
-
-def _pin_outcomes(taken: Sequence[Row]) -> list[str]:
-    # Firings of neighbouring steps pin the same steps: each counts once.
-    steps: dict[int, Row] = {}
-    for actions in taken:
-        for pin in (actions.get("pin") or {}).get("steps") or ():
-            known = steps.get(pin["step"])
-            if known is None or pin["payloads"] >= known["payloads"]:
-                steps[pin["step"]] = pin
-    if not steps:
-        return []
-    pinned = {step: pin["payloads"] for step, pin in steps.items() if pin["payloads"]}
-    gone = sum(pin["gone"] for pin in steps.values())
-    if not pinned:
-        text = f"pinned no payload of {_stretches('step', sorted(steps))}: none were left"
-    else:
-        payloads = sum(pinned.values())
-        text = f"pinned {payloads} payload{'' if payloads == 1 else 's'} of "
-        text += _stretches("step", sorted(pinned))
-    text += f" ({gone} had left the ring before)" if gone else ""
-    reasons = [why for pin in steps.values() for why in pin["reasons"]]
-    return [text, *(f"not pinned{times}: {why}" for why, times in _tallied(reasons))]
-
-
-def _webhook_outcomes(taken: Sequence[Row]) -> list[str]:
-    calls = [actions["webhook"] for actions in taken if actions.get("webhook")]
-    told = [f"webhook {call['host']} told" for call in calls if call["delivered"]]
-    failed = [
-        f"webhook {call['host']} not told: {call['reason']}"
-        for call in calls
-        if not call["delivered"]
-    ]
-    return [f"{text}{times}" for text, times in (*_tallied(told), *_tallied(failed))]
-
-
-def _tallied(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Return each text that says something else, the first of its kind, and ` 3 times`."""
-    alike: dict[str, list[str]] = {}
-    for text in texts:
-        alike.setdefault(_wording(text), []).append(text)
-    return [(said[0], f" {len(said)} times" if len(said) > 1 else "") for said in alike.values()]
-
-
-def _finding_order(group: Sequence[Row]) -> tuple[Any, ...]:
+def _finding_order(group: Group) -> tuple[int, bool, int, int, tuple[bool, int], str, str]:
+    """Return the sort key of a group: severity, whether it persists, how much it names, ..."""
     first = group[0]
     severity = first["severity"]
     rank = SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)
@@ -341,19 +391,19 @@ def _finding_order(group: Sequence[Row]) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _over(group: Sequence[Row]) -> float | None:
-    """Return since when none of a group is so any more; None where one still is."""
+def _over(group: Group) -> float | None:
+    """Return the time since when no finding of a group persists; None where one does."""
     ended = [row["over_wall"] for row in group]
     return None if any(wall is None for wall in ended) else max(ended)
 
 
-def _extent(group: Sequence[Row]) -> Row:
-    """Return over which steps and ranks a group stretches, in numbers and in words."""
+def _extent(group: Group) -> Extent:
+    """Return the steps and ranks of a group, as numbers and as text."""
     steps = sorted({row["step"] for row in group if row["step"] is not None})
     ranks = sorted({row["rank"] for row in group if row["rank"] is not None})
-    words = [_stretches("step", steps), _stretches("rank", ranks)]
+    texts = [_ranges_text("step", steps), _ranges_text("rank", ranks)]
     return {
-        "where": ", ".join(word for word in words if word),
+        "where": ", ".join(text for text in texts if text),
         "first_step": steps[0] if steps else None,
         "last_step": steps[-1] if steps else None,
         "steps": len(steps),
@@ -361,21 +411,90 @@ def _extent(group: Sequence[Row]) -> Row:
     }
 
 
-def _stretches(noun: str, numbers: Sequence[int]) -> str:
-    """Return `steps 10-25, 30`: what follows on each other as one stretch."""
-    found: list[list[int]] = []
+def _ranges_text(noun: str, numbers: Sequence[int]) -> str:
+    """Return sorted numbers as text, such as `steps 10-25, 30`; "" for none."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
         else:
-            found.append([number, number])
-    if not found:
+            ranges.append([number, number])
+    if not ranges:
         return ""
-    words = [str(a) if a == b else f"{a}-{b}" for a, b in found[:_STRETCHES]]
-    left = sum(b - a + 1 for a, b in found[_STRETCHES:])
-    more = f" and {left} more" if left else ""
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(words)}{more}"
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:_MAX_RANGES]]
+    omitted = sum(b - a + 1 for a, b in ranges[_MAX_RANGES:])
+    more = f" and {omitted} more" if omitted else ""
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(texts)}{more}"
 
 
-def _counted(rows: Sequence[Row], groups: Sequence[Any]) -> Mapping[str, Any]:
-    return {"groups": len(groups), "grouped": len(rows), "truncated": len(rows) >= MOST_ROWS}
+def _counts(rows: Sequence[Row], groups: Sequence[Group]) -> JsonObject:
+    return {"groups": len(groups), "grouped": len(rows), "truncated": len(rows) >= MAX_GROUPED}
+
+
+# --- outcomes of firings --------------------------------------------------------------------
+def outcomes(group: Sequence[Row]) -> list[str]:
+    """Return the results of the actions of firings as texts: captures, pins, webhooks.
+
+    Args:
+        group: rows of firings of one attempt, with their `actions` (None: not taken yet).
+    """
+    results = [row["actions"] for row in group if row["actions"] is not None]
+    since = [actions["cools_since"] for actions in results if "cools_since" in actions]
+    texts = [*_capture_outcomes(results), *_pin_outcomes(results), *_webhook_outcomes(results)]
+    if since:
+        text = "not taken again: the rule cools down from those of "
+        texts.append(text + _ranges_text("step", sorted({*since})))
+    if waiting := len(group) - len(results):
+        texts.append("actions are not taken yet" + (f" of {waiting}" if results else ""))
+    return texts
+
+
+def _capture_outcomes(results: Sequence[Row]) -> list[str]:
+    captures = [actions.get("capture") or {} for actions in results]
+    ids = [*dict.fromkeys(each["capture_id"] for each in captures if each.get("capture_id"))]
+    more = f" and {len(ids) - _MAX_RANGES} more" if len(ids) > _MAX_RANGES else ""
+    texts = [f"capture {', '.join(ids[:_MAX_RANGES])}{more} ordered"] if ids else []
+    refusals = [each["refused"] for each in captures if each.get("refused")]
+    return texts + [f"capture refused{times}: {why}" for why, times in _count_texts(refusals)]
+
+
+def _pin_outcomes(results: Sequence[Row]) -> list[str]:
+    # Firings of neighbouring steps pin the same steps: each step counts once.
+    pins: dict[int, Row] = {}
+    for actions in results:
+        for pin in (actions.get("pin") or {}).get("steps") or ():
+            earlier = pins.get(pin["step"])
+            if earlier is None or pin["payloads"] >= earlier["payloads"]:
+                pins[pin["step"]] = pin
+    if not pins:
+        return []
+    pinned = {step: pin["payloads"] for step, pin in pins.items() if pin["payloads"]}
+    gone = sum(pin["gone"] for pin in pins.values())
+    if not pinned:
+        text = f"pinned no payload of {_ranges_text('step', sorted(pins))}: none were left"
+    else:
+        payloads = sum(pinned.values())
+        text = f"pinned {payloads} payload{'' if payloads == 1 else 's'} of "
+        text += _ranges_text("step", sorted(pinned))
+    text += f" ({gone} had left the ring before)" if gone else ""
+    reasons = [why for pin in pins.values() for why in pin["reasons"]]
+    return [text, *(f"not pinned{times}: {why}" for why, times in _count_texts(reasons))]
+
+
+def _webhook_outcomes(results: Sequence[Row]) -> list[str]:
+    calls = [actions["webhook"] for actions in results if actions.get("webhook")]
+    delivered = [f"webhook {call['host']} told" for call in calls if call["delivered"]]
+    failed = [
+        f"webhook {call['host']} not told: {call['reason']}"
+        for call in calls
+        if not call["delivered"]
+    ]
+    return [f"{text}{times}" for text, times in (*_count_texts(delivered), *_count_texts(failed))]
+
+
+def _count_texts(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the first of the texts that differ in their values alone, each with ` 3 times`."""
+    same: dict[str, list[str]] = {}
+    for text in texts:
+        same.setdefault(_without_values(text), []).append(text)
+    return [(each[0], f" {len(each)} times" if len(each) > 1 else "") for each in same.values()]

@@ -1,10 +1,10 @@
-"""Routes about the service itself: alive, ready, status, and Prometheus."""
+"""Routes about the service itself: liveness, readiness, status, and metrics for Prometheus."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from typing import Any, Final
+from typing import Final
 
 import anyio
 from fastapi import APIRouter, Response
@@ -12,52 +12,53 @@ from fastapi import APIRouter, Response
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.api import prometheus
 from stagescope_service.api.dependencies import Dependencies, Deps
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer
 
 router = APIRouter(tags=["service"])
 
 READY_SECONDS: Final = 3.0
-"""A coordinator that has not answered by then is not ready."""
+"""Deadline of the coordinator and of the catalogue."""
 
 
 @router.get("/healthz", response_model=models.Healthy)
 async def healthz() -> Answer:
-    """Say that the API's process lives; asks nobody else and needs no token."""
+    """Answer that the API's process is alive; checks nothing else and needs no token."""
     return Answer({"status": "ok", "version": _version()})
 
 
 @router.get("/readyz", response_model=models.Ready)
 async def readyz(deps: Deps) -> Answer:
-    """Say whether questions and events can be answered, 503 with the reason else; no token."""
-    reason = await _not_ready(deps)
-    if reason:
-        # What is wrong in the catalogue may name paths, and this answers anybody: see /status.
-        raise NotReady(reason[0], advice="/status says more, with a token")
+    """Answer whether the service can serve requests, else 503 with the reason; needs no token."""
+    problem = await _readiness_problem(deps)
+    if problem:
+        # The details may name paths, and this route needs no token: they are in /status.
+        raise NotReady(problem[0], advice="/status says more, with a token")
     return Answer({"status": "ready"})
 
 
 @router.get("/status", response_model=models.Status)
 async def status(deps: Deps) -> Answer:
-    """Say how the service is: ready or why not, versions, the coordinator's own state."""
-    reason = await _not_ready(deps)
-    said: dict[str, Any] = {
-        "ready": reason is None,
-        "reason": None if reason is None else f"{reason[0]}: {reason[1]}",
+    """Return the state of the service: ready or why not, versions, the coordinator's state."""
+    problem = await _readiness_problem(deps)
+    answer: JsonObject = {
+        "ready": problem is None,
+        "reason": None if problem is None else f"{problem[0]}: {problem[1]}",
         "version": _version(),
         "wall": deps.clock(),
+        "data_dir": str(deps.settings.data_path),
     }
     try:
         with anyio.fail_after(READY_SECONDS):
-            said["coordinator"] = await deps.commands.status()
+            answer["coordinator"] = await deps.commands.status()
     except (StagescopeError, TimeoutError) as error:
-        said["coordinator"] = {"not_ready": _text(error)}
-    said["data_dir"] = str(deps.settings.data_path)
+        answer["coordinator"] = {"not_ready": _text(error)}
     try:
-        said["catalogue_bytes"] = await asyncio.to_thread(deps.catalogue.bytes_on_disk)
+        answer["catalogue_bytes"] = await asyncio.to_thread(deps.catalogue.bytes_on_disk)
     except (StagescopeError, OSError):
-        said["catalogue_bytes"] = None
-    return Answer(said)
+        answer["catalogue_bytes"] = None
+    return Answer(answer)
 
 
 @router.get(
@@ -67,12 +68,15 @@ async def status(deps: Deps) -> Answer:
 )
 def metrics(deps: Deps) -> Response:
     """Return Prometheus's text: runs, stages, lag, losses, and the latest step's main metrics."""
-    text = prometheus.text(deps.catalogue, deps.counts, deps.measures, deps.settings, deps.clock())
+    sources = prometheus.Sources(
+        deps.catalogue, deps.counts, deps.step_summaries, deps.settings.prometheus_runs
+    )
+    text = prometheus.text(sources, deps.clock())
     return Response(text, media_type=prometheus.CONTENT_TYPE)
 
 
-async def _not_ready(deps: Dependencies) -> tuple[str, str] | None:
-    """Return what is not ready and why, or None."""
+async def _readiness_problem(deps: Dependencies) -> tuple[str, str] | None:
+    """Return the part that is not ready and why; None where all are."""
     try:
         with anyio.fail_after(READY_SECONDS):
             await asyncio.to_thread(deps.catalogue.check)

@@ -1,4 +1,4 @@
-"""Routes about kept files: what is kept of a step, where it lies, and the pin that lets it stay."""
+"""Routes about kept files and pins, and the payload files of a step for those that read tensors."""
 
 from __future__ import annotations
 
@@ -8,27 +8,33 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request
 
-from stagescope.wire.errors import InvalidInput, StagescopeError
+from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError, Unreachable
 from stagescope.wire.keep import SECTIONS
-from stagescope_service.api import rows as shape
 from stagescope_service.api.auth import caller_of
+from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import (
     Dependencies,
     Deps,
     Rank,
     Role,
-    Row,
     Stage,
     StepTarget,
 )
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf
+from stagescope_service.api.rows import matching, part_text
+from stagescope_service.api.target import Target
+from stagescope_service.store.artifacts import confine
+from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.rollouts import side_by_side
+from stagescope_service.store.tensorfile import disk_errors
 
-router = APIRouter(prefix="/steps/{step}", tags=["kept files"])
+router = APIRouter(prefix="/steps/{step}")
 
-MOST_FILES: Final = 100_000
-_SHOWN: Final = (
+MAX_FILES: Final = 100_000
+_COLUMNS: Final = (
     "bytes", "checksum", "tensors", "policy_version", "node_id", "path", "wall", "deleted_wall",
 )  # fmt: skip
 
@@ -41,7 +47,7 @@ Section = Annotated[
 ]
 
 
-@router.get("/kept", response_model=models.Kept)
+@router.get("/kept", response_model=models.Kept, tags=["kept files"])
 def kept(
     deps: Deps,
     target: StepTarget,
@@ -53,95 +59,173 @@ def kept(
 ) -> Answer:
     """List the files that are kept of the step, by stage, role, rank and part.
 
-    `sections` says what a file holds, `tensors` gives name -> [dtype, shape, rows of a packed
-    one]. `state` is `kept`, `deleted` (retention let it go), `missing` (somebody else removed it)
-    or `unreachable` (its node is gone). Of a pinned step the payloads that its pin holds in the
-    ring are listed, too, with the state `pinned`. `files` and `bytes` are of what is not deleted.
+    `sections` names the contents of a file; `tensors` is name -> [dtype, shape, rows of a packed
+    one]. `state` is `kept`, `deleted` (by retention), `missing` (removed by somebody else) or
+    `unreachable` (its node is gone). Of a pinned step, the payloads that the pin holds in the ring
+    are listed too, with the state `pinned`. `files` and `bytes` do not count deleted files.
     """
     if section is not None and section not in SECTIONS:
         raise InvalidInput(f"section is {section!r:.100}", expected=f"one of {', '.join(SECTIONS)}")
-    assert target.step is not None
-    number = int(target.step["step"])
+    step, pinned = target.step_number, bool(target.step_row["pinned"])
     every = deps.catalogue.artifacts(
-        target.attempt_id, number, kind="kept", deleted=None, limit=MOST_FILES
+        target.attempt_id, step, kind="kept", deleted=None, limit=MAX_FILES
     )
-    if target.step["pinned"]:
-        every += deps.catalogue.artifacts(target.attempt_id, number, kind="ring", limit=MOST_FILES)
-    found = shape.chosen(every, f"step {number}", stage=stage, role=role, rank=rank)
+    if pinned:
+        every += deps.catalogue.artifacts(target.attempt_id, step, kind="ring", limit=MAX_FILES)
+    rows = matching(every, f"step {step}", stage=stage, role=role, rank=rank)
     if section is not None:
-        found = [row for row in found if section in (row["sections"] or {})]
-    found.sort(key=_order)
-    there = [row for row in found if row["deleted_wall"] is None]
-    said = {
-        "pinned": bool(target.step["pinned"]),
-        "files": len(there),
-        "bytes": sum(row["bytes"] or 0 for row in there),
-    }
-    answer = page.cut(found)
-    states = _states(deps, answer["rows"])
-    shown = [_row(row, state) for row, state in zip(answer["rows"], states, strict=True)]
-    return Answer({**target.heading(), **said, **answer, "rows": shown})
-
-
-@router.put("/pin", response_model=models.Pin)
-async def pin(request: Request, deps: Deps, target: StepTarget) -> Answer:
-    """Let the kept files and the recent payloads of a step stay until it is unpinned.
-
-    Needs the operate token. `payloads` and `bytes` are what it holds now, files included; what
-    comes later is held, too. `gone` had left the ring before; `reasons` say why something is not
-    pinned (the ring's share for pins may be full).
-    """
-    assert target.step is not None
-    reply = await deps.commands.pin(
-        attempt_id=target.attempt_id, step=int(target.step["step"]), by=str(caller_of(request))
+        rows = [row for row in rows if section in (row["sections"] or {})]
+    rows.sort(key=_sort_key)
+    existing = [row for row in rows if row["deleted_wall"] is None]
+    shown = rows[page.offset : page.offset + page.limit]
+    files = [_file_row(row, state) for row, state in zip(shown, _states(deps, shown), strict=True)]
+    return Answer(
+        {
+            **target.heading(),
+            "pinned": pinned,
+            "files": len(existing),
+            "bytes": sum(row["bytes"] or 0 for row in existing),
+            **page.answer(files, more=len(rows) > page.offset + page.limit),
+        }
     )
-    said = check_ready(reply)
+
+
+@router.put("/pin", response_model=models.Pin, tags=["kept files"])
+async def pin(request: Request, deps: Deps, target: StepTarget) -> Answer:
+    """Keep the files and the recent payloads of a step until it is unpinned.
+
+    Needs the operate token. `payloads` and `bytes` are what the pin holds now, files included; it
+    also holds what arrives later. `gone` had left the ring before; `reasons` are why something is
+    not pinned (the ring's share for pins may be full).
+    """
+    reply = check_ready(
+        await deps.commands.pin(
+            attempt_id=target.attempt_id, step=target.step_number, by=str(caller_of(request))
+        )
+    )
     names = ("pinned", "payloads", "bytes", "gone", "reasons")
-    return Answer({**target.heading(), **{name: said[name] for name in names}})
+    return Answer({**target.heading(), **{name: reply[name] for name in names}})
 
 
-def _order(row: Row) -> tuple[object, ...]:
-    place = (row["stage"] or "", row["role"] or "", row["rank"] or 0)
-    return (*place, shape.part_text(row), row["wall"] or 0.0)
+@router.delete("/pin", response_model=models.Unpin, tags=["triggers"])
+async def unpin(request: Request, deps: Deps, target: StepTarget) -> Answer:
+    """Let the rings drop the payloads of a pinned step when they need room; needs operate.
+
+    `unpinned` is false, with a `reason`, where it was not pinned or a ring did not answer.
+    """
+    reply = check_ready(
+        await deps.commands.unpin(
+            attempt_id=target.attempt_id, step=target.step_number, by=str(caller_of(request))
+        )
+    )
+    reason = None
+    if not target.step_row["pinned"]:
+        reason = "it was not pinned"
+    elif not reply["unpinned"]:
+        reason = "a node's ring did not answer"
+    return Answer({**target.heading(), "unpinned": reason is None, "reason": reason})
 
 
-def _row(row: Row, state: str) -> Row:
+def _sort_key(row: Row) -> tuple[str, str, int, str, float]:
+    owner = (row["stage"] or "", row["role"] or "", row["rank"] or 0)
+    return (*owner, part_text(row), row["wall"] or 0.0)
+
+
+def _file_row(row: Row, state: str) -> JsonObject:
     return {
         "stage": row["stage"],
         "role": row["role"],
         "rank": row["rank"],
-        "part": shape.part_text(row),
+        "part": part_text(row),
         "sections": [*(row["sections"] or {})],
         "state": state,
-        **{name: row[name] for name in _SHOWN},
+        **{name: row[name] for name in _COLUMNS},
     }
 
 
 def _states(deps: Dependencies, rows: Sequence[Row]) -> list[str]:
-    """Say of each file whether it can be read; a node that does not answer is asked once."""
-    silent: set[str | None] = set()
-    found = []
+    """Return the state of each file; a node that does not answer is tried once."""
+    unreachable: set[str | None] = set()
+    states = []
     for row in rows:
         if row["deleted_wall"] is not None:
-            found.append("deleted")
+            states.append("deleted")
         elif row["kind"] == "ring":
-            found.append("pinned")
+            states.append("pinned")
         elif Path(row["path"]).is_file():
-            found.append("kept")
-        elif row["node_id"] in silent:
-            found.append("unreachable")
+            states.append("kept")
+        elif row["node_id"] in unreachable:
+            states.append("unreachable")
         else:
-            state = _asked(deps, row)
+            state = _remote_state(deps, row)
             if state == "unreachable":
-                silent.add(row["node_id"])
-            found.append(state)
-    return found
+                unreachable.add(row["node_id"])
+            states.append(state)
+    return states
 
 
-def _asked(deps: Dependencies, row: Row) -> str:
+def _remote_state(deps: Dependencies, row: Row) -> str:
     try:
-        there = {"node_id": str(row["node_id"]), "path": row["path"]}
-        deps.commands.read_artifact(**there, offset=0, size=1)
+        deps.commands.read_artifact(node_id=str(row["node_id"]), path=row["path"], offset=0, size=1)
     except StagescopeError as error:
         return "missing" if error.code == "not_found" else "unreachable"
     return "kept"
+
+
+_PIECE: Final = 4 << 20
+KEEP_ADVICE: Final = (
+    "keep it: init(keep={'what': ['trajectories', 'is_loss'], 'every_n_steps': 10}), or "
+    "stagescope capture --keep trajectories; the ring holds the newest steps, and pinned ones"
+)
+KINDS: Final = ("kept", "ring")
+"""Kinds of artifacts, preferred ones first."""
+
+
+def payload_artifacts(deps: Dependencies, target: Target, step: int) -> list[Row]:
+    """Return a step's payload files, kept ones first, and those of rollouts that it consumed.
+
+    A consumed rollout that has no step of its own is listed with step None. Payloads that a newer
+    incarnation of their rank repeated are left out, unless the step consumed them.
+    """
+    rows = deps.catalogue.artifacts(target.attempt_id, step, kind=KINDS, limit=ALL_ROWS)
+    beside = side_by_side(deps.catalogue.attempts(target.run), target.attempt_id)
+    consumed = deps.catalogue.payloads(beside, consumed_step=step, limit=ALL_ROWS)
+    replaced = deps.catalogue.replaced(target.attempt_id, step)
+    replaced -= {(row["incarnation"], row["seq"]) for row in consumed}
+    rows = [row for row in rows if (row["incarnation"], row["seq"]) not in replaced]
+    if consumed:
+        keys = {(row["incarnation"], row["seq"]) for row in consumed if row["step"] is None}
+        more = deps.catalogue.artifacts(
+            incarnation=sorted({key[0] for key in keys}), kind=KINDS, limit=ALL_ROWS
+        )
+        rows += [row for row in more if (row["incarnation"], row["seq"]) in keys]
+    return sorted(rows, key=lambda row: (KINDS.index(row["kind"]), row["artifact_id"]))
+
+
+def local_file(deps: Dependencies, row: Row, copies: Path) -> Path:
+    """Return a local file with an artifact's content: the artifact itself, or a fetched copy.
+
+    Args:
+        deps: fetch from other nodes.
+        row: of the catalogue's artifacts.
+        copies: the caller's directory for fetched copies.
+
+    Raises:
+        Unreachable: the node is gone, or unknown.
+        NotFound: the file is gone.
+    """
+    try:
+        path = confine(row["path"], deps.settings.roots)
+        if path.stat().st_size == row["bytes"]:
+            return path
+    except (OSError, Forbidden):
+        pass
+    if row["node_id"] is None:
+        raise Unreachable(f"{row['path']} is gone, and its node is not known")
+    copy = copies / f"{row['kind']}-{len(list(copies.iterdir()))}.safetensors"
+    with disk_errors(copy), copy.open("wb") as file:
+        while piece := deps.commands.read_artifact(
+            node_id=row["node_id"], path=row["path"], offset=file.tell(), size=_PIECE
+        ):
+            file.write(piece)
+    return copy

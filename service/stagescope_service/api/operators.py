@@ -1,39 +1,82 @@
-"""Routes about operators: what a dump holds, where it first went wrong, where two first differ."""
+"""Routes about operators: the calls of a dump, their stacks, and the first non-finite results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from itertools import groupby
-from typing import Annotated, Any, Final
+from typing import Annotated, Final, NamedTuple, TypedDict
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
+from typing_extensions import Unpack
 
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
-from stagescope_service.api.dependencies import Dependencies, Deps, Rank, Role, Row, Stage
-from stagescope_service.api.models import operators as models
-from stagescope_service.api.operator_tables import (
-    OperatorTarget,
-    group_of,
-    is_digested,
-    place_row,
-    table_row,
-    tables_of,
+from stagescope.wire.schema import PART_FIELDS
+from stagescope_service.api.completeness import ALL_ROWS
+from stagescope_service.api.dependencies import (
+    AttemptKey,
+    AttemptNumber,
+    Dependencies,
+    Deps,
+    Rank,
+    Role,
+    Run,
+    Stage,
+    StepText,
+    step_target,
 )
+from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.models import operators as models
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
+from stagescope_service.api.rows import matching, part_text
 from stagescope_service.api.target import Target
 from stagescope_service.compare.operators import apart
+from stagescope_service.core.operator_tables import TABLE_WRITTEN
 from stagescope_service.dumps.msprobe.operator_query import (
     OperatorFilter,
     read_operators,
     read_stack,
 )
+from stagescope_service.store.contract import Row
 
 router = APIRouter(tags=["operators"])
 
-_FIRST: Final = (
+_FIRST_COLUMNS: Final = (
     "order", "name", "operator", "module_class", "parent", "direction", "section", "index",
     "non_finite", "dtype", "shape", "source", "stack_id", "bad_inputs",
 )  # fmt: skip
+_TABLE_COLUMNS: Final = (
+    "capture_id", "calls", "rows", "non_finite_rows", "truncated", "truncated_at", "done", "task",
+    "level", "bytes", "dump_path", "path", "node_id",
+)  # fmt: skip
+
+
+class TableFilters(TypedDict, total=False):
+    """Selects operator tables; None: no filter."""
+
+    stage: str | None
+    role: str | None
+    rank: int | None
+    part: str | None
+    capture_id: str | None
+
+
+class TableGroup(NamedTuple):
+    """The ranks of a role that dumped the same part for the same capture."""
+
+    stage: str
+    capture_id: str
+    part: str
+    role: str
+
+
+class TableKey(NamedTuple):
+    """Identifies an operator table of a step."""
+
+    stage: str
+    role: str
+    rank: int
+    part: str
+    capture_id: str
 
 
 Part = Annotated[
@@ -41,6 +84,33 @@ Part = Annotated[
     Query(max_length=100, description="Only this part: occurrence.epoch.minibatch.microbatch."),
 ]
 CaptureId = Annotated[str | None, Query(max_length=200, description="Only dumps of this capture.")]
+
+
+def operator_target(
+    deps: Deps,
+    step: StepText,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    attempt_key: AttemptKey = None,
+) -> Target:
+    """Return the step of a path; `latest` is the newest one that has operators.
+
+    Where the newest attempt has none, that is a step of an earlier one: what was captured before a
+    restart can be read after it.
+    """
+    if step == "latest":
+        newest = deps.finder.step(run, attempt, None, key=attempt_key)
+        attempts = [newest.attempt]
+        if attempt is None and attempt_key is None:
+            attempts = deps.catalogue.attempts(newest.run)
+        for each in attempts:
+            for newest_step in deps.catalogue.operator_steps(each["attempt_id"], limit=1):
+                return deps.finder.step(newest.run, each["number"], newest_step)
+        return newest
+    return step_target(deps, step, run, attempt, attempt_key)
+
+
+OperatorTarget = Annotated[Target, Depends(operator_target)]
 
 
 @router.get("/steps/{step}/operators", response_model=models.Operators)
@@ -75,14 +145,16 @@ def operators(
 ) -> Answer:
     """List operator calls in execution order: a row an argument, result, parameter or gradient.
 
-    `tables` says what there is: a table a dump, with its `state` (`announced`: it is being read),
-    whether it is `truncated` and where, and what its DONE.json says (`done` null: it has none, the
-    rank did not come to its end). Step `latest` is the newest that has operators. `source` is the
-    first frame of the stack outside torch. Numbers are float64: an int64 beyond 2^53 is rounded.
+    `tables` lists the tables, one a dump, with its `state` (`announced`: it is being read),
+    whether it is `truncated` and where, and the content of its DONE.json (`done` null: it has
+    none, the rank did not reach its end). Step `latest` is the newest that has operators. `source`
+    is the first frame of the stack outside torch. Numbers are float64: an int64 beyond 2^53 is
+    rounded.
     """
-    chosen = {"stage": stage, "role": role, "rank": rank, "part": part, "capture_id": capture_id}
-    tables = tables_of(deps, target, **chosen)
-    where = OperatorFilter(
+    tables = tables_of(
+        deps, target, stage=stage, role=role, rank=rank, part=part, capture_id=capture_id
+    )
+    filters = OperatorFilter(
         name=name,
         kind=kind,
         direction=direction,
@@ -90,9 +162,13 @@ def operators(
         dtype=dtype,
         non_finite=non_finite,
     )
-    rows, following, unread = _page_of(deps, tables, page, where)
-    listed = [table_row(row) | unread.get(at, {}) for at, row in enumerate(tables)]
-    return Answer({**target.heading(), "tables": listed, "rows": rows, "next": following})
+    result = _page_of_rows(deps, tables, page, filters)
+    listed = [
+        {**table_row(row), **result.unread.get(index, {})} for index, row in enumerate(tables)
+    ]
+    return Answer(
+        {**target.heading(), "tables": listed, "rows": result.rows, "next": result.next_cursor}
+    )
 
 
 @router.get("/steps/{step}/operators/stack", response_model=models.OperatorStack)
@@ -108,12 +184,14 @@ def stack(
 ) -> Answer:
     """Return the Python frames of an operator's call, the innermost first, as msprobe wrote them.
 
-    `stack_id` is of one dump: stage, role, rank, part and capture say of which.
+    A `stack_id` belongs to one dump, which stage, role, rank, part and capture identify.
     """
-    chosen = {"stage": stage, "role": role, "rank": rank, "part": part, "capture_id": capture_id}
-    row = _one(tables_of(deps, target, **chosen))
+    row = _only_table(
+        tables_of(deps, target, stage=stage, role=role, rank=rank, part=part, capture_id=capture_id)
+    )
     frames = read_stack(deps.operator_files.path(row), stack_id)
-    return Answer({**target.heading(), **place_row(row), "stack_id": stack_id, "frames": frames})
+    key = table_key(row)._asdict()
+    return Answer({**target.heading(), **key, "stack_id": stack_id, "frames": frames})
 
 
 @router.get("/steps/{step}/operators/non-finite", response_model=models.NonFiniteOperators)
@@ -130,47 +208,54 @@ async def non_finite(
     """Name the first operator with a NaN or infinite result on each rank, and the earliest.
 
     A row a dump; `name` is null where all results were finite (or masks: these are counted).
-    `not_read` counts calls that handed on memory without reading it, such as a view of a buffer
-    before it is filled: what was left there is no evidence.
-    `certain` is false where what was found may be a mask. Ranks share an order of calls: the one
-    whose first stands lowest is `earliest`, `together` are all that found it there (after a
-    collective every rank has it). `order_differs` names ranks that went another way.
+    `not_read` counts calls that passed on memory without reading it, such as a view of a buffer
+    before it is filled: its previous content is no evidence. `certain` is false where the value
+    may be a mask. Ranks share an order of calls: the rank whose first such call is lowest in it is
+    `earliest`, `together` are all ranks with the same call (after a collective, every rank).
+    `order_differs` marks ranks with another order of calls.
     """
-    chosen = {"stage": stage, "role": role, "part": part, "capture_id": capture_id}
-    rows, earliest = await deps.comparisons.run(_non_finite, deps, target, chosen)
+    filters: TableFilters = {"stage": stage, "role": role, "part": part, "capture_id": capture_id}
+    rows, earliest = await deps.computations.run(_first_non_finite, deps, target, filters)
     return Answer({**target.heading(), "earliest": earliest, **page.cut(rows)})
 
 
-def _page_of(
-    deps: Dependencies, tables: list[Row], page: Page, where: OperatorFilter
-) -> tuple[list[Row], str | None, dict[int, Row]]:
-    """Return rows, the cursor of those that follow, and which tables could not be read."""
-    at, offset = (*(max(number, 0) for number in page.at), 0, 0)[:2]
-    rows: list[Row] = []
-    unread: dict[int, Row] = {}
-    while at < len(tables) and len(rows) < page.limit:
+class _PageOfRows(NamedTuple):
+    rows: list[JsonObject]
+    next_cursor: str | None
+    unread: dict[int, JsonObject]
+    """Index of a table that could not be read -> its `state` and `reason`."""
+
+
+def _page_of_rows(
+    deps: Dependencies, tables: list[Row], page: Page, filters: OperatorFilter
+) -> _PageOfRows:
+    """Return a page of the rows of all tables; its cursor is (index of the table, offset in it)."""
+    index, offset = (*(max(number, 0) for number in page.position), 0, 0)[:2]
+    rows: list[JsonObject] = []
+    unread: dict[int, JsonObject] = {}
+    while index < len(tables) and len(rows) < page.limit:
         try:
-            path = deps.operator_files.path(tables[at])
-            found = read_operators(path, where, offset=offset, limit=page.limit - len(rows))
+            path = deps.operator_files.path(tables[index])
+            part = read_operators(path, filters, offset=offset, limit=page.limit - len(rows))
         except StagescopeError as error:
-            # The other ranks' tables answer all the same; this one says why it does not.
-            if is_digested(tables[at]):
-                unread[at] = {"state": error.code, "reason": str(error)}
-            at, offset = at + 1, 0
+            # The tables of other ranks are listed all the same.
+            if is_digested(tables[index]):
+                unread[index] = {"state": error.code, "reason": str(error)}
+            index, offset = index + 1, 0
             continue
-        place = place_row(tables[at])
-        names = list(found.columns)
+        key = table_key(tables[index])._asdict()
+        names = list(part.columns)
         rows += [
-            {**place, **dict(zip(names, values, strict=True))}
-            for values in zip(*found.columns.values(), strict=True)
+            {**key, **dict(zip(names, values, strict=True))}
+            for values in zip(*part.columns.values(), strict=True)
         ]
-        offset += len(found.columns["name"])
-        if not found.more:
-            at, offset = at + 1, 0
-    return rows, cursor(at, offset) if at < len(tables) else None, unread
+        offset += len(part.columns["name"])
+        if not part.more:
+            index, offset = index + 1, 0
+    return _PageOfRows(rows, cursor(index, offset) if index < len(tables) else None, unread)
 
 
-def _one(rows: list[Row]) -> Row:
+def _only_table(rows: list[Row]) -> Row:
     if not rows:
         raise NotFound("there is no such dump")
     if len(rows) > 1:
@@ -180,50 +265,117 @@ def _one(rows: list[Row]) -> Row:
     return rows[0]
 
 
-def _non_finite(
-    deps: Dependencies, target: Target, chosen: Mapping[str, Any]
-) -> tuple[list[Row], Row | None]:
-    rows: list[Row] = []
-    earliest: Row | None = None
-    for _, group in groupby(tables_of(deps, target, **chosen), key=group_of):
+def _first_non_finite(
+    deps: Dependencies, target: Target, filters: TableFilters
+) -> tuple[list[JsonObject], JsonObject | None]:
+    """Return a row for each table, and the earliest call of them."""
+    rows: list[JsonObject] = []
+    earliest: JsonObject | None = None
+    for _, group in groupby(tables_of(deps, target, **filters), key=table_group):
         tables = list(group)
-        found = _over_ranks(deps, tables)
-        for row in tables:
-            shown = _first_row(row, found)
-            rows.append(shown)
-            if earliest is None and found is not None and found["earliest"] == row["rank"]:
-                earliest = {**shown, "together": found["together"]}
+        across_ranks = _across_ranks(deps, tables)
+        for table in tables:
+            row = _first_row(table, across_ranks)
+            rows.append(row)
+            if earliest is None and row["earliest"] and across_ranks is not None:
+                earliest = {**row, "together": across_ranks["together"]}
     return rows, earliest
 
 
-def _over_ranks(deps: Dependencies, tables: list[Row]) -> Row | None:
-    """Return the answer over the ranks that can be read; None where all is finite everywhere."""
-    found = [row for row in tables if row["first_non_finite"] is not None]
-    if not found:
+def _across_ranks(deps: Dependencies, tables: list[Row]) -> Row | None:
+    """Return the earliest call over the readable ranks; None where all results are finite."""
+    if all(row["first_non_finite"] is None for row in tables):
         return None
     paths = {}
     for row in tables:
         try:
             paths[row["rank"]] = deps.operator_files.path(row)
-        except StagescopeError:  # noqa: PERF203 - it is listed with its state
+        except StagescopeError:  # noqa: PERF203 - the table is listed with its state
             continue
     rows = sum(row["rows"] for row in tables if row["rank"] in paths)
     return apart.non_finite(paths, rows=rows)
 
 
-def _first_row(row: Row, found: Row | None) -> Row:
-    of_table = table_row(row)
-    first = row["first_non_finite"] or {}
-    rank = row["rank"]
-    summary = row["summary"] or {}
+def _first_row(table: Row, across_ranks: Row | None) -> JsonObject:
+    """Return the first non-finite call of a table, given the earliest over ranks."""
+    first, summary = table["first_non_finite"] or {}, table["summary"] or {}
+    rank, status = table["rank"], table_row(table)
     return {
-        **place_row(row),
-        **{name: first.get(name) for name in _FIRST},
-        "certain": row["certain"] if first else None,
-        "earliest": found is not None and found["earliest"] == rank,
-        "order_differs": found is not None and rank in found["order_differs"],
+        **table_key(table)._asdict(),
+        **{name: first.get(name) for name in _FIRST_COLUMNS},
+        "certain": table["certain"] if first else None,
+        "earliest": across_ranks is not None and across_ranks["earliest"] == rank,
+        "order_differs": across_ranks is not None and rank in across_ranks["order_differs"],
         "culprits": summary.get("culprits"),
         "masks": summary.get("masks"),
         "not_read": summary.get("not_read"),
-        **{name: of_table[name] for name in ("state", "reason", "truncated", "done")},
+        **{name: status[name] for name in ("state", "reason", "truncated", "done")},
+    }
+
+
+# --- tables ---------------------------------------------------------------------------------
+def tables_of(deps: Dependencies, target: Target, **filters: Unpack[TableFilters]) -> list[Row]:
+    """Return a step's operator tables, sorted by when their stage was dumped first.
+
+    Where a rank was recreated inside a step, its newest incarnation's table is returned.
+
+    Raises:
+        NotFound: there is none, or none that matches the filters.
+    """
+    step = target.step_number
+    newest: dict[TableKey, Row] = {}
+    for row in deps.catalogue.operators(target.attempt_id, step, limit=ALL_ROWS):
+        row["part"] = part_text(row)
+        newest[table_key(row)] = row  # rows are in the order of announcement
+    if not newest:
+        others = deps.catalogue.operator_steps(target.attempt_id)
+        raise NotFound(
+            f"step {step} of run {target.run} has no operators",
+            expected=f"one of {', '.join(map(str, sorted(others)))}" if others else "",
+            advice="request a capture with `stagescope capture`; `stagescope dumps` lists dumps",
+        )
+    return matching(_sorted_tables(newest.values()), f"step {step}", **filters)
+
+
+def _sorted_tables(tables: Iterable[Row]) -> list[Row]:
+    """Return tables by the first announcement of their stage and capture, then part and rank."""
+    rows = list(tables)
+    announced: dict[tuple[str, str], float] = {}
+    for row in rows:
+        wall, key = row["announced_wall"] or 0.0, (row["stage"], row["capture_id"])
+        announced[key] = min(wall, announced.get(key, wall))
+    return sorted(
+        rows,
+        key=lambda row: (
+            announced[row["stage"], row["capture_id"]],
+            [row[name] or 0 for name in PART_FIELDS],
+            row["role"],
+            row["rank"],
+        ),
+    )
+
+
+def table_group(row: Row) -> TableGroup:
+    """Return the group of a table."""
+    return TableGroup(*(row[name] for name in TableGroup._fields))
+
+
+def table_key(row: Row) -> TableKey:
+    """Return the key of a table."""
+    return TableKey(*(row[name] for name in TableKey._fields))
+
+
+def is_digested(row: Row) -> bool:
+    """Return whether the table of the last announced dump was written."""
+    return bool(row["digested_mark"] == row["mark"] and row["state"] == TABLE_WRITTEN)
+
+
+def table_row(row: Row) -> JsonObject:
+    """Return a dump's table: its key, state, size and extent."""
+    digested = row["digested_mark"] == row["mark"]
+    return {
+        **table_key(row)._asdict(),
+        "state": row["state"] if digested else "announced",
+        "reason": row["reason"] if digested else None,
+        **{name: row[name] for name in _TABLE_COLUMNS},
     }

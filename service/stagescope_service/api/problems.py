@@ -1,14 +1,15 @@
-"""Errors as problem+json (RFC 9457): one handler for the whole tree of `stagescope.wire.errors`.
+"""Answers errors as problem+json (RFC 9457).
 
-A problem holds `type` (`urn:stagescope:<code>`), `title`, `status`, `detail` (the whole sentence),
-`instance` (the path), and, so that a program need not read the sentence, `code`, `wrong`,
-`expected` and `advice`.
+A problem holds `type` (`urn:stagescope:<code>`), `title`, `status`, `detail` (a full sentence),
+`instance` (the path) and, for programs, the parts of the sentence: `code`, `wrong`, `expected` and
+`advice`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Annotated, Any, Final
+from typing import Annotated, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -17,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from stagescope.wire.errors import InvalidInput, NotReady, StagescopeError
-from stagescope_service.api.encoding import encode
+from stagescope_service.api.encoding import JsonObject, encode
 from stagescope_service.api.models.common import Model
 
 MEDIA_TYPE: Final = "application/problem+json"
@@ -34,7 +35,7 @@ class Problem(Model):
     detail: str
     """What was wrong, expected, and advised, as one sentence."""
     instance: str
-    """The path that was asked."""
+    """The path of the request."""
     code: Annotated[str, Field(examples=["not_found"])]
     """Stable name of the kind of error."""
     wrong: str
@@ -46,7 +47,7 @@ class Problem(Model):
 
 def problem(
     status: int, code: str, wrong: str, *, expected: str = "", advice: str = "", path: str = ""
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the body of a problem."""
     detail = "; ".join(
         part for part in (wrong, f"expected {expected}" if expected else "", advice) if part
@@ -65,7 +66,7 @@ def problem(
 
 
 def error_response(error: StagescopeError, path: str) -> Response:
-    """Return the answer that stands for `error`."""
+    """Return the answer to a request that failed with `error`."""
     body = problem(
         error.status,
         error.code,
@@ -83,34 +84,37 @@ def error_response(error: StagescopeError, path: str) -> Response:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Make every error of `app` a problem."""
-    app.add_exception_handler(StagescopeError, _stagescope)
-    app.add_exception_handler(RequestValidationError, _validation)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_exception_handler(Exception, _unexpected)
+    """Let `app` answer every error with a problem."""
+    app.add_exception_handler(StagescopeError, _on_stagescope_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_unexpected_error)
 
 
-def check_ready(reply: dict[str, Any]) -> dict[str, Any]:
-    """Return the coordinator's `reply`, which may say that it cannot serve yet.
+Reply = TypeVar("Reply", bound=Mapping[str, object])
+
+
+def check_ready(reply: Reply) -> Reply:
+    """Return the coordinator's `reply`.
 
     Raises:
-        NotReady: it says so.
+        NotReady: the reply is that the coordinator cannot serve yet.
     """
     if reply.get("not_ready"):
         raise NotReady(
             f"the coordinator is not ready: {reply['not_ready']}",
-            advice="nothing was taken; send the same again in a moment",
+            advice="nothing was recorded; send the same again in a moment",
         )
     return reply
 
 
-async def _stagescope(request: Request, error: Exception) -> Response:
+async def _on_stagescope_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, StagescopeError)
     return error_response(error, request.url.path)
 
 
-async def _validation(request: Request, error: Exception) -> Response:
+async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     wrongs = []
     for item in error.errors():
@@ -119,7 +123,7 @@ async def _validation(request: Request, error: Exception) -> Response:
     return error_response(InvalidInput("; ".join(wrongs)), request.url.path)
 
 
-async def _http(request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     expected = ""
     if error.status_code == HTTPStatus.NOT_FOUND:
@@ -134,14 +138,14 @@ async def _http(request: Request, error: Exception) -> Response:
     return Response(encode(body), error.status_code, error.headers, MEDIA_TYPE)
 
 
-async def _gone(request: Request, error: Exception) -> Response:
-    # Nobody is left to read it, and it is no fault of the service: no traceback in the log.
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    # The client has gone, which is no error of the service: no traceback in the log.
     return Response(status_code=HTTPStatus.BAD_REQUEST)
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
-    # The message may hold anything, a path or a row among it: it goes to the log (the server
-    # writes it there with its traceback), not out.
+async def _on_unexpected_error(request: Request, error: Exception) -> Response:
+    # The message may hold paths or rows: the server logs it with its traceback, and the answer
+    # does not contain it.
     body = problem(
         500,
         "internal",

@@ -1,7 +1,7 @@
-"""The text of /metrics: the service's own state, and each run's newest measured step.
+"""The text of /metrics: the state of the service, and the newest measured step of each run.
 
-Cardinality is bounded: the newest runs of the settings, a fixed list of metrics, and labels that
-the project names itself (role, kind, state); never a rank, a step or an attempt in a label.
+Cardinality is bounded: the newest runs, a fixed list of metrics, and labels with a fixed set of
+values (role, kind, state); never a rank, a step or an attempt in a label.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -20,8 +20,8 @@ from prometheus_client.registry import Collector
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import ROLES, STAGES
 from stagescope_service.api.step_summaries import StepSummaries
-from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Row
 
 log = logging.getLogger(__name__)
 
@@ -45,37 +45,47 @@ MAIN_METRICS: Final = (
     "calibration/z",
 )
 OTHER: Final = "other"
-"""The label of a name that jobs made up: their number is not ours to bound."""
+"""The label of values that jobs make up, whose number is unbounded."""
 
-_COUNTS: Final[Mapping[str, tuple[str, str, str | None]]] = {
-    "attempts": ("attempts", "Attempts of a run.", None),
-    "processes_live": ("processes_live", "Processes that hold their lease.", "role"),
-    "stages_open": ("stages_open", "Stages begun and not ended.", "stage"),
-    "steps_open": ("steps_open", "Steps that are not closed.", None),
-    "payloads_announced": (
+
+class _Gauge(NamedTuple):
+    name: str
+    help_text: str
+    label: str | None
+    """Beside `run`."""
+
+
+_COUNTS: Final[Mapping[str, _Gauge]] = {
+    "attempts": _Gauge("attempts", "Attempts of a run.", None),
+    "processes_live": _Gauge("processes_live", "Processes that hold their lease.", "role"),
+    "stages_open": _Gauge("stages_open", "Stages begun and not ended.", "stage"),
+    "steps_open": _Gauge("steps_open", "Steps that are not closed.", None),
+    "payloads_announced": _Gauge(
         "payloads_announced", "Payloads announced and not yet settled: the lag.", None
     ),
-    "losses": ("lost", "What was announced and never arrived, or was dropped.", "kind"),
-    "findings": ("findings", "Findings.", "kind"),
-    "dumps": ("dumps", "Dumps by state.", "state"),
-}  # fmt: skip
-_KNOWN: Final[Mapping[str, frozenset[str]]] = {
+    "losses": _Gauge("lost", "What was announced and never arrived, or was dropped.", "kind"),
+    "findings": _Gauge("findings", "Findings.", "kind"),
+    "dumps": _Gauge("dumps", "Dumps by state.", "state"),
+}
+_LABEL_VALUES: Final[Mapping[str, frozenset[str]]] = {
     "role": frozenset(ROLES),
     "stage": frozenset(STAGES),
     "state": frozenset({"armed", "complete", "truncated", "failed", "missed", "skipped"}),
 }
 _MAX_KINDS: Final = 40
+_STEPS_SEARCHED: Final = 16
+"""Newest steps of an attempt that are searched for a measured one."""
 
 
 class Counts:
-    """The catalogue's counts, which grow dearer with it: a scrape never waits for slow ones.
+    """The catalogue's counts. Counting takes longer as it grows, and a scrape never waits long.
 
-    What took long to count is counted in a thread of its own, and meanwhile the counts before
-    stand; `stagescope_counts_age_seconds` says how old they are.
+    Where the last count was slow, the next one runs in its own thread, and until it ends the
+    last counts are returned; `stagescope_counts_age_seconds` is their age.
 
     Args:
-        catalogue: what is counted.
-        patience: seconds of counting that a scrape waits for.
+        catalogue: to count.
+        patience: a count that took more seconds is slow.
     """
 
     def __init__(self, catalogue: Catalogue, *, patience: float = 0.2) -> None:
@@ -83,89 +93,95 @@ class Counts:
         self._patience = patience
         self._lock = threading.Lock()
         self._counting: threading.Thread | None = None
-        self._found: dict[str, list[dict[str, Any]]] | None = None
-        self._taken = self._took = 0.0
+        self._counts: dict[str, list[Row]] | None = None
+        self._began = self._seconds = 0.0
 
-    def read(self) -> tuple[dict[str, list[dict[str, Any]]], float]:
+    def read(self) -> tuple[dict[str, list[Row]], float]:
         """Return the counts and their age in seconds.
 
         Raises:
-            CatalogueUnavailable: the catalogue cannot be read now, and never was.
+            CatalogueUnavailable: the catalogue cannot be read, and there are no earlier counts.
         """
         with self._lock:
-            if self._found is None or self._took <= self._patience:
+            if self._counts is None or self._seconds <= self._patience:
                 self._count()
             elif self._counting is None or not self._counting.is_alive():
                 self._counting = threading.Thread(
                     target=self._count_again, name="prometheus-counts", daemon=True
                 )
                 self._counting.start()
-            assert self._found is not None
-            return self._found, time.monotonic() - self._taken
+            assert self._counts is not None
+            return self._counts, time.monotonic() - self._began
 
     def _count(self) -> None:
         began = time.monotonic()
-        self._found = self._catalogue.counts()
-        self._taken, self._took = began, time.monotonic() - began
+        self._counts = self._catalogue.counts()
+        self._began, self._seconds = began, time.monotonic() - began
 
     def _count_again(self) -> None:
         try:
             self._count()
         except StagescopeError as error:
-            log.warning("the counts of /metrics stay as they were: %s", error)
+            log.warning("/metrics keeps its last counts: %s", error)
 
 
-def text(
-    catalogue: Catalogue, counts: Counts, measures: StepSummaries, settings: Settings, now: float
-) -> bytes:
-    """Return the exposition text.
+class Sources(NamedTuple):
+    """What the text is made of."""
+
+    catalogue: Catalogue
+    counts: Counts
+    step_summaries: StepSummaries
+    max_runs: int
+    """Newest runs that are included."""
+
+
+def text(sources: Sources, now: float) -> bytes:
+    """Return the exposition text at `now` (Unix seconds).
 
     Raises:
-        CatalogueUnavailable: the catalogue cannot be read now.
+        CatalogueUnavailable: the catalogue cannot be read.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Fixed(list(_families(catalogue, counts, measures, settings, now))))
+    registry.register(_Families(list(_families(sources, now))))
     return generate_latest(registry)
 
 
-class _Fixed(Collector):
+class _Families(Collector):
+    """Collects metrics that are computed already."""
+
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what was gathered."""
+        """Yield the metrics."""
         yield from self._families
 
 
-def _families(
-    catalogue: Catalogue, counts: Counts, measures: StepSummaries, settings: Settings, now: float
-) -> Iterator[Metric]:
-    runs = catalogue.runs(limit=settings.prometheus_runs)
+def _families(sources: Sources, now: float) -> Iterator[Metric]:
+    runs = sources.catalogue.runs(limit=sources.max_runs)
     names = {str(row["run"]) for row in runs}
-    found, seconds = counts.read()
+    counts, seconds = sources.counts.read()
     age = _gauge("counts_age_seconds", "Age of the counts of attempts, stages, findings, ...")
     age.add_metric([], seconds)
     yield age
-    for key, rows in found.items():
+    for key, rows in counts.items():
         if key in _COUNTS:
-            yield _count(*_COUNTS[key], rows, names)
+            yield _count_metric(_COUNTS[key], rows, names)
         if key == "payloads_announced":
             family = _gauge("payload_bytes_announced", "Bytes of these payloads.", "run")
             for row in rows:
                 if row["run"] in names:
                     family.add_metric([row["run"]], float(row["bytes"] or 0))
             yield family
-    size = catalogue.bytes_on_disk()
+    size = sources.catalogue.bytes_on_disk()
     if size is not None:
         family = _gauge("catalogue_bytes", "Bytes of the catalogue's files.")
         family.add_metric([], float(size))
         yield family
-    yield from _run_families(catalogue, measures, runs, now)
+    yield from _run_families(sources, runs, now)
 
 
-def _run_families(
-    catalogue: Catalogue, measures: StepSummaries, runs: list[dict[str, Any]], now: float
-) -> Iterator[Metric]:
+def _run_families(sources: Sources, runs: list[Row], now: float) -> Iterator[Metric]:
     live = _gauge("run_live", "1 where a process of the run holds its lease.", "run")
     silence = _gauge("run_silent_seconds", "Time since a process of the run was heard.", "run")
     newest = _gauge("run_newest_step", "Newest step of the run's newest attempt.", "run")
@@ -186,31 +202,28 @@ def _run_families(
         if row["attempt_id"] is None:
             continue
         number.add_metric([run], float(row["attempt"]))
-        steps = catalogue.steps(row["attempt_id"], limit=_LOOK_BACK)
+        steps = sources.catalogue.steps(row["attempt_id"], limit=_STEPS_SEARCHED)
         measured = next((item for item in steps if item["has_whole"]), None)
         if steps:
             newest.add_metric([run], float(steps[0]["step"]))
         if measured is not None:
             step.add_metric([run], float(measured["step"]))
             lag.add_metric([run], float(steps[0]["step"] - measured["step"]))
-            judged = measures.comparable(row["attempt_id"], measured)
-            if judged is not None:
-                labels = [run, judged.verdict, judged.cause or ""]
-                comparable.add_metric(labels, float(judged.verdict in ("comparable", "exact")))
-            found = measures.published(row["attempt_id"], measured["step"])
+            comparability = sources.step_summaries.comparable(row["attempt_id"], measured)
+            if comparability is not None:
+                verdict = comparability.verdict
+                labels = [run, verdict, comparability.cause or ""]
+                comparable.add_metric(labels, float(verdict in ("comparable", "exact")))
+            published = sources.step_summaries.published(row["attempt_id"], measured["step"])
             for name in MAIN_METRICS:
-                if name in found:
-                    metric.add_metric([run, name], float(found[name]))
+                if name in published:
+                    metric.add_metric([run, name], float(published[name]))
     yield from (live, silence, newest, lag, number, step, comparable, metric)
 
 
-_LOOK_BACK: Final = 16
-"""Newest steps of an attempt among which the newest measured one is looked for."""
-
-
-def _count(
-    name: str, help_text: str, label: str | None, rows: list[dict[str, Any]], runs: set[str]
-) -> Metric:
+def _count_metric(gauge: _Gauge, rows: list[Row], runs: set[str]) -> Metric:
+    """Return the counts of some runs as a metric."""
+    label = gauge.label
     labels = ("run",) if label is None else ("run", label)
     sums: dict[tuple[str, ...], float] = {}
     kinds: set[str] = set()
@@ -219,18 +232,19 @@ def _count(
             continue
         key = [str(row["run"])]
         if label is not None:
-            key.append(_bounded(label, str(row[label]), kinds))
+            key.append(_label_value(label, str(row[label]), kinds))
         sums[tuple(key)] = sums.get(tuple(key), 0.0) + float(row["count"] or 0)
-    family = _gauge(name, help_text, *labels)
+    family = _gauge(gauge.name, gauge.help_text, *labels)
     for values, value in sorted(sums.items()):
         family.add_metric(list(values), value)
     return family
 
 
-def _bounded(label: str, value: str, kinds: set[str]) -> str:
-    known = _KNOWN.get(label)
-    if known is not None:
-        return value if value in known else OTHER
+def _label_value(label: str, value: str, kinds: set[str]) -> str:
+    """Return `value`, or OTHER where the label has too many; `kinds` collects those of kinds."""
+    allowed = _LABEL_VALUES.get(label)
+    if allowed is not None:
+        return value if value in allowed else OTHER
     if value not in kinds and len(kinds) >= _MAX_KINDS:
         return OTHER
     kinds.add(value)

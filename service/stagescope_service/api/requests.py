@@ -1,57 +1,241 @@
-"""What routes share: bodies, paging, and the query's checks.
+"""The parts of a request that routes share: its body, its page of a list, checks of its query.
 
-Dependencies that read nothing are `async`: a plain one would wait for a thread, and while heavy
-questions hold them all an event would wait too.
+Bodies are read within bounds of time and memory. A sender that stalls costs a connection and the
+bytes that it sent; it holds no slot, no thread and no memory that faster senders need.
+
+Dependencies that read nothing are `async`: a plain function would wait for a thread, and an event
+would have to wait while slow questions occupy all threads.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import dataclasses
+import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Final, TypeVar
 
+import anyio
 from fastapi import Depends, Query, Request
 from fastapi.dependencies.models import Dependant
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
-from stagescope.wire.errors import InvalidInput
-from stagescope_service.api.bodies import BodyPools
-from stagescope_service.api.encoding import decode, encode
+from stagescope.wire.errors import InvalidInput, NotReady, TooLarge
+from stagescope_service.api.auth import Grade, caller_of
+from stagescope_service.api.encoding import JsonObject, decode, encode
+from stagescope_service.api.models.bodies import RequestBody
 from stagescope_service.settings import Settings
 
 
 class Answer(JSONResponse):
     """JSON in which a non-finite number is the string "nan", "inf" or "-inf".
 
-    FastAPI takes what a route returns as it is: its `response_model` is for the document alone.
+    FastAPI sends it as it is: the `response_model` of a route only describes it in the document.
     """
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         """Return the body."""
         return encode(content)
 
 
-async def check_query(request: Request) -> None:
-    """Refuse query parameters that a route does not know: a misspelled filter filters nothing.
+# --- bodies ---------------------------------------------------------------------------------
+_GRACE_SECONDS: Final = 1.0
+"""A younger body is not dropped for others: its rate is not known yet."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Body:
+    """A body that is arriving or in use."""
+
+    began: float
+    """Monotonic seconds."""
+    data: bytearray = dataclasses.field(default_factory=bytearray)
+    arriving: anyio.CancelScope | None = None
+    """Scope of the wait for its next bytes."""
+    dropped: bool = False
+
+    def rate(self, now: float) -> float:
+        """Return its bytes per second so far; infinity while it is too young to tell."""
+        age = now - self.began
+        return len(self.data) / age if age >= _GRACE_SECONDS else math.inf
+
+
+class BodyReader:
+    """Reads bodies within one bound of memory; not thread-safe: for the server's event loop.
+
+    Args:
+        memory: most bytes of all bodies together, from their arrival to the end of their use.
+        seconds: length of the window in which a body must bring `seconds * rate` bytes.
+        rate: bytes per second.
+    """
+
+    def __init__(self, *, memory: int, seconds: float, rate: float) -> None:
+        self.memory = memory
+        self.seconds = seconds
+        self.rate = rate
+        self._held = 0
+        self._bodies: set[_Body] = set()
+
+    @property
+    def held(self) -> int:
+        """Bytes of bodies that are in memory."""
+        return self._held
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request, *, limit: int) -> AsyncIterator[bytes]:
+        """Read a body; its memory is released when the context ends.
+
+        Raises:
+            TooLarge: more than `limit` bytes.
+            NotReady: it stalled, or there is no memory for it now; the sender may retry.
+            ClientDisconnect: the sender has gone.
+        """
+        body = _Body(time.monotonic())
+        self._bodies.add(body)
+        try:
+            await self._fill(body, request, limit)
+            yield bytes(body.data)
+        finally:
+            self._bodies.discard(body)
+            self._held -= len(body.data)
+
+    async def _fill(self, body: _Body, request: Request, limit: int) -> None:
+        window, arrived = time.monotonic(), 0
+        while True:
+            message: Message | None = None
+            with anyio.move_on_after(window + self.seconds - time.monotonic()) as scope:
+                body.arriving = scope
+                message = await request.receive()
+            body.arriving = None
+            if body.dropped:
+                raise NotReady(
+                    "the body came slowly, and faster ones needed its memory",
+                    advice="send the same again",
+                )
+            if message is not None:
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                piece = message.get("body", b"")
+                arrived += len(piece)
+                self._append(body, piece, limit)
+                if not message.get("more_body", False):
+                    return
+            if time.monotonic() >= window + self.seconds:
+                if arrived < self.seconds * self.rate:
+                    raise NotReady(
+                        f"the body stalled: {arrived} bytes in {self.seconds:g} s",
+                        expected=f"{self.rate:g} bytes per second",
+                        advice="send the same again, or raise STAGESCOPE_BODY_SECONDS",
+                    )
+                window, arrived = time.monotonic(), 0
+
+    def _append(self, body: _Body, piece: bytes, limit: int) -> None:
+        if len(body.data) + len(piece) > limit:
+            raise TooLarge(
+                f"a body of more than {limit} bytes",
+                expected=f"at most {limit} bytes",
+                advice="send less at once, or raise STAGESCOPE_MAX_BODY_BYTES",
+            )
+        while self._held + len(piece) > self.memory:
+            self._drop_slowest(body)
+        body.data += piece
+        self._held += len(piece)
+
+    def _drop_slowest(self, needing: _Body) -> None:
+        """Release the memory of the slowest arriving body for `needing`.
+
+        Raises:
+            NotReady: `needing` is the slowest itself.
+        """
+        now = time.monotonic()
+        arriving = [body for body in self._bodies if body.arriving is not None and body.data]
+        slowest = min(arriving, key=lambda body: body.rate(now), default=needing)
+        if slowest.rate(now) >= needing.rate(now):
+            raise NotReady(
+                f"bodies of other requests hold {self._held} bytes",
+                expected=f"at most {self.memory} bytes at a time",
+                advice="send the same again in a moment",
+            )
+        slowest.dropped = True
+        self._held -= len(slowest.data)
+        slowest.data.clear()
+        assert slowest.arriving is not None
+        slowest.arriving.cancel()
+        slowest.arriving = None
+
+
+class BodyReaders:
+    """One `BodyReader` for each grade of token: readers cannot use up the memory of ranks."""
+
+    def __init__(self, settings: Settings) -> None:
+        memory: dict[Grade, int] = {
+            "operate": settings.max_bodies * settings.max_body_bytes,
+            "read": settings.max_bodies * settings.max_json_bytes,
+        }
+        self._readers = {
+            grade: BodyReader(memory=size, seconds=settings.body_seconds, rate=settings.body_rate)
+            for grade, size in memory.items()
+        }
+
+    def for_request(self, request: Request) -> BodyReader:
+        """Return the reader for the token that `request` carries."""
+        return self._readers["operate" if caller_of(request).grade == "operate" else "read"]
+
+
+async def read_json(request: Request, settings: Settings) -> JsonObject:
+    """Return a request's body, a JSON object.
 
     Raises:
-        InvalidInput: names the ones that the route knows.
+        TooLarge: more than the settings allow.
+        NotReady: it did not arrive in time.
+        InvalidInput: it is no JSON object.
+    """
+    readers: BodyReaders = request.app.state.bodies
+    async with readers.for_request(request).read(request, limit=settings.max_json_bytes) as text:
+        value = decode(text)
+    if not isinstance(value, dict):
+        raise InvalidInput(f"the body is a {type(value).__name__}", expected="a JSON object")
+    return value
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+async def read_body(request: Request, settings: Settings, model: type[Body]) -> Body:
+    """Return a request's body as `model`.
+
+    Raises:
+        TooLarge, NotReady: see `read_json`.
+        InvalidInput: it does not fit the model.
+    """
+    return model.parse(await read_json(request, settings))
+
+
+# --- queries --------------------------------------------------------------------------------
+async def check_query(request: Request) -> None:
+    """Refuse query parameters that the route does not have: a misspelled filter filters nothing.
+
+    Raises:
+        InvalidInput: an unknown parameter, or one that is given twice.
     """
     route = request.scope.get("route")
     if not isinstance(route, APIRoute):
         return
-    known = _query_names(route.dependant)
-    unknown = sorted(set(request.query_params) - known)
+    names = _query_names(route.dependant)
+    unknown = sorted(set(request.query_params) - names)
     if unknown:
         raise InvalidInput(
             f"unknown query parameter {', '.join(name[:50] for name in unknown[:5])}",
-            expected=f"one of {', '.join(sorted(known))}" if known else "none",
+            expected=f"one of {', '.join(sorted(names))}" if names else "none",
         )
-    for name in known:
+    for name in names:
         if len(request.query_params.getlist(name)) > 1:
             raise InvalidInput(f"query parameter {name} is given twice", expected="it once")
 
@@ -61,50 +245,58 @@ def _query_names(dependant: Dependant) -> set[str]:
     return names.union(*map(_query_names, dependant.dependencies))
 
 
-async def read_json(request: Request, settings: Settings) -> dict[str, Any]:
-    """Return a request's body, a JSON object.
+def pattern(text: str) -> dict[str, str]:
+    """Return the regular expression of a parameter for the document; routes check it themselves."""
+    return {"pattern": text}
+
+
+def step_number(text: str) -> int | None:
+    """Return the step of a path; None for `latest`.
 
     Raises:
-        TooLarge: more than the settings allow.
-        NotReady: it did not arrive in time.
-        InvalidInput: something else.
+        InvalidInput: neither.
     """
-    pools: BodyPools = request.app.state.bodies
-    async with pools.of(request).read(request, limit=settings.max_json_bytes) as text:
-        said = decode(text)
-    if not isinstance(said, dict):
-        raise InvalidInput(f"the body is a {type(said).__name__}", expected="a JSON object")
-    return said
+    if text == "latest":
+        return None
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
+        expected = "an integer of at most 18 digits, or 'latest'"
+        raise InvalidInput(f"step is {text!r:.50}", expected=expected)
+    return int(text)
 
 
+# --- pages ----------------------------------------------------------------------------------
 _CURSOR: Final = re.compile(r"s1((?:\.-?[0-9]{1,18}){1,2})\Z")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
-    """Which part of a list is asked for: `limit` rows from the place that a cursor names."""
+    """The requested part of a list: `limit` rows from the position of a cursor."""
 
     limit: int
-    at: tuple[int, ...] = ()
+    position: tuple[int, ...] = ()
 
     @property
     def offset(self) -> int:
-        """How many rows of the list come before the page."""
-        return max(self.at[0], 0) if self.at else 0
+        """Number of rows of the list before the page."""
+        return max(self.position[0], 0) if self.position else 0
 
-    def answer(self, rows: Sequence[Mapping[str, Any]], more: bool) -> dict[str, Any]:
+    def answer(self, rows: Sequence[Mapping[str, object]], more: bool) -> JsonObject:
         """Return `rows` and the cursor of those that follow (null: there are none)."""
         return {"rows": list(rows), "next": cursor(self.offset + len(rows)) if more else None}
 
-    def cut(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return this page of all `rows`."""
-        end = self.offset + self.limit
-        return self.answer(rows[self.offset : end], more=len(rows) > end)
+    def first_of(self, rows: Sequence[Mapping[str, object]]) -> JsonObject:
+        """Return the page whose rows are the first of `rows`, one more than it needs."""
+        return self.answer(rows[: self.limit], more=len(rows) > self.limit)
+
+    def cut(self, rows: Sequence[Mapping[str, object]]) -> JsonObject:
+        """Return this page of the complete list `rows`."""
+        return self.first_of(rows[self.offset : self.offset + self.limit + 1])
 
 
-def cursor(*place: int) -> str:
-    """Return the opaque text that stands for a place in a list."""
-    text = "s1." + ".".join(map(str, place))
+def cursor(*position: int) -> str:
+    """Return the opaque text of a position in a list."""
+    text = "s1." + ".".join(map(str, position))
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
@@ -117,7 +309,7 @@ async def page_of(
         str | None, Query(max_length=100, description="The `next` of the page before.")
     ] = None,
 ) -> Page:
-    """Read `limit` and `cursor`.
+    """Return the page that `limit` and `cursor` of a query describe.
 
     Raises:
         InvalidInput: more rows than the service gives, or a cursor that it did not make.
@@ -126,39 +318,19 @@ async def page_of(
     rows = limit or settings.page_size
     if rows > settings.max_page_size:
         raise InvalidInput(f"limit is {limit}", expected=f"at most {settings.max_page_size}")
-    return Page(rows, () if cursor is None else _place(cursor))
+    return Page(rows, () if cursor is None else _parse_cursor(cursor))
 
 
-def _place(text: str) -> tuple[int, ...]:
+def _parse_cursor(text: str) -> tuple[int, ...]:
     try:
         padded = text + "=" * (-len(text) % 4)
-        said = base64.b64decode(padded, altchars=b"-_", validate=True).decode("ascii")
+        decoded = base64.b64decode(padded, altchars=b"-_", validate=True).decode("ascii")
     except (binascii.Error, ValueError):
-        said = ""
-    found = _CURSOR.match(said)
-    if found is None:
+        decoded = ""
+    match = _CURSOR.match(decoded)
+    if match is None:
         raise InvalidInput(f"cursor {text!r:.50} is not one of this service", expected="a `next`")
-    return tuple(int(number) for number in found[1].split(".")[1:])
-
-
-def pattern(text: str) -> dict[str, Any]:
-    """Return what a parameter's document says of its form; what is wrong is said by its reader."""
-    return {"pattern": text}
-
-
-def step_number(text: str) -> int | None:
-    """Return the step that a path names; None for `latest`.
-
-    Raises:
-        InvalidInput: neither.
-    """
-    if text == "latest":
-        return None
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
-        expected = "an integer of at most 18 digits, or 'latest'"
-        raise InvalidInput(f"step is {text!r:.50}", expected=expected)
-    return int(text)
+    return tuple(int(number) for number in match[1].split(".")[1:])
 
 
 PageOf = Annotated[Page, Depends(page_of)]

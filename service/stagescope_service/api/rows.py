@@ -1,18 +1,32 @@
-"""From the catalogue's rows to the rows of answers: names for people, clocks set right."""
+"""Converts rows of the catalogue to rows of answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from stagescope.wire.errors import NotFound
 from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS
-from stagescope_service.api.completeness import Arrival, began, ended
+from stagescope_service.api.completeness import (
+    BegunAgain,
+    MissingRank,
+    StepProgress,
+    began,
+    ended,
+)
+from stagescope_service.api.encoding import JsonObject
+from stagescope_service.store.contract import Row
 
-Row = dict[str, Any]
+
+class RepeatedSteps(TypedDict):
+    """Steps of an attempt that a later attempt repeats."""
+
+    from_step: int
+    by: int
+    """Number of the later attempt."""
 
 
-def run_row(row: Row) -> Row:
+def run_row(row: Row) -> JsonObject:
     """Return a run, with its newest attempt."""
     return {
         "run": row["run"],
@@ -27,7 +41,7 @@ def run_row(row: Row) -> Row:
     }
 
 
-def attempt_row(row: Row) -> Row:
+def attempt_row(row: Row) -> JsonObject:
     """Return an attempt with its fingerprint."""
     state = "ended" if row["ended_wall"] is not None else "live" if row["live"] else "silent"
     return {
@@ -47,41 +61,45 @@ def attempt_row(row: Row) -> Row:
     }
 
 
-def superseded_steps(attempts: Sequence[Row]) -> dict[int, list[Row]]:
-    """Return attempt number -> [{"from_step", "by"}]: what later attempts did again."""
-    found: dict[int, list[Row]] = {}
-    for row in attempts:
-        number = row["number"]
-        found[number] = [
-            {"from_step": later["resumed_from_step"] + 1, "by": later["number"]}
-            for later in sorted(attempts, key=lambda item: int(item["number"]))
-            if later["number"] > number and later["resumed_from_step"] is not None
+def superseded_steps(attempts: Sequence[Row]) -> dict[int, list[RepeatedSteps]]:
+    """Return the steps that later attempts repeat, by the number of the attempt."""
+    resumed = sorted(
+        (int(row["number"]), int(row["resumed_from_step"]))
+        for row in attempts
+        if row["resumed_from_step"] is not None
+    )
+    return {
+        row["number"]: [
+            {"from_step": from_step + 1, "by": later}
+            for later, from_step in resumed
+            if later > row["number"]
         ]
-    return found
+        for row in attempts
+    }
 
 
 def step_row(
     row: Row,
     superseded_by: int | None,
-    arrival: Arrival | None,
+    progress: StepProgress | None,
     gap: str | None,
-    begun_again: Sequence[Row],
-) -> Row:
-    """Return a step.
+    begun_again: Sequence[BegunAgain],
+) -> JsonObject:
+    """Return a step of a list.
 
     Args:
         row: of `Catalogue.steps`.
-        superseded_by: the attempt that did it again.
-        arrival: judges an open step.
+        superseded_by: number of the attempt that repeats it.
+        progress: of an open step.
         gap: what its numbers lack.
-        begun_again: who began it again within its attempt.
+        begun_again: ranks that began it again within its attempt.
     """
     closed = row["closed_wall"] is not None
-    if closed or arrival is None:
+    if closed or progress is None:
         complete = (row["completeness"] or "unknown") if closed else "open"
         missing = row["missing"] or []
     else:
-        complete, missing = arrival.complete, arrival.missing
+        complete, missing = progress.complete, progress.missing
     return {
         "step": row["step"],
         "run": row["run"],
@@ -100,17 +118,17 @@ def step_row(
     }
 
 
-def part_text(row: Mapping[str, Any]) -> str:
+def part_text(row: Mapping[str, object]) -> str:
     """Return occurrence.epoch.minibatch.microbatch."""
     return ".".join(str(row[name] or 0) for name in PART_FIELDS)
 
 
-def stage_row(row: Row, now: float) -> Row:
+def stage_row(row: Row, now: float) -> JsonObject:
     """Return one part of a stage on one rank; `seconds` is monotonic, None while it is open."""
     begin, end = began(row), ended(row)
     seconds = None
     if row["begin_mono"] is not None and row["end_mono"] is not None:
-        # Two raw calls are timed as they arrive, which may be in the other order.
+        # Raw calls are timed when they arrive, and the end may arrive before the begin.
         seconds = max(row["end_mono"] - row["begin_mono"], 0.0)
     is_open = (row["status"] or "open") == "open"
     return {
@@ -134,8 +152,8 @@ def stage_row(row: Row, now: float) -> Row:
     }
 
 
-def absent_row(missing: Row, now: float) -> Row:
-    """Return a rank that has not begun a stage, as a row beside those that have."""
+def absent_row(missing: MissingRank, now: float) -> JsonObject:
+    """Return the row of a rank that has not begun a stage, for a list of `stage_row`."""
     since = missing["since"]
     return {
         "stage": missing["stage"],
@@ -151,7 +169,7 @@ def absent_row(missing: Row, now: float) -> Row:
     }
 
 
-def scalar_row(row: Row) -> Row:
+def scalar_row(row: Row) -> JsonObject:
     """Return one named number of one rank."""
     return {
         "name": row["name"],
@@ -164,58 +182,66 @@ def scalar_row(row: Row) -> Row:
     }
 
 
-_DUMP = (
+_DUMP_COLUMNS = (
     "stage", "role", "rank", "state", "bytes", "files", "path", "node_id", "capture_id", "task",
     "level", "seconds", "error", "overrides", "estimate", "wall",
 )  # fmt: skip
 
 
-def dump_row(row: Row) -> Row:
+def dump_row(row: Row) -> JsonObject:
     """Return one dump of one rank."""
-    return {"part": part_text(row), **{name: row[name] for name in _DUMP}}
+    return {"part": part_text(row), **{name: row[name] for name in _DUMP_COLUMNS}}
 
 
-def numbered(rows: Iterable[Row], attempts: Mapping[int, int]) -> list[Row]:
-    """Return rows with the attempt's number in place of its key in the catalogue."""
-    found = []
-    for row in rows:
-        kept = {name: value for name, value in row.items() if name != "attempt_id"}
-        found.append({**kept, "attempt": attempts.get(row["attempt_id"])})
-    return found
+def with_attempt_numbers(rows: Iterable[Row], numbers: Mapping[int, int]) -> list[Row]:
+    """Return rows with the attempt's number in place of its key in the catalogue.
+
+    Args:
+        rows: with a column `attempt_id`.
+        numbers: attempt_id -> number.
+    """
+    return [
+        {
+            **{name: value for name, value in row.items() if name != "attempt_id"},
+            "attempt": numbers.get(row["attempt_id"]),
+        }
+        for row in rows
+    ]
 
 
-def layout_of(process: Row) -> Row:
-    """Return what is known of where a rank ran; the unknown is left out."""
+def layout_of(process: Row) -> JsonObject:
+    """Return where a rank ran; unknown columns are left out."""
     names = ("data_rank", "world_size", "node_id", "pid", *LAYOUT_COLUMNS)
     return {name: process[name] for name in names if process.get(name) is not None}
 
 
-def chosen(rows: Sequence[Row], what: str, **filters: Any) -> list[Row]:
+def matching(rows: Sequence[Row], owner: str, **filters: str | int | None) -> list[Row]:
     """Return the rows whose columns equal the filters that are not None.
 
+    Args:
+        rows: to filter.
+        owner: what the rows belong to, for the error message.
+        filters: column -> its value.
+
     Raises:
-        NotFound: a filter's value is in none of the rows, with those that are.
+        NotFound: no row has the value of a filter; names the values that exist.
     """
     for name, value in filters.items():
         if value is None:
             continue
         values = sorted({row[name] for row in rows if row[name] is not None})
         if rows and value not in values:
-            raise no_value(name, value, values, what)
+            shown = ", ".join(map(str, values[:20])) + (", ..." if len(values) > 20 else "")
+            raise NotFound(
+                f"{owner} has no {name} {value!r:.100}",
+                expected=f"one of {shown}" if values else "",
+            )
         rows = [row for row in rows if row[name] == value]
     return list(rows)
 
 
-def no_value(name: str, value: Any, values: Sequence[Any], what: str) -> NotFound:
-    """Return the error of a filter that nothing matches."""
-    shown = ", ".join(map(str, values[:20])) + (", ..." if len(values) > 20 else "")
-    return NotFound(
-        f"{what} has no {name} {value!r:.100}", expected=f"one of {shown}" if values else ""
-    )
-
-
 class Lineage:
-    """The attempts of a run: their numbers, and which did a step again."""
+    """The attempts of a run: their numbers, and which of them repeats a step."""
 
     def __init__(self, attempts: Sequence[Row]) -> None:
         self.numbers = {int(row["attempt_id"]): int(row["number"]) for row in attempts}
@@ -226,9 +252,9 @@ class Lineage:
         ]
 
     def superseded_by(self, row: Row) -> int | None:
-        """Return the newest attempt that did (or will do) a step again; see `target`."""
+        """Return the number of the newest attempt that repeats a step; see `target`."""
         if row["superseded_by"] is not None:
             return int(row["superseded_by"])
-        own = self.numbers[row["attempt_id"]]
-        later = [n for n, resumed in self._resumed if n > own and resumed < row["step"]]
+        number = self.numbers[row["attempt_id"]]
+        later = [each for each, resumed in self._resumed if each > number and resumed < row["step"]]
         return max(later, default=None)

@@ -1,37 +1,38 @@
-"""Routes about runs, attempts, steps in lists, and what the service noticed or lost."""
+"""Routes about runs: the list, their attempts, and the steps in which both streams are equal."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final, NamedTuple, TypedDict
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path
 
-from stagescope_service.api import rows as shape
-from stagescope_service.api.completeness import ALL_ROWS, arrival, begun_again, gaps
 from stagescope_service.api.dependencies import (
     RUN_PATTERN,
     AttemptNumber,
     Dependencies,
     Deps,
-    Row,
     Run,
 )
-from stagescope_service.api.groups import Only, only_of, scope_of
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import runs as models
-from stagescope_service.api.requests import Answer, Page, PageOf, cursor, pattern
-from stagescope_service.api.target import Target, superseded_by
+from stagescope_service.api.requests import Answer, PageOf, pattern
+from stagescope_service.api.rows import Lineage, attempt_row, run_row, superseded_steps
+from stagescope_service.api.step_summaries import MeasuredStep
+from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
+from stagescope_service.statistics.step_metrics import VERSION
+from stagescope_service.store.contract import Row
+from stagescope_service.store.parts import incarnation_of
 
 router = APIRouter(tags=["runs"])
-
-StepFilter = Annotated[int | None, Query(gt=-(10**18), lt=10**18, description="Only this step.")]
 
 
 @router.get("/runs", response_model=models.Runs)
 def runs(deps: Deps, page: PageOf) -> Answer:
     """List the runs, the one that was active last first, each with its newest attempt."""
-    found = deps.catalogue.runs(limit=page.limit + 1, offset=page.offset)
-    rows = [shape.run_row(row) for row in found[: page.limit]]
-    return Answer(page.answer(rows, more=len(found) > page.limit))
+    rows = deps.catalogue.runs(limit=page.limit + 1, offset=page.offset)
+    return Answer(page.first_of([run_row(row) for row in rows]))
 
 
 @router.get("/runs/{run}/attempts", response_model=models.Attempts)
@@ -42,124 +43,206 @@ def attempts(
         str, Path(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
     ],
 ) -> Answer:
-    """List a run's attempts, newest first: fingerprint, where it resumed, what was done again.
+    """List a run's attempts, newest first: fingerprint, where it resumed, which steps it repeats.
 
-    `superseded` names the steps of an attempt that later attempts did again: from `from_step` on,
-    by attempt `by`.
+    `superseded` names the steps of an attempt that later attempts repeat: from `from_step` on, by
+    attempt `by`.
     """
     target = deps.finder.attempt(run)
-    found = deps.catalogue.attempts(target.run)
-    again = shape.superseded_steps(found)
-    rows = [{**shape.attempt_row(row), "superseded": again[row["number"]]} for row in found]
-    return Answer({"run": target.run, "also_live": target.also_live, **page.cut(rows)})
+    rows = deps.catalogue.attempts(target.run)
+    repeated = superseded_steps(rows)
+    listed = [{**attempt_row(row), "superseded": repeated[row["number"]]} for row in rows]
+    return Answer({"run": target.run, "also_live": target.also_live, **page.cut(listed)})
 
 
-@router.get("/steps", response_model=models.Steps)
-def steps(
-    deps: Deps,
-    page: PageOf,
-    run: Run = None,
-    attempt: Annotated[
-        int | None, Query(ge=1, lt=1 << 31, description="Only this attempt; default: all.")
-    ] = None,
-) -> Answer:
-    """List a run's steps, newest first: whether each is complete, and which ranks are missing.
+# --- exactness ------------------------------------------------------------------------------
+EXACT: Final = "exact"
+DIFFERS: Final = "differs"
+NOT_MEASURED: Final = "not measured"
 
-    `complete` is about ranks and their stages; `gap` says what the numbers of a closed step lack
-    (payloads that were lost, refused, dropped or not read yet), or why there are none.
+_COPY: Final = "equal, and one stream is a copy, or its producer is unknown"
+_EMPTY: Final = "no token counts"
+_REST_EQUAL: Final = "the others are equal"
+_SUSPECT: Final = "equal, and suspect: the comparability in the step's metrics has the reason"
 
-    Without `attempt` the steps of every attempt are listed; those that a later attempt did again
-    say so in `superseded_by`, those that a process did again within their attempt in
-    `begun_again`: both goes count in their numbers.
+
+class _StepVerdict(NamedTuple):
+    """Whether the streams of a step are equal."""
+
+    step: int
+    attempt: int
+    """Its number."""
+    verdict: str
+    tokens: int
+    unequal: int
+    non_finite: int
+    reason: str | None
+    """Why it is not measured, one of the texts above."""
+
+
+class _Range(TypedDict):
+    """Consecutive steps of one verdict and reason; see `models.runs.ExactRange`."""
+
+    from_step: int
+    to_step: int
+    steps: int
+    attempt: int
+    verdict: str
+    tokens: int
+    unequal: int
+    non_finite: int
+    reason: str | None
+
+
+class _FirstDifference(NamedTuple):
+    """The first step that differs."""
+
+    step: int
+    text: str
+    fields: JsonObject
+    """Of the answer."""
+
+
+@router.get("/exact", response_model=models.Exact)
+def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
+    """List the steps in which trainer and rollout agree in every bit, and the first difference.
+
+    `exact` needs streams of two producers that are equal in all tokens. Where one producer, or an
+    unknown one, made both streams, the step is `not measured`. `rows` holds a row for each range
+    of steps of one verdict (and one `reason`), with the number of tokens it rests on. `first` is
+    the first step that differs, with the first token in it by sample and position, as far as
+    tokens that are not finite were kept (`is_first`). `text` summarises all of it.
+
+    Without `attempt`, the attempts in force: a step that a later attempt repeats is of that one.
     """
     target = deps.finder.attempt(run, attempt)
-    found, following = _steps_page(deps, target, page, attempt)
-    everything = deps.catalogue.attempts(target.run)
-    by_id = {row["attempt_id"]: row for row in everything}
-    lacking = gaps(deps.catalogue, found)
-    twice = begun_again(
-        deps.catalogue, {row["attempt_id"] for row in found}, {row["step"] for row in found}
+    attempts = deps.catalogue.attempts(target.run)
+    lineage = Lineage(attempts)
+    ids = [int(row["attempt_id"]) for row in attempts if attempt in (None, row["number"])]
+    steps: dict[int, Row] = {}
+    seen: set[int] = set()
+    # The newest attempt of a step comes first; a repeated step counts there only.
+    for row in deps.catalogue.step_metrics(ids, version=VERSION, numbers=None):
+        step = int(row["step"])
+        if step in seen or (attempt is None and lineage.superseded_by(row) is not None):
+            continue
+        seen.add(step)
+        if row["has_whole"]:
+            steps[step] = row
+    verdicts = [_judge(deps, lineage, steps[step]) for step in sorted(steps)]
+    ranges = list(_ranges(verdicts))
+    differing = next((each for each in verdicts if each.verdict == DIFFERS), None)
+    first = None
+    if differing is not None:
+        row = steps[differing.step]
+        measured = deps.step_summaries.measure(int(row["attempt_id"]), row)
+        processes = deps.catalogue.processes(int(row["attempt_id"]))
+        first = _first_difference(differing, measured, processes)
+    return Answer(
+        {
+            **target.heading(),
+            "attempt": attempt,
+            "text": _text(ranges, first),
+            "first": None if first is None else first.fields,
+            "rows": ranges,
+            "next": None,
+        }
     )
-    rows = []
-    for row in found:
-        own = by_id[row["attempt_id"]]
-        judged = None
-        if row["closed_wall"] is None:
-            at = deps.catalogue.stages(row["attempt_id"], row["step"], limit=ALL_ROWS)
-            judged = arrival(deps.catalogue, own, row, at)
-        again = superseded_by(row, own["number"], everything)
-        place = (row["attempt_id"], row["step"])
-        rows.append(shape.step_row(row, again, judged, lacking.get(place), twice.get(place, [])))
-    return Answer({**target.heading(), "attempt": attempt, "rows": rows, "next": following})
 
 
-def _steps_page(
-    deps: Dependencies, target: Target, page: Page, attempt: int | None
-) -> tuple[list[Row], str | None]:
-    """Return a page of steps and the cursor of the next.
-
-    The cursor says the last step and how many rows with it were given: steps that begin meanwhile
-    move nothing.
-    """
-    only = None if attempt is None else target.attempt_id
-    before = page.at[0] if page.at else None
-    skip = page.at[1] if len(page.at) > 1 else 0
-    rows = deps.catalogue.steps(only, run=target.run, before=before, limit=page.limit + skip + 1)[
-        skip:
-    ]
-    more = len(rows) > page.limit
-    rows = rows[: page.limit]
-    if not more:
-        return rows, None
-    last = rows[-1]["step"]
-    given = sum(row["step"] == last for row in rows)
-    if before is not None and last + 1 == before:
-        given += skip
-    return rows, cursor(last + 1, given)
+def _judge(deps: Dependencies, lineage: Lineage, row: Row) -> _StepVerdict:
+    """Judge a step by its stored counts, or by its summary where an earlier release stored it."""
+    tokens, masked, unequal = (row[f"{name}tokens"] for name in ("", "masked_", "unequal_"))
+    verdict = row["verdict"]
+    if None in (tokens, masked, unequal):
+        measured = deps.step_summaries.measure(int(row["attempt_id"]), row)
+        cell = measured.summary.total
+        tokens, masked, unequal = cell.tokens, cell.masked, unequal_tokens(cell)
+        verdict = measured.comparability.verdict
+    judged = DIFFERS if unequal else EXACT if verdict == EXACT else NOT_MEASURED
+    non_finite, number = masked - tokens, lineage.numbers[row["attempt_id"]]
+    reason = None
+    if judged == NOT_MEASURED:
+        reason = _why_not_measured(verdict, tokens, non_finite)
+    return _StepVerdict(int(row["step"]), number, judged, tokens, unequal, non_finite, reason)
 
 
-@router.get("/losses", response_model=models.Losses)
-def losses(
-    deps: Deps,
-    page: PageOf,
-    run: Run = None,
-    attempt: AttemptNumber = None,
-    step: StepFilter = None,
-    kind: Annotated[str | None, Query(max_length=200, description="Only this kind.")] = None,
-    only: Only = None,
-) -> Answer:
-    """List what was announced and never arrived, or was dropped, with the reason; last first."""
-    scope, numbers, said = scope_of(deps, run, attempt)
-    asked = {"kind": kind} if kind is not None else only_of(deps, "losses", scope, only)
-    found = deps.catalogue.losses(
-        **scope, step=step, **asked, limit=page.limit + 1, offset=page.offset
-    )
-    rows = shape.numbered(found[: page.limit], numbers)
-    return Answer({**said, **page.answer(rows, more=len(found) > page.limit)})
+def _why_not_measured(verdict: str, tokens: int, non_finite: int) -> str:
+    """Return why a step without unequal tokens proves nothing, given its stored verdict."""
+    if not tokens:
+        return _EMPTY
+    if verdict == NOT_MEASURED:
+        return _COPY
+    return _REST_EQUAL if non_finite else _SUSPECT
 
 
-@router.get("/findings", response_model=models.Findings)
-def findings(
-    deps: Deps,
-    page: PageOf,
-    run: Run = None,
-    attempt: AttemptNumber = None,
-    step: StepFilter = None,
-    kind: Annotated[str | None, Query(max_length=200, description="Only this kind.")] = None,
-    severity: Annotated[str | None, Query(max_length=50, description="Only these.")] = None,
-    only: Only = None,
-) -> Answer:
-    """List what the service noticed to be wrong, with evidence and advice; last seen first."""
-    scope, numbers, said = scope_of(deps, run, attempt)
-    asked = only_of(deps, "findings", scope, only)
-    said_too = {"kind": kind, "severity": severity}
-    asked |= {name: value for name, value in said_too.items() if value is not None}
-    found = deps.catalogue.findings(
-        **scope,
-        step=step,
-        **asked,
-        limit=page.limit + 1,
-        offset=page.offset,
-    )
-    rows = shape.numbered(found[: page.limit], numbers)
-    return Answer({**said, **page.answer(rows, more=len(found) > page.limit)})
+def _ranges(verdicts: Sequence[_StepVerdict]) -> Iterator[_Range]:
+    for (attempt, verdict, reason), group in itertools.groupby(
+        verdicts, key=lambda each: (each.attempt, each.verdict, each.reason)
+    ):
+        steps = list(group)
+        non_finite = sum(each.non_finite for each in steps)
+        yield {
+            "from_step": steps[0].step,
+            "to_step": steps[-1].step,
+            "steps": len(steps),
+            "attempt": attempt,
+            "verdict": verdict,
+            "tokens": sum(each.tokens for each in steps),
+            "unequal": sum(each.unequal for each in steps),
+            "non_finite": non_finite,
+            "reason": None if reason is None else _with_non_finite(reason, non_finite),
+        }
+
+
+def _with_non_finite(reason: str, non_finite: int) -> str:
+    """Add the number of tokens that are not finite to a reason."""
+    if not non_finite:
+        return reason
+    tokens = "1 token is" if non_finite == 1 else f"{non_finite} tokens are"
+    neither = f"{tokens} finite in neither stream"
+    return f"{neither}; {reason}" if reason == _REST_EQUAL else f"{reason}; {neither}"
+
+
+def _first_difference(
+    differing: _StepVerdict, measured: MeasuredStep, processes: Sequence[Row]
+) -> _FirstDifference:
+    step, attempt = differing.step, differing.attempt
+    token = first_difference(measured.summary.summary)
+    if token is None:
+        fields: JsonObject = {"step": step, "text": NOT_KEPT, "attempt": attempt}
+        return _FirstDifference(step, NOT_KEPT, fields)
+    incarnation = incarnation_of(token.source)
+    process = next((row for row in processes if row["incarnation"] == incarnation), {})
+    rank = {name: process[name] for name in ("role", "rank") if process}
+    text = token.text(**rank)
+    fields = {"step": step, **token.to_json(), **rank, "text": text, "attempt": attempt}
+    return _FirstDifference(step, text, fields)
+
+
+def _text(ranges: Sequence[_Range], first: _FirstDifference | None) -> str:
+    """Return the verdicts up to the first difference as one sentence."""
+    if not ranges:
+        return "no step was measured"
+    clauses = []
+    several = len({row["attempt"] for row in ranges}) > 1
+    for row in ranges:
+        of_attempt = f" of attempt {row['attempt']}" if several else ""
+        if row["verdict"] == DIFFERS:
+            assert first is not None
+            clauses.append(f"{row['from_step']}{of_attempt} first differs: {first.text}")
+            break
+        is_one = row["from_step"] == row["to_step"]
+        steps = (
+            f"step {row['from_step']}" if is_one else f"steps {row['from_step']}-{row['to_step']}"
+        )
+        reason = f"proved on {row['tokens']} tokens" if row["verdict"] == EXACT else row["reason"]
+        clauses.append(f"{steps}{of_attempt} {row['verdict']} ({reason})")
+    if first is not None:
+        differing = [row for row in ranges if row["verdict"] == DIFFERS]
+        later_steps = sum(row["steps"] for row in ranges if row["from_step"] > first.step)
+        since = later_steps + differing[0]["steps"] - 1
+        if since:
+            differ = sum(row["steps"] for row in differing) - 1
+            clauses.append(f"of the {since} steps since then {differ} differ")
+    return "; ".join(clauses)

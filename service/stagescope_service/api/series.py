@@ -1,52 +1,59 @@
-"""One number over the steps of a run: a published metric or a scalar, whole or by slice."""
+"""The route for one number over the steps of a run: a published metric or a scalar, or slices."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple, TypedDict
 
 from fastapi import APIRouter, Query
 
 from stagescope.frames import meant
 from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope_service.api.completeness import begun_again, failures, is_behind
+from stagescope_service.api.completeness import (
+    BegunAgain,
+    aggregation_errors,
+    begun_again,
+    is_behind,
+)
 from stagescope_service.api.dependencies import (
     AttemptNumber,
     Dependencies,
     Deps,
     Rank,
     Role,
-    Row,
     Run,
     Stage,
 )
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
-from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
+from stagescope_service.store.contract import Row
 from stagescope_service.triggers.evidence import ranks_text
 
 router = APIRouter(tags=["steps"])
 
 By = Literal["rank", "round", "staleness"]
 Key = tuple[str | None, str | None, int | None]
-"""(stage, role, rank, round or staleness) of one series; all null for the step's own number."""
+"""(stage, role, rank or round or staleness) of one series; all None for the step's own number."""
+Value = float | str | None
+"""A number, or the name of one that is not finite; None: the step has none."""
 
-MOST_STEPS: Final = 20_000
-MOST_VALUES: Final = 500_000
+MAX_STEPS: Final = 20_000
+MAX_VALUES: Final = 500_000
 """Of an answer: steps times series."""
-_OLD_STEPS: Final = 200
-"""Steps without stored numbers (of an earlier version) that one answer reads anew."""
-_NAMED_STEPS: Final = 20
-"""Newest steps in which names are looked for, to say what was meant."""
+_MAX_OLD_STEPS: Final = 200
+"""Steps stored by an earlier version whose numbers one answer computes from their summaries."""
+_STEPS_SEARCHED: Final = 20
+"""Newest steps that are searched for the ranks and stages of a scalar."""
 
 OPEN: Final = "the step is not closed"
 UNMEASURED: Final = "no rank handed over both streams"
 BEHIND: Final = "its numbers are being aggregated"
-OLD: Final = "its numbers are of an earlier version: ask for the step"
+OLD: Final = "its numbers are of an earlier version: request the step"
 ABSENT: Final = "not among the numbers of this step"
 NOT_LOGGED: Final = "no rank logged it"
 
@@ -55,13 +62,53 @@ StepBound = Annotated[int | None, Query(gt=-(10**18), lt=10**18)]
 
 @dataclasses.dataclass
 class Point:
-    """One step of one attempt: what is known of it, and its values by series."""
+    """One step of one attempt, and its values by series."""
 
     row: Row
-    values: dict[Key, Any]
+    """Of `Catalogue.step_metrics`."""
+    values: dict[Key, Value]
     reason: str | None = None
-    low: dict[Key, Any] = dataclasses.field(default_factory=dict)
-    high: dict[Key, Any] = dataclasses.field(default_factory=dict)
+    """Why it has no value."""
+    low: dict[Key, Value] = dataclasses.field(default_factory=dict)
+    high: dict[Key, Value] = dataclasses.field(default_factory=dict)
+
+
+class Window(TypedDict):
+    """The steps that are requested; None: no bound."""
+
+    first: int | None
+    last: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SeriesRequest:
+    """What is requested of the steps of some attempts."""
+
+    metric: str
+    by: By | None
+    stage: str | None
+    role: str | None
+    rank: int | None
+    attempt_ids: Sequence[int]
+    window: Window
+
+    def matches(self, role: str | None, rank: int | None) -> bool:
+        """Return whether a rank is requested."""
+        return self.role in (None, role) and self.rank in (None, rank)
+
+    @property
+    def has_scalar_slices(self) -> bool:
+        """Whether a scalar could be answered: it has no rounds and no staleness."""
+        return self.by in (None, "rank")
+
+
+class PointPage(NamedTuple):
+    """The newest points of a metric or scalar."""
+
+    kind: str
+    points: Sequence[Point]
+    earlier_to: int | None
+    """The last step before them; None: there is none."""
 
 
 @router.get("/series", response_model=models.Series)
@@ -81,49 +128,48 @@ def series(
     superseded: Annotated[
         bool, Query(description="Also steps that a later attempt did again.")
     ] = False,
-    limit: Annotated[int, Query(ge=1, le=MOST_STEPS, description="Most steps, the newest.")] = (
+    limit: Annotated[int, Query(ge=1, le=MAX_STEPS, description="Most steps, the newest.")] = (
         10_000
     ),
 ) -> Answer:
-    """Answer one number over the steps of a run, as columns: `steps` and, aligned, the others.
+    """Return one number over the steps of a run, as columns: `steps` and, aligned, the others.
 
     `steps`, `attempts`, `superseded_by`, `complete` (as in `/steps`), `comparable` and `suspects`
     (the verdict on the step's streams, and the checks behind it) and `reasons` (why the step has
-    no value; null: it has one) hold one entry a step, ascending; so does `begun_again` (who did it
-    again within its attempt: both goes count). Each of `series` has a `name`, its `stage`, `role`,
-    `rank`, `round` or `staleness` where it is of one, and `values`: null where there is none, "nan"
-    where it is NaN. A scalar's value is the mean over its ranks and parts, with `low` and `high`;
-    scalars of several stages or roles are a series each.
+    no value; null: it has one) hold one entry a step, ascending; so does `begun_again` (ranks that
+    repeated it within its attempt: both passes count). Each of `series` has a `name`, its `stage`,
+    `role`, `rank`, `round` or `staleness` if it is of one, and `values`: null where there is none,
+    "nan" where it is NaN. A scalar's value is the mean over its ranks and parts, with `low` and
+    `high`; scalars of several stages or roles are a series each.
 
-    Without `attempt`, the attempts in force: a step that a later one did again is left out, unless
-    `superseded` asks for it. `earlier_to`, where not null, is the `to` of the steps before.
+    Without `attempt`, the attempts in force: a step that a later attempt repeats is left out,
+    unless `superseded` includes it. `earlier_to`, where not null, is the `to` of the steps before.
     """
     if first is not None and last is not None and first > last:
         raise InvalidInput(f"from is {first} and to is {last}", expected="from at most to")
     target = deps.finder.attempt(run, attempt)
-    rows = deps.catalogue.attempts(target.run)
-    chosen = [row for row in rows if attempt is None or row["number"] == attempt]
-    lineage = Lineage(rows)
-    window = {"first": first, "last": last}
-    ids = [int(row["attempt_id"]) for row in chosen]
-    asked = _Asked(metric, by, stage, role, rank)
+    attempts = deps.catalogue.attempts(target.run)
+    lineage = Lineage(attempts)
+    ids = [int(row["attempt_id"]) for row in attempts if attempt in (None, row["number"])]
+    window: Window = {"first": first, "last": last}
+    requested = SeriesRequest(metric, by, stage, role, rank, ids, window)
     keep_all = superseded or attempt is not None
-    found = _Found("metric", [], None)
+    result = PointPage("metric", [], None)
     newest = _newest_metrics(deps, ids)
-    readers = {"metric": _metrics, "scalar": _scalars}
-    # What is looked at first is most likely not read for nothing.
+    readers = {"metric": _metric_points, "scalar": _scalar_points}
+    # The kind that the name suggests is read first: most often the other need not be read.
     scalars_first = stage is not None or not _is_published(metric, newest)
     for kind in sorted(readers, reverse=scalars_first):
-        points = readers[kind](deps, asked, ids, window)
-        cut = _Found(kind, *_cut(points, lineage, keep_all, limit))
-        found = cut if cut.points else found
-        if any(point.values for point in cut.points):
+        page = _newest_points(kind, readers[kind](deps, requested), lineage, keep_all, limit)
+        result = page if page.points else result
+        if any(point.values for point in page.points):
             break
     else:
-        if _check_name(deps, asked, target, ids, newest) == "scalar":
-            found = _Found("scalar", [_unlogged(point) for point in found.points], found.earlier_to)
-    has_values = any(point.values for point in found.points)
-    if stage is not None and found.kind == "metric" and (has_values or metric in newest):
+        if _check_name(deps, requested, target, newest) == "scalar":
+            unlogged = [_unlogged(point) for point in result.points]
+            result = PointPage("scalar", unlogged, result.earlier_to)
+    has_values = any(point.values for point in result.points)
+    if stage is not None and result.kind == "metric" and (has_values or metric in newest):
         raise InvalidInput(
             f"{metric} is a metric, which a step has of one stage alone: stage {stage!r:.100} "
             "cannot be chosen",
@@ -134,132 +180,135 @@ def series(
             **target.heading(),
             "attempt": attempt,
             "metric": metric,
-            "kind": found.kind,
+            "kind": result.kind,
             "by": by,
-            **_columns(found.points[::-1], lineage, by, found.kind),
-            "begun_again": _begun_again(deps, found.points[::-1]),
-            "earlier_to": found.earlier_to,
+            **_columns(result.points[::-1], lineage, by, result.kind),
+            "begun_again": _begun_again(deps, result.points[::-1]),
+            "earlier_to": result.earlier_to,
         }
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    metric: str
-    by: By | None
-    stage: str | None
-    role: str | None
-    rank: int | None
+def _newest_points(
+    kind: str, points: Iterable[Point], lineage: Lineage, keep_all: bool, limit: int
+) -> PointPage:
+    """Return the newest points within the limits.
 
-    def chooses(self, role: str | None, rank: int | None) -> bool:
-        return self.role in (None, role) and self.rank in (None, rank)
-
-
-class _Found(NamedTuple):
-    kind: str
-    points: Sequence[Point]
-    earlier_to: int | None
-
-
-def _cut(
-    points: Iterable[Point], lineage: Lineage, keep_all: bool, limit: int
-) -> tuple[list[Point], int | None]:
-    """Return the newest points, and the step before which there are more (None: there are none)."""
-    found: list[Point] = []
+    Args:
+        kind: of the points.
+        points: the newest first.
+        lineage: tells which steps are superseded.
+        keep_all: whether superseded steps are returned too.
+        limit: most points.
+    """
+    newest: list[Point] = []
     keys: set[Key] = set()
-    seen: int | None = None
+    last_step: int | None = None
     for point in points:
         step = int(point.row["step"])
-        again = step == seen or lineage.superseded_by(point.row) is not None
-        if again and not keep_all:
+        is_superseded = step == last_step or lineage.superseded_by(point.row) is not None
+        if is_superseded and not keep_all:
             continue
         keys |= point.values.keys()
-        if len(found) >= limit or len(found) * len(keys) >= MOST_VALUES:
-            return found, min(step, int(found[-1].row["step"]) - 1)
-        seen = step
-        found.append(point)
-    return found, None
+        if len(newest) >= limit or len(newest) * len(keys) >= MAX_VALUES:
+            return PointPage(kind, newest, min(step, int(newest[-1].row["step"]) - 1))
+        last_step = step
+        newest.append(point)
+    return PointPage(kind, newest, None)
 
 
-def _metrics(
-    deps: Dependencies, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
-) -> Iterator[Point]:
-    """Yield every step, with the metric where it was published."""
-    by = asked.by or ("rank" if asked.rank is not None or asked.role is not None else None)
-    old = 0
+# --- metrics --------------------------------------------------------------------------------
+_WHOLE_STEP: Final[Key] = (None, None, None)
+
+
+def _metric_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Point]:
+    """Yield every step, newest first, with the metric where it was published."""
+    has_rank = requested.rank is not None or requested.role is not None
+    by = requested.by or ("rank" if has_rank else None)
+    old_steps = 0
     numbers: Literal["metrics", "slices"] = "metrics" if by is None else "slices"
-    lost = {
+    losses = {
         (row["attempt_id"], row["step"]): f"{row['count']} payloads were lost: {row['reason']:.300}"
-        for row in deps.catalogue.lost_payloads(ids, **window)
+        for row in deps.catalogue.lost_payloads(requested.attempt_ids, **requested.window)
     }
-    failed = failures(deps.catalogue, ids)
-    for row in deps.catalogue.step_metrics(ids, version=VERSION, **window, numbers=numbers):
-        stored = row.pop(numbers)
+    errors = aggregation_errors(deps.catalogue, requested.attempt_ids)
+    for row in deps.catalogue.step_metrics(
+        requested.attempt_ids, version=VERSION, **requested.window, numbers=numbers
+    ):
+        stored: Mapping[str, Value] | bytes | SliceMetrics | None = row.pop(numbers)
         point = Point(row, {})
         if stored is None and row["has_whole"]:
-            old += 1
-            if old > _OLD_STEPS:
+            old_steps += 1
+            if old_steps > _MAX_OLD_STEPS:
                 point.reason = OLD
                 yield point
                 continue
-            stored = _read_anew(deps, row, by is not None)
+            stored = _recompute(deps, row, by is not None)
+        key = (row["attempt_id"], row["step"])
         if stored is None:
-            point.reason = _gap(row, failed.get((row["attempt_id"], row["step"])))
-            if point.reason == UNMEASURED:
-                point.reason = lost.get((row["attempt_id"], row["step"]), UNMEASURED)
-        elif by is None:
-            value = stored.get(asked.metric, _MISSING)
-            point.values = {} if value is _MISSING else {_WHOLE: value}
-        else:
+            point.reason = _why_unmeasured(row, errors.get(key), losses.get(key))
+        elif isinstance(stored, Mapping):
+            if requested.metric in stored:
+                point.values = {_WHOLE_STEP: stored[requested.metric]}
+        elif by is not None:
             slices = stored if isinstance(stored, SliceMetrics) else SliceMetrics.from_bytes(stored)
             point.values = {
                 (None, role if by == "rank" else None, number): value
-                for (role, number), value in slices.column(by, asked.metric).items()
-                if by != "rank" or asked.chooses(role, number)
+                for (role, number), value in slices.column(by, requested.metric).items()
+                if by != "rank" or requested.matches(role, number)
             }
         if not point.values and point.reason is None:
             point.reason = ABSENT
         yield point
 
 
-_WHOLE: Final[Key] = (None, None, None)
-_MISSING: Final = object()
+def _recompute(deps: Dependencies, row: Row, slices: bool) -> Mapping[str, Value] | SliceMetrics:
+    """Return the numbers of a step that an earlier version stored; completes its row."""
+    measured = deps.step_summaries.measure(int(row["attempt_id"]), row)
+    comparability = measured.comparability
+    row["verdict"], row["stage"] = comparability.verdict, measured.summary.stage
+    row["suspects"] = [check.name for check in comparability.suspects]
+    return SliceMetrics.of(measured.summary) if slices else measured.published
 
 
-def _read_anew(deps: Dependencies, row: Row, slices: bool) -> Any:
-    """Return the numbers of a step that were stored by an earlier version; None: they are not."""
-    measured: MeasuredStep = deps.measures.of(int(row["attempt_id"]), row)
-    found = measured.comparability
-    row["verdict"], row["stage"] = found.verdict, measured.whole.stage
-    row["suspects"] = [check.name for check in found.suspects]
-    return SliceMetrics.of(measured.whole) if slices else measured.published
+def _why_unmeasured(row: Row, error: str | None, loss: str | None) -> str:
+    """Return why a step has no numbers.
 
-
-def _gap(row: Row, failed: str | None) -> str:
+    Args:
+        row: of the step.
+        error: of its last aggregation.
+        loss: a text about its lost payloads.
+    """
     if row["closed_wall"] is None:
         return OPEN
     if is_behind(row):
-        return BEHIND if failed is None else f"its aggregation failed: {failed:.300}"
-    return UNMEASURED
+        return BEHIND if error is None else f"its aggregation failed: {error:.300}"
+    return loss or UNMEASURED
 
 
-def _scalars(
-    deps: Dependencies, asked: _Asked, ids: Sequence[int], window: Mapping[str, Any]
-) -> Iterator[Point]:
-    """Yield every step, with the scalar where somebody logged it."""
-    if asked.by not in (None, "rank"):
+# --- scalars --------------------------------------------------------------------------------
+def _scalar_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Point]:
+    """Yield every step, newest first, with the scalar where a rank logged it."""
+    if not requested.has_scalar_slices:
         return
     values = deps.catalogue.scalar_values(
-        ids, asked.metric, by_rank=asked.by == "rank", **window,
-        stage=asked.stage, role=asked.role, rank=asked.rank,
-    )  # fmt: skip
+        requested.attempt_ids,
+        requested.metric,
+        by_rank=requested.by == "rank",
+        **requested.window,
+        stage=requested.stage,
+        role=requested.role,
+        rank=requested.rank,
+    )
     by_step: dict[tuple[int, int], list[Row]] = {}
     for value in values:
         if value["step"] is not None:
             by_step.setdefault((value["attempt_id"], value["step"]), []).append(value)
     if not by_step:
         return
-    for row in deps.catalogue.step_metrics(ids, version=VERSION, **window, numbers=None):
+    for row in deps.catalogue.step_metrics(
+        requested.attempt_ids, version=VERSION, **requested.window, numbers=None
+    ):
         logged = by_step.get((row["attempt_id"], row["step"]), [])
         point = Point(row, {}, None if logged else OPEN if not row["closed_wall"] else NOT_LOGGED)
         for value in logged:
@@ -269,45 +318,50 @@ def _scalars(
         yield point
 
 
-def _mean(row: Row) -> float | str | None:
-    """Return the mean of all values: the non-finite ones count as they do in a sum."""
+def _mean(row: Row) -> Value:
+    """Return the mean of all values, the non-finite ones included as in a sum."""
     if row["nan"] or (row["posinf"] and row["neginf"]):
         return "nan"
     return "inf" if row["posinf"] else "-inf" if row["neginf"] else row["mean"]
 
 
-def _low(row: Row) -> float | str | None:
-    return "nan" if row["nan"] else "-inf" if row["neginf"] else _or(row["low"], "inf")
+def _low(row: Row) -> Value:
+    if row["nan"] or row["neginf"]:
+        return "nan" if row["nan"] else "-inf"
+    return "inf" if row["low"] is None else row["low"]
 
 
-def _high(row: Row) -> float | str | None:
-    return "nan" if row["nan"] else "inf" if row["posinf"] else _or(row["high"], "-inf")
+def _high(row: Row) -> Value:
+    if row["nan"] or row["posinf"]:
+        return "nan" if row["nan"] else "inf"
+    return "-inf" if row["high"] is None else row["high"]
 
 
-def _or(value: float | None, otherwise: str) -> float | str:
-    return otherwise if value is None else value
-
-
-def _columns(points: Sequence[Point], lineage: Lineage, by: By | None, kind: str) -> Row:
+# --- the answer -----------------------------------------------------------------------------
+def _columns(points: Sequence[Point], lineage: Lineage, by: By | None, kind: str) -> JsonObject:
     """Return the answer's columns, one entry a step, and its series."""
     keys = sorted({key for point in points for key in point.values}, key=_key_order)
-    # Where all are of one stage and role, saying it in each name says nothing.
+    # Names leave out a stage or role that all series share.
     same_stage = len({key[0] for key in keys}) <= 1
     same_role = len({key[1] for key in keys}) <= 1
-    found = []
+    columns: list[JsonObject] = []
     for key in keys:
         stage, role, number = key
-        words = [None if same_stage else stage, None if same_role and by != "rank" else role]
-        place = {"stage": stage, "role": role, by or "rank": number}
-        one: Row = {
-            "name": " ".join(str(word) for word in (*words, _numbered(by, number)) if word),
-            **{name: value for name, value in place.items() if value is not None},
+        name = [
+            None if same_stage else stage,
+            None if same_role and by != "rank" else role,
+            _slice_name(by, number),
+        ]
+        identity = {"stage": stage, "role": role, by or "rank": number}
+        column: JsonObject = {
+            "name": " ".join(part for part in name if part),
+            **{field: value for field, value in identity.items() if value is not None},
             "values": [point.values.get(key) for point in points],
         }
         if kind == "scalar":
-            one["low"] = [point.low.get(key) for point in points]
-            one["high"] = [point.high.get(key) for point in points]
-        found.append(one)
+            column["low"] = [point.low.get(key) for point in points]
+            column["high"] = [point.high.get(key) for point in points]
+        columns.append(column)
     rows = [point.row for point in points]
     return {
         "steps": [row["step"] for row in rows],
@@ -320,41 +374,43 @@ def _columns(points: Sequence[Point], lineage: Lineage, by: By | None, kind: str
         "comparable": [row["verdict"] for row in rows],
         "suspects": [row["suspects"] or [] for row in rows],
         "reasons": [point.reason for point in points],
-        "series": found,
+        "series": columns,
     }
 
 
-def _begun_again(deps: Dependencies, points: Sequence[Point]) -> list[list[Row]]:
-    """Return who began each of the steps again, an entry a step."""
-    places = [(int(point.row["attempt_id"]), int(point.row["step"])) for point in points]
-    if not places:
+def _begun_again(deps: Dependencies, points: Sequence[Point]) -> list[list[BegunAgain]]:
+    """Return the ranks that began each of the steps again, an entry a step."""
+    keys = [(int(point.row["attempt_id"]), int(point.row["step"])) for point in points]
+    if not keys:
         return []
-    found = begun_again(
+    repeated = begun_again(
         deps.catalogue,
-        {attempt_id for attempt_id, _ in places},
-        first=places[0][1],
-        last=places[-1][1],
+        {attempt_id for attempt_id, _ in keys},
+        first=keys[0][1],
+        last=keys[-1][1],
     )
-    return [found.get(place, []) for place in places]
+    return [repeated.get(key, []) for key in keys]
 
 
 def _key_order(key: Key) -> tuple[str, str, int]:
     return (key[0] or "", key[1] or "", -1 if key[2] is None else key[2])
 
 
-def _numbered(by: By | None, number: int | None) -> str:
+def _slice_name(by: By | None, number: int | None) -> str:
     if number is None:
         return ""
     return str(number) if by in (None, "rank") else f"{by} {number}"
 
 
-def _newest_metrics(deps: Dependencies, ids: Sequence[int]) -> Mapping[str, Any]:
+# --- names that do not exist ----------------------------------------------------------------
+def _newest_metrics(deps: Dependencies, ids: Sequence[int]) -> Mapping[str, Value]:
     """Return the published numbers of the newest step that has some."""
     rows = deps.catalogue.step_metrics(ids, version=VERSION)
     return next((row["metrics"] for row in rows if row["metrics"]), {})
 
 
-def _is_published(metric: str, newest: Mapping[str, Any]) -> bool:
+def _is_published(metric: str, newest: Mapping[str, Value]) -> bool:
+    """Return whether a name looks like a published metric's, given those of the newest step."""
     family = metric.partition("/")[0]
     return not newest or metric in newest or any(name.startswith(f"{family}/") for name in newest)
 
@@ -364,70 +420,90 @@ def _unlogged(point: Point) -> Point:
     return dataclasses.replace(point, reason=reason)
 
 
-def _check_rank(asked: _Asked, there: Collection[tuple[str | None, int | None]]) -> None:
-    if any(asked.chooses(role, rank) for role, rank in there):
+def _check_rank(
+    requested: SeriesRequest, existing: Collection[tuple[str | None, int | None]]
+) -> None:
+    """Raise NotFound where none of the existing (role, rank) is requested."""
+    if any(requested.matches(role, rank) for role, rank in existing):
         return
-    known = sorted({(str(role), int(rank or 0)) for role, rank in there})
-    wanted = asked.role or "any role"
-    wanted += "" if asked.rank is None else f", rank {asked.rank}"
+    ranks = sorted({(str(role), int(rank or 0)) for role, rank in existing})
+    owner = requested.role or "any role"
+    owner += "" if requested.rank is None else f", rank {requested.rank}"
     raise NotFound(
-        f"there is no {asked.metric} of {wanted}",
-        expected=ranks_text(known) if known else "",
+        f"there is no {requested.metric} of {owner}",
+        expected=ranks_text(ranks) if ranks else "",
     )
 
 
 def _check_name(
-    deps: Dependencies,
-    asked: _Asked,
-    target: Target,
-    ids: Sequence[int],
-    metrics: Mapping[str, Any],
+    deps: Dependencies, requested: SeriesRequest, target: Target, metrics: Mapping[str, Value]
 ) -> Literal["metric", "scalar"]:
-    """Say what was meant where there is no such number; return what it is where it may have been.
+    """Return the kind of a name without values; raise where it cannot have any.
+
+    Args:
+        deps: the catalogue's holder.
+        requested: the name and its slices.
+        target: the run.
+        metrics: of the newest step.
 
     Raises:
         NotFound: no metric of the newest steps and no scalar has that name, or none of the last
-            steps that have it is of the stage, role or rank that was asked for.
+            steps that have it is of the requested stage, role or rank.
         InvalidInput: a scalar by round or staleness.
     """
-    names = deps.catalogue.scalar_names(ids)
-    if asked.metric in names:
-        if asked.by not in (None, "rank"):
-            raise InvalidInput(
-                f"{asked.metric} is a scalar, which has no {asked.by}",
-                expected="by=rank, or no by",
-            )
-        if (last := names[asked.metric]) is None:
-            return "scalar"  # of no step
-        window = {"first": last - _NAMED_STEPS, "last": last}
-        own = list(deps.catalogue.scalar_values(ids, asked.metric, by_rank=True, **window))
-        stages = {str(row["stage"]) for row in own if row["stage"] is not None}
-        if asked.stage is not None and asked.stage not in stages:
-            close = meant(asked.stage, sorted(stages))
-            raise NotFound(
-                f"{asked.metric} is logged in no stage {asked.stage!r:.100}",
-                expected=f"one of {', '.join(sorted(stages))}" if stages else "no stage",
-                advice=f"did you mean {' or '.join(close)}?" if close else "",
-            )
-        _check_rank(asked, {(row["role"], row["rank"]) for row in own})
+    name, ids = requested.metric, requested.attempt_ids
+    scalars = deps.catalogue.scalar_names(ids)
+    if name in scalars:
+        _check_scalar(deps, requested, scalars[name])
         return "scalar"
-    if asked.metric in metrics and (asked.by or asked.role or asked.rank is not None):
+    has_slice = requested.by or requested.role or requested.rank is not None
+    if name in metrics and has_slice:
         rows = deps.catalogue.step_metrics(ids, version=VERSION, numbers="slices")
         blob = next((row["slices"] for row in rows if row["slices"]), None)
         slices = SliceMetrics.from_bytes(blob) if blob else None
-        if slices is not None and asked.metric not in slices.names:
+        if slices is not None and name not in slices.names:
             raise NotFound(
-                f"{asked.metric} is a number of the whole step: there is none by "
-                f"{asked.by or 'rank'}",
+                f"{name} is a number of the whole step: there is none by {requested.by or 'rank'}",
                 expected=f"one of {', '.join(slices.names)}",
             )
         if slices is not None:
-            _check_rank(asked, slices.column("rank", asked.metric))
-    if asked.metric in metrics or not (metrics or names):
+            _check_rank(requested, slices.column("rank", name))
+    if name in metrics or not (metrics or scalars):
         return "metric"
-    close = meant(asked.metric, [*metrics, *names])
+    close = meant(name, [*metrics, *scalars])
     raise NotFound(
-        f"run {target.run} has no metric and no scalar {asked.metric!r:.100}",
+        f"run {target.run} has no metric and no scalar {name!r:.100}",
         advice=(f"did you mean {' or '.join(close)}? " if close else "")
         + "see /steps/latest/metrics and /steps/latest/scalars for the names",
     )
+
+
+def _check_scalar(deps: Dependencies, requested: SeriesRequest, last: int | None) -> None:
+    """Raise where a scalar has no such slice, stage, role or rank.
+
+    Args:
+        deps: the catalogue's holder.
+        requested: the scalar and its slices.
+        last: its newest step; None: it is of no step.
+    """
+    name = requested.metric
+    if not requested.has_scalar_slices:
+        raise InvalidInput(
+            f"{name} is a scalar, which has no {requested.by}", expected="by=rank, or no by"
+        )
+    if last is None:
+        return
+    rows = list(
+        deps.catalogue.scalar_values(
+            requested.attempt_ids, name, by_rank=True, first=last - _STEPS_SEARCHED, last=last
+        )
+    )
+    stages = sorted({str(row["stage"]) for row in rows if row["stage"] is not None})
+    if requested.stage is not None and requested.stage not in stages:
+        close = meant(requested.stage, stages)
+        raise NotFound(
+            f"{name} is logged in no stage {requested.stage!r:.100}",
+            expected=f"one of {', '.join(stages)}" if stages else "no stage",
+            advice=f"did you mean {' or '.join(close)}?" if close else "",
+        )
+    _check_rank(requested, {(row["role"], row["rank"]) for row in rows})

@@ -1,4 +1,4 @@
-"""uvicorn in a thread: the API of a process that has something else to do, such as an actor."""
+"""Runs uvicorn in a thread, for a process that also does other work, such as an actor."""
 
 from __future__ import annotations
 
@@ -11,90 +11,95 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from stagescope.wire.errors import Conflict, InvalidInput, NotReady, StagescopeError
 
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS: Final = 2
-"""How long answers under way (polls above all) may still take when the server stops."""
+"""How long running requests (mostly polls) may still take when the server stops."""
 BACKLOG: Final = 2048
-_LISTENS: Final = "0A"
-"""The state of a listening socket in Linux's table."""
-
-
+_LISTENING: Final = "0A"
+"""The state of a listening socket in Linux's /proc/net/tcp."""
 HEADER_SECONDS: Final = 10.0
 UNREAD_SECONDS: Final = 60
-"""A connection whose peer acknowledges nothing of an answer for so long is closed."""
+"""A connection whose peer acknowledges no bytes of an answer for so long is closed."""
 
 
 class _Protocol(H11Protocol):
-    """HTTP without an access log (a URL may hold a secret), and with a deadline for each head.
+    """HTTP/1.1 without an access log (a URL may hold a secret), with a deadline for each head.
 
-    uvicorn's own time limit begins after the first answer and ends with each byte, so that a
-    connection that sends half of a head, or nothing, would stay for ever.
+    uvicorn's own timeout starts after the first answer and is reset by each byte, so that a
+    connection which sends half of a head, or nothing, would stay open for ever.
     """
 
     header_seconds = HEADER_SECONDS
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
         self.access_log = False
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin the deadline, and let the kernel end a connection that nobody reads."""
+        """Start the deadline, and let the kernel close a connection whose peer reads nothing."""
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            with contextlib.suppress(OSError):  # a connection that has gone already
+            with contextlib.suppress(OSError):  # the connection is closed already
                 connection.setsockopt(
                     socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000
                 )
-        self._watch()
+        self._update_deadline()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in; a request under way has limits of its own."""
+        """Process bytes; a running request has its own limits."""
         super().data_received(data)
-        self._watch()
+        self._update_deadline()
 
     def on_response_complete(self) -> None:
-        """Go on with the next request of the connection, which may have arrived already."""
+        """Continue with the next request of the connection, which may have arrived already."""
         super().on_response_complete()
         if self._is_answering():
-            self._unwatch()
+            self._cancel_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadline."""
-        self._unwatch()
+        """Cancel the deadline."""
+        self._cancel_deadline()
         super().connection_lost(exc)
 
     def _is_answering(self) -> bool:
-        # uvicorn declares it to be there always: before the first request it is None.
+        # uvicorn declares it as always set: before the first request it is None.
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.response_complete
 
-    def _watch(self) -> None:
+    def _update_deadline(self) -> None:
+        """Have a deadline while a head is expected, and none during a request."""
         if self._is_answering():
-            self._unwatch()
+            self._cancel_deadline()
         elif self._deadline is None and not self.transport.is_closing():
             self._deadline = self.loop.call_later(self.header_seconds, self.transport.abort)
 
-    def _unwatch(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
 
 class ApiServer:
-    """Serves one app on one address; `start` and `stop` may be called again and from any thread.
+    """Serves one app on one address; `start` and `stop` may be called repeatedly, in any thread.
 
     Usage:
         >>> server = ApiServer(app, host="127.0.0.1", port=8700)
@@ -114,7 +119,7 @@ class ApiServer:
         self.app = app
         self._protocol = type("_Protocol", (_Protocol,), {"header_seconds": header_seconds})
         self.host = host
-        self._asked_port = port
+        self._requested_port = port
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._server: uvicorn.Server | None = None
@@ -128,8 +133,8 @@ class ApiServer:
 
     @property
     def port(self) -> int:
-        """The port that is bound; the one that was asked for while none is."""
-        return self._asked_port if self._socket is None else int(self._socket.getsockname()[1])
+        """The bound port; the requested one while none is bound."""
+        return self._requested_port if self._socket is None else int(self._socket.getsockname()[1])
 
     @property
     def url(self) -> str:
@@ -140,29 +145,29 @@ class ApiServer:
         return f"http://{name}:{self.port}"
 
     def start(self, *, wait_for_port: float = 0.0, timeout: float = 15.0) -> None:
-        """Bind and serve; on a running server nothing.
+        """Bind and serve; does nothing on a running server.
 
         Args:
-            wait_for_port: seconds to wait for a port that another process still holds (the one
-                that this one replaces).
-            timeout: seconds until the server must have begun.
+            wait_for_port: seconds to wait for a port that another process still holds, such as
+                the predecessor of this one.
+            timeout: seconds until the server must have started.
 
         Raises:
             Conflict: the port is taken.
             InvalidInput: the address is not one of this host.
-            NotReady: the server did not begin in time.
+            NotReady: the server did not start in time.
         """
         with self._lock:
             if self.running:
                 return
             self._stop(timeout=1.0)
-            self._socket = _bind_patiently(self.host, self._asked_port, wait_for_port)
+            self._socket = _bind_with_retries(self.host, self._requested_port, wait_for_port)
             config = uvicorn.Config(
                 self.app,
                 http=self._protocol,
                 lifespan="off",
                 ws="none",
-                log_config=None,  # the process's own logging stands
+                log_config=None,  # keep the process's own logging
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
@@ -178,7 +183,7 @@ class ApiServer:
         log.info("The API answers at %s", self.url)
 
     def stop(self, *, timeout: float = 10.0) -> None:
-        """Finish what is under way, for a short while, and let go of the port."""
+        """Let running requests finish within `GRACE_SECONDS`, and release the port."""
         with self._lock:
             self._stop(timeout)
 
@@ -190,7 +195,7 @@ class ApiServer:
             if not self._thread.is_alive() or time.monotonic() > deadline:
                 self._stop(timeout=1.0)
                 raise NotReady(
-                    f"the API did not begin to serve {self.host}:{self._asked_port}",
+                    f"the API did not begin to serve {self.host}:{self._requested_port}",
                     advice="the log says why",
                 )
             self._thread.join(0.005)
@@ -209,9 +214,9 @@ class ApiServer:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as the system lets it: each connection is one.
+    """Raise this process's limit of open files to the system's: each connection is a file.
 
-    Where none is left, no connection can be accepted, and asyncio logs a traceback a second.
+    At the limit no connection can be accepted, and asyncio logs a traceback a second.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -219,8 +224,8 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _bind_patiently(host: str, port: int, patience: float) -> socket.socket:
-    deadline = time.monotonic() + patience
+def _bind_with_retries(host: str, port: int, timeout: float) -> socket.socket:
+    deadline = time.monotonic() + timeout
     pause = threading.Event()
     while True:
         try:
@@ -238,13 +243,13 @@ def bind(host: str, port: int) -> socket.socket:
         Conflict: the port is taken, or needs rights that this user lacks.
         InvalidInput: the address is not one of this host.
     """
-    with _explained(host, port):
+    try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listening = socket.socket(family, kind, protocol)
         try:
-            # A port whose last owner was killed is ours at once; a living owner still refuses.
+            # Take over the port of a killed owner at once; that of a living one stays taken.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
             listening.listen(BACKLOG)
@@ -252,46 +257,41 @@ def bind(host: str, port: int) -> socket.socket:
         except BaseException:
             listening.close()
             raise
-        return listening
+    except OSError as error:
+        raise _bind_error(error, host, port) from error
+    return listening
 
 
 def holder_of(port: int) -> str | None:
-    """Say which process listens on a port of this host, None where that cannot be known.
+    """Return which process listens on a port of this host; None where that is unknown.
 
-    Linux tells it of processes of the same user alone.
+    Linux shows it for processes of the same user only.
     """
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
                     inodes.add(f"socket:[{fields[9]}]")
     for process in Path("/proc").glob("[0-9]*") if inodes else ():
-        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-            if any(os.readlink(held) in inodes for held in (process / "fd").iterdir()):
-                words = (process / "cmdline").read_bytes().replace(b"\0", b" ")
-                command = words.decode("utf-8", "replace").strip()[:200]
+        with contextlib.suppress(OSError):  # another user's, or ended in between
+            if any(os.readlink(file) in inodes for file in (process / "fd").iterdir()):
+                arguments = (process / "cmdline").read_bytes().replace(b"\0", b" ")
+                command = arguments.decode("utf-8", "replace").strip()[:200]
                 return f"pid {process.name} ({command or 'no command line'})"
     return None
 
 
-@contextlib.contextmanager
-def _explained(host: str, port: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _explanation(error, host, port) from error
-
-
-def _explanation(error: OSError, host: str, port: int) -> StagescopeError:
+def _bind_error(error: OSError, host: str, port: int) -> StagescopeError:
+    """Return the error that explains why an address cannot be bound."""
     if error.errno == errno.EADDRINUSE:
         holder = holder_of(port)
-        ours = holder is not None and "ApiServer" in holder
-        end = "`STAGESCOPE_HOME=... stagescope stop` of its home ends it" if ours else "stop it"
+        is_ours = holder is not None and "ApiServer" in holder
+        end = "`STAGESCOPE_HOME=... stagescope stop` of its home ends it" if is_ours else "stop it"
         return Conflict(
             f"port {port} of {host} is taken by {holder or 'another process'}"
-            + (", another home's stagescope" if ours else ""),
+            + (", another home's stagescope" if is_ours else ""),
             expected="a free port",
             advice=f"{end}, or choose another with --port or STAGESCOPE_PORT (0 = any free one)",
         )

@@ -1,12 +1,13 @@
-"""What the catalogue holds of an attempt, as `engine.stuck` judges it."""
+"""Finds the stuck ranks of a step: the catalogue's rows, judged by `core.hang_detection`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Final, NamedTuple
 
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.api.completeness import ALL_ROWS, began, ended
+from stagescope_service.core import hang_detection
 from stagescope_service.core.hang_detection import (
     GONE,
     LIVE,
@@ -18,7 +19,6 @@ from stagescope_service.core.hang_detection import (
     Limit,
     Place,
     RankPosition,
-    Role,
     StageTiming,
     Stuck,
     StuckRules,
@@ -26,100 +26,150 @@ from stagescope_service.core.hang_detection import (
     judge,
 )
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Row
 
-Row = dict[str, Any]
+_OPEN_STEPS: Final = 64
+"""Steps before the requested one that are searched for open ones."""
+_OVER: Final = frozenset({"ok", "failed"})
+"""States of a stage that has ended."""
 
-_OPEN_STEPS = 64
+RoleRank = tuple[str, int]
+Timings = Mapping[Place, StageTiming]
+
+
+class _RoleRows(NamedTuple):
+    """The rows of a role of an attempt."""
+
+    role: str
+    processes: Mapping[int, Row]
+    """The newest of each rank."""
+    stages: list[Row]
+    """Of the open steps."""
+    timings: Timings
+    """Of the open and the closed steps."""
 
 
 def stuck_rows(
     catalogue: Catalogue, attempt_id: int, step: int, now: float, rules: StuckRules
 ) -> list[Row]:
-    """Return who is stuck in a step, or in one before it that is open, as rows of an answer."""
-    listed = catalogue.steps(attempt_id, before=step + 1, limit=_OPEN_STEPS)
-    processes = _newest(catalogue.processes(attempt_id))
-    silent = _silent_rows(catalogue, attempt_id, step, processes, now)
-    open_steps = [row["step"] for row in listed if row["closed_wall"] is None]
+    """Return the ranks that are stuck in a step, or in an open step before it.
+
+    Args:
+        catalogue: the store's reading side.
+        attempt_id: the attempt's key in the catalogue.
+        step: the trainer's step.
+        now: Unix seconds.
+        rules: decide when a rank is stuck.
+
+    Returns:
+        Rows of an answer, see `models.steps.StuckRow`: first the ranks that do not respond.
+    """
+    steps = catalogue.steps(attempt_id, before=step + 1, limit=_OPEN_STEPS)
+    processes = _newest_processes(catalogue.processes(attempt_id))
+    unresponsive = _unresponsive_rows(catalogue, attempt_id, step, processes, now)
+    open_steps = [row["step"] for row in steps if row["closed_wall"] is None]
     if step not in open_steps:
-        return silent
-    closed = [row for row in listed if row["closed_wall"] is not None][:STEPS_REMEMBERED]
+        return unresponsive
+    closed = [row for row in steps if row["closed_wall"] is not None][:STEPS_REMEMBERED]
     numbers = [*open_steps, *(row["step"] for row in closed)]
-    timings = _paces(catalogue.timings(attempt_id, numbers))
-    # A stage that began between the two questions is one that the first did not hear of yet.
-    rows = [
+    timings = _timings(catalogue.timings(attempt_id, numbers))
+    # A stage that began between the two queries has no timing yet.
+    stages = [
         row
         for row in catalogue.stages(attempt_id, open_steps, limit=ALL_ROWS)
-        if row["begin_wall"] is None or (row["role"], _place(row)) in timings
+        if row["begin_wall"] is None or (row["role"], _location(row)) in timings
     ]
-    unheard = {(row["role"], row["rank"]) for row in silent}
-    found: list[Row] = []
-    for role, ranks in processes.items():
-        own = {place: timing for (its, place), timing in timings.items() if its == role}
-        its_rows = [row for row in rows if row["role"] == role]
-        view = _role(role, ranks, its_rows, own, closed, step, unheard)
-        found += [
-            stuck_row(role, stuck, len(view.standings), ranks.get(stuck.rank))
-            for stuck in judge(view, now, rules)
-            if (role, stuck.rank) not in unheard
+    silent = {(row["role"], row["rank"]) for row in unresponsive}
+    rows: list[Row] = []
+    for name, ranks in processes.items():
+        role = _role(
+            _RoleRows(
+                name,
+                ranks,
+                [row for row in stages if row["role"] == name],
+                {location: timing for (its, location), timing in timings.items() if its == name},
+            ),
+            closed,
+            step,
+            silent,
+        )
+        rows += [
+            stuck_row(name, stuck, len(role.standings), ranks.get(stuck.rank))
+            for stuck in judge(role, now, rules)
+            if (name, stuck.rank) not in silent
         ]
-    return [*silent, *sorted(found, key=lambda row: (row["step"], row["role"], row["rank"]))]
+    return [*unresponsive, *sorted(rows, key=lambda row: (row["step"], row["role"], row["rank"]))]
 
 
-def _silent_rows(
+def _unresponsive_rows(
     catalogue: Catalogue,
     attempt_id: int,
     step: int,
     processes: Mapping[str, Mapping[int, Row]],
     now: float,
 ) -> list[Row]:
-    """Return the ranks whose processes do not answer, as the coordinator found; longest first.
+    """Return the ranks whose processes do not respond, from the coordinator's findings.
 
-    They hold up the newest step, whichever one they were in.
+    They hold up the newest step, whichever step they were in; the longest silent are first.
     """
     if catalogue.steps(attempt_id, before=step + 2, limit=1)[0]["step"] != step:
         return []
     every = [row for ranks in processes.values() for row in ranks.values()]
     if all(row["lapsed_wall"] is not None for row in every):
-        return []  # what a lost job left is lost, not stuck
-    by_name = {row["incarnation"]: row for row in every}
-    found: list[Row] = []
-    for noticed in catalogue.findings(attempt_id=attempt_id, kind=UNRESPONSIVE_KIND):
-        said = noticed["evidence"] or {}
-        process = by_name.get(str(said.get("incarnation")))
-        if noticed["over_wall"] is not None or process is None:
+        return []  # the job is lost, not stuck
+    by_incarnation = {row["incarnation"]: row for row in every}
+    rows: list[Row] = []
+    for finding in catalogue.findings(attempt_id=attempt_id, kind=UNRESPONSIVE_KIND):
+        evidence = finding["evidence"] or {}
+        process = by_incarnation.get(str(evidence.get("incarnation")))
+        if finding["over_wall"] is not None or process is None:
             continue
-        since = float(said["since_wall"])
+        since = float(evidence["since_wall"])
+        begun, ended = _ranks_in_stage(catalogue, attempt_id, finding)
         stuck = Stuck(
             process["rank"],
-            Place(noticed["step"], noticed["stage"] or "", _part(said.get("part"))),
-            str(said["status"]),
+            Place(finding["step"], finding["stage"] or "", _parse_part(evidence.get("part"))),
+            str(evidence["status"]),
             SILENT if process["lapsed_wall"] is None else GONE,
             since,
             max(now - since, 0.0),
-            Limit(float(said["limit_seconds"]), None, 0),
-            *_members(catalogue, attempt_id, noticed),
+            Limit(float(evidence["limit_seconds"]), None, 0),
+            begun,
+            ended,
             False,
         )
         ranks = max(process["world_size"] or 0, len(processes[process["role"]]))
-        found.append(stuck_row(process["role"], stuck, ranks, process))
-    return sorted(found, key=lambda row: (row["since_wall"], row["role"], row["rank"]))
+        rows.append(stuck_row(process["role"], stuck, ranks, process))
+    return sorted(rows, key=lambda row: (row["since_wall"], row["role"], row["rank"]))
 
 
-def _part(text: str | None) -> Part:
+def _parse_part(text: str | None) -> Part:
     return Part() if text is None else Part(*map(int, text.split(".")))
 
 
-def _members(catalogue: Catalogue, attempt_id: int, noticed: Row) -> tuple[int, int]:
+def _ranks_in_stage(catalogue: Catalogue, attempt_id: int, finding: Row) -> tuple[int, int]:
     """Return how many ranks began, and ended, the stage that a finding names."""
-    place = {name: noticed[name] for name in ("step", "stage", "role")}
-    rows = catalogue.stages(attempt_id, **place, limit=ALL_ROWS)
-    done = {row["rank"] for row in rows if row["status"] in ("ok", "failed")}
-    return len({row["rank"] for row in rows}), len(done)
+    rows = catalogue.stages(
+        attempt_id,
+        finding["step"],
+        stage=finding["stage"],
+        role=finding["role"],
+        limit=ALL_ROWS,
+    )
+    ended = {row["rank"] for row in rows if row["status"] in _OVER}
+    return len({row["rank"] for row in rows}), len(ended)
 
 
 def stuck_row(role: str, stuck: Stuck, ranks: int, process: Row | None) -> Row:
-    """Return a rank that is stuck, with what it was judged by and where it ran."""
-    where = process or {}
+    """Return a stuck rank, with the limits that it exceeded and where it ran.
+
+    Args:
+        role: of the rank.
+        stuck: the verdict.
+        ranks: how many the role has.
+        process: of the rank; None: it never had one.
+    """
+    node = process or {}
     return {
         "step": stuck.place.step,
         "stage": stuck.place.stage,
@@ -137,84 +187,88 @@ def stuck_row(role: str, stuck: Stuck, ranks: int, process: Row | None) -> Row:
         "ranks_ended": stuck.ended,
         "whole_role": stuck.whole_role,
         "since_wall": stuck.since,
-        "host": where.get("host"),
-        "pid": where.get("pid"),
-        "node_id": where.get("node_id"),
+        "host": node.get("host"),
+        "pid": node.get("pid"),
+        "node_id": node.get("node_id"),
     }
 
 
-def _place(row: Mapping[str, Any]) -> Place:
+def _location(row: Row) -> Place:
     return Place(row["step"], row["stage"] or "", Part(*(row[name] or 0 for name in PART_FIELDS)))
 
 
-def _paces(rows: Iterable[Row]) -> dict[tuple[str, Place], StageTiming]:
-    found: dict[tuple[str, Place], StageTiming] = {}
+def _timings(rows: Iterable[Row]) -> dict[tuple[str, Place], StageTiming]:
+    """Return the timing of each part of a stage, by role and location."""
+    timings: dict[tuple[str, Place], StageTiming] = {}
     for row in rows:
-        place = _place(row)
-        timing = found.setdefault((row["role"], place), StageTiming(place))
+        location = _location(row)
+        timing = timings.setdefault((row["role"], location), StageTiming(location))
         if row["first"] is not None:
             timing.begun(row["first"])
             timing.begun(row["last"])
         if row["longest"] is not None:
             timing.took(row["longest"])
-    return found
+    return timings
 
 
-def _newest(processes: Iterable[Row]) -> dict[str, dict[int, Row]]:
-    """Return role -> rank -> its newest process, those that took leave apart."""
-    found: dict[str, dict[int, Row]] = {}
+def _newest_processes(processes: Iterable[Row]) -> dict[str, dict[int, Row]]:
+    """Return role -> rank -> its newest process; ranks that finished are left out."""
+    newest: dict[str, dict[int, Row]] = {}
     for row in processes:  # in the order in which they began
         if row["finished_wall"] is None:
-            found.setdefault(row["role"], {})[row["rank"]] = row
+            newest.setdefault(row["role"], {})[row["rank"]] = row
         else:
-            found.setdefault(row["role"], {}).pop(row["rank"], None)
-    return {role: ranks for role, ranks in found.items() if ranks}
+            newest.setdefault(row["role"], {}).pop(row["rank"], None)
+    return {role: ranks for role, ranks in newest.items() if ranks}
 
 
 def _role(
-    role: str,
-    processes: Mapping[int, Row],
-    rows: list[Row],
-    timings: Mapping[Place, StageTiming],
-    closed: list[Row],
-    newest: int,
-    unheard: Collection[tuple[str, int]],
-) -> Role:
-    open_steps = {row["step"] for row in rows}
-    at_open = {place: timing for place, timing in timings.items() if place.step in open_steps}
-    # A step that all but a few have left says as much of how long its stages take.
-    left = {place.step for place in timings} - {newest}
+    rows: _RoleRows, closed: list[Row], newest: int, silent: Collection[RoleRank]
+) -> hang_detection.Role:
+    """Return a role as `hang_detection.judge` takes it.
+
+    Args:
+        rows: of the role.
+        closed: steps whose durations make the history.
+        newest: the requested step.
+        silent: ranks that do not respond.
+    """
+    open_steps = {row["step"] for row in rows.stages}
+    at_open = {
+        location: timing for location, timing in rows.timings.items() if location.step in open_steps
+    }
+    # An open step that most ranks have left tells durations as well as a closed one.
+    earlier_steps = {location.step for location in rows.timings} - {newest}
     earlier = [
-        {place: timing for place, timing in timings.items() if place.step == step} for step in left
+        {location: timing for location, timing in rows.timings.items() if location.step == step}
+        for step in earlier_steps
     ]
-    histories = history(earlier, _participants(role, reversed(closed)))
-    own: dict[int, list[Row]] = {}
-    members: dict[Place, dict[int, list[str]]] = {}
-    for row in rows:
-        own.setdefault(row["rank"], []).append(row)
-        members.setdefault(_place(row), {}).setdefault(row["rank"], []).append(row["status"])
-    size = max((row["world_size"] or 0 for row in processes.values()), default=0)
-    standings = dict.fromkeys(range(size), RankPosition(UNHEARD))
-    for rank, process in processes.items():
-        silent = (role, rank) in unheard
-        standings[rank] = _standing(process, own.get(rank, []), at_open, silent)
-
-    def ended_by(place: Place) -> Collection[int]:
-        found = members.get(place, {})
-        return {rank for rank, states in found.items() if {"ok", "failed"} & {*states}}
-
-    return Role(
-        standings,
+    histories = history(earlier, _participants(rows.role, reversed(closed)))
+    by_rank: dict[int, list[Row]] = {}
+    begun: dict[Place, set[int]] = {}
+    ended: dict[Place, set[int]] = {}
+    for row in rows.stages:
+        by_rank.setdefault(row["rank"], []).append(row)
+        begun.setdefault(_location(row), set()).add(row["rank"])
+        if row["status"] in _OVER:
+            ended.setdefault(_location(row), set()).add(row["rank"])
+    size = max((row["world_size"] or 0 for row in rows.processes.values()), default=0)
+    positions = dict.fromkeys(range(size), RankPosition(UNHEARD))
+    for rank, process in rows.processes.items():
+        is_silent = (rows.role, rank) in silent
+        positions[rank] = _position(process, by_rank.get(rank, []), at_open, is_silent)
+    return hang_detection.Role(
+        positions,
         at_open,
-        begun=lambda place: members.get(place, {}).keys(),
-        ended=ended_by,
+        begun=lambda location: begun.get(location, set()),
+        ended=lambda location: ended.get(location, set()),
         history=lambda stage: histories.get(stage, History()),
     )
 
 
 def _participants(role: str, steps: Iterable[Row]) -> dict[str, set[int]]:
-    """Return stage -> who began it when it was done last, after the verdicts of closed steps."""
-    found: dict[str, set[int]] = {}
+    """Return stage -> the ranks that began it in the last closed step that has it."""
+    participants: dict[str, set[int]] = {}
     for step in steps:
         absent = {
             (item["stage"], item["rank"])
@@ -222,24 +276,24 @@ def _participants(role: str, steps: Iterable[Row]) -> dict[str, set[int]]:
             if item["role"] == role and item["status"] == "not begun"
         }
         for stage, ranks in ((step["expected"] or {}).get(role) or {}).items():
-            found[stage] = {rank for rank in ranks if (stage, rank) not in absent}
-    return found
+            participants[stage] = {rank for rank in ranks if (stage, rank) not in absent}
+    return participants
 
 
-def _standing(
-    process: Row, rows: list[Row], timings: Mapping[Place, StageTiming], silent: bool
-) -> RankPosition:
-    times = [at for row in rows for at in (began(row), ended(row)) if at is not None]
-    said = max(times, default=None)
+def _position(process: Row, stages: list[Row], timings: Timings, silent: bool) -> RankPosition:
+    """Return where a rank is, after its stages of the open steps."""
+    times = [time for row in stages for time in (began(row), ended(row)) if time is not None]
+    last_time = max(times, default=None)
     status = GONE if process["lapsed_wall"] is not None else SILENT if silent else LIVE
-    begun = [row for row in rows if row["begin_wall"] is not None]
+    begun = [row for row in stages if row["begin_wall"] is not None]
     begun.sort(key=lambda row: began(row) or 0.0)
     if not begun:
-        return RankPosition(status, said)
+        return RankPosition(status, last_time)
     latest = begun[-1]
-    left = [
-        _place(row)
+    inside = [
+        _location(row)
         for row in begun
         if row["status"] in ("open", "unfinished", None) and row["step"] == latest["step"]
     ]
-    return RankPosition(status, said, left[-1] if left else None, timings[_place(latest)].first)
+    first = timings[_location(latest)].first
+    return RankPosition(status, last_time, inside[-1] if inside else None, first)

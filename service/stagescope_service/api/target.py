@@ -1,4 +1,4 @@
-"""Which run, attempt and step a question is about, and what was there to ask for instead."""
+"""Finds the run, attempt and step that a request names; errors name what exists instead."""
 
 from __future__ import annotations
 
@@ -6,29 +6,39 @@ import dataclasses
 import difflib
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final, TypedDict
 
 from stagescope.wire.errors import NotFound
 from stagescope.wire.schema import check_run_name
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.core.registry import base_key, given_key
 from stagescope_service.store.catalogue import Catalogue
-
-Row = dict[str, Any]
+from stagescope_service.store.contract import Row
 
 _LIVE_SECONDS: Final = 0.5
-"""How long `also_live` may be old: it counts over every process of every run."""
+"""Greatest age of `also_live`: its query counts over every process of every run."""
 _NAMED: Final = 8
-"""How many of what there is an error names."""
+"""Most runs, attempts or steps that an error lists."""
+
+
+class LiveRun(TypedDict):
+    """The newest attempt of a run that is live."""
+
+    run: str
+    attempt: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """An attempt of a run, and where asked one step of it."""
+    """An attempt of a run, and one step of it where the request names one."""
 
     attempt: Row
-    also_live: list[Row]
+    """Of `attempts`."""
+    also_live: list[LiveRun]
     step: Row | None = None
+    """Of `Catalogue.steps`."""
     superseded_by: int | None = None
+    """Number of the newest attempt that repeats the step."""
 
     @property
     def run(self) -> str:
@@ -45,27 +55,39 @@ class Target:
         """The attempt's number in its run."""
         return int(self.attempt["number"])
 
-    def heading(self) -> dict[str, Any]:
-        """Return what every answer begins with."""
-        said: dict[str, Any] = {"run": self.run, "attempt": self.number}
+    @property
+    def step_row(self) -> Row:
+        """The row of the step; only of a target that names one."""
+        assert self.step is not None
+        return self.step
+
+    @property
+    def step_number(self) -> int:
+        """The trainer's step; only of a target that names one."""
+        return int(self.step_row["step"])
+
+    def heading(self) -> JsonObject:
+        """Return the fields that every answer begins with."""
+        fields: JsonObject = {"run": self.run, "attempt": self.number}
         if self.step is not None:
-            said["step"] = self.step["step"]
-            said["superseded_by"] = self.superseded_by
-        return {**said, "also_live": self.also_live}
+            fields["step"] = self.step_number
+            fields["superseded_by"] = self.superseded_by
+        return {**fields, "also_live": self.also_live}
 
 
 class Finder:
-    """Finds targets in the catalogue; `run` None is the run whose training stage began last."""
+    """Finds targets in the catalogue; `run` None means the run whose training stage began last."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._live: tuple[float, list[Row]] | None = None
+        self._live: tuple[float, list[LiveRun]] | None = None
+        """Monotonic seconds of the query, and its answer."""
 
     def attempt(self, run: str | None, number: int | None = None) -> Target:
         """Return an attempt, the run's newest where `number` is None.
 
         Raises:
-            NotFound: no such run or attempt, with those that there are.
+            NotFound: no such run or attempt; names those that exist.
         """
         name = self._run(run)
         found = self._catalogue.find_attempt(name, number)
@@ -76,12 +98,16 @@ class Finder:
     def step(
         self, run: str | None, number: int | None, step: int | None, *, key: str | None = None
     ) -> Target:
-        """Return a step; of the newest attempt that has it where `number` is None.
+        """Return a step, of the newest attempt that has it where `number` is None.
 
-        With `key` only the attempts of that attempt key are looked at.
+        Args:
+            run: the run's name.
+            number: the attempt's number.
+            step: the trainer's step; None: the newest.
+            key: search only the attempts of this attempt key.
 
         Raises:
-            NotFound: no such run, attempt or step, with those that there are.
+            NotFound: no such run, attempt or step; names those that exist.
         """
         name = self._run(run)
         attempt, row = self._attempt_with(name, number, step, key)
@@ -123,7 +149,7 @@ class Finder:
             candidates = catalogue.attempts(run)
         for attempt in candidates:
             attempt_id = attempt["attempt_id"]
-            # A step is found by its key; the latest is the first of the list, newest first.
+            # Steps are listed newest first, so that one row is enough.
             before = None if step is None else step + 1
             newest = catalogue.steps(attempt_id, before=before, limit=1)
             if newest and (step is None or newest[0]["step"] == step):
@@ -131,14 +157,14 @@ class Finder:
         raise self._no_step(run, number, step)
 
     def _of_key(self, run: str, number: int | None, key: str) -> list[Row]:
-        """Return the attempts of a key, newest first: several where its ranks were made anew."""
-        wanted = given_key(key)
-        of_key = [row for row in self._catalogue.attempts(run) if base_key(row["key"]) == wanted]
-        found = [row for row in of_key if number in (None, row["number"])]
-        if found:
-            return found
-        if of_key:
-            numbers = sorted(int(row["number"]) for row in of_key)
+        """Return the attempts of a key, newest first: several where its ranks were recreated."""
+        base = given_key(key)
+        with_key = [row for row in self._catalogue.attempts(run) if base_key(row["key"]) == base]
+        matching = [row for row in with_key if number in (None, row["number"])]
+        if matching:
+            return matching
+        if with_key:
+            numbers = sorted(int(row["number"]) for row in with_key)
             raise NotFound(
                 f"attempt {number} of run {run} has another key than {key!r:.100}",
                 expected=_one_of(numbers, number or 0),
@@ -147,13 +173,13 @@ class Finder:
             f"run {run} has no attempt of key {key!r:.100}", advice=f"see /runs/{run}/attempts"
         )
 
-    def _also_live(self, run: str) -> list[Row]:
-        known = self._live
-        if known is None or time.monotonic() - known[0] > _LIVE_SECONDS:
+    def _also_live(self, run: str) -> list[LiveRun]:
+        cached = self._live
+        if cached is None or time.monotonic() - cached[0] > _LIVE_SECONDS:
             rows = self._catalogue.live_runs()
-            found = [{"run": row["run"], "attempt": row["attempt"]} for row in rows]
-            known = self._live = (time.monotonic(), found)
-        return [row for row in known[1] if row["run"] != run]
+            runs: list[LiveRun] = [{"run": row["run"], "attempt": row["attempt"]} for row in rows]
+            cached = self._live = (time.monotonic(), runs)
+        return [each for each in cached[1] if each["run"] != run]
 
     def _no_run(self, run: str) -> NotFound:
         names = [str(row["run"]) for row in self._catalogue.runs(limit=200)]
@@ -167,22 +193,27 @@ class Finder:
         return NotFound(wrong, expected=_one_of(numbers, number or 0) if numbers else "")
 
     def _no_step(self, run: str, number: int | None, step: int | None) -> NotFound:
-        found = self._catalogue.steps(run=run)
+        rows = self._catalogue.steps(run=run)
         if number is not None:
-            found = [row for row in found if row["attempt"] == number]
-        there = sorted({int(row["step"]) for row in found})
-        where = f"run {run}" if number is None else f"attempt {number} of run {run}"
-        wrong = f"{where} has no step {'yet' if step is None else step}"
-        if not there:
-            return NotFound(wrong, advice="a step is there once a rank began a stage in it")
-        return NotFound(wrong, expected=_one_of(there, step or 0), advice="see /steps")
+            rows = [row for row in rows if row["attempt"] == number]
+        steps = sorted({int(row["step"]) for row in rows})
+        owner = f"run {run}" if number is None else f"attempt {number} of run {run}"
+        wrong = f"{owner} has no step {'yet' if step is None else step}"
+        if not steps:
+            return NotFound(wrong, advice="a step exists once a rank began a stage in it")
+        return NotFound(wrong, expected=_one_of(steps, step or 0), advice="see /steps")
 
 
 def superseded_by(step: Row, number: int, attempts: Sequence[Row]) -> int | None:
-    """Return the number of the newest attempt that did (or will do) this step again, or None.
+    """Return the number of the newest attempt that repeats this step, or None.
 
-    An attempt that resumed before the step throws away what the step had made, also while it has
-    not come as far again.
+    An attempt that resumed before the step discards its result, even before it has reached the
+    step again.
+
+    Args:
+        step: a row of `Catalogue.steps`.
+        number: of the attempt that the row belongs to.
+        attempts: rows of all attempts of the run.
     """
     if step.get("superseded_by") is not None:
         return int(step["superseded_by"])

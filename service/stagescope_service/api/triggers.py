@@ -1,20 +1,22 @@
-"""Routes about triggers: the rules in force, what fired, budgets, dry runs, pins."""
+"""Routes about triggers: the rules in force, firings, budgets and dry runs."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request
 
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.dependencies import Dependencies, Deps, Row, Run, StepTarget
-from stagescope_service.api.groups import Only, only_of
-from stagescope_service.api.models import steps as step_models
+from stagescope_service.api.dependencies import Dependencies, Deps, Run
+from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.groups import Only, ScopeFilter, only_filter
 from stagescope_service.api.models import triggers as models
+from stagescope_service.api.models.bodies import REPLAYED_STEPS, DryRunRequest, RulesRequest
 from stagescope_service.api.problems import check_ready
-from stagescope_service.api.requests import Answer, PageOf, read_json
+from stagescope_service.api.requests import Answer, PageOf, read_body
+from stagescope_service.store.contract import Row
 from stagescope_service.triggers.replay import Fired, replay
 from stagescope_service.triggers.rules import Rules, defaults, defaults_text, read_yaml
 from stagescope_service.triggers.series import shown
@@ -22,72 +24,53 @@ from stagescope_service.triggers.spending import spent
 
 router = APIRouter(tags=["triggers"])
 
-MOST_STEPS: Final = 20_000
-_STEPS: Final = 1000
-_RUNS: Final = 200
-_FIRINGS: Final = 10_000
-_DOCUMENT: Final = ("rules", "runs", "yaml")
-
-_FIELDS: Final[dict[str, Any]] = {
-    "rules": {"type": "array", "items": {"type": "object"}},
-    "runs": {"type": "object", "description": "Run or pattern -> {capture: auto, budget}."},
-    "yaml": {"type": "string", "description": "The document as YAML, instead of rules and runs."},
-}
-_TEST_FIELDS: Final[dict[str, Any]] = {
-    "run": {"type": "string"},
-    "steps": {"type": "integer", "minimum": 1, "maximum": MOST_STEPS, "default": _STEPS},
-}
-
-
-def _body(properties: dict[str, Any], *, required: bool) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    return {"required": required, "content": {"application/json": {"schema": schema}}}
+_MAX_RUNS: Final = 200
+_MAX_FIRINGS: Final = 10_000
+_FIRING_COLUMNS: Final = (
+    "step", "rule", "stage", "role", "rank", "round", "message", "wall", "revision", "actions",
+    "withdrawn_wall",
+)  # fmt: skip
 
 
 @router.get("/triggers", response_model=models.Triggers)
 def triggers(deps: Deps, run: Run = None) -> Answer:
     """Return the rules in force, when each fired last, and the budgets of captures.
 
-    With `run`, only what fired in that run. `budgets` names every run that may be captured unasked:
-    what it may spend, what it spent, and `refusal`, why no more (null: there is room). `pinned` are
-    steps whose payloads stay in the rings. Webhooks are shown by their hosts alone.
+    With `run`, only firings in that run. `budgets` lists every run that triggers may capture: what
+    it may spend, what it spent, and in `refusal` why it may spend no more (null: it may).
+    `pinned` are steps whose payloads stay in the rings. Of webhooks only the hosts are shown.
     """
-    rules, about = _in_force(deps)
-    fired = [
+    rules, origin = _rules_in_force(deps)
+    firings = [
         row
-        for row in deps.catalogue.firings(run=run, limit=_FIRINGS)
+        for row in deps.catalogue.firings(run=run, limit=_MAX_FIRINGS)
         if row["withdrawn_wall"] is None
     ]
     rows = []
     for rule in rules.rules:
-        own = [row for row in fired if row["rule"] == rule.name]
-        last = _firing(own[0]) if own else None
+        own = [row for row in firings if row["rule"] == rule.name]
+        last = _firing_row(own[0]) if own else None
         rows.append({**rule.wire(secrets=False), "fired": len(own), "last_fired": last})
-    runs = rules.wire()["runs"]
     return Answer(
         {
-            **about,
+            **origin,
             "rules": rows,
-            "runs": runs,
+            "runs": rules.wire()["runs"],
             "budgets": _budgets(deps, rules, run),
             "pinned": deps.catalogue.pinned_steps(run),
         }
     )
 
 
-@router.put(
-    "/triggers",
-    response_model=models.NewTriggers,
-    openapi_extra={"requestBody": _body(_FIELDS, required=True)},
-)
+@router.put("/triggers", response_model=models.NewTriggers, openapi_extra=RulesRequest.document())
 async def set_triggers(request: Request, deps: Deps) -> Answer:
     """Put rules in force for the steps that close from now on; needs the operate token.
 
-    They replace all that were in force. Who gave them is kept in the audit. A rule that cannot be
-    right is refused with its field.
+    They replace all rules in force. Who set them is kept in the audit. An invalid rule is refused
+    with the name of its field.
     """
-    said = await read_json(request, deps.settings)
-    rules = await asyncio.to_thread(_document, said)
+    body = await read_body(request, deps.settings, RulesRequest)
+    rules = await asyncio.to_thread(_parse_rules, body)
     if rules is None:
         raise InvalidInput("no rules are given", expected="rules (a list), or yaml (a text)")
     reply = await deps.commands.set_triggers(document=rules.wire(), by=str(caller_of(request)))
@@ -108,68 +91,50 @@ def firings(
     rule: Annotated[str | None, Query(max_length=100, description="Only this rule.")] = None,
     only: Only = None,
 ) -> Answer:
-    """List what fired, the last first, with what became of its actions.
+    """List the firings of rules, the last first, with the results of their actions.
 
-    One with `withdrawn_wall` no longer stands: the step summary was formed again, and says
-    something else.
+    A firing with `withdrawn_wall` is no longer valid: the step was aggregated again, with another
+    result.
     """
-    scope = {} if run is None else {"run": run}
-    asked = {"rule": rule} if rule is not None else only_of(deps, "firings", scope, only)
-    found = deps.catalogue.firings(**scope, **asked, limit=page.limit + 1, offset=page.offset)
-    rows = [_firing(row) for row in found[: page.limit]]
-    return Answer(page.answer(rows, more=len(found) > page.limit))
+    scope: ScopeFilter = {} if run is None else {"run": run}
+    rules = [rule] if rule is not None else only_filter(deps, "firings", scope, only).kinds
+    rows = deps.catalogue.firings(**scope, rule=rules, limit=page.limit + 1, offset=page.offset)
+    return Answer(page.first_of([_firing_row(row) for row in rows]))
 
 
 @router.post(
     "/triggers/test",
     response_model=models.DryRun,
-    openapi_extra={"requestBody": _body({**_FIELDS, **_TEST_FIELDS}, required=False)},
+    openapi_extra=DryRunRequest.document(required=False),
 )
 async def try_triggers(request: Request, deps: Deps) -> Answer:
-    """Say which of a run's stored steps would have fired: a dry run, of which nothing follows.
+    """Return which of a run's stored steps would have fired: a dry run without any action.
 
     Without rules those in force are tried; without `run` the one whose training stage began last.
-    The newest `steps` closed steps are looked at, as if each had just been aggregated. The read
+    The newest `steps` closed steps are evaluated, as if each had just been aggregated. The read
     token is enough.
     """
-    said = await read_json(request, deps.settings)
-    return Answer(await asyncio.to_thread(_dry_run, deps, said))
+    body = await read_body(request, deps.settings, DryRunRequest)
+    return Answer(await asyncio.to_thread(_dry_run, deps, body))
 
 
-@router.delete("/steps/{step}/pin", response_model=step_models.Unpin)
-async def unpin(request: Request, deps: Deps, target: StepTarget) -> Answer:
-    """Let the payloads of a pinned step leave the rings when room is needed; needs operate.
-
-    `unpinned` is false, with a `reason`, where it was not pinned or a ring did not answer.
-    """
-    assert target.step is not None
-    number = int(target.step["step"])
-    reply = await deps.commands.unpin(
-        attempt_id=target.attempt_id, step=number, by=str(caller_of(request))
-    )
-    done, was = bool(check_ready(reply)["unpinned"]), bool(target.step["pinned"])
-    reason = (
-        None if was and done else "a node's ring did not answer" if was else "it was not pinned"
-    )
-    return Answer({**target.heading(), "unpinned": was and done, "reason": reason})
-
-
-def _in_force(deps: Dependencies) -> tuple[Rules, Row]:
+def _rules_in_force(deps: Dependencies) -> tuple[Rules, JsonObject]:
+    """Return the rules, and the fields of an answer about their origin."""
     row = deps.catalogue.trigger_rules()
-    if row is None:  # the coordinator has not come so far yet
+    if row is None:  # the coordinator has not stored any yet
         return defaults(), {"revision": 0, "wall": None, "by": None, "source": "defaults"}
-    about = {name: row[name] for name in ("revision", "wall", "by", "source")}
-    return Rules.parse(row["document"]), about
+    origin = {name: row[name] for name in ("revision", "wall", "by", "source")}
+    return Rules.parse(row["document"]), origin
 
 
-def _budgets(deps: Dependencies, rules: Rules, run: str | None) -> list[Row]:
-    found = []
-    for row in deps.catalogue.runs(limit=_RUNS):
+def _budgets(deps: Dependencies, rules: Rules, run: str | None) -> list[JsonObject]:
+    rows: list[JsonObject] = []
+    for row in deps.catalogue.runs(limit=_MAX_RUNS):
         budget = rules.budget_of(row["run"], row["settings"])
         if budget is None or run not in (None, row["run"]):
             continue
         cost = spent(deps.catalogue, row["run"])
-        found.append(
+        rows.append(
             {
                 "run": row["run"],
                 "budget": budget.wire(),
@@ -183,77 +148,68 @@ def _budgets(deps: Dependencies, rules: Rules, run: str | None) -> list[Row]:
                 "refusal": budget.refusal(cost),
             }
         )
-    return found
+    return rows
 
 
-def _document(said: Row) -> Rules | None:
-    """Return the rules that a body holds; None where it holds none."""
-    unknown = sorted(set(said) - set(_DOCUMENT))
-    if unknown:
-        raise InvalidInput(
-            f"there is no field {', '.join(map(repr, unknown))[:200]}",
-            expected=f"one of {', '.join(_DOCUMENT)}",
-        )
-    if "yaml" in said:
-        if not isinstance(said["yaml"], str) or len(said) > 1:
-            raise InvalidInput("yaml is no text, or not alone", expected="yaml, or rules and runs")
-        return read_yaml(said["yaml"])
-    return Rules.parse(said) if said else None
+def _parse_rules(body: RulesRequest) -> Rules | None:
+    """Return the rules of a body; None where it has none."""
+    document = body.rules_document()
+    if "yaml" in document:
+        if len(document) > 1:
+            raise InvalidInput("yaml is not alone", expected="yaml, or rules and runs")
+        return read_yaml(body.yaml)
+    return Rules.parse(document) if document else None
 
 
-def _dry_run(deps: Dependencies, said: Row) -> Row:
-    asked = {name: said.pop(name, None) for name in _TEST_FIELDS}
-    rules = _document(said)
+def _dry_run(deps: Dependencies, body: DryRunRequest) -> JsonObject:
+    rules = _parse_rules(body)
     if rules is None:
-        rules = _in_force(deps)[0]
-    steps = _STEPS if asked["steps"] is None else asked["steps"]
-    if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
-        raise InvalidInput(f"steps is {steps!r:.100}", expected=f"1 to {MOST_STEPS} newest steps")
-    target = deps.finder.attempt(asked["run"])
-    fired, looked = replay(deps.catalogue, target.run, rules, most=steps)
+        rules = _rules_in_force(deps)[0]
+    target = deps.finder.attempt(body.run)
+    fired, steps = replay(deps.catalogue, target.run, rules, most=body.steps or REPLAYED_STEPS)
     live = {
         (row["attempt_id"], row["step"], row["rule"])
-        for row in deps.catalogue.firings(run=target.run, limit=_FIRINGS)
+        for row in deps.catalogue.firings(run=target.run, limit=_MAX_FIRINGS)
         if row["withdrawn_wall"] is None
     }
     return {
         "run": target.run,
         "also_live": target.also_live,
-        "steps": looked,
+        "steps": steps,
         "rules": [rule.name for rule in rules.rules],
-        "rows": [_would_fire(each, live) for each in fired],
+        "rows": [_would_fire_row(each, live) for each in fired],
     }
 
 
-def _would_fire(fired: Fired, live: set[tuple[int, int, str]]) -> Row:
-    facts, said = fired.facts, fired.evidence
+def _would_fire_row(fired: Fired, live: set[tuple[int, int, str]]) -> JsonObject:
+    """Return a firing of a dry run.
+
+    Args:
+        fired: of the dry run.
+        live: (attempt_id, step, rule) of the real firings.
+    """
+    facts, evidence = fired.facts, fired.evidence
     return {
         "attempt": facts.attempt,
         "step": facts.step,
         "rule": fired.rule.name,
-        "value": said.numbers["value"],
-        "metric": said.numbers["metric"],
-        "stage": said.stage,
-        "role": said.role,
-        "rank": said.rank,
-        "round": said.round,
-        "message": said.message,
-        "evidence": said.evidence(),
+        "value": evidence.numbers["value"],
+        "metric": evidence.numbers["metric"],
+        "stage": evidence.stage,
+        "role": evidence.role,
+        "rank": evidence.rank,
+        "round": evidence.round,
+        "message": evidence.message,
+        "evidence": evidence.evidence(),
         "fired_live": (facts.attempt_id, facts.step, fired.rule.name) in live,
     }
 
 
-def _firing(row: Row) -> Row:
+def _firing_row(row: Row) -> JsonObject:
     evidence = shown(row["evidence"] or {})
     return {
         "run": row["run"],
         "attempt": evidence.get("attempt"),
-        **{name: row[name] for name in _SHOWN},
+        **{name: row[name] for name in _FIRING_COLUMNS},
         "evidence": evidence,
     }
-
-
-_SHOWN: Final = (
-    "step", "rule", "stage", "role", "rank", "round", "message", "wall", "revision", "actions",
-    "withdrawn_wall",
-)  # fmt: skip

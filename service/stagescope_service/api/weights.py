@@ -1,10 +1,10 @@
-"""Routes about weights: the verdict of each version and tensor, and devices that stood out."""
+"""Routes about weights: verdicts by version and tensor, and devices that differ from replicas."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal, TypedDict
 
 from fastapi import APIRouter, Path, Query
 
@@ -13,10 +13,10 @@ from stagescope_service.api.dependencies import (
     AttemptTarget,
     Dependencies,
     Deps,
-    Row,
     Run,
     StepTarget,
 )
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import service as models
 from stagescope_service.api.requests import Answer, Page, PageOf
 from stagescope_service.api.target import Target
@@ -32,13 +32,39 @@ from stagescope_service.core.weights import (
     Comparison,
     Tensor,
 )
+from stagescope_service.store.contract import Row
 
 router = APIRouter(tags=["weights"])
 
 REPLICAS: Final = "replicas differ"
-_WORST: Final = (DIFFERS, MISSING, REPLICAS, *VERDICTS)
+_WORST_FIRST: Final = (DIFFERS, MISSING, REPLICAS, *VERDICTS)
 
-Word = Annotated[
+
+class RoleRank(TypedDict):
+    """A rank of a role."""
+
+    role: str
+    rank: int
+
+
+class WeightRow(TypedDict):
+    """A weight of a version; see `models.service.Weight`."""
+
+    name: str
+    verdict: str
+    dtype: str | None
+    shape: list[int] | None
+    ranks: list[int]
+    odd_ranks: list[RoleRank]
+    reason: str | None
+    trainer: str | None
+    rollout: str | None
+    kind: str
+    trainer_name: str | None
+    rollout_name: str | None
+
+
+VerdictFilter = Annotated[
     Literal["differs", "missing", "replicas differ", "not comparable", "not compared", "agrees"]
     | None,
     Query(description="Only weights of this verdict."),
@@ -48,75 +74,78 @@ Version = Annotated[int, Path(gt=-(10**18), lt=10**18, description="A policy ver
 
 @router.get("/weights", response_model=models.WeightVersions)
 def versions(deps: Deps, target: AttemptTarget, page: PageOf) -> Answer:
-    """List the versions of an attempt's weights, newest first, and how many weights have which
-    verdict; `names` has the first of those that differ or are missing.
+    """List the versions of an attempt's weights, newest first, with the count of each verdict.
+
+    `names` has the first of the weights that differ or are missing.
     """
-    found = deps.catalogue.weight_verdicts(
+    verdicts = deps.catalogue.weight_verdicts(
         target.attempt_id, limit=page.limit + 1, offset=page.offset
     )
-    rows = [{name: row[name] for name in row if name != "attempt_id"} for row in found]
-    answer = page.answer(rows[: page.limit], more=len(rows) > page.limit)
-    return Answer({**target.heading(), **answer})
+    rows = [{name: row[name] for name in row if name != "attempt_id"} for row in verdicts]
+    return Answer({**target.heading(), **page.first_of(rows)})
 
 
 @router.get("/weights/{version}", response_model=models.WeightsOfVersion)
 def version(
-    deps: Deps, target: AttemptTarget, version: Version, page: PageOf, verdict: Word = None
+    deps: Deps, target: AttemptTarget, version: Version, page: PageOf, verdict: VerdictFilter = None
 ) -> Answer:
     """List the weights of a version, the worst first: what was sent against what was received."""
     return Answer({**target.heading(), **_answer(deps, target, [version], page, verdict)})
 
 
 @router.get("/steps/{step}/weights", response_model=models.WeightsOfStep)
-def of_step(deps: Deps, target: StepTarget, page: PageOf, verdict: Word = None) -> Answer:
+def of_step(deps: Deps, target: StepTarget, page: PageOf, verdict: VerdictFilter = None) -> Answer:
     """List the weights that were recorded at a step, the worst first.
 
     `verdict`: `differs`, `missing` (on one side), `not comparable` (another dtype or shape, fused,
-    cut up otherwise: see `reason`), `not compared` (one side recorded nothing) or `agrees`, bit
-    for bit. `ranks` are those of the rollout that differ, `odd_ranks` those of either side whose
-    replicas hold something else. Of several versions the newest answers; `versions` names them.
+    sharded differently: see `reason`), `not compared` (one side recorded nothing) or `agrees`, bit
+    for bit. `ranks` are the rollout's ranks that differ, `odd_ranks` the ranks of either side that
+    differ from their replicas. Of several versions the newest is returned; `versions` lists them.
     """
-    assert target.step is not None
-    number = int(target.step["step"])
-    found = deps.catalogue.weight_versions(target.attempt_id, number)
-    if not found:
+    versions = deps.catalogue.weight_versions(target.attempt_id, target.step_number)
+    if not versions:
         raise NotFound(
-            f"no weights were recorded at step {number}",
+            f"no weights were recorded at step {target.step_number}",
             advice="probe.record_weights(..., step=...) on both sides of a sync; see /weights",
         )
-    return Answer({**target.heading(), **_answer(deps, target, found, page, verdict)})
+    return Answer({**target.heading(), **_answer(deps, target, versions, page, verdict)})
 
 
 @router.get("/devices", response_model=models.Devices)
 def devices(deps: Deps, page: PageOf, run: Run = None) -> Answer:
-    """List the devices whose weights were not their replicas', the most often outvoted first.
+    """List the devices whose weights differed from their replicas', the most often outvoted first.
 
-    `odd`: in how many recorded versions most replicas held something else; `suspected`: in how
-    many there was no majority (of two, either may be right). Over all runs, unless `run` is given.
+    `odd` counts the recorded versions in which most replicas held something else, `suspected`
+    those without a majority (of two, either may be right). Over all runs, unless `run` is given.
     """
     rows = device_rows(deps.catalogue.odd_replicas(), run)
     return Answer({"run": run, **page.cut(rows)})
 
 
 def device_rows(odd: Sequence[Row], run: str | None = None) -> list[Row]:
-    """Return a row a device of the times that it stood out, given the last first."""
-    groups: dict[str, list[Row]] = defaultdict(list)
+    """Return a row for each device.
+
+    Args:
+        odd: rows of `Catalogue.odd_replicas`, the last first.
+        run: only of this run.
+    """
+    by_device: dict[str, list[Row]] = defaultdict(list)
     for row in odd:
         if run in (None, row["run"]):
-            groups[row["device"]].append(row)
-    rows = [_device_row(device, times) for device, times in groups.items()]
+            by_device[row["device"]].append(row)
+    rows = [_device_row(device, own) for device, own in by_device.items()]
     return sorted(rows, key=lambda row: (-row["odd"], -row["suspected"], row["device"]))
 
 
-def _device_row(device: str, times: Sequence[Row]) -> Row:
-    last = times[0]
-    outvoted = sum(bool(row["is_outvoted"]) for row in times)
+def _device_row(device: str, rows: Sequence[Row]) -> Row:
+    last = rows[0]
+    outvoted = sum(bool(row["is_outvoted"]) for row in rows)
     return {
         "device": device,
         "odd": outvoted,
-        "suspected": len(times) - outvoted,
-        "runs": sorted({row["run"] for row in times}),
-        "attempts": len({row["attempt_id"] for row in times}),
+        "suspected": len(rows) - outvoted,
+        "runs": sorted({row["run"] for row in rows}),
+        "attempts": len({row["attempt_id"] for row in rows}),
         **{f"last_{name}": last[name] for name in ("run", "step", "version", "role", "rank")},
         "tensors": last["tensors"],
         "names": last["names"],
@@ -128,53 +157,60 @@ def _device_row(device: str, times: Sequence[Row]) -> Row:
 
 def _answer(
     deps: Dependencies, target: Target, versions: Sequence[int], page: Page, verdict: str | None
-) -> Row:
+) -> JsonObject:
+    """Return the weights of the first of `versions`, with verdict `verdict` (None: any)."""
     rules = deps.settings.weight_names
-    weighed = compare_version(deps.catalogue, target.attempt_id, versions[0], rules)
-    if weighed is None:
+    compared = compare_version(deps.catalogue, target.attempt_id, versions[0], rules)
+    if compared is None:
         raise NotFound(f"no weights of version {versions[0]} were recorded", advice="see /weights")
-    rows = tensor_rows(weighed, rules)
-    counts = {**weighed.counts()}
+    rows = weight_rows(compared, rules)
     odd = sum(bool(row["odd_ranks"]) for row in rows)
     if verdict == REPLICAS:
         rows = [row for row in rows if row["odd_ranks"]]
     elif verdict is not None:
         rows = [row for row in rows if row["verdict"] == verdict]
     return {
-        "version": weighed.version,
+        "version": compared.version,
         "versions": list(versions),
-        "complete": weighed.complete,
-        "counts": counts | ({REPLICAS: odd} if odd else {}),
-        "recorded": weighed.ranks(),
+        "complete": compared.complete,
+        "counts": {**compared.counts(), **({REPLICAS: odd} if odd else {})},
+        "recorded": compared.ranks(),
         **page.cut(rows),
     }
 
 
-def tensor_rows(weighed: ComparedVersion, rules: Sequence[tuple[str, str]] = ()) -> list[Row]:
-    """Return a row a weight, the worst first."""
+def weight_rows(
+    compared: ComparedVersion, rules: Sequence[tuple[str, str]] = ()
+) -> list[WeightRow]:
+    """Return a row for each weight, the worst first.
+
+    Args:
+        compared: a version.
+        rules: (pattern, replacement) that unify the names of both sides.
+    """
     rename = renaming(rules)
-    odd: dict[str, list[Row]] = defaultdict(list)
-    for each in weighed.odd:
+    odd: dict[str, list[RoleRank]] = defaultdict(list)
+    for each in compared.odd:
+        rank: RoleRank = {"role": each.role, "rank": each.rank}
         for name in each.names:
-            place = {"role": each.role, "rank": each.rank}
-            if place not in odd[rename(name)]:
-                odd[rename(name)].append(place)
-    rows = [_tensor_row(each, odd) for each in weighed.comparisons]
-    return sorted(rows, key=_badness)
+            if rank not in odd[rename(name)]:
+                odd[rename(name)].append(rank)
+    rows = [_weight_row(each, odd) for each in compared.comparisons]
+    return sorted(rows, key=_rank_by_verdict)
 
 
-def _badness(row: Mapping[str, Any]) -> int:
+def _rank_by_verdict(row: WeightRow) -> int:
     is_odd = row["odd_ranks"] and row["verdict"] not in (DIFFERS, MISSING)
-    return _WORST.index(REPLICAS if is_odd else row["verdict"])
+    return _WORST_FIRST.index(REPLICAS if is_odd else row["verdict"])
 
 
-def _tensor_row(each: Comparison, odd: Mapping[str, Sequence[Row]]) -> Row:
-    shown: Tensor | None = each.trainer or each.rollout
+def _weight_row(each: Comparison, odd: Mapping[str, Sequence[RoleRank]]) -> WeightRow:
+    tensor: Tensor | None = each.trainer or each.rollout
     return {
         "name": each.name,
         "verdict": each.verdict,
-        "dtype": None if shown is None else shown.dtype,
-        "shape": None if shown is None else list(shown.shape),
+        "dtype": None if tensor is None else tensor.dtype,
+        "shape": None if tensor is None else list(tensor.shape),
         "ranks": list(each.ranks),
         "odd_ranks": list(odd.get(each.name, ())),
         "reason": each.reason or None,

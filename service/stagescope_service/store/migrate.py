@@ -47,7 +47,7 @@ def upgrade(connection: sa.Connection) -> None:
     if revision is not None and revision not in revisions:
         raise CatalogueUnavailable(
             f"the catalogue is of revision {revision!r}, which this package does not know",
-            expected=f"one of {', '.join(sorted(known))}",
+            expected=f"one of {', '.join(sorted(revisions))}",
             advice="install the stagescope that wrote it, or give another catalogue",
         )
     command.upgrade(config, HEAD)

@@ -39,7 +39,7 @@ class TestTokens:
         token_path(tmp_path, "read").chmod(0o644)
         tokens = Tokens.load(Settings(home=tmp_path))
         assert mode(token_path(tmp_path, "read")) == 0o600
-        assert "could be read by others" in caplog.text
+        assert "was readable by others" in caplog.text
         assert tokens.read not in caplog.text
 
     def test_through_a_link_are_refused(self, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ class TestCaller:
         answer = live.read.get("/runs", headers={"x-stagescope-user": user})
         assert answer.status_code == 422
 
-    def test_nobody_is_unknown(self) -> None:
+    def test_a_missing_user_is_unknown(self) -> None:
         assert str(Caller("unknown", "operate", "::1")) == "unknown (operate token, ::1)"
 
 

@@ -36,7 +36,7 @@ def recorded(rows: list[int], *names: str, **extra: Any) -> dict[str, Any]:
     return {"schema": 1, "tensors": tensors, "strings": strings, "meta": meta}
 
 
-def told(payload: dict[str, Any]) -> dict[str, Any]:
+def describe(payload: dict[str, Any]) -> dict[str, Any]:
     specs = {
         name: [tag, list(shape), None] for name, (tag, shape, *_) in payload["tensors"].items()
     }
@@ -44,7 +44,7 @@ def told(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Iterator[Service]:
+def batches_service(tmp_path: Path) -> Iterator[Service]:
     """Step 5 of two ranks: log-probs, and an update in two epochs."""
     with service(tmp_path / "home") as running:
         data = running.settings.data_path
@@ -65,15 +65,17 @@ def asked(tmp_path: Path) -> Iterator[Service]:
                 ranks[rank].begin("actor_update", 5, epoch=epoch)
                 ranks[rank].say(
                     "end", payload, stage="actor_update", step=5, epoch=epoch,
-                    scalars={"loss": epoch + 0.5 * rank}, payload=told(payload),
+                    scalars={"loss": epoch + 0.5 * rank}, payload=describe(payload),
                 )  # fmt: skip
         yield running
 
 
 @pytest.fixture
-def step(asked: Service) -> Iterator[stagescope.Step]:
-    assert asked.tokens is not None
-    with stagescope.attach(asked.server.url, token=asked.tokens.read) as session:
+def step(batches_service: Service) -> Iterator[stagescope.Step]:
+    assert batches_service.tokens is not None
+    with stagescope.attach(
+        batches_service.server.url, token=batches_service.tokens.read
+    ) as session:
         yield session.step(5)
 
 
@@ -95,20 +97,20 @@ def test_it_comes_back_exactly(step: stagescope.Step) -> None:
     assert [each["log_probs"].shape for each in micro] == [(2, 9), (2, 4)] * 2
 
 
-def test_what_a_rank_made_anew_did_again_stands_alone(
-    asked: Service, step: stagescope.Step
+def test_the_payload_of_a_recreated_rank_replaces_its_first(
+    batches_service: Service, step: stagescope.Step
 ) -> None:
-    anew = Rank(asked, rank=1, start=2000.0, incarnation="anew")
+    anew = Rank(batches_service, rank=1, start=2000.0, incarnation="anew")
     anew.stage(STAGE, 5, recorded([2]))
     batch = step.batch(stages=[STAGE])
     assert batch.sample_ids == tuple(WHOLE.samples[:3])
     assert len(batch.source["files"]) == 2
 
 
-def test_what_was_not_kept_is_said(asked: Service, step: stagescope.Step) -> None:
+def test_gaps_list_what_was_not_kept(batches_service: Service, step: stagescope.Step) -> None:
     assert step.batch().gaps == (("tensor", "actor_update recorded spare: not kept"),)
     assert step.batch(names=["old_log_probs"]).gaps == ()
-    rank = Rank(asked, rank=2, world_size=3)
+    rank = Rank(batches_service, rank=2, world_size=3)
     rank.begin(STAGE, 5)
     rank.begin("critic_update", 5)
     rank.end("critic_update", 5, scalars={"vf_loss": 1.0, "grad_norm": 2.0})
@@ -119,7 +121,7 @@ def test_what_was_not_kept_is_said(asked: Service, step: stagescope.Step) -> Non
     assert "number" not in {gap.kind for gap in step.batch(stages=[STAGE]).gaps}
 
 
-def test_names_and_stages_are_chosen(asked: Service, step: stagescope.Step) -> None:
+def test_names_and_stages_are_chosen(batches_service: Service, step: stagescope.Step) -> None:
     batch = step.batch(names=["old_log_probs"], stages=[STAGE])
     assert set(batch) == {"old_log_probs", "response_mask"}
     assert batch.stages() == (STAGE,)
@@ -127,16 +129,21 @@ def test_names_and_stages_are_chosen(asked: Service, step: stagescope.Step) -> N
         step.batch(names=["entropy"])
     with pytest.raises(NotFound, match="expected one of actor_compute_log_prob, actor_update"):
         step.batch(stages=["weight_sync"])
-    assert asked.problem(422, "/steps/5/batch", names=" , ")["wrong"] == "' , ' names nothing"
+    assert (
+        batches_service.problem(422, "/steps/5/batch", names=" , ")["wrong"]
+        == "' , ' names nothing"
+    )
 
 
-def test_kept_files_are_there_when_the_ring_is_not(asked: Service) -> None:
-    assert asked.tokens is not None
-    asked.engine.keep("trajectories")
-    rank = Rank(asked, rank=0, key="a2", world_size=1, start=2_000.0)
+def test_kept_files_are_there_when_the_ring_is_not(batches_service: Service) -> None:
+    assert batches_service.tokens is not None
+    batches_service.engine.keep("trajectories")
+    rank = Rank(batches_service, rank=0, key="a2", world_size=1, start=2_000.0)
     rank.stage(STAGE, 7, recorded([0, 1, 2, 3], "responses", "response_mask", "rewards"))
-    shutil.rmtree(asked.settings.data_path / "ring")
-    with stagescope.attach(asked.server.url, token=asked.tokens.read) as session:
+    shutil.rmtree(batches_service.settings.data_path / "ring")
+    with stagescope.attach(
+        batches_service.server.url, token=batches_service.tokens.read
+    ) as session:
         batch = session.step(7).batch()
         assert batch["responses"].tobytes() == WHOLE.tensors["responses"][2].tobytes()
         kept, *_ = batch.source["files"]
@@ -145,57 +152,63 @@ def test_kept_files_are_there_when_the_ring_is_not(asked: Service) -> None:
             session.step(5).batch()
 
 
-def test_files_of_another_node_are_fetched(asked: Service, step: stagescope.Step) -> None:
+def test_files_of_another_node_are_fetched(batches_service: Service, step: stagescope.Step) -> None:
     whole = step.batch()
-    ring = asked.settings.data_path / "ring"
-    other = asked.settings.home / "elsewhere"
+    ring = batches_service.settings.data_path / "ring"
+    other = batches_service.settings.home / "elsewhere"
     shutil.move(ring, other / str(ring).lstrip("/"))
     with pytest.raises(NotFound, match="node here is gone"):
         step.batch()
-    asked.engine.nodes["here"] = other
+    batches_service.engine.nodes["here"] = other
     again = step.batch()
     assert again["old_log_probs"].tobytes() == whole["old_log_probs"].tobytes()
     assert again.source["files"] == whole.source["files"]
-    assert not list((asked.settings.data_path / "copies").iterdir())
+    assert not list((batches_service.settings.data_path / "copies").iterdir())
 
 
-def test_a_rollout_of_no_step_gives_the_samples_that_were_consumed(asked: Service) -> None:
-    rollout = Rank(asked, role="rollout", rank=0, world_size=1)
+def test_a_rollout_of_no_step_gives_the_samples_that_were_consumed(
+    batches_service: Service,
+) -> None:
+    rollout = Rank(batches_service, role="rollout", rank=0, world_size=1)
     rows = [3, 0, 2]
     payload = recorded(rows, "rollout_log_probs", "response_mask", "responses")
     prompts = np.array([[3], [0], [2]])
     payload["tensors"]["prompts"] = ("int64", prompts.shape, prompts, None)
-    asked.engine.keep("trajectories")
+    batches_service.engine.keep("trajectories")
     rollout.stage("rollout_generate", None, payload, policy_version=4)
-    rank = Rank(asked, rank=5, world_size=6)
+    rank = Rank(batches_service, rank=5, world_size=6)
     rank.stage(STAGE, 8, recorded([0, 3], "old_log_probs", "response_mask"))
-    (row,) = [row for row in asked.catalogue.payloads(1) if row["stage"] == "rollout_generate"]
+    (row,) = [
+        row for row in batches_service.catalogue.payloads(1) if row["stage"] == "rollout_generate"
+    ]
     consumed = {name: row[name] for name in ("incarnation", "seq")} | {"consumed_step": 8}
-    asked.store.submit([Put("payloads", consumed)]).result(30)
-    assert asked.tokens is not None
-    with stagescope.attach(asked.server.url, token=asked.tokens.read) as session:
+    batches_service.store.submit([Put("payloads", consumed)]).result(30)
+    assert batches_service.tokens is not None
+    with stagescope.attach(
+        batches_service.server.url, token=batches_service.tokens.read
+    ) as session:
         batch = session.step(8).batch()
     assert batch.sample_ids == (WHOLE.samples[0], WHOLE.samples[3])
     assert batch["prompts"].tolist() == [[0], [3]]
     assert (batch["responses"] == WHOLE.tensors["responses"][2][[0, 3]]).all()
 
 
-def test_any_reader_of_safetensors_opens_the_answer(asked: Service) -> None:
-    answer = asked.read.get("/steps/5/batch")
+def test_any_reader_of_safetensors_opens_the_answer(batches_service: Service) -> None:
+    answer = batches_service.read.get("/steps/5/batch")
     assert answer.status_code == 200
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert 'filename="r-1-step5.safetensors"' in answer.headers["content-disposition"]
     found = dict(deserialize(answer.content))
     assert found["old_log_probs"]["dtype"] == "BF16"
-    assert asked.client(None).get("/steps/5/batch").status_code == 401
+    assert batches_service.client(None).get("/steps/5/batch").status_code == 401
 
 
 def test_the_command_line_writes_it(
-    asked: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batches_service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert asked.tokens is not None
-    monkeypatch.setenv("STAGESCOPE_URL", asked.server.url)
-    monkeypatch.setenv("STAGESCOPE_TOKEN", asked.tokens.read)
+    assert batches_service.tokens is not None
+    monkeypatch.setenv("STAGESCOPE_URL", batches_service.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", batches_service.tokens.read)
     mistyped = tmp_path / "mistyped"
     nowhere = invoke("batch", "5", "--output", str(mistyped / "step.safetensors"))
     assert (nowhere.exit_code, mistyped.exists()) == (2, False)
@@ -206,7 +219,7 @@ def test_the_command_line_writes_it(
     assert "tensor: actor_update recorded spare: not kept" in done.output
     assert f"written to {path}" in done.output.replace("\n", "")
     assert Batch.load(path)["rewards"].tobytes() == WHOLE.tensors["rewards"][2].tobytes()
-    said = json.loads(invoke("batch", "5", "--names", "rewards", "--json").output)
-    assert said["tensors"]["rewards"] == ["float32", [4]]
+    report = json.loads(invoke("batch", "5", "--names", "rewards", "--json").output)
+    assert report["tensors"]["rewards"] == ["float32", [4]]
     missing = invoke("batch", "6")
     assert missing.exit_code == 4

@@ -12,7 +12,7 @@ import pytest
 from tests.support.api import Service, service
 
 from stagescope.wire import schema
-from stagescope_service.api.bodies import BodyPools
+from stagescope_service.api.requests import BodyReaders
 
 EVENTS = {
     "sender": schema.Sender("i", "r", "a", "actor", 0).wire(),
@@ -43,13 +43,13 @@ def connections(running: Service, count: int, sent: bytes) -> Iterator[list[sock
 
 def held(running: Service, enough: Callable[[int], bool]) -> None:
     """Wait until so many bytes of bodies are in memory."""
-    pools: BodyPools = running.app.state.bodies
-    pool = pools._pools["operate"]
-    while not enough(pool.held):
+    readers: BodyReaders = running.app.state.bodies
+    reader = readers._readers["operate"]
+    while not enough(reader.held):
         running.read.get("/healthz")
 
 
-def test_an_event_passes_200_bodies_that_stand_still(tmp_path: Path) -> None:
+def test_an_event_passes_200_stalled_bodies(tmp_path: Path) -> None:
     with (
         service(tmp_path, body_seconds=300) as running,
         connections(running, 200, head(running, "/events", 100) + b"{") as still,
@@ -60,7 +60,7 @@ def test_an_event_passes_200_bodies_that_stand_still(tmp_path: Path) -> None:
         assert select.select(still, [], [], 0)[0] == []
 
 
-def test_a_body_that_stands_still_is_given_up(tmp_path: Path) -> None:
+def test_a_stalled_body_is_dropped(tmp_path: Path) -> None:
     with (
         service(tmp_path, body_seconds=0.2) as running,
         connections(running, 1, head(running, "/events", 100) + b"{") as (slow,),
@@ -71,7 +71,7 @@ def test_a_body_that_stands_still_is_given_up(tmp_path: Path) -> None:
         held(running, lambda size: size == 0)
 
 
-def test_a_body_that_trickles_is_given_up(tmp_path: Path) -> None:
+def test_a_body_that_trickles_is_dropped(tmp_path: Path) -> None:
     with (
         service(tmp_path, body_seconds=0.2, body_rate=1e6) as running,
         connections(running, 1, head(running, "/events", 10_000) + b"{") as (slow,),
@@ -81,7 +81,7 @@ def test_a_body_that_trickles_is_given_up(tmp_path: Path) -> None:
         assert b"503" in slow.recv(4096).split(b"\r\n")[0]
 
 
-def test_a_slow_body_that_keeps_its_rate_is_taken(tmp_path: Path) -> None:
+def test_a_slow_body_that_keeps_its_rate_is_read(tmp_path: Path) -> None:
     text = json.dumps(EVENTS).encode()
     with (
         service(tmp_path, body_seconds=0.5, body_rate=1.0) as running,
@@ -117,14 +117,14 @@ def test_the_read_token_holds_no_memory_of_ranks(tmp_path: Path) -> None:
         service(tmp_path, body_seconds=300, **bounds) as running,
         connections(running, 1, head(running, "/comparisons", 1024, "read") + b" " * 1023),
     ):
-        pools: BodyPools = running.app.state.bodies
-        while not pools._pools["read"].held:
+        readers: BodyReaders = running.app.state.bodies
+        while not readers._readers["read"].held:
             running.read.get("/healthz")
         assert running.operate.post("/events", json=EVENTS).status_code == 200
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: loc"])
-def test_a_head_that_does_not_come_is_given_up(tmp_path: Path, sent: bytes) -> None:
+def test_a_connection_without_a_complete_head_is_closed(tmp_path: Path, sent: bytes) -> None:
     with (
         service(tmp_path, header_seconds=0.2) as running,
         connections(running, 1, sent) as (half,),
@@ -146,7 +146,7 @@ def test_a_second_head_has_its_deadline_too(tmp_path: Path) -> None:
                 pass
 
 
-def test_who_trickles_after_a_refusal_is_given_up(tmp_path: Path) -> None:
+def test_a_client_that_trickles_after_a_refusal_is_disconnected(tmp_path: Path) -> None:
     refused = b"POST /events HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
     with (
         service(tmp_path, header_seconds=0.3) as running,
@@ -158,7 +158,7 @@ def test_who_trickles_after_a_refusal_is_given_up(tmp_path: Path) -> None:
                 slow.sendall(b"x")
 
 
-def test_who_leaves_in_a_body_leaves_no_traceback(
+def test_a_client_that_leaves_during_a_body_causes_no_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with service(tmp_path) as running:

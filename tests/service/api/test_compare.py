@@ -109,7 +109,7 @@ def test_numbers_of_stages_that_recorded_no_tensor_are_compared(
     assert found.first["name"] == "pg_loss"
 
 
-def test_an_export_that_is_taken_in_again_pairs_every_number(
+def test_an_export_that_is_imported_again_pairs_every_number(
     running: Service, session: stagescope.Session, tmp_path: Path
 ) -> None:
     """The export puts what ranks recorded into one file of the step, and each number by itself."""
@@ -158,7 +158,7 @@ def test_without_a_step_all_that_both_hold_is_compared(session: stagescope.Sessi
     assert session.compare("one:5", "other").verdict == "same"
 
 
-def test_steps_that_only_logged_numbers_are_said_to_be_left_out(
+def test_steps_with_scalars_alone_are_reported_as_left_out(
     session: stagescope.Session, running: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run in ("much", "more"):
@@ -167,7 +167,7 @@ def test_steps_that_only_logged_numbers_are_said_to_be_left_out(
             logged = {"loss": float(step)}
             rank.stage(STAGE, step, payload([0, 1]) if step % 2 else None, scalars=logged)
 
-    def said() -> tuple[str, list[tuple[str, str, int | None]]]:
+    def verdict_and_findings() -> tuple[str, list[tuple[str, str, int | None]]]:
         found = session.compare("much", "more")
         text = " ".join("\n".join(found.lines()).split())
         findings = found["pairs"][0]["findings"]
@@ -176,12 +176,12 @@ def test_steps_that_only_logged_numbers_are_said_to_be_left_out(
 
     left_out = "4 of 7 steps are compared: those that every side still keeps"
     rest = "; what was logged in the others is not (stagescope series shows it)"
-    assert said() == ("same", [("gap", left_out + rest, side) for side in (0, 1)])
-    monkeypatch.setattr("stagescope_service.api.sides.MOST_STEPS", 3)
+    assert verdict_and_findings() == ("same", [("gap", left_out + rest, side) for side in (0, 1)])
+    monkeypatch.setattr("stagescope_service.api.comparison_sides.MAX_STEPS", 3)
     left_out = (
         "3 of 7 steps are compared: those that every side still keeps, the newest 3 of these 4"
     )
-    assert said() == ("same", [("gap", left_out + rest, side) for side in (0, 1)])
+    assert verdict_and_findings() == ("same", [("gap", left_out + rest, side) for side in (0, 1)])
     assert not session.compare("one", "other")["pairs"][0]["findings"]
 
 
@@ -212,7 +212,7 @@ def test_a_saved_batch_in_the_roots(session: stagescope.Session, running: Servic
         assert "missing" not in {each["kind"] for each in found["pairs"][0]["findings"]}
 
 
-def test_what_is_not_there_says_what_to_do(session: stagescope.Session) -> None:
+def test_a_missing_side_advises_what_to_do(session: stagescope.Session) -> None:
     with pytest.raises(NotFound, match="keep"):
         session.compare("one", "empty")
     with pytest.raises(NotFound, match="step"):

@@ -65,7 +65,7 @@ def test_every_question_of_a_session(live: Service) -> None:
             session.capture(steps=5, stages="all", keep=["old_log_probs"])
 
 
-def test_a_session_orders_a_capture(live: Service) -> None:
+def test_a_session_requests_a_capture(live: Service) -> None:
     with stagescope.attach(live.server.url, token=token(live, "operate")) as session:
         capture = session.capture(steps=7, stages="all", keep=["old_log_probs"])
         assert session.plan()["capture_id"] == (capture["capture_id"],)

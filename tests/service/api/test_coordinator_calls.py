@@ -36,7 +36,7 @@ class Busy:
         return Future()
 
 
-def test_an_order_that_was_not_answered_may_still_be_carried_out(
+def test_a_command_without_an_answer_may_still_be_carried_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api_actor, "_CALL_SECONDS", 0.0)
@@ -103,7 +103,7 @@ def test_the_socket_answers_while_ray_has_its_hands_full(tmp_path: Path, folder:
     asyncio.run(ask())
 
 
-def test_an_order_is_not_given_again_where_the_coordinator_ended_in_the_middle(
+def test_a_command_is_not_repeated_where_the_coordinator_ended_during_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api_actor, "_CALL_SECONDS", 0.2)
@@ -128,7 +128,9 @@ def test_an_order_is_not_given_again_where_the_coordinator_ended_in_the_middle(
     asyncio.run(ask())
 
 
-def test_without_a_listener_ray_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_listener_calls_go_by_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A socket that a dead coordinator left is none; the next one takes its place."""
     monkeypatch.setattr(api_actor, "_CALL_SECONDS", 0.2)
 

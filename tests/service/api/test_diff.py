@@ -15,9 +15,13 @@ from stagescope.wire.errors import InvalidInput, NotFound
 
 
 def start(running: Service, run: str, key: str, torch: str, **config: Any) -> None:
-    told = {"packages": {"torch": torch}, "config": config, "git": {"commit": "a" * 40}}
+    attempt_fingerprint = {
+        "packages": {"torch": torch},
+        "config": config,
+        "git": {"commit": "a" * 40},
+    }
     Rank(
-        running, run=run, key=key, fingerprint=told, world_size=1,
+        running, run=run, key=key, fingerprint=attempt_fingerprint, world_size=1,
         layout={"host": f"host-{key}", "device_kind": "npu"},
     )  # fmt: skip
 
@@ -75,5 +79,5 @@ def test_on_the_command_line_values_that_differ_never_read_the_same(
     assert max(map(len, lines)) <= 80
     same = invoke("diff", "sick@1", "sick@1")
     assert "nothing that is known differs" in same.stdout
-    said = json.loads(invoke("diff", "sick@1", "sick@2", "--json").stdout)
-    assert said["rows"][0]["name"] == "lr"
+    differences = json.loads(invoke("diff", "sick@1", "sick@2", "--json").stdout)
+    assert differences["rows"][0]["name"] == "lr"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagescope.wire.errors import InvalidInput
-from stagescope_service.api.encoding import decode, encode, unspell
+from stagescope_service.api.encoding import decode, encode, parse_nonfinite
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),
@@ -64,8 +64,10 @@ def test_what_is_not_json_is_refused(text: bytes) -> None:
         decode(text)
 
 
-def test_unspell() -> None:
-    assert math.isnan(unspell("nan"))
-    assert unspell("-inf") == -math.inf
-    assert unspell("other") == "other"
-    assert unspell(1.5) == 1.5
+def test_parse_nonfinite() -> None:
+    nan = parse_nonfinite("nan")
+    assert isinstance(nan, float)
+    assert math.isnan(nan)
+    assert parse_nonfinite("-inf") == -math.inf
+    assert parse_nonfinite("other") == "other"
+    assert parse_nonfinite(1.5) == 1.5

@@ -25,8 +25,8 @@ def engine() -> Iterator[tuple[str, EngineServer]]:
         yield url, server
 
 
-def add(live: Service, **said: str) -> None:
-    answer = live.operate.post("/engines", json=said)
+def add(live: Service, **fields: str) -> None:
+    answer = live.operate.post("/engines", json=fields)
     assert answer.status_code == 200, answer.text
 
 
@@ -63,7 +63,7 @@ def test_another_kind_of_url_is_refused(live: Service, url: str) -> None:
     assert live.get("/engines")["rows"] == []
 
 
-def test_health_is_asked_only_when_wanted_and_is_the_only_question(live: Service) -> None:
+def test_health_is_checked_only_on_request_by_one_path(live: Service) -> None:
     live.now = time.time()  # an answer is fresh for a second of this clock
     with engine() as (url, server):
         add(live, url=url)
@@ -97,10 +97,10 @@ def test_a_redirect_is_not_followed(live: Service) -> None:
         assert [path for path, _ in server.asked] == ["/health"]
 
 
-def test_engines_that_hang_cost_one_deadline_and_hold_nobody_up(
+def test_engines_that_hang_cost_one_deadline(
     live: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_health, "SECONDS", 0.5)
+    monkeypatch.setattr(engine_health, "DEADLINE_SECONDS", 0.5)
     with contextlib.ExitStack() as stack:
         for number in range(40):  # more than are asked at one time
             silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -21,13 +21,13 @@ TWO = {"rollout_log_probs": "engine", "old_log_probs": "trainer"}
 
 def handed(step: int, rank: int, *, producers: Any = None, broken: bool = False) -> dict[str, Any]:
     """A payload of equal streams, of which one token may be off by a bit."""
-    taken = payload(seed=10 * step + rank, noise=0.0, first_sample=4 * rank)
+    sent = payload(seed=10 * step + rank, noise=0.0, first_sample=4 * rank)
     if broken:
-        p = taken["tensors"]["old_log_probs"][2]
+        p = sent["tensors"]["old_log_probs"][2]
         p[2, 7] = np.nextafter(p[2, 7], np.float32(0))
         p[3, 1] = np.nextafter(p[3, 1], np.float32(0))
-    taken["meta"] = {} if producers is None else {"producers": producers}
-    return taken
+    sent["meta"] = {} if producers is None else {"producers": producers}
+    return sent
 
 
 def train(live: Service, steps: int, broken: int | None = None, **hello: Any) -> list[Rank]:
@@ -45,9 +45,9 @@ def test_two_producers_that_agree_are_exact(live: Service) -> None:
     train(live, 2)
     answer = live.get("/steps/1/metrics")
     assert (answer["comparable"], answer["cause"]) == ("exact", None)
-    said = next(item for item in answer["comparability"] if item["code"] == "bitwise_equal")
-    assert "proved on 88 tokens" in said["text"]
-    assert "old: trainer; rollout: engine" in said["text"]
+    reported = next(item for item in answer["comparability"] if item["code"] == "bitwise_equal")
+    assert "proved on 88 tokens" in reported["text"]
+    assert "old: trainer; rollout: engine" in reported["text"]
     for path in ("/steps/1/rounds", "/steps/1/ranks"):
         found = live.get(path)
         assert found["comparable"] == "exact"
@@ -66,7 +66,7 @@ def test_one_producer_or_an_unknown_one_measures_nothing(live: Service) -> None:
     assert "nobody said" in answer["comparability"][0]["text"]
 
 
-def test_one_rank_of_an_unknown_producer_makes_the_whole_unknown(live: Service) -> None:
+def test_one_rank_of_an_unknown_producer_makes_the_step_unknown(live: Service) -> None:
     ranks = [Rank(live, rank=rank) for rank in (0, 1)]
     for index, rank in enumerate(ranks):
         rank.stage(LOG_PROB, 1, handed(1, index, producers=TWO if index else None))
@@ -77,8 +77,8 @@ def test_exact_says_since_when_not_and_where(live: Service) -> None:
     train(live, 5, broken=4)
     found = Exact(live.get("/exact"))
     assert found.first is not None
-    place = {name: found.first[name] for name in ("step", "sample_uid", "round", "position")}
-    assert place == {"step": 4, "sample_uid": "sample-6", "round": 1, "position": 7}
+    location = {name: found.first[name] for name in ("step", "sample_uid", "round", "position")}
+    assert location == {"step": 4, "sample_uid": "sample-6", "round": 1, "position": 7}
     assert found.text.startswith(
         "steps 1-3 exact (proved on 264 tokens); 4 first differs: sample sample-6 of actor rank 1, "
         "round 1, token 7"
@@ -103,14 +103,14 @@ def test_exact_reads_the_summary_of_the_first_step_that_differs_alone(
         return reading(attempt_id, step)
 
     monkeypatch.setattr(live.catalogue, "step", counted)
-    said = live.get("/exact")
+    reported = live.get("/exact")
     assert read == [4]
     # Of a step that an earlier release wrote, its summary says the same.
     unknown = {"tokens": None, "masked_tokens": None, "unequal_tokens": None}
     live.store.submit(
         [Put("step_metrics", {"attempt_id": 1, "step": step, **unknown}) for step in range(1, 6)]
     ).result(30)
-    assert live.get("/exact") == said
+    assert live.get("/exact") == reported
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["one", "both"])
@@ -118,42 +118,42 @@ def test_a_token_that_is_no_number_is_not_exact(live: Service, both: bool) -> No
     ranks = [Rank(live, rank=rank, settings={"expect": "bitwise"}) for rank in (0, 1)]
     for step in (1, 2):
         for index, rank in enumerate(ranks):
-            taken = handed(step, index, producers=TWO)
+            sent = handed(step, index, producers=TWO)
             if step == 2 and index == 1:
-                taken["tensors"]["rollout_log_probs"][2][2, 7] = np.nan
-                taken["tensors"]["old_log_probs"][2][2, 7] = np.nan if both else -1.0
-            rank.stage(LOG_PROB, step, taken)
+                sent["tensors"]["rollout_log_probs"][2][2, 7] = np.nan
+                sent["tensors"]["old_log_probs"][2][2, 7] = np.nan if both else -1.0
+            rank.stage(LOG_PROB, step, sent)
     for rank in ranks:
         rank.begin("rollout_generate", 3)
     found = Exact(live.get("/exact"))
     verdicts = [(row["verdict"], row["unequal"], row["non_finite"]) for row in found["rows"]]
     assert live.get("/steps/2/metrics")["comparable"] != "exact"
-    said = findings(live, 2)
+    reported = findings(live, 2)
     if both:
         assert verdicts == [("exact", 0, 0), ("not measured", 0, 1)]
         assert found.text.endswith("(1 token is finite in neither stream; the others are equal)")
-        assert "not_exact" not in said
+        assert "not_exact" not in reported
         return
     assert verdicts == [("exact", 0, 0), ("differs", 1, 1)]
     assert found.first is not None
     assert (found.first["role"], found.first["rank"], found.first["position"]) == ("actor", 1, 7)
     assert "sample-6 of actor rank 1, round 1, token 7: -1.0 against nan" in found.text
-    assert "sample-6 of actor rank 1, round 1, token 7" in said["not_exact"]["message"]
-    assert "1 of 88 tokens" in said["not_exact"]["message"]
+    assert "sample-6 of actor rank 1, round 1, token 7" in reported["not_exact"]["message"]
+    assert "1 of 88 tokens" in reported["not_exact"]["message"]
 
 
 def bitwise(live: Service, *ranks: dict[str, Any]) -> dict[str, Any]:
     """Hand over a step of a run that expects no difference; return its findings."""
-    for index, taken in enumerate(ranks):
+    for index, sent in enumerate(ranks):
         rank = Rank(live, rank=index, settings={"expect": "bitwise"})
-        rank.stage(LOG_PROB, 1, taken)
+        rank.stage(LOG_PROB, 1, sent)
         rank.begin(LOG_PROB, 2)
     return findings(live, 1)
 
 
-def put(taken: dict[str, Any], at: Any, p: float, q: float) -> None:
-    taken["tensors"]["old_log_probs"][2][at] = p
-    taken["tensors"]["rollout_log_probs"][2][at] = q
+def set_tokens(sent: dict[str, Any], at: Any, p: float, q: float) -> None:
+    sent["tensors"]["old_log_probs"][2][at] = p
+    sent["tensors"]["rollout_log_probs"][2][at] = q
 
 
 def long(step: int) -> dict[str, Any]:
@@ -162,14 +162,14 @@ def long(step: int) -> dict[str, Any]:
 
 
 def test_a_difference_behind_all_kept_tokens_is_a_finding(live: Service) -> None:
-    taken = long(1)
-    put(taken, 0, np.nan, np.nan)  # 99 tokens, of which 64 are kept
-    put(taken, (2, 7), -1.0, np.nan)
-    said = bitwise(live, taken)["not_exact"]
+    sent = long(1)
+    set_tokens(sent, 0, np.nan, np.nan)  # 99 tokens, of which 64 are kept
+    set_tokens(sent, (2, 7), -1.0, np.nan)
+    reported = bitwise(live, sent)["not_exact"]
     found = Exact(live.get("/exact"))
-    assert "differ in 1 of 396 tokens" in said["message"]
-    assert said["message"].endswith("none to: in a token that was not kept")
-    assert said["evidence"] == {"unequal": 1}
+    assert "differ in 1 of 396 tokens" in reported["message"]
+    assert reported["message"].endswith("none to: in a token that was not kept")
+    assert reported["evidence"] == {"unequal": 1}
     assert found.text == "1 first differs: in a token that was not kept"
 
 
@@ -179,50 +179,50 @@ def test_a_difference_behind_all_kept_tokens_is_a_finding(live: Service) -> None
 def test_a_token_is_the_first_only_where_none_before_it_may_differ(
     live: Service, row: int, is_first: bool
 ) -> None:
-    taken = long(1)
-    put(taken, 1, np.nan, np.nan)
-    put(taken, (2, 7), -1.0, np.nan)
-    put(taken, (row, 9), -1.0, -2.0)
-    said = bitwise(live, taken)["not_exact"]
+    sent = long(1)
+    set_tokens(sent, 1, np.nan, np.nan)
+    set_tokens(sent, (2, 7), -1.0, np.nan)
+    set_tokens(sent, (row, 9), -1.0, -2.0)
+    reported = bitwise(live, sent)["not_exact"]
     found = Exact(live.get("/exact"))
     assert found.first is not None
-    place = found.first["sample_uid"], found.first["position"], found.first["is_first"]
-    assert place == (f"sample-{row}", 9, is_first)
-    assert (said["evidence"]["is_first"], said["evidence"]["unequal"]) == (is_first, 2)
-    assert ("first in sample" in said["message"]) == is_first
-    assert ("such as in sample" in said["message"]) != is_first
-    for text in (said["message"], found.text):
+    location = found.first["sample_uid"], found.first["position"], found.first["is_first"]
+    assert location == (f"sample-{row}", 9, is_first)
+    assert (reported["evidence"]["is_first"], reported["evidence"]["unequal"]) == (is_first, 2)
+    assert ("first in sample" in reported["message"]) == is_first
+    assert ("such as in sample" in reported["message"]) != is_first
+    for text in (reported["message"], found.text):
         assert ("one before it may differ that was not kept" in text) != is_first
 
 
 def test_the_first_token_is_the_first_by_sample_not_by_rank(live: Service) -> None:
     ranks = [handed(1, 1 - index, producers=TWO) for index in (0, 1)]  # rank 1 has sample-0
-    put(ranks[0], (2, 7), -1.0, -2.0)
-    put(ranks[1], (3, 9), -1.0, np.nan)
-    said = bitwise(live, *ranks)["not_exact"]
-    place = {name: said["evidence"][name] for name in ("sample_uid", "rank", "is_first")}
-    assert place == {"sample_uid": "sample-3", "rank": 1, "is_first": True}
+    set_tokens(ranks[0], (2, 7), -1.0, -2.0)
+    set_tokens(ranks[1], (3, 9), -1.0, np.nan)
+    reported = bitwise(live, *ranks)["not_exact"]
+    location = {name: reported["evidence"][name] for name in ("sample_uid", "rank", "is_first")}
+    assert location == {"sample_uid": "sample-3", "rank": 1, "is_first": True}
 
 
-def test_every_reason_why_a_step_is_not_measured_is_said(live: Service) -> None:
+def test_every_reason_why_a_step_is_not_measured_is_answered(live: Service) -> None:
     rank = Rank(live, world_size=1)
     plain, copy, odd, flat = (handed(step, 0) for step in range(1, 5))
-    for taken in (odd, flat):
-        taken["meta"] = {"producers": TWO}
-    for taken in (copy, odd):
-        put(taken, (2, 7), np.nan, np.nan)
-    put(flat, ..., -0.5, -0.5)
+    for sent in (odd, flat):
+        sent["meta"] = {"producers": TWO}
+    for sent in (copy, odd):
+        set_tokens(sent, (2, 7), np.nan, np.nan)
+    set_tokens(flat, ..., -0.5, -0.5)
     nothing = handed(5, 0, producers=TWO)
-    put(nothing, ..., np.nan, np.nan)
-    for step, taken in enumerate((plain, copy, odd, flat, nothing), start=1):
-        rank.stage(LOG_PROB, step, taken)
+    set_tokens(nothing, ..., np.nan, np.nan)
+    for step, sent in enumerate((plain, copy, odd, flat, nothing), start=1):
+        rank.stage(LOG_PROB, step, sent)
     rank.begin(LOG_PROB, 6)
     rows = live.get("/exact")["rows"]
-    one = "equal, and one stream is a copy, or nobody said who computed them; 1 token is"
+    one = "equal, and one stream is a copy, or its producer is unknown; 1 token is"
     assert [(row["from_step"], row["to_step"], row["reason"]) for row in rows] == [
         (1, 2, f"{one} finite in neither stream"),
         (3, 3, "1 token is finite in neither stream; the others are equal"),
-        (4, 4, "equal, and suspect: what the metrics of a step say of comparability tells why"),
+        (4, 4, "equal, and suspect: the comparability in the step's metrics has the reason"),
         (5, 5, "no token counts; 44 tokens are finite in neither stream"),
     ]
     assert {row["verdict"] for row in rows} == {"not measured"}
@@ -267,15 +267,15 @@ def test_without_the_expectation_a_difference_is_no_finding(live: Service) -> No
     assert "not_exact" not in findings(live, 2)
 
 
-def test_a_shifted_rank_is_said_by_every_answer(live: Service) -> None:
+def test_a_shifted_rank_is_in_every_answer(live: Service) -> None:
     ranks = [Rank(live, rank=rank) for rank in (0, 1)]
     for index, rank in enumerate(ranks):
-        taken = payload(8, 40, seed=index, noise=0.01, first_sample=8 * index)
+        sent = payload(8, 40, seed=index, noise=0.01, first_sample=8 * index)
         if index:
-            dtype, shape, q, _ = taken["tensors"]["rollout_log_probs"]
+            dtype, shape, q, _ = sent["tensors"]["rollout_log_probs"]
             shifted = np.roll(q, 1, axis=1)
-            taken["tensors"]["rollout_log_probs"] = (dtype, shape, shifted, None)
-        rank.stage(LOG_PROB, 1, taken)
+            sent["tensors"]["rollout_log_probs"] = (dtype, shape, shifted, None)
+        rank.stage(LOG_PROB, 1, sent)
         rank.begin(LOG_PROB, 2)
     for path in ("metrics", "rounds", "ranks", "tokens"):
         answer = live.get(f"/steps/1/{path}")
@@ -293,15 +293,15 @@ def test_a_shifted_rank_is_said_by_every_answer(live: Service) -> None:
 def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
     ranks = [Rank(live, rank=rank, world_size=4) for rank in range(4)]
     for index, rank in enumerate(ranks):
-        taken = payload(4, 24, seed=index, noise=0.01, first_sample=4 * index)
-        dtype, shape, q, _ = taken["tensors"]["rollout_log_probs"]
+        sent = payload(4, 24, seed=index, noise=0.01, first_sample=4 * index)
+        dtype, shape, q, _ = sent["tensors"]["rollout_log_probs"]
         if index == 2:
             q = q.copy()
             q[1, 3] = np.nan
         elif index == 3:
             q = np.roll(q, 1, axis=1)
-        taken["tensors"]["rollout_log_probs"] = (dtype, shape, q, None)
-        rank.stage(LOG_PROB, 1, taken)
+        sent["tensors"]["rollout_log_probs"] = (dtype, shape, q, None)
+        rank.stage(LOG_PROB, 1, sent)
         rank.begin(LOG_PROB, 2)
     causes = [row["cause"] for row in live.get("/steps/1/ranks")["rows"]]
     assert causes == [None, None, "coverage", "shifted"]
@@ -319,8 +319,8 @@ def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
     (fired,), _ = replay(live.catalogue, "r", read_yaml(textwrap.dedent(rules)), most=10)
     assert fired.evidence.cause is not None
     assert (fired.evidence.rank, fired.evidence.cause["name"]) == (3, "shifted")
-    place = {"role": "actor", "rank": 3, "stage": LOG_PROB, "round": None, "message": "m"}
-    row = {"run": "r", "attempt_id": 1, "step": 1, "rule": "pearson", "wall": 1.0, **place}
+    location = {"role": "actor", "rank": 3, "stage": LOG_PROB, "round": None, "message": "m"}
+    row = {"run": "r", "attempt_id": 1, "step": 1, "rule": "pearson", "wall": 1.0, **location}
     (put,) = finding_of(Act(fired.rule, {**row, "evidence": fired.evidence.evidence()}))
     advice = put.row["advice"]
     assert advice.startswith("explain first why the streams of actor rank 3 cannot be compared")

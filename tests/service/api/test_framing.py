@@ -31,8 +31,10 @@ def stored() -> dict[str, np.ndarray[Any, Any]]:
     return {"7/old_log_probs": np.arange(6, dtype=np.float32).reshape(2, 3)}
 
 
-def frame(said: Any = None, tensors: Any = None, *, length: int | None = None) -> bytes:
-    text = said if isinstance(said, bytes) else json.dumps(header() if said is None else said)
+def frame(fields: Any = None, tensors: Any = None, *, length: int | None = None) -> bytes:
+    text = (
+        fields if isinstance(fields, bytes) else json.dumps(header() if fields is None else fields)
+    )
     raw = text if isinstance(text, bytes) else text.encode()
     entries = stored() if tensors is None else tensors
     rest = entries if isinstance(entries, bytes) else save(entries) if entries else b""
@@ -66,9 +68,9 @@ def test_offsets_and_every_dtype() -> None:
         kind = {"bfloat16": "uint16"}.get(dtype, dtype)
         values = np.array([0, 1, 1, 0, 1], kind)
         about = {"dtype": dtype, "shape": [5], "offsets": True}
-        said = header(payloads={"7": {"tensors": {"t": about}}})
+        fields = header(payloads={"7": {"tensors": {"t": about}}})
         offsets = np.array([0, 2, 5], np.int64)
-        body = frame(said, {"7/t": values, "7/t/offsets": offsets})
+        body = frame(fields, {"7/t": values, "7/t/offsets": offsets})
         found = parse(body).payloads[7]["tensors"]["t"]
         assert found[0] == dtype
         assert found[2].dtype == values.dtype
@@ -81,16 +83,16 @@ def test_real_bfloat16() -> None:
     from safetensors.torch import save as save_torch
 
     values = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
-    said = header(
+    fields = header(
         payloads={"7": {"tensors": {"t": {"dtype": "bfloat16", "shape": [2], "offsets": False}}}}
     )
-    _, _, buffer, _ = parse(frame(said, save_torch({"7/t": values}))).payloads[7]["tensors"]["t"]
+    _, _, buffer, _ = parse(frame(fields, save_torch({"7/t": values}))).payloads[7]["tensors"]["t"]
     np.testing.assert_array_equal(buffer, values.view(torch.uint16).numpy())
 
 
 def test_json_alone() -> None:
-    said = header(payloads={})
-    assert parse(json.dumps(said).encode(), framed=False).payloads == {}
+    fields = header(payloads={})
+    assert parse(json.dumps(fields).encode(), framed=False).payloads == {}
 
 
 def test_scalars_become_numbers_again() -> None:

@@ -30,7 +30,7 @@ def ranks(live: Service) -> tuple[Rank, Rank]:
     return made
 
 
-def test_who_is_stuck(live: Service, ranks: tuple[Rank, Rank]) -> None:
+def test_stuck_ranks_are_listed(live: Service, ranks: tuple[Rank, Rank]) -> None:
     live.now = ranks[0].clock + 20.0
     assert live.get("/steps/2/stuck")["rows"] == []
     live.now = ranks[0].clock + 40.0
@@ -55,7 +55,7 @@ def test_who_is_stuck(live: Service, ranks: tuple[Rank, Rank]) -> None:
 
 
 def ask(live: Service, answer: Callable[[str], object], **body: Any) -> Any:
-    """Ask for stacks, and let `answer` give some for the request while the call waits."""
+    """Request stacks, and let `answer` send some for the request while the call waits."""
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(live.operate.post, "/stacks", json=body)
         row, *_ = eventually(live.catalogue.stacks)
@@ -85,7 +85,7 @@ def test_stacks_are_answered_and_kept(live: Service, ranks: tuple[Rank, Rank]) -
     assert live.get("/stacks", limit=1, cursor=page["next"])["next"] is None
 
 
-def test_who_does_not_answer_is_named(live: Service, ranks: tuple[Rank, Rank]) -> None:
+def test_ranks_that_do_not_answer_are_listed(live: Service, ranks: tuple[Rank, Rank]) -> None:
     def say(request_id: str) -> None:
         ranks[0].say(STACKS, request_id=request_id, threads=THREADS)
 
@@ -108,7 +108,7 @@ def test_who_does_not_answer_is_named(live: Service, ranks: tuple[Rank, Rank]) -
         ({"role": 3}, "role is 3"),
     ],
 )
-def test_what_cannot_be_asked(
+def test_invalid_requests_for_stacks_are_refused(
     live: Service, ranks: tuple[Rank, Rank], body: Any, wrong: str
 ) -> None:
     response = live.operate.post("/stacks", json=body)
@@ -116,6 +116,6 @@ def test_what_cannot_be_asked(
     assert wrong in response.json()["wrong"]
 
 
-def test_who_may_only_read_cannot_ask(live: Service, ranks: tuple[Rank, Rank]) -> None:
+def test_the_read_token_cannot_request_stacks(live: Service, ranks: tuple[Rank, Rank]) -> None:
     assert live.read.post("/stacks", json={}).status_code == 403
     assert live.operate.post("/stacks", json={"run": "no"}).status_code == 404

@@ -74,7 +74,7 @@ def test_statistics_of_operators_become_a_run(session: stagescope.Session, direc
     assert {path: path.stat().st_mtime_ns for path in sorted(directory.rglob("*"))} == before
 
 
-def test_the_command_line_says_what_was_taken_in(
+def test_the_command_line_reports_the_import(
     running: Service, directory: Path, tmp_path: Path
 ) -> None:
     assert running.tokens is not None

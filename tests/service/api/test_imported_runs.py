@@ -103,9 +103,13 @@ def test_another_loss_in_an_export_is_a_difference(
         assert (found.verdict, found.exit_status) == ("different", 1)
         assert found.first is not None
         assert (found.first["section"], found.first["name"]) == ("loss", "loss")
-        place = found.first["location"]["b"]["place"]
-        assert (place["stage"], place["role"], place["rank"]) == ("actor_update", "actor", 0)
-        assert place["microbatch"] == 1
+        location = found.first["location"]["b"]["place"]
+        assert (location["stage"], location["role"], location["rank"]) == (
+            "actor_update",
+            "actor",
+            0,
+        )
+        assert location["microbatch"] == 1
     assert session.compare("trained@1", one).exit_status == 0
 
 
@@ -164,7 +168,7 @@ def test_what_is_there_already_is_nothing_new(
     assert len(session.attempts("twice")) == 1
 
 
-def test_an_import_that_broke_off_goes_on(
+def test_an_interrupted_import_continues(
     running: Service, session: stagescope.Session, export: Path
 ) -> None:
     key = import_key(open_dump(export), "broken-off")
@@ -185,16 +189,16 @@ def test_a_directory_that_grew_is_the_next_attempt_of_its_run(
     assert 98.0 in scalars["value"]
 
 
-def test_a_run_of_something_else_is_left_alone_unless_it_is_said(
+def test_another_run_is_not_changed_unless_requested(
     running: Service, session: stagescope.Session, export: Path, tmp_path: Path
 ) -> None:
     train(running, "live")
     other = shutil.copytree(export, tmp_path / "other")
     take_in(running, str(export), "--run", "taken")
     for run, made in (("live", "is of processes that reported"), ("taken", "was imported from")):
-        said = take_in(running, str(other), "--run", run, exit_code=1)
-        assert f"run {run!r} is there: its attempt 1 {made}" in said
-        assert "--new-attempt" in said
+        output = take_in(running, str(other), "--run", run, exit_code=1)
+        assert f"run {run!r} is there: its attempt 1 {made}" in output
+        assert "--new-attempt" in output
         assert [row["attempt"] for row in session.attempts(run)] == [1]
         take_in(running, str(other), "--run", run, "--new-attempt")
         assert sorted(row["attempt"] for row in session.attempts(run)) == [1, 2]

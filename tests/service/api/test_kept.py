@@ -64,9 +64,14 @@ def test_files_are_listed_with_what_they_hold_and_whether_they_can_be_read(
     elsewhere.rename(copy)
     missing.unlink()
     gone.unlink()
-    said = running.get(f"/steps/{STEP}/kept")
-    assert (said["run"], said["attempt"], said["step"], said["pinned"]) == ("r", 1, STEP, False)
-    rows = said["rows"]
+    kept_files = running.get(f"/steps/{STEP}/kept")
+    assert (kept_files["run"], kept_files["attempt"], kept_files["step"], kept_files["pinned"]) == (
+        "r",
+        1,
+        STEP,
+        False,
+    )
+    rows = kept_files["rows"]
     assert [(row["rank"], row["part"], row["state"]) for row in rows] == [
         (0, "0.0.1.0", "kept"), (1, "0.0.0.0", "deleted"), (2, "0.0.0.0", "missing"),
         (3, "0.0.0.0", "unreachable"), (4, "0.0.0.0", "kept"),
@@ -77,16 +82,16 @@ def test_files_are_listed_with_what_they_hold_and_whether_they_can_be_read(
     assert (row["path"], row["bytes"]) == (str(first), first.stat().st_size)
     assert row["checksum"].startswith("sha256:")
     assert (row["policy_version"], row["node_id"]) == (4, "here")
-    assert said["files"] == 4
-    assert said["bytes"] == sum(row["bytes"] for row in rows if row["state"] != "deleted")
+    assert kept_files["files"] == 4
+    assert kept_files["bytes"] == sum(row["bytes"] for row in rows if row["state"] != "deleted")
     assert second.exists()
 
 
 def test_filters_and_pages(running: Service) -> None:
     for rank in range(3):
         keep(running, rank, rank=rank, minibatch=rank)
-    said = running.get(f"/steps/{STEP}/kept", rank=1)
-    assert [row["rank"] for row in said["rows"]] == [1]
+    kept_files = running.get(f"/steps/{STEP}/kept", rank=1)
+    assert [row["rank"] for row in kept_files["rows"]] == [1]
     assert running.get(f"/steps/{STEP}/kept", section="is_loss")["rows"] == []
     assert len(running.get(f"/steps/{STEP}/kept", section="loss")["rows"]) == 3
     page = running.get(f"/steps/{STEP}/kept", limit=2)

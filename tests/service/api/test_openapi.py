@@ -66,7 +66,7 @@ def test_every_route_is_there_and_documented(shared: Service) -> None:
             assert operation["requestBody"]["content"], where
 
 
-def test_security_is_said_of_all_but_health(shared: Service) -> None:
+def test_security_is_documented_for_all_but_health(shared: Service) -> None:
     document = shared.get("/openapi.json")
     for path, _, operation in operations(document):
         assert bool(operation.get("security")) == (path not in ("/healthz", "/readyz")), path
@@ -88,7 +88,7 @@ def test_every_answer_is_named_field_by_field(shared: Service) -> None:
 
     for path, method, operation in operations(document):
         where = f"{method} {path}"
-        answers = [said for code, said in operation["responses"].items() if code[0] == "2"]
+        answers = [response for code, response in operation["responses"].items() if code[0] == "2"]
         assert len(answers) == 1, where
         for media_type, content in answers[0]["content"].items():
             if media_type != "application/json":
@@ -109,8 +109,8 @@ def test_every_answer_is_named_field_by_field(shared: Service) -> None:
 def test_generated_requests_are_answered_as_documented(shared: Service, path: str) -> None:
     """Whatever is sent: no error of the service, and the status, type and body of the document.
 
-    Half of the requests have parameters and bodies as the document allows them (what a GET is then
-    asked, it answers), half others; half of both name the run, step and rank that are there.
+    Half of the requests have parameters and bodies as the document allows them (such a GET is
+    answered), half others; half of both name the run, step and rank that are there.
     """
     schemathesis = pytest.importorskip("schemathesis")
     checks = pytest.importorskip("schemathesis.specs.openapi.checks")
@@ -156,25 +156,25 @@ def test_generated_requests_are_answered_as_documented(shared: Service, path: st
 
 def _name_what_is_there(case: Any, there: bool) -> None:
     case.query.pop("cursor", None)
-    for given_ones in (case.path_parameters, case.query) if there else ():
-        given_ones.update({name: THERE[name] for name in THERE.keys() & given_ones.keys()})
+    for values_there in (case.path_parameters, case.query) if there else ():
+        values_there.update({name: THERE[name] for name in THERE.keys() & values_there.keys()})
 
 
 def test_odd_values_are_answered_or_refused(shared: Service) -> None:
     """Each parameter, once, with values that are no text, too large or too long; never a 500."""
     odd = ["", "99999999999999999999", "nan", "\x00", "a" * 300, "' OR 1=1 --"]
-    asked = set()
+    checked = set()
     for path, method, operation in operations(shared.get("/openapi.json")):
         for parameter in operation.get("parameters", []) if method == "get" else ():
-            known = (parameter["name"], str(parameter["schema"]))
-            if known in asked or parameter["in"] != "query":
+            checked_key = (parameter["name"], str(parameter["schema"]))
+            if checked_key in checked or parameter["in"] != "query":
                 continue
-            asked.add(known)
+            checked.add(checked_key)
             for value in odd:
                 url = path.replace("{step}", "5").replace("{run}", "r")
                 answer = shared.read.get(url, params={parameter["name"]: value})
-                assert answer.status_code in (200, 404, 422), (url, known, value, answer.text)
-    assert len(asked) > 40
+                assert answer.status_code in (200, 404, 422), (url, checked_key, value, answer.text)
+    assert len(checked) > 40
 
 
 def test_an_unknown_parameter_is_refused(shared: Service) -> None:

@@ -1,4 +1,4 @@
-"""Operators over HTTP: dumps that msprobe made, announced by ranks, asked by curl."""
+"""Operators over HTTP: dumps that msprobe made, announced by ranks, requested over HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.small_decoder import SmallDecoder, small_decoder
 
 import stagescope
 from stagescope.wire.errors import InvalidInput, NotReady
-from stagescope_service.api.dependencies import AT_ONCE, Comparisons
+from stagescope_service.api.dependencies import MAX_RUNNING, Computations
 from stagescope_service.api.operator_files import OperatorFiles
 
 STAGE = "actor_update"
@@ -41,7 +41,9 @@ def extra_call() -> SmallDecoder:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory, dumps: dict[str, Path]) -> Iterator[Service]:
+def dumps_service(
+    tmp_path_factory: pytest.TempPathFactory, dumps: dict[str, Path]
+) -> Iterator[Service]:
     """Step 5: rank 1 has a NaN. Step 6: rank 1 was changed in a layer. Step 7: a call more."""
     with service(tmp_path_factory.mktemp("home")) as running:
         ranks = [Rank(running, rank=0), Rank(running, rank=1)]
@@ -51,8 +53,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory, dumps: dict[str, Path]) -> I
         yield running
 
 
-def test_the_operators_of_a_rank_in_order(asked: Service) -> None:
-    answer = asked.get("/steps/5/operators", rank=0, limit=1000)
+def test_the_operators_of_a_rank_in_order(dumps_service: Service) -> None:
+    answer = dumps_service.get("/steps/5/operators", rank=0, limit=1000)
     assert (answer["run"], answer["attempt"], answer["step"]) == ("r", 1, 5)
     (table,) = answer["tables"]
     assert (table["state"], table["truncated"], table["done"]) == ("digested", False, True)
@@ -66,9 +68,9 @@ def test_the_operators_of_a_rank_in_order(asked: Service) -> None:
     assert "small_decoder.py" in linear["source"]
 
 
-def test_filters(asked: Service) -> None:
+def test_filters(dumps_service: Service) -> None:
     def names(**filters: Any) -> list[str]:
-        rows = asked.get("/steps/5/operators", limit=1000, rank=1, **filters)["rows"]
+        rows = dumps_service.get("/steps/5/operators", limit=1000, rank=1, **filters)["rows"]
         return [row["name"] for row in rows]
 
     assert set(names(name="*blocks.1.down*", direction="forward")) == {
@@ -76,35 +78,37 @@ def test_filters(asked: Service) -> None:
     }
     assert all("linear" in name for name in names(name="linear", kind="Functional"))
     assert names(dtype="float16") == []
-    bad = asked.get("/steps/5/operators", rank=1, non_finite=True, section="output")["rows"]
+    bad = dumps_service.get("/steps/5/operators", rank=1, non_finite=True, section="output")["rows"]
     assert {row["max"] for row in bad} == {"nan"}
     assert bad[0]["operator"] in ("linear", "blocks.1.down")
 
 
-def test_pages_go_on_from_rank_to_rank(asked: Service) -> None:
-    whole = asked.get("/steps/5/operators", limit=1000)
+def test_pages_go_on_from_rank_to_rank(dumps_service: Service) -> None:
+    whole = dumps_service.get("/steps/5/operators", limit=1000)
     assert whole["next"] is None
     rows: list[Any] = []
     page: dict[str, Any] = {"next": None}
     while not rows or page["next"] is not None:
         more = {"cursor": page["next"]} if page["next"] else {}
-        page = asked.get("/steps/5/operators", limit=37, **more)
+        page = dumps_service.get("/steps/5/operators", limit=37, **more)
         rows += page["rows"]
     assert rows == whole["rows"]
     assert [row["rank"] for row in (rows[0], rows[-1])] == [0, 1]
 
 
-def test_the_stack_of_a_row(asked: Service) -> None:
-    row = asked.get("/steps/5/operators", rank=0, name="Functional.linear.0.forward")["rows"][0]
-    place = {name: row[name] for name in ("stage", "role", "rank", "part", "capture_id")}
-    answer = asked.get("/steps/5/operators/stack", stack_id=row["stack_id"], **place)
+def test_the_stack_of_a_row(dumps_service: Service) -> None:
+    row = dumps_service.get("/steps/5/operators", rank=0, name="Functional.linear.0.forward")[
+        "rows"
+    ][0]
+    table_key = {name: row[name] for name in ("stage", "role", "rank", "part", "capture_id")}
+    answer = dumps_service.get("/steps/5/operators/stack", stack_id=row["stack_id"], **table_key)
     assert any("small_decoder.py" in frame for frame in answer["frames"])
-    assert asked.problem(422, "/steps/5/operators/stack", stack_id="0")["expected"]
-    assert asked.problem(404, "/steps/5/operators/stack", stack_id="99999", rank=0)
+    assert dumps_service.problem(422, "/steps/5/operators/stack", stack_id="0")["expected"]
+    assert dumps_service.problem(404, "/steps/5/operators/stack", stack_id="99999", rank=0)
 
 
-def test_the_earliest_non_finite_operator_over_the_ranks(asked: Service) -> None:
-    answer = asked.get("/steps/5/operators/non-finite")
+def test_the_earliest_non_finite_operator_over_the_ranks(dumps_service: Service) -> None:
+    answer = dumps_service.get("/steps/5/operators/non-finite")
     first, second = answer["rows"]
     assert (first["rank"], first["name"], first["earliest"]) == (0, None, False)
     assert (second["rank"], second["earliest"], second["certain"]) == (1, True, True)
@@ -113,25 +117,25 @@ def test_the_earliest_non_finite_operator_over_the_ranks(asked: Service) -> None
     assert earliest["operator"] == "linear"
     assert earliest["parent"] == "Module.blocks.1.down.Linear.forward.0"
     assert "small_decoder.py" in earliest["source"]
-    assert asked.get("/steps/6/operators/non-finite")["earliest"] is None
+    assert dumps_service.get("/steps/6/operators/non-finite")["earliest"] is None
 
 
-def test_a_finding_names_the_operator(asked: Service) -> None:
-    (found,) = asked.get("/findings", run="r")["rows"]
+def test_a_finding_names_the_operator(dumps_service: Service) -> None:
+    (found,) = dumps_service.get("/findings", run="r")["rows"]
     assert found["kind"] == "non_finite_operator"
     assert (found["step"], found["stage"], found["rank"]) == (5, STAGE, 1)
     assert found["evidence"]["parent"] == "Module.blocks.1.down.Linear.forward.0"
 
 
-def ask(asked: Service, body: dict[str, Any]) -> Any:
-    answer = asked.read.post("/operators/divergence", json=body)
+def ask(dumps_service: Service, body: dict[str, Any]) -> Any:
+    answer = dumps_service.read.post("/operators/divergence", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def test_the_first_divergent_operator_between_replicas(asked: Service) -> None:
+def test_the_first_divergent_operator_between_replicas(dumps_service: Service) -> None:
     a = {"step": 6, "rank": 0}
-    answer = ask(asked, {"a": a, "b": {"rank": 1}})
+    answer = ask(dumps_service, {"a": a, "b": {"rank": 1}})
     assert answer["same"] is False
     assert (answer["a"]["rank"], answer["b"]["rank"]) == (0, 1)
     assert answer["b"]["step"] == 6
@@ -140,21 +144,21 @@ def test_the_first_divergent_operator_between_replicas(asked: Service) -> None:
     assert answer["first_parameter"]["a"]["operator"] == "blocks.0.up"
     assert answer["first_gradient"] is not None
     assert first["relative"] > first["threshold"]
-    same = ask(asked, {"a": a, "b": {"step": 5}, "exact": True})
+    same = ask(dumps_service, {"a": a, "b": {"step": 5}, "exact": True})
     assert same["same"] is True
     assert (same["a"]["step"], same["b"]["step"]) == (6, 5)
-    stepless = ask(asked, {"a": a, "b": {"rank": 1}, "by_dtype": {"float32": 10.0}})
+    stepless = ask(dumps_service, {"a": a, "b": {"rank": 1}, "by_dtype": {"float32": 10.0}})
     assert stepless["first"] is None
 
 
-def test_operators_on_one_side_only_are_listed(asked: Service) -> None:
-    answer = ask(asked, {"a": {"step": 7, "rank": 0}, "b": {"rank": 1}})
+def test_operators_on_one_side_only_are_listed(dumps_service: Service) -> None:
+    answer = ask(dumps_service, {"a": {"step": 7, "rank": 0}, "b": {"rank": 1}})
     assert answer["only_b_count"] > 0
     assert any("linear" in row["name"] for row in answer["only_b"])
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "expected_text"),
     [
         ({}, 422, "side a"),
         ({"a": {"step": 5}, "b": {}}, 422, "names 2 dumps"),
@@ -171,18 +175,18 @@ def test_operators_on_one_side_only_are_listed(asked: Service) -> None:
     ],
 )
 def test_what_cannot_be_compared(
-    asked: Service, body: dict[str, Any], status: int, said: str
+    dumps_service: Service, body: dict[str, Any], status: int, expected_text: str
 ) -> None:
-    answer = asked.read.post("/operators/divergence", json=body)
+    answer = dumps_service.read.post("/operators/divergence", json=body)
     assert answer.status_code == status, answer.text
-    assert said in answer.json()["detail"]
+    assert expected_text in answer.json()["detail"]
 
 
-def test_no_dump_is_said(asked: Service) -> None:
-    Rank(asked, run="other").stage(STAGE, 5)
-    said = asked.problem(404, "/steps/5/operators", run="other")
-    assert "stagescope capture" in said["advice"]
-    assert asked.problem(404, "/steps/5/operators", rank=7)["expected"] == "one of 0, 1"
+def test_a_missing_dump_is_reported(dumps_service: Service) -> None:
+    Rank(dumps_service, run="other").stage(STAGE, 5)
+    expected_text = dumps_service.problem(404, "/steps/5/operators", run="other")
+    assert "stagescope capture" in expected_text["advice"]
+    assert dumps_service.problem(404, "/steps/5/operators", rank=7)["expected"] == "one of 0, 1"
 
 
 def test_devices_of_two_kinds_get_a_larger_threshold(live: Service, dumps: dict[str, Path]) -> None:
@@ -194,7 +198,7 @@ def test_devices_of_two_kinds_get_a_larger_threshold(live: Service, dumps: dict[
     assert ask(live, {**BOTH, "factor": 8})["factor"] == 8.0
 
 
-def test_parts_and_captures_are_told_apart(live: Service, dumps: dict[str, Path]) -> None:
+def test_parts_and_captures_are_distinguished(live: Service, dumps: dict[str, Path]) -> None:
     rank = Rank(live, world_size=1)
     dumped(live, rank, dumps["plain"], part="a", minibatch=0)
     dumped(live, rank, dumps["changed"], part="b", minibatch=1)
@@ -269,51 +273,51 @@ def test_a_table_on_another_node_is_fetched_once_and_a_lost_node_says_so(
     assert live.get("/steps/5/operators")["rows"] == before
 
 
-def test_a_third_comparison_is_told_to_ask_again() -> None:
-    going, begun = threading.Event(), threading.Barrier(AT_ONCE + 1)
+def test_a_third_comparison_is_answered_not_ready() -> None:
+    released, begun = threading.Event(), threading.Barrier(MAX_RUNNING + 1)
 
     def question() -> None:
         begun.wait(30)
-        assert going.wait(30)
+        assert released.wait(30)
 
-    comparisons = Comparisons()
-    futures = [comparisons.start(question) for _ in range(AT_ONCE)]
+    computations = Computations()
+    futures = [computations.start(question) for _ in range(MAX_RUNNING)]
     begun.wait(30)
     with pytest.raises(NotReady, match="ask again"):
-        comparisons.start(question)
-    going.set()
+        computations.start(question)
+    released.set()
     for future in futures:
         future.result(30)
-    assert comparisons.start(int).result(30) == 0
+    assert computations.start(int).result(30) == 0
 
 
 def test_other_answers_come_while_comparisons_are_computed(
-    asked: Service, monkeypatch: pytest.MonkeyPatch
+    dumps_service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    going, begun = threading.Event(), threading.Barrier(AT_ONCE + 1)
+    released, begun = threading.Event(), threading.Barrier(MAX_RUNNING + 1)
     find: Callable[..., Path] = OperatorFiles.path
 
     def slow(files: OperatorFiles, row: Any) -> Path:
-        if not going.is_set():
+        if not released.is_set():
             begun.wait(30)
-            assert going.wait(30)
+            assert released.wait(30)
         return find(files, row)
 
     monkeypatch.setattr(OperatorFiles, "path", slow)
     answers: list[int] = []
     threads = [
-        threading.Thread(target=lambda: answers.append(ask(asked, BOTH)["a"]["step"]))
-        for _ in range(AT_ONCE)
+        threading.Thread(target=lambda: answers.append(ask(dumps_service, BOTH)["a"]["step"]))
+        for _ in range(MAX_RUNNING)
     ]
     for thread in threads:
         thread.start()
     begun.wait(30)
-    busy = asked.read.post("/operators/divergence", json=BOTH)
+    busy = dumps_service.read.post("/operators/divergence", json=BOTH)
     assert busy.status_code == 503
     assert busy.headers["retry-after"]
     assert "ask again" in busy.json()["detail"]
-    assert asked.get("/steps/5/stages")["rows"]
-    going.set()
+    assert dumps_service.get("/steps/5/stages")["rows"]
+    released.set()
     for thread in threads:
         thread.join(30)
     assert answers == [5, 5]
@@ -339,8 +343,8 @@ def test_full_tensors_are_compared_by_msprobe(live: Service, tmp_path: Path) -> 
         assert few.lines()[-1] == f"... {len(found) - 2} more tensors"
 
 
-def test_tensors_are_asked_of_dumps_that_hold_them(asked: Service) -> None:
-    answer = asked.read.post("/operators/tensors", json=BOTH)
+def test_tensors_need_dumps_that_hold_them(dumps_service: Service) -> None:
+    answer = dumps_service.read.post("/operators/tensors", json=BOTH)
     assert answer.status_code == 422
     assert "task statistics" in answer.json()["wrong"]
     assert "/operators/divergence" in answer.json()["advice"]
@@ -355,25 +359,25 @@ def test_tensors_on_another_node_say_so(live: Service, tmp_path: Path) -> None:
     assert "alone" in answer.json()["wrong"]
 
 
-def test_a_long_question_is_begun_once_and_again_where_it_failed() -> None:
-    going = threading.Event()
+def test_a_long_computation_starts_once_and_again_where_it_failed() -> None:
+    released = threading.Event()
     begun: list[int] = []
 
     def question() -> int:
         begun.append(1)
-        assert going.wait(30)
+        assert released.wait(30)
         if len(begun) == 1:
             raise InvalidInput("broken")
         return len(begun)
 
-    comparisons = Comparisons(1)
-    _, first = comparisons.once(("a", "b"), question)
-    assert comparisons.once(("a", "b"), question)[1] is first
+    computations = Computations(1)
+    _, first = computations.start_once(("a", "b"), question)
+    assert computations.start_once(("a", "b"), question)[1] is first
     with pytest.raises(NotReady, match="ask again"):
-        comparisons.once(("a", "c"), question)
-    going.set()
+        computations.start_once(("a", "c"), question)
+    released.set()
     with pytest.raises(InvalidInput):
         first.result(30)
-    _, second = comparisons.once(("a", "b"), question)
+    _, second = computations.start_once(("a", "b"), question)
     assert second.result(30) == 2
-    assert comparisons.once(("a", "b"), question)[1] is second
+    assert computations.start_once(("a", "b"), question)[1] is second

@@ -13,9 +13,9 @@ from stagescope_service.core.captures.agreement import AGREED
 STAGE = "actor_update"
 
 
-def ordered(live: Service, **order: Any) -> str:
+def request_capture(live: Service, **capture_fields: Any) -> str:
     """Order a capture by step numbers, in force before anybody trains; return its id."""
-    response = live.operate.post("/captures", json={"run": "r", **order})
+    response = live.operate.post("/captures", json={"run": "r", **capture_fields})
     assert response.status_code == 201, response.text
     answer = response.json()
     assert answer["agreement"]["phase"] == AGREED
@@ -26,29 +26,29 @@ def dump(
     rank: Rank, capture_id: str, stage: str, step: int, state: str = "complete", **part: int
 ) -> None:
     rank.stage(stage, step, **part)
-    said = {"stage": stage, "step": step, "capture_id": capture_id, "state": state, **part}
-    rank.say("dump", path="/d", **said)
+    dump = {"stage": stage, "step": step, "capture_id": capture_id, "state": state, **part}
+    rank.say("dump", path="/d", **dump)
 
 
 def come_to(live: Service, capture_id: str) -> tuple[str, list[tuple[str, int, int, int]]]:
     """Return (state, [(state, collected, waiting, gaps) of each step])."""
-    said = live.get(f"/captures/{capture_id}")
+    progress = live.get(f"/captures/{capture_id}")
     steps = [
         (each["state"], each["collected"], len(each["waiting"]), len(each["gaps"]))
-        for each in said["steps"]
+        for each in progress["steps"]
     ]
-    return said["state"], steps
+    return progress["state"], steps
 
 
 def test_a_step_that_an_earlier_attempt_captured_is_not_waited_for(live: Service) -> None:
-    capture_id = ordered(live, stages=[STAGE], steps=[3, 7])
+    capture_id = request_capture(live, stages=[STAGE], steps=[3, 7])
     rank = Rank(live, world_size=1)
     dump(rank, capture_id, STAGE, 3)
     rank.begin(STAGE, 4)
     resumed = Rank(live, key="again", world_size=1, resumed_from_step=5)
     resumed.begin(STAGE, 6)
-    said = live.get(f"/captures/{capture_id}")
-    assert [(each["attempt"], each["step"], each["state"]) for each in said["steps"]] == [
+    progress = live.get(f"/captures/{capture_id}")
+    assert [(each["attempt"], each["step"], each["state"]) for each in progress["steps"]] == [
         (1, 3, "complete"),
         (2, 7, "waiting"),
     ]
@@ -58,7 +58,7 @@ def test_a_step_that_an_earlier_attempt_captured_is_not_waited_for(live: Service
 def test_a_step_is_not_complete_between_its_stages(live: Service, steps_before: int) -> None:
     stages = ["actor_compute_log_prob", STAGE]
     first = 1 + steps_before
-    capture_id = ordered(live, stages=stages, steps=[first])
+    capture_id = request_capture(live, stages=stages, steps=[first])
     ranks = [Rank(live, rank=number) for number in (0, 1)]
     for step in range(1, first):
         for rank in ranks:
@@ -80,7 +80,7 @@ def test_a_step_is_not_complete_between_its_stages(live: Service, steps_before: 
 
 
 def test_minibatches_that_are_still_to_come_are_waited_for(live: Service) -> None:
-    capture_id = ordered(live, stages="all", steps=[4])
+    capture_id = request_capture(live, stages="all", steps=[4])
     rank = Rank(live, world_size=1)
     for step, minibatches in ((1, 2), (2, 2), (3, 3)):
         for minibatch in range(minibatches):
@@ -94,7 +94,7 @@ def test_minibatches_that_are_still_to_come_are_waited_for(live: Service) -> Non
 
 
 def test_a_stage_without_a_report_is_a_gap_once_its_step_is_over(live: Service) -> None:
-    capture_id = ordered(live, stages=["actor_compute_log_prob", STAGE], steps=[1])
+    capture_id = request_capture(live, stages=["actor_compute_log_prob", STAGE], steps=[1])
     ranks = [Rank(live, rank=number) for number in (0, 1)]
     for rank in ranks:
         dump(rank, capture_id, "actor_compute_log_prob", 1)
@@ -103,9 +103,9 @@ def test_a_stage_without_a_report_is_a_gap_once_its_step_is_over(live: Service) 
     ranks[1].stage(STAGE, 1)
     for rank in ranks:
         rank.begin(STAGE, 2)
-    said = live.get(f"/captures/{capture_id}")
-    assert said["state"] == "partial"
-    assert [(gap["rank"], gap["state"]) for gap in said["steps"][0]["gaps"]] == [
+    progress = live.get(f"/captures/{capture_id}")
+    assert progress["state"] == "partial"
+    assert [(gap["rank"], gap["state"]) for gap in progress["steps"][0]["gaps"]] == [
         (0, "failed"), (1, "no report"),
     ]  # fmt: skip
 
@@ -117,27 +117,27 @@ def test_a_capture_takes_the_run_that_every_question_takes(live: Service) -> Non
     spec = {"stages": [STAGE], "steps": "next"}
     answer = live.operate.post("/captures?wait=0", json=spec)
     assert answer.status_code == 201, answer.text
-    said = answer.json()
-    assert said["run"] == live.get("/steps/1/stages")["run"] == "newer"
-    assert "also live: older" in said["notes"][0]
+    progress = answer.json()
+    assert progress["run"] == live.get("/steps/1/stages")["run"] == "newer"
+    assert "also live: older" in progress["notes"][0]
 
 
 def test_the_plan_and_the_list_say_what_came_of_a_capture(live: Service) -> None:
-    capture_id = ordered(live, stages=[STAGE], steps=[1])
+    capture_id = request_capture(live, stages=[STAGE], steps=[1])
 
-    def told() -> list[str]:
+    def states() -> list[str]:
         (planned,), (listed,) = live.get("/plan")["captures"], live.get("/captures")["rows"]
         return [planned["state"], listed["state"], live.get(f"/captures/{capture_id}")["state"]]
 
-    assert told() == ["agreed"] * 3
+    assert states() == ["agreed"] * 3
     rank = Rank(live, world_size=1)
     dump(rank, capture_id, STAGE, 1)
     rank.begin(STAGE, 2)
-    assert told() == ["complete"] * 3
+    assert states() == ["complete"] * 3
 
 
 def test_tensors_that_the_service_keeps_alone_are_complete_with_the_step(live: Service) -> None:
-    capture_id = ordered(live, stages=[STAGE], steps=[1], keep=["responses"])
+    capture_id = request_capture(live, stages=[STAGE], steps=[1], keep=["responses"])
     rank = Rank(live, world_size=1)
     rank.stage(STAGE, 1)
     assert come_to(live, capture_id) == ("agreed", [("waiting", 0, 0, 0)])
@@ -145,11 +145,11 @@ def test_tensors_that_the_service_keeps_alone_are_complete_with_the_step(live: S
     assert come_to(live, capture_id) == ("complete", [("complete", 0, 0, 0)])
 
 
-def test_a_rank_that_nobody_has_is_named(live: Service) -> None:
-    capture_id = ordered(live, stages=[STAGE], steps=[1], ranks=[0, 9])
+def test_a_rank_that_does_not_exist_is_named(live: Service) -> None:
+    capture_id = request_capture(live, stages=[STAGE], steps=[1], ranks=[0, 9])
     assert live.get(f"/captures/{capture_id}")["unmatched_ranks"] == []  # nobody has come yet
     rank = Rank(live, world_size=1)
     dump(rank, capture_id, STAGE, 1)
-    said = live.get(f"/captures/{capture_id}")
-    assert said["unmatched_ranks"] == [9]
-    assert "no rank 9 is there: nothing is collected of it" in Progress(said).lines()
+    progress = live.get(f"/captures/{capture_id}")
+    assert progress["unmatched_ranks"] == [9]
+    assert "no rank 9 is there: nothing is collected of it" in Progress(progress).lines()

@@ -23,7 +23,7 @@ def train(live: Service, steps: range, **keywords: Any) -> Rank:
     return rank
 
 
-def test_streams_that_are_not_joined_are_said_to_be_there(live: Service) -> None:
+def test_streams_that_are_not_joined_are_reported(live: Service) -> None:
     for role, stage, name in (
         ("rollout", "rollout_generate", "rollout_log_probs"),
         ("actor", LOG_PROB, "old_log_probs"),
@@ -32,8 +32,8 @@ def test_streams_that_are_not_joined_are_said_to_be_there(live: Service) -> None
         handed = payload()
         handed["tensors"] = {n: t for n, t in handed["tensors"].items() if n in (name, "responses")}
         rank.begin(stage, 1)
-        said = {"tensors": {n: ["float32", [4, 12]] for n in handed["tensors"]}, "bytes": 1}
-        rank.say("end", handed, stage=stage, step=1, payload={**said, "meta": {}})
+        declared = {"tensors": {n: ["float32", [4, 12]] for n in handed["tensors"]}, "bytes": 1}
+        rank.say("end", handed, stage=stage, step=1, payload={**declared, "meta": {}})
     problem = live.problem(404, "/steps/1/metrics")
     assert "both streams were handed over, by different payloads, and are not joined" in str(
         problem
@@ -302,9 +302,9 @@ class TestLossesAndFindings:
             rank.say(
                 "dropped", what="payload", count=count, bytes=10, reason="full", step=2, stage="s"
             )
-        told = {row["step"]: row["losses"] for row in live.get("/steps")["rows"]}
-        assert told == {step: len(live.get("/losses", step=step)["rows"]) for step in told}
-        assert sum(told.values()) == 3
+        losses = {row["step"]: row["losses"] for row in live.get("/steps")["rows"]}
+        assert losses == {step: len(live.get("/losses", step=step)["rows"]) for step in losses}
+        assert sum(losses.values()) == 3
         answer = live.get("/losses")
         assert answer["run"] == "r"
         assert [row["count"] for row in answer["rows"]] == [3, 2, 1]
@@ -341,14 +341,14 @@ def test_a_complete_step_says_what_its_numbers_lack(live: Service) -> None:
         live.engine.fall_silent(rank)
     rows = {row["step"]: row for row in live.get("/steps")["rows"]}
     why = "(its process fell silent before the payload was read)"
-    said = {step: (row["complete"], row["measured"], row["gap"]) for step, row in rows.items()}
-    assert said == {
+    declared = {step: (row["complete"], row["measured"], row["gap"]) for step, row in rows.items()}
+    assert declared == {
         1: ("complete", True, None),
         2: ("complete", False, f"no numbers: 2 payloads lost {why}"),
         3: ("complete", True, f"numbers without 1 payload lost {why}"),
     }
-    assert live.get("/steps/2/stages")["gap"] == said[2][2]
-    assert live.get("/steps/3/rounds")["gap"] == said[3][2]
+    assert live.get("/steps/2/stages")["gap"] == declared[2][2]
+    assert live.get("/steps/3/rounds")["gap"] == declared[3][2]
     assert f"no numbers (yet): 2 payloads lost {why}" in str(live.problem(404, "/steps/2/metrics"))
     reasons = live.get("/series", metric="rollout_corr/k3_kl")["reasons"]
     assert reasons == [None, f"2 payloads were lost: {why.strip('()')}", None]

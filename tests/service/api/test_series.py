@@ -68,7 +68,7 @@ def test_each_step_once_with_the_number_that_the_step_itself_answers(real: Servi
     assert answer["complete"][7] == "open"
 
 
-def test_what_was_done_again_is_marked_where_it_is_asked_for(real: Service) -> None:
+def test_superseded_steps_are_marked_where_they_are_requested(real: Service) -> None:
     every = real.get("/series", metric=K3, superseded=True)
     pairs = list(zip(every["steps"], every["attempts"], every["superseded_by"], strict=True))
     assert pairs[-5:] == [(6, 1, 2), (6, 2, None), (7, 1, 2), (7, 2, None), (8, 2, None)]
@@ -127,7 +127,7 @@ def test_a_name_that_is_not_there(real: Service, session: stagescope.Session) ->
 
 
 def test_names_are_those_of_all_ranks_and_steps(real: Service) -> None:
-    place = {"attempt_id": 90, "role": "actor", "stage": "actor_update", "work_key": "w"}
+    columns = {"attempt_id": 90, "role": "actor", "stage": "actor_update", "work_key": "w"}
     steps = [{"attempt_id": 90, "step": step, "closed_wall": 1.0} for step in range(1, 31)]
     scalars = [{"name": "a_first", "step": 30, "rank": rank} for rank in range(5_001)]
     scalars += [
@@ -139,7 +139,7 @@ def test_names_are_those_of_all_ranks_and_steps(real: Service) -> None:
             *training(90, run="wide"),
             *(Put("steps", step) for step in steps),
             *(
-                Put("scalars", {**place, "incarnation": f"i{row['rank']}", **row, "value": 1.0})
+                Put("scalars", {**columns, "incarnation": f"i{row['rank']}", **row, "value": 1.0})
                 for row in scalars
             ),
         ]
@@ -225,7 +225,7 @@ def test_a_window_that_ends_before_it_begins_is_refused(real: Service) -> None:
     assert "from is 5 and to is 3" in answer.text
 
 
-def test_a_stage_or_rank_that_is_not_there_is_named_with_those_that_are(real: Service) -> None:
+def test_a_missing_stage_or_rank_is_named_with_those_that_exist(real: Service) -> None:
     problem = real.problem(404, "/series", metric="loss", stage="actor_compute_logprob")
     assert STAGE in problem["advice"]
     for metric in (K3, "loss"):
@@ -235,7 +235,7 @@ def test_a_stage_or_rank_that_is_not_there_is_named_with_those_that_are(real: Se
     assert "any role" not in str(real.problem(404, "/series", metric=K3, role="critic"))
 
 
-def test_a_scalar_is_one_also_where_nobody_logged_it(real: Service) -> None:
+def test_a_scalar_is_one_even_in_steps_without_it(real: Service) -> None:
     answer = real.get("/series", metric="loss", **{"from": 10**6})
     assert (answer["kind"], answer["steps"]) == ("scalar", [])
 
@@ -295,7 +295,7 @@ def test_the_answers_about_a_step_say_that_it_was_begun_again(twice: Service) ->
     assert marked == [(4, 2), (3, 2)]
 
 
-def test_who_reads_the_number_of_a_step_begun_again_is_told(twice: Service) -> None:
+def test_the_number_of_a_step_begun_again_is_marked(twice: Service) -> None:
     assert twice.tokens is not None
     where = {"STAGESCOPE_URL": twice.server.url, "STAGESCOPE_TOKEN": twice.tokens.read}
     env = {**where, "COLUMNS": "80"}

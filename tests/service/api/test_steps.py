@@ -8,7 +8,7 @@ import pytest
 from tests.support.api import Rank, Service
 from tests.support.measure import payload
 
-from stagescope_service.api.answers import COLUMNS
+from stagescope_service.api.numbers import COLUMNS
 from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.mismatch import publish
 from stagescope_service.statistics.summarise import summarise
@@ -205,12 +205,12 @@ class TestMetrics:
         assert "both streams" in problem["wrong"]
         assert "rollout_log_probs" in problem["expected"]
 
-    def test_what_was_recorded_instead_is_told(self, live: Service) -> None:
+    def test_the_error_lists_what_was_recorded_instead(self, live: Service) -> None:
         handed = payload()
         handed["tensors"]["rollout_logprobs"] = handed["tensors"].pop("rollout_log_probs")
         rank = Rank(live)
-        told = {name: ["float32", [4, 12], None] for name in handed["tensors"]}
-        announced = {"tensors": told, "bytes": 1, "meta": {}}
+        declared = {name: ["float32", [4, 12], None] for name in handed["tensors"]}
+        announced = {"tensors": declared, "bytes": 1, "meta": {}}
         rank.begin(LOG_PROB, 5)
         rank.say("end", handed, stage=LOG_PROB, step=5, payload=announced)
         problem = live.problem(404, "/steps/5/metrics")
@@ -226,7 +226,7 @@ class TestMetrics:
 
 class TestRounds:
     @pytest.mark.parametrize("params", [{}, {"rank": 1}])
-    def test_add_up_to_the_whole(self, live: Service, params: dict[str, int]) -> None:
+    def test_add_up_to_the_step(self, live: Service, params: dict[str, int]) -> None:
         measured(live)
         answer = live.get("/steps/5/rounds", **params)
         rows, whole = answer["rows"], answer["whole"]
@@ -323,7 +323,7 @@ class TestTokens:
 
 
 class TestStages:
-    def test_who_has_not_arrived_since_when(self, live: Service) -> None:
+    def test_missing_ranks_have_their_time(self, live: Service) -> None:
         ranks = two_ranks(live, world_size=3)
         ranks[0].stage("actor_update", 5, seconds=2.5)
         ranks[1].clock += 1.0

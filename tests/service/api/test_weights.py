@@ -21,8 +21,8 @@ def record(
 ) -> None:
     side = "rollout" if rank.sender.role == "rollout" else "trainer"
     tensors = [(name, value, "bfloat16", (4, 8), None) for name, value in values.items()]
-    said = {"side": side, "kind": "exchanged", "tensors": tensors, **fields}
-    rank.say("weights", policy_version=version, step=step, **said)
+    event = {"side": side, "kind": "exchanged", "tensors": tensors, **fields}
+    rank.say("weights", policy_version=version, step=step, **event)
 
 
 def train(running: Service, run: str, *, odd: int | None = None, ranks: int = 3) -> None:
@@ -102,7 +102,7 @@ def test_a_page_after_the_other(running: Service) -> None:
     assert (older["rows"][0]["version"], older["next"]) == (4, None)
 
 
-def test_a_device_that_stands_out_again_and_again(running: Service) -> None:
+def test_a_device_that_is_outvoted_repeatedly(running: Service) -> None:
     card, *suspects = running.get("/devices")["rows"]
     assert (card["device"], card["odd"], card["suspected"]) == ("SN-2", 2, 0)
     assert card["runs"] == ["bad-again", "bad-card"]

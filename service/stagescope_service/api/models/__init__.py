@@ -1,6 +1,6 @@
-"""What routes answer, as pydantic models: they make the document, and never run for an answer.
+"""The bodies of requests and answers as pydantic models.
 
-A route hands its body over as it is (`requests.Answer`), so that no answer waits for a model;
-`response_model=` puts the model into /openapi.json. Tests hold every answer to its model, which
-forbids fields that it does not name.
+`bodies` validates requests. The other models only describe answers in the OpenAPI document: a route
+returns its body as it is (`requests.Answer`), so that no answer waits for a model. Tests check
+every answer against its model, which forbids fields that it does not name.
 """

@@ -1,4 +1,4 @@
-"""Answers about captures: what was ordered of ranks, by whom, and what came of it."""
+"""Answers about captures: requests, their agreement among ranks, and their results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from stagescope.wire.captures import CAPTURE_FIELDS
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     Attempt,
@@ -23,7 +24,7 @@ from stagescope_service.api.models.common import (
 )
 
 
-def _said(name: str) -> Any:
+def _capture_field(name: str) -> Any:  # as pydantic.Field
     return Field(description=CAPTURE_FIELDS[name])
 
 
@@ -38,30 +39,30 @@ State = Annotated[
 
 
 class Order(Model):
-    """What was ordered, every field written out."""
+    """A requested capture, with all fields."""
 
-    run: str | None = _said("run")
-    stages: list[str] | Literal["all"] = _said("stages")
-    roles: list[str] | None = _said("roles")
-    ranks: list[int] | Literal["all"] | dict[str, int] = _said("ranks")
-    steps: list[int] | Literal["all"] | dict[str, int | None] = _said("steps")
-    config: dict[str, Any] | None = _said("config")
-    config_path: str | None = _said("config_path")
-    bench: dict[str, Any] | None = _said("bench")
-    data_dir: str | None = _said("data_dir")
-    keep: list[str] = _said("keep")
-    parameters: list[str] = _said("parameters")
-    gradients: list[str] = _said("gradients")
-    limits: dict[str, Any] | None = _said("limits")
-    force: bool = _said("force")
-    strict: bool = _said("strict")
-    timeout: float = _said("timeout")
-    late: Literal["wait", "go_on", "give_up"] = _said("late")
-    again: int = _said("again")
+    run: str | None = _capture_field("run")
+    stages: list[str] | Literal["all"] = _capture_field("stages")
+    roles: list[str] | None = _capture_field("roles")
+    ranks: list[int] | Literal["all"] | dict[str, int] = _capture_field("ranks")
+    steps: list[int] | Literal["all"] | dict[str, int | None] = _capture_field("steps")
+    config: JsonObject | None = _capture_field("config")
+    config_path: str | None = _capture_field("config_path")
+    bench: JsonObject | None = _capture_field("bench")
+    data_dir: str | None = _capture_field("data_dir")
+    keep: list[str] = _capture_field("keep")
+    parameters: list[str] = _capture_field("parameters")
+    gradients: list[str] = _capture_field("gradients")
+    limits: JsonObject | None = _capture_field("limits")
+    force: bool = _capture_field("force")
+    strict: bool = _capture_field("strict")
+    timeout: float = _capture_field("timeout")
+    late: Literal["wait", "go_on", "give_up"] = _capture_field("late")
+    again: int = _capture_field("again")
     capture_id: str
     source: Annotated[str, Field(examples=["http"])]
     by: str
-    """Who ordered it: header `X-Stagescope-User`, which token, from where; or which trigger."""
+    """Who requested it: header `X-Stagescope-User`, which token, from where; or which trigger."""
     created: float
     """Unix seconds."""
 
@@ -75,7 +76,7 @@ class Gap(RoleRank):
 
 
 class Estimate(Model):
-    """What a rank estimates that the capture takes; what it does not know is absent or null."""
+    """A rank's estimate of a capture's cost; unknown values are absent or null."""
 
     role: Role | None
     rank: Rank | None
@@ -90,7 +91,7 @@ class Estimate(Model):
     """`measured` (earlier dumps), `model` (its size) or `unknown`."""
     tokens: int | None = ABSENT
     assumed: bool = ABSENT
-    """Whether nobody said how many tokens there are."""
+    """Whether the number of tokens is assumed, because the rank did not report it."""
     free_bytes: int | None = ABSENT
     """On the rank's disk."""
     reserve_bytes: int | None = ABSENT
@@ -100,15 +101,15 @@ class Estimate(Model):
 
 
 class Agreement(Model):
-    """How far the ranks have agreed on a capture."""
+    """The agreement of ranks on a capture."""
 
     phase: State
     number: int
-    """How often it was asked: a step that some rank missed may be agreed again."""
+    """Counts the requests: a step that some rank missed may be agreed again."""
     revision: int
-    """Who acknowledges this revision of the plan has heard of it."""
+    """A rank that acknowledges this revision of the plan knows the capture."""
     attempt_id: int | None
-    """The catalogue's key of the attempt whose ranks were asked."""
+    """The catalogue's key of the attempt whose ranks were requested."""
     asked_wall: float
     """Unix seconds."""
     agreed_wall: float | None
@@ -116,15 +117,15 @@ class Agreement(Model):
     start: Step | None
     """The step on which it starts; null: not fixed."""
     round_trip: float | None
-    """Seconds from the asking to the last acknowledgement."""
+    """Seconds from the request to the last acknowledgement."""
     step_seconds: float | None
     """How long a step takes."""
     steps: Json
     """The steps that are captured: numbers, or `{every, start, count}`; null: not fixed."""
     missed_steps: list[int]
-    """Asked for and begun already."""
+    """Requested steps that had begun already."""
     members: list[RoleRank]
-    """Ranks that were asked."""
+    """The requested ranks."""
     without: list[RoleRank]
     """Ranks that had not acknowledged when it was agreed on or given up."""
     missed: list[Gap]
@@ -137,7 +138,7 @@ class Agreement(Model):
 
 
 class OrderedCapture(Order):
-    """What was ordered, and how far it is agreed on."""
+    """A requested capture, and its agreement among ranks."""
 
     agreement: Agreement
 
@@ -157,10 +158,10 @@ class Plan(Model):
 
 
 class NewCapture(OrderedCapture):
-    """A capture that was ordered."""
+    """A capture that was requested."""
 
     notes: list[str]
-    """What the asker should know, such as which ranks have not acknowledged."""
+    """Hints for the user, such as which ranks have not acknowledged."""
 
 
 class CaptureRow(Model):
@@ -187,16 +188,16 @@ class Captures(Model, Page[CaptureRow]):
 
 
 class AskedRank(RoleRank):
-    """A rank that a capture asks."""
+    """A rank that a capture requests."""
 
     acknowledged: bool
     """Whether it has applied the capture's latest revision."""
     there: bool
-    """Whether its process is heard of."""
+    """Whether its process is alive."""
     joined_later: bool
-    """Whether it came after the capture was agreed on."""
+    """Whether it joined after the capture was agreed on."""
     last_wall: float | None
-    """Unix seconds: when it was heard of last."""
+    """Unix seconds: when it last reported."""
     node: str | None
     host: str | None
     pid: int | None
@@ -209,7 +210,7 @@ class RankGap(RoleRank):
 
 
 class CapturedStep(Model):
-    """What one step of a capture came to."""
+    """The result of one step of a capture."""
 
     step: Step
     attempt: int | None
@@ -229,7 +230,7 @@ class CaptureDump(DumpRow):
 
 
 class Capture(Model):
-    """How far a capture has come."""
+    """The progress of a capture."""
 
     capture_id: str
     run: Run | None
@@ -248,6 +249,6 @@ class Capture(Model):
     removed_by: str | None
     ranks: list[AskedRank]
     unmatched_ranks: list[int]
-    """Named in the order, and no role that it asks has them: nothing is collected of them."""
+    """Requested ranks that no requested role has: nothing is collected from them."""
     steps: list[CapturedStep]
     dumps: list[CaptureDump]

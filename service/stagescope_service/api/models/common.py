@@ -1,4 +1,4 @@
-"""What many answers share: numbers, headings, pages, places."""
+"""Types that many answers share: numbers, headings, pages, ranks."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypeAliasType
 
+from stagescope_service.api.encoding import JsonObject
 
-def _readable(schema: dict[str, Any]) -> None:
-    """Take out what repeats a field's name, and defaults: they say that a field may be absent."""
-    for about in schema.get("properties", {}).values():
-        about.pop("title", None)
-        about.pop("default", None)
+
+def _tidy(schema: dict[str, Any]) -> None:
+    """Leave out titles, which repeat names, and defaults, which mean that a field may be absent."""
+    for field in schema.get("properties", {}).values():
+        field.pop("title", None)
+        field.pop("default", None)
 
 
 class Model(BaseModel):
-    """An object of an answer; it has no other fields than it names."""
+    """An object of an answer, with no other fields than these."""
 
     model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, json_schema_extra=_readable
+        extra="forbid", use_attribute_docstrings=True, json_schema_extra=_tidy
     )
 
 
 ABSENT: Final[Any] = None
-"""Default of a field that is not there where it says nothing; else a field is always there."""
+"""Default of a field that may be absent; every other field is always present."""
 
 T = TypeVar("T")
 
@@ -35,9 +37,9 @@ Number = TypeAliasType(
         Field(description="A number; one that is not finite is its name, since JSON has none."),
     ],
 )
-Json = Annotated[Any, Field(description="Any JSON.")]
+Json = Annotated[object, Field(description="Any JSON.")]
 Wall = Annotated[float, Field(description="Unix seconds.", examples=[1_792_000_000.25])]
-"""A time; a model says whose clock, where it is not the service's."""
+"""A time of the service's clock, unless a model says otherwise."""
 
 Run = Annotated[str, Field(description="The run's name.", examples=["qwen3-8b-countdown"])]
 Attempt = Annotated[int, Field(description="The attempt's number in its run, from 1.", ge=1)]
@@ -53,8 +55,8 @@ NodeId = Annotated[str, Field(description="Ray's id of the node.")]
 Complete = Annotated[
     Literal["complete", "partial", "unknown", "open"],
     Field(
-        description="Whether all that were expected came: of a closed step `complete`, `partial` "
-        "or `unknown` (nobody said how many ranks there are); of another `open`."
+        description="Whether all expected ranks arrived: for a closed step `complete`, `partial` "
+        "or `unknown` (the number of ranks is unknown); for another `open`."
     ),
 ]
 GapText = Annotated[
@@ -67,7 +69,7 @@ GapText = Annotated[
 
 
 class BegunAgain(Model):
-    """Ranks that began a step again within its attempt: both goes count, as passes of one step."""
+    """Ranks that began a step again within its attempt: both passes count in one step."""
 
     role: Role
     ranks: Annotated[list[int], Field(examples=[[0, 1]])]
@@ -80,7 +82,7 @@ BegunAgainIn = Annotated[
     list[BegunAgain],
     Field(
         description="Who began the step again within the attempt (training that went back inside "
-        "its process): both goes count in its numbers, as passes of one step. Mostly empty."
+        "its process): both passes count in its numbers. Mostly empty."
     ),
 ]
 
@@ -110,7 +112,7 @@ class ScopeHeading(RunHeading):
     """Which attempts an answer is about."""
 
     attempt: Attempt | None
-    """The attempt that was asked for; null: every attempt of the run."""
+    """The requested attempt; null: every attempt of the run."""
 
 
 class StepHeading(AttemptHeading):
@@ -118,15 +120,15 @@ class StepHeading(AttemptHeading):
 
     step: Step
     superseded_by: int | None
-    """The newest attempt that did (or will do) this step again."""
+    """The newest attempt that repeats this step."""
 
 
 class Page(BaseModel, Generic[T]):
     """A page of a list; an answer is a `Model` as well."""
 
-    # No docstrings of attributes here: for each type of row pydantic would look for them in the
-    # source of every module that is imported, 3 s of CPU at the API's start.
-    model_config = ConfigDict(extra="forbid", json_schema_extra=_readable)
+    # Without use_attribute_docstrings: for each type of row pydantic would parse the source of
+    # every imported module, 3 s of CPU at the API's start.
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_tidy)
 
     rows: list[T]
     next: Annotated[
@@ -166,7 +168,7 @@ class ListedMissing(RoleRank):
 
 
 class Layout(Model):
-    """Where a rank runs and stands; what is not known is absent."""
+    """Where a rank runs, and its parallel coordinates; unknown fields are absent."""
 
     data_rank: int = ABSENT
     """Ranks with the same one hold the same rows."""
@@ -204,7 +206,7 @@ class Layout(Model):
 
 
 class DumpRow(Model):
-    """What became of one capture on one rank in one part of a stage."""
+    """The dump of one capture on one rank in one part of a stage."""
 
     part: Part
     stage: Stage
@@ -213,7 +215,7 @@ class DumpRow(Model):
     state: Annotated[str | None, Field(examples=["complete", "missed", "failed", "truncated"])]
     """`armed` while it collects; null: unknown."""
     bytes: int | None
-    """What its files take."""
+    """Size of its files."""
     files: int | None
     """How many there are."""
     path: str | None
@@ -225,12 +227,12 @@ class DumpRow(Model):
     level: Annotated[str | None, Field(examples=["L1"])]
     """msprobe's level."""
     seconds: float | None
-    """What it took of the rank's stage."""
+    """Its share of the rank's stage."""
     error: str | None
     """Why it was missed, or failed."""
-    overrides: list[Any] | dict[str, Any] | None
-    """What of msprobe's configuration the service decided otherwise."""
-    estimate: dict[str, Any] | None
+    overrides: list[object] | JsonObject | None
+    """Fields of msprobe's configuration that the service changed."""
+    estimate: JsonObject | None
     """`bytes`, `seconds` and `basis` of what it was expected to take."""
     wall: float | None
-    """Unix seconds: when the rank said so."""
+    """Unix seconds: when the rank reported it."""

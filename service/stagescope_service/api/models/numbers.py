@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     BegunAgainIn,
@@ -24,7 +25,7 @@ from stagescope_service.api.models.common import (
 
 
 class Coverage(Model):
-    """What the numbers cover: tokens + all of tokens_left_out = tokens_sent, or a finding says."""
+    """Coverage of the numbers: tokens + all tokens_left_out = tokens_sent, else a finding."""
 
     payloads_announced: int
     """Of the whole step, in any state."""
@@ -39,11 +40,11 @@ class Coverage(Model):
     masked_tokens: int
     """Tokens under the mask of the parts that count, the non-finite ones too."""
     tokens_sent: int | None
-    """Tokens under the mask in the payloads of the stage; null: by an earlier release."""
+    """Tokens under the mask in the stage's payloads; null: aggregated by an earlier release."""
     tokens_left_out: dict[str, int]
     """Reason -> tokens."""
     tokens_unaccounted: int | None
-    """What the sum lacks; null: by an earlier release."""
+    """What the sum lacks; null: aggregated by an earlier release."""
     sequences: int
     empty_rows: int
     """Rows without a model token; they are left out of means over sequences."""
@@ -51,15 +52,15 @@ class Coverage(Model):
     parts_left_out: dict[str, int]
     """Reason -> parts."""
     duplicates_left_out: int
-    """Tokens that came twice, and count once."""
+    """Tokens that arrived twice; they count once."""
     parts_to_restate: int
-    """Parts that are to be read anew, since their rows were told apart later."""
+    """Parts that must be read again, because their rows were identified later."""
     fragmented_sequences: int
-    """Sequences of which it is not known in which order their fragments stand."""
+    """Sequences whose fragments have no known order."""
 
 
 class CheckRow(Model):
-    """A question that was asked before the numbers are trusted, and found something."""
+    """A check of the streams that found a problem."""
 
     code: Annotated[str, Field(examples=["shifted"])]
     verdict: Literal["ok", "suspect", "unknown"]
@@ -80,11 +81,11 @@ Cause = Annotated[
 
 
 class Numbers(StepHeading):
-    """What every answer about a step's numbers says beside them."""
+    """The fields that accompany a step's numbers."""
 
     complete: Complete
     missing: list[Missing]
-    """Who has not ended a stage of the step."""
+    """Ranks that have not ended a stage of the step."""
     gap: GapText
     begun_again: BegunAgainIn
     stage: Stage
@@ -101,16 +102,16 @@ class Numbers(StepHeading):
 
 
 class Stream(Model):
-    """What is known of a log-prob series; the unknown is absent."""
+    """The attributes of a log-prob series; unknown ones are absent."""
 
     dtypes: list[str]
     """In which it arrived."""
     producer: str = ABSENT
-    """Who computed it: process, engine or stage."""
+    """Its producer: process, engine or stage."""
     engine: str = ABSENT
     engine_version: str = ABSENT
     dtype: str = ABSENT
-    """As its producer says it."""
+    """As reported by its producer."""
     quantisation: str = ABSENT
     processed: bool = ABSENT
     """Whether they are of the processed distribution (temperature, top-k, top-p)."""
@@ -119,14 +120,14 @@ class Stream(Model):
     top_k: int = ABSENT
     alignment: str = ABSENT
     routing: str = ABSENT
-    extra: dict[str, Any] = ABSENT
+    extra: JsonObject = ABSENT
 
 
 class RolloutIs(Model):
     """Whose importance weights `rollout_corr/rollout_is_*` describe."""
 
     rollout_is: str | None
-    """What the run says of it; null: nothing."""
+    """The run's setting; null: none."""
     threshold: float | None
     batch_normalize: bool | None
     truncated: bool
@@ -155,7 +156,7 @@ class Metrics(Numbers):
     streams: dict[str, Stream]
     rollout_is: RolloutIs
     differing: list[list[str]]
-    """Payloads that say they hold the same rows, and do not."""
+    """Payloads with the same row ids and different rows."""
 
 
 class CellRow(Model):
@@ -204,12 +205,12 @@ class CellRow(Model):
 
 
 class SliceRow(CellRow):
-    """A round, a turn or a staleness; it has the field that was asked for by `by`."""
+    """A round, a turn or a staleness, depending on `by`."""
 
     round: int = ABSENT
     """A mask segment, from 0."""
     turn: int = ABSENT
-    """As the caller says it."""
+    """As given by the caller."""
     staleness: int = ABSENT
     """Trainer version - the tokens' own version."""
 
@@ -231,7 +232,7 @@ class RankRow(CellRow, Layout):
     parts: int
     """How many parts it handed over."""
     parts_counted: int
-    """How many of them count in the step's numbers; 0 where a replica does in its place."""
+    """How many of them count in the step's numbers; 0 where a replica counts instead."""
 
 
 class Ranks(Numbers, Page[RankRow]):
@@ -250,14 +251,14 @@ class TokenRow(Model):
     """The rollout's."""
     round: int
     turn: int | None
-    """Null: the caller said no turns."""
+    """Null: the caller gave no turns."""
     token_id: int | None
     """Null: no responses were handed over."""
     sample_uid: str | None
     row: int
     """Of the payload."""
     position: int
-    """Of the row's tokens, from 0, or as `positions` said."""
+    """Of the row's tokens, from 0, or as given in `positions`."""
     role: Role | None
     rank: Rank | None
 

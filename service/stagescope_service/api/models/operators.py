@@ -28,7 +28,7 @@ Name = Annotated[
         examples=["Module.model.layers.0.mlp.down_proj.Linear.forward.0"],
     ),
 ]
-Order = Annotated[int, Field(description="The call's place in the dump, from 0.")]
+Order = Annotated[int, Field(description="Position of the call in the dump, from 0.")]
 Source = Annotated[
     str | None, Field(description="The first frame of the call's stack outside torch.")
 ]
@@ -46,7 +46,7 @@ Section = Annotated[
 
 
 class Place(Model):
-    """Where a table of operators belongs."""
+    """The stage, rank and part of a table of operators."""
 
     stage: Stage
     role: Role
@@ -57,12 +57,12 @@ class Place(Model):
 
 class _Reading(Model):
     state: Annotated[str, Field(examples=["announced", "written"])]
-    """`announced`: it is being read; else what became of the table, or why it cannot be read."""
+    """`announced`: it is being read; else the table's state, or why it cannot be read."""
     reason: str | None
     truncated: bool | None
     """Whether the dump was cut off."""
     done: bool | None
-    """What its DONE.json says; null: it has none, the rank did not come to its end."""
+    """The content of its DONE.json; null: it has none, the rank did not reach its end."""
 
 
 class Table(Place, _Reading):
@@ -118,7 +118,7 @@ class OperatorRow(Place):
     non_finite: NonFinite
     requires_grad: bool | None
     checksum: str | None
-    """msprobe's, where it was asked for."""
+    """msprobe's checksum, where it was requested."""
     value: str | None
     """Of what is no tensor."""
     placements: str | None
@@ -173,13 +173,13 @@ class FirstNonFinite(Place, _Reading):
     earliest: bool
     """Whether no rank found one earlier."""
     order_differs: bool
-    """Whether this rank's calls went another way than the others'."""
+    """Whether the order of this rank's calls differs from the others'."""
     culprits: int | None
     """Calls that made a NaN or an infinity of finite inputs; null: the table is not written."""
     masks: int | None
     """Calls with infinities that are masks."""
     not_read: int | None
-    """Calls that handed on memory without reading it: what was left there is no evidence."""
+    """Calls that passed on memory without reading it: its content is no evidence."""
 
 
 class EarliestNonFinite(FirstNonFinite):
@@ -301,7 +301,7 @@ class Divergence(Model):
 
 
 class TensorPair(Model):
-    """Two full tensors, as msprobe compares them; what it does not say is null."""
+    """Two full tensors, as msprobe compares them; values that it does not report are null."""
 
     name: str | None
     """Of side `a`, msprobe's NPU side."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     Attempt,
@@ -31,7 +32,7 @@ class RunRow(Model):
 
     run: Run
     live: bool
-    """Whether one of its attempts has a process that is heard of."""
+    """Whether one of its attempts has a live process."""
     attempt: Attempt | None
     """The newest; null: it has none."""
     attempt_key: str | None
@@ -41,9 +42,9 @@ class RunRow(Model):
     created_wall: float | None
     """Unix seconds."""
     last_wall: float | None
-    """Unix seconds: when one of its processes was heard of last."""
-    settings: dict[str, Any] | None
-    """What its processes said of the run."""
+    """Unix seconds: when one of its processes last reported."""
+    settings: JsonObject | None
+    """The run's settings, as its processes reported them."""
 
 
 class Runs(Model, Page[RunRow]):
@@ -51,7 +52,7 @@ class Runs(Model, Page[RunRow]):
 
 
 class Superseded(Model):
-    """Steps that a later attempt did again."""
+    """Steps that a later attempt repeats."""
 
     from_step: Step
     """From this step on."""
@@ -63,7 +64,7 @@ class AttemptRow(Model):
 
     attempt: Attempt
     state: Literal["live", "silent", "ended"]
-    """`silent`: it did not end, and none of its processes is heard of."""
+    """`silent`: it did not end, and none of its processes reports."""
     begun: float | None
     """Unix seconds."""
     ended: float | None
@@ -79,11 +80,11 @@ class AttemptRow(Model):
     processes: int
     """How many have reported."""
     last_wall: float | None
-    """Unix seconds: when one of them was heard of last."""
-    fingerprint: dict[str, Any] | None
-    """git, config, packages, drivers, environment without secrets; null: nobody gave it."""
+    """Unix seconds: when one of them last reported."""
+    fingerprint: JsonObject | None
+    """git, config, packages, drivers, environment without secrets; null: none was given."""
     superseded: list[Superseded]
-    """Steps that later attempts did again."""
+    """Steps that later attempts repeat."""
 
 
 class Attempts(RunHeading, Page[AttemptRow]):
@@ -101,7 +102,7 @@ class StepRow(Model):
     gap: GapText
     begun_again: BegunAgainIn
     superseded_by: int | None
-    """The newest attempt that did (or will do) this step again."""
+    """The newest attempt that repeats this step."""
     opened_wall: float | None
     """Unix seconds: when the first rank began it."""
     closed_wall: float | None
@@ -149,7 +150,7 @@ class Series(ScopeHeading):
     steps: list[Step]
     attempts: list[Attempt]
     superseded_by: list[int | None]
-    """The newest attempt that did (or will do) the step again."""
+    """The newest attempt that repeats the step."""
     begun_again: list[BegunAgainIn]
     complete: list[Complete]
     comparable: list[str | None]
@@ -174,12 +175,12 @@ class FirstDifference(Model):
     sample_uid: str | None = ABSENT
     role: Role = ABSENT
     rank: Rank = ABSENT
-    """Who handed the token over."""
+    """The rank that handed the token over."""
     row: int = ABSENT
     """Of the payload."""
     round: int = ABSENT
     position: int = ABSENT
-    """Of the row's tokens, from 0, or as `positions` said."""
+    """Of the row's tokens, from 0, or as given in `positions`."""
     token_id: int | None = ABSENT
     p: Number = ABSENT
     """The trainer's log-prob, in nats."""
@@ -236,7 +237,7 @@ class FindingRow(Model):
     kind: Annotated[str, Field(examples=["stage_stuck"])]
     severity: Severity
     message: str | None
-    evidence: dict[str, Any] | None
+    evidence: JsonObject | None
     """What it rests on, by its kind; non-finite numbers are `nan`, `inf`, `-inf`."""
     advice: str | None
     """What to try."""
@@ -247,7 +248,7 @@ class FindingRow(Model):
     count: int | None
     """How often it was seen; null: once."""
     over_wall: float | None
-    """Unix seconds: since when it is no longer so; null: it still is, or never ends."""
+    """Unix seconds: since when it is over; null: it persists, or it cannot end."""
 
 
 class Findings(ScopeHeading, Page[FindingRow]):
@@ -255,10 +256,10 @@ class Findings(ScopeHeading, Page[FindingRow]):
 
 
 class Extent(Model):
-    """Over which steps and ranks a group stretches."""
+    """The steps and ranks of a group."""
 
     where: Annotated[str, Field(examples=["steps 10-25, rank 3"])]
-    """In words."""
+    """As text."""
     first_step: Step | None
     last_step: Step | None
     steps: int
@@ -273,11 +274,11 @@ class _Grouped(Model):
     grouped: int
     """How many rows they are made of."""
     truncated: bool
-    """Whether there were more rows than are looked at: the newest are."""
+    """Whether there were more rows than are grouped; the newest are."""
 
 
 class FindingGroup(FindingRow, Extent):
-    """Findings of one attempt that say the same: the first of them, and how far they stretch."""
+    """Findings of one attempt with the same cause: the first of them, and their extent."""
 
     findings: int
     """How many rows of `/findings`."""
@@ -288,7 +289,7 @@ class FindingGroups(ScopeHeading, _Grouped, Page[FindingGroup]):
 
 
 class FindingOfGroup(Extent):
-    """What else of the attempt says the same as a finding."""
+    """The findings of an attempt with the cause of one."""
 
     findings: int
     """How many rows of `/findings`."""
@@ -319,7 +320,7 @@ class LossRow(Model):
     bytes: int | None
     """How much; null: unknown."""
     wall: float | None
-    """Unix seconds: when it was known."""
+    """Unix seconds: when the service noticed it."""
 
 
 class Losses(ScopeHeading, Page[LossRow]):
@@ -339,7 +340,7 @@ class LossGroup(Extent):
     reason: str | None
     """Of the first; numbers in it may be others in the others."""
     wall: float | None
-    """Unix seconds: when the first of them was known."""
+    """Unix seconds: when the service noticed the first of them."""
     losses: int
     """How many rows of `/losses`."""
     count: int
@@ -368,14 +369,14 @@ class FiringGroup(Extent):
     rank: Rank | None
     round: int | None
     message: str
-    actions: dict[str, Any] | None
-    """What became of its actions, as `/triggers/firings` has it; null: not taken yet."""
+    actions: JsonObject | None
+    """Results of its actions, as in `/triggers/firings`; null: they have not run yet."""
     outcomes: list[str]
-    """What became of the actions of all of them, in words."""
+    """Results of the actions of all of them, as text."""
     wall: float | None
     """Unix seconds: when the first of them fired."""
     withdrawn_wall: float | None
-    """Null: those that were taken back are left out."""
+    """Always null: withdrawn firings are left out."""
     firings: int
     """How often it fired."""
     first_wall: float | None
@@ -388,4 +389,4 @@ class FiringGroups(_Grouped, Page[FiringGroup]):
     """Groups of firings, the last first."""
 
     run: Run | None
-    """The run that was asked for; null: of all."""
+    """The requested run; null: all runs."""

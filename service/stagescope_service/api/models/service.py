@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     AttemptHeading,
@@ -40,13 +41,13 @@ class Load(Model):
     """How the coordinator keeps up with events."""
 
     waiting_events: int
-    """Events that are taken in and not committed yet."""
+    """Events that were received and not committed yet."""
     pushed_back: int
-    """Batches that senders were told to keep and send again."""
+    """Batches that senders must send again, because the queue was full."""
     lag_seconds: float | None
-    """How old events are when they are taken in, on average; null: none came lately."""
+    """Average age of events on arrival; null: none arrived recently."""
     pause_seconds: float
-    """How long senders are asked to wait between batches; 0 where it keeps up."""
+    """Pause between batches that senders are requested to make; 0 where it keeps up."""
 
 
 class Keeping(Model):
@@ -78,7 +79,7 @@ class CoordinatorStatus(Model):
     events_taken: int = ABSENT
     load: Load = ABSENT
     memory_bytes: int | None = ABSENT
-    """Memory of its process; null where the system does not say."""
+    """Memory of its process; null where the system does not report it."""
     live_processes: int = ABSENT
     pending_payloads: int = ABSENT
     """Announced, and not read yet."""
@@ -90,7 +91,7 @@ class CoordinatorStatus(Model):
 
 
 class Status(Model):
-    """How the service is."""
+    """The state of the service."""
 
     ready: bool
     reason: str | None
@@ -101,47 +102,47 @@ class Status(Model):
     data_dir: str
     """Where files are kept."""
     catalogue_bytes: int | None
-    """What the catalogue takes on disk; null: unknown."""
+    """Size of the catalogue on disk; null: unknown."""
 
 
 # --- processes without Ray ----------------------------------------------------------------
 class Taken(Model):
-    """What became of a batch of events, after its commit."""
+    """The result of a batch of events, after its commit."""
 
     coordinator: str
     """Its incarnation: to another one, payloads without a receipt are offered again."""
     wall: Wall
     received: int
-    """Events that were taken in."""
+    """Events that were recorded."""
     refused: dict[str, str]
     """seq -> why that event was refused; it need not be sent again."""
     refused_in_part: dict[str, str] = ABSENT
-    """seq -> what of an event was not taken; the rest of it was."""
+    """seq -> the part of an event that was refused; the rest was recorded."""
     receipts: dict[str, str]
-    """seq -> what became of its payload: `ingested`, `refused`, `lost` or `dropped`."""
+    """seq -> the state of its payload: `ingested`, `refused`, `lost` or `dropped`."""
     revision: int
     """Of the plan."""
 
 
 class RankRequest(Model):
-    """What a process is asked for."""
+    """A request to a process."""
 
     what: Annotated[str, Field(examples=["stacks"])]
     request_id: str
 
 
 class RankPlan(Model):
-    """The plan as a rank hears of it."""
+    """The plan as a rank receives it."""
 
     revision: int
-    captures: list[dict[str, Any]]
+    captures: list[JsonObject]
     """The captures that concern the run, with `phase`, `agreement` (its number) and `steps`."""
     keep: Json = ABSENT
-    """What the settings' file has the run keep."""
+    """The keep policy of the run, from the settings' file."""
 
 
 class News(Model):
-    """What is new for a process."""
+    """Changes for a process."""
 
     coordinator: str
     """Its incarnation."""
@@ -149,11 +150,11 @@ class News(Model):
     revision: int
     """Of the plan."""
     plan: RankPlan | None
-    """Null where the process knows it."""
+    """Null where it has not changed."""
     receipts: dict[str, str]
-    """seq -> what became of the payload, of those that were asked about."""
+    """seq -> the state of the payload, for the requested ones."""
     requests: list[RankRequest]
-    """What the process is to answer."""
+    """Requests that the process must answer."""
     poll_seconds: float
     """After how long a poll ends."""
 
@@ -167,9 +168,9 @@ class Drained(Model):
     pending: int
     """Payloads that are still to be read."""
     known: bool
-    """Whether anything of the run, or of the start that was named, ever came."""
+    """Whether the run, or an attempt of the key, ever reported anything."""
     missing: list[Annotated[str, Field(examples=["actor rank 3"])]]
-    """Ranks of the start that never came, or did not take leave."""
+    """Ranks of these attempts that never reported, or did not finish."""
 
 
 # --- engines ------------------------------------------------------------------------------
@@ -185,22 +186,22 @@ class RegisteredEngine(Model):
     run: Run | None
     """The run that uses it."""
     note: str | None
-    settings: dict[str, Any] | None
-    """What it said of itself."""
+    settings: JsonObject | None
+    """As reported by the engine."""
     by: str
     """Who registered it."""
     wall: Wall
 
 
 class UsedEngine(RegisteredEngine):
-    """A registered engine and who uses it."""
+    """A registered engine and the runs that use it."""
 
     used_by: list[str]
     """Runs that registered it as theirs, or whose settings name it."""
 
 
 class Engine(UsedEngine):
-    """A registered engine and how it answered last; before it was asked `state` alone."""
+    """A registered engine and its last health check; before the first check only `state`."""
 
     state: Literal["up", "refuses", "unreachable", "not asked"]
     status: int | None = ABSENT
@@ -210,7 +211,7 @@ class Engine(UsedEngine):
     answered_seconds: float = ABSENT
     """How long its answer took."""
     checked_wall: float = ABSENT
-    """Unix seconds: when it was asked."""
+    """Unix seconds of the check."""
     age_seconds: float = ABSENT
     """How long ago that is."""
 
@@ -251,7 +252,7 @@ class WeightVersion(Model):
     replicas_differ: int
     """Weights of which replicas hold something else."""
     complete: bool
-    """Whether everybody who was expected has recorded, or nobody will any more."""
+    """Whether all expected ranks have recorded, or no further one will."""
     ranks: RecordedBy
     names: dict[str, list[str]]
     """Verdict -> names of the first such weights."""
@@ -295,7 +296,7 @@ class _Weights(Model, Page[Weight]):
     versions: list[int]
     """The versions that were recorded, newest first."""
     complete: bool
-    """Whether everybody who was expected has recorded, or nobody will any more."""
+    """Whether all expected ranks have recorded, or no further one will."""
     counts: dict[str, int]
     """Verdict -> how many weights; `replicas differ` beside them, where there are some."""
     recorded: RecordedBy
@@ -343,4 +344,4 @@ class Devices(Model, Page[Device]):
     """Devices, the most often outvoted first."""
 
     run: Run | None
-    """The run that was asked for; null: of all."""
+    """The requested run; null: all runs."""

@@ -1,8 +1,8 @@
-"""Answers about one step: who is in which stage, who hangs, scalars, dumps, kept files."""
+"""Answers about one step: stages by rank, stuck ranks, scalars, dumps, kept files."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -46,7 +46,7 @@ class StageRow(Model):
     open_seconds: float | None
     """How long it has been open; null: it is not."""
     device_seconds: float | None
-    """By the device's own events, where it was asked for."""
+    """By the device's own events, where they are enabled."""
     clock_error: float | None
     """Seconds by which `begin_wall` and `end_wall` may be wrong."""
     policy_version: int | None
@@ -72,12 +72,12 @@ class AbsentStage(Model):
     begin_wall: None
     end_wall: None
     waited_since: float | None
-    """Unix seconds: since the first rank began the stage; null: nobody did."""
+    """Unix seconds: since the first rank began the stage; null: no rank did."""
     waited_seconds: float | None
 
 
 class Stages(StepHeading, Page[StageRow | AbsentStage]):
-    """Who is in which stage."""
+    """The stages of a step by rank."""
 
     complete: Complete
     missing: list[Missing]
@@ -138,7 +138,7 @@ class StuckRow(Model):
     ranks_ended: int
     """That ended it."""
     whole_role: bool
-    """Whether all of them stand in the same part."""
+    """Whether all of them are in the same part."""
     since_wall: Wall
     host: str | None
     pid: int | None
@@ -177,10 +177,10 @@ class StackRow(Model):
     state: Literal["asked", "answered", "not answered"]
     source: Literal["probe", "watchdog"] | None
     reason: str | None
-    """Why they were taken."""
+    """Why they were requested."""
     request_id: str
     wall: float | None
-    """Unix seconds: when they were asked for."""
+    """Unix seconds of the request."""
     answered_wall: float | None
     """Unix seconds."""
     truncated: bool | None
@@ -200,15 +200,15 @@ class Stacks(AttemptHeading, Page[StackRow]):
 
 
 class NoStack(RoleRank):
-    """A rank whose stacks did not come."""
+    """A rank that did not answer."""
 
     role: Role | None  # type: ignore[assignment]
-    """Null: nobody has heard of such a rank."""
+    """Null: there is no such rank."""
     reason: str
 
 
 class TakenStacks(AttemptHeading):
-    """The stacks of those who answered in time."""
+    """The stacks of the ranks that answered in time."""
 
     request_id: str
     rows: list[StackRow]
@@ -228,7 +228,7 @@ class KeptFile(Model):
     state: Literal["kept", "deleted", "missing", "unreachable", "pinned"]
     bytes: int | None
     checksum: str | None
-    tensors: dict[str, list[Any]] | None
+    tensors: dict[str, list[object]] | None
     """Name -> [dtype, shape, rows of a packed one]."""
     policy_version: int | None
     node_id: NodeId | None
@@ -236,7 +236,7 @@ class KeptFile(Model):
     wall: float | None
     """Unix seconds: when it was written."""
     deleted_wall: float | None
-    """Unix seconds: when retention let it go."""
+    """Unix seconds: when retention deleted it."""
 
 
 class Kept(StepHeading, Page[KeptFile]):
@@ -254,7 +254,7 @@ class Pin(StepHeading):
 
     pinned: bool
     payloads: int
-    """Payloads and files that it holds now; what comes later is held, too."""
+    """Payloads and files that it holds now; it also holds later ones."""
     bytes: int
     gone: int
     """Payloads that had left the ring before."""
@@ -263,7 +263,7 @@ class Pin(StepHeading):
 
 
 class Unpin(StepHeading):
-    """What became of taking a pin back."""
+    """The result of removing a pin."""
 
     unpinned: bool
     reason: str | None

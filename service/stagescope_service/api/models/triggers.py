@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     Attempt,
@@ -52,15 +53,15 @@ class RuleFinding(Model):
 
 
 class RuleActions(Model):
-    """What follows of a firing; what is absent is not done."""
+    """The actions of a firing; absent ones are not taken."""
 
     finding: RuleFinding = ABSENT
     pin: int = ABSENT
     """Of how many last steps the payloads are pinned."""
     webhook: str = ABSENT
     """The host alone: the URL may hold secrets."""
-    capture: dict[str, Any] = ABSENT
-    """The capture that is ordered where the run has a budget; see `POST /captures`."""
+    capture: JsonObject = ABSENT
+    """The capture that is requested where the run has a budget; see `POST /captures`."""
 
 
 class Rule(Model):
@@ -92,7 +93,7 @@ class Budget(Model):
 
 
 class Permission(Model):
-    """That a run may be captured unasked."""
+    """A run that triggers may capture."""
 
     capture: Literal["auto"]
     budget: Budget
@@ -104,32 +105,32 @@ class _Rules(Model):
 
 
 class PinnedOf(Model):
-    """What became of the pin of one step."""
+    """The result of pinning one step."""
 
     step: Step
     payloads: int
     bytes: int
     gone: int
-    """Payloads that the rings had let go before."""
+    """Payloads that had left the rings before."""
     reasons: list[str]
 
 
 class FiredPins(Model):
-    """What became of pins."""
+    """The results of pins."""
 
     steps: list[PinnedOf]
 
 
 class FiredCapture(Model):
-    """What became of a capture; neither where it was not meant here."""
+    """The result of a capture; both fields are absent where it does not apply."""
 
     capture_id: str = ABSENT
     refused: str = ABSENT
-    """Why it was not ordered."""
+    """Why it was not requested."""
 
 
 class FiredWebhook(Model):
-    """What became of a webhook."""
+    """The result of a webhook."""
 
     host: str
     delivered: bool
@@ -138,13 +139,13 @@ class FiredWebhook(Model):
 
 
 class FiredActions(Model):
-    """What became of a firing's actions; those that its rule does not have are absent."""
+    """The results of a firing's actions; those that its rule does not have are absent."""
 
     pin: FiredPins = ABSENT
     capture: FiredCapture = ABSENT
     webhook: FiredWebhook = ABSENT
     cools_since: Step = ABSENT
-    """None was taken: the rule cools down from those of its firing at this step."""
+    """No action was taken: the rule cools down since its firing at this step."""
 
 
 class Firing(Model):
@@ -164,10 +165,10 @@ class Firing(Model):
     revision: int | None
     """Of the rules."""
     actions: FiredActions | None
-    """Null: not taken yet."""
+    """Null: they have not run yet."""
     withdrawn_wall: float | None
-    """Unix seconds: since when it no longer stands."""
-    evidence: dict[str, Any]
+    """Unix seconds: since when it is withdrawn."""
+    evidence: JsonObject
     """The numbers, what they were held against, the token, the ranks concerned."""
 
 
@@ -184,7 +185,7 @@ class RuleStatus(Rule):
 
 
 class Spent(Model):
-    """What captures that triggers ordered have cost a run."""
+    """The cost of a run's captures that triggers requested."""
 
     captures: int
     bytes: int
@@ -196,13 +197,13 @@ class Spent(Model):
 
 
 class BudgetRow(Model):
-    """The budget of a run that may be captured unasked."""
+    """The budget of a run that triggers may capture."""
 
     run: Run
     budget: Budget
     spent: Spent
     under_way: list[str]
-    """Ids of captures that have not come to an end."""
+    """Ids of captures that have not ended."""
     refusal: str | None
     """Why no more; null: there is room."""
 
@@ -223,7 +224,7 @@ class Triggers(_Rules):
     wall: float | None
     """Unix seconds: since when."""
     by: str | None
-    """Who gave them."""
+    """Who set them."""
     source: Annotated[str, Field(examples=["defaults", "set", "file"])]
     rules: list[RuleStatus]
     budgets: list[BudgetRow]
@@ -258,7 +259,7 @@ class WouldFire(Model):
     rank: Rank | None
     round: int | None
     message: str
-    evidence: dict[str, Any]
+    evidence: JsonObject
     """As of a firing."""
     fired_live: bool
     """Whether it did."""

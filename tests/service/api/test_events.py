@@ -32,16 +32,16 @@ def event(kind: str, seq: int, **fields: Any) -> tuple[Any, ...]:
 
 def framed(events: list[Any], payloads: dict[int, dict[str, Any]]) -> bytes:
     """A body as a process without Ray sends it."""
-    said, stored = {}, {}
-    for seq, taken in payloads.items():
+    described, stored = {}, {}
+    for seq, payload_fields in payloads.items():
         tensors = {}
-        for name, (dtype, shape, buffer, offsets) in taken["tensors"].items():
+        for name, (dtype, shape, buffer, offsets) in payload_fields["tensors"].items():
             tensors[name] = {"dtype": dtype, "shape": shape, "offsets": offsets is not None}
             stored[f"{seq}/{name}"] = np.ascontiguousarray(buffer)
             if offsets is not None:
                 stored[f"{seq}/{name}/offsets"] = offsets
-        said[str(seq)] = {**taken, "tensors": tensors}
-    text = json.dumps({"sender": SENDER, "events": events, "payloads": said}).encode()
+        described[str(seq)] = {**payload_fields, "tensors": tensors}
+    text = json.dumps({"sender": SENDER, "events": events, "payloads": described}).encode()
     return struct.pack("<Q", len(text)) + text + (save(stored) if stored else b"")
 
 
@@ -77,9 +77,7 @@ class TestEvents:
         assert live.get("/steps/5/metrics")["coverage"]["tokens"] == 44
         assert len(live.get("/steps/5/stages")["rows"]) == 1
 
-    def test_what_is_refused_of_them_is_said_to_who_sends_by_the_client(
-        self, live: Service
-    ) -> None:
+    def test_the_client_reports_refused_events(self, live: Service) -> None:
         events = [
             event("log", 1, step=3, scalars={"loss": "x", "reward": 0.5}),
             event("log", 2, step=3, scalars={"kl": 0.5}),
@@ -87,11 +85,11 @@ class TestEvents:
         ]
         assert live.tokens is not None
         with stagescope.attach(live.server.url, token=live.tokens.operate) as session:
-            taken = session.send(SENDER, events)
-        assert [*taken.refused] == [3]
-        assert "has no stage" in taken.refused[3]
-        assert [*taken.refused_in_part] == [1]
-        assert "loss (str)" in taken.refused_in_part[1]
+            reply = session.send(SENDER, events)
+        assert [*reply.refused] == [3]
+        assert "has no stage" in reply.refused[3]
+        assert [*reply.refused_in_part] == [1]
+        assert "loss (str)" in reply.refused_in_part[1]
         rows = live.get("/steps/3/scalars")["rows"]
         assert {row["name"] for row in rows} == {"reward", "kl"}
 
@@ -162,9 +160,9 @@ class TestPoll:
         thread.join(20)
         assert time.monotonic() - began < 15
         # Requested, and agreed on at once: no rank is there to acknowledge it.
-        (told,) = got[0]["plan"]["captures"]
-        assert told["capture_id"] == made.json()["capture_id"]
-        assert (got[0]["revision"], told["phase"]) in ((1, "asked"), (2, "agreed"))
+        (planned,) = got[0]["plan"]["captures"]
+        assert planned["capture_id"] == made.json()["capture_id"]
+        assert (got[0]["revision"], planned["phase"]) in ((1, "asked"), (2, "agreed"))
 
     def test_ends_after_its_wait(self, live: Service) -> None:
         body = {"sender": SENDER, "revision": 0, "wait": 0.05}
@@ -217,7 +215,7 @@ class TestCaptures:
         unknown = live.operate.delete(f"/captures/{capture['capture_id']}")
         assert unknown.status_code == 404
 
-    def test_who_ordered_is_known(self, live: Service) -> None:
+    def test_the_audit_names_the_requester(self, live: Service) -> None:
         made = live.operate.post("/captures", json=CAPTURE, headers={"x-stagescope-user": "ada"})
         live.operate.delete(f"/captures/{made.json()['capture_id']}")
         assert live.engine.audit == [

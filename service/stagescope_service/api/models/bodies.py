@@ -1,0 +1,356 @@
+"""Bodies of requests as pydantic models: they validate, and describe themselves in the document.
+
+Captures, engines and rules of triggers are validated by the modules that the CLI and the
+coordinator use too (`validate_capture`, `check_engine`, `Rules.parse`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import ErrorDetails
+
+from stagescope.wire.errors import InvalidInput
+from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.models.common import ABSENT
+from stagescope_service.compare.operators.divergence import MOST_VERDICTS
+
+Schema = dict[str, Any]
+"""A JSON schema."""
+
+MAX_WAIT: Final = 60.0
+"""Most seconds that a request may wait for ranks."""
+MAX_POLL: Final = 20.0
+MAX_DRAIN: Final = 5.0
+MAX_UNRECEIPTED: Final = 100_000
+MAX_REPLAYED_STEPS: Final = 20_000
+REPLAYED_STEPS: Final = 1000
+
+_EXPECTED: Final = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "missing": "a value",
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "more than {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "less than {lt:g}",
+}
+"""Error type of pydantic -> what is expected; else pydantic's message."""
+
+
+def _document(**schema: object) -> WithJsonSchema:
+    """Return the annotation of a field that the document describes by `schema`."""
+    return WithJsonSchema(schema)
+
+
+def _tidy(schema: Schema, model: type[BaseModel]) -> None:
+    """Leave out titles, and the defaults that `_document` does not name."""
+    for name, field in schema.get("properties", {}).items():
+        field.pop("title", None)
+        for each in model.model_fields[name].metadata:
+            if isinstance(each, WithJsonSchema) and "default" not in (each.json_schema or {}):
+                field.pop("default", None)
+
+
+def json_body(schema: Schema, *, required: bool = True) -> Schema:
+    """Return what a route with a JSON body adds to its operation in the document."""
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+Body = TypeVar("Body", bound="RequestBody")
+
+
+class RequestBody(BaseModel):
+    """The body of a request: a JSON object with no other fields than these."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, json_schema_extra=_tidy)
+
+    expected: ClassVar[Mapping[str, str]] = {}
+    """Field -> what an error message says is expected of it."""
+
+    @classmethod
+    def parse(cls: type[Body], fields: Mapping[str, object]) -> Body:
+        """Validate the fields of a body.
+
+        Raises:
+            InvalidInput: the first of its errors.
+        """
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise cls._refusal(error.errors(include_url=False)[0], fields) from None
+
+    @classmethod
+    def document(cls, *, required: bool = True, closed: bool = True) -> Schema:
+        """Return what a route with this body adds to its operation in the document.
+
+        Args:
+            required: whether the request needs a body.
+            closed: whether the document says that the body has no other fields.
+        """
+        schema = cls.schema_of_fields()
+        if not closed:
+            del schema["additionalProperties"]
+        return json_body(schema, required=required)
+
+    @classmethod
+    def schema_of_fields(cls) -> Schema:
+        """Return the JSON schema, without title and description of the whole."""
+        schema = cls.model_json_schema()
+        return {key: schema[key] for key in schema if key not in ("title", "description")}
+
+    @classmethod
+    def _refusal(cls, error: ErrorDetails, fields: Mapping[str, object]) -> InvalidInput:
+        location, top = error["loc"], str(error["loc"][0])
+        if error["type"] == "extra_forbidden":
+            owner = f"{cls._label(location[:-1])} has" if location[1:] else "there is"
+            return InvalidInput(
+                f"{owner} no field {str(location[-1])!r:.100}",
+                expected="" if location[1:] else f"some of {', '.join(cls.model_fields)}",
+            )
+        label = cls._label(location)
+        value = fields.get(top) if label == cls._label([top]) else error["input"]
+        verb = "are" if label.endswith("s") else "is"
+        expected = _EXPECTED.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+        if label == cls._label([top]):
+            expected = cls.expected.get(top, expected)
+        return InvalidInput(f"{label} {verb} {value!r:.100}", expected=expected)
+
+    @classmethod
+    def _label(cls, location: Sequence[int | str]) -> str:
+        """Return the name of a field in error messages, given its location in the body."""
+        return str(location[0])
+
+
+# --- processes ------------------------------------------------------------------------------
+class PollRequest(RequestBody):
+    """A poll of a process."""
+
+    sender: Annotated[list[object], _document(type="array", items={})]
+    revision: int = -1
+    unreceipted: Annotated[
+        list[int],
+        Field(max_length=MAX_UNRECEIPTED),
+        _document(type="array", items={"type": "integer"}),
+    ] = []
+    wait: Annotated[float, Field(ge=0), _document(type="number", minimum=0, maximum=MAX_POLL)] = (
+        MAX_POLL
+    )
+
+    expected: ClassVar = {"unreceipted": f"a list of at most {MAX_UNRECEIPTED} integers"}
+
+
+class DrainRequest(RequestBody):
+    """A request to wait until the payloads of a run are read."""
+
+    run: Annotated[object, _document(type=["string", "null"])]
+    timeout: Annotated[
+        float, Field(ge=0), _document(type="number", minimum=0, maximum=MAX_DRAIN)
+    ] = MAX_DRAIN
+    attempt_key: Annotated[
+        str | None,
+        Field(min_length=1, max_length=500),
+        _document(type=["string", "null"], minLength=1, maxLength=500),
+    ] = None
+
+    expected: ClassVar = {"attempt_key": "a name"}
+
+
+class StacksRequest(RequestBody):
+    """A request for the stacks of processes."""
+
+    run: Annotated[str | None, _document(type="string")] = None
+    attempt: Annotated[
+        int | None, Field(ge=1, lt=1 << 31), _document(type="integer", minimum=1)
+    ] = None
+    role: Annotated[str | None, _document(type="string", description="Only this role.")] = None
+    ranks: Annotated[
+        list[Annotated[int, Field(ge=0, lt=1 << 31)]] | None,
+        _document(
+            type="array",
+            items={"type": "integer", "minimum": 0},
+            description="Which ranks; all where it is not given.",
+        ),
+    ] = None
+    wait: Annotated[
+        float,
+        Field(ge=0, le=MAX_WAIT),
+        _document(
+            type="number",
+            minimum=0,
+            maximum=MAX_WAIT,
+            default=5.0,
+            description="Seconds that they have to answer.",
+        ),
+    ] = 5.0
+
+    expected: ClassVar = {"ranks": "a list of numbers from 0"}
+
+
+# --- comparisons of operators ---------------------------------------------------------------
+_Int64 = Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)]
+
+
+class SideFields(RequestBody):
+    """The fields that name one table of operators."""
+
+    run: Annotated[
+        str | None,
+        _document(description="a run's name; default: the run whose training stage began last"),
+    ] = None
+    attempt: Annotated[
+        _Int64 | None,
+        _document(description="an attempt's number; default: the newest that has the step"),
+    ] = None
+    step: Annotated[_Int64 | None, _document(description="the trainer's step")] = None
+    stage: Annotated[str | None, _document(description="a stage's name")] = None
+    role: Annotated[str | None, _document(description="a role")] = None
+    rank: Annotated[_Int64 | None, _document(description="a rank")] = None
+    part: Annotated[
+        str | None,
+        _document(description="occurrence.epoch.minibatch.microbatch; default: the first"),
+    ] = None
+    capture_id: Annotated[
+        str | None, _document(description="a capture's id; default: the newest")
+    ] = None
+
+    def completed_by(self, other: SideFields) -> SideFields:
+        """Return these fields, completed by those of `other`, but for its capture."""
+        inherited = other.model_dump(exclude_none=True, exclude={"capture_id"})
+        if self.run is not None:  # another run has its own attempts
+            inherited.pop("attempt", None)
+        return SideFields(**{**inherited, **self.model_dump(exclude_none=True)})
+
+
+_SIDE: Final = WithJsonSchema(SideFields.schema_of_fields())
+
+
+class SidesRequest(RequestBody):
+    """Two tables of operators to compare; fields that `b` leaves out are as in `a`."""
+
+    a: Annotated[SideFields, _SIDE]
+    b: Annotated[SideFields, _SIDE]
+
+    expected: ClassVar = dict.fromkeys("ab", f"an object of {', '.join(SideFields.model_fields)}")
+
+    def sides(self) -> tuple[tuple[SideFields, int], tuple[SideFields, int]]:
+        """Return both sides, each with its step.
+
+        Raises:
+            InvalidInput: a side names no step.
+        """
+        b = self.b.completed_by(self.a)
+        for name, side in (("a", self.a), ("b", b)):
+            if side.step is None:
+                raise InvalidInput(f"side {name} names no step", expected="its step, an integer")
+        assert self.a.step is not None
+        assert b.step is not None
+        return (self.a, self.a.step), (b, b.step)
+
+    @classmethod
+    def _label(cls, location: Sequence[int | str]) -> str:
+        name, *nested = location
+        if name not in ("a", "b"):
+            return str(name)
+        return f"{nested[0]} of side {name}" if nested else f"side {name}"
+
+
+class DivergenceRequest(SidesRequest):
+    """A question for the first operator in which two tables differ."""
+
+    factor: Annotated[
+        float | None,
+        Field(ge=0, lt=1e300),
+        _document(type="number", description="Threshold in eps; default 4."),
+    ] = None
+    by_dtype: Annotated[
+        dict[str, Annotated[float, Field(ge=0, lt=1e300)]] | None,
+        _document(type="object", description="dtype -> threshold."),
+    ] = None
+    exact: Annotated[bool, _document(type="boolean", description="Every number must be equal.")] = (
+        False
+    )
+    skip_sharded: Annotated[bool, _document(type="boolean", description="Leave out shards.")] = (
+        False
+    )
+    limit: Annotated[
+        int, Field(ge=1, le=1000), _document(type="integer", minimum=1, maximum=1000)
+    ] = MOST_VERDICTS
+
+
+class TensorsRequest(SidesRequest):
+    """A question for the differences of full tensors."""
+
+    limit: Annotated[
+        int, Field(ge=1, le=10_000), _document(type="integer", minimum=1, maximum=10_000)
+    ] = 1000
+    offset: Annotated[int, Field(ge=0, le=1 << 31), _document(type="integer", minimum=0)] = 0
+
+
+# --- comparisons of steps -------------------------------------------------------------------
+class DirectoryFields(RequestBody):
+    """A directory or file of dumps."""
+
+    directory: str
+
+
+_STEPS_OR_DIRECTORY: Final = _document(
+    oneOf=[
+        {"type": "string", "description": "RUN[@ATTEMPT][:STEP]"},
+        {"type": "object", "properties": {"directory": {"type": "string"}}},
+    ]
+)
+
+
+class ComparisonRequest(RequestBody):
+    """Two or three things to compare, and what differences are tolerated."""
+
+    a: Annotated[str | DirectoryFields, _STEPS_OR_DIRECTORY]
+    b: Annotated[str | DirectoryFields, _STEPS_OR_DIRECTORY]
+    c: Annotated[str | DirectoryFields | None, _STEPS_OR_DIRECTORY] = None
+    tolerances: Annotated[list[str] | None, _document(type="array", items={"type": "string"})] = (
+        None
+    )
+
+    expected: ClassVar = {
+        **dict.fromkeys("abc", "RUN[@ATTEMPT][:STEP], or {'directory': PATH}"),
+        "tolerances": "a list of PATTERN=ATOL",
+    }
+
+
+# --- triggers -------------------------------------------------------------------------------
+class RulesRequest(RequestBody):
+    """Rules of triggers, as data or as YAML; `Rules.parse` validates them."""
+
+    rules: Annotated[object, _document(type="array", items={"type": "object"})] = None
+    runs: Annotated[
+        object,
+        _document(type="object", description="Run or pattern -> {capture: auto, budget}."),
+    ] = None
+    yaml: Annotated[
+        str,
+        _document(type="string", description="The document as YAML, instead of rules and runs."),
+    ] = ABSENT
+
+    def rules_document(self) -> JsonObject:
+        """Return the fields of the rules that were given."""
+        return self.model_dump(include={"rules", "runs", "yaml"}, exclude_unset=True)
+
+
+class DryRunRequest(RulesRequest):
+    """Rules to try on the stored steps of a run."""
+
+    run: Annotated[str | None, _document(type="string")] = None
+    steps: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_REPLAYED_STEPS),
+        _document(type="integer", minimum=1, maximum=MAX_REPLAYED_STEPS, default=REPLAYED_STEPS),
+    ] = REPLAYED_STEPS

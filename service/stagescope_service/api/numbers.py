@@ -1,0 +1,438 @@
+"""Routes about the numbers of a step: metrics, rounds, ranks and tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Final, Literal, TypedDict
+
+from fastapi import APIRouter, Query
+
+from stagescope.wire.errors import NotFound
+from stagescope_service.api.dependencies import (
+    Dependencies,
+    Deps,
+    Rank,
+    Role,
+    Round,
+    Stage,
+    StepTarget,
+)
+from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.models import numbers as models
+from stagescope_service.api.requests import Answer, PageOf
+from stagescope_service.api.rows import layout_of, matching
+from stagescope_service.api.step_summaries import MeasuredStep, Slice
+from stagescope_service.api.steps import begun_again_in, gap_of, progress_of
+from stagescope_service.api.target import Target
+from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.checks import calibration
+from stagescope_service.statistics.comparability import Comparability, examine_cell
+from stagescope_service.statistics.mismatch import non_finite, publish_cell
+from stagescope_service.statistics.summary import UNKNOWN, Slices, Summary, Tokens
+from stagescope_service.store.contract import Row
+from stagescope_service.store.parts import incarnation_of
+
+router = APIRouter(prefix="/steps/{step}", tags=["steps"])
+
+SliceBy = Literal["round", "turn", "staleness"]
+
+COLUMNS: Final[Mapping[str, Callable[[Cell], float]]] = {
+    "tokens": lambda cell: cell.tokens,
+    "masked_tokens": lambda cell: cell.masked,
+    "abs_diff_mean": lambda cell: cell.mean(Field.D_ABS_SUM),
+    "abs_diff_max": lambda cell: cell.abs_max,
+    "abs_diff_sum": lambda cell: cell[Field.D_ABS_SUM],
+    "diff_sum": lambda cell: cell[Field.D_SUM],
+    "probs_diff_mean": lambda cell: cell.mean(Field.A_SUM),
+    "probs_diff_max": lambda cell: cell.extreme(Field.A_MAX),
+    "kl": lambda cell: 0.0 - cell.mean(Field.D_SUM),
+    "k3_kl": lambda cell: cell.mean(Field.K3_SUM),
+    "pearson": lambda cell: cell.correlation(Field.U_M2, Field.V_M2, Field.UV_C),
+    "mult_prob_error": lambda cell: cell.mean(Field.EXP_ABS_SUM),
+    "ratio_mean": lambda cell: calibration(cell).mean,
+    "calibration_z": lambda cell: calibration(cell).z,
+    "over_0.1": lambda cell: cell[Field.ABS_OVER_0],
+    "over_0.5": lambda cell: cell[Field.ABS_OVER_1],
+    "over_1": lambda cell: cell[Field.ABS_OVER_2],
+    "over_5": lambda cell: cell[Field.ABS_OVER_3],
+}
+"""The numbers of a cell in the rows of rounds and ranks: d = p - q in nats, counts in tokens."""
+
+COUNTS: Final = frozenset({"tokens", "masked_tokens", "over_0.1", "over_0.5", "over_1", "over_5"})
+NOT_FINITE: Final = "not finite"
+
+
+class ComparabilityFields(TypedDict):
+    """Whether the streams can be compared; see `models.numbers.Numbers`."""
+
+    comparable: str
+    cause: str | None
+    comparability: list[dict[str, str]]
+
+
+class Coverage(TypedDict):
+    """What the numbers of a step cover; see `models.numbers.Coverage`."""
+
+    payloads_announced: int
+    payloads_ingested: int
+    payloads_lost: int
+    payloads_dropped: int
+    payloads_refused: int
+    payloads_pending: int
+    tokens: int
+    masked_tokens: int
+    tokens_sent: int | None
+    tokens_left_out: dict[str, int]
+    tokens_unaccounted: int | None
+    sequences: int
+    empty_rows: int
+    parts_counted: int
+    parts_left_out: dict[str, int]
+    duplicates_left_out: int
+    parts_to_restate: int
+    fragmented_sequences: int
+
+
+@router.get("/metrics", response_model=models.Metrics)
+def metrics(
+    deps: Deps,
+    target: StepTarget,
+    stage: Stage = None,
+    role: Role = None,
+    rank: Rank = None,
+    round: Round = None,
+) -> Answer:
+    """Answer the step's metrics under their published names, and what they rest on.
+
+    `complete` is `complete`, `partial` or `unknown` for a closed step. For an open step it is
+    `open`: its numbers are assembled from what has arrived so far, and `missing` names the ranks
+    that have not. With `rank`, `role`, `stage` or `round` the numbers are of that slice. Read
+    `comparable` and `comparability` before you trust a number: `not measured` means that one
+    stream is a copy. `begun_again` names ranks that repeated the step within the attempt: both
+    passes count.
+    """
+    return Answer(metrics_of(deps, target, Slice(stage, role, rank), round))
+
+
+@router.get("/rounds", response_model=models.Rounds)
+def rounds(
+    deps: Deps,
+    target: StepTarget,
+    page: PageOf,
+    stage: Stage = None,
+    role: Role = None,
+    rank: Rank = None,
+    by: Annotated[
+        SliceBy,
+        Query(description="Mask segments, true turns, or trainer version - token's version."),
+    ] = "round",
+) -> Answer:
+    """List the mismatch by round; `tokens`, `abs_diff_sum` and `diff_sum` add up to `whole`."""
+    measured = _measure(deps, target, Slice(stage, role, rank))
+    summary = measured.summary.summary
+    return Answer(
+        {
+            **_heading(deps, target),
+            **_context(measured),
+            "by": by,
+            "whole": cell_row(summary.total, summary),
+            **page.cut(slice_rows(summary, by)),
+        }
+    )
+
+
+@router.get("/ranks", response_model=models.Ranks)
+def ranks(
+    deps: Deps,
+    target: StepTarget,
+    page: PageOf,
+    stage: Stage = None,
+    role: Role = None,
+    rank: Rank = None,
+) -> Answer:
+    """List the mismatch by rank, with where each ran.
+
+    The numbers of a rank are its own, even if a replica counts in its place (`parts_counted` 0).
+    """
+    measured = _measure(deps, target, Slice(stage))
+    rows = rank_rows(measured, deps.catalogue.processes(target.attempt_id))
+    rows = matching(rows, f"step {target.step_number}", role=role, rank=rank)
+    return Answer({**_heading(deps, target), **_context(measured), **page.cut(rows)})
+
+
+@router.get("/tokens", response_model=models.Tokens)
+def tokens(
+    deps: Deps,
+    target: StepTarget,
+    page: PageOf,
+    stage: Stage = None,
+    role: Role = None,
+    rank: Rank = None,
+    round: Round = None,
+    kind: Annotated[Literal["worst", "nonfinite"] | None, Query(description="Only these.")] = None,
+) -> Answer:
+    """List the worst tokens (|p - q| descending), then those whose p or q is not finite.
+
+    As many of each as a summary keeps (64): of the step, or of the requested rank.
+    """
+    measured = _measure(deps, target, Slice(stage, role, rank))
+    rows = token_rows(measured, deps.catalogue.processes(target.attempt_id))
+    if kind is not None:
+        rows = [row for row in rows if row["kind"] == kind]
+    if round is not None:
+        rows = [row for row in rows if row["round"] == round]
+    return Answer({**_heading(deps, target), **_context(measured), **page.cut(rows)})
+
+
+def metrics_of(
+    deps: Dependencies,
+    target: Target,
+    part: Slice = Slice(),  # noqa: B008
+    round: int | None = None,
+) -> JsonObject:
+    """Return the answer of `/steps/{step}/metrics`; the API's actor returns the same.
+
+    Raises:
+        NotFound: nothing of that stage, role, rank or round was measured (yet).
+    """
+    measured = _measure(deps, target, part)
+    return {**_heading(deps, target), **metrics_fields(measured, round)}
+
+
+def _measure(deps: Dependencies, target: Target, part: Slice) -> MeasuredStep:
+    return deps.step_summaries.measure(target.attempt_id, target.step_row, part)
+
+
+def _heading(deps: Dependencies, target: Target) -> JsonObject:
+    """Return the first fields of answers about numbers: of which step, and how complete it is."""
+    step = target.step_row
+    complete, missing = step["completeness"] or "unknown", []
+    if step["closed_wall"] is None or step["missing"]:
+        # Stages are read only where a rank is missing: when others began decides `since`.
+        progress = progress_of(deps, target)[1]
+        complete, missing = progress.complete, progress.missing
+    return {
+        **target.heading(),
+        "complete": complete,
+        "missing": missing,
+        "gap": gap_of(deps, target),
+        "begun_again": begun_again_in(deps, target),
+    }
+
+
+def cell_row(cell: Cell, summary: Summary) -> JsonObject:
+    """Return the numbers of a cell of a summary's tokens, as the columns of a row."""
+    row: JsonObject = {
+        name: int(column(cell)) if name in COUNTS else column(cell)
+        for name, column in COLUMNS.items()
+    }
+    row["nonfinite"] = int(sum(non_finite(cell, *summary.pair).values()))
+    checked = examine_cell(cell, summary.pair, summary)
+    return {**row, "comparable": checked.verdict, "cause": checked.cause}
+
+
+def _context(measured: MeasuredStep) -> JsonObject:
+    """Return the fields that accompany every answer about a step's numbers."""
+    summary = measured.summary
+    return {
+        "stage": summary.stage,
+        "role": _roles(measured),
+        "pair": list(summary.summary.pair),
+        "coverage": coverage(measured),
+        **_comparability_fields(measured.comparability),
+    }
+
+
+def _comparability_fields(result: Comparability) -> ComparabilityFields:
+    """Return whether two streams can be compared, and the reasons against, likeliest first."""
+    return {
+        "comparable": result.verdict,
+        "cause": result.cause,
+        "comparability": [
+            {"code": check.name, "verdict": check.status, "text": check.text}
+            for check in result.checks
+            if check.status != "ok" or (check.name == "bitwise_equal" and result.verdict == "exact")
+        ],
+    }
+
+
+def metrics_fields(measured: MeasuredStep, round: int | None = None) -> JsonObject:
+    """Return the published numbers of a step, or of one of its rounds, and what they rest on.
+
+    Raises:
+        NotFound: no such round; names those that exist.
+    """
+    step_summary, summary = measured.summary, measured.summary.summary
+    cell = summary.total if round is None else _cell_of_round(summary, round)
+    published = measured.published if round is None else publish_cell(cell, summary.pair)
+    return {
+        **_context(measured),
+        "round": round,
+        "metrics": published,
+        "noise_floor": measured.noise_floor,
+        "nonfinite": nonfinite_counts(cell, summary.pair),
+        "streams": measured.streams,
+        "rollout_is": importance_weights(summary),
+        "differing": [list(keys) for keys in step_summary.differing],
+    }
+
+
+def coverage(measured: MeasuredStep) -> Coverage:
+    """Return what the numbers cover: payloads by state, tokens, and what was left out.
+
+    `tokens` + all of `tokens_left_out` (reason -> tokens) = `tokens_sent`, the tokens under the
+    mask in the payloads of the stage. `tokens_unaccounted` is the difference: 0, or a finding
+    describes it. Both are None where an earlier release aggregated the step.
+    """
+    summary, cell = measured.summary, measured.summary.total
+    states = measured.payloads
+    tokens_left_out = dict(summary.tokens_left_out)
+    if cell.masked > cell.tokens:
+        tokens_left_out[NOT_FINITE] = cell.masked - cell.tokens
+    return {
+        "payloads_announced": sum(states.values()),
+        "payloads_ingested": states.get("ingested", 0),
+        "payloads_lost": states.get("lost", 0),
+        "payloads_dropped": states.get("dropped", 0),
+        "payloads_refused": states.get("refused", 0),
+        "payloads_pending": states.get("announced", 0),
+        "tokens": cell.tokens,
+        "masked_tokens": cell.masked,
+        "tokens_sent": summary.sent,
+        "tokens_left_out": tokens_left_out,
+        "tokens_unaccounted": summary.unaccounted,
+        "sequences": len(summary.summary.sequences.by_sample()[0]),
+        "empty_rows": summary.summary.empty_rows,
+        "parts_counted": len(summary.counted),
+        "parts_left_out": dict(Counter(summary.left_out.values())),
+        "duplicates_left_out": summary.duplicates,
+        "parts_to_restate": len(summary.restate),
+        "fragmented_sequences": summary.fragmented,
+    }
+
+
+def importance_weights(summary: Summary) -> JsonObject:
+    """Return whose importance weights `rollout_corr/rollout_is_*` describe."""
+    settings = summary.settings
+    if settings.rollout_is is None:
+        text = "the run has no setting rollout_is: the weights are e^(old - rollout), untruncated"
+    else:
+        text = f"the run's own weights, by {settings.rollout_is}"
+    return {
+        "rollout_is": settings.rollout_is,
+        "threshold": settings.rollout_is_threshold,
+        "batch_normalize": settings.rollout_is_batch_normalize,
+        "truncated": settings.rollout_is is not None,
+        "text": text,
+    }
+
+
+def nonfinite_counts(cell: Cell, pair: tuple[str, str]) -> dict[str, dict[str, int]]:
+    """Return stream -> kind -> tokens under the mask."""
+    counts: dict[str, dict[str, int]] = {}
+    for name, count in non_finite(cell, *pair).items():
+        stream, _, kind = name.removeprefix("nonfinite/").rpartition("_")
+        counts.setdefault(stream, {})[kind] = int(count)
+    return counts
+
+
+def slice_rows(summary: Summary, by: SliceBy) -> list[JsonObject]:
+    """Return a row for each round, turn or staleness."""
+    slices: Slices = {
+        "round": summary.rounds,
+        "turn": summary.turns,
+        "staleness": summary.staleness,
+    }[by]
+    return [{by: key, **cell_row(cell, summary)} for key, cell in slices.items()]
+
+
+def rank_rows(measured: MeasuredStep, processes: Iterable[Row]) -> list[JsonObject]:
+    """Return the numbers of each rank, even of those that do not count, and where it ran."""
+    summary = measured.summary
+    newest: dict[tuple[str, int], Row] = {}
+    incarnations = {incarnation_of(key) for key in (*summary.counted, *summary.left_out)}
+    for process in processes:
+        if process["incarnation"] in incarnations:
+            newest[process["role"], process["rank"]] = process
+    return [
+        {
+            "stage": summary.stage,
+            "role": rank.role,
+            "rank": rank.rank,
+            "parts": rank.parts,
+            "parts_counted": rank.counted_parts,
+            **cell_row(rank.cell, summary.summary),
+            **layout_of(newest.get((rank.role, rank.rank), {})),
+        }
+        for rank in summary.ranks
+    ]
+
+
+def token_rows(measured: MeasuredStep, processes: Iterable[Row]) -> list[JsonObject]:
+    """Return the worst tokens, |d| descending, then the non-finite ones."""
+    summary = measured.summary.summary
+    ranks = {row["incarnation"]: (row["role"], row["rank"]) for row in processes}
+    return [
+        *_token_rows("worst", summary.worst, summary, ranks),
+        *_token_rows("nonfinite", summary.non_finite, summary, ranks),
+    ]
+
+
+def _token_rows(
+    kind: str, tokens: Tokens, summary: Summary, ranks: Mapping[str, tuple[str, int]]
+) -> list[JsonObject]:
+    """Return a row a token.
+
+    Args:
+        kind: of the rows.
+        tokens: to list.
+        summary: which they belong to.
+        ranks: incarnation -> (role, rank).
+    """
+    rows: list[JsonObject] = []
+    sequences = summary.sequences
+    for index in range(len(tokens)):
+        sequence = int(tokens.sequence[index])
+        key = summary.sources[int(sequences.source[sequence])]
+        role, rank = ranks.get(incarnation_of(key), (None, None))
+        p, q = float(tokens.p[index]), float(tokens.q[index])
+        rows.append(
+            {
+                "kind": kind,
+                "abs_diff": abs(p - q) if math.isfinite(p) and math.isfinite(q) else None,
+                "p": p,
+                "q": q,
+                "round": int(tokens.round[index]),
+                "turn": _none_if_unknown(int(tokens.turn[index])),
+                "token_id": _none_if_unknown(int(tokens.token_id[index])),
+                "sample_uid": sequences.samples[sequence] or None,
+                "row": int(sequences.row[sequence]),
+                "position": int(tokens.position[index]),
+                "role": role,
+                "rank": rank,
+            }
+        )
+    return rows
+
+
+def _none_if_unknown(value: int) -> int | None:
+    return None if value == UNKNOWN else value
+
+
+def _cell_of_round(summary: Summary, round: int) -> Cell:
+    cell = summary.rounds.get(round)
+    if cell is None:
+        rounds = [int(key) for key in summary.rounds.keys]
+        raise NotFound(
+            f"there is no round {round}",
+            expected=f"one of {', '.join(map(str, rounds[:20]))}" if rounds else "",
+        )
+    return cell
+
+
+def _roles(measured: MeasuredStep) -> str | None:
+    """Return the role whose parts counted: one, or several joined by a comma."""
+    roles = dict.fromkeys(rank.role for rank in measured.summary.ranks if rank.counted_parts)
+    return ",".join(roles) or None

@@ -1,0 +1,224 @@
+"""Routes that compare two operator tables: the first operator that differs, or full tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter, Request
+
+from stagescope.wire.errors import InvalidInput, NotReady, Unreachable
+from stagescope_service.api.dependencies import Dependencies, Deps, wait_for
+from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.models import operators as models
+from stagescope_service.api.models.bodies import DivergenceRequest, SideFields, TensorsRequest
+from stagescope_service.api.operator_files import describe_table
+from stagescope_service.api.operators import is_digested, table_row, tables_of
+from stagescope_service.api.requests import Answer, read_body
+from stagescope_service.api.target import Target
+from stagescope_service.compare.operators import apart
+from stagescope_service.compare.operators.differences import Thresholds
+from stagescope_service.compare.operators.tensors import compare_tensors
+from stagescope_service.store.artifacts import confine
+from stagescope_service.store.contract import Row
+
+router = APIRouter(tags=["operators"])
+
+OTHER_DEVICE: Final = 100.0
+"""The factor of the thresholds where the two sides ran on devices of different kinds."""
+_SIDES_LISTED: Final = 8
+
+
+@router.post(
+    "/operators/divergence",
+    response_model=models.Divergence,
+    openapi_extra=DivergenceRequest.document(),
+)
+async def divergence(request: Request, deps: Deps) -> Answer:
+    """Find the first operator in which two dumps differ: ranks, steps, attempts, runs, devices.
+
+    Calls are paired by operator and context, not by their counters, and compared in the order of
+    side `a` by the relative difference of min, max, mean and norm. The threshold is `factor` times
+    the eps of the coarsest dtype up to there (4; 100 where the devices are of two kinds).
+    `first_parameter` and `first_gradient` are separate answers: between replicas on different data
+    every activation differs, and no parameter may. Fields that side `b` leaves out are as in `a`.
+    """
+    body = await read_body(request, deps.settings, DivergenceRequest)
+    return Answer(await deps.computations.run(_divergence, deps, body))
+
+
+@router.post(
+    "/operators/tensors",
+    response_model=models.TensorPairs,
+    openapi_extra=TensorsRequest.document(),
+)
+async def tensors(request: Request, deps: Deps) -> Answer:
+    """Compare the full tensors of two dumps (msprobe's task `tensor`) with msprobe itself.
+
+    A row a tensor in execution order: cosine, largest absolute and relative error, the share of
+    elements within 1e-3 and 5e-3; `a` is msprobe's NPU side, `b` its bench. msprobe's verdicts are
+    left out. msprobe runs in its own process for up to 15 minutes: meanwhile the answer is 503;
+    repeat the request. Fields that side `b` leaves out are as in `a`.
+    """
+    body = await read_body(request, deps.settings, TensorsRequest)
+    sides, began, future = await asyncio.to_thread(_start_tensors, deps, body)
+    if not await wait_for(future):
+        raise NotReady(
+            f"msprobe has been comparing them for {time.monotonic() - began:.0f} s",
+            advice="ask the same again in a moment",
+        )
+    rows = future.result()
+    return Answer(
+        {
+            "a": sides[0].heading(),
+            "b": sides[1].heading(),
+            "count": len(rows),
+            "rows": rows[body.offset : body.offset + body.limit],
+        }
+    )
+
+
+def _divergence(deps: Dependencies, body: DivergenceRequest) -> JsonObject:
+    a, b = _find_sides(deps, *body.sides())
+    devices = [_device_kind(deps, side) for side in (a, b)]
+    other_device = None not in devices and devices[0] != devices[1]
+    default_factor = OTHER_DEVICE if other_device else Thresholds().factor
+    by_dtype = body.by_dtype or {}
+    thresholds = Thresholds(
+        factor=default_factor if body.factor is None else body.factor,
+        by_dtype={name.removeprefix("torch."): value for name, value in by_dtype.items()},
+        exact=body.exact,
+    )
+    result = apart.divergence(
+        deps.operator_files.path(a.table),
+        deps.operator_files.path(b.table),
+        thresholds,
+        rows=a.table["rows"] + b.table["rows"],
+        skip_sharded=body.skip_sharded,
+        limit=body.limit,
+    )
+    return {
+        "a": {**a.heading(), "device": devices[0]},
+        "b": {**b.heading(), "device": devices[1]},
+        "factor": None if thresholds.exact else thresholds.factor,
+        "exact": thresholds.exact,
+        **result,
+    }
+
+
+def _device_kind(deps: Dependencies, side: _TableSide) -> str | None:
+    table = side.table
+    for process in deps.catalogue.processes(
+        table["attempt_id"], role=table["role"], rank=table["rank"]
+    ):
+        if process["incarnation"] == table["incarnation"]:
+            kind: str | None = process["device_kind"]
+            return kind
+    return None
+
+
+def _start_tensors(
+    deps: Dependencies, body: TensorsRequest
+) -> tuple[tuple[_TableSide, _TableSide], float, Future[list[Row]]]:
+    """Start a comparison of tensors, or find the one that runs.
+
+    Returns:
+        The sides, the monotonic time of its start, and its rows to come.
+    """
+    a, b = _find_sides(deps, *body.sides())
+    for side in (a, b):
+        if side.table["task"] not in (None, "tensor"):
+            raise InvalidInput(
+                f"the dump of {describe_table(side.table)} is of task {side.table['task']}",
+                expected="a dump of msprobe's task 'tensor'",
+                advice="its statistics are compared by /operators/divergence",
+            )
+    tables = (deps.operator_files.path(a.table), deps.operator_files.path(b.table))
+    key = (a.table["checksum"], b.table["checksum"])
+    began, future = deps.long_computations.start_once(
+        key, compare_tensors, _tensor_directory(deps, a), _tensor_directory(deps, b), tables
+    )
+    return (a, b), began, future
+
+
+def _tensor_directory(deps: Dependencies, side: _TableSide) -> Path:
+    directory = confine(side.table["dump_path"], deps.settings.roots)
+    if not (directory / "dump.json").is_file():
+        raise Unreachable(
+            f"the tensors of {describe_table(side.table)} lie on node {side.table['node_id']} "
+            "alone",
+            advice="a data_dir that all nodes share lets them be compared",
+        )
+    return directory
+
+
+# --- sides ----------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True, slots=True)
+class _TableSide:
+    """One side of a comparison: an operator table and its step."""
+
+    target: Target
+    table: Row
+    """Of `operators`."""
+
+    def heading(self) -> JsonObject:
+        """Return the fields of an answer that describe it."""
+        step = {"run": self.target.run, "attempt": self.target.number}
+        return {**step, "step": self.target.step_number, **table_row(self.table)}
+
+
+def _find_sides(
+    deps: Dependencies, a: tuple[SideFields, int], b: tuple[SideFields, int]
+) -> tuple[_TableSide, _TableSide]:
+    """Return the tables of both sides, each given by its fields and its step.
+
+    Raises:
+        NotFound: there is no such table.
+        InvalidInput: a side matches several ranks.
+    """
+    first = _find_side(deps, "a", *a)
+    capture_id = first.table["capture_id"]
+    return first, _find_side(deps, "b", *b, preferred_capture=capture_id)
+
+
+def _find_side(
+    deps: Dependencies,
+    name: str,
+    fields: SideFields,
+    step: int,
+    *,
+    preferred_capture: str | None = None,
+) -> _TableSide:
+    """Return the table of a side: of several captures the preferred one, else the newest."""
+    target = deps.finder.step(fields.run, fields.attempt, step)
+    tables = tables_of(
+        deps,
+        target,
+        stage=fields.stage,
+        role=fields.role,
+        rank=fields.rank,
+        part=fields.part,
+        capture_id=fields.capture_id,
+    )
+    ranks = {(row["stage"], row["role"], row["rank"]) for row in tables}
+    if len(ranks) > 1:
+        texts = [f"{stage} {role}/{rank}" for stage, role, rank in sorted(ranks)]
+        raise InvalidInput(
+            f"side {name} names {len(ranks)} dumps of step {step}",
+            expected=f"the stage, role and rank of one of {_shortened(texts)}",
+        )
+    captures = [row["capture_id"] for row in tables if is_digested(row)]
+    captures = captures or [row["capture_id"] for row in tables]
+    newest = list(dict.fromkeys(captures))[-1]
+    chosen = preferred_capture if preferred_capture in captures else newest
+    return _TableSide(target, next(row for row in tables if row["capture_id"] == chosen))
+
+
+def _shortened(texts: Sequence[str]) -> str:
+    more = f", ... ({len(texts)})" if len(texts) > _SIDES_LISTED else ""
+    return ", ".join(texts[:_SIDES_LISTED]) + more
