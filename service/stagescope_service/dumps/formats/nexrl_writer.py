@@ -25,7 +25,7 @@ import numpy as np
 
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.formats.nexrl_places import write_places
+from stagescope_service.dumps.formats.nexrl import write_places
 from stagescope_service.dumps.formats.nexrl_rows import (
     SAID_OF_A_TRAJECTORY,
     datum,

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from stagescope_service.dumps.joining.columns import Allocate, Array, Int64, Piece, bits, piece_of
+from stagescope_service.dumps.joining.column import Allocate, Array, Int64, Piece, bits, piece_of
 from stagescope_service.store.tensorfile import WireTensor
 
 PLACES: Final = frozenset({"positions", "token_offset"})

@@ -15,7 +15,7 @@ import numpy as np
 from stagescope.batch import Batch, BatchPart, Gap, Tensor
 from stagescope.flow import order_of
 from stagescope.wire.errors import NotFound, StagescopeError
-from stagescope_service.dumps.joining.columns import Allocate, Array, Column, Piece, piece_of
+from stagescope_service.dumps.joining.column import Allocate, Array, Column, Piece, piece_of
 from stagescope_service.dumps.joining.fragments import PLACES, Assembly, Locations, locations_of
 from stagescope_service.dumps.joining.parts import find_parts
 from stagescope_service.dumps.joining.rows import FoundPart, Rows

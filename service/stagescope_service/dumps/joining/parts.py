@@ -12,7 +12,7 @@ from stagescope.batch import Gap
 from stagescope.flow import order_of
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.schema import STAGES
-from stagescope_service.dumps.joining.columns import Array
+from stagescope_service.dumps.joining.column import Array
 from stagescope_service.dumps.joining.fragments import PLACES, checksum, locations_of
 from stagescope_service.dumps.joining.rows import FoundPart, Rows, lacking_ranks
 from stagescope_service.dumps.records import Dump, Entry, Record

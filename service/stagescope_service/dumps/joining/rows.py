@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.joining.columns import Int64
+from stagescope_service.dumps.joining.column import Int64
 from stagescope_service.dumps.joining.fragments import PLACES
 from stagescope_service.dumps.records import Entry, Record
 from stagescope_service.store.tensorfile import WireTensor

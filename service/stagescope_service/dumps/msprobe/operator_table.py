@@ -21,10 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stagescope.wire.errors import NotFound
-from stagescope_service.dumps.msprobe.dump_file import DumpFile
-from stagescope_service.dumps.msprobe.json_window import open_file
-from stagescope_service.dumps.msprobe.names import parse_name
-from stagescope_service.dumps.msprobe.operators import Leaf, clean_text, leaves
+from stagescope_service.dumps.msprobe.json_window import DumpFile, open_file
+from stagescope_service.dumps.msprobe.operators import Leaf, clean_text, leaves, parse_name
 from stagescope_service.dumps.msprobe.sidecars import Stacks, read_parents, read_stacks
 from stagescope_service.store.tensorfile import disk_errors, sync_directory
 

@@ -19,7 +19,48 @@ from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import InvalidInput
 
-__all__ = ["Leaf", "clean_text", "leaves", "non_finite_kind"]
+_MODULE: Final = re.compile(
+    r"(?P<kind>Module|Cell)\.(?:(?P<operator>.+)\.)?(?P<module_class>[^.]+)"
+    r"\.(?P<direction>forward|backward|parameters_grad)\.(?P<call>\d{1,9})\Z"
+)
+_API: Final = re.compile(
+    r"(?P<kind>[^.]+)\.(?P<operator>.+)\.(?P<call>\d{1,9})\.(?P<direction>forward|backward)\Z"
+)
+_DEBUG: Final = re.compile(r"(?P<operator>.+)\.(?P<call>\d{1,9})\.(?P<direction>debug)\Z")
+
+
+class OperatorName(NamedTuple):
+    """A name taken apart; what it does not say is None."""
+
+    kind: str | None
+    operator: str
+    module_class: str | None
+    call: int | None
+    direction: str | None
+
+
+def parse_name(name: str) -> OperatorName:
+    """Take a name apart; one of an unknown form is an operator of no kind."""
+    for pattern, kind in ((_MODULE, None), (_API, None), (_DEBUG, "Debug")):
+        found = pattern.match(name)
+        if found is not None:
+            said = found.groupdict()
+            return OperatorName(
+                said.get("kind") or kind,
+                said["operator"] or "",
+                said.get("module_class"),
+                int(said["call"]),
+                said["direction"],
+            )
+    return OperatorName(None, name, None, None, None)
+
+
+def forward_name(name: str) -> str:
+    """Return the name of the forward call that a backward call belongs to, else `name`."""
+    if name.endswith(".backward"):
+        return name.removesuffix(".backward") + ".forward"
+    return re.sub(r"\.backward(\.\d{1,9})\Z", r".forward\1", name)
+
 
 MOST_DEPTH: Final = 32
 MOST_TEXT: Final = 1000

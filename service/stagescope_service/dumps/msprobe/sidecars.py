@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.dumps.msprobe.json_window import Cut, JsonWindow, open_file
-from stagescope_service.dumps.msprobe.names import forward_name
+from stagescope_service.dumps.msprobe.operators import forward_name
 
 MOST_NAMES: Final = 250_000
 MOST_STACK_TEXT: Final = 4 << 20

@@ -16,8 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stagescope.wire.errors import InvalidInput, NotFound, TooLarge
-from stagescope_service.dumps.msprobe.dump_file import DumpFile
-from stagescope_service.dumps.msprobe.json_window import open_file
+from stagescope_service.dumps.msprobe.json_window import DumpFile, open_file
 
 leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(

@@ -16,10 +16,15 @@ from tests.support.dumps import Masked, capture, table, tabled
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 
 from stagescope.wire.errors import InvalidInput, NotFound, StoreError
-from stagescope_service.dumps.msprobe.names import forward_name, parse_name
 from stagescope_service.dumps.msprobe.operator_query import read_stack, read_summary
 from stagescope_service.dumps.msprobe.operator_table import write_operator_table
-from stagescope_service.dumps.msprobe.operators import Leaf, leaves, non_finite_kind
+from stagescope_service.dumps.msprobe.operators import (
+    Leaf,
+    forward_name,
+    leaves,
+    non_finite_kind,
+    parse_name,
+)
 from stagescope_service.dumps.msprobe.sidecars import source_of
 
 
