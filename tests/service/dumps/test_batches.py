@@ -240,7 +240,7 @@ def test_rows_that_never_came_are_named_and_not_zero() -> None:
     batch = join(MemoryDump([first, later]), 5)
     ((kind, message),) = batch.gaps
     assert kind == "rows"
-    assert message == "old_log_probs is not there for 1 of 3 rows (g0_1)"
+    assert message == "old_log_probs is missing for 1 of 3 rows (g0_1)"
     assert (batch["old_log_probs"][1] == 0x7FC0).all()
 
 
@@ -274,7 +274,7 @@ def test_ids_of_other_rows_are_not_believed() -> None:
     assert batch.rows == 2
     assert batch.sample_ids is None
     ((kind, message),) = batch.gaps
-    assert (kind, "1 sample ids for 2 rows: its rows are joined by place" in message) == (
+    assert (kind, "1 sample ids for 2 rows: its rows are joined by position" in message) == (
         "joined",
         True,
     )
@@ -399,9 +399,8 @@ def test_fragments_with_holes_and_without_positions_are_no_rows() -> None:
     assert gap.message.startswith("actor_compute_log_prob lacks context-parallel ranks of 2 rows")
     batch = join(MemoryDump(context_parallel(whole, 3, say="nothing")), 5)
     assert [gap.kind for gap in batch.gaps] == ["joined"]
-    assert (
-        "3 parts hold pieces of samples (actor_compute_log_prob actor 0, ...), and not where"
-        in (batch.gaps[0].message)
+    assert "3 parts hold pieces of samples (actor_compute_log_prob actor 0, ...) without the" in (
+        batch.gaps[0].message
     )
     assert "responses" not in batch
     assert [micro["responses"].shape for micro in batch.microbatches()] == [(2, 4)] * 3

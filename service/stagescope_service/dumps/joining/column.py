@@ -1,27 +1,28 @@
-"""One tensor of a whole step, put together from pieces of unlike width. Arrays in and out."""
+"""One tensor of a step, assembled from blocks of rows of different widths. Arrays in and out."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from stagescope.batch import Padding, Tensor, widened
+from stagescope.batch.data import Array
 from stagescope.tensorfile import CODES
 from stagescope_service.store.tensorfile import WireTensor
 
-Array = npt.NDArray[Any]
-Int64 = npt.NDArray[np.int64]
-Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
-"""Returns an array of this shape and dtype; its values may be anything."""
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Int64: TypeAlias = npt.NDArray[np.int64]
+Allocate: TypeAlias = "Callable[[tuple[int, ...], np.dtype[Any]], Array]"
+"""Returns an array of this shape and of any dtype; its values are undefined."""
 
 _NAN: Final = {"bfloat16": 0x7FC0}
 
 
-class Piece(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows of one tensor, side by side: `[rows]`, `[rows, width]` or `[rows, width, ...]`."""
 
     tag: str
@@ -35,39 +36,39 @@ class Piece(NamedTuple):
         return int(self.values.shape[1]) if self.values.ndim > 1 else 1
 
 
-def piece_of(wire: WireTensor, rows: int, side: str) -> Piece | None:
-    """Return a tensor as rows, ragged ones padded on `side`; None where it has other rows."""
+def row_block(wire: WireTensor, rows: int, side: str) -> RowBlock | None:
+    """Return a tensor as rows, ragged ones padded on `side`; None if its row count differs."""
     tag, shape, values, offsets = wire
     if offsets is not None:
         if len(offsets) != rows + 1:
             return None
         lengths = np.diff(offsets)
-        return Piece(tag, _dense(values, offsets, lengths, side), lengths.astype(np.int64))
+        return RowBlock(tag, _pad(values, offsets, lengths, side), lengths.astype(np.int64))
     if not shape or shape[0] != rows:
         return None
-    return Piece(tag, values.reshape(shape), None)
+    return RowBlock(tag, values.reshape(shape), None)
 
 
-def _dense(values: Array, offsets: Int64, lengths: Int64, side: str) -> Array:
+def _pad(values: Array, offsets: Int64, lengths: Int64, side: str) -> Array:
     width = int(lengths.max(initial=0))
     out = np.zeros((len(lengths), width, *values.shape[1:]), values.dtype)
     row = np.repeat(np.arange(len(lengths)), lengths)
-    at = np.arange(int(lengths.sum())) - np.repeat(offsets[:-1] - offsets[0], lengths)
+    token = np.arange(int(lengths.sum())) - np.repeat(offsets[:-1] - offsets[0], lengths)
     if side == "left":
-        at = at + np.repeat(width - lengths, lengths)
-    out[row, at] = values[offsets[0] : offsets[-1]]
+        token = token + np.repeat(width - lengths, lengths)
+    out[row, token] = values[offsets[0] : offsets[-1]]
     return out
 
 
 class Column:
-    """A tensor of all rows; rows are written once, and what comes again is held against them.
+    """A tensor of all rows; each row is written once, and later copies are compared with it.
 
     Args:
         tag: dtype tag.
-        shape: [rows], or [rows, width, ...] of the widest piece.
+        shape: [rows], or [rows, width, ...] of the widest block.
         side: on which rows are padded, 'left' or 'right'.
-        first: which part it was first seen in, for a reader.
-        allocate: where the memory comes from.
+        first: the part that recorded the tensor first, for messages.
+        allocate: allocates the memory.
     """
 
     def __init__(
@@ -79,53 +80,54 @@ class Column:
         self.values = allocate(shape, np.dtype(CODES[tag][1]))
         self.width = shape[1] if len(shape) > 1 else 1
         self.written: Int64 = np.full(len(self.values), -1, np.int64)
-        """How wide each row was written; -1: it never came."""
+        """Width that was written of each row; -1: the row is missing."""
         self.is_ragged = False
-        self._of_pieces = np.zeros(len(self.values), bool)
+        self._assembled = np.zeros(len(self.values), bool)
 
-    def fits(self, piece: Piece) -> bool:
-        """Whether a piece is of the same kind: dtype and dimensions."""
+    def accepts(self, block: RowBlock) -> bool:
+        """Whether a block has the column's dtype and dimensions."""
         return (
-            piece.tag == self.tag
-            and piece.values.shape[2:] == self.values.shape[2:]
-            and (piece.values.ndim == self.values.ndim)
+            block.tag == self.tag
+            and block.values.shape[2:] == self.values.shape[2:]
+            and (block.values.ndim == self.values.ndim)
         )
 
-    def put(self, rows: Int64, piece: Piece, *, of_pieces: bool = False) -> bool:
-        """Write rows that have not come yet; return whether the others are the same, bit by bit.
+    def write(self, rows: Int64, block: RowBlock, *, assembled: bool = False) -> bool:
+        """Write the rows that are still missing; return whether the others agree, bit by bit.
 
-        Only what both hold is compared: a wider piece adds tokens to a narrower row.
-        `of_pieces`: rows that were put together; they have lengths, and no padding of their own.
+        Only the tokens that both hold are compared: a wider block adds tokens to a narrower row.
+        `assembled`: the rows were assembled from fragments; they have lengths and no padding of
+        their own.
         """
-        lengths = piece.lengths
-        self.is_ragged |= lengths is not None and not of_pieces
-        self._of_pieces[rows] |= of_pieces
-        lengths = np.full(len(rows), piece.width, np.int64) if lengths is None else lengths
+        lengths = block.lengths
+        self.is_ragged |= lengths is not None and not assembled
+        self._assembled[rows] |= assembled
+        lengths = np.full(len(rows), block.width, np.int64) if lengths is None else lengths
         before = self.written[rows]
-        same = self._agrees(rows, piece, np.minimum(before, lengths))
+        same = self._agrees(rows, block, np.minimum(before, lengths))
         chosen = (before < 0) | ((lengths > before) if same else False)
-        self._write(rows[chosen], piece.values[chosen])
+        self._store(rows[chosen], block.values[chosen])
         self.written[rows[chosen]] = lengths[chosen]
         return same
 
-    def differences(self, rows: Int64, piece: Piece) -> tuple[int, float]:
-        """Return how many values of a piece are not the column's, and the largest |d|."""
-        common = np.minimum(self.written[rows], piece.width)
-        here, there = self._both(rows, piece)
-        differ = (bits(here) != bits(there)) & self._within(common, here)
+    def differences(self, rows: Int64, block: RowBlock) -> tuple[int, float]:
+        """Return how many values of a block differ from the column's, and the largest |d|."""
+        common = np.minimum(self.written[rows], block.width)
+        ours, theirs = self._overlap(rows, block)
+        differ = (bits(ours) != bits(theirs)) & self._within(common, ours)
         if not differ.any():
             return 0, 0.0
-        a = widened(Tensor(self.tag, here))[differ].astype(np.float64)
-        b = widened(Tensor(piece.tag, there))[differ].astype(np.float64)
+        a = widened(Tensor(self.tag, ours))[differ].astype(np.float64)
+        b = widened(Tensor(block.tag, theirs))[differ].astype(np.float64)
         with np.errstate(invalid="ignore"):
             largest = np.abs(a - b)
         return int(differ.sum()), float(largest.max())
 
     def finish(self, mask: Column | None) -> Padding | None:
-        """Fill what was not written; return the padding where rows were of unlike width.
+        """Fill what was not written; return the padding if rows differ in width.
 
-        The padding is what the recorded rows hold at their padded end, so that the whole is padded
-        as its parts were. A row that never came is NaN, or the padding of whole numbers.
+        The padding value is the one at the padded end of the recorded rows, so that the column is
+        padded as its parts were. A missing row is NaN, or the padding value of an integer dtype.
         """
         narrow = self.written < self.width
         if not narrow.any():
@@ -142,31 +144,30 @@ class Column:
         shown = widened(Tensor(self.tag, np.array([fill], self.values.dtype)))[0]
         return Padding(self.side, shown.item())
 
-    # --- how ------------------------------------------------------------------------------------
-    def _agrees(self, rows: Int64, piece: Piece, common: Int64) -> bool:
+    def _agrees(self, rows: Int64, block: RowBlock, common: Int64) -> bool:
         if not (common > 0).any():
             return True
-        here, there = self._both(rows, piece)
-        return not ((bits(here) != bits(there)) & self._within(common, here)).any()
+        ours, theirs = self._overlap(rows, block)
+        return not ((bits(ours) != bits(theirs)) & self._within(common, ours)).any()
 
-    def _both(self, rows: Int64, piece: Piece) -> tuple[Array, Array]:
-        """Return the column's values at the piece's place, and the piece's."""
-        there = np.ascontiguousarray(piece.values)
+    def _overlap(self, rows: Int64, block: RowBlock) -> tuple[Array, Array]:
+        """Return the column's values where the block lies, and the block's."""
+        theirs = np.ascontiguousarray(block.values)
         if self.values.ndim == 1:
-            return self.values[rows], there
-        cut = slice(self.width - piece.width, None) if self._is_left else slice(piece.width)
-        return np.ascontiguousarray(self.values[rows, cut]), there
+            return self.values[rows], theirs
+        cut = slice(self.width - block.width, None) if self._is_left else slice(block.width)
+        return np.ascontiguousarray(self.values[rows, cut]), theirs
 
-    def _within(self, counts: Int64, values: Array, *, flat: bool = False) -> Array:
+    def _within(self, counts: Int64, values: Array, *, flat: bool = False) -> Bools:
         """Return which of `values` are among the first (or last) `counts` tokens of their row."""
         if values.ndim == 1:
             return counts > 0
-        at = np.arange(values.shape[1])
-        at = at[::-1] if self._is_left else at
-        inside = at < counts[:, None]
+        token = np.arange(values.shape[1])
+        token = token[::-1] if self._is_left else token
+        inside: Bools = token < counts[:, None]
         return inside if flat else inside.reshape(*inside.shape, *[1] * (values.ndim - 2))
 
-    def _write(self, rows: Int64, values: Array) -> None:
+    def _store(self, rows: Int64, values: Array) -> None:
         if self.values.ndim == 1:
             self.values[rows] = values
         elif self._is_left:
@@ -174,19 +175,20 @@ class Column:
         else:
             self.values[rows, : values.shape[1]] = values
 
-    def _fill(self, mask: Column | None) -> Any:
-        """Return the value that recorded rows hold at their padded end: of floats, if it is one."""
-        none = np.zeros(1, self.values.dtype)[0]
+    def _fill(self, mask: Column | None) -> np.generic:
+        """Return the value at the padded end of recorded rows; for floats only a unique one."""
+        zero: np.generic = np.zeros(1, self.values.dtype)[0]
         if mask is None or mask.width != self.width or self.values.ndim != 2 or self.is_ragged:
-            return none
-        known = (self.written > 0) & (mask.written == self.written) & ~self._of_pieces
-        rows = np.flatnonzero(known)
-        at = self.width - self.written[rows] if self._is_left else self.written[rows] - 1
-        edge = self.values[rows, at][mask.values[rows, at] == 0]
+            return zero
+        usable = (self.written > 0) & (mask.written == self.written) & ~self._assembled
+        rows = np.flatnonzero(usable)
+        end = self.width - self.written[rows] if self._is_left else self.written[rows] - 1
+        edge = self.values[rows, end][mask.values[rows, end] == 0]
         found, counts = np.unique(edge, return_counts=True)
         if not len(found) or (self.values.dtype.kind == "f" and len(found) > 1):
-            return none
-        return found[counts.argmax()]
+            return zero
+        fill: np.generic = found[counts.argmax()]
+        return fill
 
     @property
     def _is_left(self) -> bool:
@@ -194,5 +196,5 @@ class Column:
 
 
 def bits(values: Array) -> Array:
-    """Return values as whole numbers that are the same where their bits are."""
+    """Return values as unsigned integers, which are equal where the bits are."""
     return values.view(f"u{values.dtype.itemsize}")

@@ -15,8 +15,8 @@ from tests.support.dump_files import GROUP, make_batch, nexrl_directory
 from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.formats.nexrl import MICRO_TYPES, place_of
-from stagescope_service.dumps.records import Dump, Entry, Place, Record
+from stagescope_service.dumps.formats.nexrl import MICRO_TYPES, place_of_file
+from stagescope_service.dumps.records import Dump, Entry, Place, Record, mapping
 
 PARAMETER = "model.layers.0.self_attn.q_proj.weight"
 
@@ -63,7 +63,7 @@ def test_a_self_hosted_directory(tmp_path: Path, suffix: str) -> None:
     record = one(dump, "old_log_probs")
     assert list(record.tensors) == ["old_log_probs"]
     np.testing.assert_array_equal(record.tensors["old_log_probs"][2], batch.old_log_probs)
-    assert record.about["batch_info"]["batch_size"] == 16
+    assert mapping(record.about, "batch_info")["batch_size"] == 16
 
 
 def test_numbers_and_parameters(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_it_travels(tmp_path: Path) -> None:
     ],
 )
 def test_names(name: str, place: Place | None) -> None:
-    found = place_of(name)
+    found = place_of_file(name)
     assert (None if found is None else found[1]) == place
 
 
@@ -261,8 +261,8 @@ def test_trajectories_of_other_forms(tmp_path: Path, change: dict[str, Any]) -> 
         assert not isinstance(change["trajectories"], list) or 1 in change["trajectories"]
     else:
         rows = change["trajectories"]
-        told = {*record.tensors, *record.row_texts, *record.about.get("left_out", {})}
-        assert ("tokens" in told) == bool(rows)
+        names = {*record.tensors, *record.row_texts, *mapping(record.about, "left_out")}
+        assert ("tokens" in names) == bool(rows)
 
 
 def test_ids_that_repeat_pair_nothing(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_ids_that_repeat_pair_nothing(tmp_path: Path) -> None:
     record = one(open_dump(nexrl_directory(tmp_path, edit=edit)), "trajectory")
     assert record.samples is None
     assert record.groups is not None
-    assert "4 rows are named g0_0" in record.about["samples"]
+    assert "4 rows are named g0_0" in str(record.about["samples"])
 
 
 def test_trajectories_in_several_lines(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_every_plain_value_comes_back(tmp_path: Path) -> None:
     }  # fmt: skip
     torch.save(value, tmp_path / "a.pt")
     converted(tmp_path / "a.pt", tmp_path / "b")
-    found = read_content(tmp_path / "b/a.json")
+    found: Any = read_content(tmp_path / "b/a.json")
     assert isinstance(found["ints"], FileTensor)
     assert found["ints"].wire[2].tolist() == value["ints"]
     assert found["floats"].wire[2].tolist() == value["floats"]
@@ -117,7 +117,7 @@ def test_code_of_a_file_runs_only_after_yes(tmp_path: Path) -> None:
     assert marker.exists()
     said = json.loads(result.stdout)
     assert (said["files"], said["ran_code_of"]) == (2, [str(tmp_path / "a/x.pt")])
-    found = read_content(tmp_path / "b/x.json")
+    found: Any = read_content(tmp_path / "b/x.json")
     assert found["log_probs"].wire[1] == (2,)
     assert found["more"] == 0  # what os.system returned
 
@@ -145,7 +145,7 @@ def test_the_process_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.save({name: Look(text) for name, text in looks.items()}, tmp_path / "a.pt")
     plan = unpickling.plan_conversion(tmp_path / "a.pt")
     unpickling.convert_files(plan, tmp_path / "b", run_code=True)
-    found = read_content(tmp_path / "b/a.json")
+    found: Any = read_content(tmp_path / "b/a.json")
     assert "STAGESCOPE_TOKEN" not in found["env"]
     assert "secret" not in found["env"].values()
     assert found["cwd"] == []
@@ -191,7 +191,7 @@ def test_objects_are_dicts_of_their_attributes(tmp_path: Path) -> None:
     sample = Sample([1, 2], Status.DONE, tmp_path, when, np.ones(3, np.float32))
     more = {"dates": np.array(["2026-01-02"], "datetime64[D]"), "f": print, "n": np.int64(3)}
     torch.save({"samples": [sample], "rollout_id": 1, **more}, tmp_path / "a.pt")
-    found = load_running_code(tmp_path / "a.pt")
+    found: Any = load_running_code(tmp_path / "a.pt")
     (one,) = found["samples"]
     assert one["mask"].wire[2].tolist() == [1, 1, 1]
     del one["mask"]
