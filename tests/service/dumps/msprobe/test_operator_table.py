@@ -16,6 +16,7 @@ from tests.support.dumps import Masked, capture, table, tabled
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 
 from stagescope.wire.errors import InvalidInput, NotFound, StoreError
+from stagescope_service.dumps.msprobe.json_window import Json
 from stagescope_service.dumps.msprobe.operator_query import read_stack, read_summary
 from stagescope_service.dumps.msprobe.operator_table import write_operator_table
 from stagescope_service.dumps.msprobe.operators import (
@@ -229,8 +230,11 @@ def test_what_was_there_stays_when_a_new_dump_cannot_be_read(tmp_path: Path) -> 
 
 
 def test_an_argument_named_type_or_dtype_is_an_argument() -> None:
-    number = {"type": "int", "value": 3}
-    record = {"input_args": [], "input_kwargs": {"type": number, "dtype": number, "shape": None}}
+    number: Json = {"type": "int", "value": 3}
+    record: Json = {
+        "input_args": [],
+        "input_kwargs": {"type": number, "dtype": number, "shape": None},
+    }
     found = list(leaves("n", "forward", record))
     assert [(leaf.path, leaf.type, leaf.value) for leaf in found] == [
         ("type", "int", "3"), ("dtype", "int", "3"), ("shape", None, None),
@@ -238,12 +242,12 @@ def test_an_argument_named_type_or_dtype_is_an_argument() -> None:
 
 
 def test_a_call_without_arguments_has_one_row() -> None:
-    record: dict[str, Any] = {"input_args": [], "input_kwargs": {}, "output": []}
+    record: Json = {"input_args": [], "input_kwargs": {}, "output": []}
     assert list(leaves("Distributed.barrier.0.forward", "forward", record)) == [Leaf()]
 
 
 def test_leaves_other_than_tensors_say_their_value() -> None:
-    odd = [
+    odd: list[Json] = [
         {"type": "slice", "value": [0, None, 2]},
         {"type": "torch.memory_format", "format": "contiguous"},
         {"type": "float", "value": -math.inf},
