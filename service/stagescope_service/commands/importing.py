@@ -283,11 +283,11 @@ def _name_of(directory: Path) -> str:
 def _show(report: ImportReport) -> None:
     wrong = [each["message"] for each in report["problems"]]
     wrong += [each["reason"] for each in report["refused"]]
-    held = [render.counted(report["payloads"], "payload")]
+    counts = [render.counted(report["payloads"], "payload")]
     if report["operators"]:
-        held.append(f"the operators of {render.counted(report['operators'], 'dump')}")
+        counts.append(f"the operators of {render.counted(report['operators'], 'dump')}")
     processes = render.counted(report["processes"], "process", "processes")
-    what = f"{' and '.join(held)} of {processes}, from a directory in {report['format']}'s layout"
+    what = f"{' and '.join(counts)} of {processes}, from a directory in {report['format']}'s layout"
     click.echo(
         f"nothing new: already in run {report['run']}: {what}"
         if report["nothing_new"]

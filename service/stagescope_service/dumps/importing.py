@@ -128,9 +128,9 @@ def import_events(
     A file that cannot be read becomes a problem of its events; the other files are still imported.
     """
     entries = [*dump.entries, *(each.entry for each in operators)]
-    placed = sorted(((_complete_place(entry), entry) for entry in entries), key=_sort_key)
-    processes = sorted({_process(place) for place, _ in placed})
-    started = min((modified_at(entry.path) for _, entry in placed), default=0.0)
+    items = sorted(((_complete_place(entry), entry) for entry in entries), key=_sort_key)
+    processes = sorted({_process(place) for place, _ in items})
+    started = min((modified_at(entry.path) for _, entry in items), default=0.0)
     directories = {each.entry: each.directory for each in operators}
     replays: dict[_Process, _ProcessReplay] = {}
     for role, rank in processes:
@@ -139,7 +139,7 @@ def import_events(
         replays[role, rank] = _ProcessReplay(dump, sender, world_size)
     for replay in replays.values():
         yield replay.hello(keep)
-    for place, group in groupby(placed, key=lambda item: item[0]):
+    for place, group in groupby(items, key=lambda item: item[0]):
         held = [entry for _, entry in group]
         tensors = [entry for entry in held if entry not in directories]
         dumps = [directories[entry] for entry in held if entry in directories]
@@ -275,8 +275,8 @@ def _process(place: Place) -> _Process:
     return place.role, place.rank
 
 
-def _sort_key(placed: tuple[Place, Entry]) -> tuple[object, ...]:
-    place, entry = placed
+def _sort_key(items: tuple[Place, Entry]) -> tuple[object, ...]:
+    place, entry = items
     stages = {name: index for index, name in enumerate(schema.STAGES)}
     step = (place.step is None, place.step or 0)
     stage = stages.get(place.stage or "", len(stages))

@@ -229,10 +229,10 @@ class _Writer:
         ranks: dict[int, dict[str, WireTensor]] = defaultdict(dict)
         for record in self._read(entries):
             place = record.entry.place
-            held = ranks[place.rank or 0]
+            of_rank = ranks[place.rank or 0]
             part = f"{place.stage}.{place.part}" if place.stage else str(place.part)
             for name, tensor in record.tensors.items():
-                held[name if name not in held else f"{name}@{part}"] = tensor
+                of_rank[name if name not in of_rank else f"{name}@{part}"] = tensor
         for rank, tensors in sorted(ranks.items()):
             if not tensors:
                 continue

@@ -124,8 +124,8 @@ def _int(values: Mapping[str, object], name: str) -> int | None:
 def sections_in(metadata: Mapping[str, object], names: Iterable[str]) -> dict[str, list[str]]:
     """Return section -> names of tensors and numbers: as the file lists them, else by its stage."""
     listed = metadata.get("sections")
-    if isinstance(listed, dict) and all(isinstance(held, list) for held in listed.values()):
-        return {str(n): [*map(str, held)] for n, held in listed.items() if n in SECTIONS}
+    if isinstance(listed, dict) and all(isinstance(group, list) for group in listed.values()):
+        return {str(n): [*map(str, group)] for n, group in listed.items() if n in SECTIONS}
     stage = mapping(metadata, "job").get("stage")
     scalars = mapping(metadata, "scalars")
     return sections_of(stage if isinstance(stage, str) else None, names, scalars)

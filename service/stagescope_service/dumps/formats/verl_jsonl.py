@@ -58,20 +58,20 @@ def open_verl(path: Path, *, step: int | None = None) -> FileDump:
         StoreError: the disk refused.
     """
     found, problems = files_of(path)
-    ours = [each for each in found if is_verl(each)]
+    generations = [each for each in found if is_verl(each)]
     problems += [
         problem
         for each in found
-        if each not in ours
+        if each not in generations
         for problem in [_problem_of(each)]
         if problem.entry is None or step in (None, problem.entry.place.step)
     ]
-    if not ours:
+    if not generations:
         raise NotFound(
             f"{path} holds no generations of verl's",
             expected="STEP.jsonl with lines of input, output, score, step",
         )
-    every = [_entry_of(each) for each in ours]
+    every = [_entry_of(each) for each in generations]
     entries = [entry for entry in every if step in (None, entry.place.step)]
     return FileDump(str(path), KIND, sorted(entries, key=entry_order), problems, read_entry)
 

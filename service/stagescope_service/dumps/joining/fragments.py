@@ -105,12 +105,12 @@ class Assembly:
         for selected, state in ((tokens.counted, _COUNTED), (uncounted, _FILLED)):
             row, token = np.nonzero(selected)
             target, position = rows[row], tokens.positions[row, token]
-            held = self._state[target, position]
-            again = held == state
+            state_before = self._state[target, position]
+            again = state_before == state
             ours = self.values[target[again], position[again]]
             differ = bits(ours) != bits(np.ascontiguousarray(values[row[again], token[again]]))
             self.differing += int(differ.sum())
-            free = held < state
+            free = state_before < state
             self.values[target[free], position[free]] = values[row[free], token[free]]
             self._state[target[free], position[free]] = state
 

@@ -148,7 +148,7 @@ class RowIndex:
             of_rank = by_rank.setdefault(part.data_rank, [])
             if not any((p.part == part.part) for p in of_rank):  # a replica holds the same rows
                 of_rank.append(part)
-        counts = {rank: sum(part.count for part in held) for rank, held in by_rank.items()}
+        counts = {rank: sum(part.count for part in of_rank) for rank, of_rank in by_rank.items()}
         assigned = next((rows for sizes, rows in self._stages if sizes == counts), None)
         if assigned is None:
             if self._names:

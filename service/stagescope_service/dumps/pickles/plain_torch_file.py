@@ -69,8 +69,8 @@ def read_plain(path: Path) -> object:
             if order is not None and members.read(order) != b"little":
                 raise NotPlain("bytes in another order")
             pickled = members.read(f"{root}data.pkl")
-            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return _Reader(pickled, names, root, held).read()
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return _Reader(pickled, names, root, mapped).read()
     except NotPlain:
         raise
     except Exception as error:  # damaged pickles raise nearly everything
@@ -83,12 +83,12 @@ class _Reader:
     """Interprets the opcodes of one pickle."""
 
     def __init__(
-        self, pickled: bytes, members: Mapping[str, zipfile.ZipInfo], root: str, held: mmap.mmap
+        self, pickled: bytes, members: Mapping[str, zipfile.ZipInfo], root: str, mapped: mmap.mmap
     ) -> None:
         self._pickled = pickled
         self._members = members
         self._root = root
-        self._held = held
+        self._file = mapped
         self._at = 0
         # Values of an untrusted pickle: each operation checks the types that it needs.
         self._stack: list[Any] = []
@@ -198,16 +198,16 @@ class _Reader:
 
     def _mapped(self, tag: str, key: str, count: int) -> Array:
         member = self._members[f"{self._root}data/{key}"]
-        lengths = _LOCAL_HEADER.unpack_from(self._held, member.header_offset)
+        lengths = _LOCAL_HEADER.unpack_from(self._file, member.header_offset)
         start = member.header_offset + _LOCAL_HEADER.size + sum(lengths)
         size = count * DTYPE_BYTES[tag]
         if type(count) is not int or not 0 <= size <= member.file_size:
             raise NotPlain("a storage that its member does not hold")
-        if start + size > len(self._held):
+        if start + size > len(self._file):
             raise NotPlain("a storage beyond the end of the file")
         dtype = np.dtype("uint16" if tag == "bfloat16" else tag)
         found: Array = (
-            np.frombuffer(self._held, dtype, count, start) if count else np.empty(0, dtype)
+            np.frombuffer(self._file, dtype, count, start) if count else np.empty(0, dtype)
         )
         return found if found.flags.aligned else found.copy()
 

@@ -158,10 +158,10 @@ def _only_stand_ins(serialization: ModuleType) -> Iterator[None]:
     """
     with _globals_lock:
         before = serialization.get_safe_globals()
-        ours = [each for each in before if _of_torch(each)]
+        of_torch = [each for each in before if _of_torch(each)]
         serialization.clear_safe_globals()
         try:
-            serialization.add_safe_globals([*ours, *STAND_INS.values()])
+            serialization.add_safe_globals([*of_torch, *STAND_INS.values()])
             yield
         finally:
             serialization.clear_safe_globals()
@@ -253,10 +253,10 @@ class _PlainValues:
             return str(value)
         if hasattr(value, "to_dict") and hasattr(value, "batch_size"):  # a TensorDict
             return self(value.to_dict(), depth + 1)
-        held = getattr(value, "__dict__", None)
-        if held is None or callable(value):
+        attributes = getattr(value, "__dict__", None)
+        if attributes is None or callable(value):
             return Unreadable(f"a {type(value).__module__}.{type(value).__qualname__}")
-        return self(dict(held), depth + 1)
+        return self(dict(attributes), depth + 1)
 
     def _count(self, elements: int) -> None:
         self._nodes -= elements

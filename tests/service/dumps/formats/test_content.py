@@ -76,7 +76,7 @@ def test_what_was_saved_is_read_and_converted(tmp_path: Path, tree: Any) -> None
 
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), SCALARS | LISTS, max_size=3), max_size=6))
 @QUICK
-def test_no_value_of_a_row_is_dropped_in_silence(rows: list[dict[str, Any]]) -> None:
+def test_no_value_of_a_row_is_dropped_silently(rows: list[dict[str, Any]]) -> None:
     found = collect_rows(rows)
     for name in {name for row in rows for name in row}:
         values = [row.get(name) for row in rows]

@@ -50,7 +50,7 @@ def array_of(value: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_plain_values_come_back(tmp_path: Path, is_zip: bool) -> None:
+def test_plain_values_are_read(tmp_path: Path, is_zip: bool) -> None:
     value = {
         "number": 1, "real": float("inf"), "text": "ü", "nothing": None, "yes": True,
         "list": [1, [2.5, "a"], {"deep": ()}], 3: "three", "big": 1 << 80,
@@ -170,7 +170,7 @@ def _no_import_of(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", refuse)
 
 
-def test_without_torch_it_says_what_to_install(
+def test_the_error_without_torch_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tmp_path, {"path": tmp_path})
@@ -223,7 +223,7 @@ def test_plain_files_are_read_without_torch(
         b"\x80\x04N.",
     ],
 )
-def test_what_is_not_plain_is_left_to_torchs_own_loader(tmp_path: Path, harm: bytes) -> None:
+def test_other_files_are_left_to_torchs_own_loader(tmp_path: Path, harm: bytes) -> None:
     path = tmp_path / "a.pt"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("a/data.pkl", harm)
@@ -244,7 +244,7 @@ def test_a_storage_is_not_read_beyond_its_member(tmp_path: Path) -> None:
         read_plain(changed)
 
 
-def test_what_the_process_allows_is_left_as_it_was(tmp_path: Path) -> None:
+def test_the_allowed_globals_of_the_process_are_restored(tmp_path: Path) -> None:
     torch.serialization.add_safe_globals([Runs])
     before = torch.serialization.get_safe_globals()
     try:
@@ -318,7 +318,7 @@ def test_a_zip_bomb_is_refused_before_it_inflates(tmp_path: Path) -> None:
         read_torch_file(path)
 
 
-def test_a_bomb_in_the_pickle_is_not_looked_into(tmp_path: Path) -> None:
+def test_a_bomb_in_the_pickle_is_not_inflated(tmp_path: Path) -> None:
     path = saved(tmp_path, {"a": 1})
     bomb = tmp_path / "bomb.pt"
     with (
@@ -337,7 +337,7 @@ def test_a_bomb_in_the_pickle_is_not_looked_into(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_what_a_file_names_is_told_from_its_head(tmp_path: Path) -> None:
+def test_globals_are_listed_from_the_beginning_of_a_file(tmp_path: Path) -> None:
     path = saved(tmp_path, {"rollout_id": 7, "samples": [{"tokens": [1, 2]}], "t": torch.ones(1)})
     assert peek(path)[:6] == ["rollout_id", 7, "samples", "tokens", 1, 2]
     assert peek(path, 2) == ["rollout_id", 7]
