@@ -230,9 +230,10 @@ class _Writer:
         for record in self._read(entries):
             place = record.entry.place
             of_rank = ranks[place.rank or 0]
-            part = f"{place.stage}.{place.part}" if place.stage else str(place.part)
+            stage, part = place.stage, str(place.part)
+            suffix = f"{stage}.{part}" if stage else part
             for name, tensor in record.tensors.items():
-                of_rank[name if name not in of_rank else f"{name}@{part}"] = tensor
+                of_rank[name if name not in of_rank else f"{name}@{suffix}"] = tensor
         for rank, tensors in sorted(ranks.items()):
             if not tensors:
                 continue

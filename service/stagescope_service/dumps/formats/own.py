@@ -162,7 +162,7 @@ def _missing_entries(entries: Iterable[Entry]) -> list[Problem]:
         for section, (rank, part) in missing_parts(seen):
             like = next(iter(sections[section].values()))
             place = like.place._replace(rank=rank, part=part)
-            path = like.path.with_name(f"{place.role}_rank{rank}")
+            path = like.path.with_name(f"{like.place.role}_rank{rank}")
             entry = Entry(section, place, path, 0, section)
-            problems.append(Problem(path, "missing", f"{place} has no {section} here", entry))
+            problems.append(Problem(path, "missing", f"{entry.place} has no {section} here", entry))
     return problems

@@ -150,7 +150,7 @@ class _Scanner:
         try:
             record = self._dump.read(entry)
         except StagescopeError as error:
-            self.gaps.append(Gap("file", f"{place}: {error}"))
+            self.gaps.append(Gap("file", f"{entry.place}: {error}"))
             return
         about = record.about
         self._add_file(entry, about)
