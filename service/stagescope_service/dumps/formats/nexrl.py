@@ -187,7 +187,8 @@ def _duplicate(found: ListedFile, other: Entry) -> Problem:
     return Problem(
         found.path,
         "superseded",
-        f"{found.name} and {other.path.name} are of one place: only {other.path.name} is read",
+        f"{found.name} and {other.path.name} are of the same step, rank and microbatch: only "
+        f"{other.path.name} is read",
         other,
     )
 

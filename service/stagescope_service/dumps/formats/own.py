@@ -164,5 +164,6 @@ def _missing_entries(entries: Iterable[Entry]) -> list[Problem]:
             place = like.place._replace(rank=rank, part=part)
             path = like.path.with_name(f"{like.place.role}_rank{rank}")
             entry = Entry(section, place, path, 0, section)
-            problems.append(Problem(path, "missing", f"{entry.place} has no {section} here", entry))
+            message = f"{entry.place} has no {section} here"
+            problems.append(Problem(path, "missing", message, entry))
     return problems

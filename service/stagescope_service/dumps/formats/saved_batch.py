@@ -120,7 +120,9 @@ def read_entry(entry: Entry) -> Record:
 def _problem_of(found: ListedFile) -> Problem:
     """Return the problem of a file that is not a batch, or is damaged."""
     error = damage_of(found.path) if found.path.suffix == ".safetensors" else None
-    return unknown_file(found, "a saved batch") if error is None else Problem.of(found.path, error)
+    if error is not None:
+        return Problem.of(found.path, error)
+    return unknown_file(found, "a saved batch")
 
 
 def _loaded(path: Path) -> Batch:
@@ -147,7 +149,7 @@ def _entries(batch: Batch, path: Path) -> Iterator[Entry]:
         for section in _sections(place.stage, [*batch], batch.numbers):
             yield Entry(section, place, path, size, _NO_PARTS)
     for index, recorded in enumerate(batch.parts):
-        # A batch joined from another project's dump has sections in place of stages.
+        # A batch joined from another project's dump has sections instead of stages.
         stage = None if recorded.stage in SECTIONS else recorded.stage
         place = Place(batch.step, stage, recorded.role, recorded.rank, recorded.part)
         size = sum(_bytes_of(batch, recorded, name) for name in recorded.names)

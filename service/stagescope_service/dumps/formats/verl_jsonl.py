@@ -103,7 +103,7 @@ def read_entry(entry: Entry) -> Record:
         raise InvalidTensor(f"{entry.path} holds lines that are no objects", expected="objects")
     steps = {row.get("step") for row in rows}
     found = collect_rows(rows, names=_NAMES, skip=("step",) if len(steps) == 1 else ())
-    found.about["samples"] = "named by a hash of their prompt and their place among its answers"
+    found.about["samples"] = "named by a hash of their prompt and their position among its answers"
     groups = tuple(_hash(row.get("input")) for row in rows)
     seen: Counter[str] = Counter()
     samples: list[str] = []

@@ -84,6 +84,11 @@ class PayloadFiles:
 def _sort_key(entry: Entry) -> tuple[object, ...]:
     place = entry.place
     return (
-        place.step is None, place.step or 0, place.stage or "", place.role or "", place.rank or 0,
-        place.part, str(entry.path),
-    )  # fmt: skip
+        place.step is None,
+        place.step or 0,
+        place.stage or "",
+        place.role or "",
+        place.rank or 0,
+        place.part,
+        str(entry.path),
+    )

@@ -1,6 +1,6 @@
 """Reads msprobe's JSON files of any size, entry by entry, through a window over the file.
 
-msprobe writes one object per file, with bare `NaN` and `Infinity`, and rewrites it in place while
+msprobe writes one object per file, with bare `NaN` and `Infinity`, and overwrites the file while
 it collects: after a crash the file may end anywhere. Python's own decoder reads each value (it
 accepts those tokens); only the window and the largest single value are in memory, never the file.
 

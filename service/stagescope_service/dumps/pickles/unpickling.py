@@ -84,7 +84,7 @@ def plan_conversion(source: Path) -> Conversion:
 def convert_files(plan: Conversion, target: Path, *, run_code: bool = False) -> None:
     """Write each file below `target` and record the outcome in `plan`.
 
-    `X.pt` becomes `X.json` with `X.safetensors` beside it, which the readers accept in its place.
+    `X.pt` becomes `X.json` with `X.safetensors` beside it, which the readers accept instead.
 
     Args:
         plan: the result of `plan_conversion`.

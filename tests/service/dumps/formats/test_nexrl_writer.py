@@ -104,9 +104,15 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
 
     dump = open_dump(own_directory(tmp_path / "data", steps=(5,), edit=edit))
     written = write_nexrl(dump, tmp_path / "out")
-    names = [f"step_000005_rank{rank}_micro{micro}.pt" for rank in (0, 1) for micro in (0, 1)]
+    files_written = [
+        f"step_000005_rank{rank}_micro{micro}.pt" for rank in (0, 1) for micro in (0, 1)
+    ]
     assert files(tmp_path / "out") == sorted(
-        [f"{kind}/{name}" for kind in ("forward_data", "is_loss_debug", "loss") for name in names]
+        [
+            f"{kind}/{name}"
+            for kind in ("forward_data", "is_loss_debug", "loss")
+            for name in files_written
+        ]
         + [f"gradient/step_000005_rank{rank}.pt" for rank in (0, 1)]
         + [f"{kind}/step_000005.pt" for kind in ("old_log_probs", "trajectory")]
         + ["stagescope.json"]
