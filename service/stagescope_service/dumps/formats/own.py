@@ -92,7 +92,7 @@ def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
 
     Args:
         name: of the dump, such as `run@attempt:step`.
-        files: each with its place; unknown fields of the place are filled from the file's metadata.
+        files: each with its place; unknown fields of it are filled from the metadata of the file.
             Of two files of one place the later written is read.
     """
     entries: dict[tuple[str, Place], Entry] = {}
