@@ -117,9 +117,9 @@ def read_entry(entry: Entry) -> Record:
         found = collect_rows(rows, names=NAMES)
     else:
         found = Columns()
-        for name in data:
-            if name in wanted:
-                found.add(NAMES.get(name, name), data[name])
+        chosen: list[str] = [name for name in data if name in wanted]
+        for name in chosen:
+            found.add(NAMES.get(name, name), data[name])
     found.about["alignment"] = _alignment(names)
     mask = "loss_mask" if "loss_mask" in found.tensors else None
     return Record(

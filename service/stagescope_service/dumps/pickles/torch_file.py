@@ -241,7 +241,7 @@ class _PlainValues:
             return self._object(value, depth)
         return Unreadable(f"a {kind.__module__}.{kind.__qualname__}")
 
-    def _object(self, value: object, depth: int) -> FileValue:
+    def _object(self, value: Any, depth: int) -> FileValue:
         """Return the attributes of an object, as far as they are plain."""
         if isinstance(value, np.ndarray):
             is_number = value.dtype.kind in "fiub"

@@ -41,10 +41,8 @@ class Unreadable:
     reason: str
 
 
-FileValue: TypeAlias = (
-    "bool | int | float | str | bytes | FileTensor | Unreadable | list[FileValue] | "
-    "dict[str, FileValue] | None"
-)
+FileLeaf: TypeAlias = "bool | int | float | str | bytes | FileTensor | Unreadable | None"
+FileValue: TypeAlias = "FileLeaf | list[FileValue] | dict[str, FileValue]"
 """A plain value of a file."""
 
 
