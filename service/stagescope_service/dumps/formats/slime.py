@@ -159,10 +159,9 @@ def _plain_sample(row: dict[str, FileValue]) -> dict[str, FileValue]:
     """Add slime's implicit mask: ones where there is none, zeros of a removed sample."""
     length = _length(row)
     name = "loss_masks" if "loss_masks" in row else "loss_mask"
-    if row.get("remove_sample"):
-        row = {**row, name: [0] * length}
-    elif row.get(name) is None:
-        row = {**row, name: [1] * length}
+    if row.get("remove_sample") or row.get(name) is None:
+        mask: list[FileValue] = [0 if row.get("remove_sample") else 1] * length
+        row = {**row, name: mask}
     reward = row.get("reward")
     if isinstance(reward, dict):
         row = {**row, **{f"rewards/{each}": value for each, value in reward.items()}}

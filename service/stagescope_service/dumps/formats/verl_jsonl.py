@@ -101,8 +101,8 @@ def read_entry(entry: Entry) -> Record:
     rows = [line for line in lines if isinstance(line, dict)]
     if len(rows) != len(lines):
         raise InvalidTensor(f"{entry.path} holds lines that are no objects", expected="objects")
-    steps = {row.get("step") for row in rows}
-    found = collect_rows(rows, names=_NAMES, skip=("step",) if len(steps) == 1 else ())
+    is_one_step = bool(rows) and all(row.get("step") == rows[0].get("step") for row in rows)
+    found = collect_rows(rows, names=_NAMES, skip=("step",) if is_one_step else ())
     found.about["samples"] = "named by a hash of their prompt and their position among its answers"
     groups = tuple(_hash(row.get("input")) for row in rows)
     seen: Counter[str] = Counter()
