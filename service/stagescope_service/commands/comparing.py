@@ -1,7 +1,7 @@
-"""`stagescope compare` and `stagescope compare-dumps`: dumps held against each other.
+"""`stagescope compare` and `stagescope compare-dumps`.
 
-Directories and files are compared here, without any service; a run's steps are compared by the
-service that keeps them. Importing this module loads neither numba nor plotly.
+Directories and files are compared in this process, without any service; a run's steps are compared
+by the service that keeps them. Importing this module loads neither numba nor plotly.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict
 
 import click
+from typing_extensions import NotRequired, Unpack
 
 from stagescope import discovery, terminal
 from stagescope.compared import as_lines
@@ -33,13 +34,44 @@ if TYPE_CHECKING:
 
 _SECONDS: Final = 30.0
 COULD_NOT: Final = 2
-"""Exit status where nothing could be compared, by an error too."""
+"""Exit status if nothing could be compared, also because of an error."""
 INTERRUPTED: Final = 130
 _TONES: Final[Mapping[str, Mapping[str, Any]]] = {
     "title": {"bold": True}, "good": {"fg": "green"}, "bad": {"fg": "red"},
 }  # fmt: skip
-_Said = dict[str, Any]
-_Options = Mapping[str, Any]
+_Report: TypeAlias = dict[str, Any]
+"""The JSON report of a comparison, from this process or from the service."""
+
+
+class OutputOptions(TypedDict):
+    """Options that both commands have."""
+
+    step: int | None
+    output: Path | None
+    as_json: bool
+    html: Path | None
+    ray: bool
+    everything: bool
+    tolerances: tuple[str, ...]
+    full: NotRequired[bool]
+
+
+class CompareOptions(OutputOptions):
+    """Options of `stagescope compare`."""
+
+    url: str | None
+    token_file: Path | None
+
+
+class CompareDumpsOptions(OutputOptions):
+    """Options of `stagescope compare-dumps`."""
+
+    self_hosted_dir: Path
+    remote_api_dir: Path | None
+    weaver_dir: Path | None
+    num_ranks: int | None
+    num_micros: int | None
+
 
 _OUTPUTS: Final = (
     click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout."),
@@ -76,7 +108,9 @@ def _outputs(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of --json, and end.")
 @_outputs
 @click.pass_context
-def compare(ctx: click.Context, /, sides: tuple[str, ...], schema: bool, **options: Any) -> None:
+def compare(
+    ctx: click.Context, /, sides: tuple[str, ...], schema: bool, **options: Unpack[CompareOptions]
+) -> None:
     """Whether two or three dumps are the same, and where they differ first.
 
     A side is a directory or a file of any format that is read (kept files, a batch, NexRL, slime,
@@ -90,15 +124,15 @@ def compare(ctx: click.Context, /, sides: tuple[str, ...], schema: bool, **optio
 
         click.echo(SCHEMA_FILE.read_text(encoding="utf-8"), nl=False)
         return
-    with _could_not(ctx):
+    with _exit_on_error(ctx):
         if not 2 <= len(sides) <= 3:
             raise InvalidInput(f"{counted(len(sides), 'side')} given", expected="two or three")
         local = [Path(side).exists() for side in sides]
         if all(local):
-            said = _compare_here(_open([Path(side) for side in sides], options), options)
+            report = _compare_locally(_open([Path(side) for side in sides], options), options)
         else:
-            said = compare_targets(sides, options)
-        _finish(ctx, said, options)
+            report = _compare_remotely(sides, options)
+        _finish(ctx, report, options)
 
 
 @click.command(name="compare-dumps")
@@ -114,29 +148,33 @@ def compare(ctx: click.Context, /, sides: tuple[str, ...], schema: bool, **optio
 )  # fmt: skip
 @_outputs
 @click.pass_context
-def compare_dumps(ctx: click.Context, /, **options: Any) -> None:
+def compare_dumps(ctx: click.Context, /, **options: Unpack[CompareDumpsOptions]) -> None:
     """Compare NexRL's dumps: takes the flags of its compare_debug_dumps.py.
 
     Exit status: 0 same or within noise, 1 different, 2 could not be compared.
     """
-    names = ("self_hosted_dir", "remote_api_dir", "weaver_dir")
-    given = {name: options[name] for name in names if options[name] is not None}
-    with _could_not(ctx):
+    directories = {
+        "self_hosted_dir": options["self_hosted_dir"],
+        "remote_api_dir": options["remote_api_dir"],
+        "weaver_dir": options["weaver_dir"],
+    }
+    given = {name: path for name, path in directories.items() if path is not None}
+    with _exit_on_error(ctx):
         if len(given) < 2:
             raise InvalidInput(
                 "only --self_hosted_dir was given", expected="--remote_api_dir or --weaver_dir too"
             )
         dumps = dict(zip(given, _open(list(given.values()), options), strict=True))
-        said = _compare_here(list(dumps.values()), options)
+        report = _compare_locally(list(dumps.values()), options)
         from stagescope_service.compare.report.nexrl import as_nexrl
 
-        said = as_nexrl(said, dumps, step=options["step"], ranks=options["num_ranks"],
-                        microbatches=options["num_micros"])  # fmt: skip
-        _finish(ctx, said, options)
+        report = as_nexrl(report, dumps, step=options["step"], ranks=options["num_ranks"],
+                          microbatches=options["num_micros"])  # fmt: skip
+        _finish(ctx, report, options)
 
 
-def compare_targets(sides: tuple[str, ...], options: _Options) -> _Said:
-    """Ask the service to compare runs' steps, which may stand beside directories in its roots.
+def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Report:
+    """Let the service compare steps of runs, or directories in its allowed roots.
 
     Raises:
         InvalidInput: a side is neither a path here nor names a run.
@@ -144,15 +182,15 @@ def compare_targets(sides: tuple[str, ...], options: _Options) -> _Said:
     """
     from stagescope.session import attach
 
-    asked = [_target(side, options["step"]) for side in sides]
+    targets = [_target(side, options["step"]) for side in sides]
     file = options["token_file"]
     token = None if file is None else discovery.read_token(file)
     try:
         with attach(options["url"], token=token, timeout=_SECONDS) as session:
-            return dict(session.compare(*asked, tolerances=options["tolerances"]))
+            return dict(session.compare(*targets, tolerances=options["tolerances"]))
     except Unreachable as error:
         runs = " and ".join(
-            repr(side) for side, each in zip(sides, asked, strict=True) if isinstance(each, str)
+            repr(side) for side, each in zip(sides, targets, strict=True) if isinstance(each, str)
         )
         raise Unreachable(
             f"nothing here has the path {runs}, and runs need a service: {error.wrong}",
@@ -175,7 +213,7 @@ def _target(side: str, step: int | None) -> str | dict[str, str]:
     return str(target if target.step is not None else target._replace(step=step))
 
 
-def _open(sides: Sequence[Path], options: _Options) -> list[Dump]:
+def _open(sides: Sequence[Path], options: OutputOptions) -> list[Dump]:
     try:
         from stagescope_service.dumps.discover import open_dump
     except ImportError as error:
@@ -183,7 +221,7 @@ def _open(sides: Sequence[Path], options: _Options) -> list[Dump]:
     return [open_dump(side, step=options["step"]) for side in sides]
 
 
-def _compare_here(dumps: Sequence[Dump], options: _Options) -> _Said:
+def _compare_locally(dumps: Sequence[Dump], options: OutputOptions) -> _Report:
     from stagescope_service.compare.comparison import compare as compare_sides
     from stagescope_service.compare.report import as_json
     from stagescope_service.compare.tolerances import Tolerances
@@ -195,49 +233,49 @@ def _compare_here(dumps: Sequence[Dump], options: _Options) -> _Said:
 
         mapper = ray_tasks()
     tolerances = Tolerances.parse(options["tolerances"])
-    pairwise.warm(_say_compiling)  # before the bar, which is on a line of its own
-    with _progress() as told:
-        return as_json(compare_sides(dumps, tolerances=tolerances, mapper=mapper, progress=told))
+    pairwise.warm(_announce_compilation)  # before the bar, which is on a line of its own
+    with _progress_bar() as update:
+        return as_json(compare_sides(dumps, tolerances=tolerances, mapper=mapper, progress=update))
 
 
-def _say_compiling() -> None:
+def _announce_compilation() -> None:
     click.echo("compiling, once for an installation: half a minute or so ...", err=True)
 
 
-def _finish(ctx: click.Context, said: _Said, options: _Options) -> None:
-    """Write and print what was found, and leave with its exit status."""
+def _finish(ctx: click.Context, report: _Report, options: OutputOptions) -> None:
+    """Write and print the report, and exit with its status."""
     if options["html"] is not None:
         from stagescope_service.compare.report.html import as_html
 
-        _write(options["html"], as_html(said))
+        _write(options["html"], as_html(report))
     if options["output"] is not None:
-        _write(options["output"], nonfinite.dumps(said) + "\n")
+        _write(options["output"], nonfinite.dumps(report) + "\n")
     try:
-        _print(said, options)
-    except BrokenPipeError:  # whoever reads it has enough of it; the verdict stands
-        # Python flushes it once more at its end, and would complain.
+        _print(report, options)
+    except BrokenPipeError:  # the reader closed the pipe; the exit status is still the verdict's
+        # Python flushes stdout once more at exit, and would print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    ctx.exit(int(said["exit_status"]))
+    ctx.exit(int(report["exit_status"]))
 
 
-def _print(said: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def _print(report: _Report, options: OutputOptions) -> None:
     if options["as_json"]:
-        terminal.show_json(said)
+        terminal.show_json(report)
         return
     lines = as_lines(
-        said, width=terminal.width(), everything=options["everything"],
+        report, width=terminal.width(), everything=options["everything"],
         full=options.get("full", True),
     )  # fmt: skip
     for line in lines:
         click.echo(terminal.style(line.text, **_TONES.get(line.tone, {})))
-    for name in ("html", "output"):
-        if options[name] is not None:
-            click.echo(f"written: {options[name]}")
+    for path in (options["html"], options["output"]):
+        if path is not None:
+            click.echo(f"written: {path}")
 
 
 @contextmanager
-def _could_not(ctx: click.Context) -> Iterator[None]:
-    """Let an error be told as any command's, with the exit status of what was not compared."""
+def _exit_on_error(ctx: click.Context) -> Iterator[None]:
+    """Report an error as every command does, and exit with COULD_NOT."""
     try:
         yield
     except (click.exceptions.Exit, click.ClickException):
@@ -259,19 +297,19 @@ def _could_not(ctx: click.Context) -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
+def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
     """Show a bar on stderr where that is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     with click.progressbar(length=1, label="comparing", file=sys.stderr) as bar:
 
-        def told(done: int, known: int) -> None:
-            # More tasks become known later: the last step is that of the verdict.
-            bar.length = known + 1
+        def update(done: int, total: int) -> None:
+            # `total` grows while tasks are added; the last step is that of the verdict.
+            bar.length = total + 1
             bar.update(done - bar.pos)
 
-        yield told
+        yield update
         bar.update((bar.length or 0) - bar.pos)
 
 

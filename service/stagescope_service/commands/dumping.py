@@ -1,4 +1,4 @@
-"""`stagescope convert` and `stagescope export`: dumps in other files."""
+"""`stagescope convert` and `stagescope export`: dumps in other file formats."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def convert(ctx: click.Context, source: Path, out: Path, yes: bool, as_json: boo
         raise terminal.needs_extra(error, "service") from error
     plan = plan_conversion(source)
     if plan.unsafe and not yes:
-        _ask(plan)
+        _confirm(plan)
     convert_files(plan, out, run_code=True)
     if as_json:
         failed = {str(path): why for path, why in plan.failed.items()}
@@ -89,8 +89,8 @@ def export(
     _list("left out", written.left_out)
 
 
-def _ask(plan: Conversion) -> None:
-    """Say what would be run and ask; anything but yes ends the command."""
+def _confirm(plan: Conversion) -> None:
+    """List the files whose code would run and ask; anything but yes ends the command."""
     click.echo(f"more than tensors and plain values is in {_files(len(plan.unsafe))}:", err=True)
     for path, why in [*plan.unsafe.items()][:_SHOWN]:
         for line in render.wrapped("  ", why or str(path), terminal.width()):
@@ -103,7 +103,7 @@ def _ask(plan: Conversion) -> None:
 
 
 def _list(title: str, lines: list[str]) -> None:
-    """Print what did not come along, wrapped, the first of them."""
+    """Print the first of some messages under a title, wrapped."""
     if not lines:
         return
     click.echo(f"{title}:")

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
 
 import click
 
@@ -16,15 +16,57 @@ from stagescope.wire.errors import Conflict, InvalidInput, NotFound, NotReady
 from stagescope.wire.schema import check_run_name
 
 if TYPE_CHECKING:
-    from stagescope_service.dumps.records import Dump
+    from stagescope_service.dumps.records import Dump, Problem
 
 _CAPTURE: Final = "imported"
 _TABLE_SECONDS: Final = 30.0
-"""How long the table of one dump of operators may take."""
+"""Time limit of the table of one operator dump."""
 _PAUSE: Final = 0.1
 KEEP: Final = {"what": ["all"], "parameters": ["*"], "gradients": ["*"]}
-"""Of an imported run everything is kept: it was handed over to be looked at."""
+"""An imported run is kept completely."""
 _SHOWN: Final = 20
+
+
+_TableRow: TypeAlias = Mapping[str, str]
+"""The fields of an operator table in an API answer that are used here: all texts."""
+
+
+class UnreadFile(TypedDict):
+    """A file that could not be read."""
+
+    path: str
+    kind: str
+    message: str
+
+
+class Refusal(TypedDict):
+    """An event or payload that the service refused; `seq` is None for a file."""
+
+    seq: int | None
+    reason: str
+
+
+class ImportReport(TypedDict):
+    """The result of an import, as `--json` prints it.
+
+    Attributes:
+        nothing_new: whether the run held all of it before.
+        processes, events, payloads: how many were sent and accepted.
+        operators: ranks' dumps of msprobe's whose statistics became tables.
+        problems: files that could not be read.
+        refused: what the service refused.
+    """
+
+    run: str
+    attempt_key: str
+    format: str
+    nothing_new: bool
+    processes: int
+    events: int
+    payloads: int
+    operators: int
+    problems: list[UnreadFile]
+    refused: list[Refusal]
 
 
 @click.command("import")
@@ -63,7 +105,7 @@ def import_directory(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Register a directory of dumps as a run, so that every question works on it.
+    """Register a directory of dumps as a run, so that every command works on it.
 
     Dumps of this project, NexRL (self-hosted, remote API, Weaver), slime, AReaL, verl and msprobe.
     The files are read here and sent to the service, which keeps what it needs. The same directory
@@ -96,29 +138,24 @@ def import_dump(
     *,
     step: int | None = None,
     new_attempt: bool = False,
-) -> dict[str, Any]:
-    """Send a dump as a run of the service and wait until its payloads are taken in.
+) -> ImportReport:
+    """Send a dump as a run of the service and wait until its payloads are ingested.
 
     Args:
-        session: with a token that may operate.
+        session: with an operate token.
         dump: of the directory.
         run: name of the run.
         directory: for messages.
-        step: of dumps of operators only this one.
+        step: of operator dumps only this one.
         new_attempt: whether a run that is not of this directory gets another attempt.
 
-    Returns:
-        run, attempt_key, format, processes, events, payloads, operators (ranks' dumps of msprobe's
-        whose statistics became tables), `problems` (files that could not be read), `refused`
-        (what the service did not take) and `nothing_new` (whether the run held all of it before).
-
     Raises:
-        Conflict: the run is there, its newest attempt is not of this directory, and `new_attempt`
-            is False.
+        Conflict: the run exists, its newest attempt is not of this directory, and `new_attempt` is
+            False.
         StagescopeError: the service cannot be reached, or the token may not operate.
     """
     from stagescope_service.dumps.formats.msprobe_directory import rank_dumps
-    from stagescope_service.dumps.importing import calls, import_key, place_operators
+    from stagescope_service.dumps.importing import copy_operator_dumps, import_events, import_key
 
     found = rank_dumps(dump, step=step)
     if not dump.entries and not found:
@@ -128,37 +165,45 @@ def import_dump(
             advice="; ".join(each.message for each in dump.problems[:3]),
         )
     key = import_key(dump, run)
-    report: dict[str, Any] = {"run": run, "attempt_key": key, "format": dump.kind}
-    report["nothing_new"] = _is_there(session, dump, run, key, new_attempt=new_attempt)
+    nothing_new = _is_complete(session, dump, run, key, new_attempt=new_attempt)
     events = payloads = 0
-    senders: set[Any] = set()
-    problems = [_problem(each) for each in dump.problems]
-    refused: list[dict[str, Any]] = []
-    operators = place_operators(found, run, key, _data_dir(session) if found else None)
-    for call in calls(dump, run, key, keep=KEEP, operators=operators):
-        senders.add(call.sender)
-        problems += [_problem(each) for each in call.problems]
-        answer = session.send(call.sender, call.events, call.payloads)
+    senders: set[tuple[object, ...]] = set()
+    problems = [_unread(each) for each in dump.problems]
+    refused: list[Refusal] = []
+    operators = copy_operator_dumps(found, run, key, _data_dir(session) if found else None)
+    for batch in import_events(dump, run, key, keep=KEEP, operators=operators):
+        senders.add(batch.sender)
+        problems += [_unread(each) for each in batch.problems]
+        answer = session.send(batch.sender, batch.events, batch.payloads)
         reasons = [*answer.refused.items(), *answer.refused_in_part.items()]
-        refused += [{"seq": seq, "reason": reason} for seq, reason in reasons]
-        taken = {seq for seq in call.payloads if seq not in answer.refused}
-        refused += list(_waited(session, call.sender, taken))
-        events += len(call.events)
-        payloads += len(taken)
+        refused += [Refusal(seq=seq, reason=reason) for seq, reason in reasons]
+        accepted = {seq for seq in batch.payloads if seq not in answer.refused}
+        refused += _wait_for_payloads(session, batch.sender, accepted)
+        events += len(batch.events)
+        payloads += len(accepted)
     steps = {place.step for _, place in found if place.step is not None}
-    tables = list(_tables(session, run, steps, len(found)))
+    tables = _wait_for_tables(session, run, steps, len(found))
     refused += [
-        {"seq": None, "reason": f"{each['dump_path']}: {each['reason']}"}
+        Refusal(seq=None, reason=f"{each['dump_path']}: {each['reason']}")
         for each in tables
         if each["state"] != "digested"
     ]
-    counts = {"processes": len(senders), "events": events, "payloads": payloads}
-    counts["operators"] = sum(each["state"] == "digested" for each in tables)
-    return {**report, **counts, "problems": problems, "refused": refused}
+    return {
+        "run": run,
+        "attempt_key": key,
+        "format": dump.kind,
+        "nothing_new": nothing_new,
+        "processes": len(senders),
+        "events": events,
+        "payloads": payloads,
+        "operators": sum(each["state"] == "digested" for each in tables),
+        "problems": problems,
+        "refused": refused,
+    }
 
 
-def _is_there(session: Session, dump: Dump, run: str, key: str, *, new_attempt: bool) -> bool:
-    """Return whether a run holds all of a dump: what is sent again then counts as sent before.
+def _is_complete(session: Session, dump: Dump, run: str, key: str, *, new_attempt: bool) -> bool:
+    """Return whether a run already holds all of a dump; sending it again then changes nothing.
 
     Raises:
         Conflict: as `import_dump`.
@@ -171,9 +216,9 @@ def _is_there(session: Session, dump: Dump, run: str, key: str, *, new_attempt: 
         return False
     for row in attempts:
         if row["attempt_key"] == key:
-            # An import that broke off never said the end; what was lost may come now.
-            is_whole = row["state"] == "ended"
-            return is_whole and not len(session.losses(run, row["attempt"], limit=1))
+            # An interrupted import never sent the end; lost payloads may arrive now.
+            has_ended = row["state"] == "ended"
+            return has_ended and not len(session.losses(run, row["attempt"], limit=1))
     newest = attempts[0]
     config = (newest["fingerprint"] or {}).get("config") or {}
     if not new_attempt and config.get(IMPORTED) != dump.name:
@@ -188,8 +233,10 @@ def _is_there(session: Session, dump: Dump, run: str, key: str, *, new_attempt: 
     return False
 
 
-def _waited(session: Session, sender: Any, seqs: set[int]) -> Iterator[dict[str, Any]]:
-    """Wait for the receipts of payloads, one stage at a time: so memory stays that of one."""
+def _wait_for_payloads(
+    session: Session, sender: Sequence[object], seqs: set[int]
+) -> Iterator[Refusal]:
+    """Wait for the receipts of payloads; called per stage, so that memory holds one stage."""
     left = set(seqs)
     while left:
         for seq, state in session.settled(sender, sorted(left)).items():
@@ -199,23 +246,25 @@ def _waited(session: Session, sender: Any, seqs: set[int]) -> Iterator[dict[str,
 
 
 def _data_dir(session: Session) -> Path | None:
-    """Return the service's data directory where it lies on this machine, and may be written."""
-    said = Path(str(session.status().get("data_dir")))
-    return said if said.is_dir() and os.access(said, os.W_OK) else None
+    """Return the service's data directory if it is on this machine and writable."""
+    data_dir = Path(str(session.status().get("data_dir")))
+    return data_dir if data_dir.is_dir() and os.access(data_dir, os.W_OK) else None
 
 
-def _tables(session: Session, run: str, steps: set[int], count: int) -> Sequence[Mapping[str, Any]]:
-    """Wait until the service has read `count` dumps of operators; return what became of each."""
-    ends = time.monotonic() + _TABLE_SECONDS * max(count, 1)
+def _wait_for_tables(
+    session: Session, run: str, steps: set[int], count: int
+) -> Sequence[_TableRow]:
+    """Wait until the service has read `count` operator dumps; return their table rows."""
+    deadline = time.monotonic() + _TABLE_SECONDS * max(count, 1)
     while True:
         rows = [row for step in sorted(steps) for row in _tables_of(session, run, step)]
         read = [row for row in rows if row["state"] != "announced"]
-        if len(read) >= count or time.monotonic() > ends:
+        if len(read) >= count or time.monotonic() > deadline:
             return rows
         time.sleep(_PAUSE)
 
 
-def _tables_of(session: Session, run: str, step: int) -> Sequence[Mapping[str, Any]]:
+def _tables_of(session: Session, run: str, step: int) -> Sequence[_TableRow]:
     try:
         found = session.step(step, run=run).operators(limit=1).about["tables"]
     except (NotFound, NotReady):  # none is read yet
@@ -223,7 +272,7 @@ def _tables_of(session: Session, run: str, step: int) -> Sequence[Mapping[str, A
     return [each for each in found if each["capture_id"] == _CAPTURE]
 
 
-def _problem(problem: Any) -> dict[str, Any]:
+def _unread(problem: Problem) -> UnreadFile:
     return {"path": str(problem.path), "kind": problem.kind, "message": problem.message}
 
 
@@ -231,21 +280,20 @@ def _name_of(directory: Path) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "-" for c in directory.resolve().name)
 
 
-def _show(report: dict[str, Any]) -> None:
-    wrong = report["problems"] + report["refused"]
-    held = [render.counted(report["payloads"], "payload")]
+def _show(report: ImportReport) -> None:
+    wrong = [each["message"] for each in report["problems"]]
+    wrong += [each["reason"] for each in report["refused"]]
+    counts = [render.counted(report["payloads"], "payload")]
     if report["operators"]:
-        held.append(f"the operators of {render.counted(report['operators'], 'dump')}")
+        counts.append(f"the operators of {render.counted(report['operators'], 'dump')}")
     processes = render.counted(report["processes"], "process", "processes")
-    what = f"{' and '.join(held)} of {processes}, from a directory in {report['format']}'s layout"
-    is_known = report["nothing_new"]
+    what = f"{' and '.join(counts)} of {processes}, from a directory in {report['format']}'s layout"
     click.echo(
         f"nothing new: already in run {report['run']}: {what}"
-        if is_known
+        if report["nothing_new"]
         else f"{report['run']}: {what}"
     )
-    for each in wrong[:_SHOWN]:
-        text = each.get("message") or each["reason"]
+    for text in wrong[:_SHOWN]:
         click.echo(f"  {terminal.style('not taken:', fg='red')} {render.printable(text)}")
     if len(wrong) > _SHOWN:
         click.echo(f"  ... {len(wrong) - _SHOWN} more (--json lists all)")

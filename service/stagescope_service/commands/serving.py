@@ -1,16 +1,17 @@
 """The service's own commands: `stagescope serve` and `stagescope stop`.
 
 They join the command line by the entry-point group `stagescope.commands`. Importing this module
-loads neither ray nor the settings' library, so that `stagescope --help` stays quick.
+loads neither ray nor pydantic, so that `stagescope --help` stays fast.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import click
+from typing_extensions import Unpack
 
 from stagescope import terminal, versions
 from stagescope.wire.errors import InvalidInput
@@ -40,6 +41,16 @@ _STOP_ADDRESS: Final = click.option(
 _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout.")
 
 
+class ServeOptions(TypedDict, total=False):
+    """Settings that are given as options; None: not given."""
+
+    host: str | None
+    port: int | None
+    data_dir: Path | None
+    database_url: str | None
+    ring_bytes: int | None
+
+
 @click.command()
 @_ADDRESS
 @click.option("--host", help="Address that the API binds [default: 127.0.0.1].")
@@ -56,8 +67,8 @@ _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Strict JSON
     "--ring-bytes", type=click.IntRange(min=0), help="Disk for the last steps' tensors, a node."
 )
 @_JSON
-def serve(address: str | None, as_json: bool, **given: Any) -> None:
-    """Start the service, or say where it runs already.
+def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -> None:
+    """Start the service, or show where it runs already.
 
     It joins the cluster at --address, else RAY_ADDRESS, else the one of this home's service, else
     the one that `ray start` left on this machine; where there is none it starts one. It joins a
@@ -67,16 +78,16 @@ def serve(address: str | None, as_json: bool, **given: Any) -> None:
     """
     for remark in versions.remarks(versions.SERVICE):
         click.echo(f"note: {remark}", err=True)
-    settings = _settings(given)
+    settings = _settings(options)
     try:
         from stagescope_service.serve import start_service
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
     info = start_service(settings, address=address)
     if info.passed_over:
-        click.echo(_passed_over(info.passed_over), err=True)
+        click.echo(_skipped_clusters(info.passed_over), err=True)
     if as_json:
-        terminal.show_json(_described(info))
+        terminal.show_json(_as_json(info))
     else:
         _announce(info, settings.home)
 
@@ -101,34 +112,35 @@ def stop(address: str | None, as_json: bool) -> None:
         click.echo("stopped" if stopped else "no service was running")
 
 
-def _settings(given: dict[str, Any]) -> Settings:
+def _settings(options: ServeOptions) -> Settings:
     try:
         from pydantic import ValidationError
 
         from stagescope_service.settings import Settings
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
+    given: dict[str, Any] = {n: v for n, v in options.items() if v is not None}  # pydantic checks
     try:
-        return Settings(**{name: value for name, value in given.items() if value is not None})
+        return Settings(**given)
     except ValidationError as error:
-        # Not str(error): it repeats the value, which may be a token.
-        wrongs = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        # Not str(error): it contains the value, which may be a token.
+        errors = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
         raise InvalidInput(
-            f"a setting is wrong: {'; '.join(wrongs)}",
+            f"a setting is wrong: {'; '.join(errors)}",
             advice="options, and STAGESCOPE_<NAME> in the environment, are the settings",
         ) from None
 
 
-def _described(info: ServiceInfo) -> dict[str, Any]:
-    described = {
+def _as_json(info: ServiceInfo) -> dict[str, object]:
+    fields = {
         field.name: getattr(info, field.name)
         for field in dataclasses.fields(info)
         if field.name != "passed_over"
     }
-    return {n: str(v) if isinstance(v, Path) else v for n, v in described.items()}
+    return {n: str(v) if isinstance(v, Path) else v for n, v in fields.items()}
 
 
-def _passed_over(addresses: tuple[str, ...]) -> str:
+def _skipped_clusters(addresses: tuple[str, ...]) -> str:
     return (
         f"note: not joined unasked: the Ray cluster at {', '.join(addresses)}, which no `ray "
         "start` is known to have left here: a service in it would end with its driver; --address "
@@ -150,7 +162,7 @@ def _announce(info: ServiceInfo, home: Path) -> None:
     click.echo(f"url            {terminal.style(info.url, bold=True)}")
     click.echo(f"token          {info.token_file}  (to read)")
     click.echo(f"operate token  {info.operate_token_file}  (to order captures)")
-    # RAY_AUTH_MODE: of a cluster that is named, Ray does not look for its token by itself.
+    # RAY_AUTH_MODE: Ray does not look for the token of a cluster that is given by address.
     joining = f"RAY_AUTH_MODE=token RAY_ADDRESS={info.address}"
     click.echo(f"trainings      {joining} python train.py  (ray.init() joins)")
     click.echo("               in a Ray cluster of their own, or without Ray: over HTTP, found by")

@@ -1,11 +1,11 @@
-"""A batch straight from files, in any process: no service, no engine, no catalogue."""
+"""Reads a batch from files alone, in any process: without a service and without a catalogue."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.batch import Batch, Gap
 from stagescope.wire.errors import InvalidInput, NotFound
@@ -33,29 +33,29 @@ def read_batch(
     Args:
         path: a batch's file; a service's data_dir, or any directory in it: of a run, an attempt, a
             step, a node's ring; or a dump that another project wrote (see `discover`).
-        step: which step; may be left out where there is one.
-        run, attempt_key: whose, where the directory holds several; default: the one run there is,
-            and its attempt that wrote last.
+        step: which step; optional if there is only one.
+        run, attempt_key: which ones, if the directory holds several; default: the only run, and
+            its attempt that wrote last.
         names: only these tensors; default: all but parameters and gradients.
         stages: only these.
 
     Raises:
-        NotFound: no such file or directory, or nothing of this step in it; says what there is.
-        InvalidInput: several runs or steps, and none was chosen.
+        NotFound: no such file or directory, or nothing of this step in it; lists what there is.
+        InvalidInput: several runs or steps, and none was selected.
         InvalidTensor: a file that is damaged.
     """
-    place = Path(path)
-    if not place.exists():
-        raise NotFound(f"there is no file or directory {place}")
-    is_tensors = place.suffix == ".safetensors"
-    if is_tensors and "stagescope_batch" in describe_file(place).metadata:
-        return Batch.load(place)
-    ours = list(_files(place)) if place.is_dir() else [place] * is_tensors
-    if not ours:
-        return _of_others(place, step, names, stages)
-    files = [path for path in ours if step is None or _step_of(path) in (None, str(step))]
-    dump = PayloadFiles((PayloadFile(file) for file in files), name=str(place))
-    chosen, told, gaps = _choose(dump, run, attempt_key)
+    source = Path(path)
+    if not source.exists():
+        raise NotFound(f"there is no file or directory {source}")
+    is_tensors = source.suffix == ".safetensors"
+    if is_tensors and "stagescope_batch" in describe_file(source).metadata:
+        return Batch.load(source)
+    kept = list(_files(source)) if source.is_dir() else [source] * is_tensors
+    if not kept:
+        return _read_foreign(source, step, names, stages)
+    files = [path for path in kept if step is None or _step_of(path) in (None, str(step))]
+    dump = PayloadFiles((PayloadFile(file) for file in files), name=str(source))
+    chosen, attempt, gaps = _select_attempt(dump, run, attempt_key)
     if step is None:
         step = _only_step(dump, chosen)
     of_step = [
@@ -63,27 +63,27 @@ def read_batch(
         for entry in dump.entries
         if entry.path in chosen and entry.place.step == step
     ]
-    answering = PayloadFiles(of_step, name=str(place))
+    selected = PayloadFiles(of_step, name=str(source))
     if stepless := sum(entry.place.step is None for entry in dump.entries):
-        said = "only a service knows which of their samples a step consumed"
-        gaps.append(Gap("payload", f"{stepless} files are of rollouts without a step: {said}"))
+        reason = "only a service knows which of their samples a step consumed"
+        gaps.append(Gap("payload", f"{stepless} files are of rollouts without a step: {reason}"))
     gaps += [Gap("file", f"{problem.path}: {problem.message}") for problem in dump.problems]
     if not of_step:
-        there = sorted({found for path in ours if (found := _step_of(path))})
+        there = sorted({found for path in kept if (found := _step_of(path))})
         raise NotFound(
-            f"{place} has no kept files of step {step}",
+            f"{source} has no kept files of step {step}",
             expected=f"one of {', '.join(there[:8])}" if there else "",
             advice="keep a step by init(keep=...), stagescope capture --keep, or a pin; the ring "
             "holds the last steps only",
         )
-    return join(answering, step, names=names, stages=stages, source=told, gaps=gaps)
+    return join(selected, step, names=names, stages=stages, source=attempt, gaps=gaps)
 
 
-def _of_others(
-    place: Path, step: int | None, names: Collection[str] | None, stages: Collection[str] | None
+def _read_foreign(
+    path: Path, step: int | None, names: Collection[str] | None, stages: Collection[str] | None
 ) -> Batch:
     """Return a step of a dump that another project wrote."""
-    dump = open_dump(place, step=step)
+    dump = open_dump(path, step=step)
     steps = sorted({e.place.step for e in dump.entries if e.place.step is not None})
     if step is None and len(steps) > 1:
         raise _several_steps(dump.name, steps)
@@ -97,7 +97,7 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def _step_of(path: Path) -> str | None:
-    """Return the step that a path names; None where only the file itself knows."""
+    """Return the step that a path names; None if only the file's metadata have it."""
     try:
         key = RingKey.parse(path.stem)
         return "unknown" if key.step is None else str(key.step)
@@ -106,10 +106,10 @@ def _step_of(path: Path) -> str | None:
         return next((match[1] for match in found if match), None)
 
 
-def _choose(
+def _select_attempt(
     dump: PayloadFiles, run: str | None, attempt_key: str | None
-) -> tuple[set[Path], dict[str, Any], list[Gap]]:
-    """Return the files of one attempt, whose they are, and what else there is."""
+) -> tuple[set[Path], dict[str, object], list[Gap]]:
+    """Return the files of one attempt, its identity, and a gap that names the other attempts."""
     jobs = {
         path: job
         for path, job in dump.jobs.items()
@@ -128,13 +128,11 @@ def _choose(
     others = sorted(set(newest) - {key})
     gaps = [Gap("attempt", f"attempt {key} answers; there are {', '.join(others)}")]
     chosen = {path for path, job in jobs.items() if str(job.get("attempt_key")) == key}
-    told = {"run": runs[0], "attempt_key": key, **_numbered(jobs, chosen)}
-    return chosen, told, gaps if others else []
-
-
-def _numbered(jobs: Mapping[Path, Mapping[str, Any]], chosen: set[Path]) -> dict[str, Any]:
+    attempt: dict[str, object] = {"run": runs[0], "attempt_key": key}
     ids = {jobs[path].get("attempt_id") for path in chosen} - {None}
-    return {"attempt_id": ids.pop()} if len(ids) == 1 else {}
+    if len(ids) == 1:
+        attempt["attempt_id"] = ids.pop()
+    return chosen, attempt, gaps if others else []
 
 
 def _only_step(dump: PayloadFiles, chosen: set[Path]) -> int | None:

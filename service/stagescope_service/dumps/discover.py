@@ -1,4 +1,4 @@
-"""Finding out whose dump a directory or file is."""
+"""Detecting the format of a dump."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from stagescope_service.dumps.formats import (
     verl_jsonl,
 )
 from stagescope_service.dumps.formats.content import damage_of
-from stagescope_service.dumps.formats.listing import Found, files_of
+from stagescope_service.dumps.formats.listing import ListedFile, files_of
 from stagescope_service.dumps.records import Dump
 
 
 class Format(NamedTuple):
-    """One format: how it is opened, how its files are told, and how they look."""
+    """One format: how to open it, how to detect it, and what its files look like."""
 
     open: Callable[..., Dump]
-    holds: Callable[[Sequence[Found]], bool]
-    look: str
+    holds: Callable[[Sequence[ListedFile]], bool]
+    layout: str
 
 
 FORMATS: Final[dict[str, Format]] = {
@@ -53,28 +53,28 @@ FORMATS: Final[dict[str, Format]] = {
     ),
 }  # fmt: skip
 KINDS: Final = tuple(FORMATS)
-_ANSWERED: Final = (own.KIND, nexrl.KIND)
-"""Told by names alone; only where neither is there, files are looked into."""
+_DETECTED_BY_NAME: Final = (own.KIND, nexrl.KIND)
+"""Detected by file names alone; files are opened only if neither of these is found."""
 
 
 def open_dump(path: Path, *, step: int | None = None, kind: str | None = None) -> Dump:
-    """Open a directory or file of dumps, whosever it is; no tensor is read.
+    """Open a directory or file of dumps of any known format; no tensor is read.
 
     Args:
         path: a directory, or one file.
         step: only this step.
-        kind: the format, one of `KINDS`; None finds out.
+        kind: the format, one of `KINDS`; None detects it.
 
     Raises:
         NotFound: there is no such path, nothing in it is of a known format, or of that step.
         InvalidInput: an unknown kind, or files of several formats.
-        InvalidTensor: a file by itself is damaged, so that nothing tells whose it is.
-        TooLarge: more files than a dump has.
-        StoreError: the disk refused.
+        InvalidTensor: `path` is one damaged file, so that its format cannot be detected.
+        TooLarge: more than `listing.MOST_FILES` files.
+        StoreError: the disk reported an error.
     """
     if not path.exists():
         raise NotFound(f"there is no directory or file {path}")
-    kind = kind or _kind_of(path)
+    kind = kind or _detect_kind(path)
     if kind not in FORMATS:
         raise InvalidInput(f"kind {kind!r} is not known", expected=f"one of {', '.join(KINDS)}")
     dump = FORMATS[kind].open(path, step=step)
@@ -88,11 +88,13 @@ def open_dump(path: Path, *, step: int | None = None, kind: str | None = None) -
     return dump
 
 
-def _kind_of(path: Path) -> str:
+def _detect_kind(path: Path) -> str:
     found, _ = files_of(path.absolute())
-    kinds = [kind for kind in _ANSWERED if FORMATS[kind].holds(found)]
+    kinds = [kind for kind in _DETECTED_BY_NAME if FORMATS[kind].holds(found)]
     if not kinds:
-        kinds = [kind for kind in KINDS if kind not in _ANSWERED and FORMATS[kind].holds(found)]
+        kinds = [
+            kind for kind in KINDS if kind not in _DETECTED_BY_NAME and FORMATS[kind].holds(found)
+        ]
     if len(kinds) > 1:
         raise InvalidInput(
             f"{path} holds dumps of several formats: {', '.join(kinds)}",
@@ -104,6 +106,6 @@ def _kind_of(path: Path) -> str:
             raise error
         raise NotFound(
             f"{path} holds no dump of a known format ({len(found)} files)",
-            expected="; ".join(each.look for each in FORMATS.values()),
+            expected="; ".join(each.layout for each in FORMATS.values()),
         )
     return kinds[0]

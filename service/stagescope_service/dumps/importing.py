@@ -1,7 +1,7 @@
-"""A directory of dumps as the events that its processes would have sent.
+"""Converts a dump to the events that its processes would have sent to the service.
 
-So that metrics, rounds, figures and comparison work on it as on any run. What is made is a function
-of the files and the run's name: the same directory taken in twice into one run counts once.
+Metrics, rounds, figures and comparison then work on it as on any run. The events are a function of
+the files and the run's name: importing the same directory twice into one run counts once.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from stagescope.wire import schema
 from stagescope.wire.errors import StagescopeError
-from stagescope_service.dumps.formats.msprobe_directory import MARKS, OPERATOR_FILES, rank_dumps
+from stagescope_service.dumps.formats.listing import modified_at
+from stagescope_service.dumps.formats.msprobe_directory import (
+    DUMP_FILES,
+    OPERATOR_FILES,
+    rank_dumps,
+)
 from stagescope_service.dumps.records import Dump, Entry, Place, Problem, Record
 from stagescope_service.store.artifacts import make_directory, step_directory
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
@@ -25,7 +30,7 @@ STAGE_OF_SECTION: Final[Mapping[str, str]] = {
     "trajectories": "rollout_generate",
     "old_log_probs": "actor_compute_log_prob",
 }
-"""Where a file does not say the stage; every other section is of `actor_update`."""
+"""The stage of entries without one, by section; every other section is of `actor_update`."""
 _ROLE_OF_STAGE: Final[Mapping[str, str]] = {
     "rollout_generate": "rollout",
     "critic_update": "critic",
@@ -34,159 +39,165 @@ _ROLE_OF_STAGE: Final[Mapping[str, str]] = {
     "ref_compute_log_prob": "ref",
 }
 _ROLE: Final = "actor"
-_LOGGED: Final = "metrics/"
+_LOGGED_PREFIX: Final = "metrics/"
 KEY_PREFIX: Final = "import-"
-"""With which the attempt key of what was taken in begins."""
+"""Prefix of the attempt key of an imported dump."""
 IMPORTED: Final = "imported"
-"""In the configuration of an attempt that was taken in: the name of its dump."""
+"""Key of the dump's name in the configuration of an imported attempt."""
 CAPTURE: Final = "imported"
-"""The capture of dumps of operators that were taken in."""
-_OF_A_PARAMETER: Final = {"parameters": "parameter", "gradients": "gradient"}
+"""The capture id of imported operator dumps."""
+_PARAMETER_PREFIXES: Final = {"parameters": "parameter", "gradients": "gradient"}
 _SECONDS: Final = 1e-3
 """Between two events: their order is known, their times are not."""
 
+_Wire: TypeAlias = "tuple[object, ...]"
+"""An event or a sender as it travels."""
+_Process: TypeAlias = "tuple[str, int]"
+"""(role, rank)"""
+
 
 class OperatorDump(NamedTuple):
-    """What msprobe wrote of the operators of one rank, in a directory that the service reads."""
+    """msprobe's operator statistics of one rank, in a directory that the service reads."""
 
     entry: Entry
     directory: Path
 
 
+class ImportedPayload(TypedDict):
+    """A payload as it travels; see `stagescope.wire.schema`."""
+
+    schema: int
+    tensors: dict[str, WireTensor]
+    strings: dict[str, list[str]]
+    meta: dict[str, object]
+
+
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ProcessEvents:
     """Events of one process, to be sent in one batch.
 
     Attributes:
         sender: `Sender.wire()`.
         events: each `Event.wire()`.
-        payloads: by the seq of the END event, as `stagescope.wire.schema` says.
-        problems: files of it that could not be read.
+        payloads: by the sequence number of the END event; see `stagescope.wire.schema`.
+        problems: files of these events that could not be read.
     """
 
-    sender: tuple[Any, ...]
-    events: list[tuple[Any, ...]]
-    payloads: dict[int, dict[str, Any]]
-    problems: list[Problem] = dataclasses.field(default_factory=list)
+    sender: _Wire
+    events: list[_Wire]
+    payloads: Mapping[int, ImportedPayload]
+    problems: Sequence[Problem] = ()
 
 
 def import_key(dump: Dump, run: str) -> str:
-    """Return the attempt key of a dump in a run: of its files, so that a changed one is another.
+    """Return the attempt key of a dump in a run, derived from the run and the state of its files.
 
-    Otherwise a directory that grew would be taken for what was sent before. The run is in it since
-    processes are named by the key: the service would take those of a second run for the first's.
+    A directory that grew thus becomes another attempt, and is not mistaken for the earlier import.
+    The key includes the run because processes are named by it: those of a second run would be taken
+    for those of the first.
     """
     files = {entry.path: entry for entry in dump.entries}
     for directory, place in rank_dumps(dump):
         for file in _operator_files(directory):
             files[file] = Entry("other", place, file, file.stat().st_size)
-    told = [f"{path.resolve()} {entry.bytes} {_written(entry)}" for path, entry in files.items()]
-    text = "\n".join([run, *sorted(told)])
+    states = [
+        f"{path.resolve()} {entry.bytes} {modified_at(entry.path)}" for path, entry in files.items()
+    ]
+    text = "\n".join([run, *sorted(states)])
     digest = hashlib.sha256(text.encode(errors="surrogateescape"))
     return f"{KEY_PREFIX}{digest.hexdigest()[:16]}"
 
 
-def calls(
+def import_events(
     dump: Dump,
     run: str,
     key: str,
     *,
-    keep: Mapping[str, Any],
+    keep: Mapping[str, object],
     operators: Sequence[OperatorDump] = (),
-) -> Iterator[Call]:
-    """Yield what the processes of a dump say, one (process, step, stage, part) at a time.
+) -> Iterator[ProcessEvents]:
+    """Yield the events of a dump's processes, one (process, step, stage, part) at a time.
 
     Args:
-        dump: what is taken in.
+        dump: the dump to import.
         run: name of the run.
         key: attempt key.
-        keep: of the run's settings: what the service keeps of the payloads.
-        operators: dumps of operators where the service can read them.
+        keep: keep policy of the run: the payloads that the service keeps.
+        operators: operator dumps in directories that the service reads.
 
-    A file that cannot be read is a problem of its call; what stands beside it goes on.
+    A file that cannot be read becomes a problem of its events; the other files are still imported.
     """
-    found: list[tuple[Place, Entry]] = [(_placed(entry), entry) for entry in dump.entries]
-    found += [(_placed(each.entry), each.entry) for each in operators]
-    placed = sorted(found, key=_order)
-    processes = sorted({_process(place) for place, _ in placed})
-    begun = min((_written(entry) for _, entry in placed), default=0.0)
-    dumped = {each.entry: each.directory for each in operators}
-    voices = {each: _Voice(run, key, *each, processes, begun, dump, keep) for each in processes}
-    for voice in voices.values():
-        yield voice.call([voice.hello()], {})
-    for place, group in groupby(placed, key=lambda each: each[0]):
-        entries = [entry for _, entry in group]
-        held = [entry for entry in entries if entry not in dumped]
-        directories = [dumped[entry] for entry in entries if entry in dumped]
-        yield voices[_process(place)].stage(place, held, directories)
-    for voice in voices.values():
-        yield voice.call([voice.event(schema.FINISH)], {})
+    entries = [*dump.entries, *(each.entry for each in operators)]
+    items = sorted(((_complete_place(entry), entry) for entry in entries), key=_sort_key)
+    processes = sorted({_process(place) for place, _ in items})
+    started = min((modified_at(entry.path) for _, entry in items), default=0.0)
+    directories = {each.entry: each.directory for each in operators}
+    replays: dict[_Process, _ProcessReplay] = {}
+    for role, rank in processes:
+        world_size = 1 + max(number for name, number in processes if name == role)
+        sender = schema.Sender(f"{key}-{role}-{rank}", run, key, role, rank, started=started)
+        replays[role, rank] = _ProcessReplay(dump, sender, world_size)
+    for replay in replays.values():
+        yield replay.hello(keep)
+    for place, group in groupby(items, key=lambda item: item[0]):
+        held = [entry for _, entry in group]
+        tensors = [entry for entry in held if entry not in directories]
+        dumps = [directories[entry] for entry in held if entry in directories]
+        yield replays[_process(place)].stage(place, tensors, dumps)
+    for replay in replays.values():
+        yield replay.finish()
 
 
-class _Voice:
+class _ProcessReplay:
     """One process of the dump: numbers its events and dates them by its files."""
 
-    def __init__(
-        self,
-        run: str,
-        key: str,
-        role: str,
-        rank: int,
-        processes: Sequence[tuple[str, int]],
-        begun: float,
-        dump: Dump,
-        keep: Mapping[str, Any],
-    ) -> None:
-        self._size = 1 + max(number for name, number in processes if name == role)
+    def __init__(self, dump: Dump, sender: schema.Sender, world_size: int) -> None:
         self._dump = dump
-        self._keep = keep
-        self._wall = begun
+        self._sender = sender
+        self._world_size = world_size
+        self._wall = sender.started or 0.0
         self._seq = 0
-        incarnation = f"{key}-{role}-{rank}"
-        self._sender = schema.Sender(incarnation, run, key, role, rank, started=begun)
 
-    def event(self, kind: str, **fields: Any) -> tuple[Any, ...]:
+    def hello(self, keep: Mapping[str, object]) -> ProcessEvents:
+        """Return the event that registers the process."""
+        imported = {IMPORTED: self._dump.name, "kind": self._dump.kind, **self._dump.about}
+        hello = self._event(
+            schema.HELLO,
+            world_size=self._world_size,
+            fingerprint={"config": imported},
+            settings={"keep": dict(keep)},
+        )
+        return ProcessEvents(self._sender.wire(), [hello], {})
+
+    def stage(
+        self, place: Place, entries: Sequence[Entry], directories: Sequence[Path]
+    ) -> ProcessEvents:
+        """Return the events of one stage and part, with the contents of its files as a payload."""
+        records, problems = self._read(entries)
+        self._wall = max([self._wall, *(modified_at(entry.path) for entry in entries)])
+        work = schema.Work(place.step, None, place.stage, place.part).fields()
+        begin = self._event(schema.BEGIN, **work)
+        begin_seq = self._seq
+        dumps = [
+            self._event(schema.DUMP, **work, capture_id=CAPTURE, path=str(each), state="complete")
+            for each in directories
+        ]
+        payload, scalars = _merge(records)
+        described = {"payload": _describe(payload)} if payload["tensors"] else {}
+        end = self._event(
+            schema.END, **work, status="ok", begin_seq=begin_seq, scalars=scalars, **described
+        )
+        payloads = {self._seq: payload} if payload["tensors"] else {}
+        return ProcessEvents(self._sender.wire(), [begin, *dumps, end], payloads, problems)
+
+    def finish(self) -> ProcessEvents:
+        """Return the event that ends the process."""
+        return ProcessEvents(self._sender.wire(), [self._event(schema.FINISH)], {})
+
+    def _event(self, kind: str, **fields: object) -> _Wire:
         self._seq += 1
         self._wall += _SECONDS
         return schema.Event(kind, self._seq, self._wall, self._wall, fields).wire()
-
-    def hello(self) -> tuple[Any, ...]:
-        imported = {IMPORTED: self._dump.name, "kind": self._dump.kind, **self._dump.about}
-        return self.event(
-            schema.HELLO,
-            world_size=self._size,
-            fingerprint={"config": imported},
-            settings={"keep": dict(self._keep)},
-        )
-
-    def call(
-        self,
-        events: list[tuple[Any, ...]],
-        payloads: dict[int, dict[str, Any]],
-        problems: Sequence[Problem] = (),
-    ) -> Call:
-        return Call(self._sender.wire(), events, payloads, [*problems])
-
-    def stage(
-        self, place: Place, entries: Sequence[Entry], directories: Sequence[Path] = ()
-    ) -> Call:
-        """Return the events of one stage and part, with what its files hold as one payload."""
-        records, problems = self._read(entries)
-        self._wall = max([self._wall, *(_written(entry) for entry in entries)])
-        work = schema.Work(place.step, None, place.stage, place.part).fields()
-        begin = self.event(schema.BEGIN, **work)
-        begin_seq = self._seq
-        dumps = [
-            self.event(schema.DUMP, **work, capture_id=CAPTURE, path=str(each), state="complete")
-            for each in directories
-        ]
-        payload, scalars = _merged(records)
-        fields: dict[str, Any] = {"status": "ok", "begin_seq": begin_seq, "scalars": scalars}
-        if payload["tensors"]:
-            fields["payload"] = _described(payload)
-        end = self.event(schema.END, **work, **fields)
-        payloads = {self._seq: payload} if payload["tensors"] else {}
-        return self.call([begin, *dumps, end], payloads, problems)
 
     def _read(self, entries: Sequence[Entry]) -> tuple[list[Record], list[Problem]]:
         records: list[Record] = []
@@ -194,45 +205,47 @@ class _Voice:
         for entry in entries:
             try:
                 records.append(self._dump.read(entry))
-            except StagescopeError as error:  # noqa: PERF203 - the other files stand
+            except StagescopeError as error:  # noqa: PERF203 - the other files are still read
                 problems.append(Problem(entry.path, error.code, str(error), entry))
         return records, problems
 
 
-def _merged(records: Sequence[Record]) -> tuple[dict[str, Any], dict[str, float | int]]:
-    """Put the sections of one place into one payload; the first that has a name gives it."""
+def _merge(records: Sequence[Record]) -> tuple[ImportedPayload, dict[str, float | int]]:
+    """Merge the sections of one place into a payload and scalars; the first of a name counts."""
     tensors: dict[str, WireTensor] = {}
     strings: dict[str, list[str]] = {}
-    meta: dict[str, Any] = {}
+    meta: dict[str, object] = {}
     scalars: dict[str, float | int] = {}
     for record in records:
-        prefix = _OF_A_PARAMETER.get(record.entry.section)
+        prefix = _PARAMETER_PREFIXES.get(record.entry.section)
         for name, tensor in record.tensors.items():
             tensors.setdefault(f"{prefix}/{name}" if prefix else name, tensor)
-        named = {"sample_ids": record.samples, "group_ids": record.groups, **record.row_texts}
-        for name, texts in named.items():
+        row_texts = {"sample_ids": record.samples, "group_ids": record.groups, **record.row_texts}
+        for name, texts in row_texts.items():
             if texts is not None:
                 strings.setdefault(name, [*texts])
         scalars = {**_scalars(record.numbers), **scalars}
         meta = {**record.about, **meta}
-    payload = {"schema": schema.SCHEMA, "tensors": tensors, "strings": strings, "meta": meta}
+    payload: ImportedPayload = {
+        "schema": schema.SCHEMA, "tensors": tensors, "strings": strings, "meta": meta,
+    }  # fmt: skip
     return payload, scalars
 
 
 def _scalars(numbers: Mapping[str, float | int]) -> dict[str, float | int]:
-    """Return what was logged under the names of a stage's scalars.
+    """Return the numbers of a record under the names of a stage's scalars.
 
-    NexRL's files of losses say what else a microbatch logged as `metrics`: its `metrics/entropy`
-    is the scalar `entropy`, unless the file says that, too.
+    NexRL's loss files hold the other numbers of a microbatch as `metrics`: its `metrics/entropy` is
+    the scalar `entropy`, unless the file holds that, too.
     """
     found: dict[str, float | int] = {}
     for name, value in numbers.items():
-        bare = name.removeprefix(_LOGGED)
+        bare = name.removeprefix(_LOGGED_PREFIX)
         found[name if bare in numbers else bare] = value
     return found
 
 
-def _described(payload: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(payload: ImportedPayload) -> dict[str, object]:
     tensors = payload["tensors"]
     return {
         "tensors": {
@@ -244,72 +257,64 @@ def _described(payload: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _placed(entry: Entry) -> Place:
-    """Return an entry's place with a stage, a role and a rank where its file says none."""
+def _complete_place(entry: Entry) -> Place:
+    """Return an entry's place, with defaults for a missing stage, role and rank."""
     place = entry.place
     stage = place.stage or STAGE_OF_SECTION.get(entry.section, "actor_update")
     role = place.role or _ROLE_OF_STAGE.get(stage, _ROLE)
     if place.role is None and place.rank is None and role == _ROLE:
-        # A file of the whole batch is nobody's rank: the others would be missing beside it.
+        # A file of the complete batch belongs to no rank: the others would count as missing.
         role = "driver"
     rank = 0 if place.rank is None else place.rank
     return place._replace(stage=stage, role=role, rank=rank)
 
 
-def _process(place: Place) -> tuple[str, int]:
+def _process(place: Place) -> _Process:
     assert place.role is not None
     assert place.rank is not None
     return place.role, place.rank
 
 
-def _order(placed: tuple[Place, Entry]) -> tuple[Any, ...]:
-    place, entry = placed
-    stages = {name: at for at, name in enumerate(schema.STAGES)}
+def _sort_key(items: tuple[Place, Entry]) -> tuple[object, ...]:
+    place, entry = items
+    stages = {name: index for index, name in enumerate(schema.STAGES)}
     step = (place.step is None, place.step or 0)
-    known = stages.get(place.stage or "", len(stages))
-    return (*step, known, place.stage, place.role, place.rank, place.part, str(entry.path))
+    stage = stages.get(place.stage or "", len(stages))
+    return (*step, stage, place.stage, place.role, place.rank, place.part, str(entry.path))
 
 
-def place_operators(
+def copy_operator_dumps(
     found: Sequence[tuple[Path, Place]], run: str, key: str, data_dir: Path | None
 ) -> list[OperatorDump]:
-    """Return the ranks' dumps of operators where a service reads them.
+    """Return the ranks' operator dumps in directories that the service reads.
 
-    Their JSON files are copied into its data directory, for it writes a table beside them and reads
-    nothing outside its roots. Where that directory is not here, they stay where they are.
+    Their JSON files are copied to the service's data directory: it writes a table beside them and
+    reads nothing outside its roots. If that directory is not on this machine, nothing is copied.
 
     Args:
         found: directories of ranks, with their places.
-        run, key: whose they become.
-        data_dir: the service's.
+        run, key: the run and the attempt key.
+        data_dir: the service's data directory; None if it is not on this machine.
 
     Raises:
-        StoreError: the disk refused.
+        StoreError: the disk reported an error.
     """
-    placed = []
+    dumps = []
     for directory, place in found:
         size = sum(each.stat().st_size for each in _operator_files(directory))
-        entry = Entry("other", place, directory / MARKS[0], size, CAPTURE)
+        entry = Entry("other", place, directory / DUMP_FILES[0], size, CAPTURE)
         target = directory.absolute()
         if data_dir is not None:
-            at = _placed(entry)
-            step = step_directory(data_dir, run, key, at.step, at.stage or "", at.part)
-            target = step / "step0" / f"rank{at.rank}"
+            work = _complete_place(entry)
+            step = step_directory(data_dir, run, key, work.step, work.stage or "", work.part)
+            target = step / "step0" / f"rank{work.rank}"
             make_directory(target)
             for file in _operator_files(directory):
                 with disk_errors(target):
                     shutil.copyfile(file, target / file.name)
-        placed.append(OperatorDump(entry, target))
-    return placed
+        dumps.append(OperatorDump(entry, target))
+    return dumps
 
 
 def _operator_files(directory: Path) -> list[Path]:
     return [directory / name for name in OPERATOR_FILES if (directory / name).is_file()]
-
-
-def _written(entry: Entry) -> float:
-    """Return when a file was written, in Unix seconds; 0 where it is gone."""
-    try:
-        return entry.path.stat().st_mtime
-    except OSError:
-        return 0.0

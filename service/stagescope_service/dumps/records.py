@@ -1,21 +1,21 @@
-"""What a directory of dumps holds, in one form for every format: the contract of the readers.
+"""The contents of a dump, in one form for every format: the contract that the readers implement.
 
-A `Dump` lists its entries without reading their tensors; `Dump.read` reads one entry, so that
-memory is bounded by one file. A file is never more than one place of one section, but it may make
-several entries: one a section.
+A `Dump` lists its entries without reading their tensors; `Dump.read` reads one entry, so memory is
+bounded by one file. A file may hold several sections, each of which is an entry of its own; one
+section of a file has one place.
 
-Tensors have the field's names, whatever the file calls them: `tokens` (a whole trajectory, prompt
+Tensors have common names, whatever the file calls them: `tokens` (a whole trajectory, prompt
 included), `prompts`, `responses`, `loss_mask` (as wide as `tokens`), `response_mask` (as wide as
 `responses`), `rollout_log_probs`, `old_log_probs`, `log_probs`, `ref_log_probs`, `entropy`,
 `rewards`, `values`, `advantages`, `returns`, `prob_ratio`, `elementwise_loss`, `effective_valid`,
-`loss`, `pg_loss`, `entropy_loss`; what has no such name keeps its own. Whether a dtype or a layout
-was another is in `Record.about`.
+`loss`, `pg_loss`, `entropy_loss`; any other tensor keeps its own name. `Record.about` says where a
+dtype or a layout was converted.
 
 A sample_uid is `{group_id}_{index}`, where the index is that of the trajectory in its group
-(NexRL's `run_id`). Several sections of one file are several entries, told apart by `Entry.key`.
+(NexRL's `run_id`). `Entry.key` distinguishes the entries of one file.
 
-What a reader could not put into tensors, numbers or texts it names in `Record.about["left_out"]`:
-{name: why}; nothing is dropped in silence.
+Values that a reader cannot represent as tensors, numbers or texts are listed in
+`Record.about["left_out"]` as {name: reason}; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from stagescope.wire.errors import Forbidden, NotFound
 from stagescope.wire.schema import Part
 from stagescope_service.store.tensorfile import WireTensor
 
 SECTIONS: Final[Mapping[str, str]] = {
-    "trajectories": "what the rollout made: tokens, masks, log-probs, rewards, versions, ids",
-    "batch_inputs": "what the model was given: input_ids, attention_mask, position_ids, ...",
+    "trajectories": "output of the rollout: tokens, masks, log-probs, rewards, versions, ids",
+    "batch_inputs": "input of the model: input_ids, attention_mask, position_ids, ...",
     "old_log_probs": "log-probs before the step's updates, and those of the reference",
     "forward_data": "log_probs, entropy and mask of a forward pass",
     "advantages": "values, advantages, returns",
-    "is_loss": "the importance-sampling loss and everything on the way to it",
+    "is_loss": "the importance-sampling loss and its intermediate values",
     "loss": "loss values, each a number: loss, pg_loss, entropy_loss, ...",
     "gradients": "by name of the parameter",
     "parameters": "by name",
-    "datums": "what was sent to a remote trainer",
-    "metrics": "what a remote trainer answered, each a number",
-    "other": "what has no section of its own",
+    "datums": "requests to a remote trainer",
+    "metrics": "answers of a remote trainer, each a number",
+    "other": "everything without a section of its own",
 }
 
 
 AFTER: Final = "index t is token t + 1"
-"""What `Record.about["alignment"]` says of a tensor (by name) that is shifted by one."""
+"""Value in `Record.about["alignment"]` (by tensor name) of a tensor that is shifted by one."""
 
 
 class Place(NamedTuple):
-    """Where a record was made; unknown is None, and a part is `Part()`."""
+    """Which step, stage, role, rank and part wrote a record; unknown is None, and `Part()`."""
 
     step: int | None = None
     stage: str | None = None
@@ -62,19 +62,19 @@ class Place(NamedTuple):
         rank = "" if self.rank is None else f"{self.role or 'rank'} {self.rank}"
         part = "" if self.part == Part() else f"part {self.part}"
         step = "" if self.step is None else f"step {self.step}"
-        return ", ".join(word for word in (step, self.stage, rank, part) if word) or "one file"
+        return ", ".join(text for text in (step, self.stage, rank, part) if text) or "one file"
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One section of one file; small, hashable and picklable: it travels to where it is read.
+    """One section of one file; small, hashable and picklable, so that any process can read it.
 
     Attributes:
         section: one of SECTIONS.
-        place: where it was made.
+        place: which step, stage, role, rank and part wrote it.
         path: the file.
-        bytes: of the file; of a file of several places, of this place alone.
-        key: which of several entries of the file, for the reader alone.
+        bytes: size of the file; where a file holds several places, the size of this one.
+        key: distinguishes the entries of a file; only the reader interprets it.
     """
 
     section: str
@@ -86,7 +86,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One entry, read.
+    """The contents of one entry.
 
     Attributes:
         tensors: name -> (dtype tag, shape, numpy buffer of that shape, offsets or None), as on the
@@ -97,9 +97,9 @@ class Record:
         samples: sample_uid of each row, or None.
         groups: group_id of each row, or None.
         row_texts: other texts of each row by name (`run_id`, `task_id`, `uid`, ...).
-        mask: which of `tensors` says what tokens of the row tensors count, or None. Token ids and
-            masks themselves count wherever a row has tokens.
-        about: what was said beside them, plain JSON values.
+        mask: name of the tensor that selects the tokens of row tensors that count, or None. Token
+            ids and masks themselves count wherever a row has tokens.
+        about: metadata beside the tensors, plain JSON values.
     """
 
     entry: Entry
@@ -109,19 +109,19 @@ class Record:
     groups: tuple[str, ...] | None = None
     row_texts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     mask: str | None = None
-    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    about: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A file that is missing, damaged or refused; a finding, never a crash.
+    """A file that is missing, damaged or refused; it is reported and the other files are read.
 
     Attributes:
         path: the file.
-        kind: 'missing' | 'damaged' | 'refused' (not safe to load) | 'unknown' (no file of this
+        kind: 'missing' | 'damaged' | 'refused' (not safe to load) | 'unknown' (not a file of this
             format) | 'superseded' (another file of the same place is read).
         message: what is wrong and what to do.
-        entry: which entry, where it was one.
+        entry: the entry, if the file would have been one.
     """
 
     path: Path
@@ -138,43 +138,49 @@ class Problem:
 
 
 class Dump(Protocol):
-    """A directory, or the kept files of a run's step, as one of the readers knows it.
+    """A directory, or the kept files of a run's step, as opened by one of the readers.
 
-    It is picklable and holds no open files, so that other processes may read its entries.
+    It is picklable and holds no open files, so that other processes can read its entries.
     """
 
     @property
     def name(self) -> str:
-        """What it is, for a reader: a path, or `run@attempt:step`."""
+        """Display name: a path, or `run@attempt:step`."""
         ...
 
     @property
     def kind(self) -> str:
-        """Whose format: 'own', 'batch', 'nexrl', 'slime', 'areal', 'verl', 'msprobe'."""
+        """The format: 'own', 'batch', 'nexrl', 'slime', 'areal', 'verl', 'msprobe'."""
         ...
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """Everything that can be read, ordered by step, section, rank and part."""
+        """All readable entries, ordered by step, section, rank and part."""
         ...
 
     @property
     def problems(self) -> Sequence[Problem]:
-        """What was wrong already when the files were listed."""
+        """Problems found while the files were listed."""
         ...
 
     @property
-    def about(self) -> Mapping[str, Any]:
-        """What is known of the whole: settings, fingerprint; plain JSON values."""
+    def about(self) -> Mapping[str, object]:
+        """Metadata of the dump: settings, fingerprint; plain JSON values."""
         ...
 
     def read(self, entry: Entry) -> Record:
         """Read one entry.
 
         Raises:
-            NotFound: the file is gone.
+            NotFound: the file no longer exists.
             InvalidTensor: it is damaged, or not of its format.
-            Forbidden: it needs more than may be loaded safely; the message names what.
-            StoreError: the disk refused.
+            Forbidden: it cannot be loaded safely; the message names what it needs.
+            StoreError: the disk reported an error.
         """
         ...
+
+
+def mapping(values: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Return the dict under a name; an empty one where the value is anything else."""
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}

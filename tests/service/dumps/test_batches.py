@@ -84,7 +84,7 @@ def test_any_split_over_ranks_and_parts_comes_back_exactly(
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=8), st.data())
-def test_without_a_stage_that_has_all_rows_they_are_put_together(
+def test_rows_of_several_ranks_are_joined_without_a_stage_that_has_all(
     lengths: list[int], data: st.DataObject
 ) -> None:
     whole = WholeStep(lengths)
@@ -116,7 +116,7 @@ def test_padding_is_what_the_recorded_rows_end_with() -> None:
     assert (batch["responses"] == whole.tensors["responses"][2]).all()
 
 
-def test_what_was_padded_on_the_left_stays_there() -> None:
+def test_left_padding_stays_on_the_left() -> None:
     mask = np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
     narrow = np.array([[0, 1, 1], [1, 1, 1]])
     records = [
@@ -192,7 +192,7 @@ def test_every_pass_over_the_rows_is_there() -> None:
     assert [each.numbers["loss"] for each in micro] == [0.5, 1.5]
 
 
-def test_what_has_no_rows_belongs_to_its_part() -> None:
+def test_a_tensor_without_rows_belongs_to_its_part() -> None:
     whole = WholeStep([4, 4])
     loss = np.float32(0.25).reshape(())
     tensors = {**whole.piece([0, 1]), "loss": wire(np.asarray(loss))}
@@ -210,7 +210,7 @@ def two(whole: WholeStep, **second: Any) -> list[Record]:
             record({**whole.piece([0, 1]), **second}, rank=1, **ids)]  # fmt: skip
 
 
-def test_replicas_count_once_and_are_held_against_each_other() -> None:
+def test_replicas_count_once_and_are_compared() -> None:
     whole = WholeStep([4, 4])
     assert join(MemoryDump(two(whole)), 5).gaps == ()
     changed = whole.tensors["rollout_log_probs"][2].copy()
@@ -232,7 +232,7 @@ def test_another_dtype_disagrees() -> None:
     assert "is float64 [4], that of actor_compute_log_prob actor 0 is float32 [4]" in gap.message
 
 
-def test_rows_that_never_came_are_named_and_not_zero() -> None:
+def test_missing_rows_are_named_and_not_zero() -> None:
     whole = WholeStep([4, 4, 4])
     first = record(whole.piece([0, 1, 2], ["response_mask"]), stage="rollout_generate",
                    role="rollout", **whole.ids([0, 1, 2]))  # fmt: skip
@@ -240,7 +240,7 @@ def test_rows_that_never_came_are_named_and_not_zero() -> None:
     batch = join(MemoryDump([first, later]), 5)
     ((kind, message),) = batch.gaps
     assert kind == "rows"
-    assert message == "old_log_probs is not there for 1 of 3 rows (g0_1)"
+    assert message == "old_log_probs is missing for 1 of 3 rows (g0_1)"
     assert (batch["old_log_probs"][1] == 0x7FC0).all()
 
 
@@ -252,7 +252,7 @@ def test_a_rank_without_a_stage_is_named() -> None:
     assert ("rank", "actor_update has nothing of actor 1") in batch.gaps
 
 
-def test_without_ids_rows_are_joined_by_place_or_not_at_all() -> None:
+def test_rows_without_ids_are_joined_by_position_or_not_at_all() -> None:
     whole = WholeStep([4, 4, 4])
     of_rank = {0: [0, 1], 1: [2]}
     records = [record(whole.piece(rows), rank=rank) for rank, rows in of_rank.items()]
@@ -268,13 +268,13 @@ def test_without_ids_rows_are_joined_by_place_or_not_at_all() -> None:
     assert batch.rows == 3
 
 
-def test_ids_of_other_rows_are_not_believed() -> None:
+def test_ids_of_another_row_count_are_ignored() -> None:
     whole = WholeStep([4, 4])
     batch = join(MemoryDump([record(whole.piece([0, 1]), samples=["only"])]), 5)
     assert batch.rows == 2
     assert batch.sample_ids is None
     ((kind, message),) = batch.gaps
-    assert (kind, "1 sample ids for 2 rows: its rows are joined by place" in message) == (
+    assert (kind, "1 sample ids for 2 rows: its rows are joined by position" in message) == (
         "joined",
         True,
     )
@@ -325,7 +325,7 @@ def padded_alike(whole: WholeStep, batch: Batch) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(2, 13), min_size=1, max_size=5), st.integers(1, 4), st.data())
-def test_context_parallel_fragments_are_put_together(
+def test_context_parallel_fragments_are_assembled(
     lengths: list[int], ranks: int, data: st.DataObject
 ) -> None:
     whole = WholeStep(lengths)
@@ -341,7 +341,7 @@ def test_context_parallel_fragments_are_put_together(
             assert (micro[name] == values).all(), name
 
 
-def test_fragments_that_say_where_they_begin_are_put_together() -> None:
+def test_fragments_with_a_token_offset_are_assembled() -> None:
     whole = WholeStep([8, 8, 8])
     ones = np.ones((3, 8), np.int64)
     whole.tensors["response_mask"] = wire(ones)
@@ -356,7 +356,7 @@ def test_fragments_that_say_where_they_begin_are_put_together() -> None:
     assert batch["responses"].tolist() == [[*range(8)], [0, 1, 2, 0, 0, 0, 0, 0]]
 
 
-def test_fragments_join_the_rows_of_other_stages_and_are_held_against_them() -> None:
+def test_fragments_join_the_rows_of_other_stages_and_are_compared() -> None:
     whole = WholeStep([9, 5, 12, 3])
     rollout = record(whole.piece(range(4)), stage="rollout_generate", role="rollout",
                      **whole.ids(range(4)))  # fmt: skip
@@ -399,15 +399,14 @@ def test_fragments_with_holes_and_without_positions_are_no_rows() -> None:
     assert gap.message.startswith("actor_compute_log_prob lacks context-parallel ranks of 2 rows")
     batch = join(MemoryDump(context_parallel(whole, 3, say="nothing")), 5)
     assert [gap.kind for gap in batch.gaps] == ["joined"]
-    assert (
-        "3 parts hold pieces of samples (actor_compute_log_prob actor 0, ...), and not where"
-        in (batch.gaps[0].message)
+    assert "3 parts hold pieces of samples (actor_compute_log_prob actor 0, ...) without the" in (
+        batch.gaps[0].message
     )
     assert "responses" not in batch
     assert [micro["responses"].shape for micro in batch.microbatches()] == [(2, 4)] * 3
 
 
-def test_whole_rows_of_context_parallel_ranks_are_replicas() -> None:
+def test_complete_rows_of_context_parallel_ranks_are_replicas() -> None:
     whole = WholeStep([9, 5])
     job = {"layout": {"cp_rank": 0, "cp_size": 2}}
     records = [record(whole.piece([0, 1]), rank=rank, about={"wall": 0.0, "job": job},
@@ -417,7 +416,7 @@ def test_whole_rows_of_context_parallel_ranks_are_replicas() -> None:
     padded_alike(whole, batch)
 
 
-def test_a_step_or_tensor_that_is_not_there_says_what_is() -> None:
+def test_a_missing_step_or_tensor_lists_what_there_is() -> None:
     whole = WholeStep([4])
     dump = MemoryDump([record(whole.piece([0]), **whole.ids([0]))])
     with pytest.raises(NotFound, match="nothing of step 6; expected step 5"):
@@ -478,7 +477,7 @@ def test_a_step_is_read_from_the_ring_and_from_kept_files(tmp_path: Path) -> Non
     assert kept.rows == 4
 
 
-def test_of_several_attempts_the_newest_answers_and_of_several_runs_none(tmp_path: Path) -> None:
+def test_the_newest_attempt_is_read_and_several_runs_are_refused(tmp_path: Path) -> None:
     whole = WholeStep([9, 2, 4, 3])
     written(tmp_path, whole, key="first")
     written(tmp_path, whole, key="second")
@@ -517,7 +516,7 @@ SAID = {
 
 @settings(deadline=None, max_examples=150)
 @given(mutated(SAID))
-def test_whatever_a_file_says_of_itself_it_is_read_or_refused(said: dict[str, Any]) -> None:
+def test_a_file_with_any_metadata_is_read_or_refused(said: dict[str, Any]) -> None:
     whole = WholeStep([3, 2])
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "step_5" / "actor_rank0_0123456789ab_1.safetensors"
@@ -542,7 +541,7 @@ def test_a_batch_saved_is_read_as_it_was(tmp_path: Path) -> None:
     assert str(again) == str(batch)
 
 
-def test_what_another_project_wrote_is_a_batch_too(tmp_path: Path) -> None:
+def test_dumps_of_other_projects_are_batches_too(tmp_path: Path) -> None:
     step = {
         "step": 3,
         "num_trajectories": 2,

@@ -11,21 +11,21 @@ import pytest
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
-from stagescope_service.dumps.importing import Call, calls, import_key
+from stagescope_service.dumps.importing import ProcessEvents, import_events, import_key
 from stagescope_service.dumps.records import Entry, Place, Problem, Record
 
 KEEP = {"what": ["all"]}
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """A dump that holds what a test gives it."""
+class FakeDump:
+    """A dump with given records; an exception is raised when its entry is read."""
 
     records: Mapping[Entry, Record | Exception]
     name: str = "/dumps"
     kind: str = "nexrl"
     problems: Sequence[Problem] = ()
-    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    about: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -48,25 +48,25 @@ def entry(tmp_path: Path, section: str, name: str = "f", **place: Any) -> Entry:
     return Entry(section, Place(step=place.pop("step", 0), **place), path)
 
 
-def of_kind(found: Sequence[Call], kind: str) -> list[tuple[Sender, Event, Call]]:
+def of_kind(found: Sequence[ProcessEvents], kind: str) -> list[tuple[Sender, Event, ProcessEvents]]:
     return [
-        (Sender.parse(call.sender), event, call)
-        for call in found
-        for event in map(Event.parse, call.events)
+        (Sender.parse(batch.sender), event, batch)
+        for batch in found
+        for event in map(Event.parse, batch.events)
         if event.kind == kind
     ]
 
 
-def taken(dump: Held) -> list[Call]:
-    return [*calls(dump, "imported", "key", keep=KEEP)]
+def imported(dump: FakeDump) -> list[ProcessEvents]:
+    return [*import_events(dump, "imported", "key", keep=KEEP)]
 
 
 def test_each_section_goes_to_the_stage_that_makes_it(tmp_path: Path) -> None:
     sections = ("trajectories", "old_log_probs", "forward_data", "loss")
     entries = [entry(tmp_path, section, section) for section in sections]
-    dump = Held({each: Record(each, {each.section: values(2, 3)}) for each in entries})
-    ends = of_kind(taken(dump), END)
-    assert [(who.role, end.fields["stage"]) for who, end, _ in ends] == [
+    dump = FakeDump({each: Record(each, {each.section: values(2, 3)}) for each in entries})
+    ends = of_kind(imported(dump), END)
+    assert [(sender.role, end.fields["stage"]) for sender, end, _ in ends] == [
         ("rollout", "rollout_generate"),
         ("driver", "actor_compute_log_prob"),
         ("driver", "actor_update"),
@@ -83,63 +83,65 @@ def test_ranks_and_parts_keep_their_identity(tmp_path: Path) -> None:
               part=Part(microbatch=micro))
         for step in (1, 0) for rank in (1, 0) for micro in (1, 0)
     ]  # fmt: skip
-    dump = Held({each: Record(each, numbers={"loss": 0.5}) for each in entries})
-    found = taken(dump)
+    dump = FakeDump({each: Record(each, numbers={"loss": 0.5}) for each in entries})
+    found = imported(dump)
     hellos = of_kind(found, HELLO)
-    assert [(who.role, who.rank, said.fields["world_size"]) for who, said, _ in hellos] == [
+    assert [
+        (sender.role, sender.rank, hello.fields["world_size"]) for sender, hello, _ in hellos
+    ] == [
         ("actor", 0, 2),
         ("actor", 1, 2),
     ]
-    assert {said.fields["settings"]["keep"]["what"][0] for _, said, _ in hellos} == {"all"}
+    assert {hello.fields["settings"]["keep"]["what"][0] for _, hello, _ in hellos} == {"all"}
     ends = of_kind(found, END)
-    assert [(e.fields["step"], who.rank, e.fields["microbatch"]) for who, e, _ in ends] == [
+    assert [(e.fields["step"], sender.rank, e.fields["microbatch"]) for sender, e, _ in ends] == [
         (step, rank, micro) for step in (0, 1) for rank in (0, 1) for micro in (0, 1)
     ]
     assert all(end.fields["scalars"] == {"loss": 0.5} for _, end, _ in ends)
-    assert not any(call.payloads for call in found)
+    assert not any(batch.payloads for batch in found)
     assert len(of_kind(found, FINISH)) == 2
 
 
 def test_an_end_names_its_begin_and_numbers_never_repeat(tmp_path: Path) -> None:
-    dump = Held({each: Record(each) for each in [entry(tmp_path, "loss", rank=3)]})
-    found = taken(dump)
+    dump = FakeDump({each: Record(each) for each in [entry(tmp_path, "loss", rank=3)]})
+    found = imported(dump)
     ((_, begin, _),) = of_kind(found, BEGIN)
     ((_, end, _),) = of_kind(found, END)
     assert end.fields["begin_seq"] == begin.seq
-    numbers = [event[2] for call in found for event in call.events]
+    numbers = [Event.parse(event).seq for batch in found for event in batch.events]
     assert numbers == sorted(set(numbers))
 
 
-def test_the_same_directory_again_says_the_same(tmp_path: Path) -> None:
-    dump = Held({each: Record(each) for each in [entry(tmp_path, "loss")]})
-    assert [call.events for call in taken(dump)] == [call.events for call in taken(dump)]
+def test_importing_a_directory_twice_yields_the_same_events(tmp_path: Path) -> None:
+    dump = FakeDump({each: Record(each) for each in [entry(tmp_path, "loss")]})
+    assert [batch.events for batch in imported(dump)] == [batch.events for batch in imported(dump)]
     assert import_key(dump, "a") == import_key(dump, "a")
 
 
 def test_another_run_has_other_processes(tmp_path: Path) -> None:
-    dump = Held({each: Record(each) for each in [entry(tmp_path, "loss")]})
+    dump = FakeDump({each: Record(each) for each in [entry(tmp_path, "loss")]})
     keys = [import_key(dump, run) for run in ("a", "b")]
-    senders = {Sender.parse(call.sender).incarnation
+    senders = {Sender.parse(batch.sender).incarnation
                for run, key in zip("ab", keys, strict=True)
-               for call in calls(dump, run, key, keep=KEEP)}  # fmt: skip
+               for batch in import_events(dump, run, key, keep=KEEP)}  # fmt: skip
     assert len(senders) == 2
 
 
 def test_a_directory_that_grew_is_another_attempt(tmp_path: Path) -> None:
     one, two = entry(tmp_path, "loss", "1"), entry(tmp_path, "loss", "2")
-    key = import_key(Held({one: Record(one)}), "run")
-    assert import_key(Held({one: Record(one), two: Record(two)}), "run") != key
+    key = import_key(FakeDump({one: Record(one)}), "run")
+    assert import_key(FakeDump({one: Record(one), two: Record(two)}), "run") != key
     os.utime(one.path, (1, 1))
-    assert import_key(Held({one: Record(one)}), "run") != key
+    assert import_key(FakeDump({one: Record(one)}), "run") != key
 
 
-def test_a_file_that_cannot_be_read_is_said_and_the_others_go_on(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported_and_the_others_are_imported(tmp_path: Path) -> None:
     good, bad = entry(tmp_path, "loss", "good"), entry(tmp_path, "is_loss", "bad")
-    dump = Held({good: Record(good, {"loss": values(1)}), bad: InvalidTensor("cut off")})
-    (call,) = [call for call in taken(dump) if call.payloads]
-    assert [(each.path, each.entry) for each in call.problems] == [(bad.path, bad)]
-    assert "cut off" in call.problems[0].message
-    assert [*next(iter(call.payloads.values()))["tensors"]] == ["loss"]
+    dump = FakeDump({good: Record(good, {"loss": values(1)}), bad: InvalidTensor("cut off")})
+    (batch,) = [batch for batch in imported(dump) if batch.payloads]
+    assert [(each.path, each.entry) for each in batch.problems] == [(bad.path, bad)]
+    assert "cut off" in batch.problems[0].message
+    assert [*next(iter(batch.payloads.values()))["tensors"]] == ["loss"]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +151,12 @@ def test_parameters_have_the_names_that_a_rank_gives_them(
     tmp_path: Path, section: str, name: str
 ) -> None:
     one = entry(tmp_path, section)
-    (call,) = [call for call in taken(Held({one: Record(one, {"w": values(4)})})) if call.payloads]
-    (payload,) = call.payloads.values()
+    (batch,) = [
+        batch
+        for batch in imported(FakeDump({one: Record(one, {"w": values(4)})}))
+        if batch.payloads
+    ]
+    (payload,) = batch.payloads.values()
     assert [*payload["tensors"]] == [name]
 
 
@@ -160,12 +166,12 @@ def test_ids_travel_with_the_rows(tmp_path: Path) -> None:
         one, {"rewards": values(2)}, samples=("g-0", "g-1"), groups=("g", "g"),
         row_texts={"run_id": ("0", "1")}, about={"temperature": 1.0},
     )  # fmt: skip
-    (call,) = [call for call in taken(Held({one: record})) if call.payloads]
-    (payload,) = call.payloads.values()
+    (batch,) = [batch for batch in imported(FakeDump({one: record})) if batch.payloads]
+    (payload,) = batch.payloads.values()
     assert payload["strings"] == {
         "sample_ids": ["g-0", "g-1"], "group_ids": ["g", "g"], "run_id": ["0", "1"],
     }  # fmt: skip
     assert payload["meta"] == {"temperature": 1.0}
-    ((_, end, _),) = of_kind([call], END)
+    ((_, end, _),) = of_kind([batch], END)
     assert end.fields["payload"]["tensors"] == {"rewards": ["float32", [2], None]}
     assert end.fields["payload"]["bytes"] == 8

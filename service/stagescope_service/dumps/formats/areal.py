@@ -11,21 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import Columns, collect_rows
-from stagescope_service.dumps.formats.content import first_values, read_whole
+from stagescope_service.dumps.formats.content import first_values, read_shared
 from stagescope_service.dumps.formats.listing import (
     FileDump,
-    Found,
+    ListedFile,
     entry_order,
     files_of,
     is_companion,
     is_saved,
-    untold,
+    unrecognized_file,
 )
-from stagescope_service.dumps.pickles.torch_file import FileTensor
+from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import AFTER, Entry, Place, Record
 
 KIND: Final = "areal"
@@ -36,7 +36,7 @@ NAMES: Final[Mapping[str, str]] = {
     "prox_logp": "old_log_probs",
     "ref_logp": "ref_log_probs",
 }
-"""AReaL's names -> ours."""
+"""AReaL's names -> names in the record."""
 
 _SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "old_log_probs": ("prox_logp", "ref_logp"),
@@ -47,12 +47,12 @@ _PEEKED: Final = 400
 
 
 def is_areal(values: Sequence[str | int]) -> bool:
-    """Say whether a file is a batch of AReaL's by the first values in it."""
+    """Return whether a file is a batch of AReaL's, by the first values in it."""
     return "input_ids" in values and sum(mark in values for mark in _MARKS) > 1
 
 
-def holds_areal(found: Sequence[Found]) -> bool:
-    """Say whether any of the files is AReaL's."""
+def holds_areal(found: Sequence[ListedFile]) -> bool:
+    """Return whether any of the files is AReaL's."""
     return any(is_areal(first_values(each.path, _PEEKED)) for each in found if is_saved(each))
 
 
@@ -61,26 +61,26 @@ def open_areal(path: Path, *, step: int | None = None) -> FileDump:
 
     Args:
         path: the file or directory.
-        step: a batch says none; a step asked for finds nothing.
+        step: a batch has none, so any step finds nothing.
 
     Raises:
         NotFound: no such path, or no batch of AReaL's in it.
-        TooLarge: more files than a dump has.
-        StoreError: the disk refused.
+        TooLarge: more than `listing.MOST_FILES` files.
+        StoreError: the disk reported an error.
     """
     found, problems = files_of(path)
     names = {each.name for each in found}
-    ours: dict[Found, Sequence[str | int]] = {}
+    batches: dict[ListedFile, Sequence[str | int]] = {}
     for each in found:
         values = first_values(each.path, _PEEKED) if is_saved(each) else []
         if is_areal(values):
-            ours[each] = values
+            batches[each] = values
         elif not is_companion(each, names):
-            problems.append(untold(each, "AReaL's batches"))
+            problems.append(unrecognized_file(each, "AReaL's batches"))
     entries = [
-        Entry(section, Place(stage=each.path.stem if len(ours) > 1 else None), each.path,
+        Entry(section, Place(stage=each.path.stem if len(batches) > 1 else None), each.path,
               each.bytes, section)
-        for each, values in ours.items()
+        for each, values in batches.items()
         for section in _sections_of(values)
     ]  # fmt: skip
     if not entries:
@@ -101,17 +101,18 @@ def _sections_of(values: Sequence[str | int]) -> list[str]:
 
 def read_entry(entry: Entry) -> Record:
     """Read one section of a batch; see `records.Dump.read`."""
-    data = read_whole(entry.path)
-    parts = data if isinstance(data, list) else [data]
-    if not parts or not all(isinstance(part, dict) for part in parts):
+    data = read_shared(entry.path)
+    listed = data if isinstance(data, list) else [data]
+    parts = [part for part in listed if isinstance(part, dict)]
+    if not parts or len(parts) != len(listed):
         raise InvalidTensor(
             f"{entry.path} holds a {type(data).__name__}",
             expected="a dict of tensors, or a list of them",
             advice="in AReaL's single-controller mode localize the batch before it is saved",
         )
-    everywhere = set().union(*parts)
-    wanted = _wanted(entry.section, everywhere)
-    if isinstance(data, list):
+    names: set[str] = set().union(*parts)
+    wanted = _names_of(entry.section, names)
+    if not isinstance(data, dict):
         rows = [row for part in parts for row in _rows({n: part[n] for n in wanted & part.keys()})]
         found = collect_rows(rows, names=NAMES)
     else:
@@ -119,14 +120,19 @@ def read_entry(entry: Entry) -> Record:
         chosen: list[str] = [name for name in data if name in wanted]
         for name in chosen:
             found.add(NAMES.get(name, name), data[name])
-    found.about["alignment"] = _alignment(everywhere)
+    found.about["alignment"] = _alignment(names)
     mask = "loss_mask" if "loss_mask" in found.tensors else None
     return Record(
-        entry, found.tensors, found.numbers, row_texts=found.texts, mask=mask, about=found.remarks()
+        entry,
+        found.tensors,
+        found.numbers,
+        row_texts=found.texts,
+        mask=mask,
+        about=found.metadata(),
     )
 
 
-def _wanted(section: str, names: set[str]) -> set[str]:
+def _names_of(section: str, names: set[str]) -> set[str]:
     elsewhere = {name for others in _SECTIONS.values() for name in others}
     if section == "trajectories":
         return names - elsewhere
@@ -136,23 +142,23 @@ def _wanted(section: str, names: set[str]) -> set[str]:
 def _alignment(names: set[str]) -> dict[str, str]:
     token, after = "index t is token t", AFTER
     rolled = "advantages" in names
-    said = {"tokens": token, "rollout_log_probs": token, "loss_mask": token}
+    found = {"tokens": token, "rollout_log_probs": token, "loss_mask": token}
     if rolled:
-        said |= {"rollout_log_probs": after, "loss_mask": after, "advantages": after}
-    return {**said, **({"old_log_probs": after} if "prox_logp" in names else {})}
+        found |= {"rollout_log_probs": after, "loss_mask": after, "advantages": after}
+    return {**found, **({"old_log_probs": after} if "prox_logp" in names else {})}
 
 
-def _rows(part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _rows(part: Mapping[str, FileValue]) -> Iterator[dict[str, FileValue]]:
     """Yield the rows of one trajectory's dict; tensors [n, tokens] are n rows."""
     tensors = {name: value for name, value in part.items() if isinstance(value, FileTensor)}
     counts = {value.wire[1][0] for value in tensors.values() if value.wire[1]}
     if len(counts) != 1:
         raise InvalidTensor(f"tensors of a trajectory have {sorted(counts)} rows", expected="one")
     for row in range(counts.pop()):
-        yield {name: _at(value, row) for name, value in part.items()}
+        yield {name: _row_of(value, row) for name, value in part.items()}
 
 
-def _at(value: Any, row: int) -> Any:
+def _row_of(value: FileValue, row: int) -> FileValue:
     if not isinstance(value, FileTensor) or not value.wire[1]:
         return value
     tag, shape, values, _ = value.wire

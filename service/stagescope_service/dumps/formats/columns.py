@@ -1,4 +1,4 @@
-"""From values by name, or from a list of dicts, to the tensors, numbers and texts of a record."""
+"""Values by name, or a list of dicts, converted to the tensors, numbers and texts of a record."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable
+from stagescope.batch import Tensor, widened
+from stagescope.batch.data import Array
+from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, Unreadable
 from stagescope_service.store.tensorfile import WireTensor
 
 _NUMBERS: Final = frozenset({int, float, bool})
@@ -19,34 +21,37 @@ _DEPTH: Final = 16
 _MOST_TEXT: Final = 100_000
 _MOST_LISTED: Final = 10_000
 
+FileRow: TypeAlias = Mapping[str, FileValue]
+RowIds: TypeAlias = "tuple[str, ...] | None"
+
 
 @dataclasses.dataclass
 class Columns:
-    """What became of values, by name.
+    """Converted values, by name.
 
     Attributes:
         tensors: see `records.Record`.
         numbers: single numbers.
         texts: a text for each row.
         about: plain values that are none of these.
-        left_out: name -> why it is nowhere else.
-        upcast: name -> the dtype in the file, where it was widened.
+        left_out: name -> why the value could not be converted.
+        upcast: name -> the dtype in the file, if it was widened.
     """
 
     tensors: dict[str, WireTensor] = dataclasses.field(default_factory=dict)
     numbers: dict[str, float | int] = dataclasses.field(default_factory=dict)
     texts: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    about: dict[str, object] = dataclasses.field(default_factory=dict)
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     upcast: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def remarks(self) -> dict[str, Any]:
-        """Return what a record says about the values beside them."""
-        said = {"left_out": self.left_out, "upcast": self.upcast}
-        return {**self.about, **{name: value for name, value in said.items() if value}}
+    def metadata(self) -> dict[str, object]:
+        """Return the metadata for `Record.about`."""
+        conversions = {"left_out": self.left_out, "upcast": self.upcast}
+        return {**self.about, **{name: value for name, value in conversions.items() if value}}
 
-    def add(self, name: str, value: Any) -> None:
-        """Take one value in: a tensor, a number, a list of numbers or of rows, or what it is."""
+    def add(self, name: str, value: FileValue) -> None:
+        """Add one value as a tensor, a number or, if it is neither, as metadata."""
         if isinstance(value, FileTensor):
             self._add_tensor(name, value)
         elif isinstance(value, Unreadable):
@@ -58,8 +63,8 @@ class Columns:
         elif value is not None:
             self.add_about(name, value)
 
-    def join(self, other: Columns) -> None:
-        """Take over what another has."""
+    def merge(self, other: Columns) -> None:
+        """Add everything that another holds."""
         self.tensors |= other.tensors
         self.numbers |= other.numbers
         self.texts |= other.texts
@@ -76,8 +81,8 @@ class Columns:
         else:
             self.tensors[name] = value.wire
 
-    def add_about(self, name: str, value: Any) -> None:
-        """Keep a plain value beside the others; what is not plain is named as left out."""
+    def add_about(self, name: str, value: FileValue) -> None:
+        """Add a plain value as metadata; list anything else as left out."""
         value = _without_tensors(value)
         if json_text(value) is None:
             self.left_out[name] = f"a {type(value).__name__} that holds more than plain values"
@@ -85,10 +90,11 @@ class Columns:
             self.about[name] = value
 
 
-def _without_tensors(value: Any, depth: int = 0) -> Any:
-    """Return a tree with the lists of a converted file as lists again."""
+def _without_tensors(value: FileValue, depth: int = 0) -> FileValue:
+    """Return a tree in which the lists of a converted file are lists again."""
     if isinstance(value, FileTensor) and value.wire[2].size <= _MOST_LISTED:
-        return value.wire[2].tolist()
+        values: FileValue = value.wire[2].tolist()
+        return values
     if depth < _DEPTH and isinstance(value, dict):
         return {name: _without_tensors(item, depth + 1) for name, item in value.items()}
     if depth < _DEPTH and isinstance(value, list):
@@ -96,15 +102,13 @@ def _without_tensors(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def number_of(tag: str, values: np.ndarray[Any, Any]) -> float | int:
-    """Return the one value of a tensor of one value, bfloat16 too."""
-    if tag == "bfloat16":
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    found: float | int = values.reshape(-1)[0].item()
+def number_of(tag: str, values: Array) -> float | int:
+    """Return the value of a tensor of one value, bfloat16 too."""
+    found: float | int = widened(Tensor(tag, values)).reshape(-1)[0].item()
     return found
 
 
-def json_text(value: Any) -> str | None:
+def json_text(value: object) -> str | None:
     """Return a plain value as JSON text; None if it is not plain, or very long."""
     try:
         text = json.dumps(value, ensure_ascii=False)
@@ -113,9 +117,9 @@ def json_text(value: Any) -> str | None:
     return text if len(text) <= _MOST_TEXT else None
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, FileValue], prefix: str = "") -> dict[str, FileValue]:
     """Return nested dicts as one, with `/` between the names."""
-    found: dict[str, Any] = {}
+    found: dict[str, FileValue] = {}
     for name, value in values.items():
         if isinstance(value, dict) and prefix.count("/") < _DEPTH:
             found |= flatten(value, f"{prefix}{name}/")
@@ -125,28 +129,28 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def collect_rows(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[FileRow],
     *,
     names: Mapping[str, str] | None = None,
     skip: Collection[str] = (),
 ) -> Columns:
-    """Make a column of each name that any row has.
+    """Convert each name that any row has to a column.
 
     Numbers become a tensor [rows] (NaN where a row has none); lists and one-dimensional tensors
     become ragged rows (empty where a row has none), tensors of [1, n] too; texts and plain dicts
-    become texts. How many rows lack a value is in `about["missing"]`.
+    become texts. `about["missing"]` counts the rows that lack a value, by name.
 
     Args:
         rows: dicts of plain values and `FileTensor`.
         names: name in the file -> name in the record.
-        skip: names that the caller reads himself.
+        skip: names to leave out.
     """
     found = Columns()
     missing: Counter[str] = Counter()
     for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
         if name in skip:
             continue
-        values = [row.get(name) for row in rows]
+        values: list[FileValue] = [row.get(name) for row in rows]
         lacking = sum(value is None for value in values)
         if lacking == len(values):
             continue
@@ -160,26 +164,28 @@ def collect_rows(
 
 
 def name_samples(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[FileRow],
     found: Columns,
     *,
     group: str = "group_id",
     index: str = "run_id",
-) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Return group_id and sample_uid (`{group}_{index}`) of each row; None where a row lacks one.
+) -> tuple[RowIds, RowIds]:
+    """Return group_id and sample_uid (`{group}_{index}`) of each row; None if a row lacks one.
 
-    Ids that name several rows pair nothing: there are none then, and `found.about` says why.
+    Ids must be unique: otherwise sample_uids are None, and `found.about` says why.
     """
     if not rows or any(row.get(group) is None for row in rows):
         return None, None
     groups = tuple(str(row[group]) for row in rows)
     if any(row.get(index) is None for row in rows):
         return groups, None
-    return groups, unique_samples([f"{row[group]}_{row[index]}" for row in rows], found)
+    indices = (str(row[index]) for row in rows)
+    names = [f"{name}_{number}" for name, number in zip(groups, indices, strict=True)]
+    return groups, unique_samples(names, found)
 
 
 def unique_samples(names: Sequence[str], found: Columns) -> tuple[str, ...] | None:
-    """Return names of rows if no two have the same; else None, and `found.about` says which."""
+    """Return the names of rows if they are unique; else None, and `found.about` names one."""
     counts = Counter(names)
     if len(counts) == len(names):
         return tuple(names)
@@ -188,13 +194,13 @@ def unique_samples(names: Sequence[str], found: Columns) -> tuple[str, ...] | No
     return None
 
 
-def _add_column(found: Columns, name: str, values: list[Any]) -> None:
+def _add_column(found: Columns, name: str, values: list[FileValue]) -> None:
     kinds = set(map(type, values)) - {type(None)}
     try:
         if kinds <= _NUMBERS:
             found.tensors[name] = _scalars(values, kinds)
         elif kinds == {str}:
-            found.texts[name] = tuple("" if value is None else value for value in values)
+            found.texts[name] = tuple("" if value is None else str(value) for value in values)
         elif kinds == {list} and (tensor := _ragged_lists(values)) is not None:
             found.tensors[name] = tensor
         elif FileTensor in kinds and kinds <= {FileTensor, list}:
@@ -205,7 +211,7 @@ def _add_column(found: Columns, name: str, values: list[Any]) -> None:
         found.left_out[name] = str(error)
 
 
-def _add_texts(found: Columns, name: str, values: list[Any]) -> None:
+def _add_texts(found: Columns, name: str, values: list[FileValue]) -> None:
     texts = [
         "" if value is None else value if isinstance(value, str) else json_text(value)
         for value in values
@@ -217,24 +223,24 @@ def _add_texts(found: Columns, name: str, values: list[Any]) -> None:
         found.texts[name] = tuple(str(text) for text in texts)
 
 
-def _scalars(values: list[Any], kinds: set[type]) -> WireTensor:
-    whole = None not in values
+def _scalars(values: list[FileValue], kinds: set[type]) -> WireTensor:
+    is_complete = None not in values
     dtype = "bool" if kinds == {bool} else "int64"
-    dtype = dtype if whole and float not in kinds else "float64"
+    dtype = dtype if is_complete and float not in kinds else "float64"
     array = np.array([np.nan if v is None else v for v in values], dtype)
     return str(array.dtype), array.shape, array, None
 
 
-def _ragged_lists(rows: list[Any]) -> WireTensor | None:
-    """Return lists of numbers as ragged rows; None where they are no numbers."""
-    rows = [row if row is not None else [] for row in rows]
-    kinds = set().union(*(set(map(type, row)) for row in rows))
+def _ragged_lists(rows: list[FileValue]) -> WireTensor | None:
+    """Return lists of numbers as ragged rows; None if they hold anything else."""
+    lists = [row if isinstance(row, list) else [] for row in rows]
+    kinds: set[type] = set().union(*(set(map(type, row)) for row in lists))
     if not kinds <= _NUMBERS:
         return None
-    return ragged(list(itertools.chain.from_iterable(rows)), map(len, rows), kinds)
+    return _ragged(list(itertools.chain.from_iterable(lists)), map(len, lists), kinds)
 
 
-def ragged(flat: list[Any], lengths: Iterable[int], kinds: set[type]) -> WireTensor:
+def _ragged(flat: list[FileValue], lengths: Iterable[int], kinds: set[type]) -> WireTensor:
     """Return numbers as ragged rows.
 
     Raises:
@@ -246,7 +252,7 @@ def ragged(flat: list[Any], lengths: Iterable[int], kinds: set[type]) -> WireTen
     return str(array.dtype), array.shape, array, offsets
 
 
-def _ragged_tensors(rows: list[Any], upcast: dict[str, str], name: str) -> WireTensor:
+def _ragged_tensors(rows: list[FileValue], upcast: dict[str, str], name: str) -> WireTensor:
     wires = [_row(row) for row in rows if row is not None]
     tags = {wire[0] for wire in wires if wire[2].size} or {wires[0][0]}
     if len(tags) > 1 or any(wire[3] is not None for wire in wires):
@@ -267,9 +273,9 @@ def _ragged_tensors(rows: list[Any], upcast: dict[str, str], name: str) -> WireT
     return tag, (len(rows), *shapes.pop()), np.stack(arrays), None
 
 
-def _row(value: FileTensor | list[Any]) -> WireTensor:
-    if isinstance(value, list):  # short lists of a converted file
-        found = _from_list(value)
+def _row(value: FileValue) -> WireTensor:
+    if not isinstance(value, FileTensor):  # short lists of a converted file
+        found = _from_list(value) if isinstance(value, list) else None
         if found is None:
             raise ValueError("rows of tensors and of lists")
         return found
@@ -279,30 +285,31 @@ def _row(value: FileTensor | list[Any]) -> WireTensor:
     return value.wire
 
 
-def _from_list(values: list[Any]) -> WireTensor | None:
+def _from_list(values: list[FileValue]) -> WireTensor | None:
     """Return a list of numbers, or of equally or differently long lists of them, as a tensor."""
     kinds = set(map(type, values))
     try:
         if kinds <= _NUMBERS:
-            tag, shape, flat, _ = ragged(values, (), kinds)
+            tag, shape, flat, _ = _ragged(values, (), kinds)
             return tag, shape, flat, None
         if not kinds <= {list, FileTensor}:
             return None
         if FileTensor in kinds:
             return _ragged_tensors(values, {}, "")
         found = _ragged_lists(values)
-        if found is not None and len(set(map(len, values))) == 1:
+        widths = {len(row) for row in values if isinstance(row, list)}
+        if found is not None and len(widths) == 1:
             tag, _, flat, _ = found
-            shape = (len(values), len(values[0]))
+            shape = (len(values), widths.pop())
             return tag, shape, flat.reshape(shape), None
         return found or _regular(values)
     except (ValueError, OverflowError):
         return None
 
 
-def _regular(values: list[Any]) -> WireTensor | None:
+def _regular(values: list[FileValue]) -> WireTensor | None:
     """Return lists of lists of lists of one shape as a tensor."""
-    array = np.array(values)  # raises ValueError where they are ragged
+    array: Array = np.array(values)  # raises ValueError if they are ragged
     if array.dtype.name not in ("float64", "int64", "bool") or array.ndim > _DEPTH:
         return None
     return array.dtype.name, array.shape, array, None

@@ -1,8 +1,8 @@
-"""The content of one file as plain values, whatever wrote it: .pt, .jsonl, or a converted .json.
+"""The content of one file as plain values: of a .pt, a .jsonl or a converted .json file.
 
 Tensors are `FileTensor`; everything else is dicts, lists, numbers, texts and None. A converted
-file is a JSON tree beside a safetensors file of the same name, which holds its tensors and its
-long lists of numbers; only the suffix leads from one to the other, so it never names a path.
+file is a JSON tree beside a safetensors file that holds its tensors and its long lists of numbers.
+Their names differ only in the suffix, so the JSON never names a path.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import numpy as np
 
+from stagescope.batch.data import Array
 from stagescope.wire.errors import Forbidden, InvalidTensor, NotFound, StagescopeError
 from stagescope_service.dumps.pickles.pickle_scan import peek
-from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, read_torch_file
+from stagescope_service.dumps.pickles.torch_file import (
+    FileTensor,
+    FileValue,
+    Unreadable,
+    read_torch_file,
+)
 from stagescope_service.store.tensorfile import (
     WireTensor,
     describe_file,
@@ -34,24 +40,25 @@ _MOST_VALUES: Final = 64
 _MOST_PEEKED: Final = 4
 _CONVERTED: Final = "stagescope_converted"
 _HEAD: Final = f'{{"{_CONVERTED}'.encode()
-"""With which a converted file begins."""
+"""The first bytes of a converted file."""
 _DEPTH: Final = 64
 _LISTS: Final = {int: "ints", float: "floats"}
+_T = TypeVar("_T")
 _SHORT: Final = 8
 """Shorter lists of numbers stay in the tree."""
 
 
-def read_content(path: Path) -> Any:
+def read_content(path: Path) -> FileValue:
     """Read a file by its suffix.
 
     Returns:
-        What was saved; of a .jsonl file the list of its lines.
+        The saved value; of a .jsonl file the list of its lines.
 
     Raises:
         NotFound: there is no such file.
         InvalidTensor: damaged, too large, or of another suffix.
         Forbidden: see `read_torch_file`.
-        StoreError: the disk refused.
+        StoreError: the disk reported an error.
     """
     if path.suffix == ".pt":
         return read_torch_file(path)
@@ -64,16 +71,16 @@ def read_content(path: Path) -> Any:
             f"{path} is no file of a dump",
             expected=f"a file of {', '.join(SUFFIXES)}; .json as stagescope convert writes it",
         )
-    return _Decoded(path, read_tensors(path.with_suffix(".safetensors")).tensors)(tree["content"])
+    return _Decoder(path, read_tensors(path.with_suffix(".safetensors")).tensors)(tree["content"])
 
 
 @functools.lru_cache(maxsize=1)
-def _read_once(path: Path, _written: int, _bytes: int) -> Any:
+def _read_cached(path: Path, _modified: int, _bytes: int) -> FileValue:
     return read_content(path)
 
 
-def read_whole(path: Path) -> Any:
-    """Read a file of several entries; the last one read is remembered until it changes.
+def read_shared(path: Path) -> FileValue:
+    """Read a file of several entries; the last one read is cached until it changes.
 
     Raises:
         NotFound, InvalidTensor, Forbidden, StoreError: as `read_content`.
@@ -81,14 +88,14 @@ def read_whole(path: Path) -> Any:
     try:
         found = path.stat()
     except OSError:
-        return read_content(path)  # says what is wrong
-    return _read_once(path, found.st_mtime_ns, found.st_size)
+        return read_content(path)  # raises the right error
+    return _read_cached(path, found.st_mtime_ns, found.st_size)
 
 
 def first_values(path: Path, most: int = _MOST_VALUES) -> list[str | int]:
-    """Return the first texts and whole numbers that a file holds, cheaply; see `pickle_scan.peek`.
+    """Return the first texts and integers in a file, cheaply; see `pickle_scan.peek`.
 
-    Of a .jsonl file those of its first line; [] where nothing can be told.
+    Of a .jsonl file those of its first line; [] for an unreadable or foreign file.
     """
     if path.suffix == ".pt":
         return peek(path, most)
@@ -97,17 +104,18 @@ def first_values(path: Path, most: int = _MOST_VALUES) -> list[str | int]:
             with path.open("rb") as file:
                 return _first(json.loads(file.readline(MOST_LINE_BYTES)), most)
         with path.open("rb") as file:
-            is_ours = file.read(len(_HEAD)) == _HEAD
-        return _first(parse_json(_text(path), path)["content"], most) if is_ours else []
+            is_converted = file.read(len(_HEAD)) == _HEAD
+        tree = parse_json(_text(path), path) if is_converted else None
+        return _first(tree["content"], most) if isinstance(tree, dict) else []
     except (OSError, ValueError, RecursionError, TypeError, KeyError, StagescopeError):
         return []
 
 
 def damage_of(path: Path) -> StagescopeError | None:
-    """Return why a file cannot be read whose first values do not say whose it is.
+    """Return why a file cannot be read whose first values do not identify its format.
 
-    None where it is whole, or by its looks no file that this project reads. What was cut off may be
-    a dump's: it is never passed over as a file of others.
+    None if it is intact, or not of a kind that this project reads. A truncated file may belong to
+    a dump, so it is never ignored as a foreign file.
     """
     try:
         if path.suffix == ".json":
@@ -123,13 +131,13 @@ def damage_of(path: Path) -> StagescopeError | None:
         if read_content(path) == [] and path.suffix == ".jsonl":
             return InvalidTensor(f"{path} holds no line", expected="a line a trajectory")
     except Forbidden:
-        return None  # whole, and not of the format: that it says more is nobody's concern
+        return None  # intact, and not of the format
     except StagescopeError as error:
         return error
     return None
 
 
-def _first(value: Any, most: int, depth: int = 0) -> list[str | int]:
+def _first(value: FileValue, most: int, depth: int = 0) -> list[str | int]:
     if isinstance(value, str | int):
         return [value]
     found: list[str | int] = []
@@ -143,16 +151,16 @@ def _first(value: Any, most: int, depth: int = 0) -> list[str | int]:
     return found
 
 
-def write_content(path: Path, content: Any) -> None:
+def write_content(path: Path, content: FileValue) -> None:
     """Write `content` as `{path}` (.json) and the safetensors file beside it.
 
     Raises:
         InvalidTensor: a value that has no plain form.
-        StoreError: the disk refused.
+        StoreError: the disk reported an error.
     """
-    encoded = _Encoded()
-    tree = encoded(content)
-    write_tensors(path.with_suffix(".safetensors"), encoded.tensors())
+    encode = _Encoder()
+    tree = encode(content)
+    write_tensors(path.with_suffix(".safetensors"), encode.tensors())
     text = json.dumps({_CONVERTED: 1, "content": tree}, allow_nan=False, separators=(",", ":"))
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_errors(path):
@@ -160,14 +168,14 @@ def write_content(path: Path, content: Any) -> None:
         os.replace(temporary, path)
 
 
-def parse_json(text: str, path: Path) -> Any:
+def parse_json(text: str, path: Path) -> FileValue:
     """Read a JSON text of a file.
 
     Raises:
-        InvalidTensor: no JSON, or nested too deeply.
+        InvalidTensor: not JSON, or nested too deeply.
     """
     try:
-        found = json.loads(text)
+        found: FileValue = json.loads(text)
     except RecursionError as error:
         raise InvalidTensor(f"{path} holds JSON that is nested too deeply") from error
     except ValueError as error:
@@ -198,14 +206,14 @@ def _text(path: Path) -> str:
         raise InvalidTensor(f"{path} is no text in UTF-8: {error}") from error
 
 
-class _Encoded:
-    """A tree of JSON values; tensors and long lists are references into one file."""
+class _Encoder:
+    """Converts values to a JSON tree; tensors and long lists become references into one file."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, WireTensor] = {}
-        self._rows: dict[str, list[np.ndarray[Any, Any]]] = {"ints": [], "floats": []}
+        self._rows: dict[str, list[Array]] = {"ints": [], "floats": []}
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: FileValue) -> object:
         if isinstance(value, FileTensor):
             name = str(len(self._tensors))
             self._tensors[name] = value.wire
@@ -223,20 +231,20 @@ class _Encoded:
             return {"$unreadable": f"{len(value)} bytes"}
         return value
 
-    def _list(self, values: list[Any]) -> Any:
+    def _list(self, values: list[FileValue]) -> object:
         kinds = set(map(type, values))
         name = _LISTS.get(next(iter(kinds))) if len(kinds) == 1 else None
         if name is None or len(values) < _SHORT:
             return [self(item) for item in values]
         try:
-            row = np.array(values, np.int64 if name == "ints" else np.float64)
+            row: Array = np.array(values, np.int64 if name == "ints" else np.float64)
         except OverflowError:
             return values
         self._rows[name].append(row)
         return {f"${name}": len(self._rows[name]) - 1}
 
     def tensors(self) -> dict[str, WireTensor]:
-        """Return what the tree refers to."""
+        """Return the tensors that the tree refers to."""
         found = dict(self._tensors)
         for name, rows in self._rows.items():
             if rows:
@@ -246,14 +254,14 @@ class _Encoded:
         return found
 
 
-class _Decoded:
-    """Reads back what `_Encoded` made; long lists stay arrays."""
+class _Decoder:
+    """Reads back the tree of `_Encoder`; long lists stay arrays."""
 
     def __init__(self, path: Path, tensors: dict[str, WireTensor]) -> None:
         self._path = path
         self._tensors = tensors
 
-    def __call__(self, value: Any, depth: int = 0) -> Any:
+    def __call__(self, value: FileValue, depth: int = 0) -> FileValue:
         if depth > _DEPTH:
             raise InvalidTensor(f"{self._path} is nested deeper than {_DEPTH}")
         if isinstance(value, list):
@@ -267,20 +275,31 @@ class _Decoded:
                 f"{self._path} refers to {value!r:.100}, which is not beside it"
             ) from error
 
-    def _reference(self, value: dict[str, Any], depth: int) -> Any:
+    def _reference(self, value: dict[str, FileValue], depth: int) -> FileValue:
         match value:
             case {"$tensor": name}:
-                return FileTensor(self._tensors[name], value.get("was"))
+                was = value.get("was")
+                return FileTensor(
+                    self._tensors[_checked(name, str)], None if was is None else str(was)
+                )
             case {"$unreadable": reason}:
                 return Unreadable(str(reason))
             case {"$float": text}:
-                return float(text)
-            case {"$ints": number} | {"$floats": number}:
+                return float(str(text))
+            case {"$ints": index} | {"$floats": index}:
+                number = _checked(index, int)
                 tag, _, values, offsets = self._tensors["ints" if "$ints" in value else "floats"]
                 row = values[offsets[number] : offsets[number + 1]] if offsets is not None else None
                 if row is None or number < 0:
                     raise IndexError(number)
                 return FileTensor((tag, row.shape, row, None))
             case {"$dict": items}:
-                return {name: self(item, depth + 1) for name, item in items.items()}
+                value = _checked(items, dict)
         return {name: self(item, depth + 1) for name, item in value.items()}
+
+
+def _checked(value: FileValue, kind: type[_T]) -> _T:
+    """Return a value of a type; a TypeError for any other."""
+    if not isinstance(value, kind):
+        raise TypeError(value)
+    return value

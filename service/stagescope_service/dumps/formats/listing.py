@@ -1,4 +1,4 @@
-"""What the readers share: the files below a directory, and a dump made of files."""
+"""Shared by the readers: the files below a directory, and a dump made of files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from stagescope.wire.errors import NotFound, StagescopeError, TooLarge
 from stagescope.wire.schema import Part
@@ -17,10 +17,10 @@ from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tensorfile import disk_errors
 
 MOST_FILES: Final = 200_000
-_ORDER: Final = {section: order for order, section in enumerate(SECTIONS)}
+_SECTION_INDEX: Final = {section: index for index, section in enumerate(SECTIONS)}
 
 
-class Found(NamedTuple):
+class ListedFile(NamedTuple):
     """A file below a directory."""
 
     path: Path
@@ -38,35 +38,35 @@ class FileDump:
     entries: Sequence[Entry]
     problems: Sequence[Problem]
     reader: Callable[[Entry], Record]
-    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    about: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def read(self, entry: Entry) -> Record:
         """Read one entry; see `records.Dump.read`."""
         return self.reader(entry)
 
 
-def entry_order(entry: Entry) -> tuple[Any, ...]:
-    """Return what entries are sorted by: step, section, rank, part."""
+def entry_order(entry: Entry) -> tuple[object, ...]:
+    """Return the sort key of an entry: step, section, rank, part."""
     place = entry.place
     step = (place.step is not None, place.step or 0)
     rank = (place.role or "", place.rank is not None, place.rank or 0)
-    return (*step, _ORDER[entry.section], place.stage or "", *rank, place.part, entry.key)
+    return (*step, _SECTION_INDEX[entry.section], place.stage or "", *rank, place.part, entry.key)
 
 
-def files_below(root: Path) -> tuple[list[Found], list[Problem]]:
-    """Return every file below a directory in the order of their names, and what was refused.
+def files_below(root: Path) -> tuple[list[ListedFile], list[Problem]]:
+    """Return every file below a directory, sorted by name, and the problems met.
 
-    Symbolic links that lead out of the directory are refused. Those in a circle are passed over,
-    and so are hidden files, which are those that are still being written.
+    Symbolic links that lead out of the directory are refused. Links to themselves are skipped, and
+    so are hidden files: they are still being written.
 
     Raises:
         NotFound: there is no such directory.
-        TooLarge: it holds more files than a dump has.
-        StoreError: the disk refused.
+        TooLarge: it holds more than MOST_FILES files.
+        StoreError: the disk reported an error.
     """
     if not root.is_dir():
         raise NotFound(f"there is no directory {root}")
-    found: list[Found] = []
+    found: list[ListedFile] = []
     problems: list[Problem] = []
     with disk_errors(root):
         for path in _walk(root):
@@ -75,12 +75,14 @@ def files_below(root: Path) -> tuple[list[Found], list[Problem]]:
                     f"{root} holds more than {MOST_FILES} files",
                     advice="give the directory of one dump, or of one of its steps",
                 )
-            if path.is_symlink() and _leads_nowhere(path):
+            if path.is_symlink() and _is_circular(path):
                 problems.append(Problem(path, "unknown", f"{path} is a link to itself"))
-            elif path.is_symlink() and (problem := _leads_out(path, root)):
+            elif path.is_symlink() and (problem := _outside_of(path, root)):
                 problems.append(problem)
             elif path.is_file():
-                found.append(Found(path, path.relative_to(root).as_posix(), path.stat().st_size))
+                found.append(
+                    ListedFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
+                )
             elif path.is_symlink() and path.is_dir():
                 problems.append(
                     Problem(path, "unknown", f"{path} is a link to a directory: not followed")
@@ -90,20 +92,20 @@ def files_below(root: Path) -> tuple[list[Found], list[Problem]]:
     return found, problems
 
 
-def files_of(path: Path) -> tuple[list[Found], list[Problem]]:
+def files_of(path: Path) -> tuple[list[ListedFile], list[Problem]]:
     """Return the files below a directory, or a file itself; see `files_below`."""
     if path.is_file():
-        return [Found(path, path.name, path.stat().st_size)], []
+        return [ListedFile(path, path.name, path.stat().st_size)], []
     return files_below(path)
 
 
-def is_saved(found: Found) -> bool:
-    """Say whether a file may be one that torch.save wrote, or a converted one, by its name."""
+def is_saved(found: ListedFile) -> bool:
+    """Return whether a file may be from torch.save, or a converted one, by its name."""
     return found.path.suffix in (".pt", ".json")
 
 
-def is_companion(found: Found, names: Container[str]) -> bool:
-    """Say whether a file holds the tensors of a converted one."""
+def is_companion(found: ListedFile, names: Container[str]) -> bool:
+    """Return whether a file holds the tensors of a converted file."""
     stem, _, suffix = found.name.rpartition(".")
     return suffix == "safetensors" and f"{stem}.json" in names
 
@@ -116,8 +118,8 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (here / each for each in sorted(names) if not each.startswith("."))
 
 
-def _leads_nowhere(path: Path) -> bool:
-    """Say whether a link leads to itself: no file can lie behind it, so nothing is left out."""
+def _is_circular(path: Path) -> bool:
+    """Return whether a link leads to itself; there is no file behind it to leave out."""
     try:
         path.stat()
     except OSError as error:
@@ -125,7 +127,7 @@ def _leads_nowhere(path: Path) -> bool:
     return False
 
 
-def _leads_out(path: Path, root: Path) -> Problem | None:
+def _outside_of(path: Path, root: Path) -> Problem | None:
     try:
         confine(path.absolute(), [root])
     except StagescopeError as error:
@@ -133,34 +135,33 @@ def _leads_out(path: Path, root: Path) -> Problem | None:
     return None
 
 
-def missing_places(
+def missing_parts(
     kinds: Mapping[str, set[tuple[int, Part]]], *, every_rank: bool = False
 ) -> Iterator[tuple[str, tuple[int, Part]]]:
-    """Yield (kind, (rank, part)) of what a grid lacks that is whole otherwise.
+    """Yield the (kind, (rank, part)) that are missing from an otherwise complete grid.
 
-    Ranks may have different numbers of microbatches in each mini-batch (dynamic batches), so a
-    part of a rank is expected where that rank has a later one of its mini-batch, or has it in
-    another kind, or is in a later mini-batch without any of this one; or most ranks have it.
+    Ranks may have different numbers of microbatches in each mini-batch (dynamic batches). A part of
+    a rank is therefore expected if the rank has a later part of the same mini-batch, has the part
+    in another kind, or has a later mini-batch and nothing of this one; or if most ranks have it.
 
     Args:
-        kinds: kind -> the (rank, part) of it that are there. Every rank of any kind is expected in
-            all of them.
-        every_rank: ranks below the highest are expected, too.
+        kinds: kind -> its (rank, part) that exist. Every rank of any kind is expected in all kinds.
+        every_rank: also expect all ranks below the highest.
     """
     everything: set[tuple[int, Part]] = set().union(*kinds.values())
     ranks = sorted({rank for rank, _ in everything})
     ranks = list(range(ranks[-1] + 1)) if every_rank else ranks
     parts = sorted({part for _, part in everything})
     common = {p for p in parts if 2 * sum((rank, p) in everything for rank in ranks) > len(ranks)}
-    for kind, places in kinds.items():
+    for kind, present in kinds.items():
         for rank in ranks:
-            mine = sorted(part for at, part in everything if at == rank)
-            last = {_first_of(part): part for part in mine}  # of each mini-batch
+            of_rank = sorted(part for other, part in everything if other == rank)
+            last = {_first_of(part): part for part in of_rank}  # of each mini-batch
             end = max(last, default=_first_of(parts[0]))
             for part in parts:
                 first = _first_of(part)
                 expected = part in common or (first <= end and part <= last.get(first, first))
-                if expected and (rank, part) not in places:
+                if expected and (rank, part) not in present:
                     yield kind, (rank, part)
 
 
@@ -169,17 +170,25 @@ def _first_of(part: Part) -> Part:
     return dataclasses.replace(part, microbatch=0)
 
 
-def unknown(found: Found, kind: str) -> Problem:
-    """Return the problem of a file that a format does not have."""
+def unknown_file(found: ListedFile, kind: str) -> Problem:
+    """Return the problem of a file that is not part of a format."""
     return Problem(
         found.path, "unknown", f"{found.name} is no file of {kind}: it is left out of everything"
     )
 
 
-def untold(found: Found, kind: str) -> Problem:
-    """Return the problem of a file that does not say that it is of a format told by content.
+def unrecognized_file(found: ListedFile, kind: str) -> Problem:
+    """Return the problem of a file whose content does not identify it as of a format.
 
-    A saved one that is damaged may be a file of it: it is never passed over as one of others.
+    A damaged .pt or .json file may still belong to the format: its damage is reported instead.
     """
     error = damage_of(found.path) if is_saved(found) else None
-    return unknown(found, kind) if error is None else Problem.of(found.path, error)
+    return unknown_file(found, kind) if error is None else Problem.of(found.path, error)
+
+
+def modified_at(path: Path) -> float:
+    """Return when a file was written, in Unix seconds; 0 if it no longer exists."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

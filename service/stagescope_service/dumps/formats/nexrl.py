@@ -3,32 +3,45 @@
 `{directory}/{type}/step_{N:06d}[_rank{r}[_micro{m}]].{pt,jsonl}`, a dict a file, as NexRL 1.4's
 DataDumper writes them (its Weaver service by its documentation). A training without a global step
 writes step -1, `step_-00001`.
+
+NexRL's file names have a rank and a microbatch only. In an export of this project
+(`nexrl_writer`), `stagescope.json` beside the directories records the place of each file, so that
+an export can be compared with its source. NexRL's scripts ignore that file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.formats.columns import Columns, collect_rows, flatten, name_samples
+from stagescope_service.dumps.formats.columns import (
+    Columns,
+    RowIds,
+    collect_rows,
+    flatten,
+    name_samples,
+)
 from stagescope_service.dumps.formats.content import SUFFIXES, read_content
 from stagescope_service.dumps.formats.listing import (
     FileDump,
-    Found,
+    ListedFile,
     entry_order,
     files_of,
     is_companion,
-    missing_places,
-    unknown,
+    missing_parts,
+    unknown_file,
 )
-from stagescope_service.dumps.formats.nexrl_places import NAME, read_places
+from stagescope_service.dumps.pickles.torch_file import FileValue
 from stagescope_service.dumps.records import Entry, Place, Problem, Record
+from stagescope_service.store.tensorfile import disk_errors
 
 KIND: Final = "nexrl"
 TYPES: Final[Mapping[str, str]] = {
@@ -47,7 +60,7 @@ TYPES: Final[Mapping[str, str]] = {
 """Subdirectory -> section."""
 
 MICRO_TYPES: Final = ("batch_inputs", "forward_data", "is_loss_debug", "loss")
-"""Those that have a file for each rank and microbatch."""
+"""Types that have a file for each rank and microbatch."""
 
 _NAME: Final = re.compile(r"step_(-?\d{5,18})(?:_rank(\d{1,9})(?:_micro(\d{1,9}))?)?\Z")
 _TENSOR_NAMES: Final = {"ref_log_prob": "ref_log_probs", "logprobs": "log_probs"}
@@ -58,17 +71,17 @@ _MASKS: Final = {
     "is_loss_debug": ("effective_valid", "response_mask"),
     "batch_inputs": ("response_mask", "loss_mask", "attention_mask"),
 }
-_FILE_WORDS: Final = ("step", "rank", "micro_idx")
-_BESIDE: Final = frozenset(
+_FILE_FIELDS: Final = ("step", "rank", "micro_idx")
+_METADATA: Final = frozenset(
     {"shape", "log_probs_shape", "entropy_shape", "batch_info", "extra_info", "num_trajectories",
      "num_datums", "dtype", "norm", "mean", "std"}
 )  # fmt: skip
-"""What NexRL says about tensors that lie in the same file."""
+"""NexRL's metadata about the tensors of the same file."""
 _ROW_TEXTS: Final = ("group_id", "run_id", "task_id", "uid")
 
 
-def place_of(name: str) -> tuple[str, Place] | None:
-    """Return the type and place of a file by its name below the directory; None if it has none."""
+def place_of_file(name: str) -> tuple[str, Place] | None:
+    """Return the type and place in a file's name below the directory; None for other names."""
     kind, _, file = name.rpartition("/")
     stem, dot, suffix = file.rpartition(".")
     match = _NAME.match(stem)
@@ -82,21 +95,21 @@ def place_of(name: str) -> tuple[str, Place] | None:
     )
 
 
-def holds_nexrl(found: Sequence[Found]) -> bool:
-    """Say whether any of the files is one of NexRL's."""
+def holds_nexrl(found: Sequence[ListedFile]) -> bool:
+    """Return whether any of the files is one of NexRL's."""
     return any(_is_nexrl(each) for each in found)
 
 
-def _is_nexrl(found: Found) -> bool:
-    return place_of(_name_of(found)) is not None
+def _is_nexrl(found: ListedFile) -> bool:
+    return place_of_file(_name_of(found)) is not None
 
 
-def _name_of(found: Found) -> str:
+def _name_of(found: ListedFile) -> str:
     return "/".join(found.path.parts[-2:])
 
 
 def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
-    """List a directory of NexRL's; nothing of its files is read.
+    """List a directory of NexRL's without reading its files.
 
     Args:
         path: the directory that holds `trajectory/`, `forward_data/`, ..., or one above it, or
@@ -106,12 +119,12 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
     Raises:
         NotFound: no such directory, or none of its files is NexRL's.
         InvalidInput: it holds several of NexRL's dumps.
-        TooLarge: more files than a dump has.
-        StoreError: the disk refused.
+        TooLarge: more than `listing.MOST_FILES` files.
+        StoreError: the disk reported an error.
     """
     found, problems = files_of(path.absolute())
-    ours = [each for each in found if _is_nexrl(each)]
-    roots = {each.path.parent.parent for each in ours}
+    nexrl_files = [each for each in found if _is_nexrl(each)]
+    roots = {each.path.parent.parent for each in nexrl_files}
     if len(roots) > 1:
         raise InvalidInput(
             f"{path} holds {len(roots)} dumps of NexRL's: {', '.join(sorted(map(str, roots))[:5])}",
@@ -126,62 +139,62 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
     names = {each.name for each in found}
     for each in found:
         below = each.path.is_relative_to(root)
-        known = _is_nexrl(each) or is_companion(each, names) or each.path == root / NAME
-        if below and not known:
-            problems.append(unknown(each, "a NexRL dump"))
-    entries, twice = _entries_of(ours)
-    places = read_places(root)
-    entries = [_as_it_was(entry, places) for entry in entries]
+        recognized = _is_nexrl(each) or is_companion(each, names) or each.path == root / INDEX_NAME
+        if below and not recognized:
+            problems.append(unknown_file(each, "a NexRL dump"))
+    entries, duplicates = _entries_of(nexrl_files)
+    index = read_index(root)
+    entries = [_with_indexed_place(entry, index) for entry in entries]
     chosen = [entry for entry in entries if step in (None, entry.place.step)]
-    problems += twice
-    if places and not path.is_file():
-        problems += _lost(root, places, step)
+    problems += duplicates
+    if index and not path.is_file():
+        problems += _missing_indexed(root, index, step)
     elif not path.is_file():
         problems += missing_files(root, chosen)
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
 
 
-def _entries_of(found: Iterable[Found]) -> tuple[list[Entry], list[Problem]]:
+def _entries_of(found: Iterable[ListedFile]) -> tuple[list[Entry], list[Problem]]:
     entries: dict[tuple[str, Place], Entry] = {}
     problems: list[Problem] = []
     for each in sorted(found, key=lambda each: SUFFIXES.index(each.path.suffix)):
-        placed = place_of(_name_of(each))
-        assert placed is not None
-        kind, place = placed
-        entry = Entry(TYPES[kind], place, each.path, each.bytes, kind)
-        if placed in entries:
-            problems.append(_twice(each, entries[placed]))
+        key = place_of_file(_name_of(each))
+        assert key is not None
+        kind, place = key
+        if key in entries:
+            problems.append(_duplicate(each, entries[key]))
         else:
-            entries[placed] = entry
+            entries[key] = Entry(TYPES[kind], place, each.path, each.bytes, kind)
     return list(entries.values()), problems
 
 
-def _as_it_was(entry: Entry, places: Mapping[str, Place]) -> Entry:
-    """Return an entry of an export at the place that it had before."""
-    place = places.get("/".join(entry.path.parts[-2:]))
+def _with_indexed_place(entry: Entry, index: Mapping[str, Place]) -> Entry:
+    """Return an entry of an export with the place that it had in the exported dump."""
+    place = index.get("/".join(entry.path.parts[-2:]))
     return entry if place is None else dataclasses.replace(entry, place=place)
 
 
-def _lost(root: Path, places: Mapping[str, Place], step: int | None) -> list[Problem]:
-    """Return the files that an export had and that are not there."""
+def _missing_indexed(root: Path, index: Mapping[str, Place], step: int | None) -> list[Problem]:
+    """Return the files in the index of an export that do not exist."""
     return [
         _missing(root / name, name.partition("/")[0], place)
-        for name, place in places.items()
+        for name, place in index.items()
         if step in (None, place.step) and not (root / name).exists()
     ]
 
 
-def _twice(found: Found, other: Entry) -> Problem:
+def _duplicate(found: ListedFile, other: Entry) -> Problem:
     return Problem(
         found.path,
         "superseded",
-        f"{found.name} and {other.path.name} are of one place: only {other.path.name} is read",
+        f"{found.name} and {other.path.name} are of the same step, rank and microbatch: only "
+        f"{other.path.name} is read",
         other,
     )
 
 
 def missing_files(root: Path, entries: Iterable[Entry]) -> list[Problem]:
-    """Return the files that a step's ranks and microbatches lack where others have them.
+    """Return the files that a step's ranks and microbatches lack and others have.
 
     Ranks are numbered from 0, and every rank writes: those below the highest are expected.
     """
@@ -194,10 +207,10 @@ def missing_files(root: Path, entries: Iterable[Entry]) -> list[Problem]:
             suffixes[entry.key] = entry.path.suffix
     problems: list[Problem] = []
     for step, types in steps.items():
-        grid = {kind: places for kind, places in types.items() if kind in MICRO_TYPES}
-        others = [{kind: places} for kind, places in types.items() if kind not in MICRO_TYPES]
+        grid = {kind: parts for kind, parts in types.items() if kind in MICRO_TYPES}
+        others = [{kind: parts} for kind, parts in types.items() if kind not in MICRO_TYPES]
         for kinds in (grid, *others):
-            for kind, (rank, part) in missing_places(kinds, every_rank=True) if kinds else ():
+            for kind, (rank, part) in missing_parts(kinds, every_rank=True) if kinds else ():
                 name = f"step_{step:06d}_rank{rank}"
                 name += f"_micro{part.microbatch}" if kind in MICRO_TYPES else ""
                 file = root / kind / (name + suffixes[kind])
@@ -207,7 +220,7 @@ def missing_files(root: Path, entries: Iterable[Entry]) -> list[Problem]:
 
 def _missing(path: Path, kind: str, place: Place) -> Problem:
     if kind not in TYPES:
-        raise InvalidTensor(f"{path.parent.parent / NAME} names {kind}/{path.name}")
+        raise InvalidTensor(f"{path.parent.parent / INDEX_NAME} names {kind}/{path.name}")
     return Problem(
         path,
         "missing",
@@ -221,30 +234,36 @@ def read_entry(entry: Entry) -> Record:
     """Read one file; see `records.Dump.read`."""
     data = read_content(entry.path)
     if entry.path.suffix == ".jsonl":
-        data = _joined(data, entry.path)
+        assert isinstance(data, list)
+        data = _join_lines(data, entry.path)
     if not isinstance(data, dict):
         raise InvalidTensor(
             f"{entry.path} holds a {type(data).__name__}", expected="a dict, as NexRL writes it"
         )
-    words = {name: data.pop(name) for name in _FILE_WORDS if name in data}
-    found = Columns(about={"file": words} if words else {})
+    fields = {name: data.pop(name) for name in _FILE_FIELDS if name in data}
+    found = Columns(about={"file": fields} if fields else {})
     if entry.path.suffix == ".jsonl":
         found.about["dtypes"] = "not known: JSON has one kind of whole and one of other numbers"
-    for name in _BESIDE.intersection(data):
+    for name in _METADATA.intersection(data):
         found.add_about(name, data.pop(name))
     return _READERS.get(entry.key, _read_tensors)(entry, data, found)
 
 
-def _joined(lines: list[Any], path: Path) -> Any:
+def _join_lines(lines: list[FileValue], path: Path) -> FileValue:
+    """Return the trajectories of several lines as those of one."""
     if len(lines) == 1:
         return lines[0]
-    if not lines or not all(isinstance(each, dict) and "trajectories" in each for each in lines):
+    batches = [each for each in lines if isinstance(each, dict) and "trajectories" in each]
+    if not batches or len(batches) != len(lines):
         raise InvalidTensor(f"{path} holds {len(lines)} lines", expected="one, as NexRL writes it")
-    rows = [row for line in lines for row in line["trajectories"]]
-    return {**lines[0], "trajectories": rows, "num_trajectories": len(rows)}
+    rows: list[FileValue] = []
+    for batch in batches:
+        found = batch["trajectories"]
+        rows += found if isinstance(found, list) else [found]
+    return {**batches[0], "trajectories": rows, "num_trajectories": len(rows)}
 
 
-def _read_tensors(entry: Entry, data: dict[str, Any], found: Columns) -> Record:
+def _read_tensors(entry: Entry, data: dict[str, FileValue], found: Columns) -> Record:
     metrics = data.pop("metrics", None)
     if isinstance(metrics, dict):
         data |= flatten(metrics, "metrics/")
@@ -252,56 +271,56 @@ def _read_tensors(entry: Entry, data: dict[str, Any], found: Columns) -> Record:
         found.add(_TENSOR_NAMES.get(name, name), value)
     masks = _MASKS.get(entry.key, ())
     mask = next((name for name in masks if name in found.tensors), None)
-    samples = _said_samples(found)
-    return Record(entry, found.tensors, found.numbers, samples, mask=mask, about=found.remarks())
+    samples = _sample_ids(found)
+    return Record(entry, found.tensors, found.numbers, samples, mask=mask, about=found.metadata())
 
 
-def _said_samples(found: Columns) -> tuple[str, ...] | None:
-    """Return the sample_uids that our own export says beside the rows; NexRL says none."""
+def _sample_ids(found: Columns) -> RowIds:
+    """Return the sample_uids in the metadata of this project's exports; NexRL writes none."""
     for name in ("extra_info", "batch_info"):
-        said = found.about.get(name)
-        names = said.get("sample_ids") if isinstance(said, dict) else None
+        info = found.about.get(name)
+        names = info.get("sample_ids") if isinstance(info, dict) else None
         if isinstance(names, list) and all(isinstance(each, str) for each in names):
             rows = {wire[1][0] for wire in found.tensors.values() if wire[1]}
             return tuple(names) if rows == {len(names)} else None
     return None
 
 
-def _read_metrics(entry: Entry, data: dict[str, Any], found: Columns) -> Record:
+def _read_metrics(entry: Entry, data: dict[str, FileValue], found: Columns) -> Record:
     metrics = data.pop("metrics", None)
     for name, value in flatten(metrics if isinstance(metrics, dict) else {}).items():
         found.add(name, value)
-    return Record(entry, found.tensors, found.numbers, about=found.remarks())
+    return Record(entry, found.tensors, found.numbers, about=found.metadata())
 
 
-def _read_parameter(entry: Entry, data: dict[str, Any], found: Columns) -> Record:
+def _read_parameter(entry: Entry, data: dict[str, FileValue], found: Columns) -> Record:
     name = str(data.pop("param_name", entry.key))
     found.add(name, data.pop(entry.key, None))
-    more = data.pop("more", None)  # of our own export: NexRL's files have one
+    more = data.pop("more", None)  # of this project's exports: NexRL's files have one parameter
     for other, value in {**data, **(more if isinstance(more, dict) else {})}.items():
         found.add(other, value)
-    return Record(entry, found.tensors, found.numbers, about=found.remarks())
+    return Record(entry, found.tensors, found.numbers, about=found.metadata())
 
 
-def _read_rows(entry: Entry, data: dict[str, Any], found: Columns) -> Record:
+def _read_rows(entry: Entry, data: dict[str, FileValue], found: Columns) -> Record:
     is_datums = entry.key == "datums"
     rows = data.pop("datums" if is_datums else "trajectories", None)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InvalidTensor(f"{entry.path} holds no list of {entry.key}", expected="dicts in it")
-    flat = [_flat_row(row) for row in rows]
-    found.join(collect_rows(flat, names={} if is_datums else _TRAJECTORY_NAMES))
+    flat = [_flat_row(row) for row in rows if isinstance(row, dict)]
+    found.merge(collect_rows(flat, names={} if is_datums else _TRAJECTORY_NAMES))
     for name, value in data.items():
         if not isinstance(value, list) or any(item != [] for item in value):
-            found.add(name, value)  # NexRL writes an empty list a row where it has no advantages
+            found.add(name, value)  # NexRL writes an empty list a row if there are no advantages
     mask = "loss_fn_inputs/loss_mask" if is_datums else "loss_mask"
     groups, samples = name_samples(flat, found)
     return Record(
         entry, found.tensors, found.numbers, samples, groups, found.texts,
-        mask if mask in found.tensors else None, found.remarks(),
+        mask if mask in found.tensors else None, found.metadata(),
     )  # fmt: skip
 
 
-def _flat_row(row: dict[str, Any]) -> dict[str, Any]:
+def _flat_row(row: dict[str, FileValue]) -> dict[str, FileValue]:
     extra = row.get("extra_fields")
     if isinstance(extra, dict):
         row = {**extra, **{name: value for name, value in row.items() if name != "extra_fields"}}
@@ -309,7 +328,7 @@ def _flat_row(row: dict[str, Any]) -> dict[str, Any]:
     return flatten({**row, **texts})
 
 
-_Reader = Callable[[Entry, dict[str, Any], Columns], Record]
+_Reader: TypeAlias = Callable[[Entry, dict[str, FileValue], Columns], Record]
 _READERS: Final[Mapping[str, _Reader]] = {
     "trajectory": _read_rows,
     "prepared_trajectories": _read_rows,
@@ -318,3 +337,66 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "param": _read_parameter,
     "gradient": _read_parameter,
 }
+
+
+INDEX_NAME: Final = "stagescope.json"
+_INDEX_VERSION: Final = 1
+_MOST_INDEX_BYTES: Final = 64 << 20
+
+
+def write_index(directory: Path, places: Mapping[str, Place]) -> None:
+    """Write the place of each file, by its name below the directory, atomically.
+
+    Raises:
+        StoreError: the disk reported an error.
+    """
+    files = {
+        name: {"step": place.step, "stage": place.stage, "role": place.role, "rank": place.rank,
+               "part": [*dataclasses.astuple(place.part)]}
+        for name, place in sorted(places.items())
+    }  # fmt: skip
+    path = directory / INDEX_NAME
+    with disk_errors(path):
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{INDEX_NAME}")
+        index = {"version": _INDEX_VERSION, "files": files}
+        temporary.write_text(json.dumps(index), encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def read_index(directory: Path) -> dict[str, Place]:
+    """Return the places that `write_index` wrote; empty if the directory is not an export.
+
+    Raises:
+        InvalidTensor: the file is damaged, or of an unknown version.
+        StoreError: the disk reported an error.
+    """
+    path = directory / INDEX_NAME
+    with disk_errors(path):
+        if not path.is_file():
+            return {}
+        if path.stat().st_size > _MOST_INDEX_BYTES:
+            most = f"at most {_MOST_INDEX_BYTES} bytes"
+            raise InvalidTensor(f"{path} is too large", expected=most)
+        text = path.read_bytes()
+    try:
+        index = json.loads(text)
+        if index["version"] != _INDEX_VERSION:
+            wrong = f"{path} has version {index['version']!r}"
+            raise InvalidTensor(wrong, expected=str(_INDEX_VERSION))
+        return {str(name): _parse_place(fields) for name, fields in index["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidTensor(f"{path} cannot be read: {error!r:.200}") from error
+
+
+def _parse_place(fields: Mapping[str, object]) -> Place:
+    step, stage, role, rank, part = (
+        fields[name] for name in ("step", "stage", "role", "rank", "part")
+    )
+    if not isinstance(part, list) or len(part) != 4 or not all(type(n) is int for n in part):
+        raise ValueError(f"part {part!r}")
+    if not (step is None or type(step) is int) or not (rank is None or type(rank) is int):
+        raise ValueError(f"numbers {[step, rank]!r}")
+    if not isinstance(stage, str | None) or not isinstance(role, str | None):
+        raise ValueError(f"names {[stage, role]!r}")
+    return Place(step, stage, role, rank, Part(*part))

@@ -1,4 +1,4 @@
-"""Rows of a record as NexRL's dicts of lists: trajectories and datums."""
+"""The rows of a record as NexRL's dicts of lists: trajectories and datums."""
 
 from __future__ import annotations
 
@@ -6,41 +6,42 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from stagescope_service.dumps.pickles.torch_file import FileTensor
+from stagescope.batch import Tensor
+from stagescope.batch import widened as widen
+from stagescope.batch.data import Array
+from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import Record
 from stagescope_service.store.tensorfile import WireTensor
 
-Array = np.ndarray[Any, Any]
+RowValue: TypeAlias = "str | int | float | Array"
+"""A text, or a number or array of a tensor's row."""
 
 _EXTRA_FIELDS: Final = ("group_id", "run_id", "uid", "task_id", "score", "temperature")
-SAID_OF_A_TRAJECTORY: Final = frozenset(
+TRAJECTORY_TENSORS: Final = frozenset(
     {
         "tokens", "loss_mask", "response_mask", "attention_mask", "rewards", "advantages",
         "is_val", *_EXTRA_FIELDS,
     }
 )  # fmt: skip
-"""Tensors that find a place in NexRL's trajectories."""
+"""Tensors that NexRL's trajectories can hold."""
 _NUMBERS: Final = ("run_id", "task_id")
 
 
 def widened(tensor: WireTensor) -> Array:
     """Return a tensor's values; bfloat16 as float32, which is exact."""
-    tag, _, values, _ = tensor
-    if tag == "bfloat16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values
+    return widen(Tensor(tensor[0], tensor[2]))
 
 
 def values_of(tensor: WireTensor, *, exact: bool = True) -> Sequence[Array]:
-    """Return the rows of a tensor: of ragged ones each with its own length.
+    """Return the rows of a tensor; ragged ones each with its own length.
 
     Args:
         tensor: [rows], [rows, ...] or ragged.
-        exact: bfloat16 stays as it travels; else it is widened.
+        exact: keep bfloat16 as uint16; else widen it.
     """
     values, offsets = tensor[2] if exact else widened(tensor), tensor[3]
     if offsets is None:
@@ -57,9 +58,9 @@ def padded(rows: Sequence[Array]) -> Array:
     return found
 
 
-def rows_of(record: Record) -> Iterator[dict[str, Any]]:
+def rows_of(record: Record) -> Iterator[dict[str, RowValue]]:
     """Yield each row of a record: name -> array, number or text; `group_id` and `run_id` too."""
-    columns: dict[str, Sequence[Any]] = {
+    columns: dict[str, Sequence[RowValue]] = {
         name: values_of(wire, exact=False) for name, wire in record.tensors.items()
     }
     columns |= record.row_texts
@@ -76,27 +77,27 @@ def rows_of(record: Record) -> Iterator[dict[str, Any]]:
         yield {name: values[row] for name, values in columns.items()}
 
 
-def trajectory(row: Mapping[str, Any], *, is_val: bool = False) -> dict[str, Any]:
-    """Return one trajectory as NexRL's DataDumper writes it, and its `advantages` where it has.
+def trajectory(row: Mapping[str, RowValue], *, is_val: bool = False) -> dict[str, FileValue]:
+    """Return one trajectory as NexRL's DataDumper writes it, with its `advantages` if it has any.
 
-    `is_val` is said of a row that does not say it itself.
+    `is_val` is the default of a row without one.
 
-    A mask of the response alone is put behind zeros for the prompt; what `attention_mask` leaves
-    out is padding.
+    A mask of the response alone is preceded by zeros for the prompt; tokens outside of
+    `attention_mask` are padding.
     """
-    tokens = row["tokens"]
-    mask = row["loss_mask"] if "loss_mask" in row else row["response_mask"]
+    tokens = np.asarray(row["tokens"])
+    mask = np.asarray(row["loss_mask"] if "loss_mask" in row else row["response_mask"])
     mask = np.concatenate([np.zeros(len(tokens) - len(mask), mask.dtype), mask])
-    attention = row.get("attention_mask")
-    if attention is not None and len(attention) == len(tokens):
+    attention = np.asarray(row.get("attention_mask", ()))
+    if len(attention) == len(tokens):
         tokens, mask = tokens[attention != 0], mask[attention != 0]
-    found: dict[str, Any] = {
+    found: dict[str, FileValue] = {
         "tokens": tokens.tolist(),
         "loss_mask": mask.astype(np.int64).tolist(),
-        "reward": float(np.sum(row["rewards"])) if "rewards" in row else math.nan,
+        "reward": float(np.sum(np.asarray(row["rewards"]))) if "rewards" in row else math.nan,
         "is_val": bool(row.get("is_val", is_val)),
     }
-    extra = {name: _plain(name, row[name]) for name in _EXTRA_FIELDS if name in row}
+    extra: FileValue = {name: _plain(name, row[name]) for name in _EXTRA_FIELDS if name in row}
     if extra:
         found["extra_fields"] = extra
     if "advantages" in row:
@@ -104,28 +105,32 @@ def trajectory(row: Mapping[str, Any], *, is_val: bool = False) -> dict[str, Any
     return found
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: RowValue) -> FileValue:
     if isinstance(value, str):
         return int(value) if name in _NUMBERS and value.isdecimal() else value
-    return np.asarray(value).item()
+    found: FileValue = np.asarray(value).item()
+    return found
 
 
-def datum(row: Mapping[str, Any]) -> dict[str, Any]:
+def datum(row: Mapping[str, RowValue]) -> dict[str, FileValue]:
     """Return one datum: names with `/` become nested dicts, arrays lists."""
-    found: dict[str, Any] = {}
+    found: dict[str, FileValue] = {}
     for name, value in row.items():
         *above, last = name.split("/")
         inner = found
         for each in above:
-            inner = inner.setdefault(each, {})
+            below = inner.setdefault(each, {})
+            assert isinstance(below, dict)
+            inner = below
         inner[last] = value if isinstance(value, str) else np.asarray(value).tolist()
     return found
 
 
-def lists_in(value: Any) -> Any:
-    """Return a tree with every tensor as lists, as JSON holds it."""
+def lists_in(value: FileValue) -> FileValue:
+    """Return a tree in which every tensor is a list, as JSON holds it."""
     if isinstance(value, FileTensor):
-        return widened(value.wire).tolist()
+        values: FileValue = widened(value.wire).tolist()
+        return values
     if isinstance(value, dict):
         return {name: lists_in(item) for name, item in value.items()}
     return value

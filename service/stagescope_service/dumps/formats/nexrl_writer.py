@@ -1,13 +1,12 @@
-"""Writing any dump in NexRL's layout, so that scripts made for NexRL's files go on working.
+"""Writes any dump in NexRL's layout, so that scripts for NexRL's files can read it.
 
 Files and keys are those of NexRL 1.4's DataDumper and, for `is_loss_debug` and `batch_inputs`, of
-its Weaver service: see `nexrl`. NexRL numbers the microbatches of a rank and knows no other parts:
-where a dump has several stages, epochs or mini-batches, they are numbered on in that order, those
-of the update first, and `extra_info` says which each was, and the sample_uids of its rows; what
-each file was is also in `stagescope.json` (`nexrl_places`), by which our reader finds it again. A
-file
-of `param` or `gradient` is of one parameter; further ones, and those of further stages and parts
-(`name@stage.part`), stand under `more`.
+its Weaver service: see `nexrl`. NexRL numbers the microbatches of a rank and has no other parts.
+If a dump has several stages, epochs or mini-batches, they are numbered consecutively in that order,
+those of the update first; `extra_info` holds the stage and part of each and the sample_uids of its
+rows, and `stagescope.json` the place of each file, which `nexrl.open_nexrl` reads. A file of
+`param` or `gradient` is of one parameter; further ones, and those of further stages and parts
+(`name@stage.part`), are under `more`.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
+from stagescope.batch.data import Array
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.formats.nexrl_places import write_places
+from stagescope_service.dumps.formats.nexrl import write_index
 from stagescope_service.dumps.formats.nexrl_rows import (
-    SAID_OF_A_TRAJECTORY,
+    TRAJECTORY_TENSORS,
     datum,
     lists_in,
     padded,
@@ -38,8 +38,8 @@ from stagescope_service.dumps.formats.nexrl_rows import (
 )
 from stagescope_service.dumps.formats.slime import EVAL_STAGE
 from stagescope_service.dumps.joining.join import join
-from stagescope_service.dumps.pickles.torch_file import FileTensor, save_torch_file
-from stagescope_service.dumps.records import Dump, Entry, Place, Record
+from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, save_torch_file
+from stagescope_service.dumps.records import Dump, Entry, Place, Record, mapping
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
 FORMATS: Final = ("pt", "jsonl")
@@ -48,21 +48,25 @@ _LOSSES: Final = ("loss", "pg_loss", "entropy_loss")
 _MICRO: Final[Mapping[str, str]] = {
     "forward_data": "forward_data", "is_loss": "is_loss_debug", "batch_inputs": "batch_inputs",
 }  # fmt: skip
-_OF_ROLLOUTS: Final = ("rollout_log_probs", "round_ids", "turn_ids", "versions")
+_ROLLOUT_TENSORS: Final = ("rollout_log_probs", "round_ids", "turn_ids", "versions")
 _NOT_IN_FILES: Final = (
     "numbers that were logged where no tensor is kept, if any: they are in the service's "
     "catalogue alone, not in these files (stagescope series)"
 )
+_Fields: TypeAlias = "dict[str, FileValue]"
+_MicroKey: TypeAlias = "tuple[int, int]"
+"""(rank, microbatch), as in the name of a file."""
 _SHARDS: Final = {"gradients": "gradient", "parameters": "param"}
 
 
 @dataclasses.dataclass
 class Exported:
-    """What was written.
+    """The result of an export.
 
     Attributes:
-        files, bytes: how many.
-        left_out: what NexRL's layout has no place for, or could not be read, in words.
+        files, bytes: number of files written, and their size.
+        left_out: messages about everything that NexRL's layout cannot hold or that could not be
+            read.
     """
 
     files: int = 0
@@ -74,15 +78,15 @@ def write_nexrl(dump: Dump, directory: Path, format: str = "pt") -> Exported:
     """Write a dump as `{directory}/{type}/step_{N:06d}[_rank{r}[_micro{m}]].{format}`.
 
     Args:
-        dump: anybody's; entries without a step are written as step -1, as NexRL does.
-        directory: must be empty, or not be there.
+        dump: of any format; entries without a step are written as step -1, as NexRL does.
+        directory: must be empty, or not exist.
         format: 'pt' (torch is needed) or 'jsonl'.
 
     Raises:
         InvalidInput: another format.
         Conflict: the directory is not empty.
         MissingExtra: torch is not installed.
-        StoreError: the disk refused.
+        StoreError: the disk reported an error.
     """
     if format not in FORMATS:
         raise InvalidInput(f"format {format!r}", expected=f"one of {', '.join(FORMATS)}")
@@ -94,7 +98,7 @@ def write_nexrl(dump: Dump, directory: Path, format: str = "pt") -> Exported:
         steps[entry.place.step].append(entry)
     for step, entries in steps.items():
         writer.write_step(step, entries)
-    write_places(directory, writer.places)
+    write_index(directory, writer.places)
     if dump.kind == "own":
         writer.exported.left_out.append(_NOT_IN_FILES)
     writer.exported.left_out += [problem.message for problem in dump.problems]
@@ -108,7 +112,7 @@ class _Writer:
         self._format = format
         self.exported = Exported()
         self.places: dict[str, Place] = {}
-        """Name below the directory -> what a file of a microbatch was."""
+        """Name of a file below the directory -> its place in the dump."""
 
     def write_step(self, step: int | None, entries: Sequence[Entry]) -> None:
         """Write everything of one step."""
@@ -116,7 +120,7 @@ class _Writer:
         for entry in entries:
             sections[entry.section].append(entry)
         number = -1 if step is None else step
-        micros = _numbered(entries)
+        micros = _micro_indices(entries)
         losses = self._write_losses(number, sections["loss"], sections["metrics"], micros)
         for section, folder in _MICRO.items():
             self._write_micro(folder, number, sections[section], micros, losses)
@@ -140,23 +144,23 @@ class _Writer:
             except StagescopeError as error:
                 self._leave_out(str(error))
                 continue
-            for name, why in (record.about.get("left_out") or {}).items():
-                self._leave_out(f"{entry.path}: {name}: {why}")
+            for name, reason in mapping(record.about, "left_out").items():
+                self._leave_out(f"{entry.path}: {name}: {reason}")
             yield record
 
-    def _leave_out(self, what: str) -> None:
-        self.exported.left_out.append(what)
+    def _leave_out(self, message: str) -> None:
+        self.exported.left_out.append(message)
 
     def _save(
-        self, folder: str, step: int, data: dict[str, Any], *at: int, place: Place | None = None
+        self, folder: str, step: int, data: _Fields, *numbers: int, place: Place | None = None
     ) -> None:
-        words = ("rank", "micro")[: len(at)]
-        name = "".join(f"_{word}{number}" for word, number in zip(words, at, strict=True))
+        """Write a file; `numbers` are the rank and the microbatch, as far as it has them."""
+        labels = ("rank", "micro")[: len(numbers)]
+        name = "".join(f"_{label}{number}" for label, number in zip(labels, numbers, strict=True))
         path = self._directory / folder / f"step_{step:06d}{name}.{self._format}"
         if place is not None:
             self.places[f"{folder}/{path.name}"] = place
-        beside = dict(zip(("rank", "micro_idx"), at, strict=False))
-        data = {"step": step, **beside, **data}
+        data = {"step": step, **dict(zip(("rank", "micro_idx"), numbers, strict=False)), **data}
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}")
@@ -174,22 +178,23 @@ class _Writer:
         step: int,
         entries: Sequence[Entry],
         micros: Mapping[Entry, int],
-        losses: Mapping[tuple[int, int], Mapping[str, Any]],
+        losses: Mapping[_MicroKey, _Fields],
     ) -> None:
         for record in self._read(entries):
-            data: dict[str, Any] = {n: FileTensor(wire) for n, wire in _padded(record).items()}
+            tensors = _padded(record)
+            data: _Fields = {name: FileTensor(wire) for name, wire in tensors.items()}
             if folder == "forward_data":
-                shapes = {n: [*data[n].wire[1]] for n in ("log_probs", "entropy") if n in data}
-                data |= {f"{name}_shape": shape for name, shape in shapes.items()}
-            at = (record.entry.place.rank or 0, micros[record.entry])
+                shaped = [name for name in ("log_probs", "entropy") if name in tensors]
+                data |= {f"{name}_shape": [*tensors[name][1]] for name in shaped}
+            key = (record.entry.place.rank or 0, micros[record.entry])
             data |= record.numbers
             if folder == "is_loss_debug":
                 if "response_mask" in data:
                     data.setdefault("effective_valid", data["response_mask"])
-                if "loss" in losses.get(at, {}):
-                    data.setdefault("loss", losses[at]["loss"])
+                if "loss" in losses.get(key, {}):
+                    data.setdefault("loss", losses[key]["loss"])
             data |= _extra_info(record)
-            self._save(folder, step, data, *at, place=record.entry.place)
+            self._save(folder, step, data, *key, place=record.entry.place)
 
     def _write_losses(
         self,
@@ -197,53 +202,55 @@ class _Writer:
         losses: Sequence[Entry],
         metrics: Sequence[Entry],
         micros: Mapping[Entry, int],
-    ) -> Mapping[tuple[int, int], Mapping[str, Any]]:
-        """Write the losses of each rank and microbatch, and what it logged beside them."""
-        found: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
-        places: dict[tuple[int, int], Place] = {}
+    ) -> Mapping[_MicroKey, _Fields]:
+        """Write the losses of each rank and microbatch, and the other numbers that it logged."""
+        found: dict[_MicroKey, _Fields] = defaultdict(dict)
+        logged: dict[_MicroKey, _Fields] = defaultdict(dict)
+        places: dict[_MicroKey, Place] = {}
         ranked = [entry for entry in metrics if entry.place.rank is not None]
         for record in self._read([*losses, *ranked]):
-            at = (record.entry.place.rank or 0, micros[record.entry])
-            data, others = found[at], found[at].setdefault("metrics", {})
+            key = (record.entry.place.rank or 0, micros[record.entry])
+            data, others = found[key], logged[key]
             for name, value in _metrics(record).items():
                 short = name.rpartition("/")[2]
-                if record.entry.section == "loss" and short in _LOSSES and short not in data:
+                is_loss = record.entry.section == "loss" and short in _LOSSES
+                if is_loss and short not in data and isinstance(value, int | float):
                     data[short] = float(value)
                 else:
                     others[name.removeprefix("metrics/")] = value
             data |= _extra_info(record)
-            places[at] = record.entry.place
-        for at, data in sorted(found.items()):
-            if not data["metrics"]:
-                del data["metrics"]
-            self._save("loss", step, data, *at, place=places[at])
+            places[key] = record.entry.place
+        for key, data in sorted(found.items()):
+            metrics_field: _Fields = {"metrics": logged[key]} if logged[key] else {}
+            self._save("loss", step, {**metrics_field, **data}, *key, place=places[key])
         return found
 
     def _write_shards(self, folder: str, step: int, entries: Sequence[Entry]) -> None:
         ranks: dict[int, dict[str, WireTensor]] = defaultdict(dict)
         for record in self._read(entries):
             place = record.entry.place
-            held = ranks[place.rank or 0]
-            part = f"{place.stage}.{place.part}" if place.stage else str(place.part)
+            of_rank = ranks[place.rank or 0]
+            stage, part = place.stage, str(place.part)
+            suffix = f"{stage}.{part}" if stage else part
             for name, tensor in record.tensors.items():
-                held[name if name not in held else f"{name}@{part}"] = tensor
+                of_rank[name if name not in of_rank else f"{name}@{suffix}"] = tensor
         for rank, tensors in sorted(ranks.items()):
             if not tensors:
                 continue
             name, *others = sorted(tensors)
             tensor = tensors[name]
-            data = {"param_name": name, folder: FileTensor(tensor), **_described(tensor)}
+            data: _Fields = {"param_name": name, folder: FileTensor(tensor), **_statistics(tensor)}
             if others:
                 data["more"] = {other: FileTensor(tensors[other]) for other in others}
             self._save(folder, step, data, rank)
 
     def _write_old_log_probs(self, step: int, entries: Sequence[Entry]) -> None:
-        """Write the whole batch as one tensor: each sample once, rows padded on the right.
+        """Write the complete batch as one tensor: each sample once, rows padded on the right.
 
-        Beside it which of its values count, where that is known of all rows.
+        The mask of the values that count is written with it, if it is known for all rows.
         """
-        masks: list[np.ndarray[Any, Any]] = []
-        rows: list[np.ndarray[Any, Any]] = []
+        masks: list[Array] = []
+        rows: list[Array] = []
         tags: set[str] = set()
         samples: list[str] = []
         seen: set[str] = set()
@@ -255,8 +262,8 @@ class _Writer:
             tensor = record.tensors["old_log_probs"]
             tags.add(tensor[0])
             places.append(record.entry.place)
-            inside = record.tensors.get("response_mask")
-            mask = [] if inside is None else values_of(inside)
+            recorded = record.tensors.get("response_mask")
+            mask = [] if recorded is None else values_of(recorded)
             for row, values in enumerate(values_of(tensor)):
                 sample = record.samples[row] if record.samples else ""
                 if not sample or sample not in seen:
@@ -270,18 +277,20 @@ class _Writer:
             self._leave_out(f"step {step}: old_log_probs of several dtypes: {', '.join(tags)}")
             return
         values = padded(rows)
-        data: dict[str, Any] = {"old_log_probs": FileTensor(_as_wire(tags.pop(), values))}
+        data: _Fields = {"old_log_probs": FileTensor(_as_wire(tags.pop(), values))}
         if [*map(len, masks)] == [*map(len, rows)]:
             counted = padded(masks).astype(np.int64)
             data["response_mask"] = FileTensor(_as_wire("int64", counted))
-        info: dict[str, Any] = {"batch_size": len(rows)}
+        info: _Fields = {"batch_size": len(rows)}
         if all(samples):
-            info["sample_ids"] = samples
+            info["sample_ids"] = [*samples]
         data |= {"shape": [*values.shape], "batch_info": info}
-        self._save("old_log_probs", step, data, place=_shared(places))
+        self._save("old_log_probs", step, data, place=_shared_place(places))
 
     def _write_rows(self, step: int, entries: Sequence[Entry]) -> None:
-        datums = [datum(row) for record in self._read(entries) for row in rows_of(record)]
+        datums: list[FileValue] = [
+            datum(row) for record in self._read(entries) for row in rows_of(record)
+        ]
         if datums:
             self._save("datums", step, {"num_datums": len(datums), "datums": datums})
 
@@ -290,14 +299,14 @@ class _Writer:
         prepared = [entry for entry in entries if entry.key == "prepared_trajectories"]
         plain = [entry for entry in entries if entry.key != "prepared_trajectories"]
         for folder, chosen in (("trajectory", plain), ("prepared_trajectories", prepared)):
-            found: list[dict[str, Any]] = []
+            found: list[_Fields] = []
             seen: set[tuple[bool, str]] = set()
             dropped: set[str] = set()
             for record in self._read(chosen):
                 if "tokens" not in record.tensors or not record.mask:
-                    found = self._joined(step)
+                    found = self._joined_trajectories(step)
                     break
-                dropped.update(name for name in record.tensors if name not in SAID_OF_A_TRAJECTORY)
+                dropped.update(name for name in record.tensors if name not in TRAJECTORY_TENSORS)
                 is_val = record.entry.place.stage == EVAL_STAGE
                 rows = list(rows_of(record))
                 names = record.samples or ("",) * len(rows)
@@ -307,48 +316,48 @@ class _Writer:
                     seen.add((is_val, name))
             if not found:
                 continue
-            data: dict[str, Any] = {"num_trajectories": len(found), "trajectories": found}
-            advantages = [each.pop("advantages", None) for each in found]
+            data: _Fields = {"num_trajectories": len(found), "trajectories": [*found]}
+            advantages: list[FileValue] = [each.pop("advantages", None) for each in found]
             if folder == "prepared_trajectories" and None not in advantages:
                 data["advantages"] = advantages
             self._save(folder, number, data)
             if dropped:
-                what = f"NexRL's trajectories do not hold {', '.join(sorted(dropped))}"
-                self._leave_out(f"step {number}: {what}")
+                reason = f"NexRL's trajectories do not hold {', '.join(sorted(dropped))}"
+                self._leave_out(f"step {number}: {reason}")
 
-    def _joined(self, step: int | None) -> list[dict[str, Any]]:
-        """Return the trajectories of a step whose prompts and responses are apart."""
+    def _joined_trajectories(self, step: int | None) -> list[_Fields]:
+        """Return the trajectories of a step whose prompts and responses are separate tensors."""
         try:
             batch = join(self._dump, step)
-            unsaid = [name for name in _OF_ROLLOUTS if name in batch]
-            if unsaid:
-                what = f"NexRL's trajectories do not hold {', '.join(unsaid)}"
-                self._leave_out(f"step {step}: {what}")
+            dropped = [name for name in _ROLLOUT_TENSORS if name in batch]
+            if dropped:
+                reason = f"NexRL's trajectories do not hold {', '.join(dropped)}"
+                self._leave_out(f"step {step}: {reason}")
             return batch.as_nexrl_trajectories()
         except NotFound as error:
             self._leave_out(f"step {step}: trajectories: {error}")
             return []
 
 
-def _numbered(entries: Iterable[Entry]) -> dict[Entry, int]:
-    """Return the micro_idx of each entry that has one: see the head of this file."""
+def _micro_indices(entries: Iterable[Entry]) -> dict[Entry, int]:
+    """Return the micro_idx of each entry that has one; see the module's docstring."""
 
-    def piece(entry: Entry) -> tuple[Any, ...]:
+    def part_key(entry: Entry) -> tuple[bool, str, bool, str, Part]:
         place = entry.place
         role, stage = place.role or "", place.stage or ""
         return (role not in ("", "actor"), role, stage not in ("", _UPDATE), stage, place.part)
 
     chosen = [entry for entry in entries if entry.section in (*_MICRO, "loss", "metrics")]
-    pieces = sorted({piece(entry) for entry in chosen})
-    kinds = {(*each[:4], *dataclasses.astuple(each[4])[:3]) for each in pieces}
-    if len(kinds) <= 1:
+    keys = sorted({part_key(entry) for entry in chosen})
+    minibatches = {(*key[:4], dataclasses.replace(key[4], microbatch=0)) for key in keys}
+    if len(minibatches) <= 1:
         return {entry: entry.place.part.microbatch for entry in chosen}
-    numbers = {each: number for number, each in enumerate(pieces)}
-    return {entry: numbers[piece(entry)] for entry in chosen}
+    indices = {key: index for index, key in enumerate(keys)}
+    return {entry: indices[part_key(entry)] for entry in chosen}
 
 
-def _shared(places: Sequence[Place]) -> Place | None:
-    """Return of which stage a whole step's rows are; None where it is not said, or several are."""
+def _shared_place(places: Sequence[Place]) -> Place | None:
+    """Return the stage of a complete batch's rows as a place; None if unknown or not unique."""
     first = places[0]
     if first.stage is None or any(each.stage != first.stage for each in places):
         return None
@@ -356,15 +365,15 @@ def _shared(places: Sequence[Place]) -> Place | None:
     return Place(first.step, first.stage, part=part)
 
 
-def _metrics(record: Record) -> dict[str, Any]:
+def _metrics(record: Record) -> _Fields:
     lists = {name: lists_in(FileTensor(wire)) for name, wire in record.tensors.items()}
     return {**record.numbers, **lists}
 
 
-def _extra_info(record: Record) -> dict[str, Any]:
-    """Return what NexRL's own files said besides, or whose the rows of a file are and of what."""
-    said = record.about.get("extra_info")
-    found = dict(said) if isinstance(said, dict) else {}
+def _extra_info(record: Record) -> _Fields:
+    """Return the `extra_info` of NexRL's own files, with sample_uids, stage and part added."""
+    info = record.about.get("extra_info")
+    found: _Fields = dict(info) if isinstance(info, dict) else {}
     if record.samples is not None:
         found["sample_ids"] = list(record.samples)
     place = record.entry.place
@@ -381,12 +390,12 @@ def _padded(record: Record) -> dict[str, WireTensor]:
     }
 
 
-def _as_wire(tag: str, values: np.ndarray[Any, Any]) -> WireTensor:
+def _as_wire(tag: str, values: Array) -> WireTensor:
     return tag, values.shape, values, None
 
 
-def _described(tensor: WireTensor) -> dict[str, Any]:
-    """Return what NexRL says of a parameter; the numbers are of float64."""
+def _statistics(tensor: WireTensor) -> _Fields:
+    """Return NexRL's metadata of a parameter; the numbers are computed in float64."""
     tag, shape, _, _ = tensor
     values = widened(tensor).astype(np.float64).reshape(-1)
     return {

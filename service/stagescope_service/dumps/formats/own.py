@@ -1,8 +1,8 @@
-"""This project's own files: what captures, configuration and the ring kept of payloads.
+"""This project's own files: payloads that captures, the configuration or the ring kept.
 
 `{run}/{attempt key}/step_N/{stage}[/part]/{role}_rank{r}_{identity}_{seq}.safetensors`, one file a
-payload, or the files that the catalogue lists. Each section of a file is an entry: those that the
-file names (`store.kept`), or those of its stage (`stagescope.wire.keep`); masks are in each.
+payload, or the files that the catalogue lists. Each section of a file is an entry: those listed in
+the file (`store.kept`), or those of its stage (`stagescope.wire.keep`); masks are in each.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.listing import (
     FileDump,
-    Found,
+    ListedFile,
     entry_order,
     files_of,
-    missing_places,
-    unknown,
+    missing_parts,
+    modified_at,
+    unknown_file,
 )
 from stagescope_service.dumps.formats.msprobe_directory import operator_files
 from stagescope_service.dumps.formats.own_file import (
     ROW_OFFSETS,
-    completed,
-    mapping,
+    complete_place,
     read_section,
     sections_in,
 )
-from stagescope_service.dumps.records import Entry, Place, Problem
+from stagescope_service.dumps.records import Entry, Place, Problem, mapping
 from stagescope_service.store.tensorfile import describe_file
 
 KIND: Final = "own"
@@ -40,14 +40,17 @@ _FILE: Final = re.compile(r"(.{1,150})_rank(\d{1,9})_[0-9a-f]{12}_\d+\Z")
 _STEP: Final = re.compile(r"step_(\d{1,18}|unknown)\Z")
 _PART: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(\d+)\Z")
 
+_WorkKey: TypeAlias = "tuple[int | None, str | None, str | None]"
+"""(step, stage, role)"""
+
 
 def is_own(name: str) -> bool:
-    """Say whether a file's name is one of ours."""
+    """Return whether a file has the name of a kept file."""
     return name.endswith(".safetensors") and _FILE.match(Path(name).stem) is not None
 
 
-def holds_own(found: Sequence[Found]) -> bool:
-    """Say whether any of the files is one of ours."""
+def holds_own(found: Sequence[ListedFile]) -> bool:
+    """Return whether any of the files is a kept file."""
     return any(is_own(each.name) for each in found)
 
 
@@ -65,36 +68,38 @@ def open_own(path: Path, *, step: int | None = None) -> FileDump:
         StoreError: the disk refused.
     """
     found, problems = files_of(path)
-    ours = [each for each in found if is_own(each.name)]
-    known = {each.name for each in ours} | operator_files(each.name for each in found)
-    problems += [unknown(each, "this project's dumps") for each in found if each.name not in known]
-    if not ours:
+    kept = [each for each in found if is_own(each.name)]
+    recognized = {each.name for each in kept} | operator_files(each.name for each in found)
+    problems += [
+        unknown_file(each, "this project's dumps") for each in found if each.name not in recognized
+    ]
+    if not kept:
         raise NotFound(f"{path} holds no kept tensors", expected="*.safetensors of a run's steps")
-    places = ((each.path, place_in(each.path)) for each in ours)
-    dump = open_files(str(path), [each for each in places if step in (None, each[1].step)])
-    attempts = dump.about.get("attempts", [])
-    if len(attempts) > 1:
+    files = ((each.path, place_of_path(each.path)) for each in kept)
+    dump = open_files(str(path), [each for each in files if step in (None, each[1].step)])
+    attempts = dump.about.get("attempts")
+    if isinstance(attempts, list) and len(attempts) > 1:
         raise InvalidInput(
             f"{path} holds {len(attempts)} attempts: {', '.join(attempts[:5])}",
             expected="the directory of one attempt",
         )
-    problems += [*dump.problems, *_missing(dump.entries)]
+    problems += [*dump.problems, *_missing_entries(dump.entries)]
     return dataclasses.replace(dump, problems=problems)
 
 
 def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
-    """Make a dump of files that are known, as the catalogue lists them; reads headers only.
+    """Make a dump of given files, as the catalogue lists them; reads headers only.
 
     Args:
         name: of the dump, such as `run@attempt:step`.
-        files: each with its place; what a file itself says of its place fills what is unknown.
+        files: each with its place; unknown fields of it are filled from the metadata of the file.
             Of two files of one place the later written is read.
     """
     entries: dict[tuple[str, Place], Entry] = {}
     problems: list[Problem] = []
     attempts: dict[str, None] = {}
-    settings: Mapping[str, Any] = {}
-    for path, place in sorted(files, key=lambda file: _written(file[0])):
+    settings: Mapping[str, object] = {}
+    for path, place in sorted(files, key=lambda file: modified_at(file[0])):
         try:
             description = describe_file(path)
         except StagescopeError as error:
@@ -103,7 +108,7 @@ def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
         job = mapping(description.metadata, "job")
         if job.get("run") is not None:
             attempts[f"{job['run']}@{job.get('attempt_key')}"] = None
-        place = completed(place, job)
+        place = complete_place(place, job)
         settings = settings or mapping(job, "settings")
         shapes = (name for name in description.shapes if not name.endswith(ROW_OFFSETS))
         for section in sections_in(description.metadata, shapes):
@@ -112,14 +117,14 @@ def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
             if older is not None:
                 problems.append(_superseded(older, entry))
             entries[section, place] = entry
-    said = {"attempts": [*attempts], "settings": dict(settings)}
-    about = {name: value for name, value in said.items() if value}
+    described = {"attempts": [*attempts], "settings": dict(settings)}
+    about = {name: value for name, value in described.items() if value}
     found = sorted(entries.values(), key=entry_order)
     return FileDump(name, KIND, found, problems, read_section, about)
 
 
-def place_in(path: Path) -> Place:
-    """Return what the path of a kept file says of its place; see `store.artifacts`."""
+def place_of_path(path: Path) -> Place:
+    """Return the place that the path of a kept file names; see `store.artifacts`."""
     match = _FILE.match(path.stem)
     role, rank = (match[1], int(match[2])) if match else (None, None)
     step, stage, part = None, None, Part()
@@ -133,13 +138,6 @@ def place_in(path: Path) -> Place:
     return Place(step, stage, role, rank, part)
 
 
-def _written(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
 def _superseded(older: Entry, newer: Entry) -> Problem:
     return Problem(
         older.path,
@@ -150,21 +148,22 @@ def _superseded(older: Entry, newer: Entry) -> Problem:
     )
 
 
-def _missing(entries: Iterable[Entry]) -> list[Problem]:
-    kinds: dict[tuple[Any, ...], dict[str, dict[tuple[int, Part], Entry]]] = {}
+def _missing_entries(entries: Iterable[Entry]) -> list[Problem]:
+    works: dict[_WorkKey, dict[str, dict[tuple[int, Part], Entry]]] = {}
     for entry in entries:
         place = entry.place
         if place.rank is not None:
             work = (place.step, place.stage, place.role)
-            of_section = kinds.setdefault(work, {}).setdefault(entry.section, {})
+            of_section = works.setdefault(work, {}).setdefault(entry.section, {})
             of_section[place.rank, place.part] = entry
     problems: list[Problem] = []
-    for sections in kinds.values():
-        seen = {section: set(places) for section, places in sections.items()}
-        for section, (rank, part) in missing_places(seen):
+    for sections in works.values():
+        seen = {section: set(parts) for section, parts in sections.items()}
+        for section, (rank, part) in missing_parts(seen):
             like = next(iter(sections[section].values()))
             place = like.place._replace(rank=rank, part=part)
-            path = like.path.with_name(f"{place.role}_rank{rank}")
+            path = like.path.with_name(f"{like.place.role}_rank{rank}")
             entry = Entry(section, place, path, 0, section)
-            problems.append(Problem(path, "missing", f"{place} has no {section} here", entry))
+            message = f"{entry.place} has no {section} here"
+            problems.append(Problem(path, "missing", message, entry))
     return problems

@@ -1,7 +1,7 @@
 """A step's batch in one file (`stagescope batch --output`, `Batch.save`), as a dump.
 
-Each part of a stage is there as it was recorded, and each section of it is an entry, as in this
-project's own files: so a batch compares with the run that it was made of, and with any other dump.
+The file holds each part of a stage as it was recorded, and each section of a part is an entry, as
+in this project's own files. A batch can thus be compared with its run and with any other dump.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from stagescope.batch import Batch, BatchPart, Tensor
+from stagescope.batch.data import Array
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.keep import sections_of
 from stagescope.wire.schema import Part
@@ -23,23 +24,23 @@ from stagescope_service.dumps.formats.columns import Columns, number_of, unique_
 from stagescope_service.dumps.formats.content import damage_of
 from stagescope_service.dumps.formats.listing import (
     FileDump,
-    Found,
+    ListedFile,
     entry_order,
     files_of,
-    unknown,
+    unknown_file,
 )
-from stagescope_service.dumps.formats.own_file import OF_ROWS, mask_in, name_in_record
+from stagescope_service.dumps.formats.own_file import ROW_SECTIONS, mask_in, name_in_record
 from stagescope_service.dumps.records import SECTIONS, Entry, Place, Problem, Record
 from stagescope_service.store.tensorfile import WireTensor, describe_file
 
 KIND: Final = "batch"
 
-_WHOLE: Final = "whole"
-"""Key of a batch that has no parts: a microbatch, or rows that were taken out."""
+_NO_PARTS: Final = "whole"
+"""Key of a batch that has no parts: a microbatch, or selected rows."""
 
 
-def is_batch(found: Found) -> bool:
-    """Say whether a file is a saved batch, by its header."""
+def is_batch(found: ListedFile) -> bool:
+    """Return whether a file is a saved batch, by its header."""
     if found.path.suffix != ".safetensors":
         return False
     try:
@@ -48,8 +49,8 @@ def is_batch(found: Found) -> bool:
         return False
 
 
-def holds_batch(found: Sequence[Found]) -> bool:
-    """Say whether any of the files is a saved batch."""
+def holds_batch(found: Sequence[ListedFile]) -> bool:
+    """Return whether any of the files is a saved batch."""
     return any(map(is_batch, found))
 
 
@@ -64,37 +65,37 @@ def open_batch(path: Path, *, step: int | None = None) -> FileDump:
         NotFound: no such path, or no saved batch there.
         InvalidInput: several batches in the directory.
         InvalidTensor: the file is damaged.
-        TooLarge: more files than a dump has.
-        StoreError: the disk refused.
+        TooLarge: more than `listing.MOST_FILES` files.
+        StoreError: the disk reported an error.
     """
     found, problems = files_of(path)
-    ours = [each for each in found if is_batch(each)]
-    if not ours:
+    batches = [each for each in found if is_batch(each)]
+    if not batches:
         raise NotFound(
             f"{path} holds no saved batch", expected="what stagescope batch --output wrote"
         )
-    if len(ours) > 1:
+    if len(batches) > 1:
         raise InvalidInput(
-            f"{path} holds {len(ours)} batches: {', '.join(each.name for each in ours[:5])}",
+            f"{path} holds {len(batches)} batches: {', '.join(each.name for each in batches[:5])}",
             expected="one of these files",
         )
-    problems += [_problem_of(each) for each in found if each not in ours]
-    file = ours[0].path
+    problems += [_problem_of(each) for each in found if each not in batches]
+    file = batches[0].path
     batch = _loaded(file)
     entries = (
         [] if step not in (None, batch.step) else sorted(_entries(batch, file), key=entry_order)
     )
     problems += [Problem(file, "gap", f"the batch lacks: {gap.message}") for gap in batch.gaps]
     about = {"settings": batch.meta.get("settings") or {}, "source": _source(batch)}
-    said = {name: value for name, value in about.items() if value}
-    return FileDump(str(path), KIND, entries, problems, read_entry, said)
+    about = {name: value for name, value in about.items() if value}
+    return FileDump(str(path), KIND, entries, problems, read_entry, about)
 
 
 def read_entry(entry: Entry) -> Record:
     """Read one section of one part; see `records.Dump.read`."""
     batch = _loaded(entry.path)
     micro, own = batch, dict[str, Tensor]()
-    if entry.key != _WHOLE:
+    if entry.key != _NO_PARTS:
         part = batch.parts[int(entry.key)]
         names = _sections(part.stage, part.names, part.numbers)[entry.section]
         micro, own = _only(batch, names).microbatch(part), dict(part.own)
@@ -102,37 +103,39 @@ def read_entry(entry: Entry) -> Record:
         names = _sections(_text(batch, "stage"), [*batch], batch.numbers)[entry.section]
     found = Columns()
     for name in names:
-        _take(found, micro, name, own)
+        _add_value(found, micro, name, own)
     samples = groups = None
-    if entry.section in OF_ROWS and micro.rows:
-        said = micro.sample_ids
-        samples = None if said is None else unique_samples(said, found)
+    if entry.section in ROW_SECTIONS and micro.rows:
+        ids = micro.sample_ids
+        samples = None if ids is None else unique_samples(ids, found)
         groups = micro.strings.get("group_ids")
     texts = dict(micro.strings) if entry.section == "trajectories" and micro.rows else {}
     return Record(
         entry, found.tensors, found.numbers, samples, groups if groups and all(groups) else None,
         {n: each for n, each in texts.items() if n not in ("sample_ids", "group_ids")},
-        mask_in(entry.section, found.tensors), found.remarks(),
+        mask_in(entry.section, found.tensors), found.metadata(),
     )  # fmt: skip
 
 
-def _problem_of(found: Found) -> Problem:
-    """Return what is wrong with a file that is no batch, or not as far as it can be read."""
+def _problem_of(found: ListedFile) -> Problem:
+    """Return the problem of a file that is not a batch, or is damaged."""
     error = damage_of(found.path) if found.path.suffix == ".safetensors" else None
-    return unknown(found, "a saved batch") if error is None else Problem.of(found.path, error)
+    if error is not None:
+        return Problem.of(found.path, error)
+    return unknown_file(found, "a saved batch")
 
 
 def _loaded(path: Path) -> Batch:
     try:
-        written = path.stat()
+        status = path.stat()
     except OSError as error:
         raise NotFound(f"there is no file {path}") from error
-    return _load(path, written.st_mtime_ns, written.st_size)
+    return _load(path, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=3)
-def _load(path: Path, _written: int, _bytes: int) -> Batch:
-    """Open a file once for all of its entries; its tensors stay in the file."""
+def _load(path: Path, _modified: int, _bytes: int) -> Batch:
+    """Open a file once for all of its entries; its tensors are not copied from the file."""
     return Batch.load(path)
 
 
@@ -144,20 +147,20 @@ def _entries(batch: Batch, path: Path) -> Iterator[Entry]:
         place = Place(batch.step, _text(batch, "stage"), _text(batch, "role"), rank, part)
         size = sum(batch.tensor(name).values.nbytes for name in batch)
         for section in _sections(place.stage, [*batch], batch.numbers):
-            yield Entry(section, place, path, size, _WHOLE)
-    for at, of in enumerate(batch.parts):
-        # What was joined from another project's dump has no stages: its sections stand for them.
-        stage = None if of.stage in SECTIONS else of.stage
-        place = Place(batch.step, stage, of.role, of.rank, of.part)
-        size = sum(_bytes_of(batch, of, name) for name in of.names)
-        for section in _sections(of.stage, of.names, of.numbers):
-            yield Entry(section, place, path, size, str(at))
+            yield Entry(section, place, path, size, _NO_PARTS)
+    for index, recorded in enumerate(batch.parts):
+        # A batch joined from another project's dump has sections instead of stages.
+        stage = None if recorded.stage in SECTIONS else recorded.stage
+        place = Place(batch.step, stage, recorded.role, recorded.rank, recorded.part)
+        size = sum(_bytes_of(batch, recorded, name) for name in recorded.names)
+        for section in _sections(recorded.stage, recorded.names, recorded.numbers):
+            yield Entry(section, place, path, size, str(index))
 
 
 def _sections(
     stage: str | None, names: Sequence[str], numbers: Mapping[str, float]
 ) -> dict[str, list[str]]:
-    """Return section -> names; of a part that stands for a section itself there is the one."""
+    """Return section -> names; a part whose stage is a section has only that one."""
     if stage in SECTIONS:
         return {str(stage): [*names, *numbers]}
     return sections_of(stage, names, numbers)
@@ -172,7 +175,7 @@ def _bytes_of(batch: Batch, part: BatchPart, name: str) -> int:
 
 
 def _only(batch: Batch, names: Sequence[str]) -> Batch:
-    """Return a batch with these tensors alone, so that no others are cut to a part's rows."""
+    """Return a batch with these tensors alone, so that only they are cut to a part's rows."""
     return dataclasses.replace(
         batch,
         tensors={n: each for n, each in batch.tensors.items() if n in names},
@@ -180,31 +183,29 @@ def _only(batch: Batch, names: Sequence[str]) -> Batch:
     )
 
 
-def _take(found: Columns, micro: Batch, name: str, own: Mapping[str, Tensor]) -> None:
+def _add_value(found: Columns, micro: Batch, name: str, own: Mapping[str, Tensor]) -> None:
     if name in micro.numbers:
         found.numbers[name] = micro.numbers[name]
     elif name in micro:
         tag, values = micro.tensor(name)
-        known = name_in_record(name)
+        target = name_in_record(name)
         if values.ndim == 0:
-            found.numbers[known] = number_of(tag, values)
+            found.numbers[target] = number_of(tag, values)
         elif name in micro.lengths and name not in own and values.ndim == 2:
-            found.tensors[known] = _ragged(tag, values, micro.lengths[name], micro.side(name))
+            found.tensors[target] = _ragged(tag, values, micro.lengths[name], micro.side(name))
         else:
-            found.tensors[known] = (tag, values.shape, values, None)
+            found.tensors[target] = (tag, values.shape, values, None)
 
 
-def _ragged(
-    tag: str, values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], side: str
-) -> WireTensor:
-    """Return rows as they were recorded: without the padding that made them one width."""
-    at = np.arange(values.shape[1])
-    at = at[::-1] if side == "left" else at
-    flat = values[at < lengths[:, None]]
+def _ragged(tag: str, values: Array, lengths: Array, side: str) -> WireTensor:
+    """Return rows as they were recorded, without padding."""
+    token = np.arange(values.shape[1])
+    token = token[::-1] if side == "left" else token
+    flat = values[token < lengths[:, None]]
     return tag, flat.shape, flat, np.cumsum([0, *lengths], dtype=np.int64)
 
 
-def _source(batch: Batch) -> dict[str, Any]:
+def _source(batch: Batch) -> dict[str, object]:
     return {name: value for name, value in batch.source.items() if name != "files"}
 
 

@@ -1,8 +1,8 @@
 """slime's debug files: `--save-debug-rollout-data` and `--save-debug-train-data` (version 2).
 
 A rollout file is `{rollout_id, samples}`, a train file `{format_version: 2, rollout_id, rank,
-samples, dp_shards, ...}`; the user names both. Everything that a sample says of its tokens, but
-`tokens` itself, is of its response alone, unshifted and ragged: so it is here. A sample is named by
+samples, dp_shards, ...}`; the user names both. All per-token values of a sample except `tokens`
+cover its response alone, unshifted and ragged, and so they do in the records. A sample is named by
 its `index`, which both files have; its group is `group_index`.
 """
 
@@ -10,23 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from stagescope.batch.data import Array
 from stagescope.wire.errors import InvalidTensor, NotFound
-from stagescope_service.dumps.formats.columns import Columns, collect_rows, unique_samples
-from stagescope_service.dumps.formats.content import first_values, read_whole
+from stagescope_service.dumps.formats.columns import Columns, RowIds, collect_rows, unique_samples
+from stagescope_service.dumps.formats.content import first_values, read_shared
 from stagescope_service.dumps.formats.listing import (
     FileDump,
-    Found,
+    ListedFile,
     entry_order,
     files_of,
     is_companion,
     is_saved,
-    untold,
+    unrecognized_file,
 )
-from stagescope_service.dumps.pickles.torch_file import FileTensor
+from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import Entry, Place, Record
 from stagescope_service.store.tensorfile import WireTensor
 
@@ -36,7 +37,7 @@ EVAL_STAGE: Final = "eval"
 TRAIN_STAGE: Final = "actor_update"
 
 _PEEKED: Final = 400
-"""Values at the head of a train file, among which are the names in its first sample."""
+"""Values at the start of a train file that include the names in its first sample."""
 
 _NAMES: Final = {"loss_mask": "response_mask", "loss_masks": "response_mask", "reward": "rewards"}
 _TRAIN_NAMES: Final = {**_NAMES, "log_probs": "old_log_probs"}  # before the step's updates
@@ -49,16 +50,16 @@ _SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "forward_data": ("entropy",),
     "advantages": ("values", "advantages", "returns", "kl", "opd_reverse_kl"),
 }
-"""Sections of a train file beside its trajectories, with their tensors."""
+"""Sections of a train file other than its trajectories, with their tensors."""
 
 
 def is_slime(values: Sequence[str | int]) -> bool:
-    """Say whether a file is slime's by the first values in it."""
+    """Return whether a file is slime's, by the first values in it."""
     return "rollout_id" in values[:8] and "samples" in values[:16]
 
 
-def holds_slime(found: Sequence[Found]) -> bool:
-    """Say whether any of the files is slime's."""
+def holds_slime(found: Sequence[ListedFile]) -> bool:
+    """Return whether any of the files is slime's."""
     return any(is_slime(first_values(each.path)) for each in found if is_saved(each))
 
 
@@ -71,8 +72,8 @@ def open_slime(path: Path, *, step: int | None = None) -> FileDump:
 
     Raises:
         NotFound: no such path, or no debug file of slime's in it.
-        TooLarge: more files than a dump has.
-        StoreError: the disk refused.
+        TooLarge: more than `listing.MOST_FILES` files.
+        StoreError: the disk reported an error.
     """
     found, problems = files_of(path)
     names = {each.name for each in found}
@@ -82,7 +83,7 @@ def open_slime(path: Path, *, step: int | None = None) -> FileDump:
         if is_slime(values):
             entries += _entries_of(each, values)
         elif not is_companion(each, names):
-            problems.append(untold(each, "slime's debug data"))
+            problems.append(unrecognized_file(each, "slime's debug data"))
     if not entries:
         raise NotFound(
             f"{path} holds no debug data of slime's",
@@ -92,9 +93,9 @@ def open_slime(path: Path, *, step: int | None = None) -> FileDump:
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
 
 
-def _entries_of(found: Found, values: Sequence[str | int]) -> list[Entry]:
-    at = values.index("rollout_id") + 1
-    step = values[at] if at < len(values) else None
+def _entries_of(found: ListedFile, values: Sequence[str | int]) -> list[Entry]:
+    index = values.index("rollout_id") + 1
+    step = values[index] if index < len(values) else None
     is_train = "format_version" in values[:2]
     stage = TRAIN_STAGE if is_train else ROLLOUT_STAGE
     if not is_train and "eval_" in found.path.stem:
@@ -102,16 +103,18 @@ def _entries_of(found: Found, values: Sequence[str | int]) -> list[Entry]:
     place = Place(step if isinstance(step, int) else None, stage)
     sections = ["trajectories"]
     if is_train:
-        theirs = {_TRAIN_NAMES.get(str(v), str(v)) for v in first_values(found.path, _PEEKED)}
-        sections += [name for name, tensors in _SECTIONS.items() if not theirs.isdisjoint(tensors)]
+        names = {_TRAIN_NAMES.get(str(v), str(v)) for v in first_values(found.path, _PEEKED)}
+        sections += [name for name, tensors in _SECTIONS.items() if not names.isdisjoint(tensors)]
     return [Entry(section, place, found.path, found.bytes, section) for section in sections]
 
 
 def read_entry(entry: Entry) -> Record:
     """Read one section of a file; see `records.Dump.read`."""
-    data = read_whole(entry.path)
-    rows = data.get("samples") if isinstance(data, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    data = read_shared(entry.path)
+    samples = data.get("samples") if isinstance(data, dict) else None
+    listed = samples if isinstance(samples, list) else [None]
+    rows = [row for row in listed if isinstance(row, dict)]
+    if not isinstance(data, dict) or len(rows) != len(listed):
         raise InvalidTensor(f"{entry.path} holds no list of samples", expected="slime's debug data")
     is_train = "format_version" in data
     if is_train and data["format_version"] != 2:
@@ -120,12 +123,12 @@ def read_entry(entry: Entry) -> Record:
         )
     names = _TRAIN_NAMES if is_train else _NAMES
     elsewhere = {name for section in _SECTIONS.values() for name in section} if is_train else set()
-    mine = _SECTIONS.get(entry.section)
+    own = _SECTIONS.get(entry.section)
     wanted = [
         {
             name: value
             for name, value in row.items()
-            if name not in _SKIPPED and _is_wanted(names.get(name, name), mine, elsewhere)
+            if name not in _SKIPPED and _is_wanted(names.get(name, name), own, elsewhere)
         }
         for row in map(_plain_sample, rows)
     ]
@@ -140,26 +143,25 @@ def read_entry(entry: Entry) -> Record:
         found.add("raw_rewards", data.get("raw_reward"))
     found.about["alignment"] = "responses alone, not shifted"
     mask = "response_mask" if "response_mask" in found.tensors else None
-    groups, samples = _names(rows, found)
+    groups, sample_uids = _row_ids(rows, found)
     return Record(
-        entry, found.tensors, {}, samples, groups, found.texts, mask, found.remarks()
+        entry, found.tensors, {}, sample_uids, groups, found.texts, mask, found.metadata()
     )  # fmt: skip
 
 
-def _is_wanted(name: str, mine: tuple[str, ...] | None, elsewhere: set[str]) -> bool:
-    if mine is None:
+def _is_wanted(name: str, own: tuple[str, ...] | None, elsewhere: set[str]) -> bool:
+    if own is None:
         return name not in elsewhere
-    return name in mine or name == "response_mask"
+    return name in own or name == "response_mask"
 
 
-def _plain_sample(row: dict[str, Any]) -> dict[str, Any]:
-    """Say what slime means: no mask is a mask of ones, of a removed sample one of zeros."""
+def _plain_sample(row: dict[str, FileValue]) -> dict[str, FileValue]:
+    """Add slime's implicit mask: ones where there is none, zeros of a removed sample."""
     length = _length(row)
     name = "loss_masks" if "loss_masks" in row else "loss_mask"
-    if row.get("remove_sample"):
-        row = {**row, name: [0] * length}
-    elif row.get(name) is None:
-        row = {**row, name: [1] * length}
+    if row.get("remove_sample") or row.get(name) is None:
+        mask: list[FileValue] = [0 if row.get("remove_sample") else 1] * length
+        row = {**row, name: mask}
     reward = row.get("reward")
     if isinstance(reward, dict):
         row = {**row, **{f"rewards/{each}": value for each, value in reward.items()}}
@@ -167,12 +169,12 @@ def _plain_sample(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _length(row: Mapping[str, Any]) -> int:
+def _length(row: Mapping[str, FileValue]) -> int:
     length = row.get("response_length", row.get("response_lengths"))
     return length if isinstance(length, int) and 0 <= length < 1 << 40 else 0
 
 
-def _add_responses(found: Columns, rows: list[dict[str, Any]]) -> None:
+def _add_responses(found: Columns, rows: list[dict[str, FileValue]]) -> None:
     """Add `responses`: the last `response_length` of each row's tokens."""
     tokens = found.tensors.get("tokens")
     if tokens is None or tokens[3] is None:
@@ -185,9 +187,7 @@ def _add_responses(found: Columns, rows: list[dict[str, Any]]) -> None:
     found.tensors["responses"] = tails(tokens[0], flat, offsets, lengths)
 
 
-def tails(
-    tag: str, flat: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any], lengths: Any
-) -> WireTensor:
+def tails(tag: str, flat: Array, offsets: Array, lengths: Array) -> WireTensor:
     """Return the last `lengths` values of each row as ragged rows."""
     ends = np.cumsum([0, *lengths], dtype=np.int64)
     begins = offsets[1:] - lengths - ends[:-1]
@@ -195,19 +195,21 @@ def tails(
     return tag, (int(ends[-1]),), flat[chosen], ends
 
 
-def _add_versions(found: Columns, rows: list[dict[str, Any]]) -> None:
-    """Add the policy version of each sample where one version made each of them."""
-    told = [set(map(str, row.get("weight_versions") or ())) for row in rows]
-    if all(len(versions) == 1 and next(iter(versions)).isdecimal() for versions in told) and told:
-        values = np.array([int(next(iter(versions))[:18]) for versions in told], np.int64)
+def _add_versions(found: Columns, rows: list[dict[str, FileValue]]) -> None:
+    """Add the policy version of each sample, as a tensor if each sample has exactly one."""
+    versions = [_versions(row.get("weight_versions")) for row in rows]
+    if all(len(each) == 1 and next(iter(each)).isdecimal() for each in versions) and versions:
+        values = np.array([int(next(iter(each))[:18]) for each in versions], np.int64)
         found.tensors["versions"] = ("int64", values.shape, values, None)
-    elif any(told):
-        found.texts["weight_versions"] = tuple(" ".join(sorted(versions)) for versions in told)
+    elif any(versions):
+        found.texts["weight_versions"] = tuple(" ".join(sorted(each)) for each in versions)
 
 
-def _names(
-    rows: list[dict[str, Any]], found: Columns
-) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+def _versions(value: FileValue) -> set[str]:
+    return set(map(str, value)) if isinstance(value, list | dict | str) else set()
+
+
+def _row_ids(rows: list[dict[str, FileValue]], found: Columns) -> tuple[RowIds, RowIds]:
     indices = [row.get("index", row.get("sample_index")) for row in rows]
     groups = [row.get("group_index") for row in rows]
     samples = None
@@ -218,5 +220,5 @@ def _names(
     return tuple(str(_scalar(group)) for group in groups), samples
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: FileValue) -> object:
     return value.wire[2].reshape(-1)[0] if isinstance(value, FileTensor) else value

@@ -1,8 +1,8 @@
 """verl's generations: `trainer.rollout_data_dir` and `trainer.validation_data_dir`.
 
-`{step}.jsonl`, a line a trajectory: `input`, `output`, `gts`, `score`, `step` and whatever the
-reward gave besides. They hold texts, no tokens. verl's `uid` is not among them, so a sample is
-named by its prompt: the group is a hash of `input`, the index that of the line among those with it.
+`{step}.jsonl`, a line a trajectory: `input`, `output`, `gts`, `score`, `step` and the other values
+of the reward function. They hold texts, no tokens, and not verl's `uid`. A sample is therefore
+named by its prompt: the group is a hash of `input`, the index counts the lines with that prompt.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import collect_rows
 from stagescope_service.dumps.formats.content import damage_of, first_values, read_content
-from stagescope_service.dumps.formats.listing import FileDump, Found, entry_order, files_of, unknown
+from stagescope_service.dumps.formats.listing import (
+    FileDump,
+    ListedFile,
+    entry_order,
+    files_of,
+    unknown_file,
+)
 from stagescope_service.dumps.records import Entry, Place, Problem, Record
 
 KIND: Final = "verl"
@@ -26,16 +32,16 @@ _FILE: Final = re.compile(r"\d{1,18}\Z")
 _NAMES: Final = {"score": "rewards"}
 
 
-def is_verl(found: Found) -> bool:
-    """Say whether a file is verl's by its name and its first line."""
+def is_verl(found: ListedFile) -> bool:
+    """Return whether a file is verl's, by its name and its first line."""
     if found.path.suffix != ".jsonl" or not _FILE.match(found.path.stem):
         return False
     values = first_values(found.path)
     return "input" in values and "output" in values
 
 
-def holds_verl(found: Sequence[Found]) -> bool:
-    """Say whether any of the files is verl's."""
+def holds_verl(found: Sequence[ListedFile]) -> bool:
+    """Return whether any of the files is verl's."""
     return any(map(is_verl, found))
 
 
@@ -52,50 +58,52 @@ def open_verl(path: Path, *, step: int | None = None) -> FileDump:
         StoreError: the disk refused.
     """
     found, problems = files_of(path)
-    ours = [each for each in found if is_verl(each)]
+    generations = [each for each in found if is_verl(each)]
     problems += [
         problem
         for each in found
-        if each not in ours
+        if each not in generations
         for problem in [_problem_of(each)]
         if problem.entry is None or step in (None, problem.entry.place.step)
     ]
-    if not ours:
+    if not generations:
         raise NotFound(
             f"{path} holds no generations of verl's",
             expected="STEP.jsonl with lines of input, output, score, step",
         )
-    every = [_entry_of(each) for each in ours]
+    every = [_entry_of(each) for each in generations]
     entries = [entry for entry in every if step in (None, entry.place.step)]
     return FileDump(str(path), KIND, sorted(entries, key=entry_order), problems, read_entry)
 
 
-def _entry_of(found: Found) -> Entry:
+def _entry_of(found: ListedFile) -> Entry:
     place = Place(int(found.path.stem), _stage(found))
     return Entry("trajectories", place, found.path, found.bytes)
 
 
-def _problem_of(found: Found) -> Problem:
-    """Return what is wrong with a file whose first line is none of verl's."""
+def _problem_of(found: ListedFile) -> Problem:
+    """Return the problem of a file whose first line is not verl's."""
     is_named = found.path.suffix == ".jsonl" and _FILE.match(found.path.stem)
     if is_named and (error := damage_of(found.path)) is not None:
         return Problem.of(found.path, error, _entry_of(found))
-    return unknown(found, "verl's generations")
+    return unknown_file(found, "verl's generations")
 
 
-def _stage(found: Found) -> str | None:
-    """Tell directories apart that are opened together (rollouts beside validation)."""
+def _stage(found: ListedFile) -> str | None:
+    """Return a name that distinguishes directories opened together (rollouts and validation)."""
     return found.name.rpartition("/")[0] or None
 
 
 def read_entry(entry: Entry) -> Record:
     """Read one file; see `records.Dump.read`."""
-    rows = read_content(entry.path)
-    if not all(isinstance(row, dict) for row in rows):
+    lines = read_content(entry.path)
+    assert isinstance(lines, list)
+    rows = [line for line in lines if isinstance(line, dict)]
+    if len(rows) != len(lines):
         raise InvalidTensor(f"{entry.path} holds lines that are no objects", expected="objects")
-    steps = {row.get("step") for row in rows}
-    found = collect_rows(rows, names=_NAMES, skip=("step",) if len(steps) == 1 else ())
-    found.about["samples"] = "named by a hash of their prompt and their place among its answers"
+    is_one_step = bool(rows) and all(row.get("step") == rows[0].get("step") for row in rows)
+    found = collect_rows(rows, names=_NAMES, skip=("step",) if is_one_step else ())
+    found.about["samples"] = "named by a hash of their prompt and their position among its answers"
     groups = tuple(_hash(row.get("input")) for row in rows)
     seen: Counter[str] = Counter()
     samples: list[str] = []
@@ -103,9 +111,9 @@ def read_entry(entry: Entry) -> Record:
         samples.append(f"{group}_{seen[group]}")
         seen[group] += 1
     return Record(
-        entry, found.tensors, {}, tuple(samples), groups, found.texts, about=found.remarks()
+        entry, found.tensors, {}, tuple(samples), groups, found.texts, about=found.metadata()
     )
 
 
-def _hash(text: Any) -> str:
+def _hash(text: object) -> str:
     return hashlib.blake2b(str(text).encode(errors="surrogatepass"), digest_size=6).hexdigest()

@@ -1,1 +1,1 @@
-"""The records of a step put together to one batch of whole rows."""
+"""Joins the records of a step to one batch of complete rows."""

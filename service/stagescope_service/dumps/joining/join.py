@@ -1,28 +1,36 @@
-"""One step of a dump as one `Batch`: rows of every stage, rank and part side by side.
+"""One step of a dump as one `Batch`: the rows of every stage, rank and part side by side.
 
-Rows are known by sample id; where a stage has none, by their place, if an earlier stage has the
-same ranks with as many rows. Every entry is read twice, first for what it holds and then for its
-values, so that beside the batch no more than one file is in memory.
+Rows are aligned by sample id; where a stage has none, by position, if an earlier stage has the same
+ranks with as many rows. Every entry is read twice, first for its shapes and then for its values, so
+that beside the batch no more than one file is in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from stagescope.batch import Batch, BatchPart, Gap, Tensor
+from stagescope.batch.data import Array
 from stagescope.flow import order_of
 from stagescope.wire.errors import NotFound, StagescopeError
-from stagescope_service.dumps.joining.columns import Allocate, Array, Column, Piece, piece_of
-from stagescope_service.dumps.joining.fragments import PLACES, Assembly, Locations, locations_of
-from stagescope_service.dumps.joining.parts import find_parts
-from stagescope_service.dumps.joining.rows import FoundPart, Rows
+from stagescope_service.dumps.joining.column import Allocate, Column, RowBlock, row_block
+from stagescope_service.dumps.joining.fragments import (
+    POSITION_TENSORS,
+    Assembly,
+    TokenPositions,
+    token_positions,
+)
+from stagescope_service.dumps.joining.parts import StepParts, find_parts
+from stagescope_service.dumps.joining.rows import RecordedPart
 from stagescope_service.dumps.records import Dump, Record
 
-_OF_A_PASS: Final = ("entropy", "values", "loss")
-"""Values that every pass over the rows has anew, beside those that flow from `log_probs` on."""
+_RECOMPUTED: Final = ("entropy", "values", "loss")
+"""Values that every pass over the rows computes anew, beside `log_probs` and what follows it."""
+_AssemblyKey: TypeAlias = "tuple[str, str | None, int, int, str]"
+"""(stage, role, occurrence, epoch, tensor)"""
 
 
 def join(
@@ -31,34 +39,34 @@ def join(
     *,
     names: Collection[str] | None = None,
     stages: Collection[str] | None = None,
-    source: Mapping[str, Any] | None = None,
+    source: Mapping[str, object] | None = None,
     gaps: Sequence[Gap] = (),
     allocate: Allocate = np.empty,
 ) -> Batch:
     """Return one step of a dump as a batch.
 
     Args:
-        dump: where it is read from.
+        dump: the dump to read.
         step: which step.
         names: only these tensors (and `response_mask`); default: all but parameters and gradients.
-        stages: only these; an entry without one has its section's name.
-        source: run, attempt, ... beside what the dump says itself.
-        gaps: what is known to be missing already.
-        allocate: where the batch's memory comes from.
+        stages: only these; an entry without a stage has its section's name.
+        source: run, attempt, ..., added to `Batch.source`.
+        gaps: gaps that are known already.
+        allocate: allocates the batch's memory.
 
     Raises:
-        NotFound: the dump has nothing of this step, or no such tensor; says what there is.
+        NotFound: the dump has nothing of this step, or no such tensor; lists what there is.
     """
     found = find_parts(dump, step, stages)
-    joined = _Joined(dump, found.parts, found.rows, found.sides, names, allocate)
-    joined.read()
-    batch = joined.batch(step)
-    if names is not None and (unknown := set(names) - joined.seen):
+    joiner = _Joiner(dump, found, names, allocate)
+    joiner.read()
+    batch = joiner.batch()
+    if names is not None and (unknown := set(names) - joiner.seen):
         raise NotFound(
             f"{dump.name} has no tensor {', '.join(sorted(unknown))} of step {step}",
-            expected=f"some of {', '.join(sorted(joined.seen))}",
+            expected=f"some of {', '.join(sorted(joiner.seen))}",
         )
-    told = {"step": step, "name": dump.name, "kind": dump.kind, **(source or {})}
+    described = {"step": step, "name": dump.name, "kind": dump.kind, **(source or {})}
     return Batch(
         rows=batch.rows,
         tensors=batch.tensors,
@@ -66,61 +74,55 @@ def join(
         lengths=batch.lengths,
         padding=batch.padding,
         meta=found.meta(dump),
-        source={**told, "files": found.files},
+        source={**described, "files": found.files},
         gaps=(*gaps, *found.gaps, *batch.gaps),
         parts=batch.parts,
     )
 
 
-class _Joined:
+class _Joiner:
     """Columns and parts while they are read."""
 
     def __init__(
-        self,
-        dump: Dump,
-        parts: Sequence[FoundPart],
-        rows: Rows,
-        sides: Mapping[str, str],
-        names: Collection[str] | None,
-        allocate: Allocate,
+        self, dump: Dump, found: StepParts, names: Collection[str] | None, allocate: Allocate
     ) -> None:
         self.seen: set[str] = set()
         self._dump = dump
-        self._parts = parts
-        self._rows = rows
-        self._sides = sides
+        self._parts: Sequence[RecordedPart] = found.parts
+        self._rows = found.rows
+        self._sides = found.sides
         self._names = None if names is None else {*names, "response_mask"}
         self._allocate = allocate
         self._columns: dict[str, Column] = {}
-        self._own: list[dict[str, Tensor]] = [{} for _ in parts]
-        self._assemblies: dict[tuple[Any, ...], Assembly] = {}
-        self._recorded: list[dict[str, int | None]] = [{} for _ in parts]
+        self._own: list[dict[str, Tensor]] = [{} for _ in found.parts]
+        self._assemblies: dict[_AssemblyKey, Assembly] = {}
+        self._recorded: list[dict[str, int | None]] = [{} for _ in found.parts]
         self._gaps: list[Gap] = []
 
     def read(self) -> None:
         """Read every entry's values into the columns."""
         self._make_columns()
-        for at, part in enumerate(self._parts):
+        for index, part in enumerate(self._parts):
             for entry in part.entries:
                 try:
                     record = self._dump.read(entry)
                 except StagescopeError as error:
                     self._gaps.append(Gap("file", f"{part}: {error}"))
                     continue
-                self._take(at, part, record)
+                self._add(index, part, record)
 
-    def batch(self, step: int | None) -> Batch:
-        """Return what was read; its strings and source are not there yet."""
-        self._put_assembled()
+    def batch(self) -> Batch:
+        """Return what was read; strings and source are still empty."""
+        self._write_assembled()
         mask = self._columns.get("response_mask")
         padding = {}
-        # The mask last: where the others end is read off it.
+        # The mask last: `finish` of the others reads from it where they end.
         for name in sorted(self._columns, key=lambda name: name == "response_mask"):
             column = self._columns[name]
             if (found := column.finish(mask)) is not None:
                 padding[name] = found
             if absent := np.flatnonzero(column.written < 0).tolist():
-                self._gaps.append(Gap("rows", f"{name} is not there for {self._named(absent)}"))
+                self._gaps.append(Gap("rows", f"{name} is missing for {self._list_rows(absent)}"))
         return Batch(
             rows=len(self._rows),
             tensors={
@@ -130,126 +132,129 @@ class _Joined:
             lengths={n: np.maximum(c.written, 0) for n, c in self._columns.items() if c.is_ragged},
             padding=padding,
             gaps=tuple(self._gaps),
-            parts=tuple(self._part(at, part) for at, part in enumerate(self._parts)),
+            parts=tuple(self._part(index, part) for index, part in enumerate(self._parts)),
         )
 
     def _make_columns(self) -> None:
         widest: dict[str, tuple[str, tuple[int, ...], str]] = {}
         for part in self._parts:
-            for name, (tag, found) in part.shapes.items():
+            for name, (tag, recorded) in part.shapes.items():
                 self.seen.add(name)
-                if not self._is_wanted(name) or part.rows is None or not len(part.rows):
+                if not self._is_requested(name) or part.rows is None or not len(part.rows):
                     continue
-                shape = found if part.is_once else self._whole_shape(part, name, found)
+                shape = recorded if part.is_whole else self._assembled_shape(part, name, recorded)
                 if shape is None:
                     continue
-                known = widest.setdefault(name, (tag, shape, str(part)))
-                if known[0] == tag and len(known[1]) == len(shape) > 1:
-                    width = max(known[1][1], shape[1])
-                    widest[name] = (tag, (known[1][0], width, *known[1][2:]), known[2])
-        for name, (tag, shape, first) in widest.items():
-            whole = (len(self._rows), *shape[1:])
+                first = widest.setdefault(name, (tag, shape, str(part)))
+                if first[0] == tag and len(first[1]) == len(shape) > 1:
+                    width = max(first[1][1], shape[1])
+                    widest[name] = (tag, (first[1][0], width, *first[1][2:]), first[2])
+        for name, (tag, shape, first_part) in widest.items():
+            of_step = (len(self._rows), *shape[1:])
             side = self._sides.get(name, "right")
-            self._columns[name] = Column(tag, whole, side, first, self._allocate)
+            self._columns[name] = Column(tag, of_step, side, first_part, self._allocate)
 
-    def _whole_shape(
-        self, part: FoundPart, name: str, shape: tuple[int, ...]
+    def _assembled_shape(
+        self, part: RecordedPart, name: str, shape: tuple[int, ...]
     ) -> tuple[int, ...] | None:
-        """Return the shape of a tensor of pieces of samples, put together; None: it cannot be."""
+        """Return the shape of a tensor assembled from fragments; None if it cannot be assembled."""
         mask = part.shapes.get("response_mask")
-        if part.span is None or name in PLACES or self._sides.get(name) == "left":
+        if part.span is None or name in POSITION_TENSORS or self._sides.get(name) == "left":
             return None
         if len(shape) == 1:
             return shape
         is_of_tokens = mask is not None and mask[1][:2] == shape[:2]
         return (shape[0], part.span, *shape[2:]) if is_of_tokens else None
 
-    def _take(self, at: int, part: FoundPart, record: Record) -> None:
-        tensors = part.unpacked(record)
-        spots = None if part.is_once or part.span is None else locations_of(tensors, part.count)
+    def _add(self, index: int, part: RecordedPart, record: Record) -> None:
+        tensors = part.unpack(record)
+        in_fragments = not part.is_whole and part.span is not None
+        tokens = token_positions(tensors, part.count) if in_fragments else None
         for name, wire in tensors.items():
             self.seen.add(name)
-            if not self._is_wanted(name) or name in self._recorded[at]:
-                continue  # a tensor may stand in several sections
-            piece = piece_of(wire, part.count, self._sides.get(name, "right"))
-            if piece is None or part.rows is None or name not in self._columns:
-                self._recorded[at][name] = None
-                self._keep(at, name, wire[0], wire[2].reshape(wire[1]))
+            if not self._is_requested(name) or name in self._recorded[index]:
+                continue  # a tensor may be in several sections
+            block = row_block(wire, part.count, self._sides.get(name, "right"))
+            if block is None or part.rows is None or name not in self._columns:
+                self._recorded[index][name] = None
+                self._keep_own(index, name, wire[0], wire[2].reshape(wire[1]))
                 continue
-            if part.chosen is not None:
-                lengths = None if piece.lengths is None else piece.lengths[part.chosen]
-                piece = Piece(piece.tag, piece.values[part.chosen], lengths)
-            self._recorded[at][name] = piece.width if piece.values.ndim > 1 else None
-            if spots is not None:
-                self._place(part, name, piece, spots)
-            self._put(at, part, name, piece)
+            if part.consumed is not None:
+                lengths = None if block.lengths is None else block.lengths[part.consumed]
+                block = RowBlock(block.tag, block.values[part.consumed], lengths)
+            self._recorded[index][name] = block.width if block.values.ndim > 1 else None
+            if tokens is not None:
+                self._write_fragments(part, name, block, tokens)
+            self._write(index, part, name, block)
 
-    def _put(self, at: int, part: FoundPart, name: str, piece: Piece) -> None:
+    def _write(self, index: int, part: RecordedPart, name: str, block: RowBlock) -> None:
         column, rows = self._columns[name], part.rows
         assert rows is not None
-        fits = column.fits(piece) and part.is_once
-        if fits and column.put(rows, piece):
+        is_accepted = column.accepts(block)
+        if is_accepted and part.is_whole and column.write(rows, block):
             return
-        self._keep(at, name, piece.tag, piece.values)
-        if not column.fits(piece):
-            what = f"{piece.tag} {list(piece.values.shape[1:])}, that of {column.first} is "
-            text = f"{what}{column.tag} {list(column.values.shape[1:])}"
+        self._keep_own(index, name, block.tag, block.values)
+        if not is_accepted:
+            shape = f"{block.tag} {list(block.values.shape[1:])}, that of {column.first} is "
+            text = f"{shape}{column.tag} {list(column.values.shape[1:])}"
             self._gaps.append(Gap("disagrees", f"{name} of {part} is {text}"))
-        elif part.is_once and not _is_of_a_pass(name):
-            count, largest = column.differences(rows, piece)
+        elif part.is_whole and not _is_recomputed(name):
+            count, largest = column.differences(rows, block)
             self._gaps.append(
                 Gap(
                     "disagrees",
                     f"{name} of {part} is not that of {column.first}: {count} of "
-                    f"{piece.values.size} values differ, max |d| {largest:.3g}",
+                    f"{block.values.size} values differ, max |d| {largest:.3g}",
                 )
             )
 
-    def _place(self, part: FoundPart, name: str, piece: Piece, spots: Locations) -> None:
-        """Write the tokens of pieces of samples where they lie."""
+    def _write_fragments(
+        self, part: RecordedPart, name: str, block: RowBlock, tokens: TokenPositions
+    ) -> None:
+        """Write the tokens of fragments at their positions in the samples."""
         column, rows = self._columns[name], part.rows
         assert rows is not None
-        if not column.fits(piece) or piece.values.shape[:2] not in (
-            spots.positions.shape, spots.positions.shape[:1],
-        ):  # fmt: skip
+        shapes = (tokens.positions.shape, tokens.positions.shape[:1])
+        if not column.accepts(block) or block.values.shape[:2] not in shapes:
             return
-        if piece.values.ndim == 1:
+        if block.values.ndim == 1:
             first = np.unique(rows, return_index=True)[1]
-            if not column.put(rows[first], Piece(piece.tag, piece.values[first], None)):
-                self._gaps.append(Gap("disagrees", f"{name} of {part} is not that of its others"))
+            if not column.write(rows[first], RowBlock(block.tag, block.values[first], None)):
+                self._gaps.append(
+                    Gap("disagrees", f"{name} of {part} is not that of its other pieces")
+                )
             return
-        one = (part.stage, part.role, part.part.occurrence, part.part.epoch, name)
-        if one not in self._assemblies:
-            self._assemblies[one] = Assembly(
-                column.tag, column.values.shape, column.values.dtype, self._allocate
-            )
-        self._assemblies[one].put(rows, spots, piece.values)
+        key = (part.stage, part.role, part.part.occurrence, part.part.epoch, name)
+        if key not in self._assemblies:
+            values = self._allocate(column.values.shape, column.values.dtype)
+            self._assemblies[key] = Assembly(column.tag, values)
+        self._assemblies[key].write(rows, tokens, block.values)
 
-    def _put_assembled(self) -> None:
-        """Write samples that were put together from pieces, where no token of them lacks."""
+    def _write_assembled(self) -> None:
+        """Write samples that were assembled from fragments and have no holes."""
         for (stage, *_, name), assembly in self._assemblies.items():
             column = self._columns[name]
-            rows, piece, holes = assembly.finish()
+            rows, block, holes = assembly.finish()
             if len(holes):
-                named = self._named(holes.tolist())
+                listed = self._list_rows(holes.tolist())
                 self._gaps.append(
-                    Gap("rows", f"the pieces of {name} in {stage} have holes: {named}")
+                    Gap("rows", f"the pieces of {name} in {stage} have holes: {listed}")
                 )
-            whole = ~np.isin(rows, holes)
-            assert piece.lengths is not None
-            found = Piece(piece.tag, piece.values[whole], piece.lengths[whole])
-            same = column.put(rows[whole], found, of_pieces=True)
-            if assembly.differing or not (same or _is_of_a_pass(name)):
-                where = "its other pieces" if assembly.differing else column.first
-                self._gaps.append(Gap("disagrees", f"{name} of {stage} is not that of {where}"))
+            complete = ~np.isin(rows, holes)
+            assert block.lengths is not None
+            found = RowBlock(block.tag, block.values[complete], block.lengths[complete])
+            same = column.write(rows[complete], found, assembled=True)
+            if assembly.differing or not (same or _is_recomputed(name)):
+                other = "its other pieces" if assembly.differing else column.first
+                self._gaps.append(Gap("disagrees", f"{name} of {stage} is not that of {other}"))
 
-    def _keep(self, at: int, name: str, tag: str, values: Array) -> None:
+    def _keep_own(self, index: int, name: str, tag: str, values: Array) -> None:
         own = self._allocate(values.shape, values.dtype)
         own[...] = values
-        self._own[at][name] = Tensor(tag, own)
+        self._own[index][name] = Tensor(tag, own)
 
-    def _part(self, at: int, part: FoundPart) -> BatchPart:
-        recorded = self._recorded[at]
+    def _part(self, index: int, part: RecordedPart) -> BatchPart:
+        recorded = self._recorded[index]
         return BatchPart(
             stage=part.stage,
             role=part.role,
@@ -258,22 +263,22 @@ class _Joined:
             rows=np.empty(0, np.int64) if part.rows is None else part.rows,
             names=tuple(recorded),
             widths={name: width for name, width in recorded.items() if width is not None},
-            own=self._own[at],
+            own=self._own[index],
             numbers=part.numbers,
         )
 
-    def _is_wanted(self, name: str) -> bool:
+    def _is_requested(self, name: str) -> bool:
         if self._names is not None:
             return name in self._names
         return name.partition("/")[0].partition(".")[0] not in ("parameter", "gradient")
 
-    def _named(self, rows: list[int]) -> str:
+    def _list_rows(self, rows: list[int]) -> str:
         names = ", ".join(self._rows.name(row) for row in rows[:4])
         return f"{len(rows)} of {len(self._rows)} rows ({names}{', ...' if len(rows) > 4 else ''})"
 
 
-def _is_of_a_pass(name: str) -> bool:
-    return name in _OF_A_PASS or order_of(name) >= order_of("log_probs")
+def _is_recomputed(name: str) -> bool:
+    return name in _RECOMPUTED or order_of(name) >= order_of("log_probs")
 
 
 def _flow(item: tuple[str, Column]) -> tuple[int, str]:

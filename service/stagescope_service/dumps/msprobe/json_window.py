@@ -1,11 +1,25 @@
-"""JSON objects of any size, entry by entry, through a window over the file.
+"""Reads msprobe's JSON files of any size, entry by entry, through a window over the file.
 
-msprobe writes one object per file, with bare `NaN` and `Infinity`, and rewrites it in place while
-it collects: after a crash the file ends anywhere. Python's own decoder reads each value (it knows
-those tokens); only the window and the largest single value are in memory, never the file.
+msprobe writes one object per file, with bare `NaN` and `Infinity`, and overwrites the file while
+it collects: after a crash the file may end anywhere. Python's own decoder reads each value (it
+accepts those tokens); only the window and the largest single value are in memory, never the file.
 
-Nothing of a file is trusted: a value has a largest size, too much nesting and what is no JSON are
-errors of this project. A file that merely ends too early is no error but `Cut`.
+Files are not trusted: the size of a value is limited, and invalid JSON or too deep nesting raises
+an error. A file that merely ends too early raises `Truncated`.
+
+`DumpFile` reads a dump.json or debug.json:
+
+    {"task": ..., "level": ..., "framework": ..., "dump_data_dir": ..., "data": {NAME: RECORD, ...}}
+
+Usage::
+
+    with open_file(path) as file:
+        dump = DumpFile(file, str(path))
+        for name, record in dump.records():
+            ...
+        dump.header, dump.truncated_at
+
+A name is only data: no file is opened by it.
 """
 
 from __future__ import annotations
@@ -17,10 +31,13 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final, TypeAlias
 
 from stagescope.wire.errors import InvalidInput, NotFound, TooLarge
 from stagescope_service.store.tensorfile import disk_errors
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+"""A JSON value."""
 
 CHUNK_BYTES: Final = 1 << 20
 MOST_VALUE: Final = 8 << 20
@@ -31,20 +48,20 @@ _SPACE: Final = " \t\n\r"
 _SPLIT_REST: Final = 2
 _REST: Final = re.compile(r"(?:[.eE][+-]?)?\Z")
 _LONGEST_TOKEN: Final = 16
-"""Characters that the end of a window can split off so that Python calls the rest no JSON."""
+"""Longest token that the end of a window can split so that Python rejects the rest."""
 
 
-class Cut(Exception):
+class Truncated(Exception):
     """The file ends inside a value, or before the object's closing brace."""
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading; a pipe or device in its place is refused, never waited for.
+    """Open a regular file for reading; a pipe or a device is refused without blocking.
 
     Raises:
         NotFound: there is no such file.
-        InvalidInput: it is no regular file.
-        StoreError: the disk refused.
+        InvalidInput: it is not a regular file.
+        StoreError: the disk reported an error.
     """
     with disk_errors(path):
         try:
@@ -58,7 +75,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 class JsonWindow:
-    """A position in a JSON text that is read from a file as it is needed."""
+    """A position in a JSON text that is read from a file on demand."""
 
     def __init__(
         self,
@@ -79,10 +96,10 @@ class JsonWindow:
         self._ended = False
 
     def next_character(self) -> str:
-        """Return the next character that is no white space, without going past it.
+        """Return the next character that is not white space, without consuming it.
 
         Raises:
-            Cut: the file has no more.
+            Truncated: the file has no more characters.
         """
         while True:
             while self._at < len(self._text):
@@ -92,11 +109,11 @@ class JsonWindow:
             self._grow()
 
     def expect(self, characters: str) -> str:
-        """Go past the next character, which is one of `characters`, and return it.
+        """Consume and return the next character, which must be one of `characters`.
 
         Raises:
-            Cut: the file has no more.
-            InvalidInput: it is another one.
+            Truncated: the file has no more characters.
+            InvalidInput: it is another character.
         """
         found = self.next_character()
         if found not in characters:
@@ -104,25 +121,25 @@ class JsonWindow:
         self._at += 1
         return found
 
-    def value(self) -> Any:
-        """Go past one value and return it.
+    def value(self) -> Json:
+        """Consume and return one value.
 
         Raises:
-            Cut: the file ends inside it.
-            TooLarge: it is larger than a value may be.
-            InvalidInput: no JSON, or nested too deep.
+            Truncated: the file ends inside it.
+            TooLarge: it exceeds the size limit of a value.
+            InvalidInput: not JSON, or nested too deep.
         """
         self.next_character()
         while True:
             found, end = None, len(self._text)
             try:
                 found, end = _DECODER.raw_decode(self._text, self._at)
-                # A number that the window's end splits (`12`, `1.`, `1e-`) is one without its rest.
+                # The start of a number that the window splits (`12`, `1.`, `1e-`) is a number, too.
                 complete = self._ended or end + _SPLIT_REST < len(self._text)
                 if self._ended and type(found) in (int, float) and _REST.match(self._text, end):
-                    raise Cut
+                    raise Truncated
             except json.JSONDecodeError as error:
-                self._check_cut(error)
+                self._check_truncated(error)
                 complete = False
             except RecursionError as error:
                 raise self._invalid("values are nested too deep") from error
@@ -138,20 +155,20 @@ class JsonWindow:
                 return found
             self._grow()
 
-    def entries(self) -> Iterator[tuple[str, Any]]:
+    def entries(self) -> Iterator[tuple[str, Json]]:
         """Yield the (name, value) pairs of the object that begins here, in file order.
 
         Raises:
-            Cut, TooLarge, InvalidInput: see `value`; what was yielded before is whole.
+            Truncated, TooLarge, InvalidInput: see `value`; the pairs yielded before are complete.
         """
         for name in self.names():
             yield name, self.value()
 
     def names(self) -> Iterator[str]:
-        """Yield the names of the object that begins here; the caller goes past each value.
+        """Yield the names of the object that begins here; the caller consumes each value.
 
         Raises:
-            Cut, TooLarge, InvalidInput: see `value`.
+            Truncated, TooLarge, InvalidInput: see `value`.
         """
         self.expect("{")
         if self.next_character() == "}":
@@ -160,7 +177,7 @@ class JsonWindow:
         while True:
             if self.next_character() != '"':
                 raise self._invalid("a name does not begin with a quotation mark")
-            name: str = self.value()
+            name = str(self.value())
             self.expect(":")
             yield name
             if self.expect(",}") == "}":
@@ -174,15 +191,15 @@ class JsonWindow:
         """
         try:
             found = self.next_character()
-        except Cut:
+        except Truncated:
             return
         raise self._invalid(f"{found!r} after the end")
 
-    def _check_cut(self, error: json.JSONDecodeError) -> None:
-        """Return where the text merely ends too early.
+    def _check_truncated(self, error: json.JSONDecodeError) -> None:
+        """Return if the text merely ends too early.
 
         Raises:
-            InvalidInput: the text is wrong however it goes on.
+            InvalidInput: the text is invalid whatever follows.
         """
         if error.msg.startswith("Unterminated string"):
             return
@@ -191,14 +208,14 @@ class JsonWindow:
             raise self._invalid(f"{error.msg} at {rest!r}") from error
 
     def _grow(self) -> None:
-        """Read on, and drop what was gone past; Cut at the end of the file."""
+        """Read more, and drop what was consumed; Truncated at the end of the file."""
         if self._ended:
-            raise Cut
+            raise Truncated
         kept = len(self._text) - self._at
-        # A value that needs several tries is tried over twice as much each time.
+        # A value that needs several attempts is retried with twice as much text each time.
         with disk_errors(Path(self._what)):
             data = self._file.read(max(self._chunk_bytes, kept))
-        # Blocks that never reached the disk before a power cut read as zeros; JSON has none.
+        # Blocks that were not on disk before a power cut read as zeros; JSON has none.
         written = data.partition(b"\0")[0]
         self.bytes_read += len(written)
         self._ended = not data or len(written) < len(data)
@@ -218,3 +235,65 @@ class JsonWindow:
             f"{self._what} cannot be read behind byte {self._position()}: {why}",
             expected="JSON as msprobe writes it",
         )
+
+
+HEADER: Final = ("task", "level", "framework", "dump_data_dir")
+MOST_NAME: Final = 4096
+
+
+class DumpFile:
+    """Reads one dump.json or debug.json record by record, in file order."""
+
+    header: dict[str, str | None]
+    """The fields beside `data`; those after it are known after the last record."""
+    truncated_at: int | None
+    """Byte at which the file is truncated, or None; known after the last record."""
+    last_name: str | None
+    """Name of the last complete record."""
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        what: str,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        most_record: int = MOST_VALUE,
+    ) -> None:
+        self.header = dict.fromkeys(HEADER)
+        self.truncated_at = None
+        self.last_name = None
+        self._what = what
+        self._window = JsonWindow(file, what, chunk_bytes=chunk_bytes, most_value=most_record)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far."""
+        return self._window.bytes_read
+
+    def records(self) -> Iterator[tuple[str, Json]]:
+        """Yield (name, record); ends, with `truncated_at` set, where the file is truncated.
+
+        Raises:
+            TooLarge: a record or a name exceeds its limit.
+            InvalidInput: not JSON, or nested too deep.
+        """
+        try:
+            for key in self._window.names():
+                if key == "data" and self._window.next_character() == "{":
+                    yield from self._data()
+                else:
+                    self._set_header(key, self._window.value())
+            self._window.finish()
+        except Truncated:
+            self.truncated_at = self._window.bytes_read
+
+    def _data(self) -> Iterator[tuple[str, Json]]:
+        for name, record in self._window.entries():
+            if len(name) > MOST_NAME:
+                raise TooLarge(f"{self._what}: a name of {len(name)} characters")
+            self.last_name = name
+            yield name, record
+
+    def _set_header(self, key: str, value: Json) -> None:
+        if key in self.header and value is not None:
+            self.header[key] = str(value)[:MOST_NAME]

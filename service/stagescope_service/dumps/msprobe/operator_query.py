@@ -1,4 +1,4 @@
-"""Questions to an operator table: only the row groups and columns that they need are read."""
+"""Queries on an operator table; only the row groups and columns that they need are read."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _BATCH_ROWS: Final = 16_384
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OperatorFilter:
-    """Which rows are asked for; None asks for any.
+    """Selects rows; None matches any value.
 
     Attributes:
-        name: a pattern with `*` and `?` that the whole name matches, or, without either, a text
-            that it contains; of msprobe's full name, in its own case.
-        kind, direction, section, dtype: exactly.
+        name: a pattern with `*` and `?` that matches msprobe's full name or, without either, a text
+            that the name contains; case-sensitive.
+        kind, direction, section, dtype: exact values.
         non_finite: only tensors with a NaN or an infinity.
-        first_order, last_order: calls by their place in the dump, both included.
+        first_order, last_order: range of calls by their index in the dump, both included.
     """
 
     name: str | None = None
@@ -54,7 +54,7 @@ class OperatorPage(NamedTuple):
 
 
 class CodedText(NamedTuple):
-    """A column of texts: `values[codes[row]]`, and -1 where it is unknown."""
+    """A column of texts: `values[codes[row]]`; code -1 is an unknown text."""
 
     codes: np.ndarray[Any, np.dtype[np.int32]]
     values: list[str]
@@ -78,16 +78,16 @@ def read_operators(
     Args:
         path: an operator table.
         where: which rows.
-        columns: names of columns; all without it.
-        offset: rows that fit but are skipped.
-        limit: rows of the answer, at most `MOST_ROWS`.
+        columns: names of columns; default: all.
+        offset: number of matching rows to skip.
+        limit: most rows to return, at most `MOST_ROWS`.
 
     Raises:
         InvalidInput: an unknown column, or an offset or limit out of range.
         NotFound: there is no such file.
-        StoreError: it is no operator table.
+        StoreError: it is not an operator table.
     """
-    wanted = _checked(columns)
+    wanted = _check_columns(columns)
     if not 0 <= limit <= MOST_ROWS or offset < 0:
         raise InvalidInput(
             f"offset {offset} and limit {limit}", expected=f"from 0, a limit up to {MOST_ROWS}"
@@ -109,28 +109,28 @@ def read_operators(
 def iterate_rows(
     path: Path, where: OperatorFilter | None = None, *, columns: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield every row that fits as a dict, in execution order, a few thousand in memory.
+    """Yield every matching row as a dict, in execution order; a few thousand are in memory.
 
     Raises:
         InvalidInput, NotFound, StoreError: see `read_operators`.
     """
-    for batch in _batches(path, where, _checked(columns)):
+    for batch in _batches(path, where, _check_columns(columns)):
         yield from batch.to_pylist()
 
 
 def load_columns(
     path: Path, columns: Sequence[str], where: OperatorFilter | None = None
 ) -> dict[str, Any]:
-    """Read whole columns for a computation.
+    """Read complete columns for a computation.
 
     Returns:
-        Texts as `CodedText`, shapes too (`[2, 6]`); floats as float64 with NaN also where a value
-        is unknown, plus `{name}_known` (bool) beside each column of floats; order as int32.
+        Texts as `CodedText`, shapes too (`[2, 6]`); floats as float64 in which NaN may also be an
+        unknown value, with `{name}_known` (bool) for each column of floats; order as int32.
 
     Raises:
         InvalidInput, NotFound, StoreError: see `read_operators`.
     """
-    wanted = _checked(columns)
+    wanted = _check_columns(columns)
     schema = pa.schema([_encoded_field(SCHEMA.field(name)) for name in wanted])
     batches = [_encode(batch, schema) for batch in _batches(path, where, wanted)]
     table = pa.Table.from_batches(batches, schema).unify_dictionaries()
@@ -148,7 +148,7 @@ def load_columns(
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return what `OperatorSummary.fields` said when the table was written.
+    """Return `OperatorSummary.fields` of the table.
 
     Raises:
         NotFound, StoreError: see `read_operators`.
@@ -161,7 +161,7 @@ def read_stack(path: Path, stack_id: str) -> list[str]:
 
     Raises:
         NotFound: no such file, or no such stack in it.
-        StoreError: it is no operator table.
+        StoreError: it is not an operator table.
     """
     stacks = read_stacks(path)
     if stack_id not in stacks:
@@ -170,7 +170,7 @@ def read_stack(path: Path, stack_id: str) -> list[str]:
 
 
 def read_stacks(path: Path) -> dict[str, list[str]]:
-    """Return the frames of every stack that the table holds, by the stack's id.
+    """Return the frames of every stack of the table, by the stack's id.
 
     Raises:
         NotFound, StoreError: see `read_operators`.
@@ -190,10 +190,10 @@ def _metadata(path: Path, key: bytes) -> dict[str, Any]:
 def _batches(
     path: Path, where: OperatorFilter | None, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
-    import pyarrow.dataset as ds  # it imports pandas: half a second of every process's start
+    import pyarrow.dataset as ds  # imports pandas: half a second of every process's start
 
     with _table_errors(path):
-        _metadata(path, SUMMARY_KEY)  # a foreign file's missing columns would all be null
+        _metadata(path, SUMMARY_KEY)  # the missing columns of a foreign file would all be null
         scanner = ds.dataset(path, SCHEMA, format="parquet").scanner(
             columns=list(columns),
             filter=_expression(where or OperatorFilter()),
@@ -226,14 +226,14 @@ def _expression(where: OperatorFilter) -> pc.Expression | None:
 def _name_matches(pattern: str) -> pc.Expression:
     if not {"*", "?"} & set(pattern):
         return pc.match_substring(pc.field("name"), pattern)  # pyright: ignore[reportAttributeAccessIssue]
-    words = {"*": ".*", "?": "."}
-    regex = "".join(words.get(character) or re.escape(character) for character in pattern)
+    wildcards = {"*": ".*", "?": "."}
+    regex = "".join(wildcards.get(character) or re.escape(character) for character in pattern)
     # RE2 has no backtracking: a hostile pattern costs no more than another.
-    whole = f"^(?s:{regex})$"
-    return pc.match_substring_regex(pc.field("name"), whole)  # pyright: ignore[reportAttributeAccessIssue]
+    full_match = f"^(?s:{regex})$"
+    return pc.match_substring_regex(pc.field("name"), full_match)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _checked(columns: Sequence[str] | None) -> list[str]:
+def _check_columns(columns: Sequence[str] | None) -> list[str]:
     wanted = list(SCHEMA.names if columns is None else columns)
     unknown = [name for name in wanted if name not in SCHEMA.names]
     if unknown or not wanted:

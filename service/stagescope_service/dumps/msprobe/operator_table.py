@@ -1,9 +1,9 @@
 """The operator table of a dump: Parquet, one row per (operator call, direction, argument).
 
-Rows stand in the order of dump.json (APIs when they were called, modules when they were done). The
-file is written row group by row group, so that a dump of any size takes the same memory, and is
-there whole or not at all. Its metadata hold the summary (`stagescope.operators`, JSON) and every
-stack by its id (`stagescope.wire.stacks`, JSON).
+Rows are in the order of dump.json (APIs when they are called, modules when they end). The file is
+written one row group at a time, so that memory does not depend on the size of the dump, and
+atomically. Its metadata hold the summary (`stagescope.operators`, JSON) and every stack by its id
+(`stagescope.stacks`, JSON).
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stagescope.wire.errors import NotFound
-from stagescope_service.dumps.msprobe.dump_file import DumpFile
-from stagescope_service.dumps.msprobe.json_window import open_file
-from stagescope_service.dumps.msprobe.names import parse_name
-from stagescope_service.dumps.msprobe.operators import Leaf, clean_text, leaves
+from stagescope_service.dumps.msprobe.json_window import DumpFile, open_file
+from stagescope_service.dumps.msprobe.operators import Leaf, clean_text, leaves, parse_name
 from stagescope_service.dumps.msprobe.sidecars import Stacks, read_parents, read_stacks
 from stagescope_service.store.tensorfile import disk_errors, sync_directory
 
 SCHEMA_VERSION: Final = 1
 ROW_GROUP: Final = 16_384
 SUMMARY_KEY: Final = b"stagescope.operators"
-STACKS_KEY: Final = b"stagescope.wire.stacks"
+STACKS_KEY: Final = b"stagescope.stacks"
 
 _CALL_COLUMNS: Final = (
     ("order", pa.int32()), ("name", pa.string()), ("kind", pa.string()), ("operator", pa.string()),
@@ -47,10 +45,13 @@ SCHEMA: Final = pa.schema(
     [*_CALL_COLUMNS, *((name, _LEAF_TYPES.get(name, pa.string())) for name in _LEAF_COLUMNS)]
 )
 
+_Row: TypeAlias = "tuple[object, ...]"
+"""Values in the order of SCHEMA."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FirstNonFinite:
-    """The first row with a NaN or an infinity, be it an input or a mask (see `compare`)."""
+    """The first row with a NaN or an infinity, inputs and masks included (see `compare`)."""
 
     order: int
     name: str
@@ -61,28 +62,28 @@ class FirstNonFinite:
 
 @dataclasses.dataclass(slots=True)
 class OperatorSummary:
-    """What a dump holds, and how far it could be read."""
+    """The contents of a dump, and how far it could be read."""
 
     task: str | None = None
     level: str | None = None
     framework: str | None = None
     done: bool | None = None
-    """What DONE.json beside it says: False after a crash inside the stage, when even a dump.json
-    that ends well may lack the last calls (msprobe writes every 1000). None: there is none."""
+    """`ok` of the DONE.json beside it: False after a crash inside the stage, when even a complete
+    dump.json may lack the last calls (msprobe writes every 1000). None: there is no DONE.json."""
     calls: int = 0
     rows: int = 0
     bytes: int = 0
-    """Read of dump.json."""
+    """Bytes read of dump.json."""
     truncated_at: int | None = None
-    """Byte at which dump.json was cut off."""
+    """Byte at which dump.json is truncated."""
     last_name: str | None = None
     non_finite_rows: int = 0
     first_non_finite: FirstNonFinite | None = None
     problems: list[str] = dataclasses.field(default_factory=list)
-    """What is missing of stack.json and construct.json, and why."""
+    """What stack.json and construct.json lack, and why."""
 
-    def fields(self) -> dict[str, Any]:
-        """Return it as JSON can say it."""
+    def fields(self) -> dict[str, object]:
+        """Return it as JSON values."""
         return {"schema": SCHEMA_VERSION, **dataclasses.asdict(self)}
 
 
@@ -92,24 +93,24 @@ def write_operator_table(
     """Read the dump of one rank and write its operator table.
 
     Args:
-        directory: msprobe's `step{N}/rank{R}` with dump.json or debug.json, and, where they are,
+        directory: msprobe's `step{N}/rank{R}` with dump.json or debug.json, and optionally
             stack.json, construct.json and DONE.json.
-        target: the Parquet file; its directory is made, a file that is there is replaced.
+        target: the Parquet file; its directory is created, an existing file is replaced.
         row_group: rows that are held in memory.
 
     Raises:
-        NotFound: neither dump.json nor debug.json is there.
-        TooLarge, InvalidInput: dump.json is not msprobe's; a file that was cut off is no error.
-        StoreError: the disk refused. Nothing is left behind.
+        NotFound: there is neither dump.json nor debug.json.
+        TooLarge, InvalidInput: dump.json is not msprobe's; a truncated file is no error.
+        StoreError: the disk reported an error. No partial file remains.
     """
     stacks = read_stacks(directory / "stack.json")
     parents, problems = read_parents(directory / "construct.json")
     summary = OperatorSummary(done=_done(directory), problems=[*stacks.problems, *problems])
     path = _dump_path(directory)
-    with open_file(path) as file, _written_whole(target) as temporary:
+    with open_file(path) as file, _atomic_write(target) as temporary:
         dump = DumpFile(file, str(path))
         with pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
-            batch: list[tuple[Any, ...]] = []
+            batch: list[_Row] = []
             for row in _rows(dump, summary, stacks, parents):
                 batch.append(row)
                 if len(batch) >= row_group:
@@ -117,7 +118,7 @@ def write_operator_table(
                     batch = []
             if batch:
                 _write(writer, batch)
-            _close_summary(summary, dump)
+            _complete_summary(summary, dump)
             writer.add_key_value_metadata(
                 {
                     SUMMARY_KEY: json.dumps(summary.fields()),
@@ -129,16 +130,16 @@ def write_operator_table(
 
 def _rows(
     dump: DumpFile, summary: OperatorSummary, stacks: Stacks, parents: dict[str, str]
-) -> Iterator[tuple[Any, ...]]:
+) -> Iterator[_Row]:
     for name, record in dump.records():
         order = summary.calls
         summary.calls += 1
-        said = parse_name(name)
-        source, stack_id = stacks.of(name)
-        texts = (name, said.kind, said.operator, said.module_class)
-        places = (said.direction, source, stack_id, parents.get(name))
-        call = (order, *map(clean_text, texts), said.call, *map(clean_text, places))
-        for leaf in leaves(name, said.direction, record):
+        parsed = parse_name(name)
+        source, stack_id = stacks.source_of_call(name)
+        names = (name, parsed.kind, parsed.operator, parsed.module_class)
+        origins = (parsed.direction, source, stack_id, parents.get(name))
+        call = (order, *map(clean_text, names), parsed.call, *map(clean_text, origins))
+        for leaf in leaves(name, parsed.direction, record):
             if leaf.non_finite is not None:
                 _count_non_finite(summary, order, name, leaf)
             summary.rows += 1
@@ -153,7 +154,7 @@ def _count_non_finite(summary: OperatorSummary, order: int, name: str, leaf: Lea
         )
 
 
-def _write(writer: pq.ParquetWriter, rows: list[tuple[Any, ...]]) -> None:
+def _write(writer: pq.ParquetWriter, rows: list[_Row]) -> None:
     columns = [
         pa.array(values, field.type)
         for values, field in zip(zip(*rows, strict=True), SCHEMA, strict=True)
@@ -161,7 +162,7 @@ def _write(writer: pq.ParquetWriter, rows: list[tuple[Any, ...]]) -> None:
     writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(rows))
 
 
-def _close_summary(summary: OperatorSummary, dump: DumpFile) -> None:
+def _complete_summary(summary: OperatorSummary, dump: DumpFile) -> None:
     summary.task, summary.level = dump.header["task"], dump.header["level"]
     summary.framework = dump.header["framework"]
     summary.bytes, summary.truncated_at = dump.bytes_read, dump.truncated_at
@@ -178,8 +179,8 @@ def _dump_path(directory: Path) -> Path:
 def _done(directory: Path) -> bool | None:
     try:
         with open_file(directory / "DONE.json") as file:
-            said = json.loads(file.read(1 << 20))
-        return said.get("ok") is True if isinstance(said, dict) else False
+            content = json.loads(file.read(1 << 20))
+        return content.get("ok") is True if isinstance(content, dict) else False
     except NotFound:
         return None
     except (ValueError, RecursionError):
@@ -187,8 +188,8 @@ def _done(directory: Path) -> bool | None:
 
 
 @contextlib.contextmanager
-def _written_whole(target: Path) -> Iterator[str]:
-    """Give a temporary file's name; after the body it is `target`, durably, or nothing is left."""
+def _atomic_write(target: Path) -> Iterator[str]:
+    """Yield the name of a temporary file that then durably replaces `target`, or is removed."""
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=target.parent)

@@ -1,12 +1,19 @@
-"""msprobe's records as rows: one per (operator call, direction, argument).
+"""msprobe's records as rows (one per operator call, direction and argument), and their names.
 
 A record holds sections (`input_args`, `output`, ...) of lists and dicts; its leaves are dicts whose
-`type` is a text (an argument may itself be named `type` or `dtype`), or null. The place of a leaf
-is its section and its path inside it: `1.hidden_states`. A call without a single leaf has one row
-with no section, so that it stays visible.
+`type` is a text (an argument may itself be named `type` or `dtype`), or null. A leaf is identified
+by its section and its path inside it: `1.hidden_states`. A call without leaves has one row without
+a section, so that it stays visible.
 
-Whether a tensor held NaN or infinities is read from Max and Min alone: the Norm of finite float16
+NaN and infinities in a tensor are detected from Max and Min alone: the Norm of finite float16
 values overflows. -FLT_MAX of a mask is finite.
+
+Names of records:
+
+* APIs (L1, mix): `{Functional|Torch|Tensor|NPU|Distributed|...}.{api}.{call}.{forward|backward}`
+* modules (L0, mix): `Module.{path}.{Class}.{forward|backward}.{call}`,
+  `Module.{path}.{Class}.parameters_grad.{call}`
+* debug: `{name}.{call}.debug`, with the gradient as `{name}_grad.{call}.debug`
 """
 
 from __future__ import annotations
@@ -15,11 +22,53 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidInput
+from stagescope_service.dumps.msprobe.json_window import Json
 
-__all__ = ["Leaf", "clean_text", "leaves", "non_finite_kind"]
+_MODULE: Final = re.compile(
+    r"(?P<kind>Module|Cell)\.(?:(?P<operator>.+)\.)?(?P<module_class>[^.]+)"
+    r"\.(?P<direction>forward|backward|parameters_grad)\.(?P<call>\d{1,9})\Z"
+)
+_API: Final = re.compile(
+    r"(?P<kind>[^.]+)\.(?P<operator>.+)\.(?P<call>\d{1,9})\.(?P<direction>forward|backward)\Z"
+)
+_DEBUG: Final = re.compile(r"(?P<operator>.+)\.(?P<call>\d{1,9})\.(?P<direction>debug)\Z")
+
+
+class OperatorName(NamedTuple):
+    """The fields of a record's name; None where the name lacks one."""
+
+    kind: str | None
+    operator: str
+    module_class: str | None
+    call: int | None
+    direction: str | None
+
+
+def parse_name(name: str) -> OperatorName:
+    """Parse a name; a name of an unknown form is an operator without a kind."""
+    for pattern, kind in ((_MODULE, None), (_API, None), (_DEBUG, "Debug")):
+        found = pattern.match(name)
+        if found is not None:
+            fields = found.groupdict()
+            return OperatorName(
+                fields.get("kind") or kind,
+                fields["operator"] or "",
+                fields.get("module_class"),
+                int(fields["call"]),
+                fields["direction"],
+            )
+    return OperatorName(None, name, None, None, None)
+
+
+def forward_name(name: str) -> str:
+    """Return the name of the forward call that a backward call belongs to, else `name`."""
+    if name.endswith(".backward"):
+        return name.removesuffix(".backward") + ".forward"
+    return re.sub(r"\.backward(\.\d{1,9})\Z", r".forward\1", name)
+
 
 MOST_DEPTH: Final = 32
 MOST_TEXT: Final = 1000
@@ -30,11 +79,11 @@ _GRADIENT: Final = re.compile(r"_grad\.\d+\.debug\Z")
 
 
 class Leaf(NamedTuple):
-    """One argument, result, parameter or gradient of a call; what is unknown is None."""
+    """One argument, result, parameter or gradient of a call; unknown fields are None."""
 
     section: str | None = None
     path: str | None = None
-    """The column `index`: a tuple has a method of that name."""
+    """The column `index`; tuples have a method of that name."""
     type: str | None = None
     dtype: str | None = None
     shape: list[int] | None = None
@@ -50,20 +99,20 @@ class Leaf(NamedTuple):
     data_name: str | None = None
 
 
-def leaves(name: str, direction: str | None, record: Any) -> Iterator[Leaf]:
+def leaves(name: str, direction: str | None, record: Json) -> Iterator[Leaf]:
     """Yield the leaves of a record in file order.
 
     Args:
         name: of the record, for errors.
-        direction: as the name says it.
+        direction: the direction in the name.
         record: as read from JSON.
 
     Raises:
         InvalidInput: not of msprobe's form, or nested deeper than `MOST_DEPTH`.
     """
     if direction == "debug":
-        # debug.json has the saved value itself, whatever it is.
-        sections: dict[str, Any] = {"grad" if _GRADIENT.search(name) else "output": record}
+        # A record of debug.json is the saved value itself.
+        sections: dict[str, Json] = {"grad" if _GRADIENT.search(name) else "output": record}
     elif not isinstance(record, dict):
         raise InvalidInput(
             f"record {name!r:.200} is a {type(record).__name__}", expected="an object"
@@ -98,7 +147,9 @@ def non_finite_kind(low: float | None, high: float | None) -> str | None:
     return "-inf" if minus else "+inf"
 
 
-def _walk(content: Any, path: tuple[str, ...], name: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _walk(
+    content: Json, path: tuple[str, ...], name: str
+) -> Iterator[tuple[tuple[str, ...], Json]]:
     if len(path) > MOST_DEPTH:
         raise InvalidInput(f"record {name!r:.200} is nested over {MOST_DEPTH} deep")
     if isinstance(content, list):
@@ -111,20 +162,21 @@ def _walk(content: Any, path: tuple[str, ...], name: str) -> Iterator[tuple[tupl
         yield path, content
 
 
-def _single(value: Any) -> Any:
-    """A parameter's gradient stands in a list of its own."""
+def _single(value: Json) -> Json:
+    """Return the only item of a list: a parameter's gradient is in a list of its own."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _leaf(section: str, index: str, leaf: Any) -> Leaf:
+def _leaf(section: str, index: str, leaf: Json) -> Leaf:
     if leaf is None:
         return Leaf(section, index)
     if not isinstance(leaf, dict):
         return Leaf(section, index, type(leaf).__name__, value=_value_text(leaf))
-    kind = _text(leaf["type"])
-    if not isinstance(leaf.get("dtype"), str) or not isinstance(leaf.get("shape"), list):
-        said = {key: value for key, value in leaf.items() if key != "type"}
-        return Leaf(section, index, kind, value=_value_text(said.get("value", said)))
+    kind = _text(str(leaf["type"]))
+    dtype, shape = leaf.get("dtype"), leaf.get("shape")
+    if not isinstance(dtype, str) or not isinstance(shape, list):
+        fields: Json = {key: value for key, value in leaf.items() if key != "type"}
+        return Leaf(section, index, kind, value=_value_text(leaf.get("value", fields)))
     low, high = _number(leaf.get("Min")), _number(leaf.get("Max"))
     requires_grad, checksum = leaf.get("requires_grad"), leaf.get("md5")
     placements, data_name = leaf.get("placements"), leaf.get("data_name")
@@ -132,8 +184,8 @@ def _leaf(section: str, index: str, leaf: Any) -> Leaf:
         section,
         index,
         kind,
-        _text(leaf["dtype"]).removeprefix("torch."),
-        _shape(leaf["shape"]),
+        _text(dtype).removeprefix("torch."),
+        _shape(shape),
         low,
         high,
         _number(leaf.get("Mean")),
@@ -146,7 +198,7 @@ def _leaf(section: str, index: str, leaf: Any) -> Leaf:
     )
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Json) -> float | None:
     if not isinstance(value, int | float):  # a bool is 0 or 1
         return None
     try:
@@ -155,12 +207,12 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _shape(shape: list[Any]) -> list[int] | None:
-    plain = all(isinstance(size, int) and 0 <= size < _INT64 for size in shape)
-    return shape if plain and len(shape) <= MOST_DEPTH else None
+def _shape(shape: list[Json]) -> list[int] | None:
+    sizes = [size for size in shape if isinstance(size, int) and 0 <= size < _INT64]
+    return sizes if len(sizes) == len(shape) <= MOST_DEPTH else None
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: Json) -> str:
     if isinstance(value, str):
         return _text(value)
     try:
@@ -170,11 +222,11 @@ def _value_text(value: Any) -> str:
 
 
 def clean_text(text: str | None) -> str | None:
-    """Return `text` as a column can hold it."""
+    """Return `text` in a form that a column can hold."""
     return None if text is None else _text(text)
 
 
 def _text(text: str) -> str:
-    """Cut `text`, and replace what UTF-8 cannot say (half a surrogate pair)."""
+    """Truncate `text`, and replace what UTF-8 cannot encode (half a surrogate pair)."""
     text = text[:MOST_TEXT]
     return text if text.isascii() else text.encode("utf-8", "replace").decode()

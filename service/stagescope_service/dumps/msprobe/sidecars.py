@@ -1,12 +1,12 @@
-"""stack.json and construct.json: from which line an operator was called, and inside which module.
+"""Reads stack.json and construct.json: the source line and the parent module of each operator.
 
-Both are optional, and may be cut off or odd: what they do not say is unknown, and `problems` says
+Both are optional, and may be truncated or malformed: what they lack is unknown, and `problems` says
 why. Only names and stacks up to a limit are held in memory.
 
-The **source** of an operator is the first frame, from the inside, whose file does not belong to
-torch, torch_npu, mindspore, msprobe or this project's workers: a model's own code, be it the user's
-or that of a library such as transformers. Where every frame is theirs, it is the innermost. Only
-forward calls have a stack; a backward call takes that of its forward call.
+The **source** of an operator is the innermost frame whose file does not belong to torch, torch_npu,
+mindspore, msprobe or this project's workers: a model's own code, of the user or of a library such
+as transformers. If every frame belongs to one of these, it is the innermost frame. Only forward
+calls have a stack; a backward call has that of its forward call.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import NotFound, StagescopeError
-from stagescope_service.dumps.msprobe.json_window import Cut, JsonWindow, open_file
-from stagescope_service.dumps.msprobe.names import forward_name
+from stagescope_service.dumps.msprobe.json_window import Json, JsonWindow, Truncated, open_file
+from stagescope_service.dumps.msprobe.operators import forward_name
 
 MOST_NAMES: Final = 250_000
 MOST_STACK_TEXT: Final = 4 << 20
 """Characters of all stacks together; a 4-layer Llama with its optimizer has 51 stacks, 100 kB."""
 _MOST_VALUE: Final = 32 << 20
-"""Characters of one stack with the names that share it: a loop's share one."""
+"""Characters of one stack with the names that share it: the calls of a loop share one."""
 
 _FRAME: Final = re.compile(r"File (?P<file>.+?), line (?P<line>\d+), in (?P<function>[^,]+)")
-_THEIRS: Final = re.compile(
+_LIBRARY_CODE: Final = re.compile(
     r"/(?:site|dist)-packages/(?:torch|torch_npu|mindspore|msprobe|stagescope_workers)/"
     r"|/torch/(?:nn|autograd|optim|distributed|utils|_[a-z]+)/"
     r"|/torch/(?:functional|_tensor|_ops)\.py"
@@ -39,19 +39,19 @@ _THEIRS: Final = re.compile(
 
 @dataclasses.dataclass(slots=True)
 class Stacks:
-    """Where operators were called from."""
+    """The source lines and stacks of operators."""
 
-    of_name: dict[str, str] = dataclasses.field(default_factory=dict)
+    ids: dict[str, str] = dataclasses.field(default_factory=dict)
     """Name of a forward call -> id of its stack."""
     sources: dict[str, str | None] = dataclasses.field(default_factory=dict)
     frames: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
 
-    def of(self, name: str) -> tuple[str | None, str | None]:
+    def source_of_call(self, name: str) -> tuple[str | None, str | None]:
         """Return (source, id of the stack) of a call."""
-        stack_id = self.of_name.get(name)
+        stack_id = self.ids.get(name)
         if stack_id is None:
-            stack_id = self.of_name.get(forward_name(name))
+            stack_id = self.ids.get(forward_name(name))
         return (None, None) if stack_id is None else (self.sources.get(stack_id), stack_id)
 
 
@@ -61,10 +61,10 @@ def read_stacks(path: Path) -> Stacks:
     kept = 0
     for stack_id, value in _entries(path, stacks.problems):
         names, frames = _stack(value)
-        if len(stacks.of_name) + len(names) > MOST_NAMES:
+        if len(stacks.ids) + len(names) > MOST_NAMES:
             stacks.problems.append(f"{path.name} names over {MOST_NAMES} calls: the rest is left")
             break
-        stacks.of_name.update(dict.fromkeys(names, stack_id))
+        stacks.ids.update(dict.fromkeys(names, stack_id))
         stacks.sources[stack_id] = source_of(frames)
         kept += sum(map(len, frames))
         if kept <= MOST_STACK_TEXT:
@@ -90,16 +90,16 @@ def read_parents(path: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def source_of(frames: list[str]) -> str | None:
-    """Return `file:line in function` of the frame that a reader wants to see first."""
+    """Return `file:line in function` of the source frame; see the module's docstring."""
     found = [match for match in map(_FRAME.match, frames) if match is not None]
-    own = [match for match in found if not _THEIRS.search(match["file"])]
+    own = [match for match in found if not _LIBRARY_CODE.search(match["file"])]
     for match in (*own, *found):
         return f"{match['file']}:{match['line']} in {match['function'].strip()}"[:1000]
     return None
 
 
-def _stack(value: Any) -> tuple[list[str], list[str]]:
-    """Return (names, frames) of an entry; what is not of msprobe's form has none."""
+def _stack(value: Json) -> tuple[list[str], list[str]]:
+    """Return (names, frames) of an entry; empty lists if it is malformed."""
     if not isinstance(value, list) or len(value) != 2:
         return [], []
     names, frames = (
@@ -109,13 +109,13 @@ def _stack(value: Any) -> tuple[list[str], list[str]]:
     return names, frames
 
 
-def _entries(path: Path, problems: list[str]) -> Iterator[tuple[str, Any]]:
+def _entries(path: Path, problems: list[str]) -> Iterator[tuple[str, Json]]:
     try:
         with open_file(path) as file:
             window = JsonWindow(file, path.name, most_value=_MOST_VALUE)
             try:
                 yield from window.entries()
-            except Cut:
+            except Truncated:
                 problems.append(f"{path.name} is cut off at byte {window.bytes_read}")
     except NotFound:
         problems.append(f"{path.name} is not there")

@@ -1,4 +1,4 @@
-"""What a file of torch.save's claims and names, told without loading anything of it."""
+"""The sizes, values and names in a file of torch.save, read without loading any of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.store.tensorfile import MOST_BYTES, disk_errors
@@ -17,16 +17,16 @@ MOST_PICKLE_BYTES: Final = 512 << 20
 MOST_MEMBERS: Final = 200_000
 _MOST_OPCODES: Final = 2_000_000
 _LEGACY_PICKLES: Final = 4
-"""Before torch 1.6: a magic number, a version, what the machine was, and what was saved."""
+"""Before torch 1.6: a magic number, a version, the machine's properties, and the saved value."""
 _VALUES: Final = frozenset(
     {"BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "GLOBAL", "SHORT_BINUNICODE"}
 )
 
 
 def peek(path: Path, most: int = 64) -> list[str | int]:
-    """Return the first texts and whole numbers of what was saved, and the names of its globals.
+    """Return the first texts and integers of the saved value, and the names of its globals.
 
-    Nothing is loaded, so it tells cheaply whose file it may be; [] where it is no such file.
+    Nothing is loaded, so it identifies the format of a file cheaply; [] for any other file.
     """
     found: list[str | int] = []
     try:
@@ -35,7 +35,7 @@ def peek(path: Path, most: int = 64) -> list[str | int]:
                 found.append(argument)
             if len(found) >= most:
                 break
-    except Exception:  # no pickle, or a damaged one: reading it will say so
+    except Exception:  # not a pickle, or a damaged one: reading it reports that
         pass
     return found
 
@@ -44,9 +44,9 @@ def size_of_file(path: Path, most_bytes: int) -> int:
     """Return the bytes of a plain file.
 
     Raises:
-        NotFound: there is none.
+        NotFound: there is no such file.
         InvalidTensor: it is a directory, a pipe or a device, or larger than `most_bytes`.
-        StoreError: the disk refused.
+        StoreError: the disk reported an error.
     """
     with disk_errors(path):
         try:
@@ -61,11 +61,11 @@ def size_of_file(path: Path, most_bytes: int) -> int:
 
 
 def check_zip(path: Path, size: int) -> bool:
-    """Say whether it is a zip file, and hold its claims against its size.
+    """Return whether it is a zip file; check the sizes that it declares against its own.
 
     Raises:
-        InvalidTensor: cut off, compressed, or claiming more than it has.
-        StoreError: the disk refused.
+        InvalidTensor: truncated, compressed, or declaring more bytes than it has.
+        StoreError: the disk reported an error.
     """
     with disk_errors(path), path.open("rb") as file:
         begins = file.read(4)
@@ -100,9 +100,9 @@ def check_zip(path: Path, size: int) -> bool:
 
 
 def globals_of(path: Path) -> list[str]:
-    """Return what a file's pickle names (`module.name`), and a protocol that torch does not load.
+    """Return the globals of a file's pickle (`module.name`), and a protocol torch does not load.
 
-    Of a damaged or very long pickle what its head names.
+    Of a damaged or very long pickle only those in its beginning.
     """
     found: dict[str, None] = {}
     texts: list[str] = []
@@ -112,16 +112,16 @@ def globals_of(path: Path) -> list[str]:
                 found[str(argument).replace(" ", ".")] = None
             elif opcode.name == "STACK_GLOBAL":
                 found[".".join(texts[-2:])] = None
-            elif opcode.name == "PROTO" and argument is not None and int(argument) > 2:
+            elif opcode.name == "PROTO" and argument is not None and int(str(argument)) > 2:
                 found[f"pickle protocol {argument}"] = None
             elif isinstance(argument, str):
                 texts = [*texts[-1:], argument]
-    except Exception:  # a damaged pickle: what was named before stands
+    except Exception:  # a damaged pickle: keep the names before the damage
         pass
     return [*found]
 
 
-def _opcodes(path: Path) -> Iterator[tuple[pickletools.OpcodeInfo, Any | None, int | None]]:
+def _opcodes(path: Path) -> Iterator[tuple[pickletools.OpcodeInfo, object, int | None]]:
     if check_zip(path, size_of_file(path, MOST_BYTES)):
         with zipfile.ZipFile(path) as members:
             name = next(each for each in members.namelist() if each.endswith("data.pkl"))

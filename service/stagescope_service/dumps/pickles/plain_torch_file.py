@@ -1,10 +1,10 @@
-"""Reading the plain files of torch.save without torch, which takes longer to import than to read.
+"""Reads plain files of torch.save without torch, whose import takes longer than reading a file.
 
-A zip file of torch's holds a pickle of protocol 2 and a stored member for each storage. The pickle
-is not unpickled: its opcodes are followed one by one, and only those of dicts, lists, numbers,
-texts and tensors are known. No name of the pickle is ever imported; the few that are known stand in
-`_known_names`. Whatever else a file holds, `NotPlain` says, and torch's own restricted loader
-(`torch_file`) reads or refuses it.
+A zip file of torch.save holds a pickle of protocol 2 and a stored member for each storage. The
+pickle is not unpickled: its opcodes are interpreted one by one, and only those of dicts, lists,
+numbers, texts and tensors are supported. No name of the pickle is ever imported; the few supported
+ones are in `_supported_names`. Anything else raises `NotPlain`, and torch's own restricted loader
+(`torch_file`) reads or refuses the file.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from stagescope.batch.data import Array
 from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.dumps.pickles.torch_stand_ins import (
     STAND_INS,
-    Array,
-    Dtype,
     FileTensor,
-    TensorDict,
+    PickledArray,
+    PickledDtype,
+    PickledTensorDict,
 )
 
 _STORAGES: Final[Mapping[str, str]] = {
@@ -35,28 +35,28 @@ _STORAGES: Final[Mapping[str, str]] = {
 }  # fmt: skip
 _LOCAL_HEADER: Final = struct.Struct("<26xHH")
 """Of a zip file's member: the lengths of its name and of its extra field, at byte 26."""
-_STATEFUL: Final = (Array, Dtype, TensorDict)
+_STATEFUL: Final = (PickledArray, PickledDtype, PickledTensorDict)
 _MARK: Final = object()
 
 
 class NotPlain(Exception):
-    """The file holds what is not read here."""
+    """The file holds more than this reader supports."""
 
 
 class _Storage(NamedTuple):
     tag: str
-    values: npt.NDArray[Any]
+    values: Array
 
 
 class _StorageType(NamedTuple):
     tag: str
 
 
-def read_plain(path: Path) -> Any:
-    """Return what a zip file of torch.save holds; tensors are `FileTensor`, views of the file.
+def read_plain(path: Path) -> object:
+    """Return the content of a zip file of torch.save; tensors are `FileTensor`, views of the file.
 
     Args:
-        path: a zip file that `pickle_scan.check_zip` has let through.
+        path: a zip file that `pickle_scan.check_zip` accepted.
 
     Raises:
         NotPlain: it is damaged, or holds more than plain values and dense tensors.
@@ -69,8 +69,8 @@ def read_plain(path: Path) -> Any:
             if order is not None and members.read(order) != b"little":
                 raise NotPlain("bytes in another order")
             pickled = members.read(f"{root}data.pkl")
-            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return _Reader(pickled, names, root, held).read()
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return _Reader(pickled, names, root, mapped).read()
     except NotPlain:
         raise
     except Exception as error:  # damaged pickles raise nearly everything
@@ -80,27 +80,29 @@ def read_plain(path: Path) -> Any:
 
 
 class _Reader:
-    """Follows the opcodes of one pickle."""
+    """Interprets the opcodes of one pickle."""
 
     def __init__(
-        self, pickled: bytes, members: Mapping[str, zipfile.ZipInfo], root: str, held: mmap.mmap
+        self, pickled: bytes, members: Mapping[str, zipfile.ZipInfo], root: str, mapped: mmap.mmap
     ) -> None:
         self._pickled = pickled
         self._members = members
         self._root = root
-        self._held = held
+        self._file = mapped
         self._at = 0
+        # Values of an untrusted pickle: each operation checks the types that it needs.
         self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+        self._memo: dict[int, object] = {}
         self._storages: dict[str, _Storage] = {}
 
-    def read(self) -> Any:
-        """Return what was pickled."""
+    def read(self) -> object:
+        """Return the pickled value."""
         data, steps = self._pickled, _STEPS
         while True:
             code = data[self._at]
             self._at += 1
             if code == _STOP:
+                found: object
                 (found,) = self._stack
                 return found
             step = steps.get(code)
@@ -108,7 +110,7 @@ class _Reader:
                 raise NotPlain(f"opcode {code:#x}")
             step(self)
 
-    def _take(self, layout: struct.Struct) -> Any:
+    def _unpack(self, layout: struct.Struct) -> Any:  # an int or a float, by the layout
         (value,) = layout.unpack_from(self._pickled, self._at)
         self._at += layout.size
         return value
@@ -126,13 +128,13 @@ class _Reader:
         self._at = end + 1
         return found
 
-    def _since_mark(self) -> list[Any]:
+    def _since_mark(self) -> list[object]:
         stack = self._stack
-        at = len(stack) - 1
-        while stack[at] is not _MARK:
-            at -= 1
-        found = stack[at + 1 :]
-        del stack[at:]
+        mark = len(stack) - 1
+        while stack[mark] is not _MARK:
+            mark -= 1
+        found = stack[mark + 1 :]
+        del stack[mark:]
         return found
 
     def _protocol(self) -> None:
@@ -148,13 +150,13 @@ class _Reader:
             raise NotPlain("a short tuple")
         self._stack[-count:] = [found]
 
-    def _append(self, values: list[Any]) -> None:
+    def _append(self, values: list[object]) -> None:
         target = self._stack[-1]
         if type(target) is not list:
             raise NotPlain("appends to no list")
         target.extend(values)
 
-    def _set(self, values: list[Any]) -> None:
+    def _set(self, values: list[object]) -> None:
         target = self._stack[-1]
         if type(target) is not dict or len(values) % 2:
             raise NotPlain("items of no dict")
@@ -162,18 +164,18 @@ class _Reader:
 
     def _global(self) -> None:
         name = f"{self._line()}.{self._line()}"
-        if (known := _known_names().get(name)) is None:
+        if (target := _supported_names().get(name)) is None:
             raise NotPlain(name)
-        self._stack.append(known)
+        self._stack.append(target)
 
     def _reduce(self) -> None:
-        given, target = self._stack.pop(), self._stack.pop()
-        if type(given) is not tuple:
+        arguments, target = self._stack.pop(), self._stack.pop()
+        if type(arguments) is not tuple:
             raise NotPlain("a call without arguments")
         if target is _REBUILD:
-            self._stack.append(_tensor(*given[:4]))
-        elif target in _known_names().values() and callable(target):
-            self._stack.append(target(*given))
+            self._stack.append(_tensor(*arguments[:4]))
+        elif target in _supported_names().values() and callable(target):
+            self._stack.append(target(*arguments))
         else:
             raise NotPlain("a call")
 
@@ -194,22 +196,24 @@ class _Reader:
             raise NotPlain("a storage of two dtypes")
         self._stack.append(found)
 
-    def _mapped(self, tag: str, key: str, count: int) -> npt.NDArray[Any]:
+    def _mapped(self, tag: str, key: str, count: int) -> Array:
         member = self._members[f"{self._root}data/{key}"]
-        lengths = _LOCAL_HEADER.unpack_from(self._held, member.header_offset)
+        lengths = _LOCAL_HEADER.unpack_from(self._file, member.header_offset)
         start = member.header_offset + _LOCAL_HEADER.size + sum(lengths)
         size = count * DTYPE_BYTES[tag]
         if type(count) is not int or not 0 <= size <= member.file_size:
             raise NotPlain("a storage that its member does not hold")
-        if start + size > len(self._held):
+        if start + size > len(self._file):
             raise NotPlain("a storage beyond the end of the file")
         dtype = np.dtype("uint16" if tag == "bfloat16" else tag)
-        found = np.frombuffer(self._held, dtype, count, start) if count else np.empty(0, dtype)
+        found: Array = (
+            np.frombuffer(self._file, dtype, count, start) if count else np.empty(0, dtype)
+        )
         return found if found.flags.aligned else found.copy()
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any) -> FileTensor:
-    """Return a tensor that lies as one plain stretch of its storage."""
+    """Return a tensor that is one contiguous range of its storage."""
     if not isinstance(storage, _Storage):
         raise NotPlain("a tensor without a storage")
     sizes = (*shape, *strides, offset)
@@ -219,38 +223,38 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any) -> FileTensor:
     for size in reversed(shape):
         expected.append(count)
         count *= size
-    lies_plain = all(
-        size == 1 or stride == wanted
-        for size, stride, wanted in zip(shape, strides, reversed(expected), strict=True)
+    is_contiguous = all(
+        size == 1 or stride == contiguous
+        for size, stride, contiguous in zip(shape, strides, reversed(expected), strict=True)
     )
-    if not (lies_plain or count == 0) or offset + count > len(storage.values):
+    if not (is_contiguous or count == 0) or offset + count > len(storage.values):
         raise NotPlain("a tensor that is no stretch of its storage")
     values = storage.values[offset : offset + count].reshape(shape)
     values.flags.writeable = False
     return FileTensor((storage.tag, tuple(shape), values, None))
 
 
-def _ordered(*given: object) -> dict[Any, Any]:
-    """`OrderedDict()`, which is filled afterwards: a copy of another may be asked for too often."""
-    if given:
+def _ordered(*arguments: object) -> dict[object, object]:
+    """`OrderedDict()`, which is filled afterwards; copies of others could be made without limit."""
+    if arguments:
         raise NotPlain("a dict of another")
     return {}
 
 
-def _size(sizes: Any) -> tuple[Any, ...]:
+def _size(sizes: object) -> tuple[object, ...]:
     if type(sizes) is not tuple:
         raise NotPlain("sizes of another kind")
     return sizes
 
 
 _REBUILD: Final = object()
-_NAMES: dict[str, Any] = {}
+_NAMES: dict[str, object] = {}
 
 
-def _known_names() -> Mapping[str, Any]:
+def _supported_names() -> Mapping[str, object]:
     if not _NAMES:
         storages = {f"torch.{name}": _StorageType(tag) for name, tag in _STORAGES.items()}
-        plain = {"collections.OrderedDict": _ordered, "torch.Size": _size}
+        plain: dict[str, object] = {"collections.OrderedDict": _ordered, "torch.Size": _size}
         _NAMES.update({
             **STAND_INS, **storages, **plain, "torch._utils._rebuild_tensor_v2": _REBUILD,
         })  # fmt: skip
@@ -259,27 +263,27 @@ def _known_names() -> Mapping[str, Any]:
 
 def _number(layout: str) -> Callable[[_Reader], None]:
     packed = struct.Struct(layout)
-    return lambda reader: reader._stack.append(reader._take(packed))
+    return lambda reader: reader._stack.append(reader._unpack(packed))
 
 
-def _constant(make: Callable[[], Any]) -> Callable[[_Reader], None]:
+def _constant(make: Callable[[], object]) -> Callable[[_Reader], None]:
     return lambda reader: reader._stack.append(make())
 
 
 def _memo(layout: str, *, get: bool) -> Callable[[_Reader], None]:
     packed = struct.Struct(layout)
     if get:
-        return lambda reader: reader._stack.append(reader._memo[reader._take(packed)])
-    return lambda reader: reader._put(reader._take(packed))
+        return lambda reader: reader._stack.append(reader._memo[reader._unpack(packed)])
+    return lambda reader: reader._put(reader._unpack(packed))
 
 
 def _text(reader: _Reader) -> None:
-    text = reader._bytes(reader._take(struct.Struct("<I")))
+    text = reader._bytes(reader._unpack(struct.Struct("<I")))
     reader._stack.append(text.decode("utf-8", "surrogatepass"))
 
 
 def _long(reader: _Reader) -> None:
-    count = reader._take(struct.Struct("<B"))
+    count = reader._unpack(struct.Struct("<B"))
     reader._stack.append(int.from_bytes(reader._bytes(count), "little", signed=True))
 
 

@@ -1,15 +1,14 @@
-"""Reading what `torch.save` wrote, without running anything of it.
+"""Reading files of `torch.save` without running any code in them.
 
-The one file here that imports torch, and only where it has to: plain files are read by
-`plain_torch_file`. Others are loaded with `torch.load(weights_only=True)`, and beside torch's own
-tensors only the names of `torch_stand_ins` are known: numpy's scalars, dtypes and arrays, and
+The only file here that imports torch, and only if necessary: plain files are read by
+`plain_torch_file`. Others are loaded with `torch.load(weights_only=True)`, which beside torch's own
+tensors accepts only the names of `torch_stand_ins`: numpy's scalars, dtypes and arrays, and
 TensorDict.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import enum
 import os
@@ -18,10 +17,12 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from stagescope.batch.data import Array
 from stagescope.wire.errors import Forbidden, InvalidTensor, MissingExtra
 from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.dumps.pickles.pickle_scan import check_zip, globals_of, size_of_file
@@ -29,63 +30,68 @@ from stagescope_service.dumps.pickles.plain_torch_file import NotPlain, read_pla
 from stagescope_service.dumps.pickles.torch_stand_ins import (
     SCALARS,
     STAND_INS,
-    Array,
     FileTensor,
-    TensorDict,
+    FileValue,
+    PickledArray,
+    PickledTensorDict,
+    Unreadable,
 )
 from stagescope_service.store.tensorfile import MOST_BYTES
 
-__all__ = ["FileTensor", "Unreadable", "load_running_code", "read_torch_file", "save_torch_file"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "FileTensor",
+    "FileValue",
+    "Unreadable",
+    "load_running_code",
+    "read_torch_file",
+    "save_torch_file",
+]
 
 MOST_COPIED_BYTES: Final = 4 << 30
-"""Bytes that a file's tensors may take beyond what lies in the file: those that are no plain
-stretch of it (expanded, transposed) are copied."""
+"""Bytes that a file's tensors may take beyond those of the file: tensors that are not contiguous
+in it (expanded, transposed) are copied."""
 _DEPTH: Final = 64
-_TOLD: Final = re.compile(r"GLOBAL ([A-Za-z_][\w.]*\w) ")
-"""What torch's own refusal names."""
+_REFUSED_GLOBAL: Final = re.compile(r"GLOBAL ([A-Za-z_][\w.]*\w) ")
+"""The name in torch's own refusal."""
 _WIDER: Final = {"uint16": "int32", "uint32": "int64"}
 
 _globals_lock = threading.Lock()
 
 
-@dataclasses.dataclass(frozen=True)
-class Unreadable:
-    """A value of a file that has no plain form; the rest of the file stands."""
-
-    reason: str
-
-
-def read_torch_file(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
+def read_torch_file(path: Path, *, most_bytes: int = MOST_BYTES) -> FileValue:
     """Read a file that `torch.save` wrote.
 
     Args:
-        path: the file; its storages are mapped where it is a zip file (torch 1.6 and later).
+        path: the file; its storages are mapped if it is a zip file (torch 1.6 and later).
         most_bytes: a larger file is refused.
 
     Returns:
-        What was saved, of dicts with texts as keys, lists, numbers, texts, bytes and None, with
+        The saved value as dicts with texts as keys, lists, numbers, texts, bytes and None, with
         `FileTensor` for tensors and numpy arrays (views of the mapped file) and `Unreadable` for
-        what has no such form.
+        anything else.
 
     Raises:
         NotFound: there is no such file.
-        InvalidTensor: truncated, damaged, compressed, or larger than it may be.
-        Forbidden: it holds more than tensors and plain values; the message names what.
+        InvalidTensor: truncated, damaged, compressed, or too large.
+        Forbidden: it holds more than tensors and plain values; the message names them.
         MissingExtra: it needs torch's own loader, and torch is not installed.
-        StoreError: the disk refused.
+        StoreError: the disk reported an error.
     """
     size = size_of_file(path, most_bytes)
     is_zip = check_zip(path, size)
     if is_zip:  # nearly every file: without torch
         with contextlib.suppress(NotPlain):
-            return _Plain(path, size)(read_plain(path))
-    return _Plain(path, size)(_load(path, mapped=is_zip))
+            return _PlainValues(path, size)(read_plain(path))
+    return _PlainValues(path, size)(_load(path, mapped=is_zip))
 
 
-def load_running_code(path: Path) -> Any:
+def load_running_code(path: Path) -> FileValue:
     """Load a file with full unpickling: this RUNS whatever code the file holds.
 
-    Only for a process of its own, after somebody said that he trusts the file; see `unpickling`.
+    Only for a process of its own, after the user confirmed to trust the file; see `unpickling`.
 
     Returns:
         As `read_torch_file`; objects of classes are dicts of their attributes.
@@ -94,15 +100,15 @@ def load_running_code(path: Path) -> Any:
 
     size = size_of_file(path, MOST_BYTES)
     loaded = torch.load(path, map_location="cpu", weights_only=False)
-    return _Plain(path, size, objects=True)(loaded)
+    return _PlainValues(path, size, objects=True)(loaded)
 
 
-def save_torch_file(path: Path, content: Any) -> None:
+def save_torch_file(path: Path, content: FileValue) -> None:
     """Write plain values and `FileTensor` as `torch.save` does, with real tensors.
 
     Raises:
         MissingExtra: torch is not installed.
-        OSError: the disk refused.
+        OSError: the disk reported an error.
     """
     try:
         import torch
@@ -112,7 +118,7 @@ def save_torch_file(path: Path, content: Any) -> None:
             advice="pip install torch, or choose another format",
         ) from error
 
-    def with_tensors(value: Any) -> Any:
+    def with_tensors(value: FileValue) -> object:
         if isinstance(value, dict):
             return {name: with_tensors(item) for name, item in value.items()}
         if not isinstance(value, FileTensor):
@@ -126,7 +132,7 @@ def save_torch_file(path: Path, content: Any) -> None:
     torch.save(with_tensors(content), path)
 
 
-def _load(path: Path, *, mapped: bool) -> Any:
+def _load(path: Path, *, mapped: bool) -> object:
     try:
         import torch
     except ImportError as error:
@@ -136,7 +142,8 @@ def _load(path: Path, *, mapped: bool) -> Any:
         ) from error
     try:
         with _only_stand_ins(torch.serialization):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            loaded: object = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            return loaded
     except Exception as error:  # damaged pickles raise nearly everything
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise MemoryError(f"{path} could not be loaded: {error}") from error
@@ -144,24 +151,24 @@ def _load(path: Path, *, mapped: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _only_stand_ins(serialization: Any) -> Iterator[None]:
-    """Let torch know our names and its own alone while a file is loaded.
+def _only_stand_ins(serialization: ModuleType) -> Iterator[None]:
+    """Let torch accept only the stand-ins and its own names while a file is loaded.
 
-    torch's list is one a process: what the process had allowed is put back.
+    torch has one list per process: afterwards the process's own list is restored.
     """
     with _globals_lock:
         before = serialization.get_safe_globals()
-        ours = [each for each in before if _of_torch(each)]
+        of_torch = [each for each in before if _of_torch(each)]
         serialization.clear_safe_globals()
         try:
-            serialization.add_safe_globals([*ours, *STAND_INS.values()])
+            serialization.add_safe_globals([*of_torch, *STAND_INS.values()])
             yield
         finally:
             serialization.clear_safe_globals()
             serialization.add_safe_globals(before)
 
 
-def _of_torch(allowed: Any) -> bool:
+def _of_torch(allowed: object) -> bool:
     target = allowed[0] if isinstance(allowed, tuple) else allowed
     return str(getattr(target, "__module__", "")).startswith("torch.")
 
@@ -169,8 +176,8 @@ def _of_torch(allowed: Any) -> bool:
 def _refusal(path: Path, error: Exception) -> InvalidTensor | Forbidden:
     needed: list[str] = []
     if isinstance(error, pickle.UnpicklingError):
-        told = _TOLD.findall(str(error))
-        needed = [name for name in (*globals_of(path), *told) if not _is_known(name)]
+        refused = _REFUSED_GLOBAL.findall(str(error))
+        needed = [name for name in (*globals_of(path), *refused) if not _is_accepted(name)]
     if needed:
         names = ", ".join([*dict.fromkeys(needed)][:10])
         return Forbidden(
@@ -179,16 +186,16 @@ def _refusal(path: Path, error: Exception) -> InvalidTensor | Forbidden:
             advice="if you trust who wrote it: stagescope convert makes a safe copy",
         )
     # torch's own text advises to load it with weights_only=False.
-    said = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
-    said = "" if "weights_only" in said else f": {said[:300].strip()}"
+    reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+    reason = "" if "weights_only" in reason else f": {reason[:300].strip()}"
     return InvalidTensor(
-        f"{path} cannot be loaded: {type(error).__name__}{said}",
+        f"{path} cannot be loaded: {type(error).__name__}{reason}",
         expected="a whole file that torch.save wrote",
         advice="it is damaged, or of another format",
     )
 
 
-def _is_known(name: str) -> bool:
+def _is_accepted(name: str) -> bool:
     try:
         from torch._weights_only_unpickler import _get_allowed_globals
     except ImportError:
@@ -196,28 +203,29 @@ def _is_known(name: str) -> bool:
     return name in STAND_INS or name in _get_allowed_globals()
 
 
-class _Plain:
-    """Turns what torch loaded into plain values; bounded by the size of the file."""
+class _PlainValues:
+    """Converts loaded values to plain ones; bounded by the size of the file."""
 
     def __init__(self, path: Path, size: int, *, objects: bool = False) -> None:
         self._path = path
         self._objects = objects
         self._size = size
-        # No element takes less than a byte of a pickle, unless it is told many times over.
+        # An element takes at least a byte of a pickle, unless it is referenced many times.
         self._nodes = size
         self._copied = MOST_COPIED_BYTES
 
-    def __call__(self, value: Any, depth: int = 0) -> Any:
+    def __call__(self, value: Any, depth: int = 0) -> FileValue:  # any object that torch loaded
         kind = type(value)
         if kind in SCALARS:
-            return value
+            scalar: FileValue = value
+            return scalar
         if depth > _DEPTH:
             raise InvalidTensor(f"{self._path} is nested deeper than {_DEPTH}")
         if isinstance(value, FileTensor):
             return value
-        if isinstance(value, TensorDict):
+        if isinstance(value, PickledTensorDict):
             return self(value.content(), depth + 1)
-        if isinstance(value, Array):
+        if isinstance(value, PickledArray):
             return self._array(value)
         if isinstance(value, dict):
             self._count(len(value))
@@ -225,7 +233,7 @@ class _Plain:
         if isinstance(value, list | tuple | set):
             self._count(len(value))
             if set(map(type, value)) <= SCALARS:  # long lists of token ids are not walked
-                return value if kind is list else list(value)
+                return value if type(value) is list else list(value)
             return [self(item, depth + 1) for item in value]
         if hasattr(value, "detach") and hasattr(value, "layout"):
             return self._tensor(value)
@@ -233,8 +241,8 @@ class _Plain:
             return self._object(value, depth)
         return Unreadable(f"a {kind.__module__}.{kind.__qualname__}")
 
-    def _object(self, value: Any, depth: int) -> Any:
-        """Return what an object of a class holds, as far as it is plain."""
+    def _object(self, value: Any, depth: int) -> FileValue:
+        """Return the attributes of an object, as far as they are plain."""
         if isinstance(value, np.ndarray):
             is_number = value.dtype.kind in "fiub"
             found = np.ascontiguousarray(value) if is_number else value.tolist()
@@ -245,10 +253,10 @@ class _Plain:
             return str(value)
         if hasattr(value, "to_dict") and hasattr(value, "batch_size"):  # a TensorDict
             return self(value.to_dict(), depth + 1)
-        held = getattr(value, "__dict__", None)
-        if held is None or callable(value):
+        attributes = getattr(value, "__dict__", None)
+        if attributes is None or callable(value):
             return Unreadable(f"a {type(value).__module__}.{type(value).__qualname__}")
-        return self(dict(held), depth + 1)
+        return self(dict(attributes), depth + 1)
 
     def _count(self, elements: int) -> None:
         self._nodes -= elements
@@ -257,17 +265,18 @@ class _Plain:
                 f"{self._path} holds more values than bytes", expected="a file without tricks"
             )
 
-    def _array(self, value: Array) -> Any:
+    def _array(self, value: PickledArray) -> FileValue:
         try:
             found = value.content()
         except (ValueError, TypeError, KeyError, IndexError) as error:
             return Unreadable(f"a numpy array: {error}")
         return found if isinstance(found, list) else self._numpy(found, str(found.dtype))
 
-    def _tensor(self, tensor: Any) -> FileTensor | Unreadable:
+    def _tensor(self, tensor: torch.Tensor) -> FileTensor | Unreadable:
         tensor, offsets = tensor.detach(), None
         if tensor.is_nested and str(tensor.layout) == "torch.jagged":
-            offsets = tensor.offsets().numpy().astype(np.int64, copy=False)
+            jagged: Any = tensor  # torch's type does not declare `offsets`
+            offsets = jagged.offsets().numpy().astype(np.int64, copy=False)
             tensor = tensor.values()
         name = str(tensor.dtype).removeprefix("torch.")
         plain = str(tensor.layout) == "torch.strided" and tensor.device.type == "cpu"
@@ -291,9 +300,9 @@ class _Plain:
 
     def _numpy(
         self,
-        values: np.ndarray[Any, Any],
+        values: Array,
         name: str,
-        offsets: np.ndarray[Any, Any] | None = None,
+        offsets: Array | None = None,
         *,
         was: str | None = None,
     ) -> FileTensor | Unreadable:
@@ -306,7 +315,7 @@ class _Plain:
         return FileTensor((name, values.shape, values, offsets), was)
 
 
-def _key(name: Any) -> str:
+def _key(name: object) -> str:
     if isinstance(name, str | int | float | bool | None):
         return str(name)
     raise InvalidTensor(f"a dict has a {type(name).__name__} as key", expected="texts")

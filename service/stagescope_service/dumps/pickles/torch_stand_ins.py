@@ -1,8 +1,8 @@
-"""What stands for the classes of others while a file of torch's is loaded.
+"""Stand-ins for the classes of numpy and tensordict while a file of torch.save is loaded.
 
-torch's loader finds these by the names that pickles say (`STAND_INS`). Each takes the pickled state
-apart itself, so that neither numpy's nor tensordict's own unpickling sees a stranger's bytes, and
-files of any version of them open, whether they are installed or not.
+torch's loader finds them by the names in the pickle (`STAND_INS`). Each parses the pickled state
+itself, so that neither numpy's nor tensordict's own unpickling sees untrusted bytes, and files of
+any version of these libraries open, whether they are installed or not.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from stagescope.batch.data import Array
 from stagescope_service.store.tensorfile import WireTensor
 
 SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})
@@ -26,25 +27,37 @@ class FileTensor:
 
     Attributes:
         wire: (dtype tag, shape, read-only numpy buffer of that shape, offsets or None).
-        was: the dtype's name in the file, where no tag says it and it was widened without loss.
+        was: the dtype's name in the file, if it has no tag and was widened without loss.
     """
 
     wire: WireTensor
     was: str | None = None
 
 
-class Dtype:
-    """`numpy.dtype('f4')` and the byte order that its state tells; objects are 'O'."""
+@dataclasses.dataclass(frozen=True)
+class Unreadable:
+    """A value of a file that has no plain form; the rest of the file is read."""
+
+    reason: str
+
+
+FileLeaf: TypeAlias = "bool | int | float | str | bytes | FileTensor | Unreadable | None"
+FileValue: TypeAlias = "FileLeaf | list[FileValue] | dict[str, FileValue]"
+"""A plain value of a file."""
+
+
+class PickledDtype:
+    """`numpy.dtype('f4')` with the byte order of its state; objects are 'O'."""
 
     def __init__(self, code: str = "", *_: object) -> None:
         self.code = str(code).lstrip("<>=|")
         self.order = "<"
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         order = state[1] if isinstance(state, tuple) and len(state) > 1 else "<"
         self.order = order if order in ("<", ">") else "<"
 
-    def known(self) -> np.dtype[Any]:
+    def to_numpy(self) -> np.dtype[np.generic]:
         """Return numpy's dtype.
 
         Raises:
@@ -57,53 +70,54 @@ class Dtype:
         return np.dtype(self.order + self.code)
 
 
-class Array:
-    """`numpy.ndarray`, from the state that its pickle holds."""
+class PickledArray:
+    """`numpy.ndarray`, from its pickled state."""
 
     def __init__(self, *_: object) -> None:
-        self._state: Any = None
+        self._state: Any = None  # whatever the pickle holds; `content` parses it
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self._state = state
 
-    def content(self) -> np.ndarray[Any, Any] | list[Any]:
+    def content(self) -> Array | list[FileValue]:
         """Return the array, or the list of an array of texts.
 
         Raises:
             ValueError, TypeError, IndexError: not the state of an array.
         """
         _, shape, dtype, is_fortran, data = self._state
-        if isinstance(data, list):  # an array of objects: what they are was told one by one
+        if isinstance(data, list):  # an array of objects, pickled one by one
             if not set(map(type, data)) <= SCALARS:
                 raise ValueError("an array of objects")
             return data
-        values = np.frombuffer(_bytes(data), dtype.known())
+        values = np.frombuffer(_bytes(data), dtype.to_numpy())
         if values.dtype.kind == "U":
-            return list(map(str, values.tolist()))
-        found = values.reshape(shape, order="F" if is_fortran else "C")
+            return [str(text) for text in values.tolist()]
+        found: Array = values.reshape(shape, order="F" if is_fortran else "C")
         return np.ascontiguousarray(found, found.dtype.newbyteorder("="))
 
 
-class TensorDict:
+class PickledTensorDict:
     """`tensordict.TensorDict`, from its pickled state."""
 
     def __init__(self, *_: object) -> None:
-        self._state: Any = {}
+        self._state: object = {}
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self._state = state
 
-    def content(self) -> Any:
-        """Return what it holds, by name."""
+    def content(self) -> object:
+        """Return its items by name."""
         return self._state.get("_tensordict", {}) if isinstance(self._state, dict) else {}
 
 
-def _bytes(data: Any) -> bytes:
+def _bytes(data: str | bytes) -> bytes:
     return data.encode("latin1") if isinstance(data, str) else bytes(data)
 
 
-def _scalar(dtype: Any, data: Any = b"") -> Any:
-    return np.frombuffer(_bytes(data), dtype.known(), 1)[0].item()
+def _scalar(dtype: PickledDtype, data: str | bytes = b"") -> object:
+    value: object = np.frombuffer(_bytes(data), dtype.to_numpy(), 1)[0].item()
+    return value
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
@@ -112,41 +126,40 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
     return text.encode(encoding)
 
 
-def _no_bytes(*given: object) -> bytes:
-    """`bytes()`, as protocol 2 says the data of an empty array."""
-    if given:
+def _no_bytes(*arguments: object) -> bytes:
+    """`bytes()`, as protocol 2 pickles the data of an empty array."""
+    if arguments:
         raise pickle.UnpicklingError("bytes of something")
     return b""
 
 
-def _make_td(_: object, state: Any) -> Any:
-    found = TensorDict()
+def _make_td(_: object, state: object) -> PickledTensorDict:
+    found = PickledTensorDict()
     found.__setstate__(state)
     return found
 
 
-def _named(full_name: str, target: Callable[..., Any]) -> Any:
-    """Return a stand-in that torch finds by the name; older torch asks the object itself."""
+def _named(full_name: str, target: Callable[..., object]) -> Callable[..., object]:
+    """Return a stand-in that torch finds by name; older torch reads it from the object itself."""
     module, _, name = full_name.rpartition(".")
-    where = {"__module__": module, "__qualname__": name}
     if isinstance(target, type):
-        return type(name, (target,), where)
+        return type(name, (target,), {"__module__": module, "__qualname__": name})
 
-    def stand_in(*args: Any) -> Any:
+    def stand_in(*args: object) -> object:
         return target(*args)
 
     stand_in.__module__, stand_in.__name__, stand_in.__qualname__ = module, name, name
     return stand_in
 
 
-def _stand_ins() -> dict[str, Any]:
-    array = _named("numpy.ndarray", Array)
-    targets: dict[str, Callable[..., Any]] = {
-        "numpy.dtype": Dtype,
+def _stand_ins() -> dict[str, Callable[..., object]]:
+    array = _named("numpy.ndarray", PickledArray)
+    targets: dict[str, Callable[..., object]] = {
+        "numpy.dtype": PickledDtype,
         "_codecs.encode": _encode,
         "builtins.bytes": _no_bytes,
         "__builtin__.bytes": _no_bytes,
-        "tensordict._td.TensorDict": TensorDict,
+        "tensordict._td.TensorDict": PickledTensorDict,
         "tensordict._reductions._make_td": _make_td,
     }
     for core in ("numpy.core", "numpy._core"):  # numpy 1 and 2
@@ -156,4 +169,4 @@ def _stand_ins() -> dict[str, Any]:
 
 
 STAND_INS: Final = _stand_ins()
-"""Name -> what stands for it."""
+"""Full name in a pickle -> its stand-in."""

@@ -1,10 +1,10 @@
-"""Files that are more than tensors and plain values, as files that can be read without trust.
+"""Converts .pt files, also those with more than tensors and plain values, to safe formats.
 
-What `read_torch_file` can read is rewritten in this process. What it refuses is loaded with full
-unpickling, which runs whatever code the file holds: only where the caller allows it, each file in a
-process of its own, with an empty environment but for what Python needs to start, in an empty
-directory, and for a limited time. That keeps accidents and secrets away; it is no prison: the code
-has the rights of the user.
+Files that `read_torch_file` can read are rewritten in this process. Files that it refuses are
+loaded with full unpickling, which runs whatever code they hold: only if the caller allows it, each
+file in a process of its own, with an environment of only what Python needs to start, in an empty
+directory, and for a limited time. This prevents accidents and keeps secrets out of reach; it is no
+sandbox: the code has the rights of the user.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _KEPT_VARIABLES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMRO
 
 @dataclasses.dataclass
 class Conversion:
-    """What to convert, and what became of it.
+    """The files to convert, and the outcome.
 
     Attributes:
         source: a file, or a directory with everything below it.
-        safe: .pt files that can be read as they are.
+        safe: .pt files that can be read without running code.
         unsafe: those that cannot, with the reason.
-        others: files that are copied as they are.
+        others: files that are copied unchanged.
         failed: files that could not be converted, with the reason.
-        written: how many were.
+        written: number of files written.
     """
 
     source: Path
@@ -54,12 +54,12 @@ class Conversion:
 
 
 def plan_conversion(source: Path) -> Conversion:
-    """Look at every file; nothing is run and nothing written.
+    """Classify every file; no code is run and nothing is written.
 
     Raises:
         NotFound: no such file or directory, or no .pt file in it.
-        TooLarge: more files than a dump has.
-        StoreError: the disk refused.
+        TooLarge: more than `listing.MOST_FILES` files.
+        StoreError: the disk reported an error.
     """
     found, problems = files_of(source)
     plan = Conversion(source)
@@ -82,51 +82,51 @@ def plan_conversion(source: Path) -> Conversion:
 
 
 def convert_files(plan: Conversion, target: Path, *, run_code: bool = False) -> None:
-    """Write each file below `target`; `plan` says then what became of it.
+    """Write each file below `target` and record the outcome in `plan`.
 
-    `X.pt` becomes `X.json` with `X.safetensors` beside it, which the readers take in its place.
+    `X.pt` becomes `X.json` with `X.safetensors` beside it, which the readers accept instead.
 
     Args:
-        plan: what `plan_conversion` gave.
-        target: a directory that is empty or not there.
+        plan: the result of `plan_conversion`.
+        target: a directory that is empty or does not exist.
         run_code: load the unsafe ones, each in a process of its own.
 
     Raises:
         Conflict: the directory is not empty.
         InvalidInput: it lies in the source.
-        StoreError: the disk refused.
+        StoreError: the disk reported an error.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Conflict(f"{target} is there and not empty", expected="a new directory")
     if plan.source.is_dir() and target.resolve().is_relative_to(plan.source.resolve()):
         raise InvalidInput(f"{target} lies in {plan.source}", expected="a directory elsewhere")
     for path in (*plan.safe, *(plan.unsafe if run_code else ()), *plan.others):
-        where = _target_of(plan, path, target)
+        output = _output_of(plan, path, target)
         try:
-            with disk_errors(where):
-                where.parent.mkdir(parents=True, exist_ok=True)
+            with disk_errors(output):
+                output.parent.mkdir(parents=True, exist_ok=True)
             if path in plan.unsafe:
-                _convert_apart(path, where)
+                _convert_in_subprocess(path, output)
             elif path.suffix == ".pt":
-                write_content(where, read_torch_file(path))
+                write_content(output, read_torch_file(path))
             else:
-                with disk_errors(where):
-                    shutil.copyfile(path, where)
+                with disk_errors(output):
+                    shutil.copyfile(path, output)
             plan.written += 1
         except StagescopeError as error:
             plan.failed[path] = str(error)
 
 
-def _target_of(plan: Conversion, path: Path, target: Path) -> Path:
+def _output_of(plan: Conversion, path: Path, target: Path) -> Path:
     below = path.relative_to(plan.source if plan.source.is_dir() else plan.source.parent)
     return (target / below).with_suffix(".json") if path.suffix == ".pt" else target / below
 
 
-def _convert_apart(path: Path, target: Path) -> None:
+def _convert_in_subprocess(path: Path, target: Path) -> None:
     """Convert one file in a process of its own.
 
     Raises:
-        InvalidInput: it failed, or took too long; its last words are in the message.
+        InvalidInput: it failed, or took too long; the message ends with its last line of stderr.
     """
     with tempfile.TemporaryDirectory(prefix="stagescope-convert-") as empty:
         environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
@@ -136,12 +136,13 @@ def _convert_apart(path: Path, target: Path) -> None:
         with tempfile.TemporaryFile() as errors:
             status = _run(command, Path(empty), environment, errors)
             errors.seek(max(errors.tell() - _LAST_BYTES, 0))
-            said = errors.read(_LAST_BYTES).decode(errors="replace").strip().splitlines()
+            output = errors.read(_LAST_BYTES).decode(errors="replace").strip().splitlines()
     if status is None:
         raise InvalidInput(f"{path} was not loaded within {SECONDS:.0f} s")
     if status != 0:
+        reason = output[-1][:500] if output else f"exit status {status}"
         raise InvalidInput(
-            f"{path} could not be loaded: {said[-1][:500] if said else f'exit status {status}'}",
+            f"{path} could not be loaded: {reason}",
             advice="what it holds must be importable here: install the package that wrote it",
         )
 
@@ -149,7 +150,7 @@ def _convert_apart(path: Path, target: Path) -> None:
 def _run(
     command: list[str], directory: Path, environment: dict[str, str], errors: IO[bytes]
 ) -> int | None:
-    """Run a command to its end, with all that it started; None where it took too long."""
+    """Run a command and kill its whole process group at the end; None if it timed out."""
     process = subprocess.Popen(
         command, cwd=directory, env=environment, stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
@@ -165,7 +166,7 @@ def _run(
 
 
 def main(arguments: list[str]) -> None:
-    """Convert one file: the whole of the process that `_convert_apart` starts."""
+    """Convert one file: the entry point of the process that `_convert_in_subprocess` starts."""
     source, target = map(Path, arguments)
     write_content(target, load_running_code(source))
 

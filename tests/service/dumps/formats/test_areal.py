@@ -10,6 +10,7 @@ from tests.support.dump_files import areal_batch, areal_file, make_batch
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import mapping
 
 
 @pytest.mark.parametrize("form", ["dict", "tensordict"])
@@ -25,7 +26,7 @@ def test_padded_batches(tmp_path: Path, form: str) -> None:
                          "rewards": "rewards"}.items():  # fmt: skip
         np.testing.assert_array_equal(record.tensors[ours][2], expected[theirs].numpy())
     assert record.tensors["rollout_log_probs"][0] == "float32"
-    assert record.about["alignment"]["rollout_log_probs"] == "index t is token t"
+    assert mapping(record.about, "alignment")["rollout_log_probs"] == "index t is token t"
     assert record.samples is None
 
 
@@ -65,7 +66,7 @@ def test_after_the_advantages_everything_is_shifted(tmp_path: Path) -> None:
     assert [e.section for e in dump.entries] == ["trajectories", "old_log_probs", "advantages"]
     records = {e.section: dump.read(e) for e in dump.entries}
     assert {*records["old_log_probs"].tensors} == {"old_log_probs", "loss_mask", "attention_mask"}
-    alignment = records["trajectories"].about["alignment"]
+    alignment = mapping(records["trajectories"].about, "alignment")
     assert alignment["rollout_log_probs"] == alignment["old_log_probs"] == "index t is token t + 1"
 
 

@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as arrays
 from stagescope_service.dumps.formats.columns import collect_rows
 from stagescope_service.dumps.formats.content import read_content, write_content
 from stagescope_service.dumps.pickles.torch_file import FileTensor
+from stagescope_service.dumps.records import mapping
 
 NAMES = st.text(max_size=8)
 SCALARS = (
@@ -75,7 +76,7 @@ def test_what_was_saved_is_read_and_converted(tmp_path: Path, tree: Any) -> None
 
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), SCALARS | LISTS, max_size=3), max_size=6))
 @QUICK
-def test_no_value_of_a_row_is_dropped_in_silence(rows: list[dict[str, Any]]) -> None:
+def test_no_value_of_a_row_is_dropped_silently(rows: list[dict[str, Any]]) -> None:
     found = collect_rows(rows)
     for name in {name for row in rows for name in row}:
         values = [row.get(name) for row in rows]
@@ -83,7 +84,7 @@ def test_no_value_of_a_row_is_dropped_in_silence(rows: list[dict[str, Any]]) -> 
         places = [name in found.tensors, name in found.texts, name in found.left_out]
         assert sum(places) == (1 if there else 0)
         if 0 < there < len(values):
-            assert found.about["missing"][name] == len(values) - there
+            assert mapping(found.about, "missing")[name] == len(values) - there
         if name in found.tensors:
             _, shape, flat, offsets = found.tensors[name]
             assert (shape[0] if offsets is None else len(offsets) - 1) == len(rows)

@@ -15,8 +15,8 @@ from tests.support.dump_files import GROUP, make_batch, nexrl_directory
 from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.formats.nexrl import MICRO_TYPES, place_of
-from stagescope_service.dumps.records import Dump, Entry, Place, Record
+from stagescope_service.dumps.formats.nexrl import MICRO_TYPES, place_of_file
+from stagescope_service.dumps.records import Dump, Entry, Place, Record, mapping
 
 PARAMETER = "model.layers.0.self_attn.q_proj.weight"
 
@@ -63,7 +63,7 @@ def test_a_self_hosted_directory(tmp_path: Path, suffix: str) -> None:
     record = one(dump, "old_log_probs")
     assert list(record.tensors) == ["old_log_probs"]
     np.testing.assert_array_equal(record.tensors["old_log_probs"][2], batch.old_log_probs)
-    assert record.about["batch_info"]["batch_size"] == 16
+    assert mapping(record.about, "batch_info")["batch_size"] == 16
 
 
 def test_numbers_and_parameters(tmp_path: Path) -> None:
@@ -149,13 +149,13 @@ def test_one_file_and_one_type(tmp_path: Path) -> None:
     assert len(open_dump(tmp_path / "loss").entries) == 4
 
 
-def test_a_step_that_is_not_there_says_which_are(tmp_path: Path) -> None:
+def test_a_missing_step_lists_the_steps_there_are(tmp_path: Path) -> None:
     nexrl_directory(tmp_path, steps=(0, 3))
     with pytest.raises(NotFound, match="step 1; expected one of its steps: 0, 3"):
         open_dump(tmp_path, step=1)
 
 
-def test_it_travels(tmp_path: Path) -> None:
+def test_a_dump_can_be_pickled(tmp_path: Path) -> None:
     dump = pickle.loads(pickle.dumps(open_dump(nexrl_directory(tmp_path))))
     assert one(dump, "forward_data", 0, 0).tensors["entropy"][1] == (4, 16)
 
@@ -173,7 +173,7 @@ def test_it_travels(tmp_path: Path) -> None:
     ],
 )
 def test_names(name: str, place: Place | None) -> None:
-    found = place_of(name)
+    found = place_of_file(name)
     assert (None if found is None else found[1]) == place
 
 
@@ -201,7 +201,7 @@ def test_files_that_are_missing_are_problems(tmp_path: Path) -> None:
     assert all(problem.entry is not None for problem in problems)
 
 
-def test_a_rank_that_has_fewer_microbatches_in_every_type_is_whole(tmp_path: Path) -> None:
+def test_a_rank_with_fewer_microbatches_in_every_type_is_complete(tmp_path: Path) -> None:
     nexrl_directory(tmp_path, mode="weaver", ranks=2, micros=3)
     for kind in MICRO_TYPES:
         (tmp_path / kind / "step_000000_rank0_micro2.pt").unlink()
@@ -216,7 +216,7 @@ def test_a_rank_without_any_file_is_missing(tmp_path: Path) -> None:
     assert sorted(kinds) == ["forward_data"] * 2 + ["gradient"] + ["loss"] * 2 + ["param"]
 
 
-def test_files_that_are_no_ones_are_problems(tmp_path: Path) -> None:
+def test_foreign_files_are_problems(tmp_path: Path) -> None:
     nexrl_directory(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "loss/step_000000_rank0_micro0.jsonl").write_text("{}")
@@ -225,7 +225,7 @@ def test_files_that_are_no_ones_are_problems(tmp_path: Path) -> None:
     assert kinds == {"notes.txt": "unknown", "step_000000_rank0_micro0.jsonl": "superseded"}
 
 
-def test_nothing_known_says_what_was_looked_for(tmp_path: Path) -> None:
+def test_an_unknown_directory_lists_the_expected_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(NotFound, match="forward_data/step_000000_rank0_micro0"):
         open_dump(tmp_path)
@@ -261,11 +261,11 @@ def test_trajectories_of_other_forms(tmp_path: Path, change: dict[str, Any]) -> 
         assert not isinstance(change["trajectories"], list) or 1 in change["trajectories"]
     else:
         rows = change["trajectories"]
-        told = {*record.tensors, *record.row_texts, *record.about.get("left_out", {})}
-        assert ("tokens" in told) == bool(rows)
+        names = {*record.tensors, *record.row_texts, *mapping(record.about, "left_out")}
+        assert ("tokens" in names) == bool(rows)
 
 
-def test_ids_that_repeat_pair_nothing(tmp_path: Path) -> None:
+def test_repeated_ids_are_not_used_for_pairing(tmp_path: Path) -> None:
     def edit(kind: str, name: str, data: dict[str, Any]) -> None:
         for row in data.get("trajectories", []):
             row["extra_fields"]["run_id"] = 0
@@ -273,7 +273,7 @@ def test_ids_that_repeat_pair_nothing(tmp_path: Path) -> None:
     record = one(open_dump(nexrl_directory(tmp_path, edit=edit)), "trajectory")
     assert record.samples is None
     assert record.groups is not None
-    assert "4 rows are named g0_0" in record.about["samples"]
+    assert "4 rows are named g0_0" in str(record.about["samples"])
 
 
 def test_trajectories_in_several_lines(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_trajectories_in_several_lines(tmp_path: Path) -> None:
     assert sorted(record.samples or ()) == sorted(make_batch(16, 16).samples)
 
 
-def test_a_missing_file_is_said_when_it_is_read(tmp_path: Path) -> None:
+def test_reading_a_missing_file_is_not_found(tmp_path: Path) -> None:
     dump = open_dump(nexrl_directory(tmp_path))
     entry: Entry = dump.entries[0]
     entry.path.unlink()

@@ -55,7 +55,7 @@ def test_its_own_files_come_back_the_same(tmp_path: Path, mode: str, suffix: str
         same(source.read(one), again.read(other))
 
 
-def test_parts_that_its_names_do_not_know_are_found_again(tmp_path: Path) -> None:
+def test_parts_without_a_name_in_nexrl_are_restored_from_the_index(tmp_path: Path) -> None:
     places = [
         Place(3, stage, "actor", rank, Part(epoch=epoch, minibatch=mini))
         for stage in ("actor_compute_log_prob", "actor_update")
@@ -86,7 +86,7 @@ def test_parts_that_its_names_do_not_know_are_found_again(tmp_path: Path) -> Non
     "text",
     ["", "[]", '{"version": 2, "files": {}}', '{"version": 1, "files": {"a": {}}}', "[" * 100_000],
 )
-def test_what_a_spoiled_list_of_places_says_is_not_believed(tmp_path: Path, text: str) -> None:
+def test_a_damaged_index_is_refused(tmp_path: Path, text: str) -> None:
     nexrl_directory(tmp_path / "a")
     (tmp_path / "a" / "stagescope.json").write_text(text)
     with pytest.raises(InvalidTensor, match=r"stagescope\.json"):
@@ -104,12 +104,14 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
 
     dump = open_dump(own_directory(tmp_path / "data", steps=(5,), edit=edit))
     written = write_nexrl(dump, tmp_path / "out")
-    places = [f"step_000005_rank{rank}_micro{micro}.pt" for rank in (0, 1) for micro in (0, 1)]
+    files_written = [
+        f"step_000005_rank{rank}_micro{micro}.pt" for rank in (0, 1) for micro in (0, 1)
+    ]
     assert files(tmp_path / "out") == sorted(
         [
-            f"{kind}/{place}"
+            f"{kind}/{name}"
             for kind in ("forward_data", "is_loss_debug", "loss")
-            for place in places
+            for name in files_written
         ]
         + [f"gradient/step_000005_rank{rank}.pt" for rank in (0, 1)]
         + [f"{kind}/step_000005.pt" for kind in ("old_log_probs", "trajectory")]
@@ -177,7 +179,7 @@ def test_trajectories_of_other_formats(tmp_path: Path) -> None:
     assert found["trajectories"][5]["extra_fields"] == {"group_id": "1", "run_id": 5}
 
 
-def test_slime_rollouts_count_once_and_evaluations_are_said(tmp_path: Path) -> None:
+def test_slime_rollouts_count_once_and_evaluations_are_marked(tmp_path: Path) -> None:
     batch = make_batch(8, 16)
     slime_rollout_file(tmp_path / "a/rollout/2.pt", batch, rollout_id=2)
     slime_rollout_file(tmp_path / "a/rollout/eval_2.pt", batch, rollout_id=2)
@@ -202,7 +204,7 @@ def test_metrics_that_are_lists_stay(tmp_path: Path) -> None:
     assert found["metrics"]["by_layer"] == [1.0, 2.0]
 
 
-def test_several_stages_and_epochs_are_numbered_on(tmp_path: Path) -> None:
+def test_several_stages_and_epochs_are_numbered_consecutively(tmp_path: Path) -> None:
     own_directory(tmp_path / "a", micros=2, ranks=1)
     attempt = tmp_path / "a/run/first/step_0"
     other = own_directory(tmp_path / "b", micros=2, ranks=1, stage="actor_compute_log_prob")
@@ -218,7 +220,7 @@ def test_several_stages_and_epochs_are_numbered_on(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_what_cannot_be_read_is_named_and_the_rest_written(tmp_path: Path) -> None:
+def test_unreadable_files_are_listed_and_the_others_written(tmp_path: Path) -> None:
     nexrl_directory(tmp_path / "a")
     (tmp_path / "a/loss/step_000000_rank0_micro0.pt").write_bytes(b"x")
     (tmp_path / "a/loss/step_000000_rank0_micro1.pt").unlink()
@@ -228,7 +230,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_written(tmp_path: Path) -> No
     assert any("rank0_micro1.pt is not there" in each for each in written.left_out)
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     dump = open_dump(nexrl_directory(tmp_path / "a"))
     with pytest.raises(Conflict, match="not empty"):
         write_nexrl(dump, tmp_path / "a")

@@ -182,7 +182,7 @@ def test_a_microbatch_that_others_have_is_missing(tmp_path: Path) -> None:
     assert len(problems) == 8  # sections
 
 
-def test_dumps_of_operators_beside_them_are_none_of_it(tmp_path: Path) -> None:
+def test_operator_dumps_beside_them_are_ignored(tmp_path: Path) -> None:
     attempt = own_directory(tmp_path)
     rank = attempt / "step_0/actor_update/step0/rank0"
     (rank / "dump_tensor_data").mkdir(parents=True)
@@ -209,7 +209,7 @@ def test_two_formats_are_not_one_dump(tmp_path: Path) -> None:
         open_dump(tmp_path, kind="else")
 
 
-def test_a_file_that_goes_or_breaks_is_said_when_it_is_read(tmp_path: Path) -> None:
+def test_reading_a_deleted_or_damaged_file_is_an_error(tmp_path: Path) -> None:
     dump = open_dump(own_directory(tmp_path))
     dump.entries[0].path.write_bytes(b"\xff" * 16)
     with pytest.raises(InvalidTensor, match="claims a header"):

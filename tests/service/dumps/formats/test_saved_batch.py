@@ -62,7 +62,7 @@ def test_a_batch_is_the_same_as_what_it_was_made_of(tmp_path: Path) -> None:
     assert (side.kind, side.steps, side.ranks) == ("batch", (0,), (0, 1))
 
 
-def test_a_changed_value_is_found_at_its_sample_and_place(tmp_path: Path) -> None:
+def test_a_changed_value_is_found_at_its_sample_and_position(tmp_path: Path) -> None:
     directory = own_directory(tmp_path / "run")
     path = changed(saved(directory, tmp_path), "old_log_probs", 5, 0)
     result = compare([open_dump(directory), open_dump(path)])
@@ -124,7 +124,7 @@ def test_every_pass_and_part_of_a_batch_is_there(tmp_path: Path) -> None:
     assert any("nothing of actor 7" in f.message for f in result.pairs[0].findings)
 
 
-def test_a_microbatch_keeps_its_place_and_ragged_rows_their_lengths(tmp_path: Path) -> None:
+def test_a_microbatch_keeps_its_part_and_ragged_rows_their_lengths(tmp_path: Path) -> None:
     (micro, *_) = step_batch().microbatches()
     dump = open_dump(micro.save(tmp_path / "m.safetensors"))
     assert {entry.place for entry in dump.entries} == {Place(5, "actor_update", "actor", 0)}
@@ -141,7 +141,7 @@ def test_a_microbatch_keeps_its_place_and_ragged_rows_their_lengths(tmp_path: Pa
         ]
 
 
-def test_a_directory_of_one_batch_and_what_is_none(tmp_path: Path) -> None:
+def test_a_directory_of_one_batch_and_other_files(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"/a is no directory"):
         step_batch().save(tmp_path / "a" / "b.safetensors")
     assert not (tmp_path / "a").exists()  # a mistyped directory is not made
@@ -174,7 +174,7 @@ def test_gaps_are_named_by_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_a_file_that_was_cut_off_says_so(tmp_path: Path, suffix: str) -> None:
+def test_a_truncated_file_is_reported(tmp_path: Path, suffix: str) -> None:
     whole = tmp_path / f"whole.{suffix}"
     if suffix == "pt":
         slime_rollout_file(whole, make_batch(4, 8))

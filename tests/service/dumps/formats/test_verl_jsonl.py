@@ -30,7 +30,7 @@ def test_generations(tmp_path: Path) -> None:
     assert again.samples == record.samples
 
 
-def test_a_damaged_line_is_said(tmp_path: Path) -> None:
+def test_a_damaged_line_is_reported(tmp_path: Path) -> None:
     path = verl_directory(tmp_path, make_batch(4, 8)) / "1.jsonl"
     path.write_text(path.read_text()[:-20])
     dump = open_dump(path)

@@ -16,8 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stagescope.wire.errors import InvalidInput, NotFound, TooLarge
-from stagescope_service.dumps.msprobe.dump_file import DumpFile
-from stagescope_service.dumps.msprobe.json_window import open_file
+from stagescope_service.dumps.msprobe.json_window import DumpFile, open_file
 
 leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(
@@ -63,7 +62,7 @@ def test_any_record_comes_back_through_any_window(
 
 @given(records, chunks, st.sampled_from([None, 1]), st.data())
 @settings(max_examples=400)
-def test_a_file_cut_off_anywhere_gives_the_records_before_the_cut(
+def test_a_file_truncated_anywhere_yields_the_records_before(
     entries: list[tuple[str, Any]], chunk: int, indent: int | None, data: st.DataObject
 ) -> None:
     whole = text_of(entries, indent=indent)
@@ -79,7 +78,7 @@ def test_a_file_cut_off_anywhere_gives_the_records_before_the_cut(
 
 
 @given(st.text(min_size=1, max_size=20), chunks, st.data())
-def test_characters_that_a_window_splits_are_put_together(
+def test_characters_that_a_window_splits_are_decoded(
     text: str, chunk: int, draw: st.DataObject
 ) -> None:
     written = text.encode("utf-8", "replace").decode()
@@ -90,7 +89,7 @@ def test_characters_that_a_window_splits_are_put_together(
 
 
 @given(st.binary(max_size=200), chunks)
-def test_whatever_the_bytes_are_it_ends_or_is_an_error_of_ours(data: bytes, chunk: int) -> None:
+def test_any_bytes_end_or_raise_a_stagescope_error(data: bytes, chunk: int) -> None:
     for before in (b"", b'{"data": {', b'{"data": {"n": '):
         with contextlib.suppress(InvalidInput):
             dump = read(before + data, chunk_bytes=chunk)[0]
@@ -112,7 +111,7 @@ def test_whatever_the_bytes_are_it_ends_or_is_an_error_of_ours(data: bytes, chun
         ('{"data": {"n": {"a": "\x01"}}}', "Invalid control character"),
     ],
 )
-def test_what_is_no_json_is_an_error_that_says_where(chunk: int, text: str, why: str) -> None:
+def test_invalid_json_is_an_error_with_its_position(chunk: int, text: str, why: str) -> None:
     with pytest.raises(InvalidInput, match="behind byte") as caught:
         read(text.encode(), chunk_bytes=chunk)
     assert why in str(caught.value)
@@ -183,7 +182,7 @@ def test_a_name_over_the_limit_is_an_error() -> None:
         read(text_of([("n" * 5000, {})], indent=None))
 
 
-def test_zeros_that_a_power_cut_left_are_a_cut() -> None:
+def test_zeros_after_a_power_cut_end_the_file() -> None:
     data = text_of([("a", {"output": []}), ("b", {"output": []})], indent=1)
     for end in range(len(data)):
         dump, found = read(data[:end] + bytes(100))

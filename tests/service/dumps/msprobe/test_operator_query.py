@@ -52,7 +52,7 @@ def names(path: Path, where: OperatorFilter) -> list[str]:
         "?*.*",
     ],
 )
-def test_a_pattern_matches_the_whole_name(
+def test_a_pattern_matches_the_full_name(
     path: Path, rows: list[dict[str, Any]], pattern: str
 ) -> None:
     literal = pattern.replace("[", "[[]")
@@ -63,7 +63,7 @@ def test_a_pattern_matches_the_whole_name(
 
 
 @given(st.text(alphabet="*?ae.l0[](\\^$|\n", min_size=1, max_size=8))
-def test_no_pattern_is_read_as_another_language(path: Path, pattern: str) -> None:
+def test_patterns_are_not_regular_expressions(path: Path, pattern: str) -> None:
     everything = names(path, OperatorFilter())
     literal = pattern.replace("[", "[[]")
     globs = "*" in pattern or "?" in pattern
@@ -100,7 +100,7 @@ def test_filters(path: Path, rows: list[dict[str, Any]], where: OperatorFilter, 
 
 
 @given(offset=st.integers(0, 300), limit=st.integers(0, 300))
-def test_pages_are_pieces_of_the_whole(
+def test_pages_add_up_to_all_rows(
     path: Path, rows: list[dict[str, Any]], offset: int, limit: int
 ) -> None:
     page = read_operators(path, columns=["order", "index"], offset=offset, limit=limit)
@@ -109,7 +109,7 @@ def test_pages_are_pieces_of_the_whole(
     assert page.more == (offset + limit < len(rows))
 
 
-def test_what_cannot_be_asked_is_refused(path: Path) -> None:
+def test_invalid_queries_are_refused(path: Path) -> None:
     questions: list[dict[str, Any]] = [
         {"limit": 10_001}, {"limit": -1}, {"offset": -1}, {"columns": ["nothing"]},
     ]  # fmt: skip
@@ -118,7 +118,7 @@ def test_what_cannot_be_asked_is_refused(path: Path) -> None:
             read_operators(path, **question)
 
 
-def test_whole_columns_are_arrays(path: Path, rows: list[dict[str, Any]]) -> None:
+def test_complete_columns_are_arrays(path: Path, rows: list[dict[str, Any]]) -> None:
     found = load_columns(path, ["order", "name", "module_class", "shape", "mean"])
     assert found["order"].tolist() == [row["order"] for row in rows]
     count = len(rows)
@@ -135,7 +135,7 @@ def test_columns_of_no_row_are_empty(path: Path) -> None:
     assert (len(found["name"].codes), len(found["shape"].codes), len(found["max"])) == (0, 0, 0)
 
 
-def test_a_file_that_is_no_operator_table_is_an_error_of_ours(tmp_path: Path, path: Path) -> None:
+def test_a_file_that_is_not_an_operator_table_is_an_error(tmp_path: Path, path: Path) -> None:
     (tmp_path / "text.parquet").write_text("no Parquet")
     pq.write_table(pa.table({"name": ["x"]}), tmp_path / "foreign.parquet")
     (tmp_path / "half.parquet").write_bytes(path.read_bytes()[:1000])

@@ -16,10 +16,16 @@ from tests.support.dumps import Masked, capture, table, tabled
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 
 from stagescope.wire.errors import InvalidInput, NotFound, StoreError
-from stagescope_service.dumps.msprobe.names import forward_name, parse_name
+from stagescope_service.dumps.msprobe.json_window import Json
 from stagescope_service.dumps.msprobe.operator_query import read_stack, read_summary
 from stagescope_service.dumps.msprobe.operator_table import write_operator_table
-from stagescope_service.dumps.msprobe.operators import Leaf, leaves, non_finite_kind
+from stagescope_service.dumps.msprobe.operators import (
+    Leaf,
+    forward_name,
+    leaves,
+    non_finite_kind,
+    parse_name,
+)
 from stagescope_service.dumps.msprobe.sidecars import source_of
 
 
@@ -58,7 +64,7 @@ def test_every_leaf_of_a_real_dump_has_its_row(
     assert bool(kept) == (task == "tensor")
 
 
-def test_a_row_says_what_msprobe_wrote_and_where_it_happened(tmp_path: Path) -> None:
+def test_a_row_has_the_values_of_msprobe_and_the_source_line(tmp_path: Path) -> None:
     directory = capture(tmp_path, level="mix")
     write_operator_table(directory, tmp_path / "o.parquet")
     written = json.loads((directory / "dump.json").read_text())["data"]
@@ -155,7 +161,7 @@ def real_dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 0.999])
-def test_a_dump_cut_off_by_a_crash_is_read_as_far_as_it_goes(
+def test_a_dump_truncated_by_a_crash_is_read_up_to_there(
     real_dump: Path, tmp_path: Path, share: float
 ) -> None:
     directory = tmp_path / "rank0"
@@ -198,7 +204,7 @@ def test_without_its_sidecars_a_dump_is_read_all_the_same(
 
 
 @pytest.mark.parametrize("content", ['{"ok": false}', '{"ok": tru', "[]"])
-def test_a_stage_that_broke_off_is_not_done(real_dump: Path, tmp_path: Path, content: str) -> None:
+def test_an_interrupted_stage_is_not_done(real_dump: Path, tmp_path: Path, content: str) -> None:
     directory = tmp_path / "rank0"
     shutil.copytree(real_dump, directory)
     (directory / "DONE.json").write_text(content)
@@ -215,7 +221,7 @@ def test_a_record_that_is_no_object_is_an_error_and_leaves_nothing(
     assert [file.name for file in (tmp_path / "d").iterdir()] == ["dump.json"]
 
 
-def test_what_was_there_stays_when_a_new_dump_cannot_be_read(tmp_path: Path) -> None:
+def test_the_old_table_stays_if_the_new_dump_cannot_be_read(tmp_path: Path) -> None:
     path, _ = tabled(tmp_path / "d", dump({"Torch.a.0.forward": {"output": []}}))
     before = path.read_bytes()
     with pytest.raises(InvalidInput):
@@ -224,8 +230,11 @@ def test_what_was_there_stays_when_a_new_dump_cannot_be_read(tmp_path: Path) -> 
 
 
 def test_an_argument_named_type_or_dtype_is_an_argument() -> None:
-    number = {"type": "int", "value": 3}
-    record = {"input_args": [], "input_kwargs": {"type": number, "dtype": number, "shape": None}}
+    number: Json = {"type": "int", "value": 3}
+    record: Json = {
+        "input_args": [],
+        "input_kwargs": {"type": number, "dtype": number, "shape": None},
+    }
     found = list(leaves("n", "forward", record))
     assert [(leaf.path, leaf.type, leaf.value) for leaf in found] == [
         ("type", "int", "3"), ("dtype", "int", "3"), ("shape", None, None),
@@ -233,12 +242,12 @@ def test_an_argument_named_type_or_dtype_is_an_argument() -> None:
 
 
 def test_a_call_without_arguments_has_one_row() -> None:
-    record: dict[str, Any] = {"input_args": [], "input_kwargs": {}, "output": []}
+    record: Json = {"input_args": [], "input_kwargs": {}, "output": []}
     assert list(leaves("Distributed.barrier.0.forward", "forward", record)) == [Leaf()]
 
 
-def test_leaves_other_than_tensors_say_their_value() -> None:
-    odd = [
+def test_leaves_other_than_tensors_have_a_value() -> None:
+    odd: list[Json] = [
         {"type": "slice", "value": [0, None, 2]},
         {"type": "torch.memory_format", "format": "contiguous"},
         {"type": "float", "value": -math.inf},
@@ -266,7 +275,7 @@ def test_a_record_nested_without_end_is_an_error() -> None:
 
 @given(st.recursive(st.none() | st.floats() | st.text(),
                     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))  # fmt: skip
-def test_whatever_a_record_holds_fits_into_a_table(record: Any) -> None:
+def test_any_record_fits_into_a_table(record: Any) -> None:
     for leaf in leaves("n", "forward", {"output": record}):
         assert len(leaf.path or "") <= 1000
         for text in (leaf.path, leaf.value, leaf.type):
@@ -338,7 +347,7 @@ def test_a_directory_without_a_dump_is_not_found(tmp_path: Path) -> None:
         write_operator_table(tmp_path, tmp_path / "o.parquet")
 
 
-def test_row_groups_bound_what_is_held(real_dump: Path, tmp_path: Path) -> None:
+def test_row_groups_bound_the_memory(real_dump: Path, tmp_path: Path) -> None:
     write_operator_table(real_dump, tmp_path / "few.parquet", row_group=50)
     write_operator_table(real_dump, tmp_path / "one.parquet")
     file = pq.ParquetFile(tmp_path / "few.parquet")

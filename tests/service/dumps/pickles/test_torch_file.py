@@ -25,13 +25,18 @@ from stagescope_service.dumps.pickles.torch_file import (
     FileTensor,
     Unreadable,
     _load,
-    _Plain,
+    _PlainValues,
     read_torch_file,
 )
 
 since_2_6 = pytest.mark.skipif(
     torch.__version__ < "2.6", reason="this torch writes no such tensors, or does not load them"
 )
+
+
+def content_of(path: Path) -> Any:
+    """The content of a file, for tests that know its structure."""
+    return read_torch_file(path)
 
 
 def saved(path: Path, value: Any, **options: Any) -> Path:
@@ -45,7 +50,7 @@ def array_of(value: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_plain_values_come_back(tmp_path: Path, is_zip: bool) -> None:
+def test_plain_values_are_read(tmp_path: Path, is_zip: bool) -> None:
     value = {
         "number": 1, "real": float("inf"), "text": "ü", "nothing": None, "yes": True,
         "list": [1, [2.5, "a"], {"deep": ()}], 3: "three", "big": 1 << 80,
@@ -64,9 +69,7 @@ def test_plain_values_come_back(tmp_path: Path, is_zip: bool) -> None:
 )  # fmt: skip
 def test_tensors_keep_their_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
-    found = read_torch_file(
-        saved(tmp_path, {"t": tensor, "view": tensor[:, 1:], "one": tensor[0, 1]})
-    )
+    found = content_of(saved(tmp_path, {"t": tensor, "view": tensor[:, 1:], "one": tensor[0, 1]}))
     tag, shape, values, offsets = found["t"].wire
     assert (tag, shape, offsets) == (str(dtype).removeprefix("torch."), (2, 3), None)
     np.testing.assert_array_equal(values, tensor.numpy())
@@ -83,7 +86,7 @@ def test_other_dtypes_are_widened_or_named(tmp_path: Path) -> None:
         "sparse": torch.eye(2).to_sparse(),
         "parameter": torch.nn.Parameter(torch.ones(2)),
     }
-    found = read_torch_file(saved(tmp_path, value))
+    found = content_of(saved(tmp_path, value))
     assert found["bf16"].wire[0] == "bfloat16"
     np.testing.assert_array_equal(from_bfloat16(array_of(found["bf16"])), [1.5, np.nan])
     assert (found["f8"].wire[0], found["f8"].was) == ("float32", "float8_e4m3fn")
@@ -95,7 +98,7 @@ def test_other_dtypes_are_widened_or_named(tmp_path: Path) -> None:
 
 @since_2_6
 def test_unsigned_numbers_are_widened(tmp_path: Path) -> None:
-    found = read_torch_file(saved(tmp_path, torch.tensor([2**32 - 1], dtype=torch.uint32)))
+    found = content_of(saved(tmp_path, torch.tensor([2**32 - 1], dtype=torch.uint32)))
     assert (found.was, found.wire[0], array_of(found).tolist()) == ("uint32", "int64", [2**32 - 1])
 
 
@@ -112,7 +115,7 @@ def test_numpy(tmp_path: Path) -> None:
         "dates": np.array(["2026-01-01"], dtype="datetime64[D]"),
         "empty": np.zeros((0, 3), np.float32),
     }
-    found = read_torch_file(saved(tmp_path, value))
+    found = content_of(saved(tmp_path, value))
     np.testing.assert_array_equal(array_of(found["array"]), value["array"])
     assert array_of(found["big_endian"]).tolist() == [0, 1, 2]
     assert found["scalar"] == float(np.float32(0.1))
@@ -133,7 +136,7 @@ def test_numpy_of_another_version(tmp_path: Path) -> None:
         for member in source.namelist():
             data = source.read(member)
             target.writestr(member, data.replace(ours, others))
-    found = read_torch_file(other)
+    found = content_of(other)
     assert array_of(found["array"]).tolist() == [0, 1, 2]
     assert found["scalar"] == 2.5
 
@@ -141,7 +144,7 @@ def test_numpy_of_another_version(tmp_path: Path) -> None:
 @since_2_6
 def test_nested_tensors_are_ragged_rows(tmp_path: Path) -> None:
     rows = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
-    tag, shape, values, offsets = read_torch_file(saved(tmp_path, {"t": rows}))["t"].wire
+    tag, shape, values, offsets = content_of(saved(tmp_path, {"t": rows}))["t"].wire
     assert (tag, shape, values.tolist()) == ("float32", (5,), [1, 1, 0, 0, 0])
     assert offsets is not None
     assert offsets.tolist() == [0, 2, 5]
@@ -152,7 +155,7 @@ def test_a_tensordict_opens_without_its_library(
 ) -> None:
     path = areal_file(tmp_path / "a.pt", make_batch(2, 8), form="tensordict")
     _no_import_of("tensordict", monkeypatch)
-    found = read_torch_file(path)
+    found = content_of(path)
     assert found["logprobs"].wire[0] == "float32"
 
 
@@ -167,7 +170,7 @@ def _no_import_of(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", refuse)
 
 
-def test_without_torch_it_says_what_to_install(
+def test_the_error_without_torch_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tmp_path, {"path": tmp_path})
@@ -188,11 +191,11 @@ def test_plain_files_are_read_without_torch(
         "ids": list(range(300)), "long": "x" * 300, "empty": [{}, [], ()],
     }  # fmt: skip
     path = saved(tmp_path, value)
-    expected = _Plain(path, path.stat().st_size)(_load(path, mapped=True))
+    expected: Any = _PlainValues(path, path.stat().st_size)(_load(path, mapped=True))
     (tmp_path / "other").mkdir()
     columns = saved(tmp_path / "other", {"columns": whole[:, 1:]})
     _no_import_of("torch", monkeypatch)
-    found = read_torch_file(path)
+    found = content_of(path)
     assert found.keys() == value.keys()
     for name, item in found.items():
         if not isinstance(item, FileTensor):
@@ -220,7 +223,7 @@ def test_plain_files_are_read_without_torch(
         b"\x80\x04N.",
     ],
 )
-def test_what_is_not_plain_is_left_to_torchs_own_loader(tmp_path: Path, harm: bytes) -> None:
+def test_other_files_are_left_to_torchs_own_loader(tmp_path: Path, harm: bytes) -> None:
     path = tmp_path / "a.pt"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("a/data.pkl", harm)
@@ -241,7 +244,7 @@ def test_a_storage_is_not_read_beyond_its_member(tmp_path: Path) -> None:
         read_plain(changed)
 
 
-def test_what_the_process_allows_is_left_as_it_was(tmp_path: Path) -> None:
+def test_the_allowed_globals_of_the_process_are_restored(tmp_path: Path) -> None:
     torch.serialization.add_safe_globals([Runs])
     before = torch.serialization.get_safe_globals()
     try:
@@ -262,7 +265,7 @@ def test_several_threads_read_at_once(tmp_path: Path) -> None:
     found: list[Any] = []
 
     def read() -> None:
-        found.extend(array_of(read_torch_file(path)["a"]).tolist() for _ in range(20))
+        found.extend(array_of(content_of(path)["a"]).tolist() for _ in range(20))
 
     threads = [threading.Thread(target=read) for _ in range(4)]
     for thread in threads:
@@ -315,7 +318,7 @@ def test_a_zip_bomb_is_refused_before_it_inflates(tmp_path: Path) -> None:
         read_torch_file(path)
 
 
-def test_a_bomb_in_the_pickle_is_not_looked_into(tmp_path: Path) -> None:
+def test_a_bomb_in_the_pickle_is_not_inflated(tmp_path: Path) -> None:
     path = saved(tmp_path, {"a": 1})
     bomb = tmp_path / "bomb.pt"
     with (
@@ -334,7 +337,7 @@ def test_a_bomb_in_the_pickle_is_not_looked_into(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_what_a_file_names_is_told_from_its_head(tmp_path: Path) -> None:
+def test_globals_are_listed_from_the_beginning_of_a_file(tmp_path: Path) -> None:
     path = saved(tmp_path, {"rollout_id": 7, "samples": [{"tokens": [1, 2]}], "t": torch.ones(1)})
     assert peek(path)[:6] == ["rollout_id", 7, "samples", "tokens", 1, 2]
     assert peek(path, 2) == ["rollout_id", 7]
@@ -399,7 +402,7 @@ def test_deep_nesting_is_refused(tmp_path: Path) -> None:
 
 def test_a_tensor_that_repeats_one_value_is_bounded(tmp_path: Path) -> None:
     small = torch.zeros(1).expand(64, 8)
-    assert array_of(read_torch_file(saved(tmp_path, {"t": small}))["t"]).shape == (64, 8)
+    assert array_of(content_of(saved(tmp_path, {"t": small}))["t"]).shape == (64, 8)
     huge = torch.zeros(1).expand(1 << 20, 1 << 20)
     with pytest.raises(InvalidTensor, match="far more values"):
         read_torch_file(saved(tmp_path, {"t": huge}))

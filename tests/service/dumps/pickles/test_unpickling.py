@@ -80,7 +80,7 @@ def test_a_converted_dump_is_the_same_dump(tmp_path: Path, kind: str) -> None:
         same(one.read(first), other.read(second))
 
 
-def test_every_plain_value_comes_back(tmp_path: Path) -> None:
+def test_every_plain_value_survives_conversion(tmp_path: Path) -> None:
     value = {
         "number": 1, "real": float("-inf"), "nan": float("nan"), "text": "ü\ud800", "none": None,
         "ints": list(range(20)), "floats": [0.5] * 20, "few": [1, 2], "big": [1 << 70] * 9,
@@ -89,7 +89,7 @@ def test_every_plain_value_comes_back(tmp_path: Path) -> None:
     }  # fmt: skip
     torch.save(value, tmp_path / "a.pt")
     converted(tmp_path / "a.pt", tmp_path / "b")
-    found = read_content(tmp_path / "b/a.json")
+    found: Any = read_content(tmp_path / "b/a.json")
     assert isinstance(found["ints"], FileTensor)
     assert found["ints"].wire[2].tolist() == value["ints"]
     assert found["floats"].wire[2].tolist() == value["floats"]
@@ -101,7 +101,7 @@ def test_every_plain_value_comes_back(tmp_path: Path) -> None:
     assert np.isnan(found["nan"])
 
 
-def test_code_of_a_file_runs_only_after_yes(tmp_path: Path) -> None:
+def test_code_of_a_file_runs_only_after_confirmation(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     marker = tmp_path / "made"
     hostile_torch_file(tmp_path / "a/x.pt", marker)
@@ -117,7 +117,7 @@ def test_code_of_a_file_runs_only_after_yes(tmp_path: Path) -> None:
     assert marker.exists()
     said = json.loads(result.stdout)
     assert (said["files"], said["ran_code_of"]) == (2, [str(tmp_path / "a/x.pt")])
-    found = read_content(tmp_path / "b/x.json")
+    found: Any = read_content(tmp_path / "b/x.json")
     assert found["log_probs"].wire[1] == (2,)
     assert found["more"] == 0  # what os.system returned
 
@@ -139,19 +139,21 @@ class Look:
         return eval, (self.expression,)
 
 
-def test_the_process_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_converting_process_has_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STAGESCOPE_TOKEN", "secret")
     looks = {"env": "dict(__import__('os').environ)", "cwd": "__import__('os').listdir()"}
     torch.save({name: Look(text) for name, text in looks.items()}, tmp_path / "a.pt")
     plan = unpickling.plan_conversion(tmp_path / "a.pt")
     unpickling.convert_files(plan, tmp_path / "b", run_code=True)
-    found = read_content(tmp_path / "b/a.json")
+    found: Any = read_content(tmp_path / "b/a.json")
     assert "STAGESCOPE_TOKEN" not in found["env"]
     assert "secret" not in found["env"].values()
     assert found["cwd"] == []
 
 
-def test_a_file_that_fails_or_hangs_is_named_and_the_others_are_there(
+def test_a_file_that_fails_or_hangs_is_reported_and_the_others_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").mkdir()
@@ -191,7 +193,7 @@ def test_objects_are_dicts_of_their_attributes(tmp_path: Path) -> None:
     sample = Sample([1, 2], Status.DONE, tmp_path, when, np.ones(3, np.float32))
     more = {"dates": np.array(["2026-01-02"], "datetime64[D]"), "f": print, "n": np.int64(3)}
     torch.save({"samples": [sample], "rollout_id": 1, **more}, tmp_path / "a.pt")
-    found = load_running_code(tmp_path / "a.pt")
+    found: Any = load_running_code(tmp_path / "a.pt")
     (one,) = found["samples"]
     assert one["mask"].wire[2].tolist() == [1, 1, 1]
     del one["mask"]
@@ -201,7 +203,7 @@ def test_objects_are_dicts_of_their_attributes(tmp_path: Path) -> None:
     assert isinstance(found["f"], Unreadable)
 
 
-def test_nothing_is_written_over_or_into_itself(tmp_path: Path) -> None:
+def test_the_target_is_empty_and_outside_of_the_source(tmp_path: Path) -> None:
     source = nexrl_directory(tmp_path / "a")
     plan = unpickling.plan_conversion(source)
     with pytest.raises(Conflict):
