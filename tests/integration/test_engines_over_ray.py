@@ -10,7 +10,7 @@ import pytest
 
 from stagescope.engines import EngineInfo, Generation, Prompt, Sampling
 from stagescope.wire.errors import NotFound
-from stagescope_workers.consistency.comparison import Comparison
+from stagescope_workers.consistency.comparison import EngineComparison
 from stagescope_workers.consistency.record import record
 from stagescope_workers.consistency.scored import Scored, numbers
 from stagescope_workers.consistency.stored import rescore
@@ -33,7 +33,7 @@ class Scorer:
 
     info = EngineInfo("scorer", "here", scores=True)
 
-    def __init__(self, found: Comparison) -> None:
+    def __init__(self, found: EngineComparison) -> None:
         self._rows = iter(found.rows)
 
     def generate(
@@ -49,14 +49,14 @@ class Scorer:
         pass
 
 
-def comparison() -> Comparison:
+def comparison() -> EngineComparison:
     drawn = np.random.default_rng(0)
     rows = []
     for index in range(6):
         p = -drawn.exponential(2.0, 12).astype(np.float32).astype(float)
         q = (p + drawn.normal(0, 0.01, 12)).astype(np.float32).astype(float)
         rows.append(Scored(str(index), (1, 2, 3), tuple(range(12)), q, p))
-    return Comparison(
+    return EngineComparison(
         engine=EngineInfo("vllm", "http://127.0.0.1:9", version="0.33.0"),
         other=EngineInfo("transformers", "/models/m", version="5"),
         sampling=Sampling(temperature=0.7),

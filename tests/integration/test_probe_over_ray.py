@@ -17,7 +17,7 @@ from tests.support.coordinators import wait_for
 from stagescope.wire.schema import Event, Sender
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.probe import Probe
-from stagescope_workers.transport.link import RayLink, ray_place
+from stagescope_workers.transport.link import RayLink, ray_process
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
@@ -117,7 +117,7 @@ def test_stage_and_payload_arrive_and_are_receipted(coordinator: Any) -> None:
     _, events, values = seen(coordinator)
     assert [event.kind for _, event in events] == ["hello", "begin", "end", "finish"]
     sender = events[-1][0]
-    place = ray_place()
+    place = ray_process()
     assert place is not None
     assert sender.attempt_key == place.attempt_key
     assert ray.get_runtime_context().get_job_id() in place.attempt_key

@@ -83,7 +83,7 @@ def _trainer_class() -> Any:
             def hold() -> None:
                 with self.probe.stage("actor_update", step=step):
                     # Its file says the stage once the watchdog was set inside it.
-                    file = pathlib.Path(str(self.probe.standing.watch()))
+                    file = pathlib.Path(str(self.probe.stage_tracker.start_watchdog()))
                     while "actor_update" not in file.read_text():
                         time.sleep(0.01)
                     ctypes.PyDLL(None).usleep(int(seconds * 1e6))

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from stagescope.batch.data import Array
+from stagescope.tensorfile import Array
 from stagescope.wire.errors import Forbidden, InvalidTensor, NotFound, StagescopeError
 from stagescope_service.dumps.pickles.pickle_scan import peek
 from stagescope_service.dumps.pickles.torch_file import (

@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from stagescope.batch.data import Array
+from stagescope.tensorfile import Array
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.nexrl import write_index

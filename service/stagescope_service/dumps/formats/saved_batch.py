@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from stagescope.batch import Batch, BatchPart, Tensor
-from stagescope.batch.data import Array
+from stagescope.tensorfile import Array
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.keep import sections_of
 from stagescope.wire.schema import Part

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.batch.data import Array
+from stagescope.tensorfile import Array
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import Columns, RowIds, collect_rows, unique_samples
 from stagescope_service.dumps.formats.content import first_values, read_shared

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.batch import Padding, Tensor, widened
-from stagescope.batch.data import Array
-from stagescope.tensorfile import CODES
+from stagescope.tensorfile import CODES, Array
 from stagescope_service.store.tensorfile import WireTensor
 
 Bools: TypeAlias = npt.NDArray[np.bool_]

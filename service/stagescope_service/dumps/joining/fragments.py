@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from stagescope.batch.data import Array
+from stagescope.tensorfile import Array
 from stagescope_service.dumps.joining.column import (
     Bools,
     Int64,

@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from stagescope.batch import Batch, BatchPart, Gap, Tensor
-from stagescope.batch.data import Array
 from stagescope.flow import order_of
+from stagescope.tensorfile import Array
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.dumps.joining.column import Allocate, Column, RowBlock, row_block
 from stagescope_service.dumps.joining.fragments import (

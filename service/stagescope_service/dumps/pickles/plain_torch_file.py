@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from stagescope.batch.data import Array
+from stagescope.tensorfile import Array
 from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.dumps.pickles.torch_stand_ins import (
     STAND_INS,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from stagescope.batch.data import Array
+from stagescope.tensorfile import Array
 from stagescope.wire.errors import Forbidden, InvalidTensor, MissingExtra
 from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.dumps.pickles.pickle_scan import check_zip, globals_of, size_of_file
