@@ -32,18 +32,18 @@ def with_baseline(
         Conflict: that capture left no dump in that step, or none with checksums.
         Forbidden: a dump lies outside `roots`.
     """
-    bench = capture.get("bench")
-    if bench is None:
+    baseline = capture.get("bench")
+    if baseline is None:
         return dict(capture)
-    _check_checksums(catalogue.capture(bench["capture_id"]), bench["capture_id"])
+    _check_checksums(catalogue.capture(baseline["capture_id"]), baseline["capture_id"])
     rows = [
         row
-        for row in catalogue.captured(bench["capture_id"], limit=_MOST_DUMPS)
-        if row["step"] == bench["step"] and row["state"] == "complete"
+        for row in catalogue.captured(baseline["capture_id"], limit=_MOST_DUMPS)
+        if row["step"] == baseline["step"] and row["state"] == "complete"
     ]
     if not rows:
         raise Conflict(
-            f"capture {bench['capture_id']} left no dump in step {bench['step']}",
+            f"capture {baseline['capture_id']} left no dump in step {baseline['step']}",
             expected="a capture, and a step that it collected",
             advice="see /captures and the dumps of its steps",
         )
@@ -59,7 +59,7 @@ def with_baseline(
         {"stage": stage, "part": part, "role": role, "path": path, "ranks": sorted(found)}
         for (stage, part, role, path), found in ranks.items()
     ]
-    return {**capture, "bench": {**bench, "dumps": dumps}}
+    return {**capture, "bench": {**baseline, "dumps": dumps}}
 
 
 def _check_checksums(row: Mapping[str, Any] | None, capture_id: str) -> None:

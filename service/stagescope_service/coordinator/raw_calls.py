@@ -142,8 +142,8 @@ class RawCalls:
             "stage": body.get("stage"),
             "occurrence": body.get("occurrence"),
         }
-        if (said := reports.refused_in_part(out)) is not None:
-            answer["refused_in_part"] = said
+        if (reported := reports.refused_in_part(out)) is not None:
+            answer["refused_in_part"] = reported
         if payload is not None:
             answer["payload"] = await self._settled(PayloadKey(sender.incarnation, seq))
             if (reason := process.reasons.get(seq)) is not None:
@@ -185,8 +185,8 @@ class RawCalls:
             "finished": [{"role": process.role, "rank": process.rank} for process in left],
             "over": attempt.over,
         }
-        if (said := reports.refused_in_part(out)) is not None:
-            answer["refused_in_part"] = said
+        if (reported := reports.refused_in_part(out)) is not None:
+            answer["refused_in_part"] = reported
         return answer
 
     def _starts_again(self, run: str, sender: Sender, work: Work) -> bool:

@@ -45,17 +45,17 @@ def restore(state: State, snapshot: Snapshot, now: float) -> None:
     for row in snapshot.processes:
         attempt = registry.attempts.get(row["attempt_id"])
         if attempt is not None:
-            _take_process(state, attempt, row, now)
+            _restore_process(state, attempt, row, now)
     for row in snapshot.steps:
         attempt = registry.attempts.get(row["attempt_id"])
         if attempt is not None:
-            _take_step(attempt, row, kept=attempt is registry.newest(attempt.run))
+            _restore_step(attempt, row, kept=attempt is registry.newest(attempt.run))
     for row in snapshot.stages:
-        _take_span(state, row)
+        _restore_span(state, row)
     for row in snapshot.payloads:
-        _take_payload(state, row)
+        _restore_payload(state, row)
     for row in snapshot.armed:
-        _take_armed(state, row)
+        _restore_armed_payload(state, row)
     for row in snapshot.findings:
         state.remember_finding(row["finding_id"], row["first_wall"])
     for attempt in registry.attempts.values():
@@ -86,7 +86,7 @@ def _attempt(row: Row) -> Attempt:
     )
 
 
-def _take_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
+def _restore_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
     lease = state.raw_lease_seconds if row["raw"] else state.lease_seconds
     finished, lapsed = row["finished_wall"], row["lapsed_wall"]
     process = Process(
@@ -147,7 +147,7 @@ def _introduction(row: Row) -> Handshake | None:
     )
 
 
-def _take_step(attempt: Attempt, row: Row, *, kept: bool) -> None:
+def _restore_step(attempt: Attempt, row: Row, *, kept: bool) -> None:
     """Take in a step; `kept` says that its stages were read, too, where its attempt is over."""
     number = row["step"]
     top, through = attempt.top_step, attempt.forgotten_through
@@ -184,7 +184,7 @@ def _work(row: Row) -> Work:
     return Work(row["step"], row["policy_version"], row["stage"], part)
 
 
-def _take_span(state: State, row: Row) -> None:
+def _restore_span(state: State, row: Row) -> None:
     attempt = state.registry.attempts.get(row["attempt_id"])
     if attempt is None:
         return
@@ -209,14 +209,14 @@ def _take_span(state: State, row: Row) -> None:
     process.worked = True
     process.newest_revision = max(process.newest_revision, span.revision)
     if step is not None:
-        _take_pace(step, process, span, row)
+        _restore_stage_timing(step, process, span, row)
     if span.status == OPEN:
         process.open_spans[(work.key, span.revision)] = span
     elif span.status == UNFINISHED:
         process.unfinished[(work.key, span.revision)] = span
 
 
-def _take_pace(step: Step, process: Process, span: Span, row: Row) -> None:
+def _restore_stage_timing(step: Step, process: Process, span: Span, row: Row) -> None:
     offset = row["clock_offset"] or 0.0
     if row["begin_wall"] is not None:
         stage_timing.note_begin(step, process, span, row["begin_wall"] + offset)
@@ -225,7 +225,7 @@ def _take_pace(step: Step, process: Process, span: Span, row: Row) -> None:
         stage_timing.note_end(step, process, span, row["end_wall"] + offset, row, mono)
 
 
-def _take_payload(state: State, row: Row) -> None:
+def _restore_payload(state: State, row: Row) -> None:
     attempt = state.registry.attempts.get(row["attempt_id"])
     process = state.registry.processes.get(row["incarnation"])
     if attempt is None or process is None:
@@ -238,7 +238,7 @@ def _take_payload(state: State, row: Row) -> None:
     steps.payload_pending(attempt, work.step, key)
 
 
-def _take_armed(state: State, row: Row) -> None:
+def _restore_armed_payload(state: State, row: Row) -> None:
     process = state.registry.processes.get(row["incarnation"])
     if process is not None:
         work = _work(row)

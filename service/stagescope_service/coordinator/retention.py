@@ -214,7 +214,7 @@ class Retention:
         """Bring the catalogue and a node's disk together: orphans get rows, lost ones an end."""
         async with self._changing:
             # Rows first: the file of a row that is there by now was written before.
-            known = {row["path"]: row for row in await asyncio.to_thread(self._known)}
+            known = {row["path"]: row for row in await asyncio.to_thread(self._stored_rows)}
             found = await self._ingestors.kept_files(node)
             rows = [*self._moved(node, known, found), *self._lost(node, known, found)]
             rows += await self._orphans(node, [path for path in found if path not in known])
@@ -222,7 +222,7 @@ class Retention:
                 await self._write(rows)
             self._bytes = None
 
-    def _known(self) -> list[Row]:
+    def _stored_rows(self) -> list[Row]:
         return self._catalogue.kept_places()
 
     def _moved(self, node: str, known: Mapping[str, Row], found: Iterable[str]) -> Iterable[Put]:

@@ -120,7 +120,7 @@ class Triggers:
                 self.revision, self._since = int(row["revision"]), Since.parse(row["since"])
                 self._rules = _readable(row["document"])
             if file is not None:
-                await self._take_file(file, row)
+                await self._adopt_file(file, row)
             # A newer version may ship other defaults; what somebody gave stays.
             stored = None if row is None or self.revision != row["revision"] else row["source"]
             outdated = stored == DEFAULTS and self._rules != defaults()
@@ -135,7 +135,7 @@ class Triggers:
                 logger.warning("the rules of triggers cannot be read yet", exc_info=True)
                 await asyncio.sleep(_PAUSE)
 
-    async def _take_file(self, file: Path, row: Row | None) -> None:
+    async def _adopt_file(self, file: Path, row: Row | None) -> None:
         by = f"file {file}"
         try:
             text = await asyncio.to_thread(file.read_text, encoding="utf-8")
@@ -243,8 +243,8 @@ class Triggers:
             rows.append(Delete("findings", {"finding_id": finding_place(key_row)}))
 
     def _row(self, fired: Fired) -> Row:
-        said = fired.evidence
-        evidence = {**said.evidence(), "ranks": [list(each) for each in said.ranks]}
+        finding = fired.evidence
+        evidence = {**finding.evidence(), "ranks": [list(each) for each in finding.ranks]}
         hits = (*fired.firing.hits, *fired.firing.lasting)
         evidence[NAMED] = pack(hit.series for hit in hits)
         return {
@@ -253,11 +253,11 @@ class Triggers:
             "rule": fired.rule.name,
             "run": fired.facts.run,
             "revision": self.revision,
-            "stage": said.stage,
-            "role": said.role,
-            "rank": said.rank,
-            "round": said.round,
-            "message": said.message,
+            "stage": finding.stage,
+            "role": finding.role,
+            "rank": finding.rank,
+            "round": finding.round,
+            "message": finding.message,
             "evidence": {**evidence, "attempt": fired.facts.attempt},
             "wall": self._wall(),
             "withdrawn_wall": None,
@@ -288,9 +288,9 @@ class Since:
         return cls(max((int(row["attempt_id"]) for row in attempts), default=0), live)
 
     @classmethod
-    def parse(cls, said: Any) -> Since:
+    def parse(cls, fields: Any) -> Since:
         """Read what `wire` returned."""
-        return cls(said["attempt_id"], {int(key): step for key, step in said["closed"].items()})
+        return cls(fields["attempt_id"], {int(key): step for key, step in fields["closed"].items()})
 
     def wire(self) -> Row:
         """Return built-in types."""
@@ -325,7 +325,7 @@ class _Followed:
         ]
         """Firings whose coordinator ended before all that was to follow did."""
         fired = {
-            (row["rule"], At(numbers[row["attempt_id"]], row["step"])): _standing(row)
+            (row["rule"], At(numbers[row["attempt_id"]], row["step"])): _series_state(row)
             for row in standing
         }
         self._watch = Watch(rules.rules, fired=fired)
@@ -358,10 +358,10 @@ class _Followed:
             earlier = self._ahead.popleft()
             before = self._reader.facts(self.ids[earlier.attempt], earlier.step)
             if before is not None and earlier != at:
-                yield self._taken(before)
-        yield self._taken(facts)
+                yield self._changes_of(before)
+        yield self._changes_of(facts)
 
-    def _taken(self, facts: Facts) -> Changes:
+    def _changes_of(self, facts: Facts) -> Changes:
         fires = self._since.admits(facts.attempt_id, facts.step)
         at = At(facts.attempt, facts.step)
         return self._watch.take(at, self._reader.values(facts), fires=fires)
@@ -372,7 +372,7 @@ class _Followed:
         return None if facts is None else self._reader.explain(firing, facts)
 
 
-def _standing(row: Row) -> Standing:
+def _series_state(row: Row) -> Standing:
     evidence = row["evidence"] or {}
     named = evidence.get(NAMED)  # None: an earlier release wrote it
     series = None if named is None else unpack(named)
@@ -381,7 +381,7 @@ def _standing(row: Row) -> Standing:
 
 def _acted(row: Row) -> bool:
     """Return whether the actions of a stored firing followed, or are to follow."""
-    return _standing(row).acts or bool((row["actions"] or {}).keys() - {"cools_since"})
+    return _series_state(row).acts or bool((row["actions"] or {}).keys() - {"cools_since"})
 
 
 def _readable(document: Any) -> Rules:

@@ -53,9 +53,9 @@ def base_key(key: str) -> str:
     return key.partition(RESTART_MARK)[0]
 
 
-def role_names(said: object) -> frozenset[str]:
+def role_names(reported: object) -> frozenset[str]:
     """Return the roles that a HELLO says report beside its sender (its field `expects`)."""
-    names = said if isinstance(said, list | tuple) else ()
+    names = reported if isinstance(reported, list | tuple) else ()
     return frozenset(name for name in names[:MAX_ROLES] if isinstance(name, str) and name)
 
 
@@ -87,7 +87,7 @@ class Registry:
         self._by_key: dict[tuple[str, str], int] = {}
         self._newest: dict[str, int] = {}
         self._gone: dict[str, int] = {}
-        self._said: dict[str, Any] = {}
+        self._reported: dict[str, Any] = {}
         self._next_id = 1
         self.listening_since = 0.0
         """When anybody could be heard again, by the service's wall clock."""
@@ -190,7 +190,7 @@ class Registry:
             return process, []
         process.clock, process.node_id = clock, process.node_id or sender.node_id
         process.last_wall = max(process.last_wall, event.wall)
-        return process, [process_row(process, **_heard(process))]
+        return process, [process_row(process, **_last_report_columns(process))]
 
     def _new_process(
         self, sender: Sender, event: Event, lease_until: float, *, raw: bool, late: bool
@@ -218,7 +218,11 @@ class Registry:
             attempt.opened_wall = process.started
             out.append(attempt_row(attempt))
         # A row from before a restart may say that it fell silent.
-        columns = {"first_wall": process.started, "lapsed_wall": None, **_heard(process)}
+        columns = {
+            "first_wall": process.started,
+            "lapsed_wall": None,
+            **_last_report_columns(process),
+        }
         columns |= {"finished_wall": event.wall} if late else {}
         return process, [*out, process_row(process, **columns)]
 
@@ -279,14 +283,14 @@ class Registry:
         came_later = first is not None and process.started > first
         return came_later or self._older(attempt, process) is not None
 
-    def _shared(self, said: Mapping[str, Any]) -> dict[str, Any]:
+    def _shared(self, reported: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a process said, as JSON has it; equal parts of several are kept once."""
         kept: dict[str, Any] = {}
-        for name, value in said.items():
+        for name, value in reported.items():
             value = plain(value)
-            kept[str(name)] = self._said.setdefault(f"{type(value).__name__} {value!r}", value)
-            if len(self._said) > SAID_REMEMBERED:
-                del self._said[next(iter(self._said))]
+            kept[str(name)] = self._reported.setdefault(f"{type(value).__name__} {value!r}", value)
+            if len(self._reported) > SAID_REMEMBERED:
+                del self._reported[next(iter(self._reported))]
         return kept
 
     @staticmethod
@@ -295,19 +299,19 @@ class Registry:
 
         The lowest rank of a role says it for all: an attempt has the fingerprint of its first.
         """
-        said = process.handshake
+        reported = process.handshake
         lower = (attempt.by_rank.get((process.role, rank)) for rank in range(process.rank))
-        if said is None or said.fingerprint is None or any(lower):
+        if reported is None or reported.fingerprint is None or any(lower):
             return {}
-        return {"fingerprint": said.fingerprint, "said_wall": said.wall}
+        return {"fingerprint": reported.fingerprint, "said_wall": reported.wall}
 
     def _learn(self, attempt: Attempt, process: Process) -> list[Put]:
         """Take what a process said of its start for its attempt's, where it is of that start."""
         if process.handshake is None or self.may_leave(process):
             return []
-        told = _take_resumed(attempt, process)
+        told = _adopt_resume(attempt, process)
         columns: dict[str, Any] = {}
-        if _take_fingerprint(attempt, process):
+        if _adopt_fingerprint(attempt, process):
             columns["fingerprint"] = _fingerprint(attempt)
         out = [attempt_row(attempt, **columns)] if told or columns else []
         # Ranks are told less than a driver knows: what says most stays.
@@ -440,19 +444,19 @@ class Registry:
         attempt.stepless.ranks.clear()
 
 
-def _take_resumed(attempt: Attempt, process: Process) -> bool:
+def _adopt_resume(attempt: Attempt, process: Process) -> bool:
     """Take in from which step a process says that it resumed; return whether it said so."""
-    said = process.handshake
-    if said is None or said.resumed_from_step is None:
+    reported = process.handshake
+    if reported is None or reported.resumed_from_step is None:
         return False
     told = attempt.resumed_from_step if attempt.resumed_told else None
     attempt.resumed_told = True
-    resumed = said.resumed_from_step
+    resumed = reported.resumed_from_step
     attempt.resumed_from_step = resumed if told is None else min(told, resumed)
     return True
 
 
-def _take_fingerprint(attempt: Attempt, process: Process) -> bool:
+def _adopt_fingerprint(attempt: Attempt, process: Process) -> bool:
     """Take in a process's fingerprint; return whether that changed the attempt's.
 
     It is that of the first (role, rank), of its incarnations the first, but for the
@@ -479,6 +483,6 @@ def _fingerprint(attempt: Attempt) -> dict[str, Any] | None:
     return {**attempt.fingerprint, **config} or None
 
 
-def _heard(process: Process) -> dict[str, Any]:
+def _last_report_columns(process: Process) -> dict[str, Any]:
     offset, error = process.clock
     return {"last_wall": process.last_wall, "clock_offset": offset, "clock_error": error}

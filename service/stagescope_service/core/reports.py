@@ -196,10 +196,12 @@ def handshake_fields(attempt: Attempt, process: Process) -> list[Instruction]:
 def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
     """Say which packages of a process stagescope does not support."""
     handshake = process.handshake
-    said: Any = None if handshake is None else handshake.fingerprint
+    reported: Any = None if handshake is None else handshake.fingerprint
     for name in ("versions", "unsupported"):
-        said = said.get(name) if isinstance(said, Mapping) else None
-    lines = [text(line, 500) or "" for line in said] if isinstance(said, list | tuple) else []
+        reported = reported.get(name) if isinstance(reported, Mapping) else None
+    lines = (
+        [text(line, 500) or "" for line in reported] if isinstance(reported, list | tuple) else []
+    )
     if handshake is None or not lines:
         return []
     return [
@@ -320,19 +322,19 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
     """
     fields = event.fields
     capture_id = text(fields.get("capture_id"), 200) or "local"
-    said: dict[str, Any] = {
+    reported: dict[str, Any] = {
         name: take(fields[name]) for name, take in _DUMP_COLUMNS.items() if name in fields
     }
     known = process.dumps.setdefault((work.key, capture_id), {})
     if len(process.dumps) > DUMPS_REMEMBERED:
         del process.dumps[next(iter(process.dumps))]
     newest = event.seq >= max(known.values(), default=0)
-    said = {
+    reported = {
         name: value
-        for name, value in said.items()
+        for name, value in reported.items()
         if value is not None and event.seq >= known.get(name, 0)
     }
-    known.update(dict.fromkeys(said, event.seq))
+    known.update(dict.fromkeys(reported, event.seq))
     row = {
         "incarnation": process.incarnation,
         "work_key": work.key,
@@ -343,10 +345,10 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
         **work_columns(work),
         "node_id": process.node_id,
         **({"wall": event.wall} if newest else {}),
-        **said,
+        **reported,
     }
     out: list[Instruction] = [Put("dumps", row), DumpReported(row)]
-    state = said.get("state")
+    state = reported.get("state")
     if state in ("failed", "missed", "truncated"):
         reason = f"dump {state}: {text(fields.get('error')) or 'no reason given'}"
         columns = {"identity": capture_id, "count": 1, "wall": event.wall}
@@ -354,7 +356,7 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
     elif state == "complete":
         lost = row_id(process.incarnation, work.key, "dump", capture_id)
         out.append(Delete("losses", {"loss_id": lost}))
-    return out + operator_tables.follow(attempt, process, event, work, row, said.get("state"))
+    return out + operator_tables.follow(attempt, process, event, work, row, reported.get("state"))
 
 
 def started_again(attempt: Attempt, process: Process, wall: float) -> Put:

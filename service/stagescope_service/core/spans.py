@@ -260,7 +260,7 @@ def _own_revision(event: Event) -> int:
     return event.seq if event.seq < RAW_SEQ else int(event.wall * 1e6)
 
 
-def _known(step: Step, process: Process, work: Work) -> list[Span]:
+def _matching_spans(step: Step, process: Process, work: Work) -> list[Span]:
     known = step.spans.get((process.incarnation, work.key))
     if known is None and step.evicted:
         left = (*process.open_spans.values(), *process.unfinished.values())
@@ -270,7 +270,7 @@ def _known(step: Step, process: Process, work: Work) -> list[Span]:
 
 def _find_begun(step: Step, process: Process, work: Work, event: Event) -> Span | None:
     """Return the span of a BEGIN: the one that knows it, else one that ended after it."""
-    known = _known(step, process, work)
+    known = _matching_spans(step, process, work)
     for span in known:
         if event.seq in (span.begin_seq, span.revision):
             return span
@@ -289,7 +289,7 @@ def _find_ended(
     step: Step, process: Process, work: Work, event: Event, begin_seq: int | None
 ) -> Span | None:
     """Return the span of an END: the one that knows it, else the one that it says it ends."""
-    known = _known(step, process, work)
+    known = _matching_spans(step, process, work)
     for span in known:
         if span.end_seq == event.seq:
             return span

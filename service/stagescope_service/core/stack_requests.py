@@ -46,7 +46,7 @@ class StackRequests:
     """What was asked of which process and is not answered; used by the state machine alone."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, dict[str, _Asked]] = {}
+        self._requested: dict[str, dict[str, _Asked]] = {}
 
     def ask(
         self,
@@ -60,7 +60,7 @@ class StackRequests:
     ) -> list[Instruction]:
         """Ask a process for its stacks; it has `seconds` to answer."""
         deadline = wall + seconds
-        self._asked.setdefault(process.incarnation, {})[request_id] = _Asked(deadline)
+        self._requested.setdefault(process.incarnation, {})[request_id] = _Asked(deadline)
         row = {
             "incarnation": process.incarnation,
             "request_id": request_id,
@@ -81,11 +81,11 @@ class StackRequests:
         """Take in what an earlier coordinator asked and nobody answered."""
         for row in rows:
             asked = _Asked(row["deadline_wall"] or 0.0)
-            self._asked.setdefault(row["incarnation"], {})[row["request_id"]] = asked
+            self._requested.setdefault(row["incarnation"], {})[row["request_id"]] = asked
 
     def is_news(self, incarnation: str) -> bool:
         """Whether a process has a request that no poll has handed out yet."""
-        found = self._asked.get(incarnation)
+        found = self._requested.get(incarnation)
         return found is not None and any(not asked.handed for asked in found.values())
 
     def hand_out(self, incarnation: str) -> list[dict[str, str]]:
@@ -93,7 +93,7 @@ class StackRequests:
 
         A poll's answer can be lost, so every later one carries what is still not answered.
         """
-        found = self._asked.get(incarnation) or {}
+        found = self._requested.get(incarnation) or {}
         for asked in found.values():
             asked.handed = True
         return [{"what": STACKS, "request_id": request_id} for request_id in found]
@@ -107,7 +107,7 @@ class StackRequests:
             InvalidEvent: they bear no request_id.
         """
         request_id = request_of(fields)
-        self._let_go(process.incarnation, request_id)
+        self._drop(process.incarnation, request_id)
         source = WATCHDOG if fields.get("source") == WATCHDOG else PROBE
         threads, truncated = _checked(fields.get("threads"))
         row = {
@@ -134,22 +134,22 @@ class StackRequests:
         """Give up what was not answered in time; return what to write and whose it was."""
         out: list[Instruction] = []
         silent: list[str] = []
-        for incarnation, found in [*self._asked.items()]:
+        for incarnation, found in [*self._requested.items()]:
             for request_id, asked in [*found.items()]:
                 if asked.deadline > wall:
                     continue
-                self._let_go(incarnation, request_id)
+                self._drop(incarnation, request_id)
                 row = {"incarnation": incarnation, "request_id": request_id}
                 out.append(Put("stacks", {**row, "state": NOT_ANSWERED}))
                 silent.append(incarnation)
         return out, silent
 
-    def _let_go(self, incarnation: str, request_id: str) -> None:
-        found = self._asked.get(incarnation)
+    def _drop(self, incarnation: str, request_id: str) -> None:
+        found = self._requested.get(incarnation)
         if found is not None:
             found.pop(request_id, None)
             if not found:
-                del self._asked[incarnation]
+                del self._requested[incarnation]
 
 
 def choose(

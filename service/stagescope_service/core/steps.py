@@ -115,7 +115,7 @@ def end_if_left(attempt: Attempt) -> list[Instruction]:
     if (attempt.ended_wall, attempt.end_reason) == (ended, reason):
         return []
     attempt.ended_wall, attempt.end_reason = ended, reason
-    return [attempt_row(attempt), *_rejudge_top(attempt)]
+    return [attempt_row(attempt), *_update_top_verdict(attempt)]
 
 
 def resume(attempt: Attempt, process: Process) -> list[Instruction]:
@@ -123,7 +123,7 @@ def resume(attempt: Attempt, process: Process) -> list[Instruction]:
     if attempt.ended_wall is None or not _holds(attempt, process):
         return []
     attempt.ended_wall = attempt.end_reason = None
-    return [attempt_row(attempt), *_rejudge_top(attempt)]
+    return [attempt_row(attempt), *_update_top_verdict(attempt)]
 
 
 def close_due(attempt: Attempt, wall: float) -> list[Instruction]:
@@ -159,7 +159,7 @@ def _close(attempt: Attempt, step: Step, wall: float, reason: str) -> list[Instr
     attempt.open.discard(step.step)
     attempt.note_closed(wall)
     out = _judged(attempt, step, closed_wall=wall, close_reason=reason)
-    out += _rejudge_next(attempt, step)
+    out += _update_next_verdict(attempt, step)
     if attempt.last_closed_step is None or step.step > attempt.last_closed_step:
         attempt.last_closed_step = step.step
         out.append(attempt_row(attempt))
@@ -207,7 +207,7 @@ def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
         return []
     stage = (span.role, span.work.stage)
     if span.rank not in step.expected.get(stage, ()):
-        return [*_judged(attempt, step), *_rejudge_next(attempt, step)]
+        return [*_judged(attempt, step), *_update_next_verdict(attempt, step)]
     key = (*stage, span.rank)
     first_of_it = step.missing.get(key) == NOT_BEGUN
     status = status_of(step.ranks[stage][span.rank])
@@ -219,7 +219,7 @@ def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
         step.missing[key] = status
     out: list[Instruction] = [_verdict_row(attempt, step)]
     # Who took part here may be expected there.
-    return out + _rejudge_next(attempt, step) if first_of_it else out
+    return out + _update_next_verdict(attempt, step) if first_of_it else out
 
 
 def rejudge_number(attempt: Attempt, number: int) -> list[Instruction]:
@@ -233,11 +233,11 @@ def rejudge_all(attempt: Attempt) -> list[Instruction]:
     return [row for number in sorted(attempt.steps) for row in rejudge_number(attempt, number)]
 
 
-def _rejudge_top(attempt: Attempt) -> list[Instruction]:
+def _update_top_verdict(attempt: Attempt) -> list[Instruction]:
     return [] if attempt.top_step is None else rejudge_number(attempt, attempt.top_step)
 
 
-def _rejudge_next(attempt: Attempt, step: Step) -> list[Instruction]:
+def _update_next_verdict(attempt: Attempt, step: Step) -> list[Instruction]:
     """Judge the closed step after `step` again: whom it expects was told by `step`."""
     closed = [number for number in attempt.steps if number > step.step]
     following = min((number for number in closed if number not in attempt.open), default=None)

@@ -40,15 +40,15 @@ class Manifests:
     """The digests of those that were handed to the store already."""
 
     def __init__(self) -> None:
-        self._known: dict[str, None] = {}
+        self._recognized: dict[str, None] = {}
 
     def add(self, manifest: str) -> bool:
         """Take a digest in; say whether it is new."""
-        if manifest in self._known:
+        if manifest in self._recognized:
             return False
-        self._known[manifest] = None
-        if len(self._known) > _MANIFESTS_REMEMBERED:
-            del self._known[next(iter(self._known))]
+        self._recognized[manifest] = None
+        if len(self._recognized) > _MANIFESTS_REMEMBERED:
+            del self._recognized[next(iter(self._recognized))]
         return True
 
 

@@ -123,7 +123,7 @@ def odd_replicas(records: Sequence[Record]) -> list[Odd]:
     """
     groups: dict[Any, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for holding, side, role, kind in _alike(records):
-        place = _replica_place(holding)
+        place = _replica_key(holding)
         if place is None or holding.checksum is None:
             continue
         tensor = holding.tensor
@@ -148,7 +148,7 @@ def _odd(side: str, role: str, rank: int, said: Sequence[tuple[bool, int, str]])
     return Odd(side, role, rank, is_outvoted, max(count for _, count, _ in kept), names)
 
 
-def _replica_place(holding: _Holding) -> object:
+def _replica_key(holding: _Holding) -> object:
     """Return what replicas of a tensor have in common; None where it is not known.
 
     A tensor of which nothing is said has replicas only where the layout says that the ranks differ
@@ -268,11 +268,11 @@ def _not_one(side: str, holdings: Sequence[_Holding]) -> str:
         return f"fused: {', '.join(names[:4])} of the {side} have one name"
     if any(holding.checksum is None for holding in holdings):
         return f"the {side} has no checksum of it"
-    by_place: dict[Any, set[Any]] = defaultdict(set)
+    by_replica: dict[Any, set[Any]] = defaultdict(set)
     for holding in holdings:
         if holding.tensor.shard in (None, TP_COPY):
-            by_place[holding.coordinates].add((holding.tensor[1:3], holding.checksum))
-    if len({frozenset(values) for values in by_place.values()}) > 1:
+            by_replica[holding.coordinates].add((holding.tensor[1:3], holding.checksum))
+    if len({frozenset(values) for values in by_replica.values()}) > 1:
         return f"each rank of the {side} holds a part of its own"
     return ""
 
@@ -284,7 +284,11 @@ def _against(received: _Holding, trainer: Sequence[_Holding]) -> tuple[str, str,
     form = received.tensor[1:3]
     alike = [sent for sent in cut if sent.tensor[1:3] == form]
     if not alike:
-        return NOT_COMPARABLE, f"{_form(cut[0])} was sent, {_form(received)} received", cut[0]
+        return (
+            NOT_COMPARABLE,
+            f"{_describe(cut[0])} was sent, {_describe(received)} received",
+            cut[0],
+        )
     same = [sent for sent in alike if sent.checksum == received.checksum]
     return (AGREES, "", same[0]) if same else (DIFFERS, "", alike[0])
 
@@ -297,7 +301,7 @@ def _cut(tensor: Tensor) -> object:
     return (shard.shape, shard.placement if shard.offsets is None else shard.offsets, tensor.shape)
 
 
-def _form(holding: _Holding) -> str:
+def _describe(holding: _Holding) -> str:
     return f"{holding.tensor.dtype}[{', '.join(map(str, holding.tensor.shape))}]"
 
 

@@ -79,8 +79,8 @@ class Keeper:
         written = write_kept(path, kept)
         row = artifact_row(key, job, "kept", self.node_id, path, written.bytes).row
         specs = tensor_specs(kept.tensors)
-        said = {"checksum": written.checksum, "sections": kept.sections, "tensors": specs}
-        return Put("artifacts", {**row, **said})
+        reported = {"checksum": written.checksum, "sections": kept.sections, "tensors": specs}
+        return Put("artifacts", {**row, **reported})
 
     def _check_room(self, needed: int, job: Mapping[str, Any]) -> None:
         if job.get("no_room"):
@@ -95,7 +95,7 @@ class Keeper:
             )
 
     def _refusal(self, job: Mapping[str, Any]) -> Put:
-        said = finding(
+        reported = finding(
             NOT_KEPT,
             f"what is to be kept is not: {self.reason}",
             run=job["run"],
@@ -106,7 +106,7 @@ class Keeper:
             advice="free space on the disk of data_dir, raise STAGESCOPE_KEPT_BYTES, or unpin "
             "steps; statistics are complete, and keeping goes on by itself where there is room",
         )
-        return Put("findings", {**said.row, "over_wall": None})
+        return Put("findings", {**reported.row, "over_wall": None})
 
 
 def tensor_specs(tensors: Mapping[str, WireTensor]) -> dict[str, list[Any]]:
@@ -142,8 +142,8 @@ def artifact_row(
 
 def plain_job(key: PayloadKey, job: Mapping[str, Any], *but: str) -> Row:
     """Return what a file says of itself: whose it is, and its payload's delivery identity."""
-    said = {name: value for name, value in job.items() if name not in (*_ORDERS, *but)}
-    return {**said, "incarnation": key.incarnation, "seq": key.seq}
+    reported = {name: value for name, value in job.items() if name not in (*_ORDERS, *but)}
+    return {**reported, "incarnation": key.incarnation, "seq": key.seq}
 
 
 Row = dict[str, Any]
@@ -187,13 +187,13 @@ def _describe(path: Path, node_id: str) -> tuple[Row, Row]:
     stat = path.stat()
     key = PayloadKey(job["incarnation"], job["seq"])
     row = artifact_row(key, job, "kept", node_id, path, stat.st_size).row
-    said = {
+    reported = {
         "wall": stat.st_mtime,
         "checksum": f"sha256:{file_checksum(path)}",
         "sections": kept.sections,
         "tensors": tensor_specs(kept.tensors),
     }
-    return {**row, **said}, job
+    return {**row, **reported}, job
 
 
 def _job(job: Mapping[str, Any]) -> Row:

@@ -173,7 +173,11 @@ class PayloadReader:
                 "pin_not_kept",
                 f"a payload of {entry.bytes} bytes came to a step whose payloads are pinned, and "
                 "pinned payloads take all that they may: it is not pinned",
-                **{**_place(job), "step": entry.key.step, "attempt_id": entry.key.attempt_id},
+                **{
+                    **_location_columns(job),
+                    "step": entry.key.step,
+                    "attempt_id": entry.key.attempt_id,
+                },
                 evidence={"node_id": self.node_id, "share": self.ring.max_pinned},
                 advice="unpin steps (stagescope unpin STEP), or raise STAGESCOPE_RING_BYTES",
             )
@@ -186,7 +190,7 @@ class PayloadReader:
         return finding(
             f"payload_{error.code}",
             str(error),
-            **_place(job),
+            **_location_columns(job),
             severity="error",
             advice=error.advice or "the stage event stands; its numbers are missing",
         )
@@ -214,7 +218,7 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> I
             f"{ignored} of {pair_name(summary.pair)} tell more than {MOST_ROUNDS} rounds, turns or "
             "versions apart, or a round below 0: rounds are counted by the mask"
             + (f", from {MOST_ROUNDS} on as one" if "response_mask" in summary.ignored else ""),
-            **_place(job),
+            **_location_columns(job),
             evidence={"tensors": list(summary.ignored), "most": MOST_ROUNDS},
             advice="round_ids and turn_ids count from 0 in each sample; all tokens count all the "
             "same",
@@ -229,7 +233,7 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> I
         yield finding(
             "nonfinite_log_probs",
             f"log-probs under the mask are not finite: {counts} of {summary.total.masked} tokens",
-            **_place(job),
+            **_location_columns(job),
             severity="error",
             evidence=odd,
             advice=f"see /steps/{job.get('step')}/tokens?kind=nonfinite for which; statistics are "
@@ -292,7 +296,7 @@ def _ring_key(key: PayloadKey, job: Mapping[str, Any]) -> RingKey:
     return RingKey(job["attempt_id"], job["step"], key.incarnation, key.seq)
 
 
-def _place(job: Mapping[str, Any]) -> Row:
+def _location_columns(job: Mapping[str, Any]) -> Row:
     names = ("run", "attempt_id", "step", "stage", "role", "rank")
     return {**{name: job.get(name) for name in names}, "wall": time.time()}
 
@@ -304,7 +308,7 @@ def _written_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
         yield finding(
             "tensor_written",
             f"tensors were written after they were handed over: {', '.join(map(str, written))}",
-            **_place(job),
+            **_location_columns(job),
             severity="error",
             advice="give them to `stage.record`, which copies, or write other tensors",
         )
@@ -321,9 +325,9 @@ def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
         if tensor is None:
             continue
         own = told.get(stream)
-        said = {**payload.meta, **(own if isinstance(own, Mapping) else {})}
+        reported = {**payload.meta, **(own if isinstance(own, Mapping) else {})}
         who = producer_of(_with_producers(job, payload.meta), stream)
-        said |= {} if who is None else {"producer": who}
+        reported |= {} if who is None else {"producer": who}
         row: Row = {
             "attempt_id": job["attempt_id"],
             "stream": stream,
@@ -332,7 +336,7 @@ def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
             "dtype": tensor[0],
         }
         for field, kind in _PROVENANCE.items():
-            value = said.get(field)
+            value = reported.get(field)
             if isinstance(value, (int, float) if kind is float else kind):
                 row[field] = kind(value)
         yield Put("streams", row)

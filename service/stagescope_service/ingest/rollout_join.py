@@ -126,7 +126,7 @@ def rollout_rows(
         samples=tuple(ids[index] for index in chosen),
         offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         positions=_positions(batch, row, at),
-        placed=_placed(batch),
+        placed=_has_positions(batch),
         q=batch.q[at],
         dtype=batch.q_dtype,
         token_ids=None if batch.token_ids is None else batch.token_ids[at].astype(np.int64),
@@ -178,7 +178,7 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
     in_order = rollout.starts[code[row]] + np.arange(len(at)) - first[row]
     as_many = known & (counts == rollout.sizes[code])
 
-    placed = _placed(batch)
+    placed = _has_positions(batch)
     sure = known & every & placed & rollout.placed[code]
     order = as_many & ~sure & ~np.full(batch.rows, split and placed)
     verified = known & every & ~sure & ~order & (ids is not None) & rollout.has_ids[code]
@@ -333,7 +333,7 @@ def _rows(batch: TokenBatch) -> Int64:
     return np.repeat(np.arange(batch.rows, dtype=np.int64), np.diff(batch.row_offsets))
 
 
-def _placed(batch: TokenBatch) -> bool:
+def _has_positions(batch: TokenBatch) -> bool:
     return batch.positions is not None or batch.token_offset is not None
 
 

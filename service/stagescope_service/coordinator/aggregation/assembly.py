@@ -27,7 +27,7 @@ _HOLDERS: Final = 20
 """Ranks that a finding lists for an id."""
 
 
-def findings(whole: StepSummary, place: Mapping[str, Any]) -> list[Put | Delete]:
+def findings(whole: StepSummary, location: Mapping[str, Any]) -> list[Put | Delete]:
     """Return the findings about a step's tokens; those that no longer hold are taken back.
 
     Args:
@@ -41,10 +41,10 @@ def findings(whole: StepSummary, place: Mapping[str, Any]) -> list[Put | Delete]
         "tokens_unaccounted": _unaccounted(whole),
     }
     rows: list[Put | Delete] = []
-    for kind, said in found.items():
-        put = finding(kind, **place, severity="error", **(said or {"message": ""}))
+    for kind, reported in found.items():
+        put = finding(kind, **location, severity="error", **(reported or {"message": ""}))
         taken_back = Delete("findings", {"finding_id": put.row["finding_id"]})
-        rows.append(taken_back if said is None else put)
+        rows.append(taken_back if reported is None else put)
     return rows
 
 
@@ -215,7 +215,7 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
     formed = {**key, "whole_wall": step_parts.wall, "whole_mark": step_parts.mark}
     if whole is None:
         return [Put("steps", {**formed, "whole": None})]
-    place: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": time.time()}
+    location: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": time.time()}
     found = examine(whole.summary, whole.ranks)
     suspects = [check.name for check in found.suspects]
     columns = step_metrics(
@@ -225,15 +225,15 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
         Put("steps", {**formed, "whole": whole.to_bytes()}),
         Put("step_metrics", {**key, **columns}),
     ]
-    puts += _suspects(found.suspects, whole, place)
+    puts += _suspects(found.suspects, whole, location)
     if step_parts.expects_bitwise:
-        puts += _not_exact(whole, step_parts.rows, place)
+        puts += _not_exact(whole, step_parts.rows, location)
     if whole.differing:
-        puts.append(_replicas(whole, step_parts.rows, place))
-    return puts + findings(whole, place)
+        puts.append(_replicas(whole, step_parts.rows, location))
+    return puts + findings(whole, location)
 
 
-def _suspects(suspects: Sequence[Check], whole: StepSummary, place: dict[str, Any]) -> list[Put]:
+def _suspects(suspects: Sequence[Check], whole: StepSummary, location: dict[str, Any]) -> list[Put]:
     """Say why the streams cannot be compared: the likeliest cause, and what it may explain.
 
     It explains nothing on a rank that does not show it: such a rank's own cause is said beside it.
@@ -249,7 +249,7 @@ def _suspects(suspects: Sequence[Check], whole: StepSummary, place: dict[str, An
         finding(
             f"streams_{check.name}",
             check.text,
-            **place,
+            **location,
             evidence={
                 "status": check.status,
                 "pair": pair_name(whole.summary.pair),
@@ -263,7 +263,7 @@ def _suspects(suspects: Sequence[Check], whole: StepSummary, place: dict[str, An
 
 
 def _not_exact(
-    whole: StepSummary, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]
+    whole: StepSummary, rows: Mapping[str, Mapping[str, Any]], location: dict[str, Any]
 ) -> list[Put]:
     """Say where the streams of a run that expects no difference first differ."""
     unequal = unequal_tokens(whole.total)
@@ -282,7 +282,7 @@ def _not_exact(
             "not_exact",
             f"{p} and {q} differ in {unequal} of {whole.total.masked} tokens, and the run expects "
             f"none to: {text}",
-            **place,
+            **location,
             severity="error",
             evidence={**evidence, "unequal": unequal},
             advice="stagescope exact RUN says since which step; a capture of this step and of one "
@@ -342,7 +342,7 @@ def verdict(catalogue: Catalogue, step_parts: StepParts) -> list[Put]:
 
 
 def _replicas(
-    whole: StepSummary, rows: Mapping[str, Mapping[str, Any]], place: dict[str, Any]
+    whole: StepSummary, rows: Mapping[str, Mapping[str, Any]], location: dict[str, Any]
 ) -> Put:
     pairs = [
         {
@@ -355,7 +355,7 @@ def _replicas(
     return finding(
         "replicas_differ",
         f"{len(pairs)} ranks hold the same rows as another rank and differ from it in log-probs",
-        **place,
+        **location,
         evidence={"pairs": pairs[:100]},
         advice="replicas of one model on one batch should agree; if these ranks are no replicas, "
         "what they said of their data_rank or their sample_ids is wrong",

@@ -12,7 +12,7 @@ from stagescope.wire.errors import Conflict
 from stagescope.wire.keep import misspelt_words
 from stagescope.wire.names import closest_by_words, closest_stage
 from stagescope.wire.schema import STAGES
-from stagescope_service.core.captures import agreement as agreeing
+from stagescope_service.core.captures import agreement as agreement_rules
 from stagescope_service.core.captures.agreement import Participants
 from stagescope_service.core.captures.plan import Entry
 from stagescope_service.core.entities import Attempt, Process
@@ -35,7 +35,7 @@ def participants_of(registry: Registry, order: Mapping[str, Any]) -> Participant
     roles = {role for role, _ in live}
     named = set(order["roles"] or roles) & roles
     doing = {role for role in named if _does(attempt, role, order["stages"])}
-    members = agreeing.members_of(
+    members = agreement_rules.members_of(
         order["ranks"],
         doing or named,
         {role: attempt.world_size(role) for role in named},
@@ -58,7 +58,7 @@ def attempt_of(registry: Registry, order: Mapping[str, Any]) -> Attempt | None:
 
 def is_early(registry: Registry, order: Mapping[str, Any]) -> bool:
     """Whether steps that are said by number are ordered before anyone is there to ask."""
-    if agreeing.is_relative(order["steps"]):
+    if agreement_rules.is_relative(order["steps"]):
         return False
     attempt = attempt_of(registry, order)
     return attempt is None or attempt.over or attempt.top_step is None
@@ -75,7 +75,7 @@ def run_of(registry: Registry, capture: Mapping[str, Any]) -> str | None:
     live = {attempt.run for attempt in registry.attempts.values() if _is_live(attempt)}
     if len(live) == 1:
         return live.pop()
-    if agreeing.is_relative(capture["steps"]):
+    if agreement_rules.is_relative(capture["steps"]):
         raise Conflict(
             f"{len(live)} runs are live, and the order names none",
             expected=f"run: one of {', '.join(sorted(live)[:20]) or '(none is live)'}",
@@ -111,11 +111,11 @@ def _rank_notes(
     attempt: Attempt, order: Mapping[str, Any], participants: Participants
 ) -> list[str]:
     """Return notes of ranks and roles that an order names, and that are not there."""
-    said = []
+    fields = []
     there = {role for role, _ in attempt.by_rank}
     if strange := sorted({*(order["roles"] or ())} - there):
         known = ", ".join(sorted(there)) or "(none yet)"
-        said.append(f"nobody has the role {', '.join(strange)}; there are {known}")
+        fields.append(f"nobody has the role {', '.join(strange)}; there are {known}")
     members = {(each.role, each.rank) for each in participants.members}
     if not needs_ranks(order):  # what the service does alone it does of raw callers, too
         members |= {each for each in attempt.by_rank if each[0] in (order["roles"] or there)}
@@ -124,11 +124,11 @@ def _rank_notes(
         sizes = {role: attempt.world_size(role) for role in sorted({role for role, _ in members})}
         told = [f"{role} has {size} ranks" for role, size in sizes.items() if size is not None]
         named = ", ".join(map(str, unknown[:_RANKS_NAMED]))
-        said.append(
+        fields.append(
             f"no rank {named} is there: nothing is collected of it until one reports"
             + (f" ({', '.join(told)})" if told else "")
         )
-    return said
+    return fields
 
 
 def check_stages(attempt: Attempt | None, order: Mapping[str, Any]) -> None:
@@ -197,21 +197,21 @@ def notes(registry: Registry, entry: Entry) -> list[str]:
     if attempt is None:
         waits = [_run_note(registry, order["run"]), *_stage_notes(order["stages"], set())]
         return [*waits, *_keep_notes(order)]
-    said = _keep_notes(order)
+    fields = _keep_notes(order)
     if attempt.over:
-        said.append(f"attempt {attempt.number} of the run is over: it waits for the next")
-    said += _stage_notes(order["stages"], _done(attempt))
+        fields.append(f"attempt {attempt.number} of the run is over: it waits for the next")
+    fields += _stage_notes(order["stages"], _done(attempt))
     participants = participants_of(registry, order)
     if needs_ranks(order) and not attempt.over and not participants.members:
         ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})
         named = ", ".join(f"{role} {rank}" for role, rank in ranks[:20])
-        said.append(f"it asks no rank that is there; there are {named or '(none yet)'}")
+        fields.append(f"it asks no rank that is there; there are {named or '(none yet)'}")
     else:
-        said += _rank_notes(attempt, order, participants)
+        fields += _rank_notes(attempt, order, participants)
     late = participants.late(entry.agreement.revision)
-    if needs_ranks(order) and late and entry.agreement.phase == agreeing.ASKED:
-        said.append(f"waiting for {names([each.name for each in late])}")
-    return said
+    if needs_ranks(order) and late and entry.agreement.phase == agreement_rules.ASKED:
+        fields.append(f"waiting for {names([each.name for each in late])}")
+    return fields
 
 
 def step_seconds(attempt: Attempt) -> float | None:

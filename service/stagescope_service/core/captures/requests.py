@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from stagescope.wire.captures import needs_ranks
 from stagescope.wire.errors import Conflict
-from stagescope_service.core.captures import agreement as agreeing
+from stagescope_service.core.captures import agreement as agreement_rules
 from stagescope_service.core.captures.agreement import Agreement, Participants
 from stagescope_service.core.captures.participants import (
     attempt_of,
@@ -51,7 +51,7 @@ class CaptureRequests:
         """Capture -> (role, rank, stage) -> what it reckons; stored once it is agreed on."""
         self._interrupted = {
             entry.capture_id for entry in plan.entries.values()
-            if entry.agreement.phase == agreeing.ASKED
+            if entry.agreement.phase == agreement_rules.ASKED
         }  # fmt: skip
         """Asked before a restart: asked again, since only memory knew who was slow."""
 
@@ -81,9 +81,9 @@ class CaptureRequests:
     def _has_passed(self, entry: Entry) -> bool:
         """Whether the steps that a capture was agreed on have all begun."""
         agreed = entry.agreement
-        last = agreeing.last_step(agreed.steps)
+        last = agreement_rules.last_step(agreed.steps)
         attempt = attempt_of(self.state.registry, entry.order)
-        if agreed.phase != agreeing.AGREED or last is None or attempt is None:
+        if agreed.phase != agreement_rules.AGREED or last is None or attempt is None:
             return False
         begun = attempt.top_step is not None and attempt.top_step >= last
         return begun and attempt.attempt_id == agreed.attempt_id
@@ -97,7 +97,7 @@ class CaptureRequests:
         entry = self.plan.remove(capture_id)
         self._forget(capture_id)
         gone = dataclasses.replace(
-            entry.agreement, phase=agreeing.WITHDRAWN, revision=self.plan.next_revision()
+            entry.agreement, phase=agreement_rules.WITHDRAWN, revision=self.plan.next_revision()
         )
         entry = Entry(entry.order, gone)
         return entry, [self.row(entry, removed_wall=wall, removed_by=by)]
@@ -123,13 +123,13 @@ class CaptureRequests:
         """Return what must be written since the last look: agreements, ends, findings."""
         out: list[Put] = []
         for entry in [*self.plan.entries.values()]:
-            found = self._look_at(entry, mono, wall)
+            found = self._check_entry(entry, mono, wall)
             if found is None:
                 continue
-            if found.phase == agreeing.AGREED:
+            if found.phase == agreement_rules.AGREED:
                 found = dataclasses.replace(found, revision=self.plan.next_revision())
             new = Entry(entry.order, found)
-            if found.phase == agreeing.ASKED or found.is_open:
+            if found.phase == agreement_rules.ASKED or found.is_open:
                 self.plan.entries[entry.capture_id] = new
                 out.append(self.row(new))
             else:
@@ -139,20 +139,20 @@ class CaptureRequests:
             out += self._findings(new, wall)
         return out
 
-    def _look_at(self, entry: Entry, mono: float, wall: float) -> Agreement | None:
+    def _check_entry(self, entry: Entry, mono: float, wall: float) -> Agreement | None:
         """Return the agreement as it becomes now; None where nothing changes."""
         agreed = entry.agreement
-        if agreed.phase == agreeing.ASKED:
+        if agreed.phase == agreement_rules.ASKED:
             return self._ask(entry, mono, wall)
         attempt = attempt_of(self.state.registry, entry.order)
-        if not agreeing.is_relative(entry.order["steps"]) or attempt is None:
+        if not agreement_rules.is_relative(entry.order["steps"]) or attempt is None:
             return None
-        last = agreeing.last_step(agreed.steps)
+        last = agreement_rules.last_step(agreed.steps)
         closed = attempt.last_closed_step
         if attempt.attempt_id == agreed.attempt_id:
             if last is None or closed is None or closed < last:
                 return None
-            return dataclasses.replace(agreed, phase=agreeing.DONE)
+            return dataclasses.replace(agreed, phase=agreement_rules.DONE)
         return self._anew(entry, mono, wall)
 
     def _ask(self, entry: Entry, mono: float, wall: float) -> Agreement | None:
@@ -169,17 +169,17 @@ class CaptureRequests:
             if member.incarnation is not None and (member.revision or 0) >= asked.revision:
                 taken.setdefault(member.incarnation, elapsed)
         estimates = self._estimates_of(entry, asked_ranks)
-        trips = [each for each in taken.values() if each <= agreeing.LONGEST_ROUND_TRIP]
-        reason = agreeing.refusal(order, estimates)
-        told = dataclasses.replace(asked, estimates=agreeing.largest(estimates))
+        trips = [each for each in taken.values() if each <= agreement_rules.LONGEST_ROUND_TRIP]
+        reason = agreement_rules.refusal(order, estimates)
+        told = dataclasses.replace(asked, estimates=agreement_rules.largest(estimates))
         if reason is not None:
-            return dataclasses.replace(told, phase=agreeing.REFUSED, reason=reason)
+            return dataclasses.replace(told, phase=agreement_rules.REFUSED, reason=reason)
         if (
             self._not_estimated(asked, asked_ranks, estimates)
-            and elapsed < agreeing.LONGEST_ROUND_TRIP
+            and elapsed < agreement_rules.LONGEST_ROUND_TRIP
         ):
             return None
-        return agreeing.look(
+        return agreement_rules.look(
             told,
             order,
             asked_ranks,
@@ -195,12 +195,12 @@ class CaptureRequests:
         steps = entry.order["steps"]
         start: int | None = None
         passed: list[int] = []
-        if agreeing.is_relative(steps):
+        if agreement_rules.is_relative(steps):
             start = 0 if top is None else top + 1
-            steps, passed = agreeing.resolve(steps, start)
+            steps, passed = agreement_rules.resolve(steps, start)
         return dataclasses.replace(
             asked,
-            phase=agreeing.AGREED,
+            phase=agreement_rules.AGREED,
             attempt_id=asked_ranks.attempt_id,
             agreed_wall=wall,
             start=start,
@@ -215,7 +215,7 @@ class CaptureRequests:
         self._estimates.pop(entry.capture_id, None)
         return dataclasses.replace(
             entry.agreement,
-            phase=agreeing.ASKED,
+            phase=agreement_rules.ASKED,
             revision=self.plan.next_revision(),
             asked_wall=wall,
             steps=None,
@@ -231,14 +231,14 @@ class CaptureRequests:
         if entry is None:
             return []
         place = {name: dump.get(name) for name in ("role", "rank", "step", "stage")}
-        if dump.get("state") == _ESTIMATED and entry.agreement.phase == agreeing.ASKED:
+        if dump.get("state") == _ESTIMATED and entry.agreement.phase == agreement_rules.ASKED:
             about = {"node_id": dump.get("node_id"), "error": dump.get("error")}
             said = self._estimates.setdefault(entry.capture_id, {})
             said[place["role"], place["rank"], place["stage"]] = {
                 **place, **about, **(dump.get("estimate") or {}),
             }  # fmt: skip
             return []
-        if dump.get("state") not in _GAPS or entry.agreement.phase != agreeing.AGREED:
+        if dump.get("state") not in _GAPS or entry.agreement.phase != agreement_rules.AGREED:
             return []
         return self._missed(entry, {**place, "state": dump["state"]}, mono, wall)
 
@@ -293,9 +293,13 @@ class CaptureRequests:
     # --- findings --------------------------------------------------------------------------
     def _findings(self, entry: Entry, wall: float) -> list[Put]:
         agreed = entry.agreement
-        if agreed.phase in (agreeing.GIVEN_UP, agreeing.TOO_LATE, agreeing.REFUSED):
+        if agreed.phase in (
+            agreement_rules.GIVEN_UP,
+            agreement_rules.TOO_LATE,
+            agreement_rules.REFUSED,
+        ):
             return [self._finding(entry, "capture_not_started", agreed.reason or "", wall)]
-        if agreed.phase == agreeing.AGREED and agreed.without:
+        if agreed.phase == agreement_rules.AGREED and agreed.without:
             text = f"it starts at step {agreed.start} without {names(agreed.without)}"
             return [self._finding(entry, "capture_partial", text, wall, start=agreed.start)]
         return []
