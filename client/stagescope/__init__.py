@@ -42,11 +42,11 @@ from stagescope.wire.errors import (
 if TYPE_CHECKING:
     from stagescope.answers import Metrics, Record
     from stagescope.batch import Batch
-    from stagescope.frames import Table
     from stagescope.replaying import replay
     from stagescope.rollouts import ReplayRollouts
     from stagescope.session import Session, attach, engine
     from stagescope.step import Step
+    from stagescope.table import Table
 
 __version__ = "0.1.0"
 
@@ -89,7 +89,7 @@ _LAZY = {
     "ReplayRollouts": "stagescope.rollouts",
     "Session": "stagescope.session",
     "Step": "stagescope.step",
-    "Table": "stagescope.frames",
+    "Table": "stagescope.table",
     "attach": "stagescope.session",
     "engine": "stagescope.session",
     "replay": "stagescope.replaying",

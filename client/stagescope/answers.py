@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from stagescope import render
-from stagescope.frames import (
+from stagescope.table import (
     Row,
     Table,
     begun_again,

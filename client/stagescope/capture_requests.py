@@ -10,8 +10,8 @@ from urllib.parse import urlencode
 from stagescope.answers import Record
 from stagescope.connection import LIMIT, Connection, segment, step_segment
 from stagescope.findings import FIRING_ORDER, FindingRows
-from stagescope.frames import Table
-from stagescope.progress import Progress, RequestedCapture
+from stagescope.progress import CaptureProgress, RequestedCapture
+from stagescope.table import Table
 from stagescope.triggers import Triggers, dry_run
 from stagescope.wire.nonfinite import Json, JsonObject
 
@@ -121,21 +121,21 @@ class CaptureRequests(Connection):
         spec = {name: value for name, value in fields.items() if value is not None}
         return RequestedCapture(self._transport.change("POST", "/captures", spec) or {})
 
-    def progress(self, capture_id: str) -> Progress:
+    def progress(self, capture_id: str) -> CaptureProgress:
         """Return the progress of a capture.
 
         Raises:
             NotFound: there is no such capture.
         """
-        return Progress(self.get(f"/captures/{segment(capture_id, 'capture_id')}"))
+        return CaptureProgress(self.get(f"/captures/{segment(capture_id, 'capture_id')}"))
 
     def wait_for(
         self,
         capture_id: str,
         *,
         timeout: float | None = None,
-        told: Callable[[Progress], None] = lambda progress: None,
-    ) -> Progress:
+        told: Callable[[CaptureProgress], None] = lambda progress: None,
+    ) -> CaptureProgress:
         """Wait until a capture has ended; return its progress.
 
         It also returns once none of the requested ranks is alive.

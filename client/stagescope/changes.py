@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from stagescope import render
-from stagescope.frames import Table
-from stagescope.targets import Target
+from stagescope.table import Table
 from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.schema import Target
 
 CHANGE_ORDER: Final = ("weight", "area", "name", "a", "b")
 _HEADINGS: Final[Mapping[str, str]] = {

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from stagescope import discovery
 from stagescope.columns import COLUMNS, Kinds
 from stagescope.findings import GROUP_ORDER, FindingRows
-from stagescope.frames import Table
+from stagescope.table import Table
 from stagescope.transport import Params, QueryValue, Transport
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import (

@@ -12,8 +12,8 @@ from typing import Final, TypeAlias
 
 from stagescope import render
 from stagescope.answers import Record
-from stagescope.frames import Row, Table
 from stagescope.render import wrapped
+from stagescope.table import Row, Table
 from stagescope.wire.nonfinite import JsonObject
 
 FINDING_ORDER: Final = ("kind", "step", "rank", "message", "stage", "severity", "role", "count")

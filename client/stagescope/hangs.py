@@ -7,7 +7,7 @@ from typing import Final, TypedDict
 
 from stagescope import render
 from stagescope.answers import Record
-from stagescope.frames import Row, Table
+from stagescope.table import Row, Table
 from stagescope.wire.nonfinite import JsonObject
 
 STUCK_ORDER: Final = (

@@ -12,8 +12,8 @@ from typing import Final, TypedDict
 
 from stagescope import render
 from stagescope.answers import Record
-from stagescope.frames import Row, Table
 from stagescope.render import wrapped
+from stagescope.table import Row, Table
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject

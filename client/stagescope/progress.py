@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypedDict
 
 from stagescope.answers import Record
-from stagescope.frames import Table
+from stagescope.table import Table
 from stagescope.wire.nonfinite import JsonObject
 
 ENDED: Final = frozenset({"complete", "partial", "given up", "too late", "refused", "withdrawn"})
@@ -79,7 +79,7 @@ class RequestedCapture(Record):
         return [*lines, f"see: stagescope progress {self.get('capture_id')} --wait"]
 
 
-class Progress(Record):
+class CaptureProgress(Record):
     """The answer of `/captures/{capture_id}`, also as the tables `ranks`, `steps` and `dumps`."""
 
     __slots__ = ()

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from stagescope import render
 from stagescope.batch import Batch, Tensor, check_rows, widened
-from stagescope.flow import order_of
-from stagescope.frames import Row, Table
+from stagescope.batch.data import flow_index
 from stagescope.rollouts import batch_of
+from stagescope.table import Row, Table
 from stagescope.tensorfile import Array
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.nonfinite import JsonObject
@@ -282,7 +282,7 @@ def replay(
             expected=f"some of {', '.join(sorted(not_computed))}",
             advice="keep is_loss: init(keep={'what': ['is_loss', 'loss']})",
         )
-    rows.sort(key=lambda row: order_of(row["name"], row["stage"]))
+    rows.sort(key=lambda row: flow_index(row["name"], row["stage"]))
     heading = {name: batch.source.get(name) for name in ("run", "attempt", "step")}
     about = {**heading, "not_stored": [*not_stored], "not_computed": [*not_computed]}
     return Replay.of(Table.from_rows(rows, order=_ORDER, title="replay", about=about))
@@ -296,7 +296,7 @@ def _microbatches(
         yield {"stage": None, "role": None, "rank": None, "part": None}, batch, ()
     for part in batch.parts_of(stage) if batch.parts else ():
         location = _Location(stage=part.stage, role=part.role, rank=part.rank, part=str(part.part))
-        computed = [name for name in part.names if order_of(name) >= order_of("log_probs")]
+        computed = [name for name in part.names if flow_index(name) >= flow_index("log_probs")]
         yield location, batch.microbatch(part), (*computed, *part.numbers)
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from stagescope import render
 from stagescope.answers import Record
-from stagescope.frames import Row, Table, begun_again_steps
+from stagescope.table import Row, Table, begun_again_steps
 from stagescope.wire import nonfinite
 from stagescope.wire.nonfinite import Json, JsonObject
 

@@ -21,14 +21,14 @@ from stagescope import discovery
 from stagescope.answers import Record, Status
 from stagescope.capture_requests import CaptureRequests
 from stagescope.columns import COLUMNS
-from stagescope.comparing import Comparing
+from stagescope.comparison_requests import ComparisonRequests
 from stagescope.connection import LIMIT, segment, step_segment
 from stagescope.engines.http import engine_url
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
-from stagescope.frames import Table
 from stagescope.hangs import Stacks
 from stagescope.series import Exact, Series
 from stagescope.step import Step
+from stagescope.table import Table
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
 from stagescope.wire.errors import NotFound
 from stagescope.wire.framing import MEDIA_TYPE, SendResult, WirePayload, pack_batch
@@ -91,7 +91,7 @@ def attach(url: str | None = None, *, token: str | None = None, timeout: float =
     return session
 
 
-class Session(CaptureRequests, Comparing):
+class Session(CaptureRequests, ComparisonRequests):
     """The data of the service, one method per noun; safe to use from several threads.
 
     Each answer names its run and attempt. The default of `run` is the run whose training stage

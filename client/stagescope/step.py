@@ -11,9 +11,9 @@ from stagescope.batch import Batch
 from stagescope.batch.file import DownloadBuffer, atomic_file, load, parse
 from stagescope.columns import COLUMNS
 from stagescope.connection import LIMIT
-from stagescope.frames import Table
 from stagescope.hangs import STUCK_ORDER, Stacks, Stuck
 from stagescope.operators import NonFiniteOperators, Operators, Stack
+from stagescope.table import Table
 from stagescope.transport import QueryValue
 from stagescope.weights import WEIGHT_ORDER, Weights
 

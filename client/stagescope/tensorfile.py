@@ -51,7 +51,7 @@ class TensorFile(NamedTuple):
     metadata: dict[str, Json]
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a header: its bytes are `data[begin:end]`."""
 
     name: str
@@ -62,7 +62,7 @@ class Entry(NamedTuple):
     end: int
 
 
-def layout(
+def encode_tensors(
     tensors: Mapping[str, WireTensor], metadata: JsonObject
 ) -> tuple[bytes, list[bytes | memoryview], int]:
     """Return the header with its length prefix, the tensors' bytes in order, and the total size.
@@ -81,7 +81,7 @@ def layout(
                 raise InvalidTensor(f"tensor {name + _OFFSETS!r} beside a packed {name!r}")
             flat[name + _OFFSETS] = np.ascontiguousarray(offsets, np.dtype("<i8"))
             shapes[name + _OFFSETS] = ("int64", flat[name + _OFFSETS].shape)
-    entries = place(shapes)
+    entries = plan_entries(shapes)
     header = make_header(entries, metadata, packed)
     buffers: list[bytes | memoryview] = [
         flat[entry.name].reshape(-1).view(np.uint8).data for entry in entries
@@ -89,7 +89,7 @@ def layout(
     return header, buffers, len(header) + data_bytes(entries)
 
 
-def place(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Entry]:
+def plan_entries(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[TensorEntry]:
     """Return the header entries of tensors of these dtypes and shapes, in the order of their bytes.
 
     Raises:
@@ -100,30 +100,30 @@ def place(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Entry]:
             raise InvalidTensor(f"tensor {name!r} has dtype {tag!r}", expected=f"one of {[*CODES]}")
         if name == "__metadata__":
             raise InvalidTensor("a tensor named '__metadata__'", expected="another name")
-    entries, position = list[Entry](), 0
+    entries, position = list[TensorEntry](), 0
     # Widest first, so that every tensor is aligned to its item size.
     for name, (tag, shape) in sorted(
         shapes.items(), key=lambda item: -np.dtype(CODES[item[1][0]][1]).itemsize
     ):
         dtype = np.dtype(CODES[tag][1])
         end = position + math.prod(shape) * dtype.itemsize
-        entries.append(Entry(name, tag, dtype, tuple(shape), position, end))
+        entries.append(TensorEntry(name, tag, dtype, tuple(shape), position, end))
         position = end
     return entries
 
 
-def data_bytes(entries: Sequence[Entry]) -> int:
+def data_bytes(entries: Sequence[TensorEntry]) -> int:
     """Return the size of all tensors in bytes."""
     return entries[-1].end if entries else 0
 
 
 def make_header(
-    entries: Sequence[Entry], metadata: JsonObject, packed: Sequence[str] = ()
+    entries: Sequence[TensorEntry], metadata: JsonObject, packed: Sequence[str] = ()
 ) -> bytes:
     """Return the header of a file with its length prefix.
 
     Args:
-        entries: the result of `place`.
+        entries: the result of `plan_entries`.
         metadata: JSON values.
         packed: names of the tensors whose row offsets are among the entries.
     """
@@ -202,7 +202,7 @@ def read_header(file: BinaryIO, where: object, size: int) -> tuple[dict[str, Jso
     return header, 8 + length
 
 
-def check_entries(header: JsonObject, where: object, data_bytes: int) -> list[Entry]:
+def check_entries(header: JsonObject, where: object, data_bytes: int) -> list[TensorEntry]:
     """Return the entries in the order of their bytes; they cover the data without holes.
 
     Raises:
@@ -228,7 +228,7 @@ def check_entries(header: JsonObject, where: object, data_bytes: int) -> list[En
     return entries
 
 
-def _check_entry(name: str, entry: object, where: object) -> Entry:
+def _check_entry(name: str, entry: object, where: object) -> TensorEntry:
     if not isinstance(entry, dict):
         raise InvalidTensor(f"{where}: entry {name!r} is not an object")
     tag, dtype = _TAGS.get(str(entry.get("dtype")), ("", np.dtype(np.uint8)))
@@ -246,7 +246,7 @@ def _check_entry(name: str, entry: object, where: object) -> Entry:
             f"{where}: tensor {name!r} of {tag} {tuple(shape)} lies in {end - begin} bytes",
             expected=f"{math.prod(shape) * dtype.itemsize}",
         )
-    return Entry(name, tag, dtype, shape, begin, end)
+    return TensorEntry(name, tag, dtype, shape, begin, end)
 
 
 def _sizes(values: object) -> tuple[int, ...] | None:
@@ -268,7 +268,7 @@ def read_metadata(header: JsonObject, where: object) -> dict[str, str]:
     return found
 
 
-def _view(data: Bytes, entry: Entry) -> Array:
+def _view(data: Bytes, entry: TensorEntry) -> Array:
     piece = data[entry.begin : entry.end]
     if entry.tag == "bool" and piece.size and piece.max() > 1:
         raise InvalidTensor(f"tensor {entry.name!r} of bool holds other bytes than 0 and 1")
@@ -279,7 +279,7 @@ def _view(data: Bytes, entry: Entry) -> Array:
         raise InvalidTensor(f"tensor {entry.name!r} of shape {entry.shape}: {error}") from error
 
 
-def assemble(data: Bytes, entries: list[Entry], strings: Mapping[str, str]) -> TensorFile:
+def assemble(data: Bytes, entries: list[TensorEntry], strings: Mapping[str, str]) -> TensorFile:
     """Return the tensors of a file as views of `data`, and its metadata."""
     arrays = {entry.name: (entry.tag, entry.shape, _view(data, entry)) for entry in entries}
     try:

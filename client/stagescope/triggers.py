@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final, TypedDict
 
 from stagescope import render
-from stagescope.frames import Row, Table
+from stagescope.table import Row, Table
 from stagescope.wire.nonfinite import JsonObject
 
 _RULE_ORDER: Final = ("name", "metric", "when", "fired", "last_step", "last_value", "actions")

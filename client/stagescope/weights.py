@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from stagescope import render
-from stagescope.frames import Row, Table, context
+from stagescope.table import Row, Table, context
 
 WEIGHT_ORDER: Final = ("name", "verdict", "ranks", "odd_ranks", "dtype", "shape", "reason")
 """Columns that are shown first: in 80 columns a table leaves out the last ones."""

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from stagescope.wire.errors import ComparisonFailed, Unreachable
-from stagescope_service.compare.running import Mapper
+from stagescope_service.compare.task_runner import Mapper
 
 T = TypeVar("T")
 R = TypeVar("R")

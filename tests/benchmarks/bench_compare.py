@@ -37,7 +37,7 @@ from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import as_json
 from stagescope_service.compare.report.nexrl import as_nexrl
 from stagescope_service.compare.results import Verdict
-from stagescope_service.compare.running import threads
+from stagescope_service.compare.task_runner import thread_mapper
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.store.kept import Kept, write_kept
 
@@ -135,7 +135,7 @@ def copy_bytes(*sides: Path) -> None:
 
 def compared(*sides: Path, workers: int, verdict: Verdict = Verdict.SAME) -> None:
     """The whole comparison, from listing the directories to the report."""
-    result = compare([open_dump(side) for side in sides], mapper=threads(workers))
+    result = compare([open_dump(side) for side in sides], mapper=thread_mapper(workers))
     assert result.verdict is verdict, result.reason
     as_json(result)
 

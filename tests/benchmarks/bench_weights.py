@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from stagescope_service.core.weights import Record, Tensor, compare, odd_replicas
+from stagescope_service.core.weights import Tensor, WeightRecord, compare, odd_replicas
 from stagescope_workers.checksum import checksum
 
 
@@ -95,11 +95,11 @@ def comparison(ranks: int, tensors: int, repeats: int) -> str:
         Tensor(f"layers.{at}.weight", "bfloat16", (64, 64), None) for at in range(tensors)
     )
 
-    def record(side: str, rank: int) -> Record:
+    def record(side: str, rank: int) -> WeightRecord:
         wrong = {7: 1} if (side, rank) == ("rollout", 1) else {}
         sums = [wrong.get(at, at * 977) for at in range(tensors)]
         layout = {"dp_rank": rank}
-        return Record(side, rank, side, "exchanged", 1, 1, (0.0,), entries, sums, layout)
+        return WeightRecord(side, rank, side, "exchanged", 1, 1, (0.0,), entries, sums, layout)
 
     records = [record(side, rank) for side in ("trainer", "rollout") for rank in range(ranks)]
     took = seconds(lambda: (compare(records), odd_replicas(records)), repeats)

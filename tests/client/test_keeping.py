@@ -8,14 +8,14 @@ from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import InvalidPlan
 from stagescope.wire.keep import (
     SECTIONS,
-    is_wanted,
+    capture_selectors,
+    is_selected,
     kept_sections,
+    matching_selectors,
     read_keep,
     sections_of,
     shard_capture,
     validate_keep,
-    wanted_by,
-    words_of,
 )
 from stagescope.wire.nonfinite import Json
 from stagescope_service.dumps import records
@@ -30,13 +30,17 @@ def test_sections_have_the_names_of_the_dump_readers() -> None:
 
 def test_a_configuration_names_steps_ranks_and_selectors() -> None:
     keep = validate_keep({"every_n_steps": 10, "ranks": "0,2-3", "what": ["is_loss"]})
-    assert wanted_by(keep, **WHERE, step=20) == ("is_loss",)
-    assert wanted_by(keep, **WHERE, step=21) == ()
-    assert wanted_by(keep, **{**WHERE, "rank": 1}, step=20) == ()
+    assert matching_selectors(keep, **WHERE, step=20) == ("is_loss",)
+    assert matching_selectors(keep, **WHERE, step=21) == ()
+    assert matching_selectors(keep, **{**WHERE, "rank": 1}, step=20) == ()
     assert validate_keep(keep) == keep  # as it comes back from a process's settings
     listed = validate_keep({"steps": "3,5-6", "what": "loss"})
-    assert [step for step in range(8) if wanted_by(listed, **WHERE, step=step)] == [3, 5, 6]
-    assert wanted_by(validate_keep({"what": ["loss"]}), **WHERE, step=None) == ("loss",)
+    assert [step for step in range(8) if matching_selectors(listed, **WHERE, step=step)] == [
+        3,
+        5,
+        6,
+    ]
+    assert matching_selectors(validate_keep({"what": ["loss"]}), **WHERE, step=None) == ("loss",)
 
 
 def test_names_of_other_projects_are_aliases() -> None:
@@ -77,15 +81,15 @@ def test_parameters_are_selected_by_patterns_in_the_actor_update() -> None:
     capture = shard_capture(keep)
     assert capture is not None
     assert (capture["stages"], capture["gradients"]) == (["actor_update"], ["*.q_proj.weight"])
-    assert wanted_by(keep, **WHERE, step=4) == ("gradient/*",)
-    assert words_of(capture) == ("gradient/*",)
+    assert matching_selectors(keep, **WHERE, step=4) == ("gradient/*",)
+    assert capture_selectors(capture) == ("gradient/*",)
     assert shard_capture(validate_keep({"what": ["loss"]})) is None
 
 
 def test_a_capture_accepts_the_same_selectors() -> None:
     spec = {"stages": "all", "steps": "all", "keep": ["trajectory", "my_tensor"]}
     capture = validate_capture({**spec, "parameters": ["*"]}, allowed_roots=())
-    assert words_of(capture) == ("trajectories", "my_tensor", "parameter/*")
+    assert capture_selectors(capture) == ("trajectories", "my_tensor", "parameter/*")
 
 
 def test_intermediates_are_of_the_loss_only_where_there_is_one() -> None:
@@ -127,13 +131,13 @@ def test_what_is_kept_is_wanted_before(section: str) -> None:
     for stage in ("actor_update", "rollout_generate"):
         for held in kept_sections({section}, stage, names, ["loss"]).values():
             assert all(
-                is_wanted({section}, stage, name) for name in held if name != "response_mask"
+                is_selected({section}, stage, name) for name in held if name != "response_mask"
             )
 
 
 def test_a_rank_knows_what_is_not_wanted() -> None:
-    assert is_wanted({"is_loss"}, "actor_update", "prob_ratio")
-    assert is_wanted({"is_loss"}, "actor_update", "is_loss")
-    assert not is_wanted({"forward_data", "loss"}, "actor_update", "prob_ratio")
-    assert not is_wanted((), "actor_update", "prob_ratio")
-    assert is_wanted({"prob_ratio"}, "actor_update", "prob_ratio")
+    assert is_selected({"is_loss"}, "actor_update", "prob_ratio")
+    assert is_selected({"is_loss"}, "actor_update", "is_loss")
+    assert not is_selected({"forward_data", "loss"}, "actor_update", "prob_ratio")
+    assert not is_selected((), "actor_update", "prob_ratio")
+    assert is_selected({"prob_ratio"}, "actor_update", "prob_ratio")

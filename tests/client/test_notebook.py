@@ -10,10 +10,10 @@ import pytest
 import stagescope
 from stagescope.answers import KEY_METRICS, Metrics, Record, Status
 from stagescope.capture_requests import CaptureRequests
-from stagescope.frames import Table
 from stagescope.operators import Stack
-from stagescope.progress import Progress
+from stagescope.progress import CaptureProgress
 from stagescope.step import Step
+from stagescope.table import Table
 from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
 
 WALL = 1_795_320_000.0
@@ -45,12 +45,12 @@ def test_a_few_metrics_are_all_shown() -> None:
     assert "details" not in metrics_._repr_html_()
 
 
-def progress() -> Progress:
+def progress() -> CaptureProgress:
     agreement = {"start": 8, "round_trip": 0.05, "without": [], "missed_steps": [],
                  "estimates": []}  # fmt: skip
     rank = {"role": "actor", "rank": 0, "acknowledged": True, "there": True, "last_wall": WALL}
     step = {"step": 8, "state": "complete", "collected": 1, "waiting": [], "gaps": []}
-    return Progress({
+    return CaptureProgress({
         "capture_id": "3f0c", "state": "complete", "reason": None, "agreement": agreement,
         "ranks": [rank], "steps": [step], "dumps": [], "created_wall": WALL,
     })  # fmt: skip

@@ -17,8 +17,8 @@ from tests.support.small_decoder import small_decoder
 
 import stagescope
 from stagescope import Session
-from stagescope.frames import Table
 from stagescope.operators import Divergence, NonFiniteOperators, Operators, read_side
+from stagescope.table import Table
 from stagescope.wire.errors import InvalidInput, NotFound
 
 BROKEN = "Module.blocks.1.down.Linear.forward.0"

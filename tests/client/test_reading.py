@@ -7,8 +7,8 @@ from tests.support.answering import READ, Answering
 from tests.support.command_line import invoke
 
 from stagescope.answers import Metrics, Record
-from stagescope.compared import as_lines
-from stagescope.frames import Table
+from stagescope.comparison_report import as_lines
+from stagescope.table import Table
 from stagescope.wire.errors import NotFound
 from stagescope.wire.nonfinite import Json
 

@@ -18,7 +18,7 @@ from stagescope.wire.schema import (
     PART_FIELDS,
     SCHEMA,
     STAGES,
-    WHOLE_STAGES,
+    STEP_SUMMARY_STAGES,
     WORK_FIELDS,
     Event,
     Part,
@@ -164,5 +164,5 @@ def test_bad_names_of_runs(run: object) -> None:
 def test_the_vocabulary_has_no_repeats() -> None:
     assert len(KINDS) == 11
     assert len(set(STAGES)) == 8
-    assert set(WHOLE_STAGES) <= set(STAGES)
+    assert set(STEP_SUMMARY_STAGES) <= set(STAGES)
     assert len(set(LAYOUT_COLUMNS)) == len(LAYOUT_COLUMNS)

@@ -16,7 +16,7 @@ from stagescope.wire import nonfinite
 from stagescope.wire.errors import ComparisonFailed
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import as_json
-from stagescope_service.compare.running import threads
+from stagescope_service.compare.task_runner import thread_mapper
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import Entry, Record
 
@@ -42,7 +42,7 @@ def test_ray_tasks_give_what_threads_give(address: str, tmp_path: Path) -> None:
                 mapper=mapper, progress=lambda done, known: told.append((done, known)),
             )
         )
-        for mapper in (ray_tasks(address), threads(2))
+        for mapper in (ray_tasks(address), thread_mapper(2))
     ]  # fmt: skip
     assert len(told) == 2 * told[-1][1]
     for answer in answers:

@@ -42,7 +42,7 @@ def write_service_file(monkeypatch: pytest.MonkeyPatch, home: Path, url: str, to
 SENDER = (1, "incarnation", "run", "key", "actor", 0, None, None, None)
 
 
-def pack_and_parse(payload: dict[str, object], fields: dict[str, object]) -> api_framing.Batch:
+def pack_and_parse(payload: dict[str, object], fields: dict[str, object]) -> api_framing.EventBatch:
     event = (1, "end", 7, 1.0, 2.0, fields)
     body = framing.pack_batch(SENDER, [event], {7: payload})
     return api_framing.parse(body, framed=True, max_json=1 << 20, max_events=10)

@@ -29,10 +29,10 @@ from stagescope.batch.data import (
     Padding,
     Tensor,
     check_rows,
+    flow_index,
     widened,
 )
-from stagescope.flow import order_of
-from stagescope.frames import context
+from stagescope.table import context
 from stagescope.tensorfile import Array
 from stagescope.wire.nonfinite import Json
 
@@ -102,7 +102,7 @@ class Batch(BatchData):
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return tensors, stages and gaps as lines of at most `width` columns."""
-        shown = sorted(self.tensors, key=lambda name: (order_of(name), name))
+        shown = sorted(self.tensors, key=lambda name: (flow_index(name), name))
         columns = {
             "tensor": tuple(shown),
             "dtype": tuple(self.tensors[name].dtype for name in shown),

@@ -144,7 +144,7 @@ def pieces(batch: BatchData) -> list[bytes | memoryview]:
     Raises:
         InvalidTensor: a tensor has a name that this format reserves.
     """
-    header, buffers, _ = tensorfile.layout(_wire_tensors(batch), describe(batch))
+    header, buffers, _ = tensorfile.encode_tensors(_wire_tensors(batch), describe(batch))
     return [header, *buffers]
 
 

@@ -17,10 +17,10 @@ from stagescope.cli.common import (
     question,
     text_file,
 )
-from stagescope.frames import Table
-from stagescope.progress import Progress
+from stagescope.progress import CaptureProgress
 from stagescope.render import printable
 from stagescope.session import Session
+from stagescope.table import Table
 from stagescope.wire.captures import LATE, read_ranks, read_steps
 from stagescope.wire.nonfinite import Json
 
@@ -104,10 +104,10 @@ def progress(session: Session, capture_id: str, wait: bool) -> Record:
     return _wait_for(session, capture_id) if wait else session.progress(capture_id)
 
 
-def _wait_for(session: Session, capture_id: str) -> Progress:
+def _wait_for(session: Session, capture_id: str) -> CaptureProgress:
     seen: set[str] = set()
 
-    def print_new_lines(found: Progress) -> None:
+    def print_new_lines(found: CaptureProgress) -> None:
         new = [line for line in (found.heading, *found.lines()) if line not in seen]
         seen.update(new)
         click.echo("\n".join(new), err=True)

@@ -14,9 +14,9 @@ import click
 from stagescope import __version__, discovery, terminal
 from stagescope.answers import Metrics, Record
 from stagescope.findings import FindingRows
-from stagescope.frames import Table
 from stagescope.session import Session, StepName, attach
 from stagescope.step import Step
+from stagescope.table import Table
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.nonfinite import Json
 

@@ -23,10 +23,10 @@ from stagescope.cli.common import (
     question,
     step_question,
 )
-from stagescope.frames import Table
 from stagescope.operators import read_side
 from stagescope.session import Session
 from stagescope.step import Step
+from stagescope.table import Table
 from stagescope.wire.captures import read_ranks
 
 

@@ -14,8 +14,8 @@ from stagescope.engines.registry import (
     addresses_in_log,
     registration,
 )
-from stagescope.frames import Row, Table
 from stagescope.session import Session
+from stagescope.table import Row, Table
 from stagescope.wire.errors import EngineError
 
 

@@ -29,9 +29,9 @@ from stagescope.cli.common import (
     question,
     step_question,
 )
-from stagescope.frames import Table, meant
 from stagescope.session import Session, StepName
 from stagescope.step import Step
+from stagescope.table import Table, similar_names
 from stagescope.wire.errors import NotFound
 from stagescope.wire.keep import SECTIONS
 from stagescope.wire.nonfinite import Json
@@ -87,7 +87,7 @@ def metrics(step: Step, only: str | None, **filters: OptionValue) -> Metrics:
         return answer
     matching = {name: value for name, value in answer.items() if fnmatch.fnmatchcase(name, only)}
     if not matching:
-        similar = meant(only.strip("*"), [*answer])
+        similar = similar_names(only.strip("*"), [*answer])
         raise NotFound(
             f"no metric of this step matches {only!r}",
             expected="" if similar else f"one of {', '.join(answer)}",

@@ -364,10 +364,10 @@ def matches(capture: JsonObject, *, stage: str, role: str, rank: int, step: int 
 
 def needs_ranks(capture: JsonObject) -> bool:
     """Return whether ranks take part: the service alone can keep payloads."""
-    return orders_msprobe(capture) or bool(capture.get("parameters") or capture.get("gradients"))
+    return uses_msprobe(capture) or bool(capture.get("parameters") or capture.get("gradients"))
 
 
-def orders_msprobe(capture: JsonObject) -> bool:
+def uses_msprobe(capture: JsonObject) -> bool:
     """Return whether msprobe collects something for a capture."""
     return capture.get("config") is not None or capture.get("config_path") is not None
 

@@ -101,7 +101,7 @@ def validate_keep(spec: object) -> dict[str, Json]:
             f"keep has no field {', '.join(map(repr, unknown))}",
             expected="; ".join(f"{name}: {text}" for name, text in KEEP_FIELDS.items()),
         )
-    selectors = read_words(spec.get("what"))
+    selectors = read_selectors(spec.get("what"))
     checked = _as_capture(spec, selectors)
     for name in _SHARDS:
         if name in selectors and not checked[name]:
@@ -148,7 +148,7 @@ def _as_capture(spec: JsonObject, selectors: Sequence[str]) -> dict[str, Json]:
     )
 
 
-def read_words(what: object) -> list[str]:
+def read_selectors(what: object) -> list[str]:
     """Return the selectors in the field `what`, without repeats and aliases.
 
     Raises:
@@ -168,7 +168,7 @@ def read_words(what: object) -> list[str]:
     return [name for name in dict.fromkeys(selectors) if name != "all"]
 
 
-def misspelt_words(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+def misspelt_selectors(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield (selector, similar known name) of selectors that look misspelt.
 
     A selector without a similar name may be a tensor or number of the training itself.
@@ -202,7 +202,7 @@ def shard_capture(keep: JsonObject) -> dict[str, Json] | None:
     return {**capture, "capture_id": "keep", "source": "keep", "by": "init", "created": 0.0}
 
 
-def wanted_by(
+def matching_selectors(
     keep: JsonObject, *, stage: str, role: str, rank: int, step: int | None
 ) -> tuple[str, ...]:
     """Return the selectors of a validated configuration that apply to this stage; () if none do."""
@@ -213,10 +213,10 @@ def wanted_by(
     return (*keep["what"], *(f"{_PREFIXES[name]}/*" for name in _SHARDS if keep[name]))
 
 
-def words_of(capture: JsonObject) -> tuple[str, ...]:
+def capture_selectors(capture: JsonObject) -> tuple[str, ...]:
     """Return the selectors by which a capture keeps data of the stages that it matches."""
     shards = (f"{_PREFIXES[name]}/*" for name in _SHARDS if capture.get(name))
-    return (*read_words(capture["keep"]), *shards)
+    return (*read_selectors(capture["keep"]), *shards)
 
 
 def read_keep(spec: object) -> dict[str, Json] | None:
@@ -227,7 +227,7 @@ def read_keep(spec: object) -> dict[str, Json] | None:
         return None  # the process itself has refused and reported it
 
 
-def is_wanted(words: Collection[str], stage: str, name: str) -> bool:
+def is_selected(words: Collection[str], stage: str, name: str) -> bool:
     """Return whether the selectors `words` keep a tensor or number of this name in this stage.
 
     `name` may also be the name of a section.

@@ -131,7 +131,7 @@ def _is_typo(word: str, intended: str) -> bool:
     return swapped and sorted(word) == sorted(intended)
 
 
-def closest_word(name: str, words: Iterable[str]) -> str | None:
+def closest_field(name: str, words: Iterable[str]) -> str | None:
     """Return the field of `words` of which `name` looks like a misspelling, else None.
 
     A misspelling omits, adds, changes or swaps letters; a name with a prefix or suffix word

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from stagescope.wire.errors import InvalidEvent, InvalidInput
 from stagescope.wire.nonfinite import Json, JsonObject
@@ -94,7 +94,7 @@ STAGES: Final = (
     "actor_update",
     "weight_sync",
 )
-WHOLE_STAGES: Final = ("actor_compute_log_prob", "actor_update", "rollout_generate")
+STEP_SUMMARY_STAGES: Final = ("actor_compute_log_prob", "actor_update", "rollout_generate")
 """The order in which the stage of a step summary is chosen: the first that has both streams."""
 
 DUMP_MARKER: Final = ".stagescope-dump"
@@ -179,7 +179,7 @@ PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
 }
 """Lists with one id per row; other lists of texts (answers, prompts) may also be recorded."""
 
-WRITTEN: Final = "written_after_hand_over"
+WRITTEN_AFTER_HAND_OVER: Final = "written_after_hand_over"
 """Metadata field of a payload: tensors that are missing because their owner overwrote them."""
 
 DTYPE_BYTES: Final[Mapping[str, int]] = {
@@ -392,3 +392,37 @@ def _is_time(value: object) -> bool:
 
 def _is_name(value: object, most: int) -> bool:
     return isinstance(value, str) and 0 < len(value) <= most and value.isprintable()
+
+
+_TARGET: Final = re.compile(r"(?P<run>[^@:]+)(?:@(?P<attempt>\d{1,9}))?(?::(?P<step>\d{1,18}))?")
+
+
+class Target(NamedTuple):
+    """A run, an attempt of it (None: the newest) and a step (None: not specified)."""
+
+    run: str
+    attempt: int | None = None
+    step: int | None = None
+
+    def __str__(self) -> str:
+        attempt = "" if self.attempt is None else f"@{self.attempt}"
+        return f"{self.run}{attempt}{'' if self.step is None else f':{self.step}'}"
+
+
+def read_target(text: object) -> Target:
+    """Parse `qwen3-8b`, `qwen3-8b@2`, `qwen3-8b:5` or `qwen3-8b@2:5`.
+
+    Raises:
+        InvalidInput: another form, or an invalid name of a run.
+    """
+    match = _TARGET.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise InvalidInput(
+            f"{text!r:.200} names no run", expected="RUN[@ATTEMPT][:STEP], such as qwen3-8b@2:5"
+        )
+    attempt, step = match["attempt"], match["step"]
+    return Target(
+        check_run_name(match["run"]),
+        None if attempt is None else int(attempt),
+        None if step is None else int(step),
+    )

@@ -19,7 +19,7 @@ from stagescope_service.api import (
     comparisons,
     engines,
     events,
-    groups,
+    findings,
     hangs,
     health,
     kept,
@@ -131,7 +131,7 @@ def make_app(
 _ROUTERS: Final = (
     health.router,
     runs.router,
-    groups.router,
+    findings.router,
     steps.router,
     numbers.router,
     series.router,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from stagescope import targets
 from stagescope.render import counted
+from stagescope.wire import schema
 from stagescope.wire.errors import Forbidden, InvalidInput, NotFound, StagescopeError
 from stagescope.wire.keep import sections_of
 from stagescope.wire.schema import PART_FIELDS, Part
@@ -168,13 +168,13 @@ def _find_directory(deps: Dependencies, directory: str) -> Side:
 
 
 def _find_run(deps: Dependencies, text: str) -> Side:
-    requested = targets.read_target(text)
+    requested = schema.read_target(text)
     if requested.step is not None:
         target = deps.finder.step(requested.run, requested.attempt, requested.step)
-        name = str(targets.Target(target.run, target.number, requested.step))
+        name = str(schema.Target(target.run, target.number, requested.step))
         return Side(name, target, (requested.step,), names_step=True)
     target = deps.finder.attempt(requested.run, requested.attempt)
-    side = Side(str(targets.Target(target.run, target.number)), target)
+    side = Side(str(schema.Target(target.run, target.number)), target)
     steps = deps.catalogue.kept_steps(target.attempt_id)
     if side.is_imported:
         rows = deps.catalogue.steps(target.attempt_id, limit=ALL_ROWS)

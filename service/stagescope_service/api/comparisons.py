@@ -14,8 +14,8 @@ from typing import Annotated, Final, NamedTuple
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 
-from stagescope.targets import read_target
 from stagescope.wire.errors import InvalidInput, NotReady
+from stagescope.wire.schema import read_target
 from stagescope_service.api.comparison_sides import Side, find_sides, open_side
 from stagescope_service.api.dependencies import Dependencies, Deps, wait_for
 from stagescope_service.api.encoding import JsonObject
@@ -25,10 +25,10 @@ from stagescope_service.api.models.comparisons import COMPARISON_RESPONSE
 from stagescope_service.api.requests import Answer, PageOf, pattern, read_body
 from stagescope_service.api.target import Target
 from stagescope_service.compare.comparison import compare
-from stagescope_service.compare.fingerprints import Attempt, fingerprint_differences
+from stagescope_service.compare.fingerprints import AttemptFingerprint, fingerprint_differences
 from stagescope_service.compare.report import as_json
 from stagescope_service.compare.report.html import as_html
-from stagescope_service.compare.results import Comparison
+from stagescope_service.compare.results import DumpComparison
 from stagescope_service.compare.tolerances import Tolerances
 
 router = APIRouter(tags=["comparison"])
@@ -57,7 +57,7 @@ _TOLERANCE: Final = rf"[^;=]+={_NUMBER}(,{_NUMBER})?"
 class _Compared(NamedTuple):
     """A comparison of tensors, and the differences of the first two attempts' fingerprints."""
 
-    comparison: Comparison
+    comparison: DumpComparison
     changes: JsonObject | None
     """As `/diff` answers; None: fewer than two sides are attempts."""
 
@@ -196,9 +196,9 @@ def _find_attempt(deps: Dependencies, text: str) -> Target:
     return deps.finder.attempt(requested.run, requested.attempt)
 
 
-def _fingerprint(deps: Dependencies, target: Target) -> Attempt:
+def _fingerprint(deps: Dependencies, target: Target) -> AttemptFingerprint:
     processes = deps.catalogue.processes(target.attempt_id)
-    return Attempt(target.attempt["fingerprint"], processes)
+    return AttemptFingerprint(target.attempt["fingerprint"], processes)
 
 
 def _attempt_heading(target: Target) -> JsonObject:

@@ -57,7 +57,7 @@ class Payload(TypedDict):
     meta: JsonObject
 
 
-class Batch(NamedTuple):
+class EventBatch(NamedTuple):
     """The content of a request to `/events`."""
 
     sender: tuple[object, ...]
@@ -75,7 +75,7 @@ class _StoredTensor(TypedDict):
     data: bytes
 
 
-def parse(body: bytes, *, framed: bool, max_json: int, max_events: int) -> Batch:
+def parse(body: bytes, *, framed: bool, max_json: int, max_events: int) -> EventBatch:
     """Parse an untrusted body.
 
     Args:
@@ -115,7 +115,7 @@ def parse(body: bytes, *, framed: bool, max_json: int, max_events: int) -> Batch
             f"tensors {sorted(tensors)[:5]} belong to no payload of the header",
             expected="entries named {seq}/{name} or {seq}/{name}/offsets",
         )
-    return Batch(tuple(sender), [_event(event) for event in events], payloads)
+    return EventBatch(tuple(sender), [_event(event) for event in events], payloads)
 
 
 def _split(body: bytes, max_json: int) -> tuple[bytes, bytes]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Final, Literal
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Query, Request
 
+from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.api.auth import caller_of
+from stagescope_service.api.completeness import ALL_ROWS, began, ended
 from stagescope_service.api.dependencies import (
     AttemptNumber,
     Dependencies,
@@ -24,10 +27,300 @@ from stagescope_service.api.models.bodies import StacksRequest
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_body
 from stagescope_service.api.rows import part_text, with_attempt_numbers
-from stagescope_service.api.stuck import stuck_rows
-from stagescope_service.core.hang_detection import StuckRules
+from stagescope_service.core import hang_detection
+from stagescope_service.core.hang_detection import (
+    GONE,
+    LIVE,
+    SILENT,
+    STEPS_REMEMBERED,
+    UNHEARD,
+    UNRESPONSIVE_KIND,
+    History,
+    Limit,
+    RankPosition,
+    StageKey,
+    StageTiming,
+    Stuck,
+    StuckRules,
+    history,
+    judge,
+)
 from stagescope_service.core.stack_requests import ANSWERED, ASKED
+from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Row
+
+_OPEN_STEPS: Final = 64
+"""Steps before the requested one that are searched for open ones."""
+_OVER: Final = frozenset({"ok", "failed"})
+"""States of a stage that has ended."""
+
+RoleRank = tuple[str, int]
+Timings = Mapping[StageKey, StageTiming]
+
+
+class _RoleRows(NamedTuple):
+    """The rows of a role of an attempt."""
+
+    role: str
+    processes: Mapping[int, Row]
+    """The newest of each rank."""
+    stages: list[Row]
+    """Of the open steps."""
+    timings: Timings
+    """Of the open and the closed steps."""
+
+
+def stuck_rows(
+    catalogue: Catalogue, attempt_id: int, step: int, now: float, rules: StuckRules
+) -> list[Row]:
+    """Return the ranks that are stuck in a step, or in an open step before it.
+
+    Args:
+        catalogue: the store's reading side.
+        attempt_id: the attempt's key in the catalogue.
+        step: the trainer's step.
+        now: Unix seconds.
+        rules: decide when a rank is stuck.
+
+    Returns:
+        Rows of an answer, see `models.steps.StuckRow`: first the ranks that do not respond.
+    """
+    steps = catalogue.steps(attempt_id, before=step + 1, limit=_OPEN_STEPS)
+    processes = _newest_processes(catalogue.processes(attempt_id))
+    unresponsive = _unresponsive_rows(catalogue, attempt_id, step, processes, now)
+    open_steps = [row["step"] for row in steps if row["closed_wall"] is None]
+    if step not in open_steps:
+        return unresponsive
+    closed = [row for row in steps if row["closed_wall"] is not None][:STEPS_REMEMBERED]
+    numbers = [*open_steps, *(row["step"] for row in closed)]
+    timings = _timings(catalogue.timings(attempt_id, numbers))
+    # A stage that began between the two queries has no timing yet.
+    stages = [
+        row
+        for row in catalogue.stages(attempt_id, open_steps, limit=ALL_ROWS)
+        if row["begin_wall"] is None or (row["role"], _location(row)) in timings
+    ]
+    silent = {(row["role"], row["rank"]) for row in unresponsive}
+    rows: list[Row] = []
+    for name, ranks in processes.items():
+        role = _role(
+            _RoleRows(
+                name,
+                ranks,
+                [row for row in stages if row["role"] == name],
+                {location: timing for (its, location), timing in timings.items() if its == name},
+            ),
+            closed,
+            step,
+            silent,
+        )
+        rows += [
+            stuck_row(name, stuck, len(role.standings), ranks.get(stuck.rank))
+            for stuck in judge(role, now, rules)
+            if (name, stuck.rank) not in silent
+        ]
+    return [*unresponsive, *sorted(rows, key=lambda row: (row["step"], row["role"], row["rank"]))]
+
+
+def _unresponsive_rows(
+    catalogue: Catalogue,
+    attempt_id: int,
+    step: int,
+    processes: Mapping[str, Mapping[int, Row]],
+    now: float,
+) -> list[Row]:
+    """Return the ranks whose processes do not respond, from the coordinator's findings.
+
+    They hold up the newest step, whichever step they were in; the longest silent are first.
+    """
+    if catalogue.steps(attempt_id, before=step + 2, limit=1)[0]["step"] != step:
+        return []
+    every = [row for ranks in processes.values() for row in ranks.values()]
+    if all(row["lapsed_wall"] is not None for row in every):
+        return []  # the job is lost, not stuck
+    by_incarnation = {row["incarnation"]: row for row in every}
+    rows: list[Row] = []
+    for finding in catalogue.findings(attempt_id=attempt_id, kind=UNRESPONSIVE_KIND):
+        evidence = finding["evidence"] or {}
+        process = by_incarnation.get(str(evidence.get("incarnation")))
+        if finding["over_wall"] is not None or process is None:
+            continue
+        since = float(evidence["since_wall"])
+        begun, ended = _ranks_in_stage(catalogue, attempt_id, finding)
+        stuck = Stuck(
+            process["rank"],
+            StageKey(finding["step"], finding["stage"] or "", _parse_part(evidence.get("part"))),
+            str(evidence["status"]),
+            SILENT if process["lapsed_wall"] is None else GONE,
+            since,
+            max(now - since, 0.0),
+            Limit(float(evidence["limit_seconds"]), None, 0),
+            begun,
+            ended,
+            False,
+        )
+        ranks = max(process["world_size"] or 0, len(processes[process["role"]]))
+        rows.append(stuck_row(process["role"], stuck, ranks, process))
+    return sorted(rows, key=lambda row: (row["since_wall"], row["role"], row["rank"]))
+
+
+def _parse_part(text: str | None) -> Part:
+    return Part() if text is None else Part(*map(int, text.split(".")))
+
+
+def _ranks_in_stage(catalogue: Catalogue, attempt_id: int, finding: Row) -> tuple[int, int]:
+    """Return how many ranks began, and ended, the stage that a finding names."""
+    rows = catalogue.stages(
+        attempt_id,
+        finding["step"],
+        stage=finding["stage"],
+        role=finding["role"],
+        limit=ALL_ROWS,
+    )
+    ended = {row["rank"] for row in rows if row["status"] in _OVER}
+    return len({row["rank"] for row in rows}), len(ended)
+
+
+def stuck_row(role: str, stuck: Stuck, ranks: int, process: Row | None) -> Row:
+    """Return a stuck rank, with the limits that it exceeded and where it ran.
+
+    Args:
+        role: of the rank.
+        stuck: the verdict.
+        ranks: how many the role has.
+        process: of the rank; None: it never had one.
+    """
+    node = process or {}
+    return {
+        "step": stuck.place.step,
+        "stage": stuck.place.stage,
+        "role": role,
+        "rank": stuck.rank,
+        "part": str(stuck.place.part),
+        "status": stuck.status,
+        "process": stuck.process,
+        "seconds": stuck.seconds,
+        "limit_seconds": stuck.limit.seconds,
+        "usual_seconds": stuck.limit.usual,
+        "history_steps": stuck.limit.steps,
+        "ranks": ranks,
+        "ranks_begun": stuck.begun,
+        "ranks_ended": stuck.ended,
+        "whole_role": stuck.whole_role,
+        "since_wall": stuck.since,
+        "host": node.get("host"),
+        "pid": node.get("pid"),
+        "node_id": node.get("node_id"),
+    }
+
+
+def _location(row: Row) -> StageKey:
+    return StageKey(
+        row["step"], row["stage"] or "", Part(*(row[name] or 0 for name in PART_FIELDS))
+    )
+
+
+def _timings(rows: Iterable[Row]) -> dict[tuple[str, StageKey], StageTiming]:
+    """Return the timing of each part of a stage, by role and location."""
+    timings: dict[tuple[str, StageKey], StageTiming] = {}
+    for row in rows:
+        location = _location(row)
+        timing = timings.setdefault((row["role"], location), StageTiming(location))
+        if row["first"] is not None:
+            timing.begun(row["first"])
+            timing.begun(row["last"])
+        if row["longest"] is not None:
+            timing.took(row["longest"])
+    return timings
+
+
+def _newest_processes(processes: Iterable[Row]) -> dict[str, dict[int, Row]]:
+    """Return role -> rank -> its newest process; ranks that finished are left out."""
+    newest: dict[str, dict[int, Row]] = {}
+    for row in processes:  # in the order in which they began
+        if row["finished_wall"] is None:
+            newest.setdefault(row["role"], {})[row["rank"]] = row
+        else:
+            newest.setdefault(row["role"], {}).pop(row["rank"], None)
+    return {role: ranks for role, ranks in newest.items() if ranks}
+
+
+def _role(
+    rows: _RoleRows, closed: list[Row], newest: int, silent: Collection[RoleRank]
+) -> hang_detection.Role:
+    """Return a role as `hang_detection.judge` takes it.
+
+    Args:
+        rows: of the role.
+        closed: steps whose durations make the history.
+        newest: the requested step.
+        silent: ranks that do not respond.
+    """
+    open_steps = {row["step"] for row in rows.stages}
+    at_open = {
+        location: timing for location, timing in rows.timings.items() if location.step in open_steps
+    }
+    # An open step that most ranks have left tells durations as well as a closed one.
+    earlier_steps = {location.step for location in rows.timings} - {newest}
+    earlier = [
+        {location: timing for location, timing in rows.timings.items() if location.step == step}
+        for step in earlier_steps
+    ]
+    histories = history(earlier, _participants(rows.role, reversed(closed)))
+    by_rank: dict[int, list[Row]] = {}
+    begun: dict[StageKey, set[int]] = {}
+    ended: dict[StageKey, set[int]] = {}
+    for row in rows.stages:
+        by_rank.setdefault(row["rank"], []).append(row)
+        begun.setdefault(_location(row), set()).add(row["rank"])
+        if row["status"] in _OVER:
+            ended.setdefault(_location(row), set()).add(row["rank"])
+    size = max((row["world_size"] or 0 for row in rows.processes.values()), default=0)
+    positions = dict.fromkeys(range(size), RankPosition(UNHEARD))
+    for rank, process in rows.processes.items():
+        is_silent = (rows.role, rank) in silent
+        positions[rank] = _position(process, by_rank.get(rank, []), at_open, is_silent)
+    return hang_detection.Role(
+        positions,
+        at_open,
+        begun=lambda location: begun.get(location, set()),
+        ended=lambda location: ended.get(location, set()),
+        history=lambda stage: histories.get(stage, History()),
+    )
+
+
+def _participants(role: str, steps: Iterable[Row]) -> dict[str, set[int]]:
+    """Return stage -> the ranks that began it in the last closed step that has it."""
+    participants: dict[str, set[int]] = {}
+    for step in steps:
+        absent = {
+            (item["stage"], item["rank"])
+            for item in step["missing"] or []
+            if item["role"] == role and item["status"] == "not begun"
+        }
+        for stage, ranks in ((step["expected"] or {}).get(role) or {}).items():
+            participants[stage] = {rank for rank in ranks if (stage, rank) not in absent}
+    return participants
+
+
+def _position(process: Row, stages: list[Row], timings: Timings, silent: bool) -> RankPosition:
+    """Return where a rank is, after its stages of the open steps."""
+    times = [time for row in stages for time in (began(row), ended(row)) if time is not None]
+    last_time = max(times, default=None)
+    status = GONE if process["lapsed_wall"] is not None else SILENT if silent else LIVE
+    begun = [row for row in stages if row["begin_wall"] is not None]
+    begun.sort(key=lambda row: began(row) or 0.0)
+    if not begun:
+        return RankPosition(status, last_time)
+    latest = begun[-1]
+    inside = [
+        _location(row)
+        for row in begun
+        if row["status"] in ("open", "unfinished", None) and row["step"] == latest["step"]
+    ]
+    first = timings[_location(latest)].first
+    return RankPosition(status, last_time, inside[-1] if inside else None, first)
+
 
 router = APIRouter(tags=["hangs"])
 

@@ -21,7 +21,7 @@ from stagescope_service.api.operator_files import describe_table
 from stagescope_service.api.operators import is_digested, table_row, tables_of
 from stagescope_service.api.requests import Answer, read_body
 from stagescope_service.api.target import Target
-from stagescope_service.compare.operators import apart
+from stagescope_service.compare.operators import comparison_process
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.compare.operators.tensors import compare_tensors
 from stagescope_service.store.artifacts import confine
@@ -94,7 +94,7 @@ def _divergence(deps: Dependencies, body: DivergenceRequest) -> JsonObject:
         by_dtype={name.removeprefix("torch."): value for name, value in by_dtype.items()},
         exact=body.exact,
     )
-    result = apart.divergence(
+    result = comparison_process.divergence(
         deps.operator_files.path(a.table),
         deps.operator_files.path(b.table),
         thresholds,

@@ -29,7 +29,7 @@ from stagescope_service.api.models import operators as models
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
 from stagescope_service.api.rows import matching, part_text
 from stagescope_service.api.target import Target
-from stagescope_service.compare.operators import apart
+from stagescope_service.compare.operators import comparison_process
 from stagescope_service.core.operator_tables import TABLE_WRITTEN
 from stagescope_service.dumps.msprobe.operator_query import (
     OperatorFilter,
@@ -293,7 +293,7 @@ def _across_ranks(deps: Dependencies, tables: list[Row]) -> Row | None:
         except StagescopeError:  # noqa: PERF203 - the table is listed with its state
             continue
     rows = sum(row["rows"] for row in tables if row["rank"] in paths)
-    return apart.non_finite(paths, rows=rows)
+    return comparison_process.non_finite(paths, rows=rows)
 
 
 def _first_row(table: Row, across_ranks: Row | None) -> JsonObject:

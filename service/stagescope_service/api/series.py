@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, NamedTuple, TypedDict
 
 from fastapi import APIRouter, Query
 
-from stagescope.frames import meant
+from stagescope.table import similar_names
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.api.completeness import (
     BegunAgain,
@@ -470,7 +470,7 @@ def _check_name(
             _check_rank(requested, slices.column("rank", name))
     if name in metrics or not (metrics or scalars):
         return "metric"
-    close = meant(name, [*metrics, *scalars])
+    close = similar_names(name, [*metrics, *scalars])
     raise NotFound(
         f"run {target.run} has no metric and no scalar {name!r:.100}",
         advice=(f"did you mean {' or '.join(close)}? " if close else "")
@@ -500,7 +500,7 @@ def _check_scalar(deps: Dependencies, requested: SeriesRequest, last: int | None
     )
     stages = sorted({str(row["stage"]) for row in rows if row["stage"] is not None})
     if requested.stage is not None and requested.stage not in stages:
-        close = meant(requested.stage, stages)
+        close = similar_names(requested.stage, stages)
         raise NotFound(
             f"{name} is logged in no stage {requested.stage!r:.100}",
             expected=f"one of {', '.join(stages)}" if stages else "no stage",

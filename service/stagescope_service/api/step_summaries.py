@@ -17,7 +17,7 @@ from cachetools import LRUCache
 
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.names import misspelt
-from stagescope.wire.schema import STREAM_TENSORS, WHOLE_STAGES
+from stagescope.wire.schema import STEP_SUMMARY_STAGES, STREAM_TENSORS
 from stagescope_service.api.completeness import ALL_ROWS, missing_payloads
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.statistics.comparability import Comparability, examine
@@ -257,7 +257,7 @@ def _recorded_tensors(payloads: Iterable[Row]) -> dict[str, list[str]]:
 def _of_summary_stage(parts: Sequence[PartRecord]) -> list[PartRecord]:
     """Return the parts of the stage that the step summary is taken from."""
     stages = {part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS}
-    preferred = [*(name for name in WHOLE_STAGES if name in stages), *sorted(stages)]
+    preferred = [*(name for name in STEP_SUMMARY_STAGES if name in stages), *sorted(stages)]
     return [part for part in parts if part.stage == preferred[0]] if preferred else list(parts)
 
 

@@ -11,7 +11,7 @@ from stagescope.wire.errors import InvalidInput
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Dependencies, Deps, Run
 from stagescope_service.api.encoding import JsonObject
-from stagescope_service.api.groups import Only, ScopeFilter, only_filter
+from stagescope_service.api.findings import Only, ScopeFilter, only_filter
 from stagescope_service.api.models import triggers as models
 from stagescope_service.api.models.bodies import REPLAYED_STEPS, DryRunRequest, RulesRequest
 from stagescope_service.api.problems import check_ready

@@ -17,9 +17,8 @@ import click
 from typing_extensions import NotRequired, Unpack
 
 from stagescope import discovery, terminal
-from stagescope.compared import as_lines
+from stagescope.comparison_report import as_lines
 from stagescope.render import counted
-from stagescope.targets import read_target
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import (
     ComparisonFailed,
@@ -28,6 +27,7 @@ from stagescope.wire.errors import (
     StoreError,
     Unreachable,
 )
+from stagescope.wire.schema import read_target
 
 if TYPE_CHECKING:
     from stagescope_service.dumps.records import Dump

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from stagescope.compared import ALONE
+from stagescope.comparison_report import ONE_SIDED_KINDS
 from stagescope.render import counted
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
 from stagescope_service.dumps.formats.own import KIND as OWN
@@ -247,7 +247,7 @@ def _missing_data_causes(result: PairResult, dumps: tuple[Dump, Dump]) -> list[C
             continue  # sections that a run did not keep change no number
         lost = [f for f in result.findings if f.kind == "missing" and f.side == side]
         broke_off = dump.about.get(BROKE_OFF)
-        kinds = ("section",) if broke_off is None else ALONE
+        kinds = ("section",) if broke_off is None else ONE_SIDED_KINDS
         absent = [
             f.section for f in result.findings
             if f.kind in kinds and f.side == 1 - side and f.section

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from stagescope.compared import ALONE, SIDES
+from stagescope.comparison_report import ONE_SIDED_KINDS, SIDES
 from stagescope.render import counted
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.compare import flow
@@ -25,21 +25,21 @@ from stagescope_service.compare.pairing.tasks import JoinTask, TaskOutcome
 from stagescope_service.compare.pairing.token_alignment import COMPARED
 from stagescope_service.compare.plan import BatchPass, EntryPair, SectionMatch, plan
 from stagescope_service.compare.results import (
-    Comparison,
     ComparisonFinding,
+    DumpComparison,
     FirstDifference,
     PairResult,
     SideResult,
     TensorResult,
     Verdict,
 )
-from stagescope_service.compare.running import (
+from stagescope_service.compare.task_runner import (
     Mapper,
     PassKey,
     Progress,
     TaskRunner,
     WorkItem,
-    threads,
+    thread_mapper,
 )
 from stagescope_service.compare.tolerances import (
     NoiseFloor,
@@ -63,7 +63,7 @@ def compare(
     tolerances: Tolerances | None = None,
     mapper: Mapper | None = None,
     progress: Progress | None = None,
-) -> Comparison:
+) -> DumpComparison:
     """Compare two or three dumps.
 
     Every rank, part and trajectory that a side has counts. Rows pair by sample, not by position;
@@ -83,7 +83,7 @@ def compare(
         raise InvalidInput(f"{counted(len(sides), 'side')} given", expected="two or three")
     pairwise.warm(_log_compiling)  # before several threads need the compiled loops at once
     began = time.monotonic()
-    run_tasks = mapper if mapper is not None else threads()
+    run_tasks = mapper if mapper is not None else thread_mapper()
     report_progress = progress if progress is not None else _ignore_progress
     pairs, bytes_read = [], 0
     for first, second in itertools.combinations(range(len(sides)), 2):
@@ -94,7 +94,7 @@ def compare(
         bytes_read += comparer.bytes
     verdict, reason = _overall(pairs)
     seconds = time.monotonic() - began
-    return Comparison(
+    return DumpComparison(
         tuple(map(_side_result, sides)), tuple(pairs), verdict, reason, bytes_read, seconds
     )
 
@@ -387,7 +387,7 @@ def _reason(
     one_sided = dict.fromkeys(
         finding.section or finding.message
         for finding in findings
-        if finding.kind in ALONE and finding.message not in sides_by_message
+        if finding.kind in ONE_SIDED_KINDS and finding.message not in sides_by_message
     )
     if one_sided:
         reasons.append(f"on one side only: {', '.join(one_sided)}")

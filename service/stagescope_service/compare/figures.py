@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import plotly.graph_objects as go
 
-from stagescope.compared import part_text
+from stagescope.comparison_report import part_text
 from stagescope_service.compare.report.as_json import (
     PairReport,
     PlaceReport,

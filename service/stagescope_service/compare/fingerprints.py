@@ -52,7 +52,7 @@ class FingerprintDifference(NamedTuple):
     weight: Weight
 
 
-class Attempt(NamedTuple):
+class AttemptFingerprint(NamedTuple):
     """One side: what its processes reported at their start.
 
     Attributes:
@@ -64,7 +64,9 @@ class Attempt(NamedTuple):
     processes: Sequence[Mapping[str, Json]]
 
 
-def fingerprint_differences(a: Attempt, b: Attempt) -> list[FingerprintDifference]:
+def fingerprint_differences(
+    a: AttemptFingerprint, b: AttemptFingerprint
+) -> list[FingerprintDifference]:
     """Return everything that differs; what decides numbers comes first."""
     found = [
         *_fingerprint_changes(a.fingerprint or {}, b.fingerprint or {}),

@@ -1,11 +1,11 @@
-"""Position of a tensor in the data flow of a step (`stagescope.flow`), and its kind."""
+"""Position of a tensor in the data flow of a step (`stagescope.batch.data`), and its kind."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
-from stagescope.flow import FLOW, order_of
+from stagescope.batch.data import FLOW, flow_index
 from stagescope_service.dumps.records import SECTIONS
 
 TEXTS: Final[Mapping[str, str]] = {
@@ -51,7 +51,7 @@ def sort_key(section: str, name: str) -> tuple[int, int, str]:
     """Return a key that sorts tensors in the order of the data flow."""
     family = section.removesuffix("s") if section in NAMED_SECTIONS else name
     stage = "actor_update" if section in _UPDATE_SECTIONS else None
-    return (order_of(family, stage), _SECTION_ORDER.get(section, len(SECTIONS)), name)
+    return (flow_index(family, stage), _SECTION_ORDER.get(section, len(SECTIONS)), name)
 
 
 def station(section: str, name: str) -> str:

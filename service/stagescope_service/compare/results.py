@@ -194,7 +194,7 @@ class SideResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Comparison:
+class DumpComparison:
     """Result of a comparison of two or three dumps.
 
     Attributes:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError, StoreError, Unreachable
-from stagescope.wire.keep import read_keep, wanted_by
+from stagescope.wire.keep import matching_selectors, read_keep
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.commits import Commits
@@ -211,7 +211,7 @@ class Effects:
         work: dict[str, Any] = {"stage": job["stage"], "step": job["step"]}
         work |= {"role": process.role, "rank": process.rank}
         policy = read_keep(process.settings.get("keep"))
-        own = () if policy is None else wanted_by(policy, **work)
+        own = () if policy is None else matching_selectors(policy, **work)
         return [*self._plan.keeps(run=job["run"], **work), *own]
 
     async def _ingest(self, instruction: Ingest, payload: object) -> None:

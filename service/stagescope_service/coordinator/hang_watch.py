@@ -28,9 +28,9 @@ from stagescope_service.core.hang_detection import (
     UNHEARD,
     UNRESPONSIVE_KIND,
     History,
-    Place,
     RankPosition,
     Role,
+    StageKey,
     StageTiming,
     Stuck,
     StuckRules,
@@ -70,19 +70,21 @@ def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str,
             yield role, _role(attempt, role, standings, timings)
 
 
-def _open_paces(attempt: Attempt, role: str) -> dict[Place, StageTiming]:
-    found: dict[Place, StageTiming] = {}
+def _open_paces(attempt: Attempt, role: str) -> dict[StageKey, StageTiming]:
+    found: dict[StageKey, StageTiming] = {}
     for number in attempt.open:
         found.update(_paces_of(attempt, number, role))
     return found
 
 
-def _paces_of(attempt: Attempt, number: int, role: str) -> dict[Place, StageTiming]:
+def _paces_of(attempt: Attempt, number: int, role: str) -> dict[StageKey, StageTiming]:
     timings = attempt.steps[number].timings.get(role, {})
     return {timing.place: timing for timing in timings.values()}
 
 
-def _standing(timings: Mapping[Place, StageTiming], process: Process, silent: bool) -> RankPosition:
+def _standing(
+    timings: Mapping[StageKey, StageTiming], process: Process, silent: bool
+) -> RankPosition:
     gone = not process.live
     spans = process.unfinished if gone else process.open_spans
     inside = _innermost(timings, process, [*spans.values()])
@@ -92,14 +94,14 @@ def _standing(timings: Mapping[Place, StageTiming], process: Process, silent: bo
 
 
 def _innermost(
-    timings: Mapping[Place, StageTiming], process: Process, spans: list[Span]
-) -> Place | None:
+    timings: Mapping[StageKey, StageTiming], process: Process, spans: list[Span]
+) -> StageKey | None:
     """Return the part that was entered last, unless its end was lost: then it went further."""
     for span in reversed(spans):
         step = span.work.step
         if step is None or span.superseded or step != process.max_step:
             continue
-        place = Place(step, span.work.stage or "", span.work.part)
+        place = StageKey(step, span.work.stage or "", span.work.part)
         if place in timings:
             return place
     return None
@@ -109,9 +111,9 @@ def _role(
     attempt: Attempt,
     role: str,
     standings: Mapping[int, RankPosition],
-    timings: Mapping[Place, StageTiming],
+    timings: Mapping[StageKey, StageTiming],
 ) -> Role:
-    def spans_at(place: Place) -> dict[int, list[Span]]:
+    def spans_at(place: StageKey) -> dict[int, list[Span]]:
         ranks = attempt.steps[place.step].ranks.get((role, place.stage), {})
         found = {
             rank: [span for span in spans if span.work.part == place.part]
@@ -119,7 +121,7 @@ def _role(
         }
         return {rank: spans for rank, spans in found.items() if spans}
 
-    def ended(place: Place) -> set[int]:
+    def ended(place: StageKey) -> set[int]:
         at = spans_at(place)
         return {r for r, spans in at.items() if any(s.status in (OK, FAILED) for s in spans)}
 

@@ -21,7 +21,7 @@ from stagescope_service.coordinator.hang_watch import HangWatch
 from stagescope_service.coordinator.load import Load
 from stagescope_service.core import reports
 from stagescope_service.core.captures.agreement import ASKED
-from stagescope_service.core.captures.plan import Entry
+from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import DumpReported, Instruction, Put, Settled
@@ -306,7 +306,7 @@ class Intake:
         self._plan.publish(publication)
         self._commits.notify_all()
 
-    async def agreed(self, capture_id: str, wait: float) -> Entry | None:
+    async def agreed(self, capture_id: str, wait: float) -> CaptureEntry | None:
         """Wait until a capture is agreed on or refused, at most `wait` seconds; None: it ended."""
         deadline = self._mono() + wait
         while (entry := self._plan.entries.get(capture_id)) is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from stagescope.wire.errors import InvalidEvent, NotFound
-from stagescope.wire.names import closest_word
+from stagescope.wire.names import closest_field
 from stagescope.wire.schema import (
     BEGIN,
     END,
@@ -261,7 +261,7 @@ def _unknown_fields(kind: str, fields: Mapping[str, Any]) -> list[str]:
     unknown = sorted(set(fields) - {*known})
     wanted = [name for name in known if name not in fields]
     for name in unknown:
-        meant = closest_word(name, wanted)
+        meant = closest_field(name, wanted)
         if meant is not None:
             raise InvalidEvent(
                 f"{_name(kind)} has no field {name!r:.100}",

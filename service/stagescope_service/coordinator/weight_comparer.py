@@ -23,9 +23,9 @@ from stagescope_service.core.weights import (
     NOT_COMPARABLE,
     VERDICTS,
     Comparison,
-    Odd,
-    Record,
+    DivergingRank,
     Rename,
+    WeightRecord,
     compare,
     newest,
     odd_replicas,
@@ -47,9 +47,9 @@ class ComparedVersion:
     attempt_id: int
     version: int
     rows: list[Row]
-    records: list[Record]
+    records: list[WeightRecord]
     comparisons: list[Comparison]
-    odd: list[Odd]
+    odd: list[DivergingRank]
     #: Everybody who is expected has recorded, or nobody will any more: what is missing stays so.
     complete: bool
 
@@ -124,7 +124,7 @@ def compare_version(
     )
 
 
-def _all_there(records: Sequence[Record], processes: Mapping[str, Row]) -> bool:
+def _all_there(records: Sequence[WeightRecord], processes: Mapping[str, Row]) -> bool:
     sizes: dict[str, int] = {}
     for process in processes.values():
         if process["world_size"] is not None:
@@ -275,7 +275,7 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _odd_row(weighed: ComparedVersion, odd: Odd, processes: Sequence[Row]) -> Put:
+def _odd_row(weighed: ComparedVersion, odd: DivergingRank, processes: Sequence[Row]) -> Put:
     return Put(
         "odd_replicas",
         {
@@ -296,7 +296,7 @@ def _odd_row(weighed: ComparedVersion, odd: Odd, processes: Sequence[Row]) -> Pu
     )
 
 
-def device_of(weighed: ComparedVersion, odd: Odd, processes: Sequence[Row]) -> Row:
+def device_of(weighed: ComparedVersion, odd: DivergingRank, processes: Sequence[Row]) -> Row:
     """Return the device of an odd replica; `device` names it over attempts and runs.
 
     That is its serial, else the host (a node's id is new in every cluster) and the device's index.

@@ -32,7 +32,7 @@ STEPS_REMEMBERED: Final = 8
 """Closed steps that make the history of a stage."""
 
 
-class Place(NamedTuple):
+class StageKey(NamedTuple):
     """One part of a stage of a step, in one role."""
 
     step: int
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 class StageTiming:
     """How the ranks of a role went through a place; merged by minimum and maximum, in any order."""
 
-    place: Place
+    place: StageKey
     first: float = math.inf
     """When the first rank began it."""
     last: float = -math.inf
@@ -79,7 +79,7 @@ class RankPosition(NamedTuple):
     """LIVE, SILENT, GONE or UNHEARD."""
     said: float | None = None
     """When it began or ended anything last; None: never."""
-    inside: Place | None = None
+    inside: StageKey | None = None
     """The part that it is in; None between two."""
     frontier: float = -math.inf
     """When the first rank began what this one has begun last: nothing before is awaited of it."""
@@ -91,11 +91,11 @@ class Role:
 
     standings: Mapping[int, RankPosition]
     """Of the ranks that are expected."""
-    timings: Mapping[Place, StageTiming]
+    timings: Mapping[StageKey, StageTiming]
     """Of the open steps."""
-    begun: Callable[[Place], Collection[int]]
+    begun: Callable[[StageKey], Collection[int]]
     """The ranks that began a part."""
-    ended: Callable[[Place], Collection[int]]
+    ended: Callable[[StageKey], Collection[int]]
     """The ranks that ended it."""
     history: Callable[[str], History]
     """Of a stage."""
@@ -115,7 +115,7 @@ class Stuck(NamedTuple):
     """A rank that holds up others."""
 
     rank: int
-    place: Place
+    place: StageKey
     status: str
     """NOT_BEGUN or NOT_ENDED."""
     process: str
@@ -173,15 +173,15 @@ class _Judgement:
         self._newest_first = sorted(
             ((timing.first, place) for place, timing in role.timings.items()), reverse=True
         )
-        self._limits: dict[tuple[Place, str], Limit] = {}
-        self._members: dict[Place, tuple[Collection[int], Collection[int]]] = {}
-        self._whole: dict[Place, bool] = {}
+        self._limits: dict[tuple[StageKey, str], Limit] = {}
+        self._members: dict[StageKey, tuple[Collection[int], Collection[int]]] = {}
+        self._whole: dict[StageKey, bool] = {}
         self._silent = [
             (rank, standing)
             for rank, standing in role.standings.items()
             if standing.process in (SILENT, GONE)
         ]
-        self._waits: dict[Place, bool] = {}
+        self._waits: dict[StageKey, bool] = {}
 
     def judge(self) -> list[Stuck]:
         found = []
@@ -196,7 +196,7 @@ class _Judgement:
                 found.append(stuck)
         return found
 
-    def _inside(self, rank: int, standing: RankPosition, place: Place) -> Stuck | None:
+    def _inside(self, rank: int, standing: RankPosition, place: StageKey) -> Stuck | None:
         limit = self._limit(place, NOT_ENDED)
         gone = standing.process in (SILENT, GONE)
         if not (gone or self._is_over(standing, limit)):
@@ -224,7 +224,7 @@ class _Judgement:
             return None
         return self._stuck(rank, standing, place, NOT_BEGUN, since, limit)
 
-    def _awaited(self, rank: int, standing: RankPosition) -> tuple[float, Place] | None:
+    def _awaited(self, rank: int, standing: RankPosition) -> tuple[float, StageKey] | None:
         """Return the earliest part that others began since a rank was last among them."""
         awaited = None
         for first, place in self._newest_first:
@@ -234,7 +234,7 @@ class _Judgement:
                 awaited = (first, place)
         return awaited
 
-    def _limit(self, place: Place, status: str) -> Limit:
+    def _limit(self, place: StageKey, status: str) -> Limit:
         known = self._limits.get((place, status))
         if known is not None:
             return known
@@ -255,7 +255,7 @@ class _Judgement:
     def _is_over(self, standing: RankPosition, limit: Limit) -> bool:
         return standing.said is not None and self._now - standing.said > limit.seconds
 
-    def _is_whole(self, place: Place, limit: Limit) -> bool:
+    def _is_whole(self, place: StageKey, limit: Limit) -> bool:
         """Say whether everyone who is expected is inside, and none for as long as ever.
 
         Without a history nobody knows how long that is.
@@ -271,7 +271,7 @@ class _Judgement:
             )
         return known
 
-    def _waits_for_silent(self, place: Place) -> bool:
+    def _waits_for_silent(self, place: StageKey) -> bool:
         """Say whether a rank whose process does not answer has not ended a part (nor left it)."""
         known = self._waits.get(place)
         if known is None:
@@ -284,11 +284,11 @@ class _Judgement:
             )
         return known
 
-    def _takes_part(self, rank: int, place: Place) -> bool:
+    def _takes_part(self, rank: int, place: StageKey) -> bool:
         ranks = self._role.history(place.stage).ranks
         return ranks is None or rank in ranks
 
-    def _of(self, place: Place) -> tuple[Collection[int], Collection[int]]:
+    def _of(self, place: StageKey) -> tuple[Collection[int], Collection[int]]:
         found = self._members.get(place)
         if found is None:
             found = self._members[place] = (self._role.begun(place), self._role.ended(place))
@@ -298,7 +298,7 @@ class _Judgement:
         self,
         rank: int,
         standing: RankPosition,
-        place: Place,
+        place: StageKey,
         status: str,
         since: float,
         limit: Limit,
@@ -321,7 +321,7 @@ class _Judgement:
 
 
 def history(
-    steps: Iterable[Mapping[Place, StageTiming]], ranks: Mapping[str, Collection[int]]
+    steps: Iterable[Mapping[StageKey, StageTiming]], ranks: Mapping[str, Collection[int]]
 ) -> Mapping[str, History]:
     """Return the history of each stage of a role.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.keep import misspelt_words, validate_keep
+from stagescope.wire.keep import misspelt_selectors, validate_keep
 from stagescope.wire.names import closest_by_words, misspelt_streams
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import by_message, finding
@@ -117,6 +117,6 @@ def _kept(keep: Any) -> Iterator[tuple[str, str]]:
     except InvalidInput as error:
         yield "refused_setting", f"settings.keep is not taken: {error}"
         return
-    for word, meant in misspelt_words(words):
+    for word, meant in misspelt_selectors(words):
         text = f"keep names {word!r:.100}, no section and no known tensor: did you mean {meant}?"
         yield "misspelt_setting", f"{text} A tensor of that name is kept where one is recorded"

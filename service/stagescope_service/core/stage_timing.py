@@ -8,7 +8,7 @@ from typing import Any
 from stagescope.wire.schema import Sender
 from stagescope_service.core.catalogue_rows import number
 from stagescope_service.core.entities import Process, Span, Step
-from stagescope_service.core.hang_detection import Place, StageTiming
+from stagescope_service.core.hang_detection import StageKey, StageTiming
 
 
 def service_clock(sender: Sender, wall: float, arrived: float | None) -> float:
@@ -69,5 +69,5 @@ def _pace(step: Step, span: Span) -> StageTiming | None:
     if timing is None:
         if step.evicted or work.step is None or work.stage is None:
             return None
-        timing = timings[work.key] = StageTiming(Place(work.step, work.stage, work.part))
+        timing = timings[work.key] = StageTiming(StageKey(work.step, work.stage, work.part))
     return timing

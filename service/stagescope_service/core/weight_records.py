@@ -18,7 +18,7 @@ from stagescope.wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, Event, Work
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import Process
 from stagescope_service.core.instructions import Put
-from stagescope_service.core.weights import COPY, TP_COPY, Record, Shard, Tensor
+from stagescope_service.core.weights import COPY, TP_COPY, Shard, Tensor, WeightRecord
 
 MOST_TENSORS: Final = 1_000_000
 _MANIFESTS_REMEMBERED: Final = 10_000
@@ -155,11 +155,11 @@ def record_of(
     row: Mapping[str, Any],
     manifest: tuple[Sequence[Tensor], Sequence[bool]],
     layout: Mapping[str, Any],
-) -> Record:
+) -> WeightRecord:
     """Return what a row of `weights` says."""
     tensors, known = manifest
     checksums = struct.unpack(f"<{len(tensors)}Q", row["checksums"])
-    return Record(
+    return WeightRecord(
         role=row["role"],
         rank=row["rank"],
         side=row["side"],

@@ -45,7 +45,7 @@ class Tensor(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Record:
+class WeightRecord:
     """What one rank recorded of its weights in one call."""
 
     role: str
@@ -81,7 +81,7 @@ class Comparison(NamedTuple):
     """Of the rollout where it differs from the trainer."""
 
 
-class Odd(NamedTuple):
+class DivergingRank(NamedTuple):
     """A rank whose weights are not those of its replicas."""
 
     side: str
@@ -102,9 +102,9 @@ class _Holding(NamedTuple):
     ranks: list[int]
 
 
-def newest(records: Iterable[Record]) -> list[Record]:
+def newest(records: Iterable[WeightRecord]) -> list[WeightRecord]:
     """Return the record that answers for each rank, side and kind, in order of rank."""
-    found: dict[tuple[Any, ...], Record] = {}
+    found: dict[tuple[Any, ...], WeightRecord] = {}
     for record in records:
         key = (record.side, record.role, record.rank, record.kind)
         if key not in found or found[key].order < record.order:
@@ -115,7 +115,7 @@ def newest(records: Iterable[Record]) -> list[Record]:
 # --- replicas ---------------------------------------------------------------------------------
 
 
-def odd_replicas(records: Sequence[Record]) -> list[Odd]:
+def odd_replicas(records: Sequence[WeightRecord]) -> list[DivergingRank]:
     """Hold replicas of one side against each other; return the odd ones out.
 
     Those are the ranks that hold something else than more than half of the tensor's replicas;
@@ -141,11 +141,11 @@ def odd_replicas(records: Sequence[Record]) -> list[Odd]:
     return [_odd(*key, found[key]) for key in sorted(found)]
 
 
-def _odd(side: str, role: str, rank: int, said: Sequence[tuple[bool, int, str]]) -> Odd:
+def _odd(side: str, role: str, rank: int, said: Sequence[tuple[bool, int, str]]) -> DivergingRank:
     is_outvoted = any(outvoted for outvoted, _, _ in said)
     kept = [each for each in said if each[0] == is_outvoted]
     names = tuple(sorted({name for _, _, name in kept}))
-    return Odd(side, role, rank, is_outvoted, max(count for _, count, _ in kept), names)
+    return DivergingRank(side, role, rank, is_outvoted, max(count for _, count, _ in kept), names)
 
 
 def _replica_key(holding: _Holding) -> object:
@@ -167,9 +167,9 @@ def _replica_key(holding: _Holding) -> object:
     return (tp, pp, ep, etp) if has_dp else None
 
 
-def _alike(records: Sequence[Record]) -> Iterable[tuple[_Holding, str, str, str]]:
+def _alike(records: Sequence[WeightRecord]) -> Iterable[tuple[_Holding, str, str, str]]:
     """Yield each weight of each record; ranks that hold the same in everything, once."""
-    groups: dict[Any, list[Record]] = defaultdict(list)
+    groups: dict[Any, list[WeightRecord]] = defaultdict(list)
     for record in records:
         where = (*record.coordinates, record.layout.get("dp_rank") is not None)
         same = (record.side, record.role, record.kind, where, tuple(record.tensors))
@@ -184,7 +184,7 @@ def _alike(records: Sequence[Record]) -> Iterable[tuple[_Holding, str, str, str]
 # --- trainer against rollout ------------------------------------------------------------------
 
 
-def compare(records: Sequence[Record], rename: Rename = str) -> list[Comparison]:
+def compare(records: Sequence[WeightRecord], rename: Rename = str) -> list[Comparison]:
     """Hold what the rollout received against what the trainer sent, by name; the worst first.
 
     Args:

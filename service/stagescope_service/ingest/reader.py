@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidTensor, StagescopeError
-from stagescope.wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN
+from stagescope.wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
@@ -303,7 +303,7 @@ def _location_columns(job: Mapping[str, Any]) -> Row:
 
 def _written_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
     """Say which tensors are missing since they were written after they were handed over."""
-    written = payload.meta.get(WRITTEN)
+    written = payload.meta.get(WRITTEN_AFTER_HAND_OVER)
     if written:
         yield finding(
             "tensor_written",

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import PAIRS, ROLES, WHOLE_STAGES
+from stagescope.wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
 from stagescope_service.statistics.batch import TokenBatch
@@ -372,7 +372,9 @@ def _choose(
     """Return the stage, its parts that have the pair to take, and those that have another only."""
     usable = [record for record in parts if record.summary.pair in pairs]
     there = {record.stage for record in usable}
-    order = [name for name in WHOLE_STAGES if name in there] + sorted(there - set(WHOLE_STAGES))
+    order = [name for name in STEP_SUMMARY_STAGES if name in there] + sorted(
+        there - set(STEP_SUMMARY_STAGES)
+    )
     if stage is None and order:
         stage = order[0]
     if stage is None or stage not in there:

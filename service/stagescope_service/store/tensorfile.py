@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.tensorfile import (
-    Entry,
+    TensorEntry,
     TensorFile,
     WireTensor,
     assemble,
     check_entries,
-    layout,
+    encode_tensors,
     read_header,
     read_metadata,
 )
@@ -86,7 +86,7 @@ def write_tensors(
         InvalidTensor: a dtype, shape or name that cannot be written.
         StoreError: the disk refused; says what to do. Nothing is left behind.
     """
-    header, buffers, size = layout(tensors, metadata or {})
+    header, buffers, size = encode_tensors(tensors, metadata or {})
     digest = hashlib.sha256() if durable else None
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def write_tensors(
 
 def size_of(tensors: Mapping[str, WireTensor], metadata: Mapping[str, Any] | None = None) -> int:
     """Return the bytes of the file that `write_tensors` would write."""
-    return layout(tensors, metadata or {})[2]
+    return encode_tensors(tensors, metadata or {})[2]
 
 
 def read_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
@@ -185,7 +185,7 @@ _mapped: Final[weakref.WeakValueDictionary[tuple[int, ...], npt.NDArray[np.uint8
 
 
 class _HeaderInfo(NamedTuple):
-    entries: list[Entry]
+    entries: list[TensorEntry]
     start: int
     strings: dict[str, Any]
 

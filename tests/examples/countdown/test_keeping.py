@@ -15,7 +15,7 @@ from examples.countdown.batch import Batch
 from examples.countdown.environment import Puzzle
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
-from stagescope.wire.keep import read_keep, wanted_by
+from stagescope.wire.keep import matching_selectors, read_keep
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.kept import Kept, read_kept
@@ -56,7 +56,7 @@ def stored_files(
         place = {"role": "actor", "rank": 0, "stage": end["stage"], "step": end["step"]}
         job = {
             **end, **place, "run": "r", "attempt_id": 1, "attempt_key": "k",
-            "keep": wanted_by(keep, **place),
+            "keep": matching_selectors(keep, **place),
         }  # fmt: skip
         outcome = intake.take(PayloadKey(incarnation, seq), job, payload)
         (row,) = [put.row for put in outcome.rows if put.table == "artifacts"]

@@ -41,7 +41,7 @@ def frame(fields: Any = None, tensors: Any = None, *, length: int | None = None)
     return struct.pack("<Q", len(raw) if length is None else length) + raw + rest
 
 
-def parse(body: bytes, *, framed: bool = True, max_json: int = 1 << 20) -> framing.Batch:
+def parse(body: bytes, *, framed: bool = True, max_json: int = 1 << 20) -> framing.EventBatch:
     return framing.parse(body, framed=framed, max_json=max_json, max_events=100)
 
 

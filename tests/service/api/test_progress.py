@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.support.api import Rank, Service
 
-from stagescope.progress import Progress
+from stagescope.progress import CaptureProgress
 from stagescope_service.core.captures.agreement import AGREED
 
 STAGE = "actor_update"
@@ -152,4 +152,4 @@ def test_a_rank_that_does_not_exist_is_named(live: Service) -> None:
     dump(rank, capture_id, STAGE, 1)
     progress = live.get(f"/captures/{capture_id}")
     assert progress["unmatched_ranks"] == [9]
-    assert "no rank 9 is there: nothing is collected of it" in Progress(progress).lines()
+    assert "no rank 9 is there: nothing is collected of it" in CaptureProgress(progress).lines()

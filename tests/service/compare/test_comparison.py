@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from tests.support.dump_files import hostile_torch_file, nexrl_directory
 from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
 
-from stagescope.compared import as_lines, findings_of
+from stagescope.comparison_report import as_lines, findings_of
 from stagescope.wire.errors import ComparisonFailed, InvalidInput
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.report.html import as_html
-from stagescope_service.compare.results import Comparison, PairResult, TensorResult, Verdict
-from stagescope_service.compare.running import threads
+from stagescope_service.compare.results import DumpComparison, PairResult, TensorResult, Verdict
+from stagescope_service.compare.task_runner import thread_mapper
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.records import Dump, Entry, Problem, Record
@@ -35,7 +35,7 @@ R = TypeVar("R")
 Array = npt.NDArray[np.generic]
 
 
-def tensor(result: Comparison, name: str, section: str | None = None) -> TensorResult:
+def tensor(result: DumpComparison, name: str, section: str | None = None) -> TensorResult:
     return next(
         each
         for each in result.pairs[0].tensors
@@ -72,7 +72,7 @@ def test_any_split_and_padding_of_a_batch_is_the_same(one: Layout, other: Layout
         split(samples, shares, width=width, left=left, ragged=ragged)
         for shares, width, left, ragged in (one, other)
     ]
-    result = compare(sides, mapper=threads(1))
+    result = compare(sides, mapper=thread_mapper(1))
     assert result.verdict is Verdict.SAME, result.reason
     assert result.exit_status == 0
     tokens = sum(int(sample.mask.sum()) for sample in samples)
@@ -97,7 +97,7 @@ def test_one_changed_value_is_found_with_its_sample_and_location(
         split(rows, shares, width=width, left=left, ragged=ragged)
         for rows, (shares, width, left, ragged) in ((samples, one), (changed, other))
     )
-    result = compare([a, b], mapper=threads(1))
+    result = compare([a, b], mapper=thread_mapper(1))
     assert result.verdict is Verdict.DIFFERENT
     assert result.exit_status == 1
     assert result.first is not None
@@ -728,7 +728,9 @@ def test_two_shards_for_each_worker_are_in_memory_at_a_time(workers: int) -> Non
         split(samples, [[*reversed(range(24))][at::5] for at in range(5)]),
     )
     Counting.most = 0
-    result = compare([Counting(a.records), Counting(b.records, name="b")], mapper=threads(workers))
+    result = compare(
+        [Counting(a.records), Counting(b.records, name="b")], mapper=thread_mapper(workers)
+    )
     assert result.verdict is Verdict.SAME, result.reason
     assert 2 <= Counting.most <= 2 * workers
     assert Counting.alive == 0

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stagescope_service.compare.fingerprints import (
-    Attempt,
+    AttemptFingerprint,
     FingerprintDifference,
     fingerprint_differences,
 )
@@ -25,12 +25,16 @@ def process(rank: int, **layout: Json) -> dict[str, Json]:
     return {"role": "actor", "rank": rank, "world_size": 2, "host": "n1", **layout}
 
 
-def differences(b: Attempt, a: Attempt | None = None) -> list[FingerprintDifference]:
-    return fingerprint_differences(a or Attempt(FINGERPRINT, [process(0), process(1)]), b)
+def differences(
+    b: AttemptFingerprint, a: AttemptFingerprint | None = None
+) -> list[FingerprintDifference]:
+    return fingerprint_differences(
+        a or AttemptFingerprint(FINGERPRINT, [process(0), process(1)]), b
+    )
 
 
 def test_two_that_are_the_same_differ_in_nothing() -> None:
-    assert differences(Attempt(dict(FINGERPRINT), [process(1), process(0)])) == []
+    assert differences(AttemptFingerprint(dict(FINGERPRINT), [process(1), process(0)])) == []
 
 
 def test_differences_that_decide_numbers_come_first_and_startup_last() -> None:
@@ -42,7 +46,7 @@ def test_differences_that_decide_numbers_come_first_and_startup_last() -> None:
         "environment": {"RAY_JOB_ID": "02000000"},
         "argv": ["train.py", "--resume"],
     }
-    found = differences(Attempt(other, [process(0), process(1, host="n2")]))
+    found = differences(AttemptFingerprint(other, [process(0), process(1, host="n2")]))
     assert [tuple(each) for each in found] == [
         ("git", "dirty", False, True, "numbers"),
         ("config", "algorithm.lr", 1e-6, 2e-6, "numbers"),
@@ -55,7 +59,7 @@ def test_differences_that_decide_numbers_come_first_and_startup_last() -> None:
 
 
 def test_a_rank_on_one_side_only_is_listed_by_its_columns() -> None:
-    found = differences(Attempt(FINGERPRINT, [process(0)]))
+    found = differences(AttemptFingerprint(FINGERPRINT, [process(0)]))
     assert [(each.area, each.name, each.a, each.b) for each in found] == [
         ("layout", "actor/1.world_size", 2, None),
         ("place", "actor/1.host", "n1", None),
@@ -64,11 +68,11 @@ def test_a_rank_on_one_side_only_is_listed_by_its_columns() -> None:
 
 def test_the_newest_process_of_a_rank_answers() -> None:
     again = [process(0, host="gone"), process(0), process(1)]
-    assert differences(Attempt(FINGERPRINT, again)) == []
+    assert differences(AttemptFingerprint(FINGERPRINT, again)) == []
 
 
 def test_a_side_without_a_fingerprint_lacks_everything() -> None:
-    found = differences(Attempt(None, [process(0), process(1)]))
+    found = differences(AttemptFingerprint(None, [process(0), process(1)]))
     assert {each.b for each in found} == {None}
     assert ("packages", "torch") in {(each.area, each.name) for each in found}
 
@@ -80,13 +84,15 @@ def test_keep_settings_and_ray_worker_arguments_decide_no_numbers() -> None:
         "config": {**CONFIG, "keep": {"what": ["is_loss"]}},
         "argv": argv,
     }
-    (keep, own_argv) = differences(Attempt(other, [process(0), process(1)]))
+    (keep, own_argv) = differences(AttemptFingerprint(other, [process(0), process(1)]))
     assert (keep.area, keep.name, keep.weight) == ("config", "keep.what", "start")
     assert (own_argv.name, own_argv.b) == ("argv", None)
 
 
 def weights(one: Mapping[str, Json], other: Mapping[str, Json]) -> dict[str, str]:
-    found = fingerprint_differences(Attempt(one, [process(0)]), Attempt(other, [process(0)]))
+    found = fingerprint_differences(
+        AttemptFingerprint(one, [process(0)]), AttemptFingerprint(other, [process(0)])
+    )
     return {f"{each.area} {each.name}": each.weight for each in found}
 
 
@@ -107,7 +113,8 @@ def test_a_value_that_one_side_does_not_know_is_no_change() -> None:
 
 def test_a_layout_that_one_side_lacks_is_unknown() -> None:
     with_layout, without = (
-        Attempt(FINGERPRINT, [process(0, tp_size=2)]), Attempt(FINGERPRINT, [process(0)]),
+        AttemptFingerprint(FINGERPRINT, [process(0, tp_size=2)]),
+        AttemptFingerprint(FINGERPRINT, [process(0)]),
     )  # fmt: skip
     (found,) = fingerprint_differences(with_layout, without)
     assert (found.name, found.a, found.b, found.weight) == ("actor/0.tp_size", 2, None, "unknown")

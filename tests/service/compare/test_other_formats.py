@@ -23,7 +23,7 @@ from tests.support.dump_files import (
 from tests.support.step_batches import step_batch
 
 from stagescope_service.compare.comparison import compare
-from stagescope_service.compare.results import Comparison, Verdict
+from stagescope_service.compare.results import DumpComparison, Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.content import read_content, write_content
 
@@ -70,7 +70,7 @@ def trained(batch: Batch, *, rolled: bool) -> dict[str, torch.Tensor]:
     return data
 
 
-def compare_both_ways(tmp_path: Path, one: Path, data: Any) -> Comparison:
+def compare_both_ways(tmp_path: Path, one: Path, data: Any) -> DumpComparison:
     path = tmp_path / "areal.pt"
     torch.save(data, path)
     forth = compare([open_dump(one), open_dump(path)])
@@ -79,7 +79,7 @@ def compare_both_ways(tmp_path: Path, one: Path, data: Any) -> Comparison:
     return forth
 
 
-def pairs(result: Comparison) -> dict[str, int]:
+def pairs(result: DumpComparison) -> dict[str, int]:
     return {each.name: each.found.pairs for each in result.pairs[0].tensors}
 
 

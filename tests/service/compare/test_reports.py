@@ -17,7 +17,7 @@ from tests.support.command_line import invoke
 from tests.support.dump_files import nexrl_directory
 from tests.support.memory_dumps import MemoryDump, batch, record, split
 
-from stagescope.compared import Compared, as_lines
+from stagescope.comparison_report import ComparisonReport, as_lines
 from stagescope.wire import nonfinite
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import SCHEMA_FILE, as_json
@@ -77,7 +77,7 @@ def test_the_text_fits_80_columns_and_says_the_verdict_first() -> None:
 
 def test_the_client_shows_what_the_service_sent() -> None:
     sent = json.loads(nonfinite.dumps(non_finite()))
-    compared = Compared(sent)
+    compared = ComparisonReport(sent)
     assert compared.exit_status == 1
     found = compared["pairs"][0]["sections"][0]["tensors"][0]
     assert found["first"]["a"]["value"] == math.inf

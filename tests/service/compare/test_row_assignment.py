@@ -21,7 +21,7 @@ from stagescope.wire.keep import sections_of
 from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.flow import is_structural
-from stagescope_service.compare.results import Comparison, ComparisonFinding, Verdict
+from stagescope_service.compare.results import ComparisonFinding, DumpComparison, Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.store.artifacts import kept_path, step_directory
 from stagescope_service.store.kept import Kept, write_kept
@@ -60,15 +60,15 @@ def rotated(directory: Path) -> Path:
     return directory
 
 
-def notes(result: Comparison) -> dict[str | None, ComparisonFinding]:
+def notes(result: DumpComparison) -> dict[str | None, ComparisonFinding]:
     return {f.section: f for f in result.pairs[0].findings if f.kind == "note"}
 
 
-def names(result: Comparison, section: str) -> set[str]:
+def names(result: DumpComparison, section: str) -> set[str]:
     return {each.name for each in result.pairs[0].tensors if each.section == section}
 
 
-def values(result: Comparison) -> dict[tuple[str, str], int]:
+def values(result: DumpComparison) -> dict[tuple[str, str], int]:
     """How many values were compared; of tokens and masks padding counts where all is equal."""
     return {
         (each.section, each.name): each.found.pairs

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from tests.support.memory_dumps import MemoryDump, batch, record, split
 
-from stagescope.compared import as_lines
+from stagescope.comparison_report import as_lines
 from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report.as_json import as_json

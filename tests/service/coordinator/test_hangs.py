@@ -14,7 +14,7 @@ from tests.support.stores import rows_of, url_of
 
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, STACKS, Sender
-from stagescope_service.api.stuck import stuck_rows
+from stagescope_service.api.hangs import stuck_rows
 from stagescope_service.coordinator.load import FEWEST_CALLS
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core import stack_requests

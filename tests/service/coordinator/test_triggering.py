@@ -14,7 +14,7 @@ from tests.support.measure import payload
 from tests.support.triggering import Bench, hook, rule, rules_of, run, training
 
 from stagescope.wire.errors import Conflict
-from stagescope_service.api.groups import outcomes
+from stagescope_service.api.findings import outcomes
 from stagescope_service.api.models.triggers import FiredActions
 from stagescope_service.core.captures import agreement
 from stagescope_service.store.contract import Put

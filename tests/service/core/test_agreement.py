@@ -15,8 +15,8 @@ from stagescope.wire.errors import Conflict
 from stagescope_service.core.captures import agreement as agreeing
 from stagescope_service.core.captures.agreement import (
     Agreement,
+    CaptureParticipants,
     Member,
-    Participants,
     resolve,
     start_step,
 )
@@ -84,12 +84,16 @@ def test_no_resolved_step_comes_before_the_start(steps: Any, start: int) -> None
         assert sorted({*hit, *passed}) == sorted({*steps})
 
 
-def crew(*revisions: int | None, top: int | None = 7, step: float | None = 1.0) -> Participants:
+def crew(
+    *revisions: int | None, top: int | None = 7, step: float | None = 1.0
+) -> CaptureParticipants:
     members = tuple(Member("actor", n, f"i{n}", each) for n, each in enumerate(revisions))
-    return Participants("r", 1, members, top, None, step)
+    return CaptureParticipants("r", 1, members, top, None, step)
 
 
-def look(asked: Agreement, spec: dict[str, Any], there: Participants, elapsed: float = 0.1) -> Any:
+def look(
+    asked: Agreement, spec: dict[str, Any], there: CaptureParticipants, elapsed: float = 0.1
+) -> Any:
     return agreeing.look(asked, spec, there, elapsed=elapsed, round_trip=0.1, wall=9.0)
 
 

@@ -20,9 +20,9 @@ from stagescope_service.core.hang_detection import (
     SILENT,
     UNHEARD,
     History,
-    Place,
     RankPosition,
     Role,
+    StageKey,
     StageTiming,
     Stuck,
     StuckRules,
@@ -31,7 +31,7 @@ from stagescope_service.core.hang_detection import (
 )
 
 RULES = StuckRules(min_seconds=10.0, factor=3.0)
-UPDATE = Place(5, "actor_update", Part())
+UPDATE = StageKey(5, "actor_update", Part())
 
 
 def role(
@@ -39,7 +39,7 @@ def role(
     begun: Mapping[int, float],
     ended: Mapping[int, float] | None = None,
     earlier: History = History([4.0, 5.0, 6.0], [0.5, 0.5, 0.5]),  # noqa: B008
-    place: Place = UPDATE,
+    place: StageKey = UPDATE,
 ) -> Role:
     """A role with one part of one open step, begun and ended by ranks at times."""
     ended = ended or {}
@@ -167,10 +167,10 @@ def speeds(draw: st.DrawFn) -> list[dict[str, tuple[float, float]]]:
 
 def _times(
     speed: Mapping[str, tuple[float, float]], begin: float, step: int
-) -> list[tuple[float, float, Place]]:
+) -> list[tuple[float, float, StageKey]]:
     found = []
     for stage, (gap, took) in speed.items():
-        found.append((begin + gap, begin + gap + took, Place(step, stage, Part())))
+        found.append((begin + gap, begin + gap + took, StageKey(step, stage, Part())))
         begin += gap + took
     return found
 
@@ -208,9 +208,9 @@ def test_a_rank_that_stops_is_found_in_the_end_and_it_alone(
 
 
 def _history(ranks: list[dict[str, tuple[float, float]]], steps: int) -> Mapping[str, History]:
-    earlier: list[dict[Place, StageTiming]] = []
+    earlier: list[dict[StageKey, StageTiming]] = []
     for step in range(steps):
-        timings: dict[Place, StageTiming] = {}
+        timings: dict[StageKey, StageTiming] = {}
         for speed in ranks:
             for begun, ended, place in _times(speed, 0.0, step):
                 timings.setdefault(place, StageTiming(place)).begun(begun)
@@ -226,10 +226,10 @@ def _at(
     known: Mapping[str, History],
 ) -> Role:
     """The role as the events up to `now` of a step that began at 0 tell it."""
-    timings: dict[Place, StageTiming] = {}
-    begun: dict[Place, set[int]] = {}
-    ended: dict[Place, set[int]] = {}
-    stood: dict[int, tuple[float, Place | None, Place | None]] = {}
+    timings: dict[StageKey, StageTiming] = {}
+    begun: dict[StageKey, set[int]] = {}
+    ended: dict[StageKey, set[int]] = {}
+    stood: dict[int, tuple[float, StageKey | None, StageKey | None]] = {}
     for rank, speed in enumerate(ranks):
         said, where, reached = 0.0, None, None
         for begin, end, place in _times(speed, 0.0, step):

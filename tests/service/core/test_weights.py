@@ -19,10 +19,10 @@ from stagescope_service.core.weights import (
     NOT_COMPARABLE,
     NOT_COMPARED,
     TP_COPY,
-    Odd,
-    Record,
+    DivergingRank,
     Shard,
     Tensor,
+    WeightRecord,
     compare,
     newest,
     odd_replicas,
@@ -43,9 +43,9 @@ def record(
     shard: Any = None,
     at: float = 0.0,
     **layout: int,
-) -> Record:
+) -> WeightRecord:
     """What a rank recorded; a layout without words is of plain data parallelism."""
-    return Record(
+    return WeightRecord(
         role=role or {"trainer": "actor", "rollout": "rollout"}[side],
         rank=rank,
         side=side,
@@ -59,7 +59,7 @@ def record(
     )
 
 
-def verdicts(*records: Record, **rules: str) -> dict[str, str]:
+def verdicts(*records: WeightRecord, **rules: str) -> dict[str, str]:
     rename = renaming([*rules.items()])
     return {each.name: each.verdict for each in compare(newest(records), rename)}
 
@@ -174,13 +174,13 @@ def test_what_is_held_is_compared_with_what_is_held() -> None:
 # --- replicas ---------------------------------------------------------------------------------
 
 
-def odd(*records: Record) -> list[tuple[int, bool, tuple[str, ...]]]:
+def odd(*records: WeightRecord) -> list[tuple[int, bool, tuple[str, ...]]]:
     return [(each.rank, each.is_outvoted, each.names) for each in odd_replicas(newest(records))]
 
 
 def test_the_odd_one_out_is_found_by_majority() -> None:
     ranks = [record({"a": 1, "b": 2 if rank != 2 else 9}, rank=rank) for rank in range(4)]
-    assert odd_replicas(ranks) == [Odd("trainer", "actor", 2, True, 4, ("b",))]
+    assert odd_replicas(ranks) == [DivergingRank("trainer", "actor", 2, True, 4, ("b",))]
 
 
 def test_of_two_that_differ_both_are_named() -> None:
@@ -255,7 +255,7 @@ records = st.lists(
 
 
 @given(records, st.randoms(use_true_random=False))
-def test_neither_order_nor_repetition_matter(said: list[Record], chance: Any) -> None:
+def test_neither_order_nor_repetition_matter(said: list[WeightRecord], chance: Any) -> None:
     said = [dataclasses.replace(each, order=(*each.order, at)) for at, each in enumerate(said)]
     again = [*said, *said[:3]]
     chance.shuffle(again)
@@ -264,7 +264,7 @@ def test_neither_order_nor_repetition_matter(said: list[Record], chance: Any) ->
 
 
 @given(records)
-def test_nothing_agrees_but_the_same_bytes_of_the_same_form(said: list[Record]) -> None:
+def test_nothing_agrees_but_the_same_bytes_of_the_same_form(said: list[WeightRecord]) -> None:
     answering = newest(said)
     for found in compare(answering):
         held = {
@@ -282,7 +282,7 @@ def test_nothing_agrees_but_the_same_bytes_of_the_same_form(said: list[Record]) 
 
 
 @given(records)
-def test_only_a_majority_outvotes(said: list[Record]) -> None:
+def test_only_a_majority_outvotes(said: list[WeightRecord]) -> None:
     found = odd_replicas(newest(said))
     assert all(each.replicas > 2 for each in found if each.is_outvoted)
     assert all(each.names for each in found)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from stagescope.wire.captures import orders_msprobe
+from stagescope.wire.captures import uses_msprobe
 from stagescope.wire.schema import DUMP, Work
 from stagescope_workers.capture.msprobe_config import (
     CaptureLimits,
@@ -272,7 +272,7 @@ def estimate_request(
         "free_bytes": _free_bytes(capture, data_root, disk_reserve(limits)),
         "collective_timeout": collective_timeout(),
     }
-    if orders_msprobe(capture):
+    if uses_msprobe(capture):
         costs = _msprobe_costs(capture, models, limits)
     else:
         costs = _shard_costs(capture, models)

@@ -8,7 +8,7 @@ from typing import Final
 
 from stagescope import render
 from stagescope.engines import EngineInfo
-from stagescope.frames import Table
+from stagescope.table import Table
 from stagescope_workers.consistency.comparison import EngineComparison
 
 _MAX_SHOWN: Final = 3

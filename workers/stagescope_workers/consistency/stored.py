@@ -12,8 +12,8 @@ import stagescope
 from stagescope.batch import Batch
 from stagescope.batch.trajectories import Trajectory, trajectories
 from stagescope.engines import Engine, EngineInfo, Sampling
-from stagescope.targets import read_target
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.schema import read_target
 from stagescope_workers.consistency.alignment import Check, check_shift
 from stagescope_workers.consistency.comparison import EngineComparison, stream_provenance
 from stagescope_workers.consistency.scored import Float64, Scored, numbers, worst_tokens

@@ -17,7 +17,7 @@ from stagescope.wire.schema import (
     PER_TOKEN,
     SCHEMA,
     STREAM_TENSORS,
-    WRITTEN,
+    WRITTEN_AFTER_HAND_OVER,
 )
 from stagescope_workers.device import (
     BorrowedTensor,
@@ -143,7 +143,7 @@ class Draft:
                 written.append(name)
             else:
                 tensors[name] = wire
-        meta = {**self._meta, **({WRITTEN: written} if written else {})}
+        meta = {**self._meta, **({WRITTEN_AFTER_HAND_OVER: written} if written else {})}
         return {"schema": SCHEMA, "tensors": tensors, "strings": dict(self._strings), "meta": meta}
 
     def problems(self) -> list[InvalidTensor]:

@@ -10,7 +10,7 @@ from typing import Any, Final, TypedDict, cast
 
 from stagescope.wire.captures import matches, matches_rank, needs_ranks, validate_capture
 from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.keep import read_keep, shard_capture, wanted_by, words_of
+from stagescope.wire.keep import capture_selectors, matching_selectors, read_keep, shard_capture
 from stagescope_workers.capture.msprobe_config import CaptureRequest, check_config, load_config
 from stagescope_workers.capture.verl_blocks import captures_from_verl
 
@@ -95,7 +95,7 @@ EstimateCallback = Callable[[CaptureRequest], None]
 
 
 class _Location(TypedDict):
-    """The keywords of `matches` and `wanted_by`."""
+    """The keywords of `matches` and `matching_selectors`."""
 
     stage: str
     role: str
@@ -185,10 +185,10 @@ class PlanWatch:
         }  # fmt: skip
         selectors: set[str] = set()
         for keep in (self._local_keep, self._service_keep):
-            selectors.update(() if keep is None else wanted_by(keep, **location))
+            selectors.update(() if keep is None else matching_selectors(keep, **location))
         for capture in self._captures:
             if capture.get("run") in (None, self.run) and matches(capture, **location):
-                selectors.update(words_of(capture))
+                selectors.update(capture_selectors(capture))
         return frozenset(selectors)
 
     def apply(self, plan: Mapping[str, Any]) -> None:

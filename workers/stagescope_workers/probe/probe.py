@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from stagescope.wire.keep import is_wanted
+from stagescope.wire.keep import is_selected
 from stagescope.wire.schema import (
     END_STEP,
     FINISH,
@@ -276,7 +276,7 @@ class Probe(Reporter):
         """
         if self.is_inert:
             return False
-        return is_wanted(self.plan.keep_selectors(step, stage), stage, name)
+        return is_selected(self.plan.keep_selectors(step, stage), stage, name)
 
     def record_weights(
         self,

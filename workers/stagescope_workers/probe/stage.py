@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final, TypedDict
 
 import numpy as np
 
-from stagescope.wire.captures import orders_msprobe
+from stagescope.wire.captures import uses_msprobe
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
-from stagescope.wire.keep import is_wanted, kept_sections
+from stagescope.wire.keep import is_selected, kept_sections
 from stagescope.wire.schema import BEGIN, DUMP, END, LOG, Work
 from stagescope_workers.capture.msprobe_config import CaptureRequest
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, copy_tensor
@@ -161,7 +161,7 @@ class Stage:
         if work is None or work.stage is None or self._probe.is_inert:
             return False
         selectors = self._probe.plan.keep_selectors(work.step, work.stage)
-        return is_wanted(selectors, work.stage, name)
+        return is_selected(selectors, work.stage, name)
 
     def log(self, **scalars: object) -> None:
         """Report named numbers: Python or numpy numbers, or tensors of one element.
@@ -341,7 +341,7 @@ def _reports_shards(capture: CaptureRequest) -> bool:
     They are not where msprobe's own dump is reported, nor for a `keep` configuration, whose files
     are kept like any others.
     """
-    return not orders_msprobe(capture) and capture.get("source") != "keep"
+    return not uses_msprobe(capture) and capture.get("source") != "keep"
 
 
 class _ShardDump(TypedDict):

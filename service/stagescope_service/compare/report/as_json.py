@@ -13,8 +13,8 @@ from typing import Any, Final, TypedDict
 
 from stagescope_service.compare.pairing.token_alignment import COMPARED, ValueLocation
 from stagescope_service.compare.results import (
-    Comparison,
     ComparisonFinding,
+    DumpComparison,
     FirstDifference,
     PairResult,
     ShardResult,
@@ -255,12 +255,12 @@ class ComparisonReport(TypedDict):
     pairs: list[PairReport]
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
+def as_json(comparison: DumpComparison) -> dict[str, Any]:
     """Return the fields of `ComparisonReport` as a dict, to which callers may add their own."""
     return {**comparison_report(comparison)}
 
 
-def comparison_report(comparison: Comparison) -> ComparisonReport:
+def comparison_report(comparison: DumpComparison) -> ComparisonReport:
     """Return a comparison as dicts, lists, strings and numbers."""
     return {
         "schema": VERSION,

@@ -16,10 +16,10 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from stagescope.changes import change_lines
-from stagescope.compared import (
+from stagescope.comparison_report import (
     SIDES,
     TITLES,
-    Compared,
+    ComparisonReport,
     deciding_changes,
     findings_of,
     largest_text,
@@ -116,7 +116,7 @@ _WIDE: Final = 200
 
 def as_html(report: Mapping[str, Any]) -> str:
     """Return a `ComparisonReport`, with `changes` and `remarks` if it has them, as a page."""
-    report, figures = Compared(report), PageFigures()
+    report, figures = ComparisonReport(report), PageFigures()
     pairs = cast("list[PairReport]", report["pairs"])
     several_pairs, several_steps = len(pairs) > 1, len(report["sides"][0]["steps"]) > 1
     body = [*_head(report)]

@@ -50,7 +50,7 @@ class Member(NamedTuple):
         return {"role": self.role, "rank": self.rank}
 
 
-class Participants(NamedTuple):
+class CaptureParticipants(NamedTuple):
     """Who is asked, and where they stand."""
 
     run: str | None
@@ -194,7 +194,7 @@ def members_of(
 def look(
     asked: Agreement,
     order: Mapping[str, Any],
-    participants: Participants,
+    participants: CaptureParticipants,
     *,
     elapsed: float,
     round_trip: float,

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from stagescope.wire.captures import needs_ranks, unmatched_ranks
 from stagescope.wire.errors import Conflict
-from stagescope.wire.keep import misspelt_words
+from stagescope.wire.keep import misspelt_selectors
 from stagescope.wire.names import closest_by_words, closest_stage
 from stagescope.wire.schema import STAGES
 from stagescope_service.core.captures import agreement as agreement_rules
-from stagescope_service.core.captures.agreement import Participants
-from stagescope_service.core.captures.plan import Entry
+from stagescope_service.core.captures.agreement import CaptureParticipants
+from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.registry import Registry
 
@@ -22,11 +22,11 @@ _RUNS_NAMED: Final = 20
 _RANKS_NAMED: Final = 20
 
 
-def participants_of(registry: Registry, order: Mapping[str, Any]) -> Participants:
+def participants_of(registry: Registry, order: Mapping[str, Any]) -> CaptureParticipants:
     """Return whom an order asks: the ranks that do its stages in the run's newest attempt."""
     attempt = attempt_of(registry, order)
     if attempt is None or attempt.over:
-        return Participants(order["run"], None, ())
+        return CaptureParticipants(order["run"], None, ())
     live = {
         (process.role, process.rank): (process.incarnation, process.plan_revision)
         for process in attempt.processes.values()
@@ -41,7 +41,7 @@ def participants_of(registry: Registry, order: Mapping[str, Any]) -> Participant
         {role: attempt.world_size(role) for role in named},
         live,
     )
-    return Participants(
+    return CaptureParticipants(
         order["run"],
         attempt.attempt_id,
         members,
@@ -108,7 +108,7 @@ def _run_note(registry: Registry, run: str) -> str:
 
 
 def _rank_notes(
-    attempt: Attempt, order: Mapping[str, Any], participants: Participants
+    attempt: Attempt, order: Mapping[str, Any], participants: CaptureParticipants
 ) -> list[str]:
     """Return notes of ranks and roles that an order names, and that are not there."""
     fields = []
@@ -183,11 +183,11 @@ def _keep_notes(order: Mapping[str, Any]) -> list[str]:
     return [
         f"{word} is no section and no known tensor (did you mean {meant}?): it is kept where "
         "something of that name is recorded"
-        for word, meant in misspelt_words(order["keep"])
+        for word, meant in misspelt_selectors(order["keep"])
     ]
 
 
-def notes(registry: Registry, entry: Entry) -> list[str]:
+def notes(registry: Registry, entry: CaptureEntry) -> list[str]:
     """Return what an asker should know: an order may wait for what never comes."""
     order = entry.order
     if order["run"] is None:

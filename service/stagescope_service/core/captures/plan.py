@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 from stagescope.wire.captures import CAPTURE_FIELDS, matches, validate_capture
 from stagescope.wire.errors import Conflict, NotFound
-from stagescope.wire.keep import wanted_by, words_of
+from stagescope.wire.keep import capture_selectors, matching_selectors
 from stagescope_service.core.captures.agreement import ASKED, Agreement
 from stagescope_service.core.captures.keep_policy import KeepPolicy, keep_policy_of
 
-__all__ = ["Entry", "Plan", "matches", "validate_capture"]
+__all__ = ["CaptureEntry", "Plan", "matches", "validate_capture"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class CaptureEntry:
     """A capture in the plan: what was ordered, and how far its agreement has come."""
 
     order: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Entry:
         return str(self.order["capture_id"])
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> Entry:
+    def of(cls, stored: Mapping[str, Any]) -> CaptureEntry:
         """Read what `stored` wrote."""
         order = {name: value for name, value in stored.items() if name != "agreement"}
         return cls(order, Agreement.of(stored.get("agreement") or {"phase": "agreed"}))
@@ -60,7 +60,7 @@ class Publication(NamedTuple):
     """A plan as it was at one moment."""
 
     revision: int
-    entries: tuple[Entry, ...]
+    entries: tuple[CaptureEntry, ...]
 
 
 class Plan:
@@ -73,7 +73,7 @@ class Plan:
         revision: int = 0,
         standing: KeepPolicy | None = None,
     ) -> None:
-        self.entries = {str(item["capture_id"]): Entry.of(item) for item in captures}
+        self.entries = {str(item["capture_id"]): CaptureEntry.of(item) for item in captures}
         self._allotted = revision
         self._standing = standing or {}
         self._wire: list[dict[str, Any]] = []
@@ -92,9 +92,9 @@ class Plan:
         *,
         by: str,
         now: float,
-        has_passed: Callable[[Entry], bool] = lambda entry: False,
+        has_passed: Callable[[CaptureEntry], bool] = lambda entry: False,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:12],
-    ) -> Entry:
+    ) -> CaptureEntry:
         """Take in a validated capture, asked and not agreed on; return it with its id.
 
         Args:
@@ -120,11 +120,11 @@ class Plan:
         asked = Agreement(
             revision=self.next_revision(), asked_wall=now, again_left=int(capture["again"])
         )
-        entry = Entry({**capture, **own}, asked)
+        entry = CaptureEntry({**capture, **own}, asked)
         self.entries[entry.capture_id] = entry
         return entry
 
-    def remove(self, capture_id: str) -> Entry:
+    def remove(self, capture_id: str) -> CaptureEntry:
         """Withdraw a capture.
 
         Raises:
@@ -176,10 +176,10 @@ class Plan:
         """
         words: dict[str, None] = {}
         for capture in self.for_run(run):
-            wanted = words_of(capture)
+            wanted = capture_selectors(capture)
             if wanted and matches(capture, stage=stage, role=role, rank=rank, step=step):
                 words.update(dict.fromkeys(wanted))
         if (keep := keep_policy_of(self._standing, run)) is not None:
-            own = wanted_by(keep, stage=stage, role=role, rank=rank, step=step)
+            own = matching_selectors(keep, stage=stage, role=role, rank=rank, step=step)
             words.update(dict.fromkeys(own))
         return list(words)

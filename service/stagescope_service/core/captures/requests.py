@@ -13,7 +13,7 @@ from typing import Any, Final
 from stagescope.wire.captures import needs_ranks
 from stagescope.wire.errors import Conflict
 from stagescope_service.core.captures import agreement as agreement_rules
-from stagescope_service.core.captures.agreement import Agreement, Participants
+from stagescope_service.core.captures.agreement import Agreement, CaptureParticipants
 from stagescope_service.core.captures.participants import (
     attempt_of,
     check_stages,
@@ -23,7 +23,7 @@ from stagescope_service.core.captures.participants import (
     participants_of,
     run_of,
 )
-from stagescope_service.core.captures.plan import Entry, Plan
+from stagescope_service.core.captures.plan import CaptureEntry, Plan
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
@@ -56,7 +56,7 @@ class CaptureRequests:
         """Asked before a restart: asked again, since only memory knew who was slow."""
 
     # --- changes --------------------------------------------------------------------------
-    def add(self, capture: Mapping[str, Any], *, by: str, mono: float, wall: float) -> Entry:
+    def add(self, capture: Mapping[str, Any], *, by: str, mono: float, wall: float) -> CaptureEntry:
         """Take in an order that `validate_capture` returned; what it asks is looked at next.
 
         Raises:
@@ -78,7 +78,7 @@ class CaptureRequests:
         self._asked_mono[entry.capture_id] = mono
         return entry
 
-    def _has_passed(self, entry: Entry) -> bool:
+    def _has_passed(self, entry: CaptureEntry) -> bool:
         """Whether the steps that a capture was agreed on have all begun."""
         agreed = entry.agreement
         last = agreement_rules.last_step(agreed.steps)
@@ -88,7 +88,7 @@ class CaptureRequests:
         begun = attempt.top_step is not None and attempt.top_step >= last
         return begun and attempt.attempt_id == agreed.attempt_id
 
-    def remove(self, capture_id: str, *, by: str, wall: float) -> tuple[Entry, list[Put]]:
+    def remove(self, capture_id: str, *, by: str, wall: float) -> tuple[CaptureEntry, list[Put]]:
         """Withdraw an order; whoever acknowledges the new revision has let go of it.
 
         Raises:
@@ -99,10 +99,10 @@ class CaptureRequests:
         gone = dataclasses.replace(
             entry.agreement, phase=agreement_rules.WITHDRAWN, revision=self.plan.next_revision()
         )
-        entry = Entry(entry.order, gone)
+        entry = CaptureEntry(entry.order, gone)
         return entry, [self.row(entry, removed_wall=wall, removed_by=by)]
 
-    def row(self, entry: Entry, **columns: Any) -> Put:
+    def row(self, entry: CaptureEntry, **columns: Any) -> Put:
         """Return the catalogue's row of an order."""
         return Put(
             "captures",
@@ -128,7 +128,7 @@ class CaptureRequests:
                 continue
             if found.phase == agreement_rules.AGREED:
                 found = dataclasses.replace(found, revision=self.plan.next_revision())
-            new = Entry(entry.order, found)
+            new = CaptureEntry(entry.order, found)
             if found.phase == agreement_rules.ASKED or found.is_open:
                 self.plan.entries[entry.capture_id] = new
                 out.append(self.row(new))
@@ -139,7 +139,7 @@ class CaptureRequests:
             out += self._findings(new, wall)
         return out
 
-    def _check_entry(self, entry: Entry, mono: float, wall: float) -> Agreement | None:
+    def _check_entry(self, entry: CaptureEntry, mono: float, wall: float) -> Agreement | None:
         """Return the agreement as it becomes now; None where nothing changes."""
         agreed = entry.agreement
         if agreed.phase == agreement_rules.ASKED:
@@ -155,7 +155,7 @@ class CaptureRequests:
             return dataclasses.replace(agreed, phase=agreement_rules.DONE)
         return self._anew(entry, mono, wall)
 
-    def _ask(self, entry: Entry, mono: float, wall: float) -> Agreement | None:
+    def _ask(self, entry: CaptureEntry, mono: float, wall: float) -> Agreement | None:
         order, asked = entry.order, entry.agreement
         if entry.capture_id in self._interrupted:
             self._interrupted.discard(entry.capture_id)
@@ -188,7 +188,7 @@ class CaptureRequests:
             wall=wall,
         )
 
-    def _at_once(self, entry: Entry, wall: float) -> Agreement:
+    def _at_once(self, entry: CaptureEntry, wall: float) -> Agreement:
         """Agree without asking: nobody is there, or only the service has something to do."""
         asked_ranks, asked = self.participants_of(entry.order), entry.agreement
         top = asked_ranks.top_step
@@ -208,7 +208,7 @@ class CaptureRequests:
             missed_steps=passed,
         )
 
-    def _anew(self, entry: Entry, mono: float, wall: float) -> Agreement:
+    def _anew(self, entry: CaptureEntry, mono: float, wall: float) -> Agreement:
         """Ask again: under a new revision, so that old acknowledgements do not count."""
         self._asked_mono[entry.capture_id] = mono
         self._acknowledged.pop(entry.capture_id, None)
@@ -242,39 +242,46 @@ class CaptureRequests:
             return []
         return self._missed(entry, {**place, "state": dump["state"]}, mono, wall)
 
-    def _missed(self, entry: Entry, gap: Mapping[str, Any], mono: float, wall: float) -> list[Put]:
+    def _missed(
+        self, entry: CaptureEntry, gap: Mapping[str, Any], mono: float, wall: float
+    ) -> list[Put]:
         agreed = entry.agreement
         if gap in agreed.missed or len(agreed.missed) >= _MISSED_LISTED:
             return []
         agreed = dataclasses.replace(agreed, missed=[*agreed.missed, dict(gap)])
-        entry = Entry(entry.order, agreed)
+        entry = CaptureEntry(entry.order, agreed)
         if gap["state"] == "missed" and agreed.again_left:
             agreed = dataclasses.replace(
                 self._anew(entry, mono, wall),
                 number=agreed.number + 1,
                 again_left=agreed.again_left - 1,
             )
-        new = Entry(entry.order, agreed)
+        new = CaptureEntry(entry.order, agreed)
         self.plan.entries[entry.capture_id] = new
         return [self.row(new), *self._partial(new, gap, wall)]
 
     # --- who is asked ----------------------------------------------------------------------
-    def participants_of(self, order: Mapping[str, Any]) -> Participants:
+    def participants_of(self, order: Mapping[str, Any]) -> CaptureParticipants:
         """Return whom an order asks."""
         return participants_of(self.state.registry, order)
 
-    def notes(self, entry: Entry) -> list[str]:
+    def notes(self, entry: CaptureEntry) -> list[str]:
         """Return what an asker should know: an order may wait for what never comes."""
         return notes(self.state.registry, entry)
 
-    def _estimates_of(self, entry: Entry, asked_ranks: Participants) -> list[dict[str, Any]]:
+    def _estimates_of(
+        self, entry: CaptureEntry, asked_ranks: CaptureParticipants
+    ) -> list[dict[str, Any]]:
         """Return what the asked ranks reckon; who would not take part is asked by no one."""
         members = {(each.role, each.rank) for each in asked_ranks.members}
         said = self._estimates.get(entry.capture_id, {})
         return [each for (role, rank, _), each in said.items() if (role, rank) in members]
 
     def _not_estimated(
-        self, asked: Agreement, asked_ranks: Participants, estimates: Iterable[Mapping[str, Any]]
+        self,
+        asked: Agreement,
+        asked_ranks: CaptureParticipants,
+        estimates: Iterable[Mapping[str, Any]],
     ) -> bool:
         """Whether a rank that acknowledged has not yet said what it reckons."""
         said = {(each["role"], each["rank"]) for each in estimates}
@@ -291,7 +298,7 @@ class CaptureRequests:
         self._interrupted.discard(capture_id)
 
     # --- findings --------------------------------------------------------------------------
-    def _findings(self, entry: Entry, wall: float) -> list[Put]:
+    def _findings(self, entry: CaptureEntry, wall: float) -> list[Put]:
         agreed = entry.agreement
         if agreed.phase in (
             agreement_rules.GIVEN_UP,
@@ -304,11 +311,11 @@ class CaptureRequests:
             return [self._finding(entry, "capture_partial", text, wall, start=agreed.start)]
         return []
 
-    def _partial(self, entry: Entry, gap: Mapping[str, Any], wall: float) -> list[Put]:
+    def _partial(self, entry: CaptureEntry, gap: Mapping[str, Any], wall: float) -> list[Put]:
         text = f"{gap['role']} rank {gap['rank']} {gap['state']} {gap['stage']} of it"
         return [self._finding(entry, "capture_partial", text, wall, **gap)]
 
-    def _finding(self, entry: Entry, kind: str, text: str, wall: float, **about: Any) -> Put:
+    def _finding(self, entry: CaptureEntry, kind: str, text: str, wall: float, **about: Any) -> Put:
         attempt = attempt_of(self.state.registry, entry.order)
         return finding(
             kind,

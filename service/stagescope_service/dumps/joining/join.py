@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from stagescope.batch import Batch, BatchPart, Gap, Tensor
-from stagescope.flow import order_of
+from stagescope.batch.data import flow_index
 from stagescope.tensorfile import Array
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.dumps.joining.column import Allocate, Column, RowBlock, row_block
@@ -278,8 +278,8 @@ class _Joiner:
 
 
 def _is_recomputed(name: str) -> bool:
-    return name in _RECOMPUTED or order_of(name) >= order_of("log_probs")
+    return name in _RECOMPUTED or flow_index(name) >= flow_index("log_probs")
 
 
 def _flow(item: tuple[str, Column]) -> tuple[int, str]:
-    return order_of(item[0]), item[0]
+    return flow_index(item[0]), item[0]

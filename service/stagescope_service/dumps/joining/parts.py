@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from stagescope.batch import Gap
-from stagescope.flow import order_of
+from stagescope.batch.data import flow_index
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.schema import STAGES, Part
 from stagescope_service.dumps.joining.column import Bools
@@ -296,7 +296,7 @@ def _count_rows(record: Record, tensors: Mapping[str, WireTensor]) -> int:
         if rows and count not in rows:
             return _count_rows(dataclasses.replace(record, samples=None), tensors)
         return count
-    candidates = [*([record.mask] if record.mask else ()), *sorted(tensors, key=order_of)]
+    candidates = [*([record.mask] if record.mask else ()), *sorted(tensors, key=flow_index)]
     for name in candidates:
         if tensors[name][1] or tensors[name][3] is not None:
             return _rows_of(tensors[name])

@@ -7,12 +7,12 @@ from typing import Final
 
 import sqlalchemy as sa
 
-from stagescope.wire.schema import WHOLE_STAGES
+from stagescope.wire.schema import STEP_SUMMARY_STAGES
 from stagescope_service.store.contract import Row
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import payloads, samples
 
-TRAINER_STAGES: Final = tuple(name for name in WHOLE_STAGES if name != "rollout_generate")
+TRAINER_STAGES: Final = tuple(name for name in STEP_SUMMARY_STAGES if name != "rollout_generate")
 MOST_VERSIONS: Final = 100
 """Policy versions of which a step's samples may be; the newest are looked at."""
 

@@ -12,10 +12,10 @@ from tests.support.dumps import table
 from tests.support.small_decoder import small_decoder
 
 from stagescope.wire.errors import NotFound, NotReady, StagescopeError
-from stagescope_service.compare.operators import apart
+from stagescope_service.compare.operators import comparison_process
 from stagescope_service.compare.operators.differences import Thresholds
 
-LARGE = apart.SMALL_ROWS + 1
+LARGE = comparison_process.SMALL_ROWS + 1
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def divergence(
 ) -> dict[str, Any]:
     a, b = tables
     thresholds = thresholds or Thresholds()
-    return apart.divergence(a, b, thresholds, rows=rows, skip_sharded=False, limit=5)
+    return comparison_process.divergence(a, b, thresholds, rows=rows, skip_sharded=False, limit=5)
 
 
 def test_a_separate_process_answers_the_same(tables: list[Path]) -> None:
@@ -43,8 +43,8 @@ def test_a_separate_process_answers_the_same(tables: list[Path]) -> None:
     thresholds = Thresholds(by_dtype={"float32": 1.0}, factor=2.0)
     assert divergence(tables[:1] * 2, LARGE, thresholds)["same"] is True
     paths = dict(enumerate(tables))
-    found = apart.non_finite(paths, rows=LARGE)
-    assert found == apart.non_finite(paths, rows=0)
+    found = comparison_process.non_finite(paths, rows=LARGE)
+    assert found == comparison_process.non_finite(paths, rows=0)
     assert found == {"earliest": 1, "together": [1], "order_differs": []}
 
 
@@ -54,7 +54,9 @@ def test_its_errors_are_raised_by_the_call(tables: list[Path], tmp_path: Path) -
 
 
 def test_it_ends_after_its_time_limit(tables: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagescope_service.compare.operators.apart.MOST_SECONDS", 0.01)
+    monkeypatch.setattr(
+        "stagescope_service.compare.operators.comparison_process.MOST_SECONDS", 0.01
+    )
     with pytest.raises(NotReady, match="took over"):
         divergence(tables, LARGE)
 

@@ -10,8 +10,8 @@ import torch
 from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
-from stagescope.comparing import Tensors
-from stagescope.frames import Table
+from stagescope.comparison_requests import Tensors
+from stagescope.table import Table
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.compare.operators import tensors
 from stagescope_service.compare.operators.tensors import COLUMNS, Row, compare_tensors, read_table

@@ -4,8 +4,8 @@ Pairing a hundred thousand calls holds Python's lock for up to a second at a tim
 could answer no other request. Starting a process takes about one second, so small tables
 (`SMALL_ROWS`) are compared in the calling process.
 
-`python -m stagescope_service.compare.operators.apart` reads a request from its input and writes
-the answer: JSON with Python's names for NaN and infinities.
+`python -m stagescope_service.compare.operators.comparison_process` reads a request from its input
+and writes the answer: JSON with Python's names for NaN and infinities.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _answer(name: str, arguments: Fields, rows: int) -> Fields:
 def _run_process(request: bytes) -> Fields:
     """Return the reply of a new process, which ends with this call in any case."""
     with subprocess.Popen(
-        [sys.executable, "-m", "stagescope_service.compare.operators.apart"],
+        [sys.executable, "-m", "stagescope_service.compare.operators.comparison_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -287,7 +287,7 @@ class Table:
 
 def unknown_name(name: str, names: Sequence[str], *, what: str = "column") -> NotFound:
     """Return the error of a name that does not exist; it suggests similar names."""
-    similar = meant(name, names)
+    similar = similar_names(name, names)
     is_short = len(names) <= _MAX_LISTED_NAMES
     return _UnknownName(
         f"there is no {what} {name!r}",
@@ -296,7 +296,7 @@ def unknown_name(name: str, names: Sequence[str], *, what: str = "column") -> No
     )
 
 
-def meant(name: str, names: Sequence[str], most: int = 3) -> list[str]:
+def similar_names(name: str, names: Sequence[str], most: int = 3) -> list[str]:
     """Return up to `most` of `names` that are similar to `name`.
 
     Names with the same last segment come first, then names that contain it, then close matches.

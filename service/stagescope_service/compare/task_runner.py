@@ -29,7 +29,7 @@ class Mapper(Protocol):
         ...
 
 
-def threads(count: int | None = None) -> Mapper:
+def thread_mapper(count: int | None = None) -> Mapper:
     """Return a mapper over threads of this process; the kernels release Python's lock.
 
     Args:

@@ -9,11 +9,11 @@ from typing import Final, TypeAlias
 
 from stagescope import render
 from stagescope.changes import CHANGE_ORDER, Changes
-from stagescope.compared import Compared
+from stagescope.comparison_report import ComparisonReport
 from stagescope.connection import LIMIT, Connection
-from stagescope.frames import Table
 from stagescope.operators import Divergence
 from stagescope.render import wrapped
+from stagescope.table import Table
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
 
@@ -69,7 +69,7 @@ def _number(value: float | None) -> str:
     return render.MISSING if value is None else f"{value:.4g}"
 
 
-class Comparing(Connection):
+class ComparisonRequests(Connection):
     """Comparisons of attempts by fingerprint, of steps by tensors and of dumps by operators."""
 
     def diff(self, a: str, b: str) -> Changes:
@@ -93,7 +93,7 @@ class Comparing(Connection):
         *,
         tolerances: Sequence[str] = (),
         wait: float = 900.0,
-    ) -> Compared:
+    ) -> ComparisonReport:
         """Compare the kept tensors of two or three steps, attempts or runs.
 
         Args:
@@ -108,7 +108,7 @@ class Comparing(Connection):
         """
         body = {"a": a, "b": b, "c": c, "tolerances": [*tolerances]}
         answer = self._poll("/comparisons", body, wait)
-        return Compared(answer, save=functools.partial(self._save_page, body, wait))
+        return ComparisonReport(answer, save=functools.partial(self._save_page, body, wait))
 
     def _save_page(self, request: JsonObject, wait: float, path: Path) -> None:
         sides = {name: request[name] for name in ("a", "b", "c")}

@@ -19,10 +19,10 @@ from stagescope.wire import nonfinite
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import Json, JsonObject
 
-SHOWN: Final = 8
+MAX_SHOWN: Final = 8
 """Most locations, samples or items of a list that are shown, unless all are requested."""
 SIDES: Final = "ABC"
-ALONE: Final = ("only", "section")
+ONE_SIDED_KINDS: Final = ("only", "section")
 """Kinds of findings about something that only one side has."""
 MARKS: Final = {"same": "✓", "within noise": "≈", "not comparable": "?", "different": "✗"}
 TITLES: Final = {
@@ -49,7 +49,7 @@ class Line(NamedTuple):
     tone: str = ""
 
 
-class Compared(Record):
+class ComparisonReport(Record):
     """The comparison of two or three dumps; its fields are those of `stagescope compare --json`.
 
     Usage:
@@ -119,7 +119,9 @@ def as_lines(
         full: also show what follows the likely causes: excluded causes, and each tensor.
     """
     return list(
-        _TextWriter(comparison, width, None if everything else SHOWN, full or everything).lines()
+        _TextWriter(
+            comparison, width, None if everything else MAX_SHOWN, full or everything
+        ).lines()
     )
 
 
@@ -133,7 +135,7 @@ def title_of(comparison: JsonObject) -> str:
     """Return the verdict, qualified if only one side has some of the data."""
     verdict = str(comparison["verdict"])
     kinds = {finding["kind"] for pair in comparison["pairs"] for finding in pair["findings"]}
-    is_part = not kinds.isdisjoint(ALONE) and verdict in ("same", "within noise")
+    is_part = not kinds.isdisjoint(ONE_SIDED_KINDS) and verdict in ("same", "within noise")
     return f"{verdict} in what both sides have" if is_part else verdict
 
 
