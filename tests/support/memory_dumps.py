@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.records import Entry, Place, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, Place, Problem, Record
 
 Array = npt.NDArray[Any]
 
@@ -30,10 +30,10 @@ class MemoryDump:
     reads: int = 0
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[DumpEntry]:
         return [record.entry for record in self.records]
 
-    def read(self, entry: Entry) -> Record:
+    def read(self, entry: DumpEntry) -> Record:
         self.reads += 1
         if entry.path in self.broken:
             raise InvalidTensor(f"{entry.path} is truncated", advice="write it again")
@@ -64,7 +64,7 @@ def record(
         for name, values in (tensors or {}).items()
     }
     size = sum(values.nbytes for values in (tensors or {}).values())
-    return Record(Entry(section, place, path, size), wire, numbers or {}, **named)
+    return Record(DumpEntry(section, place, path, size), wire, numbers or {}, **named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def split(
             size = sum(each[2].nbytes for each in tensors.values())
             place = Place(0, None, None, rank, Part(microbatch=microbatch))
             path = Path(f"{name}/{section}/rank{rank}_micro{microbatch}")
-            entry = Entry(section, place, path, size)
+            entry = DumpEntry(section, place, path, size)
             made = Record(entry, tensors, samples=texts, mask="response_mask")
             records.append(made if edit is None else edit(made))
     return MemoryDump(records, name)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.records import Entry, Place, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, Place, Problem, Record
 from stagescope_service.store.tensorfile import WireTensor
 
 Array = np.ndarray[Any, Any]
@@ -25,13 +25,13 @@ class MemoryDump:
     kind: str = "own"
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     problems: Sequence[Problem] = ()
-    reads: list[Entry] = dataclasses.field(default_factory=list)
+    reads: list[DumpEntry] = dataclasses.field(default_factory=list)
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[DumpEntry]:
         return [record.entry for record in self.records]
 
-    def read(self, entry: Entry) -> Record:
+    def read(self, entry: DumpEntry) -> Record:
         self.reads.append(entry)
         return next(record for record in self.records if record.entry == entry)
 
@@ -62,7 +62,7 @@ def record(
     section = more.pop("section", "other")
     name = f"{stage or section}-{role}-{rank}-{part}-{step}"
     about = more.pop("about", {"wall": 0.0})
-    entry = Entry(section, Place(step, stage, role, rank, part), Path(name), 1, name)
+    entry = DumpEntry(section, Place(step, stage, role, rank, part), Path(name), 1, name)
     return Record(
         entry,
         dict(tensors),

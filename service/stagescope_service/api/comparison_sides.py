@@ -27,7 +27,7 @@ from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import FileDump, entry_order, files_of
 from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.importing import KEY_PREFIX
-from stagescope_service.dumps.records import Dump, Entry, Place, Problem, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Place, Problem, Record
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.contract import Row
 
@@ -252,13 +252,13 @@ def _kept_and_ring(name: str, files: Mapping[str, Sequence[tuple[Path, Place]]])
 def _with_logged(dump: FileDump, side: Side) -> FileDump:
     """Return a dump with entries for the scalars that its files do not hold."""
     in_files = {(entry.section, entry.place) for entry in dump.entries}
-    scalars: dict[Entry, dict[str, float]] = {}
+    scalars: dict[DumpEntry, dict[str, float]] = {}
     for location, logged in side.logged:
         values = dict(logged)
         for section, names in sections_of(location.stage, (), values).items():
             if (section, location) not in in_files:
                 path = Path(f"{section} logged in {location}")
-                entry = Entry(section, location, path, 0, section)
+                entry = DumpEntry(section, location, path, 0, section)
                 scalars[entry] = {name: values[name] for name in names}
     entries = sorted([*dump.entries, *scalars], key=entry_order)
     reader = functools.partial(_read, dump.reader, scalars)
@@ -266,7 +266,9 @@ def _with_logged(dump: FileDump, side: Side) -> FileDump:
 
 
 def _read(
-    reader: Callable[[Entry], Record], scalars: Mapping[Entry, Mapping[str, float]], entry: Entry
+    reader: Callable[[DumpEntry], Record],
+    scalars: Mapping[DumpEntry, Mapping[str, float]],
+    entry: DumpEntry,
 ) -> Record:
     values = scalars.get(entry)
     return reader(entry) if values is None else Record(entry, numbers=values)

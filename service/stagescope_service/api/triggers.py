@@ -17,10 +17,10 @@ from stagescope_service.api.models.bodies import REPLAYED_STEPS, DryRunRequest, 
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_body
 from stagescope_service.store.contract import Row
+from stagescope_service.triggers.budget import spent
 from stagescope_service.triggers.replay import Fired, replay
 from stagescope_service.triggers.rules import Rules, defaults, defaults_text, read_yaml
 from stagescope_service.triggers.series import shown
-from stagescope_service.triggers.spending import spent
 
 router = APIRouter(tags=["triggers"])
 

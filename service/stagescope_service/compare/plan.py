@@ -11,7 +11,7 @@ from stagescope_service.compare.flow import SAMPLE_SECTIONS
 from stagescope_service.compare.results import ComparisonFinding, Verdict
 from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.importing import KEY_PREFIX
-from stagescope_service.dumps.records import SECTIONS, Dump, Entry, Place
+from stagescope_service.dumps.records import SECTIONS, Dump, DumpEntry, Place
 
 COUNTERPART_SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "is_loss": ("forward_data", "old_log_probs", "advantages", "loss"),
@@ -20,7 +20,7 @@ COUNTERPART_SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Sections in which a side without a section may hold some of its tensors."""
 
-EntryPair = tuple[Entry | None, Entry | None]
+EntryPair = tuple[DumpEntry | None, DumpEntry | None]
 """An entry of each side; None where a side has no counterpart."""
 
 
@@ -51,11 +51,11 @@ class SectionMatch:
     """
 
     section: str
-    entries: tuple[tuple[Entry, ...], tuple[Entry, ...]]
+    entries: tuple[tuple[DumpEntry, ...], tuple[DumpEntry, ...]]
     common_locations: Mapping[Place, Place]
     borrowed: str = ""
 
-    def pass_of(self, entry: Entry) -> BatchPass:
+    def pass_of(self, entry: DumpEntry) -> BatchPass:
         """Return the pass to which an entry belongs."""
         location = self.common_locations[entry.place]
         part = location.part
@@ -71,7 +71,7 @@ class SectionMatch:
         """Yield pairs of entries of one location; passes that only one side has are left out."""
         passes = [{self.pass_of(entry) for entry in entries} for entries in self.entries]
         shared = passes[0] & passes[1]
-        by_location: dict[Place, tuple[list[Entry], list[Entry]]] = {}
+        by_location: dict[Place, tuple[list[DumpEntry], list[DumpEntry]]] = {}
         for side in range(2):
             for entry in self.entries[side]:
                 if self.pass_of(entry) in shared:
@@ -83,9 +83,9 @@ class SectionMatch:
 
 def plan(a: Dump, b: Dump) -> tuple[list[SectionMatch], list[ComparisonFinding]]:
     """Return what to compare, in the order of the flow, and what only one side has."""
-    sides: list[dict[str, list[Entry]]] = []
+    sides: list[dict[str, list[DumpEntry]]] = []
     for dump in (a, b):
-        by_section: dict[str, list[Entry]] = collections.defaultdict(list)
+        by_section: dict[str, list[DumpEntry]] = collections.defaultdict(list)
         for entry in dump.entries:
             by_section[entry.section].append(entry)
         sides.append(by_section)
@@ -138,7 +138,7 @@ def _section_order(section: str) -> tuple[int, str]:
 
 
 def _match_section(
-    section: str, a: Sequence[Entry], b: Sequence[Entry], borrowed: str = ""
+    section: str, a: Sequence[DumpEntry], b: Sequence[DumpEntry], borrowed: str = ""
 ) -> SectionMatch:
     def is_unique(coordinate: str) -> bool:
         return all(
@@ -159,7 +159,7 @@ def _match_section(
     return SectionMatch(section, (tuple(a), tuple(b)), common_locations, borrowed)
 
 
-def _entry_pairs(one: list[Entry], other: list[Entry]) -> Iterator[EntryPair]:
+def _entry_pairs(one: list[DumpEntry], other: list[DumpEntry]) -> Iterator[EntryPair]:
     if len(one) == len(other) == 1:
         yield one[0], other[0]
         return

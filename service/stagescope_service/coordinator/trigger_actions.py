@@ -16,10 +16,9 @@ from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.triggers.budget import Budget
+from stagescope_service.triggers.budget import ORDERED_BY, Budget, spent
 from stagescope_service.triggers.rules import Rule, Rules
 from stagescope_service.triggers.series import shown
-from stagescope_service.triggers.spending import ORDERED_BY, spent
 
 SECONDS: Final = 10.0
 """Time limit of one try, from the connection to the answer's head."""

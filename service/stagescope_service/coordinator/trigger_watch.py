@@ -26,10 +26,10 @@ from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.facts import Facts
-from stagescope_service.triggers.replay import Fired, Reader
+from stagescope_service.triggers.replay import Fired, StepReader
 from stagescope_service.triggers.rules import Rules, defaults, read_yaml
 from stagescope_service.triggers.series import NAMED, pack, unpack
-from stagescope_service.triggers.watch import REACH, At, Changes, Standing, Watch
+from stagescope_service.triggers.watch import REACH, At, Changes, FiringRecord, Watch
 
 
 class StepOrdering:
@@ -310,7 +310,7 @@ class _Followed:
 
     def __init__(self, catalogue: Catalogue, run: str, rules: Rules, since: Since) -> None:
         self._since = since
-        self._reader = Reader(catalogue, run, rules)
+        self._reader = StepReader(catalogue, run, rules)
         self.ids = {int(r["number"]): int(r["attempt_id"]) for r in catalogue.attempts(run)}
         numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
         known = [r for r in catalogue.firings(run=run, limit=_ALL) if r["attempt_id"] in numbers]
@@ -372,11 +372,11 @@ class _Followed:
         return None if facts is None else self._reader.explain(firing, facts)
 
 
-def _series_state(row: Row) -> Standing:
+def _series_state(row: Row) -> FiringRecord:
     evidence = row["evidence"] or {}
     named = evidence.get(NAMED)  # None: an earlier release wrote it
     series = None if named is None else unpack(named)
-    return Standing(series, acts=evidence.get("cools_since") is None)
+    return FiringRecord(series, acts=evidence.get("cools_since") is None)
 
 
 def _acted(row: Row) -> bool:

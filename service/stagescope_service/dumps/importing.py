@@ -22,7 +22,7 @@ from stagescope_service.dumps.formats.msprobe_directory import (
     OPERATOR_FILES,
     rank_dumps,
 )
-from stagescope_service.dumps.records import Dump, Entry, Place, Problem, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Place, Problem, Record
 from stagescope_service.store.artifacts import make_directory, step_directory
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
@@ -59,7 +59,7 @@ _Process: TypeAlias = "tuple[str, int]"
 class OperatorDump(NamedTuple):
     """msprobe's operator statistics of one rank, in a directory that the service reads."""
 
-    entry: Entry
+    entry: DumpEntry
     directory: Path
 
 
@@ -99,7 +99,7 @@ def import_key(dump: Dump, run: str) -> str:
     files = {entry.path: entry for entry in dump.entries}
     for directory, place in rank_dumps(dump):
         for file in _operator_files(directory):
-            files[file] = Entry("other", place, file, file.stat().st_size)
+            files[file] = DumpEntry("other", place, file, file.stat().st_size)
     states = [
         f"{path.resolve()} {entry.bytes} {modified_at(entry.path)}" for path, entry in files.items()
     ]
@@ -170,7 +170,7 @@ class _ProcessReplay:
         return ProcessEvents(self._sender.wire(), [hello], {})
 
     def stage(
-        self, place: Place, entries: Sequence[Entry], directories: Sequence[Path]
+        self, place: Place, entries: Sequence[DumpEntry], directories: Sequence[Path]
     ) -> ProcessEvents:
         """Return the events of one stage and part, with the contents of its files as a payload."""
         records, problems = self._read(entries)
@@ -199,7 +199,7 @@ class _ProcessReplay:
         self._wall += _SECONDS
         return schema.Event(kind, self._seq, self._wall, self._wall, fields).wire()
 
-    def _read(self, entries: Sequence[Entry]) -> tuple[list[Record], list[Problem]]:
+    def _read(self, entries: Sequence[DumpEntry]) -> tuple[list[Record], list[Problem]]:
         records: list[Record] = []
         problems: list[Problem] = []
         for entry in entries:
@@ -257,7 +257,7 @@ def _describe(payload: ImportedPayload) -> dict[str, object]:
     }
 
 
-def _complete_place(entry: Entry) -> Place:
+def _complete_place(entry: DumpEntry) -> Place:
     """Return an entry's place, with defaults for a missing stage, role and rank."""
     place = entry.place
     stage = place.stage or STAGE_OF_SECTION.get(entry.section, "actor_update")
@@ -275,7 +275,7 @@ def _process(place: Place) -> _Process:
     return place.role, place.rank
 
 
-def _sort_key(items: tuple[Place, Entry]) -> tuple[object, ...]:
+def _sort_key(items: tuple[Place, DumpEntry]) -> tuple[object, ...]:
     place, entry = items
     stages = {name: index for index, name in enumerate(schema.STAGES)}
     step = (place.step is None, place.step or 0)
@@ -302,7 +302,7 @@ def copy_operator_dumps(
     dumps = []
     for directory, place in found:
         size = sum(each.stat().st_size for each in _operator_files(directory))
-        entry = Entry("other", place, directory / DUMP_FILES[0], size, CAPTURE)
+        entry = DumpEntry("other", place, directory / DUMP_FILES[0], size, CAPTURE)
         target = directory.absolute()
         if data_dir is not None:
             work = _complete_place(entry)

@@ -12,7 +12,7 @@ included), `prompts`, `responses`, `loss_mask` (as wide as `tokens`), `response_
 dtype or a layout was converted.
 
 A sample_uid is `{group_id}_{index}`, where the index is that of the trajectory in its group
-(NexRL's `run_id`). `Entry.key` distinguishes the entries of one file.
+(NexRL's `run_id`). `DumpEntry.key` distinguishes the entries of one file.
 
 Values that a reader cannot represent as tensors, numbers or texts are listed in
 `Record.about["left_out"]` as {name: reason}; nothing is dropped silently.
@@ -45,7 +45,7 @@ SECTIONS: Final[Mapping[str, str]] = {
 }
 
 
-AFTER: Final = "index t is token t + 1"
+SHIFTED_BY_ONE: Final = "index t is token t + 1"
 """Value in `Record.about["alignment"]` (by tensor name) of a tensor that is shifted by one."""
 
 
@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class DumpEntry:
     """One section of one file; small, hashable and picklable, so that any process can read it.
 
     Attributes:
@@ -102,7 +102,7 @@ class Record:
         about: metadata beside the tensors, plain JSON values.
     """
 
-    entry: Entry
+    entry: DumpEntry
     tensors: Mapping[str, WireTensor] = dataclasses.field(default_factory=dict)
     numbers: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
     samples: tuple[str, ...] | None = None
@@ -127,10 +127,10 @@ class Problem:
     path: Path
     kind: str
     message: str
-    entry: Entry | None = None
+    entry: DumpEntry | None = None
 
     @classmethod
-    def of(cls, path: Path, error: Exception, entry: Entry | None = None) -> Problem:
+    def of(cls, path: Path, error: Exception, entry: DumpEntry | None = None) -> Problem:
         """Return the problem of a file that could not be read."""
         kind = "missing" if isinstance(error, NotFound) else "damaged"
         kind = "refused" if isinstance(error, Forbidden) else kind
@@ -154,7 +154,7 @@ class Dump(Protocol):
         ...
 
     @property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[DumpEntry]:
         """All readable entries, ordered by step, section, rank and part."""
         ...
 
@@ -168,7 +168,7 @@ class Dump(Protocol):
         """Metadata of the dump: settings, fingerprint; plain JSON values."""
         ...
 
-    def read(self, entry: Entry) -> Record:
+    def read(self, entry: DumpEntry) -> Record:
         """Read one entry.
 
         Raises:

@@ -110,7 +110,7 @@ class Catalogue(RunReads, MeasurementQueries, WeightReads, CaptureReads, Finding
 
     def check(self) -> None:
         """Raise `CatalogueUnavailable` unless there is a catalogue of this version."""
-        with connect.explained(self._where), self._connect() as connection:
+        with connect.catalogue_errors(self._where), self._connect() as connection:
             revision = migrate.current(connection)
         if revision != migrate.HEAD:
             raise CatalogueUnavailable(
@@ -134,7 +134,7 @@ class Catalogue(RunReads, MeasurementQueries, WeightReads, CaptureReads, Finding
 
     def counts(self) -> dict[str, list[Row]]:
         """Return what Prometheus asks, each as rows of labels and a `count`; see `overview`."""
-        with connect.explained(self._where), self._connect() as connection:
+        with connect.catalogue_errors(self._where), self._connect() as connection:
             return {name: rows(connection, query) for name, query in overview.counts().items()}
 
     def bytes_on_disk(self) -> int | None:

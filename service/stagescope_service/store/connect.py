@@ -222,7 +222,7 @@ _ADVICE: Final = {
 
 
 @contextmanager
-def explained(where: str) -> Iterator[None]:
+def catalogue_errors(where: str) -> Iterator[None]:
     """Raise `CatalogueUnavailable` for every refusal of the database that may pass."""
     try:
         yield
@@ -232,7 +232,7 @@ def explained(where: str) -> Iterator[None]:
         raise explain(error, where) from error
 
 
-def shown(url: str) -> str:
+def url_without_password(url: str) -> str:
     """Return `url` without its password, for messages."""
     path = sqlite_path(url)
     return str(path) if path else sa.engine.make_url(url).render_as_string(hide_password=True)

@@ -52,7 +52,7 @@ class SqlStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self._path = connect.sqlite_path(url)
-        self._where = connect.shown(url)
+        self._where = connect.url_without_password(url)
         self._file: tuple[int, int] | None = None
         self._writer: sa.Engine | None = None
         self._reader: sa.Engine | None = None
@@ -116,7 +116,7 @@ class SqlStore:
         """
         if self._reader is None:
             raise CatalogueUnavailable(f"catalogue {self._where} is not open", advice="open it")
-        with connect.explained(self._where), self._reader.begin() as connection:
+        with connect.catalogue_errors(self._where), self._reader.begin() as connection:
             return read_snapshot(connection, closed_steps)
 
     def close(self, timeout: float = 10.0) -> None:
@@ -244,7 +244,7 @@ class SqlStore:
 
     def _connect(self) -> None:
         self._dispose()
-        with connect.explained(self._where):
+        with connect.catalogue_errors(self._where):
             writer = connect.writer_engine(self.url)
             try:
                 with writer.begin() as connection:

@@ -21,7 +21,7 @@ _CAPTURE_FIELDS: Final = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Template:
+class CaptureTemplate:
     """A capture to request: of the affected stage unless `stages` names others, from the next step.
 
     `order` holds the fields of `stagescope.wire.captures.CAPTURE_FIELDS` as they were given. With
@@ -33,7 +33,7 @@ class Template:
     if_allowed: bool = False
 
     @classmethod
-    def parse(cls, value: object, field: str) -> Template:
+    def parse(cls, value: object, field: str) -> CaptureTemplate:
         """Read a template.
 
         Raises:
@@ -80,7 +80,7 @@ class Actions:
     advice: str = ""
     pin: int = 0
     webhook: str | None = None
-    capture: Template | None = None
+    capture: CaptureTemplate | None = None
 
     @classmethod
     def parse(cls, value: object, field: str) -> Actions:
@@ -110,7 +110,7 @@ class Actions:
             advice=advice,
             pin=fields.count(given.get("pin", 0), f"{field}.pin", 0, MOST_PINNED),
             webhook=None if webhook is None else _url(webhook, f"{field}.webhook"),
-            capture=None if capture is None else Template.parse(capture, f"{field}.capture"),
+            capture=None if capture is None else CaptureTemplate.parse(capture, f"{field}.capture"),
         )
 
     @property

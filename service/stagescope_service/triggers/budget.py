@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from stagescope.wire.errors import InvalidPlan
+from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers import fields
 
 
@@ -117,4 +119,46 @@ def parse_permissions(value: object) -> dict[str, Budget]:
         if given.get("capture") != "auto":
             raise fields.wrong(f"runs.{name}.capture", given.get("capture"), "auto or none")
         found[name] = Budget.parse(given.get("budget"), f"runs.{name}.budget")
+    return found
+
+
+ORDERED_BY: Final = "trigger "
+"""How `captures.by` begins where a trigger ordered it."""
+_NEVER_STARTED: Final = ("refused", "given up", "too late")
+_ALL: Final = 1_000_000
+
+
+def spent(catalogue: Catalogue, run: str) -> Spent:
+    """Return how much of its budget a run has spent."""
+    ordered = [
+        row
+        for row in catalogue.captures(run=run)
+        if (row["by"] or "").startswith(ORDERED_BY) and row["state"] not in _NEVER_STARTED
+    ]
+    size, seconds = 0, 0.0
+    if ordered:
+        by_rank: defaultdict[tuple[int, int | None], defaultdict[tuple[str, int], float]]
+        by_rank = defaultdict(lambda: defaultdict(float))
+        ids = [str(row["capture_id"]) for row in ordered]
+        for dump in catalogue.dumps(capture_id=ids, limit=_ALL):
+            size += dump["bytes"] or 0
+            seconds_of = by_rank[dump["attempt_id"], dump["step"]]
+            seconds_of[dump["role"], dump["rank"]] += dump["seconds"] or 0.0
+        # The others of a step wait for its slowest rank.
+        seconds = sum(max(ranks.values()) for ranks in by_rank.values())
+    return Spent(
+        captures=len(ordered),
+        bytes=size,
+        seconds=seconds,
+        run_seconds=_run_seconds(catalogue, run),
+        under_way=tuple(str(row["capture_id"]) for row in ordered if row["removed_wall"] is None),
+    )
+
+
+def _run_seconds(catalogue: Catalogue, run: str) -> float:
+    found = 0.0
+    for row in catalogue.attempts(run):
+        end = row["ended_wall"] if row["ended_wall"] is not None else row["last_wall"]
+        if end is not None and row["opened_wall"] is not None:
+            found += max(end - row["opened_wall"], 0.0)
     return found

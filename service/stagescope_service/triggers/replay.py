@@ -27,7 +27,7 @@ class Fired:
     evidence: Evidence
 
 
-class Reader:
+class StepReader:
     """Reads steps of one run from the catalogue, and what rules see in them."""
 
     def __init__(self, catalogue: Catalogue, run: str, rules: Rules) -> None:
@@ -76,7 +76,7 @@ def replay(catalogue: Catalogue, run: str, rules: Rules, *, most: int) -> tuple[
 
     Returns what would have fired, in order, and how many steps were read.
     """
-    reader = Reader(catalogue, run, rules)
+    reader = StepReader(catalogue, run, rules)
     watch = Watch(rules.rules)
     fired: list[Fired] = []
     read_steps = 0

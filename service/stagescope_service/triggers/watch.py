@@ -68,7 +68,7 @@ class Firing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
+class FiringRecord:
     """What later steps know of a firing.
 
     Attributes:
@@ -106,11 +106,11 @@ class Watch:
     """
 
     def __init__(
-        self, rules: Iterable[Rule], *, fired: Mapping[tuple[str, At], Standing] | None = None
+        self, rules: Iterable[Rule], *, fired: Mapping[tuple[str, At], FiringRecord] | None = None
     ) -> None:
         self._rules = tuple(rules)
         self._fired: dict[str, list[At]] = {rule.name: [] for rule in self._rules}
-        self._records: dict[tuple[str, At], Standing] = {}
+        self._records: dict[tuple[str, At], FiringRecord] = {}
         for (name, at), record in sorted((fired or {}).items(), key=lambda item: item[0]):
             if name in self._fired:
                 self._record(name, at, record)
@@ -172,7 +172,7 @@ class Watch:
             news, since = self._news(rule, at, named)
             before = self._records.get((rule.name, at))
             if news:
-                now = Standing(named, acts=since is None)
+                now = FiringRecord(named, acts=since is None)
                 self._record(rule.name, at, now)
                 if before is None or _must_report_again(before, now):
                     hits = _hits(rule, values, held, streak)
@@ -190,7 +190,7 @@ class Watch:
                 del self._records[rule.name, at]
                 changes.withdrawn.append((rule.name, at))
 
-    def _record(self, rule: str, at: At, record: Standing) -> None:
+    def _record(self, rule: str, at: At, record: FiringRecord) -> None:
         """Note a firing; the series of those that are too old to be looked through are let go."""
         fired = self._fired[rule]
         place = bisect.bisect_left(fired, at)
@@ -202,7 +202,7 @@ class Watch:
         self._records[rule, at] = record
         if len(fired) > _COOLING + REACH:
             old = fired[-_COOLING - REACH - 1]
-            self._records[rule, old] = Standing(frozenset(), self._records[rule, old].acts)
+            self._records[rule, old] = FiringRecord(frozenset(), self._records[rule, old].acts)
 
     def _behind(self, at: At) -> Iterator[At]:
         """Yield the steps that the run went through before, the nearest first."""
@@ -279,7 +279,7 @@ class Watch:
         return all(between.step > earlier.step for between in self._order[begin:end])
 
 
-def _must_report_again(before: Standing, now: Standing) -> bool:
+def _must_report_again(before: FiringRecord, now: FiringRecord) -> bool:
     """Return whether to report a firing again: it names other series, or its actions follow."""
     return (before.series is not None and before.series != now.series) or (
         now.acts and not before.acts

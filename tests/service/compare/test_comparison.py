@@ -27,7 +27,7 @@ from stagescope_service.compare.results import DumpComparison, PairResult, Tenso
 from stagescope_service.compare.task_runner import thread_mapper
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.records import Dump, Entry, Problem, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Problem, Record
 from stagescope_service.store.kept import Kept, write_kept
 
 T = TypeVar("T")
@@ -684,7 +684,7 @@ def test_a_file_with_invalid_row_offsets_is_a_finding() -> None:
 @pytest.mark.parametrize("error", [OSError("the disk is gone"), MemoryError("no room")])
 def test_only_errors_of_files_are_findings(error: Exception) -> None:
     class Raising(MemoryDump):
-        def read(self, entry: Entry) -> Record:
+        def read(self, entry: DumpEntry) -> Record:
             raise error
 
     good = split(batch())
@@ -705,7 +705,7 @@ class Counting(MemoryDump):
     most = 0
     lock = threading.Lock()
 
-    def read(self, entry: Entry) -> Record:
+    def read(self, entry: DumpEntry) -> Record:
         original = copy.copy(super().read(entry))
         with Counting.lock:
             Counting.alive += 1

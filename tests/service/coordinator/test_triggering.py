@@ -19,7 +19,7 @@ from stagescope_service.api.models.triggers import FiredActions
 from stagescope_service.core.captures import agreement
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import RingEntry
-from stagescope_service.triggers import spending
+from stagescope_service.triggers import budget
 from stagescope_service.triggers.replay import replay
 from stagescope_service.triggers.rules import Rules, defaults
 
@@ -544,7 +544,7 @@ def test_budgets(bench: Bench) -> None:
 
 def test_captures_that_never_started_cost_nothing() -> None:
     ended = {agreement.REFUSED, agreement.GIVEN_UP, agreement.TOO_LATE}
-    assert set(spending._NEVER_STARTED) == ended
+    assert set(budget._NEVER_STARTED) == ended
 
 
 def test_a_share_of_the_step_time(bench: Bench) -> None:

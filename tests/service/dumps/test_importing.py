@@ -12,7 +12,7 @@ import pytest
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
 from stagescope_service.dumps.importing import ProcessEvents, import_events, import_key
-from stagescope_service.dumps.records import Entry, Place, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, Place, Problem, Record
 
 KEEP = {"what": ["all"]}
 
@@ -21,17 +21,17 @@ KEEP = {"what": ["all"]}
 class FakeDump:
     """A dump with given records; an exception is raised when its entry is read."""
 
-    records: Mapping[Entry, Record | Exception]
+    records: Mapping[DumpEntry, Record | Exception]
     name: str = "/dumps"
     kind: str = "nexrl"
     problems: Sequence[Problem] = ()
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[DumpEntry]:
         return [*self.records]
 
-    def read(self, entry: Entry) -> Record:
+    def read(self, entry: DumpEntry) -> Record:
         found = self.records[entry]
         if isinstance(found, Exception):
             raise found
@@ -42,10 +42,10 @@ def values(*shape: int) -> tuple[Any, ...]:
     return ("float32", shape, np.zeros(shape, np.float32), None)
 
 
-def entry(tmp_path: Path, section: str, name: str = "f", **place: Any) -> Entry:
+def entry(tmp_path: Path, section: str, name: str = "f", **place: Any) -> DumpEntry:
     path = tmp_path / name
     path.touch()
-    return Entry(section, Place(step=place.pop("step", 0), **place), path)
+    return DumpEntry(section, Place(step=place.pop("step", 0), **place), path)
 
 
 def of_kind(found: Sequence[ProcessEvents], kind: str) -> list[tuple[Sender, Event, ProcessEvents]]:

@@ -330,8 +330,8 @@ def test_a_replaced_catalogue_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_urls_are_shown_without_their_passwords(tmp_path: Path) -> None:
-    assert connect.shown(url_of(tmp_path)) == str(tmp_path / "catalogue.db")
-    assert "secret" not in connect.shown("postgresql://me:secret@host/db")
+    assert connect.url_without_password(url_of(tmp_path)) == str(tmp_path / "catalogue.db")
+    assert "secret" not in connect.url_without_password("postgresql://me:secret@host/db")
 
 
 def test_names_of_scalars_are_looked_up_and_not_counted(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.rules import Rules
 from stagescope_service.triggers.series import Series, Values, pack, unpack
-from stagescope_service.triggers.watch import REACH, At, Changes, Firing, Standing, Watch
+from stagescope_service.triggers.watch import REACH, At, Changes, Firing, FiringRecord, Watch
 
 METRIC = "logprob_abs_diff/mean"
 
@@ -96,7 +96,7 @@ class Told:
 
     def restarted(self) -> Watch:
         standing = {
-            key: Standing(
+            key: FiringRecord(
                 unpack(pack(hit.series for hit in (*firing.hits, *firing.lasting))),
                 acts=firing.cools_since is None,
             )
@@ -155,7 +155,7 @@ def test_a_new_watch_neither_repeats_a_series_nor_silences_another() -> None:
     (fired,) = again.take(At(1, 3), {"rule-0": values(2, 2)}).fired
     assert ([hit.series.round for hit in fired.hits], fired.cools_since) == ([1], At(1, 1))
     # Of an earlier release nobody knows what a firing named: all of it, as it was then.
-    old = Watch(told.rules.rules, fired={("rule-0", At(1, 1)): Standing()})
+    old = Watch(told.rules.rules, fired={("rule-0", At(1, 1)): FiringRecord()})
     assert not old.take(At(1, 3), {"rule-0": values(2, 2)}).fired
     assert old.take(At(1, 10), {"rule-0": values(2, 2)}).fired
 

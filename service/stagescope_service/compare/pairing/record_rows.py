@@ -36,7 +36,7 @@ from stagescope_service.compare.pairing.row_tensors import (
     shift_right,
     spans,
 )
-from stagescope_service.dumps.records import AFTER, Record
+from stagescope_service.dumps.records import SHIFTED_BY_ONE, Record
 
 WHOLE_SEQUENCES: Final = ("tokens", "input_ids", TARGETS, "input_tokens")
 """Tensors of prompt and response together; the mask of a datum is aligned with its targets."""
@@ -266,10 +266,12 @@ class RecordRows:
 
 
 def _unshifted(record: Record) -> Record:
-    """Return a record in which index t of every tensor is token t; see `AFTER`."""
+    """Return a record in which index t of every tensor is token t; see `SHIFTED_BY_ONE`."""
     alignment = record.about.get("alignment")
     shifted = (
-        [n for n, text in alignment.items() if text == AFTER] if isinstance(alignment, dict) else []
+        [n for n, text in alignment.items() if text == SHIFTED_BY_ONE]
+        if isinstance(alignment, dict)
+        else []
     )
     tensors = dict(record.tensors)
     for name in shifted:

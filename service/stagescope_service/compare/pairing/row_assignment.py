@@ -32,7 +32,7 @@ from stagescope_service.compare.pairing.shard_index import (
 )
 from stagescope_service.compare.pairing.tasks import TaskOutcome
 from stagescope_service.compare.plan import EntryPair
-from stagescope_service.dumps.records import Dump, Entry, Place
+from stagescope_service.dumps.records import Dump, DumpEntry, Place
 
 _IDENTIFYING_KEYS: Final = (BY_SAMPLE_ID, BY_GROUP_AND_RUN, BY_RESPONSE)
 _SAME_ROWS_RATIO: Final = 0.5
@@ -187,7 +187,7 @@ class RowAssignment:
             for key in keys
         )
 
-    def _is_elsewhere(self, side: int, entry: Entry, kind: str, key: str) -> bool:
+    def _is_elsewhere(self, side: int, entry: DumpEntry, kind: str, key: str) -> bool:
         """Return whether a side holds a row in an entry's stage and role, at another location only.
 
         Stages split a step differently (a whole rank's rows, then minibatches of them), so other
@@ -226,7 +226,7 @@ class RowAssignment:
             return list(entry_pairs), []
         kind = self._common_kind(entry_pairs)
         paired: list[EntryPair] = []
-        remaining: tuple[dict[Keys, list[Entry]], dict[Keys, list[Entry]]] = ({}, {})
+        remaining: tuple[dict[Keys, list[DumpEntry]], dict[Keys, list[DumpEntry]]] = ({}, {})
         for pair in entry_pairs:
             samples = self._samples_of(pair, kind)
             is_unknown = any(
@@ -254,7 +254,7 @@ class RowAssignment:
                 locations = self._locations[side].setdefault((kind, key), set())
                 locations.add((location, self._rank_part(index.entry)))
 
-    def _rank_part(self, entry: Entry) -> _RankPart:
+    def _rank_part(self, entry: DumpEntry) -> _RankPart:
         location = entry.place
         step = location.step if self._several_steps else None
         return _RankPart(step, location.rank, location.part)
@@ -278,7 +278,7 @@ class RowAssignment:
         )
         return one, other
 
-    def _keys_of(self, side: int, entry: Entry) -> Mapping[str, Keys]:
+    def _keys_of(self, side: int, entry: DumpEntry) -> Mapping[str, Keys]:
         """Return the keys of an entry's rows by kind; empty where they are unknown.
 
         A file of a whole step may hold its rows in any order: only itself identifies them.
@@ -308,7 +308,7 @@ def _share_keys(sides: Sequence[Sequence[ShardIndex]], kind: str) -> bool:
     return not one or not other or not one.isdisjoint(other)
 
 
-def _rows_start_at(dump: Dump, whole_step: Entry, shard: Entry, start: int) -> bool:
+def _rows_start_at(dump: Dump, whole_step: DumpEntry, shard: DumpEntry, start: int) -> bool:
     """Return whether a shard's rows are those from `start` on in a file of the whole step.
 
     The file has log-probs before the update and the shard those in it: they are close for the same

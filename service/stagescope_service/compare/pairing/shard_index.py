@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from stagescope_service.compare.pairing.record_rows import RecordRows
-from stagescope_service.dumps.records import Entry, Place, Record
+from stagescope_service.dumps.records import DumpEntry, Place, Record
 
 BY_SAMPLE_ID: Final = "sample id"
 BY_GROUP_AND_RUN: Final = "group_id and run_id"
@@ -42,7 +42,7 @@ class ShardIndex:
         named: tensors without rows.
     """
 
-    entry: Entry
+    entry: DumpEntry
     rows: int = 0
     keys: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     row_hashes: tuple[str, ...] = ()

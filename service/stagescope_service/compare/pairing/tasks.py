@@ -40,7 +40,7 @@ from stagescope_service.compare.pairing.shard_index import (
 )
 from stagescope_service.compare.pairing.token_alignment import RowPairing
 from stagescope_service.compare.tolerances import Tolerances
-from stagescope_service.dumps.records import Dump, Entry, Problem, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Problem, Record
 from stagescope_service.statistics.pairwise import Pairwise
 
 
@@ -83,7 +83,7 @@ class PairTask:
     """
 
     dumps: tuple[Dump, Dump]
-    entries: tuple[Entry | None, Entry | None]
+    entries: tuple[DumpEntry | None, DumpEntry | None]
     section: str
     tolerances: Tolerances
     exclude: frozenset[str] = frozenset()
@@ -95,7 +95,7 @@ class PairTask:
 class Counterpart:
     """The rows, or boxes of named tensors, of a second shard that pair with those of the first."""
 
-    entry: Entry
+    entry: DumpEntry
     pairing: RowPairing | None = None
     boxes: tuple[tuple[str, tuple[Box, Box]], ...] = ()
 
@@ -105,7 +105,7 @@ class JoinTask:
     """Compare one shard with its counterparts, of which one is in memory at a time."""
 
     dumps: tuple[Dump, Dump]
-    entry: Entry
+    entry: DumpEntry
     counterparts: tuple[Counterpart, ...]
     section: str
     tolerances: Tolerances
@@ -126,7 +126,7 @@ class _FileCache:
     files: set[Path] = dataclasses.field(default_factory=set)
     values: ValueCache = dataclasses.field(default_factory=dict)
 
-    def bytes_of_new_files(self, entries: Sequence[Entry | None]) -> int:
+    def bytes_of_new_files(self, entries: Sequence[DumpEntry | None]) -> int:
         """Return the bytes of the entries' files that were not read before."""
         files = {entry.path: entry.bytes for entry in entries if entry is not None}
         new = files.keys() - self.files
@@ -304,7 +304,7 @@ def pair_aligned_rows(a: RecordRows, b: RecordRows) -> RowPairing | None:
 
 
 def _read(
-    dump: Dump, entry: Entry, side: int, problems: list[tuple[int, Problem]]
+    dump: Dump, entry: DumpEntry, side: int, problems: list[tuple[int, Problem]]
 ) -> Record | None:
     try:
         record = dump.read(entry)

@@ -33,7 +33,7 @@ from stagescope_service.compare.report.as_json import (
     TrajectoryReport,
 )
 from stagescope_service.dumps.formats.nexrl_rows import widened
-from stagescope_service.dumps.records import Dump, Entry, Place, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Place, Record
 from stagescope_service.statistics.pairwise import Pairwise, compare_values
 from stagescope_service.store.tensorfile import WireTensor
 
@@ -204,7 +204,7 @@ class _SectionTensors:
             for entry in dump.entries
             if entry.section in self._sections
         }
-        self._records: dict[Entry, Record] = {}
+        self._records: dict[DumpEntry, Record] = {}
 
     def tensor(self, name: str, place: PlaceReport) -> WireTensor | None:
         """Return the tensor of a location of the report, None if there is none."""
@@ -217,7 +217,7 @@ class _SectionTensors:
                 return record.tensors[name]
         return None
 
-    def _read(self, entry: Entry) -> Record:
+    def _read(self, entry: DumpEntry) -> Record:
         if entry not in self._records:
             if self._records and next(iter(self._records)).place != entry.place:
                 self._records.clear()

@@ -26,7 +26,7 @@ from stagescope_service.dumps.formats.listing import (
     unrecognized_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
-from stagescope_service.dumps.records import AFTER, Entry, Place, Record
+from stagescope_service.dumps.records import SHIFTED_BY_ONE, DumpEntry, Place, Record
 
 KIND: Final = "areal"
 
@@ -78,7 +78,7 @@ def open_areal(path: Path, *, step: int | None = None) -> FileDump:
         elif not is_companion(each, names):
             problems.append(unrecognized_file(each, "AReaL's batches"))
     entries = [
-        Entry(section, Place(stage=each.path.stem if len(batches) > 1 else None), each.path,
+        DumpEntry(section, Place(stage=each.path.stem if len(batches) > 1 else None), each.path,
               each.bytes, section)
         for each, values in batches.items()
         for section in _sections_of(values)
@@ -99,7 +99,7 @@ def _sections_of(values: Sequence[str | int]) -> list[str]:
     return ["trajectories", *others]
 
 
-def read_entry(entry: Entry) -> Record:
+def read_entry(entry: DumpEntry) -> Record:
     """Read one section of a batch; see `records.Dump.read`."""
     data = read_shared(entry.path)
     listed = data if isinstance(data, list) else [data]
@@ -140,7 +140,7 @@ def _names_of(section: str, names: set[str]) -> set[str]:
 
 
 def _alignment(names: set[str]) -> dict[str, str]:
-    token, after = "index t is token t", AFTER
+    token, after = "index t is token t", SHIFTED_BY_ONE
     rolled = "advantages" in names
     found = {"tokens": token, "rollout_log_probs": token, "loss_mask": token}
     if rolled:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from stagescope.wire.errors import NotFound, StagescopeError, TooLarge
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.content import damage_of
-from stagescope_service.dumps.records import SECTIONS, Entry, Problem, Record
+from stagescope_service.dumps.records import SECTIONS, DumpEntry, Problem, Record
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tensorfile import disk_errors
 
@@ -35,17 +35,17 @@ class FileDump:
 
     name: str
     kind: str
-    entries: Sequence[Entry]
+    entries: Sequence[DumpEntry]
     problems: Sequence[Problem]
-    reader: Callable[[Entry], Record]
+    reader: Callable[[DumpEntry], Record]
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
-    def read(self, entry: Entry) -> Record:
+    def read(self, entry: DumpEntry) -> Record:
         """Read one entry; see `records.Dump.read`."""
         return self.reader(entry)
 
 
-def entry_order(entry: Entry) -> tuple[object, ...]:
+def entry_order(entry: DumpEntry) -> tuple[object, ...]:
     """Return the sort key of an entry: step, section, rank, part."""
     place = entry.place
     step = (place.step is not None, place.step or 0)

@@ -26,7 +26,7 @@ from stagescope_service.dumps.formats.listing import (
     files_below,
     unknown_file,
 )
-from stagescope_service.dumps.records import Dump, Entry, Place, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Place, Record
 
 KIND: Final = "msprobe"
 DUMP_FILES: Final = ("dump.json", "debug.json")
@@ -125,10 +125,10 @@ def rank_dumps(dump: Dump, *, step: int | None = None) -> list[tuple[Path, Place
     return found
 
 
-def _entry_of(found: ListedFile) -> Entry:
+def _entry_of(found: ListedFile) -> DumpEntry:
     section = "gradients" if _GRADIENT in found.path.stem else "other"
     place = _place_of(found.path.parent.parent)
-    return Entry(section, place, found.path, found.bytes, found.path.stem)
+    return DumpEntry(section, place, found.path, found.bytes, found.path.stem)
 
 
 def _place_of(directory: Path) -> Place:
@@ -146,7 +146,7 @@ def _place_of(directory: Path) -> Place:
     return Place(step, stage, None, int(rank[1]) if rank else None, part)
 
 
-def read_entry(entry: Entry) -> Record:
+def read_entry(entry: DumpEntry) -> Record:
     """Read one tensor; see `records.Dump.read`."""
     found = Columns()
     found.add(entry.key, read_content(entry.path))

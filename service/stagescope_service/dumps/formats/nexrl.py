@@ -40,7 +40,7 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
-from stagescope_service.dumps.records import Entry, Place, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, Place, Problem, Record
 from stagescope_service.store.tensorfile import disk_errors
 
 KIND: Final = "nexrl"
@@ -154,8 +154,8 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
 
 
-def _entries_of(found: Iterable[ListedFile]) -> tuple[list[Entry], list[Problem]]:
-    entries: dict[tuple[str, Place], Entry] = {}
+def _entries_of(found: Iterable[ListedFile]) -> tuple[list[DumpEntry], list[Problem]]:
+    entries: dict[tuple[str, Place], DumpEntry] = {}
     problems: list[Problem] = []
     for each in sorted(found, key=lambda each: SUFFIXES.index(each.path.suffix)):
         key = place_of_file(_name_of(each))
@@ -164,11 +164,11 @@ def _entries_of(found: Iterable[ListedFile]) -> tuple[list[Entry], list[Problem]
         if key in entries:
             problems.append(_duplicate(each, entries[key]))
         else:
-            entries[key] = Entry(TYPES[kind], place, each.path, each.bytes, kind)
+            entries[key] = DumpEntry(TYPES[kind], place, each.path, each.bytes, kind)
     return list(entries.values()), problems
 
 
-def _with_indexed_place(entry: Entry, index: Mapping[str, Place]) -> Entry:
+def _with_indexed_place(entry: DumpEntry, index: Mapping[str, Place]) -> DumpEntry:
     """Return an entry of an export with the place that it had in the exported dump."""
     place = index.get("/".join(entry.path.parts[-2:]))
     return entry if place is None else dataclasses.replace(entry, place=place)
@@ -183,7 +183,7 @@ def _missing_indexed(root: Path, index: Mapping[str, Place], step: int | None) -
     ]
 
 
-def _duplicate(found: ListedFile, other: Entry) -> Problem:
+def _duplicate(found: ListedFile, other: DumpEntry) -> Problem:
     return Problem(
         found.path,
         "superseded",
@@ -193,7 +193,7 @@ def _duplicate(found: ListedFile, other: Entry) -> Problem:
     )
 
 
-def missing_files(root: Path, entries: Iterable[Entry]) -> list[Problem]:
+def missing_files(root: Path, entries: Iterable[DumpEntry]) -> list[Problem]:
     """Return the files that a step's ranks and microbatches lack and others have.
 
     Ranks are numbered from 0, and every rank writes: those below the highest are expected.
@@ -226,11 +226,11 @@ def _missing(path: Path, kind: str, place: Place) -> Problem:
         "missing",
         f"{kind}/{path.name} is not there, though the dump has files of other ranks or "
         "microbatches of that step: look at that rank's log and disk",
-        Entry(TYPES[kind], place, path, 0, kind),
+        DumpEntry(TYPES[kind], place, path, 0, kind),
     )
 
 
-def read_entry(entry: Entry) -> Record:
+def read_entry(entry: DumpEntry) -> Record:
     """Read one file; see `records.Dump.read`."""
     data = read_content(entry.path)
     if entry.path.suffix == ".jsonl":
@@ -263,7 +263,7 @@ def _join_lines(lines: list[FileValue], path: Path) -> FileValue:
     return {**batches[0], "trajectories": rows, "num_trajectories": len(rows)}
 
 
-def _read_tensors(entry: Entry, data: dict[str, FileValue], found: Columns) -> Record:
+def _read_tensors(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> Record:
     metrics = data.pop("metrics", None)
     if isinstance(metrics, dict):
         data |= flatten(metrics, "metrics/")
@@ -286,14 +286,14 @@ def _sample_ids(found: Columns) -> RowIds:
     return None
 
 
-def _read_metrics(entry: Entry, data: dict[str, FileValue], found: Columns) -> Record:
+def _read_metrics(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> Record:
     metrics = data.pop("metrics", None)
     for name, value in flatten(metrics if isinstance(metrics, dict) else {}).items():
         found.add(name, value)
     return Record(entry, found.tensors, found.numbers, about=found.metadata())
 
 
-def _read_parameter(entry: Entry, data: dict[str, FileValue], found: Columns) -> Record:
+def _read_parameter(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> Record:
     name = str(data.pop("param_name", entry.key))
     found.add(name, data.pop(entry.key, None))
     more = data.pop("more", None)  # of this project's exports: NexRL's files have one parameter
@@ -302,7 +302,7 @@ def _read_parameter(entry: Entry, data: dict[str, FileValue], found: Columns) ->
     return Record(entry, found.tensors, found.numbers, about=found.metadata())
 
 
-def _read_rows(entry: Entry, data: dict[str, FileValue], found: Columns) -> Record:
+def _read_rows(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> Record:
     is_datums = entry.key == "datums"
     rows = data.pop("datums" if is_datums else "trajectories", None)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -328,7 +328,7 @@ def _flat_row(row: dict[str, FileValue]) -> dict[str, FileValue]:
     return flatten({**row, **texts})
 
 
-_Reader: TypeAlias = Callable[[Entry, dict[str, FileValue], Columns], Record]
+_Reader: TypeAlias = Callable[[DumpEntry, dict[str, FileValue], Columns], Record]
 _READERS: Final[Mapping[str, _Reader]] = {
     "trajectory": _read_rows,
     "prepared_trajectories": _read_rows,

@@ -39,7 +39,7 @@ from stagescope_service.dumps.formats.nexrl_rows import (
 from stagescope_service.dumps.formats.slime import EVAL_STAGE
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, save_torch_file
-from stagescope_service.dumps.records import Dump, Entry, Place, Record, mapping
+from stagescope_service.dumps.records import Dump, DumpEntry, Place, Record, mapping
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
 FORMATS: Final = ("pt", "jsonl")
@@ -93,7 +93,7 @@ def write_nexrl(dump: Dump, directory: Path, format: str = "pt") -> Exported:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise Conflict(f"{directory} is there and not empty", expected="a new directory")
     writer = _Writer(dump, directory, format)
-    steps: dict[int | None, list[Entry]] = defaultdict(list)
+    steps: dict[int | None, list[DumpEntry]] = defaultdict(list)
     for entry in dump.entries:
         steps[entry.place.step].append(entry)
     for step, entries in steps.items():
@@ -114,9 +114,9 @@ class _Writer:
         self.places: dict[str, Place] = {}
         """Name of a file below the directory -> its place in the dump."""
 
-    def write_step(self, step: int | None, entries: Sequence[Entry]) -> None:
+    def write_step(self, step: int | None, entries: Sequence[DumpEntry]) -> None:
         """Write everything of one step."""
-        sections: dict[str, list[Entry]] = defaultdict(list)
+        sections: dict[str, list[DumpEntry]] = defaultdict(list)
         for entry in entries:
             sections[entry.section].append(entry)
         number = -1 if step is None else step
@@ -137,7 +137,7 @@ class _Writer:
                 count = len(sections[section])
                 self._leave_out(f"step {number}: NexRL has no file for {section} ({count} entries)")
 
-    def _read(self, entries: Iterable[Entry]) -> Iterator[Record]:
+    def _read(self, entries: Iterable[DumpEntry]) -> Iterator[Record]:
         for entry in entries:
             try:
                 record = self._dump.read(entry)
@@ -176,8 +176,8 @@ class _Writer:
         self,
         folder: str,
         step: int,
-        entries: Sequence[Entry],
-        micros: Mapping[Entry, int],
+        entries: Sequence[DumpEntry],
+        micros: Mapping[DumpEntry, int],
         losses: Mapping[_MicroKey, _Fields],
     ) -> None:
         for record in self._read(entries):
@@ -199,9 +199,9 @@ class _Writer:
     def _write_losses(
         self,
         step: int,
-        losses: Sequence[Entry],
-        metrics: Sequence[Entry],
-        micros: Mapping[Entry, int],
+        losses: Sequence[DumpEntry],
+        metrics: Sequence[DumpEntry],
+        micros: Mapping[DumpEntry, int],
     ) -> Mapping[_MicroKey, _Fields]:
         """Write the losses of each rank and microbatch, and the other numbers that it logged."""
         found: dict[_MicroKey, _Fields] = defaultdict(dict)
@@ -225,7 +225,7 @@ class _Writer:
             self._save("loss", step, {**metrics_field, **data}, *key, place=places[key])
         return found
 
-    def _write_shards(self, folder: str, step: int, entries: Sequence[Entry]) -> None:
+    def _write_shards(self, folder: str, step: int, entries: Sequence[DumpEntry]) -> None:
         ranks: dict[int, dict[str, WireTensor]] = defaultdict(dict)
         for record in self._read(entries):
             place = record.entry.place
@@ -244,7 +244,7 @@ class _Writer:
                 data["more"] = {other: FileTensor(tensors[other]) for other in others}
             self._save(folder, step, data, rank)
 
-    def _write_old_log_probs(self, step: int, entries: Sequence[Entry]) -> None:
+    def _write_old_log_probs(self, step: int, entries: Sequence[DumpEntry]) -> None:
         """Write the complete batch as one tensor: each sample once, rows padded on the right.
 
         The mask of the values that count is written with it, if it is known for all rows.
@@ -287,14 +287,14 @@ class _Writer:
         data |= {"shape": [*values.shape], "batch_info": info}
         self._save("old_log_probs", step, data, place=_shared_place(places))
 
-    def _write_rows(self, step: int, entries: Sequence[Entry]) -> None:
+    def _write_rows(self, step: int, entries: Sequence[DumpEntry]) -> None:
         datums: list[FileValue] = [
             datum(row) for record in self._read(entries) for row in rows_of(record)
         ]
         if datums:
             self._save("datums", step, {"num_datums": len(datums), "datums": datums})
 
-    def _write_trajectories(self, step: int | None, entries: Sequence[Entry]) -> None:
+    def _write_trajectories(self, step: int | None, entries: Sequence[DumpEntry]) -> None:
         number = -1 if step is None else step
         prepared = [entry for entry in entries if entry.key == "prepared_trajectories"]
         plain = [entry for entry in entries if entry.key != "prepared_trajectories"]
@@ -339,10 +339,10 @@ class _Writer:
             return []
 
 
-def _micro_indices(entries: Iterable[Entry]) -> dict[Entry, int]:
+def _micro_indices(entries: Iterable[DumpEntry]) -> dict[DumpEntry, int]:
     """Return the micro_idx of each entry that has one; see the module's docstring."""
 
-    def part_key(entry: Entry) -> tuple[bool, str, bool, str, Part]:
+    def part_key(entry: DumpEntry) -> tuple[bool, str, bool, str, Part]:
         place = entry.place
         role, stage = place.role or "", place.stage or ""
         return (role not in ("", "actor"), role, stage not in ("", _UPDATE), stage, place.part)

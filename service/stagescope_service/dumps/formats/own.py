@@ -31,7 +31,7 @@ from stagescope_service.dumps.formats.own_file import (
     read_section,
     sections_in,
 )
-from stagescope_service.dumps.records import Entry, Place, Problem, mapping
+from stagescope_service.dumps.records import DumpEntry, Place, Problem, mapping
 from stagescope_service.store.tensorfile import describe_file
 
 KIND: Final = "own"
@@ -95,7 +95,7 @@ def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
         files: each with its place; unknown fields of it are filled from the metadata of the file.
             Of two files of one place the later written is read.
     """
-    entries: dict[tuple[str, Place], Entry] = {}
+    entries: dict[tuple[str, Place], DumpEntry] = {}
     problems: list[Problem] = []
     attempts: dict[str, None] = {}
     settings: Mapping[str, object] = {}
@@ -103,7 +103,7 @@ def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
         try:
             description = describe_file(path)
         except StagescopeError as error:
-            problems.append(Problem.of(path, error, Entry("other", place, path)))
+            problems.append(Problem.of(path, error, DumpEntry("other", place, path)))
             continue
         job = mapping(description.metadata, "job")
         if job.get("run") is not None:
@@ -112,7 +112,7 @@ def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
         settings = settings or mapping(job, "settings")
         shapes = (name for name in description.shapes if not name.endswith(ROW_OFFSETS))
         for section in sections_in(description.metadata, shapes):
-            entry = Entry(section, place, path, path.stat().st_size, section)
+            entry = DumpEntry(section, place, path, path.stat().st_size, section)
             older = entries.get((section, place))
             if older is not None:
                 problems.append(_superseded(older, entry))
@@ -138,7 +138,7 @@ def place_of_path(path: Path) -> Place:
     return Place(step, stage, role, rank, part)
 
 
-def _superseded(older: Entry, newer: Entry) -> Problem:
+def _superseded(older: DumpEntry, newer: DumpEntry) -> Problem:
     return Problem(
         older.path,
         "superseded",
@@ -148,8 +148,8 @@ def _superseded(older: Entry, newer: Entry) -> Problem:
     )
 
 
-def _missing_entries(entries: Iterable[Entry]) -> list[Problem]:
-    works: dict[_WorkKey, dict[str, dict[tuple[int, Part], Entry]]] = {}
+def _missing_entries(entries: Iterable[DumpEntry]) -> list[Problem]:
+    works: dict[_WorkKey, dict[str, dict[tuple[int, Part], DumpEntry]]] = {}
     for entry in entries:
         place = entry.place
         if place.rank is not None:
@@ -163,7 +163,7 @@ def _missing_entries(entries: Iterable[Entry]) -> list[Problem]:
             like = next(iter(sections[section].values()))
             place = like.place._replace(rank=rank, part=part)
             path = like.path.with_name(f"{like.place.role}_rank{rank}")
-            entry = Entry(section, place, path, 0, section)
+            entry = DumpEntry(section, place, path, 0, section)
             message = f"{entry.place} has no {section} here"
             problems.append(Problem(path, "missing", message, entry))
     return problems

@@ -15,7 +15,7 @@ from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.keep import family, sections_of
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
-from stagescope_service.dumps.records import SECTIONS, Entry, Place, Record, mapping
+from stagescope_service.dumps.records import SECTIONS, DumpEntry, Place, Record, mapping
 from stagescope_service.store.tensorfile import WireTensor, map_tensors
 
 ROW_OFFSETS: Final = ".row_offsets"
@@ -31,7 +31,7 @@ _IDS: Final = ("sample_ids", "group_ids")
 _CU_SEQLENS: Final = "cu_seqlens"
 
 
-def read_section(entry: Entry) -> Record:
+def read_section(entry: DumpEntry) -> Record:
     """Read one section of one file; see `records.Dump.read`."""
     file = map_tensors(entry.path)
     tensors, metadata = _with_row_offsets(file.tensors), file.metadata
@@ -56,7 +56,7 @@ def read_section(entry: Entry) -> Record:
     )  # fmt: skip
 
 
-def read_payload(entry: Entry) -> Record:
+def read_payload(entry: DumpEntry) -> Record:
     """Read a complete file: every tensor under the name with which it was recorded.
 
     `about` holds its metadata `meta`, `job` and `settings`; see `records.Dump.read`.

@@ -30,7 +30,7 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.formats.own_file import ROW_SECTIONS, mask_in, name_in_record
-from stagescope_service.dumps.records import SECTIONS, Entry, Place, Problem, Record
+from stagescope_service.dumps.records import SECTIONS, DumpEntry, Place, Problem, Record
 from stagescope_service.store.tensorfile import WireTensor, describe_file
 
 KIND: Final = "batch"
@@ -91,7 +91,7 @@ def open_batch(path: Path, *, step: int | None = None) -> FileDump:
     return FileDump(str(path), KIND, entries, problems, read_entry, about)
 
 
-def read_entry(entry: Entry) -> Record:
+def read_entry(entry: DumpEntry) -> Record:
     """Read one section of one part; see `records.Dump.read`."""
     batch = _loaded(entry.path)
     micro, own = batch, dict[str, Tensor]()
@@ -139,7 +139,7 @@ def _load(path: Path, _modified: int, _bytes: int) -> Batch:
     return Batch.load(path)
 
 
-def _entries(batch: Batch, path: Path) -> Iterator[Entry]:
+def _entries(batch: Batch, path: Path) -> Iterator[DumpEntry]:
     if not batch.parts:
         text = _text(batch, "part")
         part = Part(*map(int, text.split("."))) if text else Part()
@@ -147,14 +147,14 @@ def _entries(batch: Batch, path: Path) -> Iterator[Entry]:
         place = Place(batch.step, _text(batch, "stage"), _text(batch, "role"), rank, part)
         size = sum(batch.tensor(name).values.nbytes for name in batch)
         for section in _sections(place.stage, [*batch], batch.numbers):
-            yield Entry(section, place, path, size, _NO_PARTS)
+            yield DumpEntry(section, place, path, size, _NO_PARTS)
     for index, recorded in enumerate(batch.parts):
         # A batch joined from another project's dump has sections instead of stages.
         stage = None if recorded.stage in SECTIONS else recorded.stage
         place = Place(batch.step, stage, recorded.role, recorded.rank, recorded.part)
         size = sum(_bytes_of(batch, recorded, name) for name in recorded.names)
         for section in _sections(recorded.stage, recorded.names, recorded.numbers):
-            yield Entry(section, place, path, size, str(index))
+            yield DumpEntry(section, place, path, size, str(index))
 
 
 def _sections(

@@ -28,7 +28,7 @@ from stagescope_service.dumps.formats.listing import (
     unrecognized_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
-from stagescope_service.dumps.records import Entry, Place, Record
+from stagescope_service.dumps.records import DumpEntry, Place, Record
 from stagescope_service.store.tensorfile import WireTensor
 
 KIND: Final = "slime"
@@ -77,7 +77,7 @@ def open_slime(path: Path, *, step: int | None = None) -> FileDump:
     """
     found, problems = files_of(path)
     names = {each.name for each in found}
-    entries: list[Entry] = []
+    entries: list[DumpEntry] = []
     for each in found:
         values = first_values(each.path) if is_saved(each) else []
         if is_slime(values):
@@ -93,7 +93,7 @@ def open_slime(path: Path, *, step: int | None = None) -> FileDump:
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
 
 
-def _entries_of(found: ListedFile, values: Sequence[str | int]) -> list[Entry]:
+def _entries_of(found: ListedFile, values: Sequence[str | int]) -> list[DumpEntry]:
     index = values.index("rollout_id") + 1
     step = values[index] if index < len(values) else None
     is_train = "format_version" in values[:2]
@@ -105,10 +105,10 @@ def _entries_of(found: ListedFile, values: Sequence[str | int]) -> list[Entry]:
     if is_train:
         names = {_TRAIN_NAMES.get(str(v), str(v)) for v in first_values(found.path, _PEEKED)}
         sections += [name for name, tensors in _SECTIONS.items() if not names.isdisjoint(tensors)]
-    return [Entry(section, place, found.path, found.bytes, section) for section in sections]
+    return [DumpEntry(section, place, found.path, found.bytes, section) for section in sections]
 
 
-def read_entry(entry: Entry) -> Record:
+def read_entry(entry: DumpEntry) -> Record:
     """Read one section of a file; see `records.Dump.read`."""
     data = read_shared(entry.path)
     samples = data.get("samples") if isinstance(data, dict) else None

@@ -24,7 +24,7 @@ from stagescope_service.dumps.formats.listing import (
     files_of,
     unknown_file,
 )
-from stagescope_service.dumps.records import Entry, Place, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, Place, Problem, Record
 
 KIND: Final = "verl"
 
@@ -76,9 +76,9 @@ def open_verl(path: Path, *, step: int | None = None) -> FileDump:
     return FileDump(str(path), KIND, sorted(entries, key=entry_order), problems, read_entry)
 
 
-def _entry_of(found: ListedFile) -> Entry:
+def _entry_of(found: ListedFile) -> DumpEntry:
     place = Place(int(found.path.stem), _stage(found))
-    return Entry("trajectories", place, found.path, found.bytes)
+    return DumpEntry("trajectories", place, found.path, found.bytes)
 
 
 def _problem_of(found: ListedFile) -> Problem:
@@ -94,7 +94,7 @@ def _stage(found: ListedFile) -> str | None:
     return found.name.rpartition("/")[0] or None
 
 
-def read_entry(entry: Entry) -> Record:
+def read_entry(entry: DumpEntry) -> Record:
     """Read one file; see `records.Dump.read`."""
     lines = read_content(entry.path)
     assert isinstance(lines, list)

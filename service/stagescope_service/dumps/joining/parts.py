@@ -15,7 +15,7 @@ from stagescope.wire.schema import STAGES, Part
 from stagescope_service.dumps.joining.column import Bools
 from stagescope_service.dumps.joining.fragments import POSITION_TENSORS, checksum, token_positions
 from stagescope_service.dumps.joining.rows import RecordedPart, RowIndex, rows_lacking_ranks
-from stagescope_service.dumps.records import Dump, Entry, Record, mapping
+from stagescope_service.dumps.records import Dump, DumpEntry, Record, mapping
 from stagescope_service.store.tensorfile import WireTensor
 
 _SAMPLING: Final = (
@@ -144,7 +144,7 @@ class _Scanner:
         self._edges: dict[str, list[int]] = {}
         self._leading: set[int] = set()
 
-    def scan(self, entry: Entry) -> None:
+    def scan(self, entry: DumpEntry) -> None:
         """Add an entry to its part."""
         place = entry.place
         try:
@@ -167,7 +167,7 @@ class _Scanner:
         for name, reason in mapping(about, "left_out").items():
             self.gaps.append(Gap("tensor", f"{part} left out {name}: {reason}"))
 
-    def _add_file(self, entry: Entry, about: Mapping[str, object]) -> None:
+    def _add_file(self, entry: DumpEntry, about: Mapping[str, object]) -> None:
         place = entry.place
         path = str(about.get("path") or entry.path)
         if not any(file["path"] == path for file in self.files):
@@ -308,7 +308,7 @@ def _rows_of(wire: WireTensor) -> int:
     return len(offsets) - 1 if offsets is not None else shape[0]
 
 
-def _stage(entry: Entry) -> str:
+def _stage(entry: DumpEntry) -> str:
     return entry.place.stage or entry.section
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.dumps.formats.own_file import place_of_job, read_payload
-from stagescope_service.dumps.records import Entry, Problem, Record, mapping
+from stagescope_service.dumps.records import DumpEntry, Problem, Record, mapping
 from stagescope_service.store.tensorfile import describe_file, disk_errors
 
 
@@ -42,7 +42,7 @@ class PayloadFiles:
         self._entries = sorted(found, key=_sort_key)
 
     @property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[DumpEntry]:
         """The files, by step, stage, rank and part."""
         return self._entries
 
@@ -51,7 +51,7 @@ class PayloadFiles:
         """Files that cannot be read."""
         return self._problems
 
-    def read(self, entry: Entry) -> Record:
+    def read(self, entry: DumpEntry) -> Record:
         """Read a file; see `records.Dump.read`."""
         file, record = self._files[entry.path], read_payload(entry)
         catalogued = {
@@ -66,7 +66,7 @@ class PayloadFiles:
             about={**record.about, **catalogued},
         )
 
-    def _entry(self, file: PayloadFile) -> Entry | None:
+    def _entry(self, file: PayloadFile) -> DumpEntry | None:
         try:
             with disk_errors(file.path):
                 size = file.path.stat().st_size
@@ -78,10 +78,10 @@ class PayloadFiles:
         if file.consumed_step is not None:
             place = place._replace(step=file.consumed_step)
         self.jobs[file.path] = mapping(metadata, "job")
-        return Entry("other", place, file.path, size)
+        return DumpEntry("other", place, file.path, size)
 
 
-def _sort_key(entry: Entry) -> tuple[object, ...]:
+def _sort_key(entry: DumpEntry) -> tuple[object, ...]:
     place = entry.place
     return (
         place.step is None,

@@ -11,7 +11,7 @@ import numpy as np
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.joining.column import Int64
 from stagescope_service.dumps.joining.fragments import POSITION_TENSORS
-from stagescope_service.dumps.records import Entry, Record, mapping
+from stagescope_service.dumps.records import DumpEntry, Record, mapping
 from stagescope_service.store.tensorfile import WireTensor
 
 Shape: TypeAlias = "tuple[str, tuple[int, ...]]"
@@ -43,7 +43,7 @@ class RecordedPart:
     rank: int | None
     part: Part
     data_rank: int | None = None
-    entries: list[Entry] = dataclasses.field(default_factory=list)
+    entries: list[DumpEntry] = dataclasses.field(default_factory=list)
     count: int = 0
     samples: tuple[str, ...] | None = None
     texts: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)

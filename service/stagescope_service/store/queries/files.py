@@ -109,7 +109,7 @@ class FileReads(Reader):
             .distinct()
             .order_by(table.step.desc())
         )
-        with connect.explained(self._where), self._connect() as connection:
+        with connect.catalogue_errors(self._where), self._connect() as connection:
             return [int(step) for step in connection.scalars(query)]
 
     def pinned_steps(self, run: str | None = None) -> list[Row]:

@@ -24,7 +24,7 @@ class Reader:
     """Opens the catalogue at a URL, again where another file lies there, and cannot write."""
 
     def __init__(self, url: str) -> None:
-        self._where = connect.shown(url)
+        self._where = connect.url_without_password(url)
         self._path: Path | None = connect.sqlite_path(url)
         self._file = connect.file_id(self._path) if self._path else None
         self._engine = connect.reader_engine(url)
@@ -40,12 +40,12 @@ class Reader:
         return self._engine.begin()
 
     def _rows(self, query: Query) -> list[Row]:
-        with connect.explained(self._where), self._connect() as connection:
+        with connect.catalogue_errors(self._where), self._connect() as connection:
             return rows(connection, query)
 
     def _each(self, query: Query) -> Iterator[Row]:
         """Yield the rows of a query as they are read: they need not fit into memory at once."""
-        with connect.explained(self._where), self._connect() as connection:
+        with connect.catalogue_errors(self._where), self._connect() as connection:
             streaming = connection.execution_options(yield_per=_AT_ONCE)
             # Closed before the connection goes back, also where not all is read: what Python 3.10
             # frees of an unclosed cursor later on resets the statement that another one runs, and

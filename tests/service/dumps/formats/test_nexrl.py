@@ -16,7 +16,7 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.nexrl import MICRO_TYPES, place_of_file
-from stagescope_service.dumps.records import Dump, Entry, Place, Record, mapping
+from stagescope_service.dumps.records import Dump, DumpEntry, Place, Record, mapping
 
 PARAMETER = "model.layers.0.self_attn.q_proj.weight"
 
@@ -288,7 +288,7 @@ def test_trajectories_in_several_lines(tmp_path: Path) -> None:
 
 def test_reading_a_missing_file_is_not_found(tmp_path: Path) -> None:
     dump = open_dump(nexrl_directory(tmp_path))
-    entry: Entry = dump.entries[0]
+    entry: DumpEntry = dump.entries[0]
     entry.path.unlink()
     with pytest.raises(NotFound, match="trajectory"):
         dump.read(entry)

@@ -25,7 +25,7 @@ from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.nexrl_writer import write_nexrl
-from stagescope_service.dumps.records import Dump, Entry, Place, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Place, Record
 
 
 def same(one: Record, other: Record) -> None:
@@ -67,7 +67,7 @@ def test_parts_without_a_name_in_nexrl_are_restored_from_the_index(tmp_path: Pat
     for at, place in enumerate(places):
         values = np.full((2, 3), at, np.float32)
         tensors = {"log_probs": ("float32", values.shape, values, None)}
-        entry = Entry("forward_data", place, tmp_path / str(at), 1, str(at))
+        entry = DumpEntry("forward_data", place, tmp_path / str(at), 1, str(at))
         records.append(Record(entry, tensors, samples=("g_0", "g_1")))
     source = MemoryDump(records)
     write_nexrl(source, tmp_path / "out")
@@ -244,7 +244,7 @@ def test_old_log_probs_are_those_of_their_stage_again(tmp_path: Path) -> None:
         for rank in range(2):
             values = np.arange(6, dtype=np.float32).reshape(2, 3)[:, rank:]  # of two widths
             mask = np.array([[1, 1, 0], [1, 1, 1]])[:, rank:]
-            entry = Entry(
+            entry = DumpEntry(
                 "old_log_probs", Place(3, stage, "actor", rank), tmp_path / name, 1, stage
             )
             tensors = {

@@ -22,11 +22,11 @@ from tests.support.dump_files import (
 from stagescope.wire.errors import Forbidden, InvalidTensor, TooLarge
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats import listing
-from stagescope_service.dumps.records import Dump, Entry
+from stagescope_service.dumps.records import Dump, DumpEntry
 from stagescope_service.store.tensorfile import write_tensors
 
 
-def entry_at(dump: Dump, path: Path) -> Entry:
+def entry_at(dump: Dump, path: Path) -> DumpEntry:
     return next(entry for entry in dump.entries if entry.path == path)
 
 
