@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 import ray
 from ray import exceptions
@@ -19,13 +20,13 @@ from stagescope_service.api.auth import Tokens
 from stagescope_service.api.server import ApiServer as HttpServer
 from stagescope_service.api.server import raise_file_limit
 from stagescope_service.coordinator import control_socket
-from stagescope_service.coordinator.actor import NAME, NAMESPACE
+from stagescope_service.coordinator.actor import COMMANDS, NAME, NAMESPACE
 from stagescope_service.ingest.actor import Ingestors
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
 if TYPE_CHECKING:
-    from stagescope_service.api.dependencies import Dependencies, Reply
+    from stagescope_service.api.dependencies import Commands, Dependencies, Reply
     from stagescope_service.api.framing import Payload
 
 _CALL_SECONDS: Final = 15.0
@@ -71,53 +72,6 @@ class CoordinatorCommands:
         refs = {seq: ray.put(payload) for seq, payload in (payloads or {}).items()}
         return await self._call("record_events", sender=sender, events=events, payloads=refs)
 
-    async def poll(
-        self, *, sender: Sequence[object], revision: int, unreceipted: Sequence[int], wait: float
-    ) -> Reply:
-        """Send a poll."""
-        return await self._call(
-            "poll",
-            extra_seconds=wait,
-            sender=sender,
-            revision=revision,
-            unreceipted=unreceipted,
-            wait=wait,
-        )
-
-    async def plan(self) -> Reply:
-        """Return the plan in force."""
-        return await self._call("plan")
-
-    async def add_capture(self, *, spec: Mapping[str, object], by: str, wait: float = 0.0) -> Reply:
-        """Request a capture."""
-        return await self._call(
-            "add_capture", extra_seconds=wait, spec=dict(spec), by=by, wait=wait
-        )
-
-    async def remove_capture(self, *, capture_id: str, by: str) -> Reply:
-        """Withdraw a capture."""
-        return await self._call("remove_capture", capture_id=capture_id, by=by)
-
-    async def set_triggers(self, *, document: Mapping[str, object], by: str) -> Reply:
-        """Put rules in force."""
-        return await self._call("set_triggers", document=dict(document), by=by)
-
-    async def pin(self, *, attempt_id: int, step: int, by: str) -> Reply:
-        """Keep the payloads and files of a step."""
-        return await self._call("pin", attempt_id=attempt_id, step=step, by=by)
-
-    async def unpin(self, *, attempt_id: int, step: int, by: str) -> Reply:
-        """Let the rings drop the payloads of a step."""
-        return await self._call("unpin", attempt_id=attempt_id, step=step, by=by)
-
-    async def add_engine(self, *, engine: Mapping[str, object], by: str) -> Reply:
-        """Register an engine."""
-        return await self._call("add_engine", engine=dict(engine), by=by)
-
-    async def remove_engine(self, *, name: str, by: str) -> Reply:
-        """Remove an engine from the registry."""
-        return await self._call("remove_engine", name=name, by=by)
-
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         """Return a part of a file from the ingestor of its node."""
         try:
@@ -140,44 +94,28 @@ class CoordinatorCommands:
             ) from error
         return content
 
-    async def ask_stacks(
-        self,
-        *,
-        attempt_id: int,
-        role: str | None,
-        ranks: Sequence[int] | None,
-        seconds: float,
-        by: str,
-    ) -> Reply:
-        """Request the stacks of processes."""
-        return await self._call(
-            "ask_stacks", attempt_id=attempt_id, role=role, ranks=ranks, seconds=seconds, by=by
-        )
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Reply]]:
+        """Return a call of a method of `Coordinator`; `Commands` has their signatures."""
+        if name not in (*COMMANDS, "poll", "status"):
+            raise AttributeError(name)
+        return functools.partial(self._call, name)
 
-    async def status(self) -> Reply:
-        """Return the coordinator's state."""
-        return await self._call("status")
-
-    async def drain(
-        self, *, run: str | None, timeout: float, attempt_key: str | None = None
-    ) -> Reply:
-        """Wait for the receipts of a run."""
-        return await self._call("drain", run=run, timeout=timeout, attempt_key=attempt_key)
-
-    async def _call(self, method: str, *, extra_seconds: float = 0.0, **arguments: object) -> Reply:
+    async def _call(self, method: str, *, wait: float | None = None, **arguments: object) -> Reply:
         """Call a method of the coordinator, by its socket where possible: Ray queues calls.
 
         Args:
             method: its name.
-            extra_seconds: that the method itself may wait.
-            arguments: of the method.
+            wait: seconds that the method itself may wait, where it has such an argument.
+            arguments: the others.
 
         Raises:
             NotReady: it cannot be reached, or did not answer an idempotent call in time.
             Unreachable: it did not answer another call in time, and may have carried it out.
             StagescopeError: the method's own error.
         """
-        seconds = _CALL_SECONDS + extra_seconds
+        seconds = _CALL_SECONDS + (wait or 0.0)
+        if wait is not None:
+            arguments["wait"] = wait
         try:
             return await asyncio.wait_for(self._send(method, arguments), seconds)
         except exceptions.RayTaskError as error:
@@ -245,7 +183,7 @@ class ApiServer:
         tokens = Tokens.load(settings) if settings.auth else None
         app = make_app(
             catalogue=Catalogue(settings.catalogue_url),
-            commands=CoordinatorCommands(settings),
+            commands=cast("Commands", CoordinatorCommands(settings)),
             settings=settings,
             tokens=tokens,
         )
