@@ -80,7 +80,7 @@ def test_the_defaults_are_tried_on_stored_steps(session: Session) -> None:
     assert len(session.test_triggers("r", steps=2)) == 1
     with pytest.raises(NotFound, match="no run 'other'"):
         session.test_triggers("other")
-    with pytest.raises(InvalidInput, match="steps is 0"):
+    with pytest.raises(InvalidInput, match="steps are 0"):
         session.test_triggers(steps=0)
     text = ask("triggers", "test")
     assert text.exit_code == 0, text.output

@@ -242,6 +242,6 @@ def test_a_later_catalogue_is_refused_with_advice(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "catalogue.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
-    with pytest.raises(CatalogueUnavailable, match="newer stagescope"):
+    with pytest.raises(CatalogueUnavailable, match="does not know"):
         store.open()
     shutil.rmtree(tmp_path)
