@@ -88,7 +88,8 @@ class Service:
 
     def session(self) -> Session:
         """Return a client over HTTP."""
-        return stagescope.attach(self.info.url, token=self.token)
+        # A service of the tests may share two cores with another one and their trainings.
+        return stagescope.attach(self.info.url, token=self.token, timeout=60.0)
 
     def losses(self, run: str, **where: Any) -> list[Any]:
         """Return what the API lists as lost, the rows with these values."""
