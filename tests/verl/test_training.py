@@ -137,9 +137,16 @@ def test_bypass_mode_and_a_killed_training(
         assert (metrics.stage, metrics.about["pair"]) == ("actor_update", ["current", "rollout"])
         assert metrics["counts/tokens"] == metrics["counts/masked_tokens"] > 0
         assert metrics["counts/sequences"] == 16
-    logged = run.logged()[STEPS]
-    assert logged["training/rollout_probs_diff_mean"] == metrics["training/rollout_probs_diff_mean"]
-    assert logged["per_round/total_rounds"] == 2
+    # What is not answered when verl logs is left out: a short step, on a busy machine.
+    name = "training/rollout_probs_diff_mean"
+    resumed = second["resumed_from_step"]
+    logged = {step: row for step, row in run.logged().items() if step > resumed and name in row}
+    assert logged
+    for number, row in logged.items():
+        with service.session() as session:
+            metrics = session.step(number, run=run.name, attempt=2).metrics()
+        assert row[name] == metrics[name], number
+        assert row["per_round/total_rounds"] == 2
 
 
 def precision_debugger(folder: Path, dumps: Path) -> tuple[str, ...]:
