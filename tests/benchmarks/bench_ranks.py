@@ -2,9 +2,9 @@
 
 Each simulated rank speaks as a probe's background thread does: one batch of events and one long
 poll on the way at a time, what comes meanwhile in the next batch, and it heeds `pause`. It prints
-the coordinator's memory and CPU time a rank, the delay from an event to its acknowledgement, and
-how long somebody waits who asks the API meanwhile: for the coordinator's state, for stored numbers,
-and for a capture to be ordered.
+the coordinator's memory and CPU time a rank, the delay from an event to its acknowledgement, how
+long somebody waits who asks the API meanwhile (for the coordinator's state, for stored numbers, and
+for a capture to be ordered), and how long such an order takes to reach each rank.
 
     python -m tests.benchmarks.bench_ranks [RANKS [SECONDS_A_STEP [STEPS]]]
 """
@@ -34,11 +34,38 @@ STAGES = schema.STAGES[:6]
 POLL_SECONDS = 20.0
 
 
+class Orders:
+    """How many seconds after an order began each rank knew of it."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.given = 0.0
+        self.heard: set[int] | None = None
+        self.delays: list[float] = []
+        self.unheard = 0
+
+    def give(self) -> None:
+        """Note that an order begins; ranks that do not know the one before count as not reached."""
+        if self.heard is not None:
+            self.unheard += self.ranks - len(self.heard)
+        self.given, self.heard = time.monotonic(), set()
+
+    def reach(self, rank: int) -> None:
+        """Note that a rank has another plan than before."""
+        if self.heard is not None and rank not in self.heard:
+            self.heard.add(rank)
+            self.delays.append(time.monotonic() - self.given)
+
+
 class SimulatedRank:
     """One rank's events, its batch on the way and its poll."""
 
-    def __init__(self, coordinator: Any, rank: int, ranks: int, delays: list[float]) -> None:
+    def __init__(
+        self, coordinator: Any, rank: int, ranks: int, delays: list[float], orders: Orders
+    ) -> None:
         self.coordinator = coordinator
+        self.rank = rank
+        self.orders = orders
         self.sender = schema.Sender(
             f"simulated-{rank:027d}", "simulated", "key", "actor", rank,
             clock_offset=0.0, clock_error=0.0, started=time.time(),
@@ -80,12 +107,15 @@ class SimulatedRank:
 
     async def poll(self) -> None:
         """Poll for ever."""
-        wait = POLL_SECONDS
+        wait, revision = POLL_SECONDS, 0
         while True:
             answer = await self.coordinator.poll.remote(
-                sender=self.sender, revision=0, unreceipted=[], wait=wait
+                sender=self.sender, revision=revision, unreceipted=[], wait=wait
             )
             wait = answer.get("poll_seconds", wait)
+            if (answered := answer.get("revision", revision)) != revision:
+                revision = answered
+                self.orders.reach(self.rank)
 
     async def train(self, steps: int, seconds: float) -> None:
         """Go through the stages of each step, each at a moment of its own."""
@@ -138,7 +168,8 @@ async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> 
     delays: list[float] = []
     asked: list[dict[str, float]] = []
     ordered: list[float] = []
-    everyone = [SimulatedRank(coordinator, rank, ranks, delays) for rank in range(ranks)]
+    orders = Orders(ranks)
+    everyone = [SimulatedRank(coordinator, rank, ranks, delays, orders) for rank in range(ranks)]
     running = [asyncio.create_task(one.send()) for one in everyone]
     running += [asyncio.create_task(one.poll()) for one in everyone]
     training = [asyncio.create_task(one.train(steps, seconds)) for one in everyone]
@@ -151,6 +182,7 @@ async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> 
         if time.monotonic() > report:
             report += seconds
             held = sum(len(one.waiting) for one in everyone)
+            orders.give()
             ordered.append(await asker.order.remote())
             print(  # noqa: T201
                 f"{time.monotonic() - began:6.0f} s  {len(delays):8d} acknowledged  "
@@ -175,7 +207,9 @@ async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> 
         f"delay   {np.median(delays):8.3f} s, p99 {np.quantile(delays, 0.99):.3f} s, "
         f"longest {max(delays):.3f} s\n"
         f"{_waits(asked)}\n"
-        f"order   {np.median(ordered):8.3f} s, longest {max(ordered):.3f} s\n"
+        f"order   {np.median(ordered):8.3f} s, longest {max(ordered):.3f} s; known to a rank after "
+        f"{np.median(orders.delays):.3f} s, p99 {np.quantile(orders.delays, 0.99):.3f} s, longest "
+        f"{max(orders.delays):.3f} s, before the next order not to {orders.unheard}\n"
         f"pushed back {sum(one.pushed_back for one in everyone)} of {calls} calls"
     )
     for task in running:
