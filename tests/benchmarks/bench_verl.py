@@ -123,7 +123,8 @@ def measure(trainer: str, steps: int, repeat: int, address: str, folder: Path) -
     for turn in range(repeat):
         train("without", turn, _OFF)
         train("no service", turn, {})
-    service = Service.start(folder / "home", address)
+    # As often as a service of users is polled; that of the tests is asked every second.
+    service = Service.start(folder / "home", address, lease_seconds=45.0, poll_seconds=20.0)
     try:
         for turn in range(repeat):
             train("watched", turn, {})

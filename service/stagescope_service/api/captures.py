@@ -308,7 +308,10 @@ def _requested_ranks(
     requested = {(each["role"], each["rank"]) for each in (*agreement.members, *agreement.without)}
     roles = {role for role, _ in requested} or set(spec["roles"] or ())
     newest: dict[RoleRank, Row] = {}
-    for process in [] if attempt is None else catalogue.processes(attempt["attempt_id"]):
+    processes = (
+        [] if attempt is None else catalogue.processes(attempt["attempt_id"], with_hello=True)
+    )
+    for process in processes:
         role, rank = process["role"], process["rank"]
         cannot_capture = process["raw"] or (process["hello"] or {}).get("captures") is False
         is_other_role = roles and role not in roles

@@ -198,7 +198,7 @@ def _find_attempt(deps: Dependencies, text: str) -> Target:
 
 def _fingerprint(deps: Dependencies, target: Target) -> AttemptFingerprint:
     processes = deps.catalogue.processes(target.attempt_id)
-    return AttemptFingerprint(target.attempt["fingerprint"], processes)
+    return AttemptFingerprint(deps.catalogue.fingerprint(target.attempt_id), processes)
 
 
 def _attempt_heading(target: Target) -> JsonObject:

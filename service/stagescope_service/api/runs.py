@@ -49,7 +49,7 @@ def attempts(
     attempt `by`.
     """
     target = deps.finder.attempt(run)
-    rows = deps.catalogue.attempts(target.run)
+    rows = deps.catalogue.attempts(target.run, with_fingerprint=True)
     repeated = superseded_steps(rows)
     listed = [{**attempt_row(row), "superseded": repeated[row["number"]]} for row in rows]
     return Answer({"run": target.run, "also_live": target.also_live, **page.cut(listed)})

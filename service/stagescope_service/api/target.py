@@ -117,7 +117,7 @@ class Finder:
     def _run(self, run: str | None) -> str:
         if run is not None:
             check_run_name(run)
-            if self._catalogue.run(run) is None:
+            if not self._catalogue.has_run(run):
                 raise self._no_run(run)
             return run
         training = self._catalogue.training_attempt()

@@ -322,7 +322,7 @@ class Acting:
             return {}
         able = {
             (row["role"], row["rank"])
-            for row in self._catalogue.processes(act.row["attempt_id"])
+            for row in self._catalogue.processes(act.row["attempt_id"], with_hello=True)
             if not row["raw"] and (row["hello"] or {}).get("captures") is not False
         }
         named = [tuple(each) for each in act.row["evidence"]["ranks"]]

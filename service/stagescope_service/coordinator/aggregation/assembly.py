@@ -195,7 +195,8 @@ def begin(catalogue: Catalogue, attempt_id: int, step: int) -> StepParts:
         f"{row['incarnation']}:{row['seq']}": {k: v for k, v in row.items() if k != "summary"}
         for row in rows
     }
-    bitwise = any((row["settings"] or {}).get("expect") == "bitwise" for row in processes)
+    settings = catalogue.settings_with(attempt_id, "expect")
+    bitwise = any(each["expect"] == "bitwise" for each in settings)
     step_parts = StepParts(attempt_id, step, parts, keyed, mark, wall, expects_bitwise=bitwise)
     step_parts.assemble()
     return step_parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import sqlalchemy as sa
@@ -13,6 +14,11 @@ from stagescope_service.store.tables import dumps, findings, losses, payloads, p
 _ALIVE: Final = sa.and_(processes.c.finished_wall.is_(None), processes.c.lapsed_wall.is_(None))
 
 
+_ATTEMPT: Final = [column for column in tables.attempts.columns if column.name != "fingerprint"]
+"""A fingerprint is up to 100 kB of JSON."""
+
+
+@functools.cache
 def _activity() -> sa.Subquery:
     """Select per attempt: when it was last heard, how many processes, how many alive.
 
@@ -40,21 +46,10 @@ def attempts(
     attempt_id: int | None = None,
     number: int | None = None,
     step: int | None = None,
+    with_fingerprint: bool = False,
 ) -> Query:
     """Select attempts, newest first, with `last_wall`, `processes`, `live`."""
-    activity = _activity()
-    query = (
-        sa.select(
-            tables.attempts,
-            sa.func.coalesce(activity.c.last_wall, tables.attempts.c.opened_wall).label(
-                "last_wall"
-            ),
-            sa.func.coalesce(activity.c.processes, 0).label("processes"),
-            _live(activity).label("live"),
-        )
-        .outerjoin(activity, activity.c.attempt_id == tables.attempts.c.attempt_id)
-        .order_by(tables.attempts.c.run, tables.attempts.c.number.desc())
-    )
+    query = _attempts(with_fingerprint=with_fingerprint)
     if run is not None:
         query = query.where(tables.attempts.c.run == run)
     if attempt_id is not None:
@@ -65,6 +60,23 @@ def attempts(
         having = sa.select(tables.steps.c.attempt_id).where(tables.steps.c.step == step)
         query = query.where(tables.attempts.c.attempt_id.in_(having))
     return query
+
+
+@functools.cache
+def _attempts(*, with_fingerprint: bool) -> Query:
+    activity = _activity()
+    return (
+        sa.select(
+            *(tables.attempts.columns if with_fingerprint else _ATTEMPT),
+            sa.func.coalesce(activity.c.last_wall, tables.attempts.c.opened_wall).label(
+                "last_wall"
+            ),
+            sa.func.coalesce(activity.c.processes, 0).label("processes"),
+            _live(activity).label("live"),
+        )
+        .outerjoin(activity, activity.c.attempt_id == tables.attempts.c.attempt_id)
+        .order_by(tables.attempts.c.run, tables.attempts.c.number.desc())
+    )
 
 
 def _live(activity: sa.Subquery) -> sa.ColumnElement[bool]:
@@ -90,6 +102,12 @@ def newest_summary(run: str | None) -> Query:
 
 def runs(run: str | None = None) -> Query:
     """Select runs, last active first, with their newest attempt."""
+    query = _runs()
+    return query if run is None else query.where(tables.runs.c.run == run)
+
+
+@functools.cache
+def _runs() -> Query:
     activity = _activity()
     ranked = (
         sa.select(
@@ -118,7 +136,7 @@ def runs(run: str | None = None) -> Query:
     )
     # A sender whose offset is not known may be ahead: nothing of its began later than it arrived.
     active = sa.func.coalesce(ranked.c.run_heard_wall, _last_begun(ranked.c.attempt_id), last)
-    query = (
+    return (
         sa.select(
             tables.runs,
             sa.func.coalesce(ranked.c.attempts, 0).label("attempts"),
@@ -132,7 +150,6 @@ def runs(run: str | None = None) -> Query:
         .outerjoin(ranked, sa.and_(ranked.c.run == tables.runs.c.run, ranked.c.place == 1))
         .order_by(sa.func.coalesce(active, 0.0).desc(), tables.runs.c.run)
     )
-    return query if run is None else query.where(tables.runs.c.run == run)
 
 
 def _last_begun(attempt_id: sa.ColumnElement[int]) -> sa.ScalarSelect[float]:
@@ -146,13 +163,14 @@ def _last_begun(attempt_id: sa.ColumnElement[int]) -> sa.ScalarSelect[float]:
     )
 
 
+@functools.cache
 def training_attempt() -> Query:
     """Select the attempt whose training stage began last, with that stage's `begin_wall`.
 
     By the service's clock: a sender whose clock lies in the future would be the last for good.
     """
     return (
-        sa.select(tables.attempts, stages.c.begin_wall, stages.c.step)
+        sa.select(*_ATTEMPT, stages.c.begin_wall, stages.c.step)
         .join(stages, stages.c.attempt_id == tables.attempts.c.attempt_id)
         .where(
             # A literal: SQLite takes the partial index only for the same text.

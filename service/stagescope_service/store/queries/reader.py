@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -68,14 +69,24 @@ class Reader:
         order: str,
         limit: int | None = None,
         offset: int = 0,
+        *,
+        without: str = "",
     ) -> list[Row]:
-        table = TABLES[name]
-        by = [
-            table.c[column[1:]].desc() if column.startswith("-") else table.c[column]
-            for column in order.split()
-        ]
-        query = sa.select(table).where(*where).order_by(*by)
+        query = _all_rows(name, order, without).where(*where)
         return self._rows(query.limit(limit).offset(offset) if limit is not None else query)
+
+
+# Most of what a small query costs is to put it together: half of 2 ms.
+@functools.lru_cache(maxsize=256)
+def _all_rows(name: str, order: str, without: str) -> Query:
+    """Select a table's rows by columns (`-name` descending), some of its columns left out."""
+    table, left_out = TABLES[name], without.split()
+    by = [
+        table.c[column[1:]].desc() if column.startswith("-") else table.c[column]
+        for column in order.split()
+    ]
+    chosen = (column for column in table.columns if column.name not in left_out)
+    return sa.select(*chosen).order_by(*by)
 
 
 def conditions(name: str, filters: Mapping[str, object]) -> list[sa.ColumnElement[bool]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import overview
@@ -49,6 +50,10 @@ class RunReads(Reader):
         """
         return self._rows(overview.runs().limit(limit).offset(offset))
 
+    def has_run(self, run: str) -> bool:
+        """Return whether there is a run of this name."""
+        return self._one("runs", run=run) is not None
+
     def run(self, run: str) -> Row | None:
         """Return one run as `runs` does, or None."""
         return self._first(overview.runs(run))
@@ -64,9 +69,21 @@ class RunReads(Reader):
             if row["live"] and (row["last_wall"] or 0.0) >= since
         ]
 
-    def attempts(self, run: str | None = None) -> list[Row]:
-        """Return attempts, newest first, with `last_wall`, `processes` and `live`."""
-        return self._rows(overview.attempts(run))
+    def attempts(self, run: str | None = None, *, with_fingerprint: bool = False) -> list[Row]:
+        """Return attempts, newest first, with `last_wall`, `processes` and `live`.
+
+        Args:
+            run: of this run; None for all.
+            with_fingerprint: with the column `fingerprint`, up to 100 kB of JSON an attempt.
+        """
+        return self._rows(overview.attempts(run, with_fingerprint=with_fingerprint))
+
+    def fingerprint(self, attempt_id: int) -> Json:
+        """Return the fingerprint of an attempt, None where there is none."""
+        table = TABLES["attempts"].c
+        found = self._rows(sa.select(table.fingerprint).where(table.attempt_id == attempt_id))
+        fingerprint: Json = found[0]["fingerprint"] if found else None
+        return fingerprint
 
     def attempt(self, attempt_id: int) -> Row | None:
         """Return one attempt as `attempts` does, or None."""
@@ -166,10 +183,33 @@ class RunReads(Reader):
         return self._page("stages", where, "begin_wall rank", limit, 0)
 
     def processes(
-        self, attempt_id: Filter = None, *, role: Filter = None, rank: Filter = None
+        self,
+        attempt_id: Filter = None,
+        *,
+        role: Filter = None,
+        rank: Filter = None,
+        with_hello: bool = False,
     ) -> list[Row]:
-        """Return the processes of an attempt by role, rank and time: also those that are gone."""
-        return self._page("processes", conditions("processes", locals()), "role rank first_wall")
+        """Return the processes of an attempt by role, rank and time: also those that are gone.
+
+        Args:
+            attempt_id: of this attempt.
+            role: of this role.
+            rank: of this rank.
+            with_hello: with the columns `hello` and `settings`, up to 100 kB of JSON a process.
+        """
+        where = conditions("processes", {"attempt_id": attempt_id, "role": role, "rank": rank})
+        left_out = "" if with_hello else "hello settings"
+        return self._page("processes", where, "role rank first_wall", without=left_out)
+
+    def settings_with(self, attempt_id: int, name: str) -> list[JsonObject]:
+        """Return the settings of those processes of an attempt that reported one of this name."""
+        settings = TABLES["processes"].c.settings
+        where = conditions("processes", {"attempt_id": attempt_id})
+        # By its text first: a trainer's whole configuration takes long to decode.
+        mentioned = sa.type_coerce(settings, sa.Text).contains(f'"{name}"', autoescape=True)
+        rows = self._rows(sa.select(settings).where(*where, mentioned))
+        return [row["settings"] for row in rows if name in row["settings"]]
 
     def timings(self, attempt_id: int, steps: Sequence[int]) -> list[Row]:
         """Return how ranks went through each part of steps; see `stage_timing`."""
