@@ -1,8 +1,8 @@
 """One pass over the model's tokens: cells, histograms, worst tokens, rows.
 
-Tokens are taken in blocks of at most 256 out of one segment; each block becomes a cell (see
-`blocks`), which merges into the segment's cell, and that one into those of its round, its turn,
-its staleness and its row.
+Each segment is processed in blocks of at most 256 tokens; each block becomes a cell (see
+`blocks`), which merges into the segment's cell, which merges into those of its round, turn,
+staleness and row.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ ROW: Final = (
     "over_3", "ratio_0", "ratio_1", "raw_sum", "w_sum", "non_finite",
     "lag1_n", "lag2_n", "ahead_1", "behind_1", "ahead_2", "behind_2",
 )  # fmt: skip
-"""Columns of a row's vector; `raw_sum` and `w_sum` are of weight minus 1. The last six, as a cell
-has them, are NaN in rows that cells of version 1 came with."""
+"""Columns of a row's vector; `raw_sum` and `w_sum` are of weight minus 1. The last six, defined as
+in a cell, are NaN in rows stored beside cells of version 1."""
 ROW_1: Final = 15
-"""Columns of a row beside cells of version 1."""
+"""Columns of a row stored beside cells of version 1."""
 
 _WIDTH: Final = _cell.WIDTH
 _FIRST_MIN: Final = int(AT.D_MIN)
@@ -89,9 +89,9 @@ def _merge_into(cell: Float64, other: Float64) -> None:
 def _offer(
     kept: Float64, ids: Int64, used: int, key: tuple[float, float, float], token: int, segment: int
 ) -> int:
-    """Keep (key, token, segment) if it is among the smallest; the largest kept is at 0.
+    """Keep (key, token, segment) if it is among the K smallest: a heap, the largest kept at 0.
 
-    `kept` float64 [K, 3] holds keys (compared left to right), `ids` int64 [K, 2].
+    `kept` float64 [K, 3] holds the keys (compared left to right), `ids` int64 [K, 2].
     """
     size = kept.shape[0]
     if used == size:
@@ -170,7 +170,7 @@ def _block(
 
 @exact
 def _non_finite(x: float, y: float, cell: Float64) -> None:
-    """Count a token of which p = x or q = y is not finite."""
+    """Count a token with non-finite p = x or q = y."""
     x_bad, y_bad = not math.isfinite(x), not math.isfinite(y)
     if x_bad:
         kind = 0 if x != x else (1 if x > 0 else 2)
@@ -211,7 +211,7 @@ def _edges(
     p_raw: UInt8, p_kind: int, q_raw: UInt8, q_kind: int, start: int, stop: int,
     p: Float64, q: Float64, cell: Float64,
 ) -> None:  # fmt: skip
-    """Count the zeros with which a segment begins and ends, where both streams hold them."""
+    """Count the zeros of both streams with which a segment begins and ends."""
     lead, base = 0, start
     while base < stop and lead == base - start:
         size = BLOCK if stop - base > BLOCK else stop - base
@@ -254,7 +254,7 @@ def accumulate(
     worst: Float64, worst_ids: Int64, odd: Float64, odd_ids: Int64,
     unequal: Float64, unequal_ids: Int64,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Take the whole table over `segments`.
+    """Compute the full table of statistics over `segments`.
 
     Args:
         p_raw, q_raw: uint8 view of the tokens' values, of dtype `p_kind`, `q_kind`.
@@ -267,10 +267,10 @@ def accumulate(
         histograms: uint32 [rounds, 2 * HISTOGRAM_HALF], added to.
         worst, worst_ids, odd, odd_ids: the K smallest keys (-|d|, order, position), and those of
             the non-finite tokens, with (token, segment).
-        unequal, unequal_ids: the same of the tokens whose p and q are finite and differ.
+        unequal, unequal_ids: the same for tokens whose p and q are finite and differ.
 
     Returns:
-        How many of `worst`, `odd` and `unequal` are filled.
+        The number of filled rows of `worst`, `odd` and `unequal`.
     """
     p, q = np.empty(BLOCK), np.empty(BLOCK)
     d, em1, v, exp_q, k3, exp_d = (
@@ -312,7 +312,7 @@ def accumulate(
                                 unequal_used = _offer(
                                     unequal, unequal_ids, unequal_used, key, token, s
                                 )
-                                # Later tokens of the segment lie behind this one.
+                                # Later tokens of the segment sort after this one.
                                 break
                     bound = -worst[0, 0] if worst_used == worst.shape[0] else 0.0
                     if largest >= bound and largest > 0.0:

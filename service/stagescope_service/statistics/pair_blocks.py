@@ -1,7 +1,7 @@
-"""What is taken of one block of pairs of values: short loops over buffers in the first cache.
+"""Statistics of one block of pairs of values: short loops over buffers in the L1 cache.
 
-Values are float64. Blocks whose squares would leave its range are scaled by a power of two, which
-the cell carries.
+Values are float64. Blocks whose squares would overflow or underflow are scaled by a power of two,
+which the cell stores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _kind_of(x: float) -> int:
 def _set_apart(
     x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, cell: Float64
 ) -> int:
-    """Count the pairs that are not finite on both sides, and keep the others."""
+    """Count the pairs with a non-finite side, and keep the others."""
     kept = 0
     for i in range(n):
         if math.isfinite(x[i]) and math.isfinite(y[i]):
@@ -60,15 +60,14 @@ def _set_apart(
     return kept
 
 
-# Each loop has few sums: one that takes them all at once does not run in vector lanes.
+# Each loop has few sums: one loop over all of them does not vectorize.
 
 
 def _range_of_bits(word: type[Word]) -> Callable[[npt.NDArray[Word], int], tuple[Word, Word]]:
     """Make a function (bits of floats, n) -> bits of the lowest and of the highest.
 
-    Bits of floats sort as integers once those of negative ones are turned around; NaN lies beyond
-    the infinities, so that it shows. Of integers such loops run in vector lanes, of floats they
-    do not.
+    Bits of floats sort as integers once those of negative ones are inverted; NaN sorts beyond the
+    infinities, so it is detected. Such loops vectorize for integers, not for floats.
     """
     sign, magnitude = word(np.dtype(word).itemsize * 8 - 1), np.iinfo(word).max
 
@@ -92,14 +91,14 @@ _range_of_64: Final = _range_of_bits(np.int64)
 
 @exact
 def _range(x: Float64, n: int) -> tuple[float, float]:
-    """The lowest and the highest of float64; not finite where any value is not."""
+    """The lowest and the highest of float64 values; non-finite if any value is."""
     low, high = _range_of_64(x.view(np.int64), n)
     return np.int64(low).view(np.float64), np.int64(high).view(np.float64)
 
 
 @exact
 def _range_of_single(x: Float32, n: int) -> tuple[float, float]:
-    """`_range` of float32."""
+    """`_range` for float32."""
     low, high = _range_of_32(x.view(np.int32), n)
     return (
         np.float64(np.int32(low).view(np.float32)),
@@ -109,7 +108,7 @@ def _range_of_single(x: Float32, n: int) -> tuple[float, float]:
 
 @exact
 def _largest(d: Float64, n: int) -> float:
-    """The largest |d|, by its bits."""
+    """The largest |d|, compared by bits."""
     bits, high = d.view(np.int64), np.int64(0)
     for i in range(n):
         size = bits[i] & _MAGNITUDE
@@ -205,7 +204,7 @@ def _count_over(x: Float64, y: Float64, d: Float64, n: int, atol: float, rtol: f
 def _over(
     x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, rule: Float64, cell: Float64
 ) -> None:
-    """Count what is over the tolerance and find the first."""
+    """Count the pairs over the tolerance and find the first."""
     atol, rtol = math.ldexp(rule[0], -int(cell[AT.EXPONENT])), rule[1]
     if cell[AT.D_ABS_MAX] <= atol:
         return
@@ -221,7 +220,7 @@ def _over(
 
 @exact
 def _places(d: Float64, at: Int64, n: int, base: int, highest: float, cell: Float64) -> None:
-    """Find the first unequal pair, and the largest |d| where it may be the largest of all."""
+    """Find the first unequal pair, and the largest |d| if it may be the largest of all."""
     if cell[AT.D_ABS_MAX] > 0.0:
         i = 0
         while d[i] == 0.0:
@@ -240,9 +239,9 @@ def take_block(
     x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, same: bool, known: bool,
     rule: Float64, highest: float, cell: Float64,
 ) -> None:  # fmt: skip
-    """Take n pairs into an empty cell.
+    """Add n pairs to an empty cell.
 
-    `same`: y is x. `known`: d is there already. `highest`: the largest |d| so far.
+    `same`: y is x. `known`: d is already computed. `highest`: the largest |d| so far.
     """
     cell[AT.PAIRS] = n
     x_low, x_high = _range(x, n)
@@ -299,7 +298,7 @@ def _take_equal(
 
 @exact
 def take_equal_single(x: Float32, n: int, base: int, highest: float, cell: Float64) -> bool:
-    """Take n pairs of equal float32, as they lie; False where some are not finite."""
+    """Add n pairs of equal float32 without widening; False if any is not finite."""
     low, high = _range_of_single(x, n)
     if not (math.isfinite(low) and math.isfinite(high)):
         return False
@@ -312,7 +311,7 @@ def take_equal_single(x: Float32, n: int, base: int, highest: float, cell: Float
 
 @exact
 def take_equal_constant(x: Int64, n: int, base: int, highest: float, cell: Float64) -> bool:
-    """Take n pairs of equal integers where all are the same one, as in a mask; else False."""
+    """Add n pairs of equal integers if all are the same value, as in a mask; else False."""
     low = high = x[0]
     for i in range(n):
         low = x[i] if x[i] < low else low

@@ -1,7 +1,7 @@
-"""One pass over two arrays of values: how far they differ, and where first.
+"""One pass over two arrays of values: their differences, and the first differing location.
 
-Values are taken in blocks out of one row; each block becomes a cell, which merges into
-the cell of all values.
+Each row is processed in blocks; each block becomes a cell, which merges into the cell of all
+values.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def accumulate_pairs(
 
     Args:
         x_raw, y_raw: uint8 views of the values, of dtype `KINDS[kind]`.
-        mask: uint8, one a value: 1 = it counts, 0 = it does not; of length 0: all count.
+        mask: uint8, one per value: 1 = counted, 0 = ignored; if empty, all count.
         offsets: int64 [rows + 1]: row r is `offsets[r]:offsets[r + 1]`.
         rule: float64 [2], atol and rtol of `OVER`.
         rows: float64 [rows, len(ROW)], written.
@@ -120,9 +120,9 @@ def accumulate_pairs(
 
 @entry(numba.void(array_type(numba.float64, 2), array_type(numba.float64)))
 def merge_cells(cells: Float64, cell: Float64) -> None:
-    """Write the cell of the values of all of `cells`, float64 [any number, WIDTH].
+    """Merge `cells`, float64 [n, WIDTH], into `cell`.
 
-    They may be rescaled.
+    `cells` may be rescaled in place.
     """
     empty(cell)
     for each in range(cells.shape[0]):

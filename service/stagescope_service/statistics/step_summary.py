@@ -1,16 +1,16 @@
 """The summary of a step: the parts of one stage merged so that every token counts once.
 
-Where parts carry sample ids, a token is (sample, position), and what counted before does not count
-again: not a replica, not a second epoch, not the driver's copy of what the ranks hold. Rows that
-share an id and are of different samples are told apart (`identity`). A part that repeats only some
-tokens is named in `StepSummary.restate`; the caller computes its statistics again with
-`skip_of(...)` and assembles again. Without ids the layout decides: of the ranks that hold the same
-rows (data_rank, else dp and cp rank) the one with tp 0 and the last pp counts, in the lowest epoch.
+If parts carry sample ids, a token is (sample, position) and counts once: replicas, later epochs
+and the driver's copy of the ranks' rows are left out. Rows of different samples that share an id
+are distinguished (`identity`). A part that repeats only some tokens is listed in
+`StepSummary.restate`; the caller recomputes its statistics with `skip_of(...)` and assembles again.
+Without ids the layout decides: of the ranks that hold the same rows (data_rank, else dp and cp
+rank) the one with tp 0 and the last pp counts, in the lowest epoch.
 
-Which of several equal parts counts depends on (epoch, occurrence, minibatch, microbatch, role,
-rank) alone, never on the order of arrival; roles of `schema.ROLES` come before others (a driver).
+The choice among equal parts depends only on (epoch, occurrence, minibatch, microbatch, role,
+rank), never on the order of arrival; roles of `schema.ROLES` come before others (a driver).
 
-On every step: tokens that count + tokens left out with a reason = tokens sent (`StepSummary.sent`).
+For every step: counted tokens + tokens left out with a reason = tokens sent (`StepSummary.sent`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KIND: Final = "whole"
 """The name of a step summary in stored files."""
 
 ELSEWHERE: Final = (REPLICA, REPEATED, OTHER_ROLE, LATER_EPOCH)
-"""Why tokens are left out that count elsewhere."""
+"""The reason for leaving out tokens that count elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +55,19 @@ class StepSummary:
     """A step's statistics, from one stage.
 
     Attributes:
-        stage: The stage that it is taken from.
+        stage: The stage of its parts.
         summary: The merged summary; `publish(step.summary)` names its numbers.
         ranks: Each rank's own cell, by (role, rank).
         counted: Keys of the parts that counted.
         left_out: Key -> why it did not count.
-        tokens_left_out: Reason -> tokens under the mask that do not count for it.
-        sent: Tokens under the mask of all parts; None where an earlier release wrote it.
-        contradictions: Ids that name several samples, which count each for itself.
+        tokens_left_out: Reason -> number of tokens under the mask that it excludes.
+        sent: Tokens under the mask of all parts; None if written by an earlier release.
+        contradictions: Ids that name several samples, each of which counts.
         differing: (key, key of the counted replica) of replicas whose numbers differ.
         restate: Parts to recompute; until then their tokens are missing.
         restate_ranks: The same for the numbers of single ranks; stored nowhere.
-        fragmented: Sequences in pieces without an offset: their sequence and round values
-            describe the pieces.
+        fragmented: Number of sequences in pieces without an offset: their sequence and round
+            values describe the pieces.
     """
 
     stage: str
@@ -90,18 +90,18 @@ class StepSummary:
 
     @property
     def duplicates(self) -> int:
-        """Tokens that were left out since they counted elsewhere."""
+        """Number of tokens that were left out because they count elsewhere."""
         return sum(self.tokens_left_out.get(why, 0) for why in ELSEWHERE)
 
     @property
     def unaccounted(self) -> int | None:
-        """Tokens sent that neither count nor are left out with a reason; other than 0 is a bug."""
+        """Tokens sent that neither count nor are left out with a reason; non-zero is a bug."""
         if self.sent is None:
             return None
         return self.sent - self.total.masked - sum(self.tokens_left_out.values())
 
     def besides(self, tokens: Mapping[str, int]) -> StepSummary:
-        """Return the same with tokens that were sent and are in no part, by reason."""
+        """Return a copy that includes tokens that were sent but are in no part, by reason."""
         if self.sent is None or not tokens:
             return self
         left_out = dict(Counter(self.tokens_left_out) + Counter(tokens))
@@ -141,10 +141,10 @@ class StepSummary:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StepSummary:
-        """Read what `to_bytes` wrote.
+        """Read bytes written by `to_bytes`; they are untrusted.
 
         Raises:
-            InvalidInput: not such bytes, or of another version; nothing in them is trusted.
+            InvalidInput: malformed bytes, or another version.
         """
         arrays, document = codec.load(data, _KIND, codec.VERSION)
         try:
@@ -190,14 +190,14 @@ def assemble(
     pairs: Sequence[tuple[str, str]] = MISMATCH_PAIRS,
     unavailable: Collection[str] = (),
 ) -> StepSummary:
-    """Put the parts of one stage together.
+    """Merge the parts of one stage.
 
     Args:
         parts: Parts of a step, of any stages and pairs, in any order.
-        stage: The stage to take; default the first of `schema.WHOLE_STAGES` that is there.
-        pairs: Which pair to take, in order of preference; `[NOISE_PAIR]` for the noise floor.
-        unavailable: Keys of parts that cannot be recomputed: where only some of their tokens are
-            new, others count first.
+        stage: The stage to use; default the first of `schema.WHOLE_STAGES` that has parts.
+        pairs: The pairs to use, in order of preference; `[NOISE_PAIR]` for the noise floor.
+        unavailable: Keys of parts that cannot be recomputed: if only some of their tokens are
+            new, other parts count first.
 
     Raises:
         InvalidInput: no part has such a pair.
@@ -247,7 +247,7 @@ def skip_of(batch: TokenBatch, skips: Sequence[tuple[int, int, int]]) -> npt.NDA
 
 
 def _counted(record: PartRecord, identities: Identities) -> Summary:
-    """Return what a part adds to the step, under the names that its samples count under."""
+    """Return a part's contribution to the step, under the names of its resolved samples."""
     renamed = identities.renamed(record.key, record.summary)
     nothing = np.empty((0, 3), np.int64)
     # The data that distinguishes samples is no longer needed.
@@ -264,13 +264,13 @@ def _sent(record: PartRecord) -> int:
 
 def _tokens_left_out(document: codec.Document) -> dict[str, int]:
     known = document.get("tokens_left_out")
-    if known is None:  # an earlier release knew one reason
+    if known is None:  # an earlier release had one reason only
         known = {REPEATED: document["duplicates"]} if document["duplicates"] else {}
     return {str(why): int(tokens) for why, tokens in known.items()}
 
 
 class _TokenAccounting:
-    """Decides, record by record in the fixed order, what counts."""
+    """Decides which records count, one by one in the fixed order."""
 
     def __init__(self, main_role: str, identities: Identities) -> None:
         self._main_role = main_role
@@ -291,7 +291,7 @@ class _TokenAccounting:
         handed = record.handed or record.summary
         self.tokens_left_out.update(handed.left_out)
         if not len(handed.sequences):
-            # Rows without a model token name no sample: the layout tells replicas apart.
+            # Rows without a model token have no sample: replicas are identified by layout.
             holder = self._holders.setdefault((*record.group, record.part), record)
             if holder is record and record.part.epoch == 0:
                 self.counted.append(record)
@@ -323,7 +323,7 @@ class _TokenAccounting:
             self.differing.append((record.key, other))
 
     def _other_numbers(self, record: PartRecord) -> str | None:
-        """Note a record's samples; name a part of the same pass that has other numbers for one."""
+        """Register a record's samples; return a part of the same pass with other numbers."""
         summary, part = record.handed or record.summary, record.part
         places = self._identities.places_of(record.key, summary)
         cover = summary.sequences.cover
@@ -339,7 +339,7 @@ class _TokenAccounting:
 
     def _by_sample(self, record: PartRecord) -> tuple[str | None, Claim | None]:
         if self._identities.contradictions and record.role not in (self._main_role, *ROLES):
-            # A driver's ids cannot be those of ranks that do not agree on them.
+            # A driver's ids cannot match those of ranks that contradict each other.
             return OTHER_ROLE, None
         handed = record.handed or record.summary
         places = self._identities.places_of(record.key, handed)
@@ -369,7 +369,7 @@ class _TokenAccounting:
 def _choose(
     parts: Sequence[PartRecord], stage: str | None, pairs: Sequence[tuple[str, str]]
 ) -> tuple[str, list[PartRecord], list[PartRecord]]:
-    """Return the stage, its parts that have the pair to take, and those that have another only."""
+    """Return the stage, its parts that have the chosen pair, and those with another pair only."""
     usable = [record for record in parts if record.summary.pair in pairs]
     there = {record.stage for record in usable}
     order = [name for name in STEP_SUMMARY_STAGES if name in there] + sorted(
@@ -391,10 +391,10 @@ def _choose(
 
 
 def _repeated(claim: Claim, handed: Summary, counted: Summary) -> int:
-    """Return how many of a counted part's tokens count elsewhere."""
+    """Return the number of a counted part's tokens that count elsewhere."""
     cover = handed.sequences.cover
     if int((cover[:, 2] - cover[:, 1]).sum()) != handed.total.masked:
-        # Of a mask that flickers not every stretch is kept.
+        # A mask with very many short stretches does not keep all of them.
         return handed.total.masked - counted.total.masked
     return claim.repeated
 
