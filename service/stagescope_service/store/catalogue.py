@@ -18,17 +18,17 @@ from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect, migrate
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import overview
-from stagescope_service.store.queries.files import FileReads
+from stagescope_service.store.queries.files import FileQueries
 from stagescope_service.store.queries.findings import FindingQueries
 from stagescope_service.store.queries.measurements import MeasurementQueries
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
-from stagescope_service.store.queries.runs import RunReads
-from stagescope_service.store.queries.weights import WeightReads
+from stagescope_service.store.queries.runs import RunQueries
+from stagescope_service.store.queries.weights import WeightQueries
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.tables import TABLES
 
 
-class CaptureReads(Reader):
+class CaptureQueries(Reader):
     """Queries for captures, dumps and operators."""
 
     def captures(self, *, run: Filter = None, state: Filter = None) -> list[Row]:
@@ -99,7 +99,9 @@ class CaptureReads(Reader):
         return [row["step"] for row in found]
 
 
-class Catalogue(RunReads, MeasurementQueries, WeightReads, CaptureReads, FindingQueries, FileReads):
+class Catalogue(
+    RunQueries, MeasurementQueries, WeightQueries, CaptureQueries, FindingQueries, FileQueries
+):
     """Read the catalogue at `url` (the URL that `SqlStore` writes).
 
     The queries are in `queries`, one file per noun; those about the service itself are here.

@@ -1,4 +1,4 @@
-"""What a firing reports: which rank, stage, round and token, and with which numbers."""
+"""The evidence of a firing: its rank, stage, round and token, and the numbers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Row = dict[str, Any]
 RoleRank = tuple[str, int]
 
 LISTED: Final = 10
-"""Series that evidence lists; it says how many there are."""
+"""Maximum series that evidence lists; it also has their total number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """Where and what a rule fired on; unknown is None.
+    """The location and numbers of a firing; unknown is None.
 
-    `ranks` are the (role, rank) whose own numbers are the worst there, the worst first. `affected`
-    are those that the firing is about; where they are several and none is worse than another (all
-    have a NaN, all are missing), `rank` is None.
+    `ranks` are the (role, rank) with the worst own numbers, the worst first. `affected` are those
+    that the firing concerns; if there are several and none is worse than another (all have a NaN,
+    all are missing), `rank` is None.
     """
 
     message: str
@@ -45,12 +45,12 @@ class Evidence:
     ranks: tuple[RoleRank, ...]
     affected: tuple[RoleRank, ...]
     cause: Row | None = None
-    """`name` and `text` of why the streams of this rank cannot be compared; None: unknown."""
+    """`name` and `text` of why this rank's streams cannot be compared; None if unknown."""
     scalars: tuple[Row, ...] = ()
-    """Scalars that are not finite, in the order in which they were logged; the first `LISTED`."""
+    """Non-finite scalars in the order of their logging; the first `LISTED`."""
 
     def evidence(self) -> Row:
-        """Return the numbers with what they are of."""
+        """Return the numbers with their location."""
         found = {**self.numbers, "token": self.token}
         found["affected"] = [list(each) for each in self.affected]
         found |= {} if self.cause is None else {"cause": self.cause}
@@ -61,10 +61,10 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
     """Describe a firing: its message and numbers.
 
     Args:
-        rule: that fired.
-        firing: at this step, with at least one hit.
-        facts: of the step.
-        processes: rows of the attempt's processes, to find the rank that handed a token over.
+        rule: the rule that fired.
+        firing: its firing, with at least one hit.
+        facts: the facts of the step.
+        processes: rows of the attempt's processes, to find the rank that recorded a token.
     """
     worst = firing.hits[0]
     series = worst.series
@@ -104,11 +104,11 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
 def _cause(
     rule: Rule, firing: Firing, step_summary: StepSummary | None, role: str | None, rank: int | None
 ) -> Row | None:
-    """Return why the streams of a rank cannot be compared, where its own tokens say it."""
+    """Return why a rank's streams cannot be compared, if its own tokens show a cause."""
     if step_summary is None or rule.of_scalars or rule.of_stages:
         return None
     if names.is_nonfinite(firing.hits[0].series.metric):
-        return None  # a count of what is there, whatever the streams are
+        return None  # a count, independent of whether the streams are comparable
     own = [row for row in step_summary.ranks if (row.role, row.rank) == (role, rank)]
     found = causes_of_ranks(step_summary.summary, own)
     return {"name": found[0].check.name, "text": found[0].alone} if found else None
@@ -136,7 +136,7 @@ def _hit(hit: Hit) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Message:
-    """Formats the message of a firing: where the rule fired, and on what."""
+    """Formats the message of a firing: the location and the numbers."""
 
     step: int
     stage: str | None
@@ -154,7 +154,7 @@ class _Message:
         text = f"{worst.series.metric} is {worst.value:.6g}"
         if worst.series.metric == names.MISSING_RANKS and worst.series.rank is not None:
             text = f"{worst.series.metric} is {len(self.affected)}"
-        elif self.rank is None and worst.series.rank is not None:  # of the worst of several ranks
+        elif self.rank is None and worst.series.rank is not None:  # of the worst rank
             text = f"{worst.series.metric} is up to {worst.value:.6g} a rank"
         text += f" ({', '.join(against)})" if against else ""
         text += self._where()
@@ -212,7 +212,7 @@ def _distinct(places: Iterable[tuple[str | None, int | None]]) -> tuple[RoleRank
 
 
 def _one_of(affected: Sequence[RoleRank], series: Series) -> tuple[str | None, int | None]:
-    """Return the one (role, rank) that a firing is about; of several only their common role."""
+    """Return the single (role, rank) of a firing; for several only their common role."""
     if series.rank is not None and (len(affected) == 1 or not _is_count(series.metric)):
         return series.role, series.rank
     if len(affected) == 1:
@@ -222,7 +222,7 @@ def _one_of(affected: Sequence[RoleRank], series: Series) -> tuple[str | None, i
 
 
 def _is_count(metric: str) -> bool:
-    """Return whether ranks that have it are all the same bad, and none is the worst."""
+    """Return whether all ranks with the metric are equally affected, so that none is the worst."""
     return (
         metric == names.MISSING_RANKS
         or names.is_nonfinite(metric)
@@ -233,7 +233,7 @@ def _is_count(metric: str) -> bool:
 def _affected(
     firing: Firing, step_summary: StepSummary | None, token: Row | None
 ) -> tuple[RoleRank, ...]:
-    """Return the ranks on which what fired holds, according to their own numbers."""
+    """Return the ranks whose own numbers meet the condition that fired."""
     of_ranks = _distinct((hit.series.role, hit.series.rank) for hit in firing.hits)
     if of_ranks:
         return of_ranks
@@ -250,7 +250,7 @@ def _affected(
 
 
 def _scalars(rule: Rule, firing: Firing, facts: Facts) -> list[Row]:
-    """Return the scalars that a firing is about."""
+    """Return the scalars of a firing."""
     hits = {hit.series for hit in firing.hits}
     rows = bad_scalars(rule, facts)
     return [dict(row) for row in rows if scalar_series(rule, row) in hits]
@@ -262,7 +262,7 @@ def _scalar(row: Row) -> Row:
 
 
 def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[RoleRank, ...]]:
-    """Return the stage and ranks that a metric of stage events is about."""
+    """Return the stage and ranks of a firing on a metric of stage events."""
     series = firing.hits[0].series
     if series.metric == names.MISSING_RANKS and series.rank is not None:
         of_hits = (hit.series for hit in firing.hits if hit.series.stage == series.stage)
@@ -284,7 +284,7 @@ def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[Ro
 
 
 def _lasting(firing: Firing) -> str:
-    """Say which series a firing names that an earlier one named: they are no news."""
+    """Describe the series of a firing that an earlier one already reported."""
     by_metric: dict[str, list[Series]] = {}
     for hit in firing.lasting:
         metric = hit.series.metric.removeprefix(names.NONFINITE_SCALAR)
@@ -303,9 +303,9 @@ def _lasting(firing: Firing) -> str:
 def _token(
     rule: Rule, firing: Firing, step_summary: StepSummary, processes: Iterable[Row]
 ) -> Row | None:
-    """Return the worst token of the first series that fired of which the summary kept one.
+    """Return the worst token of the first series with one in the summary.
 
-    Of ranks that hold the same rows it keeps those of one.
+    For ranks that hold the same rows the summary has the tokens of one.
     """
     worst = firing.hits[0]
     places = {row["incarnation"]: (row["role"], row["rank"]) for row in processes}
@@ -365,7 +365,7 @@ def _worst_ranks(
     ordered = sorted(
         rows,
         key=lambda row: (
-            row.cell.tokens - row.cell.masked,  # most tokens that are not finite
+            row.cell.tokens - row.cell.masked,  # the most non-finite tokens first
             -row.cell.abs_max if math.isfinite(row.cell.abs_max) else 0.0,
             row.role,
             row.rank,

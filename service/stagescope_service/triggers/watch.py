@@ -1,16 +1,16 @@
 """The state machine of rules over the steps of one run: which steps fire which rules.
 
-Pure, and a function of the steps alone: whatever the order in which their steps are aggregated, and
-however often, the firings that stand in the end are the same (within the last `REACH` steps; a
-step that comes later than so many others is not looked at).
+Pure, and a function of the steps alone: the final firings do not depend on the order in which steps
+are aggregated, or how often (within the last `REACH` steps; a step that arrives after as many newer
+ones is not evaluated).
 
-A rule cools down by series: a firing names every series that held, and none of these is news for
-`cooldown` steps; one that was not named fires at once. What costs (`acts`) follows of a rule at
-most once in so many steps, whichever series hold: a NaN that spreads from rank to rank is named
-on each, and orders one capture.
+Cooldown is by series: a firing names every series that met the conditions, and these do not fire
+again for `cooldown` steps; any other series fires at once. A rule's costly actions (`acts`) follow
+at most once in as many steps, whichever series fire: a NaN that spreads from rank to rank is
+reported for each, and requests one capture.
 
-A step is looked at behind the steps that the run continued from: attempt 2, resumed at step 5,
-has steps 4, 3, ... of attempt 1 before its own 5.
+The predecessors of a step are those that the run continued from: attempt 2, resumed at step 5, has
+steps 4, 3, ... of attempt 1 before its own 5.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from stagescope_service.triggers.rules import Rule
 from stagescope_service.triggers.series import Series, Values
 
 REACH: Final = 64
-"""Newest steps of a run for which a late or repeated aggregation still counts."""
+"""Number of newest steps of a run for which a late or repeated aggregation counts."""
 _COOLING: Final = 256
-"""Firings of a rule that are looked through for those that it still cools down from."""
+"""Maximum previous firings of a rule that are checked for cooldown."""
 
 
 class At(NamedTuple):
-    """A step of a run, in the order in which the run went."""
+    """A step of a run, sortable in the run's order."""
 
     attempt: int
     step: int
@@ -41,7 +41,7 @@ class At(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """One series that held a rule's conditions: its value, and what it was held against."""
+    """A series that met a rule's conditions: its value and the reference numbers."""
 
     series: Series
     value: float
@@ -50,14 +50,14 @@ class Hit:
 
 @dataclasses.dataclass(frozen=True)
 class Firing:
-    """A rule that fired at a step, or that names other series there than it did.
+    """A firing of a rule at a step: a new one, or one that now names other series.
 
     Attributes:
-        rule: its name.
-        at: which step.
-        hits: the series that are news, the worst first.
-        lasting: those that held too and were named by a firing that the rule cools down from.
-        cools_since: the firing whose actions the rule cools down from; None where its own follow.
+        rule: the rule's name.
+        at: the step.
+        hits: the new series, the worst first.
+        lasting: further series that met the conditions but are cooling down from an earlier firing.
+        cools_since: the firing whose actions are in cooldown; None if the rule's actions follow.
     """
 
     rule: str
@@ -69,10 +69,10 @@ class Firing:
 
 @dataclasses.dataclass(frozen=True)
 class FiringRecord:
-    """What later steps know of a firing.
+    """The record of a firing for later steps.
 
     Attributes:
-        series: those that it named; None where an earlier release did not note them: all.
+        series: the series that it named; None means all (an earlier release did not store them).
         acts: whether its actions followed.
     """
 
@@ -82,14 +82,14 @@ class FiringRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What a step changed: firings that are new or name others, and those that no longer stand."""
+    """The effect of a step: firings that are new or changed, and those that are withdrawn."""
 
     fired: list[Firing]
     withdrawn: list[tuple[str, At]]
 
 
 class _Step:
-    """What is remembered of a step."""
+    """The stored state of a step."""
 
     def __init__(self, values: Mapping[str, Values], fires: bool) -> None:
         self.fires = fires
@@ -98,11 +98,11 @@ class _Step:
 
 
 class Watch:
-    """Holds the rules against the steps of one run.
+    """Evaluates rules on the steps of one run.
 
     Args:
-        rules: in force.
-        fired: (rule, step) -> the firings that stand already.
+        rules: the active rules.
+        fired: (rule, step) -> the existing firings.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class Watch:
         """Evaluate the rules on a step that was aggregated (again).
 
         Args:
-            at: which.
-            values: what each rule sees in it.
-            fires: whether it may fire; a step that closed before the rules were given is history.
+            at: the step.
+            values: the values of each rule in it.
+            fires: whether it may fire; a step that closed before the rules were set is history.
         """
         changes = Changes([], [])
         before = self._steps.get(at)
@@ -152,7 +152,7 @@ class Watch:
         return changes
 
     def _step(self, at: At, values: Mapping[str, Values], fires: bool) -> _Step:
-        """Return a step to remember; what lasts on thousands of ranks is named once."""
+        """Return a step to store; series equal to the previous step's are shared in memory."""
         place = bisect.bisect_left(self._order, at)
         before = self._steps[self._order[place - 1]].values if place else {}
         shared = {name: of_rule.sharing(before.get(name)) for name, of_rule in values.items()}
@@ -191,7 +191,7 @@ class Watch:
                 changes.withdrawn.append((rule.name, at))
 
     def _record(self, rule: str, at: At, record: FiringRecord) -> None:
-        """Note a firing; the series of those that are too old to be looked through are let go."""
+        """Record a firing; drop the series of firings that are too old to be checked."""
         fired = self._fired[rule]
         place = bisect.bisect_left(fired, at)
         if fired[place : place + 1] != [at]:
@@ -205,7 +205,7 @@ class Watch:
             self._records[rule, old] = FiringRecord(frozenset(), self._records[rule, old].acts)
 
     def _behind(self, at: At) -> Iterator[At]:
-        """Yield the steps that the run went through before, the nearest first."""
+        """Yield the preceding steps of the run, the nearest first."""
         reached, left = at.step, HISTORY
         for index in range(bisect.bisect_left(self._order, at) - 1, -1, -1):
             earlier = self._order[index]
@@ -224,7 +224,7 @@ class Watch:
         return rule.when.held(values.values, values.noise, history)
 
     def _row(self, rule: Rule, at: At, series: tuple[Series, ...]) -> Float64 | None:
-        """Return what these series were in a step, None where it has no value of the rule."""
+        """Return the values of these series in a step, None if it has no value of the rule."""
         there = self._steps[at].values[rule.name]
         if not there.series:
             return None
@@ -235,7 +235,7 @@ class Watch:
         return np.array([by_series.get(one, absent) for one in series], np.float64)
 
     def _streak(self, rule: Rule, values: Values, held: Held, behind: list[At]) -> Bool:
-        """Say of each series whether it held in `rule.consecutive` measured steps in a row."""
+        """Return for each series whether it held in `rule.consecutive` measured steps in a row."""
         streak, left = held.holds.copy(), rule.consecutive - 1
         for earlier in behind:
             if not left or not streak.any():
@@ -250,7 +250,7 @@ class Watch:
 
     def _held_at(self, rule: Rule, at: At) -> set[Series]:
         step = self._steps[at]
-        if rule.name not in step.held:  # remembered as history, and not evaluated before
+        if rule.name not in step.held:  # stored as history, and not evaluated before
             behind = list(self._behind(at))
             step.held[rule.name] = self._held(rule, step.values[rule.name], behind)
         there, held = step.values[rule.name], step.held[rule.name]
@@ -259,7 +259,7 @@ class Watch:
     def _news(
         self, rule: Rule, at: At, named: frozenset[Series]
     ) -> tuple[frozenset[Series], At | None]:
-        """Return which series the rule does not cool down from, and from whose actions it does."""
+        """Return which series are not in cooldown, and the firing whose actions are."""
         since: At | None = None
         fired = self._fired[rule.name]
         before = fired[: bisect.bisect_left(fired, at)]
@@ -274,13 +274,13 @@ class Watch:
         return named, since
 
     def _leads(self, earlier: At, at: At) -> bool:
-        """Return whether a step is one that the run went through before, not of a branch left."""
+        """Return whether a step precedes another in the run, and is not of an abandoned branch."""
         begin, end = bisect.bisect_right(self._order, earlier), bisect.bisect_left(self._order, at)
         return all(between.step > earlier.step for between in self._order[begin:end])
 
 
 def _must_report_again(before: FiringRecord, now: FiringRecord) -> bool:
-    """Return whether to report a firing again: it names other series, or its actions follow."""
+    """Return whether to report a firing again: its series changed, or its actions now follow."""
     return (before.series is not None and before.series != now.series) or (
         now.acts and not before.acts
     )
@@ -293,7 +293,7 @@ def _same(before: Mapping[str, Values], values: Mapping[str, Values]) -> bool:
 
 
 def _hits(rule: Rule, values: Values, held: Held, streak: Bool) -> tuple[Hit, ...]:
-    """Return what fired, the worst first: what is not finite, then by size."""
+    """Return the hits, the worst first: non-finite ones, then by magnitude."""
     sign = 1.0 if rule.when.looks_low else -1.0
     found = np.flatnonzero(streak).tolist()
     sizes = np.where(np.isfinite(values.values), sign * values.values, -np.inf)
