@@ -91,12 +91,14 @@ class TokenBatch:
         p, p_dtype, offsets = reader.tokens(p_name, FLOATS)
         q, q_dtype, _ = reader.tokens(q_name, FLOATS, like=(p_name, offsets))
         if "response_mask" not in tensors:
-            meant = [name for name, known in misspelt(tensors) if known == "response_mask"]
+            similar = [
+                name for name, suggestion in misspelt(tensors) if suggestion == "response_mask"
+            ]
             raise InvalidTensor(
                 f"response_mask is missing beside {p_name} and {q_name}",
                 expected=f"response_mask of shape {tensors[p_name][1]}: 1 = model token",
-                advice=f"rename {meant[0]}, which no statistic reads"
-                if meant
+                advice=f"rename {similar[0]}, which no statistic reads"
+                if similar
                 else "record it with the same call",
             )
         mask, mask_dtype, _ = reader.tokens(
@@ -125,12 +127,12 @@ class TokenBatch:
 
 def available_pairs(names: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Return the pairs of `schema.PAIRS` for which a payload has the tensors of both streams."""
-    there = {
+    present = {
         stream
         for stream, name in STREAM_TENSORS.items()
         if name in names or _ALIASES.get(name) in names
     }
-    return tuple(pair for pair in PAIRS if there.issuperset(pair))
+    return tuple(pair for pair in PAIRS if present.issuperset(pair))
 
 
 def mask_bits(mask: Array, dtype: str) -> tuple[Mask, int]:
@@ -153,10 +155,10 @@ def producer_of(meta: Mapping[str, object] | None, stream: str) -> str | None:
 
     It is `streams[stream]["producer"]`, or `producers` by the stream's or its tensor's name.
     """
-    known = meta or {}
-    streams, producers = known.get("streams"), known.get("producers")
-    about = streams.get(stream) if isinstance(streams, Mapping) else None
-    declared = [about.get("producer")] if isinstance(about, Mapping) else []
+    meta = meta or {}
+    streams, producers = meta.get("streams"), meta.get("producers")
+    stream_meta = streams.get(stream) if isinstance(streams, Mapping) else None
+    declared = [stream_meta.get("producer")] if isinstance(stream_meta, Mapping) else []
     if isinstance(producers, Mapping):
         declared += [producers.get(stream), producers.get(STREAM_TENSORS[stream])]
     return next((name for name in declared if isinstance(name, str) and name), None)

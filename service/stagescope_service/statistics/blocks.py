@@ -256,7 +256,7 @@ def lagged(
 
 
 @reduction
-def apart(p: Float64, q: Float64, n: int, out: Float64) -> None:
+def lag_sums(p: Float64, q: Float64, n: int, out: Float64) -> None:
     """Sums of |p - q| at lags 1 and 2 inside the block."""
     ahead = behind = 0.0
     for i in range(n - 1):
@@ -272,7 +272,7 @@ def apart(p: Float64, q: Float64, n: int, out: Float64) -> None:
 
 
 @exact
-def apart_across(p: Float64, q: Float64, n: int, carry: Float64, out: Float64) -> None:
+def lag_sums_across(p: Float64, q: Float64, n: int, carry: Float64, out: Float64) -> None:
     """The same for pairs that span the preceding block. `carry` is (p, q of its last token, the
     number of its tokens in this run: 0, 1 or 2, p, q of the token before the last)."""
     if carry[2] < 1.0:

@@ -148,11 +148,11 @@ def coverage(cell: Cell, p: str, q: str) -> Check:
     }
     if not cell.masked:
         return Check("coverage", "unknown", "the mask covers no token", values)
-    gone = {
+    missing = {
         side: sum(cell[Field[f"{side}_{kind}"]] for kind in ("NAN", "POSINF", "NEGINF"))
         for side in ("P", "Q")
     }
-    zeros = {side: max(cell[Field[f"{side}_LACKS"]] - gone[side], 0.0) for side in gone}
+    zeros = {side: max(cell[Field[f"{side}_LACKS"]] - missing[side], 0.0) for side in missing}
     found = []
     for side, other, stream in (("P", "Q", p), ("Q", "P", q)):
         lacks = cell[Field[f"{side}_LACKS"]]
@@ -164,7 +164,7 @@ def coverage(cell: Cell, p: str, q: str) -> Check:
                 "stream has a value"
             )
     if found:
-        if sum(gone.values()) >= LACKING_SHARE * cell.masked:
+        if sum(missing.values()) >= LACKING_SHARE * cell.masked:
             values["explains"] = 1.0  # non-finite values are in no sum of differences
         text = f"{' and '.join(found)}: the mask covers tokens that it lacks"
         return Check("coverage", "suspect", text, values)
@@ -175,12 +175,12 @@ def _filled(cell: Cell, side: str, zeros: float) -> bool:
     """Return whether the zeros of a stream stand for missing values."""
     if not zeros:
         return False
-    there = cell[Field[f"{side}_LACKS_ABS"]]
-    if math.isnan(there):
+    others_at_zeros = cell[Field[f"{side}_LACKS_ABS"]]
+    if math.isnan(others_at_zeros):
         return True
     others = cell.tokens - zeros
-    rest = abs(cell[Field.Q_SUM if side == "P" else Field.P_SUM]) - there
-    return not others or there / zeros > 0.5 * max(rest, 0.0) / others
+    rest = abs(cell[Field.Q_SUM if side == "P" else Field.P_SUM]) - others_at_zeros
+    return not others or others_at_zeros / zeros > 0.5 * max(rest, 0.0) / others
 
 
 def padding(cell: Cell) -> Check:
@@ -214,10 +214,10 @@ def shifted(cell: Cell, p: str, q: str) -> Check:
     values = {"lag_0": own, **{where: mean for mean, where in others}}
     if cell.tokens < ENOUGH or not others:
         return Check("shifted", "unknown", "too few tokens, or an older record", values)
-    least, where = min(others)
-    if least < SHIFTED_RATIO * own:
+    smallest, where = min(others)
+    if smallest < SHIFTED_RATIO * own:
         text = (
-            f"{p} of a token lies {least:.3g} nats from {q} of the token {where} and {own:.3g} "
+            f"{p} of a token lies {smallest:.3g} nats from {q} of the token {where} and {own:.3g} "
             f"from its own: one stream lies {where} the other"
         )
         return Check("shifted", "suspect", text, values)
@@ -314,20 +314,20 @@ def biased(cell: Cell, p: str, q: str) -> Check:
     if found.tokens < MANY or math.isnan(found.z):
         return Check("calibration", "unknown", "too few tokens that differ", values)
     bias = found.mean - 1.0
-    said = f"the mean of e^({p} - {q}) is {found.mean:.4f}, {abs(found.z):.1f} standard errors "
+    mean = f"the mean of e^({p} - {q}) is {found.mean:.4f}, {abs(found.z):.1f} standard errors "
     if abs(found.z) < CALIBRATION_Z or abs(bias) < CALIBRATION_BIAS:
-        return Check("calibration", "ok", f"{said}from 1", values)
+        return Check("calibration", "ok", f"{mean}from 1", values)
     cut = above > 0.5 if bias < 0 else above < 0.5
     if cut:
         high, low = (q, p) if bias < 0 else (p, q)
         text = (
-            f"{said}from 1, and {high} lies above {low} in {max(above, 1 - above):.0%} of the "
+            f"{mean}from 1, and {high} lies above {low} in {max(above, 1 - above):.0%} of the "
             f"tokens that differ: {high} was renormalised over a cut vocabulary (top-p, top-k, "
             f"min-p), or holds processed log-probs where {low} holds raw ones"
         )
         return Check("renormalised", "suspect", text, values)
     text = (
-        f"{said}from 1: {q} is not the distribution that sampled these tokens (a temperature or a "
+        f"{mean}from 1: {q} is not the distribution that sampled these tokens (a temperature or a "
         "cut that it does not show, another adapter, filled-in values)"
     )
     return Check("calibration", "suspect", text, values)

@@ -147,7 +147,7 @@ class _Checked:
     def get(self, name: str, dtype: type[Scalar], *shape: int | None) -> npt.NDArray[Scalar]:
         array = self._arrays[name]
         fits = array.ndim == len(shape) and all(
-            size is None or size == there for size, there in zip(shape, array.shape, strict=True)
+            size is None or size == actual for size, actual in zip(shape, array.shape, strict=True)
         )
         if array.dtype != np.dtype(dtype) or not fits:
             raise ValueError(f"{name} is {array.dtype} {array.shape}, not {shape}")
@@ -174,15 +174,15 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
     sources = tuple(str(name) for name in document["sources"])
     if len(samples) != count:
         raise ValueError(f"{len(samples)} samples for {count} sequences")
-    place = arrays.get("sequence_rows", np.int64, 2, count)
+    rows = arrays.get("sequence_rows", np.int64, 2, count)
     cover = arrays.get("sequence_cover", np.int64, None, 3)
     _indexes(cover[:, 0], count, "sequence_cover")
     marks = arrays.optional("sequence_marks", np.int64, None, 3)
     _indexes(marks[:, 0], count, "sequence_marks")
     sequences = Sequences(
         samples=tuple(str(sample) for sample in samples),
-        source=_indexes(place[0], len(sources), "source"),
-        row=place[1],
+        source=_indexes(rows[0], len(sources), "source"),
+        row=rows[1],
         placed=arrays.get("sequence_placed", np.uint8, count, 2).astype(bool),
         values=values,
         cover=cover,

@@ -82,17 +82,17 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     pair = summary.pair
     producers = _producers(summary)
     found = [_equal(summary.total, *pair, producers=producers)]
-    found += _of_cell(summary.total, pair, summary.fresh)
+    found += _check_cell(summary.total, pair, summary.fresh)
     found += [_versions(summary)]
-    drifts = _drifts(summary)
+    drifts = _has_stale_tokens(summary)
     if len(ranks) > 1:
         cells = [(f"{row.role} {row.rank}", row.cell) for row in ranks]
-        found += _of_slices("rank", cells, pair, producers, drifts=drifts)
+        found += _check_slices("rank", cells, pair, producers, drifts=drifts)
     rounds = [(str(key), cell) for key, cell in summary.rounds.items()]
     if len(rounds) > 1:
-        found += _of_slices("round", rounds, pair, producers, drifts=drifts)
-    found += _of_samples(summary)
-    return _judged(summary.total, found)
+        found += _check_slices("round", rounds, pair, producers, drifts=drifts)
+    found += _check_samples(summary)
+    return _rank_checks(summary.total, found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +117,12 @@ def causes_of_ranks(
         besides: A cause that is already reported: ranks with it, or with a related check, are
             excluded.
     """
-    drifts, producers = _drifts(summary), _producers(summary)
+    drifts, producers = _has_stale_tokens(summary), _producers(summary)
     found: dict[str, list[tuple[RankRow, Check]]] = {}
     for row in ranks:
-        judged = _judged(row.cell, _of_slice(row.cell, summary.pair, producers, drifts=drifts))
+        judged = _rank_checks(
+            row.cell, _check_slice(row.cell, summary.pair, producers, drifts=drifts)
+        )
         names = {check.name for check in judged.suspects}
         if not names or besides in names or {besides, judged.cause} <= _OF_RATIOS:
             continue
@@ -128,7 +130,7 @@ def causes_of_ranks(
         found.setdefault(check.name, []).append((row, check))
     return tuple(
         RankCause(
-            _together(
+            _combine(
                 "rank", [(f"{row.role} {row.rank}", check) for row, check in where], len(ranks)
             ),
             tuple((row.role, row.rank) for row, _ in where),
@@ -138,7 +140,7 @@ def causes_of_ranks(
     )
 
 
-def _drifts(summary: Summary) -> bool:
+def _has_stale_tokens(summary: Summary) -> bool:
     """Return whether any tokens are stale; only the step summary has cells by staleness."""
     return bool((summary.staleness.keys != 0).any())
 
@@ -152,10 +154,12 @@ def examine_cell(cell: Cell, pair: tuple[str, str], full: Summary | None = None)
         full: The summary that contains its tokens; it holds the streams' producers.
     """
     producers = None if full is None else _producers(full)
-    return _judged(cell, [_equal(cell, *pair, producers=producers), *_of_cell(cell, pair, cell)])
+    return _rank_checks(
+        cell, [_equal(cell, *pair, producers=producers), *_check_cell(cell, pair, cell)]
+    )
 
 
-def _judged(cell: Cell, found: Iterable[Check]) -> Comparability:
+def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
     """Rank the checks; of several with one name, keep the first failed one."""
     by_name: dict[str, Check] = {}
     for check in found:
@@ -200,7 +204,7 @@ def _is_temperature(scaling: Check, cut: Check) -> bool:
     return abs(correlation) > 0.6 or (cut.values["mean"] < 1.0) == (correlation < 0.0)
 
 
-def _of_cell(cell: Cell, pair: tuple[str, str], fresh: Cell) -> list[Check]:
+def _check_cell(cell: Cell, pair: tuple[str, str], fresh: Cell) -> list[Check]:
     checks: tuple[Callable[[Cell, str, str], Check], ...] = (
         constant, probabilities, coverage, shifted, unrelated, rounded,
     )  # fmt: skip
@@ -212,7 +216,7 @@ def _of_cell(cell: Cell, pair: tuple[str, str], fresh: Cell) -> list[Check]:
     ]
 
 
-def _of_slices(
+def _check_slices(
     kind: str,
     cells: Sequence[tuple[str, Cell]],
     pair: tuple[str, str],
@@ -223,23 +227,23 @@ def _of_slices(
     """Check each slice and report the ones that failed."""
     by_name: dict[str, list[tuple[str, Check]]] = {}
     for name, cell in cells:
-        for check in _of_slice(cell, pair, producers, drifts=drifts):
+        for check in _check_slice(cell, pair, producers, drifts=drifts):
             if check.status == "suspect":
                 by_name.setdefault(check.name, []).append((name, check))
-    return [_together(kind, where, len(cells)) for where in by_name.values()]
+    return [_combine(kind, where, len(cells)) for where in by_name.values()]
 
 
-def _of_slice(
+def _check_slice(
     cell: Cell, pair: tuple[str, str], producers: tuple[str, str] | None, *, drifts: bool
 ) -> list[Check]:
     """Run the checks that the tokens of a slice allow."""
-    found = _of_cell(cell, pair, Cell(empty()) if drifts else cell)
+    found = _check_cell(cell, pair, Cell(empty()) if drifts else cell)
     if cell.tokens >= ENOUGH and _all_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
         found.append(_equal(cell, *pair, producers=producers))
     return found
 
 
-def _together(kind: str, where: Sequence[tuple[str, Check]], of: int) -> Check:
+def _combine(kind: str, where: Sequence[tuple[str, Check]], of: int) -> Check:
     """Combine one check's failures in several slices into one."""
     listed = ", ".join(name for name, _ in where[:_LISTED])
     more = ", ..." if len(where) > _LISTED else ""
@@ -248,7 +252,7 @@ def _together(kind: str, where: Sequence[tuple[str, Check]], of: int) -> Check:
     return Check(head.name, "suspect", text, {**head.values, f"{kind}s": len(where)})
 
 
-def _of_samples(summary: Summary) -> list[Check]:
+def _check_samples(summary: Summary) -> list[Check]:
     """Check the alignment of each sample; a mean hides a single misplaced one."""
     keys, values = summary.sequences.by_sample()
     if not len(values):
@@ -297,8 +301,8 @@ def _sample_check(
         return Check(name, "ok" if judged.any() else "unknown", "no sample is out of place")
     listed = ", ".join(names[int(at)] for at in places[:_LISTED])
     more = ", ..." if places.size > _LISTED else ""
-    said = f"in {places.size} of {int(judged.sum())} samples ({listed}{more}): {text}"
-    return Check(name, "suspect", said, {"samples": float(places.size)})
+    message = f"in {places.size} of {int(judged.sum())} samples ({listed}{more}): {text}"
+    return Check(name, "suspect", message, {"samples": float(places.size)})
 
 
 def _all_equal(cell: Cell) -> bool:

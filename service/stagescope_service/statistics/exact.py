@@ -87,20 +87,20 @@ def first_difference(summary: Summary) -> Difference | None:
     non-finite tokens, including those that are finite in neither stream, and older records
     contain no finite unequal token. `unequal_tokens` distinguishes the two cases.
     """
-    odd, sequences, keys = summary.non_finite, summary.sequences, summary.sequences.keys()
+    non_finite, sequences, keys = summary.non_finite, summary.sequences, summary.sequences.keys()
 
     def sort_key(tokens: Tokens, at: int) -> tuple[tuple[str, int, int], int]:
         return keys[int(tokens.sequence[at])], int(tokens.position[at])
 
     known = [(summary.unequal, at) for at in range(min(len(summary.unequal), 1))]
-    one_sided = [(odd, at) for at in range(len(odd)) if _is_one_sided(odd, at)]
+    one_sided = [(non_finite, at) for at in range(len(non_finite)) if _is_one_sided(non_finite, at)]
     if not known and not one_sided:
         return None
     tokens, at = min([*known, *one_sided], key=lambda each: sort_key(*each))
     cell = summary.total
     # The non-finite tokens that were not kept follow all that were.
-    last_kept = max((sort_key(odd, each) for each in range(len(odd))), default=None)
-    is_all_odd = len(one_sided) == _one_sided_tokens(cell)
+    last_kept = max((sort_key(non_finite, each) for each in range(len(non_finite))), default=None)
+    has_all_one_sided = len(one_sided) == _one_sided_tokens(cell)
     is_all_finite = bool(known) or cell.tokens == int(cell[Field.EQUAL])
     before_others = last_kept is not None and sort_key(tokens, at) <= last_kept
     sequence, token_id = int(tokens.sequence[at]), int(tokens.token_id[at])
@@ -113,18 +113,18 @@ def first_difference(summary: Summary) -> Difference | None:
         token_id=None if token_id == UNKNOWN else token_id,
         p=float(tokens.p[at]),
         q=float(tokens.q[at]),
-        is_first=is_all_finite and (is_all_odd or before_others),
+        is_first=is_all_finite and (has_all_one_sided or before_others),
     )
 
 
 def _one_sided_tokens(cell: Cell) -> int:
     """Return the number of tokens that are finite in exactly one stream."""
-    gone = sum(
+    missing = sum(
         int(cell[Field[f"{side}_{kind}"]])
         for side in ("P", "Q")
         for kind in ("NAN", "POSINF", "NEGINF")
     )
-    return max(2 * (cell.masked - cell.tokens) - gone, 0)
+    return max(2 * (cell.masked - cell.tokens) - missing, 0)
 
 
 def _is_one_sided(tokens: Tokens, at: int) -> bool:

@@ -98,18 +98,18 @@ def empty_samples(records: Sequence[PartRecord], identities: Identities) -> tupl
 
     A resampling pass may repeat all rows that have tokens and add one without tokens.
     """
-    known = {sample for record in records for sample in _handed(record).sequences.samples}
+    known = {sample for record in records for sample in record.full_summary.sequences.samples}
     own: dict[object, set[str]] = {}
     for record in records:
         owner = identities.owners.get(owner_of(record))
         if owner is not None:
-            own.setdefault(owner, set()).update(_handed(record).sequences.samples)
+            own.setdefault(owner, set()).update(record.full_summary.sequences.samples)
     found: dict[str, None] = {}
     for record in sorted(records, key=lambda record: record.order):
         owner = identities.owners.get(owner_of(record))
         has_tokens = known if owner is None else own[owner]
         where = "" if owner is None else f" [{record.role} {owner[-1]}]"
-        names = _handed(record).empty_samples
+        names = record.full_summary.empty_samples
         found |= dict.fromkeys(f"{name}{where}" for name in names if name not in has_tokens)
     return tuple(sorted(found))
 
@@ -121,16 +121,16 @@ def resolve(records: Iterable[PartRecord]) -> Identities:
         records: parts of one stage and pair that name their samples.
     """
     ordered = sorted(records, key=lambda record: record.order)
-    times = Counter[str]()
+    counts = Counter[str]()
     for record in ordered:
-        times.update(_handed(record).sequences.samples)
+        counts.update(record.full_summary.sequences.samples)
     by_sample: dict[str, list[_Row]] = {}
     for record in ordered:
         rows = _Rows(record)
         for index, sample in enumerate(rows.samples):
-            if times[sample] > 1:
+            if counts[sample] > 1:
                 by_sample.setdefault(sample, []).append(_Row(rows, index))
-    return _Resolution(by_sample).found()
+    return _Resolution(by_sample).identities()
 
 
 def owner_of(record: PartRecord) -> GroupKey:
@@ -138,15 +138,11 @@ def owner_of(record: PartRecord) -> GroupKey:
     return record.group[:-1]
 
 
-def _handed(record: PartRecord) -> Summary:
-    return record.handed or record.summary
-
-
 class _Rows:
     """The rows of one part with the content that distinguishes samples."""
 
     def __init__(self, record: PartRecord) -> None:
-        summary = _handed(record)
+        summary = record.full_summary
         sequences = summary.sequences
         self.record = record
         self.owner = owner_of(record)
@@ -159,7 +155,7 @@ class _Rows:
         self.cover = sequences.cover[order]
         self.bounds = np.searchsorted(self.cover[:, 0], count).tolist()
         self.marks, self.mark_values = sequences.marks, sequences.mark_values
-        self.known = len(self.marks) > 0
+        self.has_marks = len(self.marks) > 0
         """False for a summary of an earlier release, which cannot distinguish samples."""
         self.mark_bounds = np.searchsorted(self.marks[:, 0], count).tolist()
         stream = summary.pair[1]
@@ -207,22 +203,22 @@ class _Row:
         values = self.rows.mark_values[own].tolist()
         return {at: (token, q) for (_, at, token), q in zip(where, values, strict=True)}
 
-    def agrees(self, other: _Row) -> bool:
+    def has_equal_sums(self, other: _Row) -> bool:
         """Return whether rows with the same runs have equal sums, within tolerance."""
         mine, its = self.rows.values[self.index], other.rows.values[other.index]
         if mine[_NON_FINITE] or its[_NON_FINITE]:
             return True  # sums are over finite tokens only, which may differ in a replica
-        return _near(mine[_Q_SUM], its[_Q_SUM], _tolerance(self, other, int(mine[_N])))
+        return _is_close(mine[_Q_SUM], its[_Q_SUM], _tolerance(self, other, int(mine[_N])))
 
-    def marked(self, other: _Row) -> tuple[int, bool]:
+    def compare_marks(self, other: _Row) -> tuple[int, bool]:
         """Return the number of marks that two rows share, and whether all of them agree."""
-        here, there = self.marks(), other.marks()
-        both = here.keys() & there.keys()
+        own_marks, other_marks = self.marks(), other.marks()
+        both = own_marks.keys() & other_marks.keys()
         for at in both:
-            (token, q), (its_token, its_q) = here[at], there[at]
+            (token, q), (its_token, its_q) = own_marks[at], other_marks[at]
             if UNKNOWN not in (token, its_token) and token != its_token:
                 return len(both), False
-            if not _near(q, its_q, _tolerance(self, other, 1)):
+            if not _is_close(q, its_q, _tolerance(self, other, 1)):
                 return len(both), False
         return len(both), True
 
@@ -234,20 +230,20 @@ def _tolerance(one: _Row, other: _Row, tokens: int) -> tuple[float, float]:
     return 0.0, _SAME_BITS if one.rows.dtypes == other.rows.dtypes else _OTHER_DTYPE
 
 
-def _near(x: float, y: float, bounds: tuple[float, float]) -> bool:
+def _is_close(x: float, y: float, bounds: tuple[float, float]) -> bool:
     if x == y or (x != x and y != y):
         return True
     absolute, relative = bounds
     return bool(abs(x - y) <= absolute + relative * max(abs(x), abs(y)))
 
 
-def _same(one: _Row, other: _Row) -> bool:
+def _are_copies(one: _Row, other: _Row) -> bool:
     """Return whether two rows of one id are copies of each other."""
-    if one.runs != other.runs or not one.agrees(other):
+    if one.runs != other.runs or not one.has_equal_sums(other):
         return False
     if one.first == other.first:
-        return one.marked(other)[1]
-    if one.placed or other.placed or not (one.rows.known and other.rows.known):
+        return one.compare_marks(other)[1]
+    if one.placed or other.placed or not (one.rows.has_marks and other.rows.has_marks):
         return False
     mine, its = one.rows.record, other.rows.record
     # Within one pass a rank's rows at other positions are pieces, however similar.
@@ -258,15 +254,17 @@ def _pass(part: Part) -> tuple[int, int]:
     return part.epoch, part.occurrence
 
 
-def _contradict(one: _Row, other: _Row, *, doubted: bool = False) -> bool:
+def _contradicts(one: _Row, other: _Row, *, doubted: bool = False) -> bool:
     """Return whether two rows of one id, not copies, cannot be pieces of one sample either.
 
     Without evidence either way, a row nested in a larger one counts as a piece of it, unless the
     ids are `doubted` already.
     """
-    if not (one.rows.known and other.rows.known) or not _overlap(one.intervals, other.intervals):
+    if not (one.rows.has_marks and other.rows.has_marks) or not _overlap(
+        one.intervals, other.intervals
+    ):
         return False
-    common, agree = one.marked(other)
+    common, agree = one.compare_marks(other)
     if not agree:
         return True
     if one.runs == other.runs and one.first == other.first:
@@ -309,7 +307,7 @@ class _Resolution:
         """The first row of each content."""
         self._contradicted: dict[str, bool] = {}
         for sample, rows in by_sample.items():
-            self._contradicted[sample] = self._sort(rows)
+            self._contradicted[sample] = self._group_by_content(rows)
         self._owners = {
             row.rows.owner: None
             for sample, rows in by_sample.items()
@@ -319,11 +317,11 @@ class _Resolution:
         self._canonical = self._replicas()
         self._places: dict[str, dict[int, Place]] = {}
 
-    def found(self) -> Identities:
+    def identities(self) -> Identities:
         contradictions = []
         for sample, rows in self._by_sample.items():
             versions = self._versions(sample, rows)
-            self._place(sample, versions)
+            self._assign(sample, versions)
             if self._contradicted[sample] and len(versions) > 1:
                 records = [version.rows[0].rows.record for version in versions]
                 holders = dict.fromkeys((record.role, record.rank) for record in records)
@@ -331,18 +329,18 @@ class _Resolution:
         found = tuple(sorted(contradictions, key=lambda it: it.sample))
         return Identities(self._places, found, self._canonical)
 
-    def _sort(self, rows: Sequence[_Row]) -> bool:
+    def _group_by_content(self, rows: Sequence[_Row]) -> bool:
         """Set each row's content index; return whether two rows contradict each other."""
         contents: dict[tuple[str, bytes], list[int]] = {}
         parts: dict[str, list[_Row]] = {}
         for row in rows:
             part = row.part_of_sample
-            alike = contents.setdefault((part, row.runs), [])
-            found = next((c for c in alike if _same(self._first[c], row)), None)
+            candidates = contents.setdefault((part, row.runs), [])
+            found = next((c for c in candidates if _are_copies(self._first[c], row)), None)
             if found is None:
                 found = len(self._first)
                 self._first.append(row)
-                alike.append(found)
+                candidates.append(found)
                 parts.setdefault(part, []).append(row)
             row.content = found
         return any(_any_contradicts(found) for found in parts.values() if len(found) > 1)
@@ -378,14 +376,14 @@ class _Resolution:
         by_part: dict[tuple[GroupKey, Part | None], _Version] = {}
         for row in rows:
             owner = self._canonical.get(row.rows.owner, row.rows.owner)
-            near = by_part.get((owner, row.part)), by_part.get((owner, None))
+            of_part = by_part.get((owner, row.part)), by_part.get((owner, None))
             version = by_content.get((owner, row.content))
             if version is None and row.rows.owner not in self._owners:
                 version = by_content.get((None, row.content))
             if version is None:
-                version = next((v for v in near if v is not None and self._fits(row, v)), None)
-            if version is None and near[0] is not None and _declared(row, near[0]):
-                version, row.dropped = near[0], True
+                version = next((v for v in of_part if v is not None and self._fits(row, v)), None)
+            if version is None and of_part[0] is not None and _is_declared_replica(row, of_part[0]):
+                version, row.dropped = of_part[0], True
             if version is None:
                 version = _Version(owner, [])
                 versions.append(version)
@@ -402,24 +400,24 @@ class _Resolution:
         contents = {piece.content for piece in version.rows if not piece.dropped}
         pieces = [self._first[content] for content in contents]
         return not any(
-            _contradict(piece, row, doubted=True)
+            _contradicts(piece, row, doubted=True)
             for piece in pieces
             if piece.part_of_sample == row.part_of_sample
         )
 
-    def _place(self, sample: str, versions: Sequence[_Version]) -> None:
-        times = Counter(version.owner for version in versions)
-        taken: set[str] = set()
+    def _assign(self, sample: str, versions: Sequence[_Version]) -> None:
+        counts = Counter(version.owner for version in versions)
+        used: set[str] = set()
         for version in versions:
             name = sample
             if len(versions) > 1:
-                name = unique = _label(sample, version, with_part=times[version.owner] > 1)
+                name = unique = _label(sample, version, with_part=counts[version.owner] > 1)
                 number = 1
-                while unique in taken:
+                while unique in used:
                     number += 1
                     unique = f"{name} #{number}"
                 name = unique
-            taken.add(name)
+            used.add(name)
             for row in version.rows:
                 place = Place(name, self._first[row.content].first - row.first, row.dropped)
                 if place != Place(sample):
@@ -432,13 +430,13 @@ def _any_contradicts(rows: Sequence[_Row]) -> bool:
     reaching: list[tuple[int, _Row]] = []
     for row in sorted(rows, key=lambda row: row.first):
         reaching = [(last, other) for last, other in reaching if last > row.first]
-        if any(_contradict(other, row) for _, other in reaching):
+        if any(_contradicts(other, row) for _, other in reaching):
             return True
         reaching.append((int(row.intervals[:, 1].max(initial=row.first)), row))
     return False
 
 
-def _declared(row: _Row, version: _Version) -> bool:
+def _is_declared_replica(row: _Row, version: _Version) -> bool:
     """Return whether a row's rank is a declared replica of a rank of this sample."""
     mine = row.rows.record
     return any(

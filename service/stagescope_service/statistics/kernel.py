@@ -16,11 +16,11 @@ import numpy as np
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics.blocks import (
     all_finite,
-    apart,
-    apart_across,
     exponentials_of_d,
     exponentials_of_d_wide,
     exponentials_of_q,
+    lag_sums,
+    lag_sums_across,
     lagged,
     larger,
     load,
@@ -86,7 +86,7 @@ def _merge_into(cell: Float64, other: Float64) -> None:
 
 
 @exact
-def _offer(
+def _keep_least(
     kept: Float64, ids: Int64, used: int, key: tuple[float, float, float], token: int, segment: int
 ) -> int:
     """Keep (key, token, segment) if it is among the K smallest: a heap, the largest kept at 0.
@@ -144,8 +144,8 @@ def _block(
     following, preceding = log_prob_sums(p, q, d, n, part)
     lagged(p, q, n, following, 0, carry, part)
     lagged(p, q, n, preceding, 1, carry, part)
-    apart(p, q, n, part)
-    apart_across(p, q, n, carry, part)
+    lag_sums(p, q, n, part)
+    lag_sums_across(p, q, n, carry, part)
     rounding(p, q, n, part)
     if n > 1:
         carry[2], carry[3], carry[4] = 2.0, p[n - 2], q[n - 2]
@@ -251,7 +251,7 @@ def accumulate(
     p_raw: UInt8, p_kind: int, q_raw: UInt8, q_kind: int,
     segments: Int64, slots: Int64, keys: Int64, rule: Float64,
     rounds: Float64, turns: Float64, ages: Float64, rows: Float64, histograms: UInt32,
-    worst: Float64, worst_ids: Int64, odd: Float64, odd_ids: Int64,
+    worst: Float64, worst_ids: Int64, bad: Float64, bad_ids: Int64,
     unequal: Float64, unequal_ids: Int64,
 ) -> tuple[int, int, int]:  # fmt: skip
     """Compute the full table of statistics over `segments`.
@@ -265,12 +265,12 @@ def accumulate(
         rounds, turns, ages: cells, merged into.
         rows: float64 [rows, len(ROW)], added to.
         histograms: uint32 [rounds, 2 * HISTOGRAM_HALF], added to.
-        worst, worst_ids, odd, odd_ids: the K smallest keys (-|d|, order, position), and those of
+        worst, worst_ids, bad, bad_ids: the K smallest keys (-|d|, order, position), and those of
             the non-finite tokens, with (token, segment).
         unequal, unequal_ids: the same for tokens whose p and q are finite and differ.
 
     Returns:
-        The number of filled rows of `worst`, `odd` and `unequal`.
+        The number of filled rows of `worst`, `bad` and `unequal`.
     """
     p, q = np.empty(BLOCK), np.empty(BLOCK)
     d, em1, v, exp_q, k3, exp_d = (
@@ -280,7 +280,7 @@ def accumulate(
     work, carry, slot = (d, em1, v, exp_q, k3, exp_d), np.zeros(5), np.empty(BLOCK, np.int32)
     part = np.empty(_WIDTH)
     cell = np.empty(_WIDTH)
-    worst_used, odd_used, unequal_used = 0, 0, 0
+    worst_used, bad_used, unequal_used = 0, 0, 0
     for s in range(segments.shape[0]):
         start, stop, row = segments[s, 0], segments[s, 1], segments[s, 2]
         counts, order = histograms[slots[s, 0]], float(keys[s, 0])
@@ -309,7 +309,7 @@ def accumulate(
                             if d[k] != 0.0:
                                 token = base + i + k
                                 key = (0.0, order, float(position + token))
-                                unequal_used = _offer(
+                                unequal_used = _keep_least(
                                     unequal, unequal_ids, unequal_used, key, token, s
                                 )
                                 # Later tokens of the segment sort after this one.
@@ -321,7 +321,9 @@ def accumulate(
                             if x >= bound and x > 0.0:
                                 token = base + i + k
                                 key = (-x, order, float(position + token))
-                                worst_used = _offer(worst, worst_ids, worst_used, key, token, s)
+                                worst_used = _keep_least(
+                                    worst, worst_ids, worst_used, key, token, s
+                                )
                                 if worst_used == worst.shape[0]:
                                     bound = -worst[0, 0]
                 if j < size:
@@ -329,7 +331,7 @@ def accumulate(
                     _non_finite(p[j], q[j], cell)
                     carry[2] = 0.0
                     key = (0.0, order, float(position + token))
-                    odd_used = _offer(odd, odd_ids, odd_used, key, token, s)
+                    bad_used = _keep_least(bad, bad_ids, bad_used, key, token, s)
                 i = j + 1
             base += size
         cell[AT.MASKED] = stop - start
@@ -342,4 +344,4 @@ def accumulate(
         if slots[s, 2] >= 0:
             _merge_into(ages[slots[s, 2]], cell)
         _row_add(rows[row], cell)
-    return worst_used, odd_used, unequal_used
+    return worst_used, bad_used, unequal_used

@@ -29,7 +29,7 @@ class Claim:
     fresh: int
 
     @property
-    def everything(self) -> bool:
+    def is_all_repeated(self) -> bool:
         """Whether there is no new token."""
         return self.fresh == 0 and bool(self.skips)
 
@@ -63,26 +63,26 @@ class Ledger:
                 continue
             # Context-parallel parts without an offset all begin at 0.
             part = "" if cp_rank is None or sequences.placed[index, 0] else str(cp_rank)
-            there = self._intervals.setdefault((place.sample, part), [])
-            again = self._add(there, first + place.shift, last + place.shift)
-            fresh += (last - first) - sum(b - a for a, b in again)
-            skips.extend((row, a - place.shift, b - place.shift) for a, b in again)
+            present = self._intervals.setdefault((place.sample, part), [])
+            repeated = self._add(present, first + place.shift, last + place.shift)
+            fresh += (last - first) - sum(b - a for a, b in repeated)
+            skips.extend((row, a - place.shift, b - place.shift) for a, b in repeated)
         return Claim(tuple(skips), fresh)
 
     @staticmethod
-    def _add(there: list[Interval], first: int, last: int) -> list[Interval]:
-        """Add first..last to disjoint intervals; return the stretches of it that were present."""
-        begin = max(0, bisect.bisect_left(there, (first, first)) - 1)
+    def _add(present: list[Interval], first: int, last: int) -> list[Interval]:
+        """Add first..last to disjoint intervals; return the stretches that were present before."""
+        begin = max(0, bisect.bisect_left(present, (first, first)) - 1)
         end = begin
-        again, low, high = [], first, last
-        while end < len(there) and there[end][0] <= last:
-            a, b = there[end]
+        repeated, low, high = [], first, last
+        while end < len(present) and present[end][0] <= last:
+            a, b = present[end]
             if b < first:
                 begin += 1
             else:
                 if max(a, first) < min(b, last):
-                    again.append((max(a, first), min(b, last)))
+                    repeated.append((max(a, first), min(b, last)))
                 low, high = min(low, a), max(high, b)
             end += 1
-        there[begin:end] = [(low, high)]
-        return again
+        present[begin:end] = [(low, high)]
+        return repeated

@@ -32,7 +32,7 @@ def _kind_of(x: float) -> int:
 
 
 @exact
-def _set_apart(
+def _separate_non_finite(
     x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, cell: Float64
 ) -> int:
     """Count the pairs with a non-finite side, and keep the others."""
@@ -201,7 +201,7 @@ def _count_over(x: Float64, y: Float64, d: Float64, n: int, atol: float, rtol: f
 
 
 @exact
-def _over(
+def _count_and_find_over(
     x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, rule: Float64, cell: Float64
 ) -> None:
     """Count the pairs over the tolerance and find the first."""
@@ -219,7 +219,7 @@ def _over(
 
 
 @exact
-def _places(d: Float64, at: Int64, n: int, base: int, highest: float, cell: Float64) -> None:
+def _locate(d: Float64, at: Int64, n: int, base: int, highest: float, cell: Float64) -> None:
     """Find the first unequal pair, and the largest |d| if it may be the largest of all."""
     if cell[AT.D_ABS_MAX] > 0.0:
         i = 0
@@ -235,7 +235,7 @@ def _places(d: Float64, at: Int64, n: int, base: int, highest: float, cell: Floa
 
 
 @exact
-def take_block(
+def add_block(
     x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, same: bool, known: bool,
     rule: Float64, highest: float, cell: Float64,
 ) -> None:  # fmt: skip
@@ -247,7 +247,7 @@ def take_block(
     x_low, x_high = _range(x, n)
     y_low, y_high = (x_low, x_high) if same else _range(y, n)
     if not (math.isfinite(x_high - x_low) and math.isfinite(y_high - y_low)):
-        n = _set_apart(x, y, d, at, n, base, cell)
+        n = _separate_non_finite(x, y, d, at, n, base, cell)
         if n == 0:
             return
         x_low, x_high = _range(x, n)
@@ -272,8 +272,8 @@ def take_block(
             _subtract(x, y, d, n)
     _sums(x, y, d, n, unequal, cell)
     if cell[AT.D_ABS_MAX] > 0.0:
-        _places(d, at, n, base, highest, cell)
-        _over(x, y, d, at, n, base, rule, cell)
+        _locate(d, at, n, base, highest, cell)
+        _count_and_find_over(x, y, d, at, n, base, rule, cell)
     elif highest < 0.0:
         cell[AT.D_ABS_MAX_AT] = base + at[0]
     if cell[AT.EXPONENT] != NO_EXPONENT:
@@ -281,7 +281,7 @@ def take_block(
 
 
 @exact
-def _take_equal(
+def _add_equal(
     low: float, high: float, total: float, second: float, n: int, base: int, highest: float,
     cell: Float64,
 ) -> None:  # fmt: skip
@@ -297,7 +297,7 @@ def _take_equal(
 
 
 @exact
-def take_equal_single(x: Float32, n: int, base: int, highest: float, cell: Float64) -> bool:
+def add_equal_float32(x: Float32, n: int, base: int, highest: float, cell: Float64) -> bool:
     """Add n pairs of equal float32 without widening; False if any is not finite."""
     low, high = _range_of_single(x, n)
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -305,12 +305,12 @@ def take_equal_single(x: Float32, n: int, base: int, highest: float, cell: Float
     count, first = float(n), float(x[0])
     total, squares = _moments(x, n)
     second = larger(squares - total * total / count, 0.0)
-    _take_equal(low, high, total + count * first, second, n, base, highest, cell)
+    _add_equal(low, high, total + count * first, second, n, base, highest, cell)
     return True
 
 
 @exact
-def take_equal_constant(x: Int64, n: int, base: int, highest: float, cell: Float64) -> bool:
+def add_constant(x: Int64, n: int, base: int, highest: float, cell: Float64) -> bool:
     """Add n pairs of equal integers if all are the same value, as in a mask; else False."""
     low = high = x[0]
     for i in range(n):
@@ -318,5 +318,5 @@ def take_equal_constant(x: Int64, n: int, base: int, highest: float, cell: Float
         high = x[i] if x[i] > high else high
     if low == high:
         value = float(low)
-        _take_equal(value, value, n * value, 0.0, n, base, highest, cell)
+        _add_equal(value, value, n * value, 0.0, n, base, highest, cell)
     return bool(low == high)

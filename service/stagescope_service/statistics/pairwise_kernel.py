@@ -16,9 +16,9 @@ from stagescope_service.statistics.blocks import FLOAT32, larger
 from stagescope_service.statistics.cell import Float64, Int64, UInt8
 from stagescope_service.statistics.jit import array_type, entry, input_type
 from stagescope_service.statistics.pair_blocks import (
-    take_block,
-    take_equal_constant,
-    take_equal_single,
+    add_block,
+    add_constant,
+    add_equal_float32,
 )
 from stagescope_service.statistics.pair_cell import AT, WIDTH, empty, merge_into
 from stagescope_service.statistics.pair_values import (
@@ -85,10 +85,10 @@ def accumulate_pairs(
             taken = False
             if equal and kept == n and x_kind == FLOAT32:
                 single = x_raw.view(np.float32)[base : base + n]
-                taken = take_equal_single(single, n, base, highest, part)
+                taken = add_equal_float32(single, n, base, highest, part)
             elif equal and kept == n and x_kind == INT64:
                 wide = x_raw.view(np.int64)[base : base + n]
-                taken = take_equal_constant(wide, n, base, highest, part)
+                taken = add_constant(wide, n, base, highest, part)
             if not taken:
                 widen(x_raw, x_kind, base, x, xi, n)
                 other = x
@@ -104,7 +104,7 @@ def accumulate_pairs(
                         select(y, at, kept)
                         if integers:
                             select(d, at, kept)
-                take_block(x, other, d, at, kept, base, equal, integers, rule, highest, part)
+                add_block(x, other, d, at, kept, base, equal, integers, rule, highest, part)
                 if kept < n or part[AT.FINITE] < kept:
                     for i in range(BLOCK):
                         at[i] = i

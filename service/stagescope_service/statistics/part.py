@@ -45,6 +45,11 @@ class PartRecord:
     ranked: Summary | None = None
 
     @property
+    def full_summary(self) -> Summary:
+        """The summary of the full payload."""
+        return self.handed or self.summary
+
+    @property
     def digest(self) -> str:
         """A hash of the numbers; replicas of the same data have equal ones."""
         return (self.handed or self.summary).digest

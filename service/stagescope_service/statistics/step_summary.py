@@ -202,16 +202,18 @@ def assemble(
     Raises:
         InvalidInput: no part has such a pair.
     """
-    stage, chosen, others = _choose(parts, stage, pairs)
+    stage, chosen, others = _choose_stage_and_pair(parts, stage, pairs)
     main_role = min((record.role for record in chosen), key=role_order)
     identities = resolve(record for record in chosen if record.has_ids)
     accounting = _TokenAccounting(main_role, identities)
     for record in sorted(chosen, key=lambda record: (record.key in unavailable, record.order)):
         accounting.count_once(record)
     if others:
-        accounting.tokens_left_out[OTHER_STREAMS] += sum(map(_sent, others))
+        accounting.tokens_left_out[OTHER_STREAMS] += sum(map(_tokens_sent, others))
     if accounting.counted:
-        summary = Summary.merge([_counted(record, identities) for record in accounting.counted])
+        summary = Summary.merge(
+            [_contribution(record, identities) for record in accounting.counted]
+        )
         summary = dataclasses.replace(summary, empty_samples=empty_samples(chosen, identities))
     else:
         raise InvalidInput("no part of the step counts", expected="at least one new token")
@@ -226,7 +228,7 @@ def assemble(
         differing=tuple(accounting.differing),
         restate=tuple(accounting.restate),
         fragmented=int(summary.sequences.fragmented().sum()),
-        sent=sum(map(_sent, [*chosen, *others])),
+        sent=sum(map(_tokens_sent, [*chosen, *others])),
         contradictions=identities.contradictions,
         restate_ranks=restate_ranks,
     )
@@ -246,7 +248,7 @@ def skip_of(batch: TokenBatch, skips: Sequence[tuple[int, int, int]]) -> npt.NDA
     return skip
 
 
-def _counted(record: PartRecord, identities: Identities) -> Summary:
+def _contribution(record: PartRecord, identities: Identities) -> Summary:
     """Return a part's contribution to the step, under the names of its resolved samples."""
     renamed = identities.renamed(record.key, record.summary)
     nothing = np.empty((0, 3), np.int64)
@@ -257,9 +259,9 @@ def _counted(record: PartRecord, identities: Identities) -> Summary:
     return dataclasses.replace(renamed, sequences=bare).named(record.key)
 
 
-def _sent(record: PartRecord) -> int:
-    handed = record.handed or record.summary
-    return handed.total.masked + sum(handed.left_out.values())
+def _tokens_sent(record: PartRecord) -> int:
+    full = record.full_summary
+    return full.total.masked + sum(full.left_out.values())
 
 
 def _tokens_left_out(document: codec.Document) -> dict[str, int]:
@@ -288,9 +290,9 @@ class _TokenAccounting:
 
     def count_once(self, record: PartRecord) -> None:
         """Count a record, leave it out, or request that it is recomputed."""
-        handed = record.handed or record.summary
-        self.tokens_left_out.update(handed.left_out)
-        if not len(handed.sequences):
+        full = record.full_summary
+        self.tokens_left_out.update(full.left_out)
+        if not len(full.sequences):
             # Rows without a model token have no sample: replicas are identified by layout.
             holder = self._holders.setdefault((*record.group, record.part), record)
             if holder is record and record.part.epoch == 0:
@@ -306,25 +308,25 @@ class _TokenAccounting:
         if why is None:
             self.counted.append(record)
             if claim is not None:
-                self.tokens_left_out[REPEATED] += _repeated(claim, handed, record.summary)
-                self._other_numbers(record)
+                self.tokens_left_out[REPEATED] += _repeated(claim, full, record.summary)
+                self._find_differing_copy(record)
             return
         self.left_out[record.key] = why
-        missing = min(claim.fresh, handed.total.masked) if why == PARTIAL and claim else 0
+        missing = min(claim.fresh, full.total.masked) if why == PARTIAL and claim else 0
         self.tokens_left_out[why] += missing
-        self.tokens_left_out[REPEATED if why == PARTIAL else why] += handed.total.masked - missing
+        self.tokens_left_out[REPEATED if why == PARTIAL else why] += full.total.masked - missing
         if why not in (REPLICA, REPEATED):
             return
         if record.has_ids:
-            other = self._other_numbers(record)
+            other = self._find_differing_copy(record)
         else:
             other = holder.key if holder.digest != record.digest else None
         if other is not None:
             self.differing.append((record.key, other))
 
-    def _other_numbers(self, record: PartRecord) -> str | None:
+    def _find_differing_copy(self, record: PartRecord) -> str | None:
         """Register a record's samples; return a part of the same pass with other numbers."""
-        summary, part = record.handed or record.summary, record.part
+        summary, part = record.full_summary, record.part
         places = self._identities.places_of(record.key, summary)
         cover = summary.sequences.cover
         firsts = cover[np.searchsorted(cover[:, 0], np.arange(len(places))), 1].tolist()
@@ -341,10 +343,10 @@ class _TokenAccounting:
         if self._identities.contradictions and record.role not in (self._main_role, *ROLES):
             # A driver's ids cannot match those of ranks that contradict each other.
             return OTHER_ROLE, None
-        handed = record.handed or record.summary
-        places = self._identities.places_of(record.key, handed)
-        claim = self._ledger.claim(handed, record.cp_rank, places)
-        if claim.everything:
+        full = record.full_summary
+        places = self._identities.places_of(record.key, full)
+        claim = self._ledger.claim(full, record.cp_rank, places)
+        if claim.is_all_repeated:
             held = (*record.group, record.part) in self._holders
             return (REPLICA if held else REPEATED), claim
         if claim.skips and claim.skips != record.skipped:
@@ -366,18 +368,18 @@ class _TokenAccounting:
         return None
 
 
-def _choose(
+def _choose_stage_and_pair(
     parts: Sequence[PartRecord], stage: str | None, pairs: Sequence[tuple[str, str]]
 ) -> tuple[str, list[PartRecord], list[PartRecord]]:
     """Return the stage, its parts that have the chosen pair, and those with another pair only."""
     usable = [record for record in parts if record.summary.pair in pairs]
-    there = {record.stage for record in usable}
-    order = [name for name in STEP_SUMMARY_STAGES if name in there] + sorted(
-        there - set(STEP_SUMMARY_STAGES)
+    stages = {record.stage for record in usable}
+    order = [name for name in STEP_SUMMARY_STAGES if name in stages] + sorted(
+        stages - set(STEP_SUMMARY_STAGES)
     )
     if stage is None and order:
         stage = order[0]
-    if stage is None or stage not in there:
+    if stage is None or stage not in stages:
         raise InvalidInput(
             f"no part of {'any stage' if stage is None else f'stage {stage}'} has both streams",
             expected=f"one of the pairs {list(pairs)}",
@@ -390,12 +392,12 @@ def _choose(
     return stage, chosen, [record for record in of_stage if record.key not in keys]
 
 
-def _repeated(claim: Claim, handed: Summary, counted: Summary) -> int:
+def _repeated(claim: Claim, full: Summary, counted: Summary) -> int:
     """Return the number of a counted part's tokens that count elsewhere."""
-    cover = handed.sequences.cover
-    if int((cover[:, 2] - cover[:, 1]).sum()) != handed.total.masked:
+    cover = full.sequences.cover
+    if int((cover[:, 2] - cover[:, 1]).sum()) != full.total.masked:
         # A mask with very many short stretches does not keep all of them.
-        return handed.total.masked - counted.total.masked
+        return full.total.masked - counted.total.masked
     return claim.repeated
 
 
@@ -412,7 +414,7 @@ def _rank_rows(
         ledger, epoch = Ledger(), min(record.part.epoch for record in own)
         vectors = []
         for record in own:
-            summary = record.ranked or record.handed or record.summary
+            summary = record.ranked or record.full_summary
             if not record.has_ids:
                 if record.part.epoch == epoch:
                     vectors.append(summary.total.vector)
@@ -420,9 +422,9 @@ def _rank_rows(
             places = identities.places_of(record.key, summary)
             own_places = [dataclasses.replace(place, dropped=False) for place in places]
             claim = ledger.claim(summary, record.cp_rank, own_places)
-            if claim.skips and not claim.everything:
+            if claim.skips and not claim.is_all_repeated:
                 restate.append(Recompute(record.key, claim.skips))
-            elif not claim.everything:
+            elif not claim.is_all_repeated:
                 vectors.append(summary.total.vector)
         cell = Cell(cells.merge(np.stack(vectors) if vectors else cells.empty(0)))
         rows.append(

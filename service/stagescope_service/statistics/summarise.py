@@ -85,17 +85,17 @@ def summarise(
     row_values = np.zeros((batch.rows, len(kernel.ROW)))
     counts = np.zeros((len(round_keys), 2 * kernel.HISTOGRAM_HALF), np.uint32)
     worst, worst_ids = _kept(settings.worst)
-    odd, odd_ids = _kept(settings.worst)
+    bad, bad_ids = _kept(settings.worst)
     unequal, unequal_ids = _kept(1)
-    worst_used, odd_used, unequal_used = kernel.accumulate(
+    worst_used, bad_used, unequal_used = kernel.accumulate(
         batch.p.view(np.uint8), _KINDS[batch.p_dtype], batch.q.view(np.uint8),
         _KINDS[batch.q_dtype], table, slots, _keys(batch, table), settings.weight_rule(),
-        round_cells, turn_cells, age_cells, row_values, counts, worst, worst_ids, odd, odd_ids,
+        round_cells, turn_cells, age_cells, row_values, counts, worst, worst_ids, bad, bad_ids,
         unequal, unequal_ids,
     )  # fmt: skip
     sequences, index = _sequences(batch, found, row_values)
     worst_tokens = _tokens(worst_ids[:worst_used], batch, table, index)
-    odd_tokens = _tokens(odd_ids[:odd_used], batch, table, index)
+    bad_tokens = _tokens(bad_ids[:bad_used], batch, table, index)
     first = _tokens(unequal_ids[:unequal_used], batch, table, index)
     ids = batch.sample_ids or ()
     empty_samples = tuple(sorted({ids[row] for row in np.flatnonzero(index < 0)} if ids else ()))
@@ -113,7 +113,7 @@ def summarise(
             counts[filled_round, filled_bucket].astype(np.int64),
         ),
         worst=ordered(worst_tokens, sequences, by_d=True, keep=settings.worst),
-        non_finite=ordered(odd_tokens, sequences, by_d=False, keep=settings.worst),
+        non_finite=ordered(bad_tokens, sequences, by_d=False, keep=settings.worst),
         sequences=sequences,
         sources=(name,),
         empty_samples=empty_samples,

@@ -127,8 +127,8 @@ class Sequences:
         """Merge the fragments of each sample: (keys, values [samples, len(ROW)]), by key."""
         keys = self.keys()
         unique = sorted(set(keys))
-        place = {key: index for index, key in enumerate(unique)}
-        where = np.array([place[key] for key in keys], np.int64)
+        index_of = {key: index for index, key in enumerate(unique)}
+        where = np.array([index_of[key] for key in keys], np.int64)
         merged = np.zeros((len(unique), len(ROW)))
         np.add.at(merged, where, self.values)
         largest = ROW.index("d_abs_max")
