@@ -105,11 +105,11 @@ class When:
         return self.median_ratio is not None or self.z_over is not None
 
     @property
-    def looks_low(self) -> bool:
+    def lower_is_worse(self) -> bool:
         """Whether a smaller value is the worse one."""
         return bool(self.bounds) and self.bounds[0][0] in ("<", "<=")
 
-    def held(self, values: Float64, noise: Float64, history: Float64) -> Held:
+    def evaluate(self, values: Float64, noise: Float64, history: Float64) -> ConditionResult:
         """Evaluate the conditions for each series.
 
         Args:
@@ -132,11 +132,11 @@ class When:
         if self.z_over is not None:
             z = numbers["z_score"] = _z_scores(values, history[-self.z_steps :])
             holds &= np.abs(z) > self.z_over
-        return Held(holds, numbers)
+        return ConditionResult(holds, numbers)
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ConditionResult:
     """The series that meet a rule's conditions, and the reference numbers they were compared to."""
 
     holds: Bool

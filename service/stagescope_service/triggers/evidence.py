@@ -130,8 +130,8 @@ def _numbers(rule: Rule, firing: Firing) -> Row:
 
 
 def _hit(hit: Hit) -> Row:
-    place = {name: value for name, value in hit.series._asdict().items() if value is not None}
-    return {**place, "value": hit.value, **hit.numbers}
+    location = {name: value for name, value in hit.series._asdict().items() if value is not None}
+    return {**location, "value": hit.value, **hit.numbers}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ class _Message:
     def _where(self) -> str:
         text = f" at step {self.step}"
         text += "" if self.stage is None else f", stage {self.stage}"
-        others = [place for place in self.affected if place != (self.role, self.rank)]
+        others = [each for each in self.affected if each != (self.role, self.rank)]
         if self.rank is not None:
             text += f", {self.role} rank {self.rank}"
             text += f" (also {ranks_text(others)})" if others else ""
@@ -187,10 +187,10 @@ class _Message:
         return text
 
 
-def ranks_text(places: Iterable[RoleRank]) -> str:
+def ranks_text(role_ranks: Iterable[RoleRank]) -> str:
     """Name ranks in short: "actor ranks 0-3, 7, critic rank 0"."""
     by_role: dict[str, set[int]] = {}
-    for role, rank in places:
+    for role, rank in role_ranks:
         by_role.setdefault(role, set()).add(rank)
     parts = []
     for role, ranks in by_role.items():
@@ -206,8 +206,8 @@ def ranks_text(places: Iterable[RoleRank]) -> str:
     return ", ".join(parts)
 
 
-def _distinct(places: Iterable[tuple[str | None, int | None]]) -> tuple[RoleRank, ...]:
-    found = dict.fromkeys(places)
+def _distinct(role_ranks: Iterable[tuple[str | None, int | None]]) -> tuple[RoleRank, ...]:
+    found = dict.fromkeys(role_ranks)
     return tuple((role, rank) for role, rank in found if role is not None and rank is not None)
 
 
@@ -243,9 +243,9 @@ def _affected(
         for row in step_summary.ranks:
             published = publish_cell(row.cell, step_summary.summary.pair)
             counts[row.role, row.rank] = sum(published.get(name, 0.0) for name in metrics)
-        bad = [place for place, count in counts.items() if count]
+        bad = [role_rank for role_rank, count in counts.items() if count]
         if bad:
-            return tuple(sorted(bad, key=lambda place: (-counts[place], place)))
+            return tuple(sorted(bad, key=lambda role_rank: (-counts[role_rank], role_rank)))
     return () if token is None else _distinct([(token["role"], token["rank"])])
 
 
@@ -272,14 +272,14 @@ def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[Ro
         if not rows:
             return series.stage, ()
         stage = min(rows, key=lambda row: (row["role"], row["rank"]))["stage"]
-        there = [row for row in rows if row["stage"] == stage]
-        return stage, _distinct(sorted((row["role"], int(row["rank"])) for row in there))
+        of_stage = [row for row in rows if row["stage"] == stage]
+        return stage, _distinct(sorted((row["role"], int(row["rank"])) for row in of_stage))
     timings = {
-        place: seconds
-        for place, seconds in facts.seconds.items()
-        if place[0] == series.stage and series.rank in (None, place[2])
+        key: seconds
+        for key, seconds in facts.seconds.items()
+        if key[0] == series.stage and series.rank in (None, key[2])
     }
-    slowest = max(timings, key=lambda place: (timings[place], place), default=None)
+    slowest = max(timings, key=lambda key: (timings[key], key), default=None)
     return (series.stage, ()) if slowest is None else (slowest[0], (slowest[1:],))
 
 
@@ -291,9 +291,9 @@ def _lasting(firing: Firing) -> str:
         by_metric.setdefault(metric, []).append(hit.series)
     parts = []
     for metric, series in [*by_metric.items()][:LISTED]:
-        places = _distinct((one.role, one.rank) for one in series)
+        role_ranks = _distinct((one.role, one.rank) for one in series)
         rounds = sorted({one.round for one in series if one.round is not None})
-        parts.append(metric + (f" on {ranks_text(places)}" if places else ""))
+        parts.append(metric + (f" on {ranks_text(role_ranks)}" if role_ranks else ""))
         parts[-1] += f" in rounds {', '.join(map(str, rounds[:LISTED]))}" if rounds else ""
         parts[-1] += f" and {len(rounds) - LISTED} more" if len(rounds) > LISTED else ""
     parts += [f"{len(by_metric) - LISTED} more"] if len(by_metric) > LISTED else []
@@ -308,11 +308,11 @@ def _token(
     For ranks that hold the same rows the summary has the tokens of one.
     """
     worst = firing.hits[0]
-    places = {row["incarnation"]: (row["role"], row["rank"]) for row in processes}
+    ranks = {row["incarnation"]: (row["role"], row["rank"]) for row in processes}
     summary = step_summary.summary
     of_non_finite = names.is_nonfinite(worst.series.metric) or rule.when.non_finite
     tokens = summary.non_finite if of_non_finite else summary.worst
-    rows = [_token_row(tokens, at, summary, places) for at in range(len(tokens))]
+    rows = [_token_row(tokens, at, summary, ranks) for at in range(len(tokens))]
     of_hits = (row for hit in firing.hits for row in rows if _is_of(row, hit, summary))
     return next(of_hits, None)
 
@@ -337,12 +337,12 @@ def _kind(value: float) -> str:
 
 
 def _token_row(
-    tokens: Tokens, at: int, summary: Summary, places: Mapping[str, tuple[str, int]]
+    tokens: Tokens, at: int, summary: Summary, processes: Mapping[str, tuple[str, int]]
 ) -> Row:
     sequence = int(tokens.sequence[at])
     sequences = summary.sequences
     source = summary.sources[int(sequences.source[sequence])]
-    role, rank = places.get(incarnation_of(source), (None, None))
+    role, rank = processes.get(incarnation_of(source), (None, None))
     token_id = int(tokens.token_id[at])
     return {
         "sample_uid": sequences.samples[sequence] or None,

@@ -124,8 +124,8 @@ def _add_stages(
     if needs.stages is not None and needs.stages <= summaries.keys():
         return
     parts = _parts(catalogue, attempt_id, step)
-    there = {part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS}
-    wanted = there if needs.stages is None else there & needs.stages
+    present = {part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS}
+    wanted = present if needs.stages is None else present & needs.stages
     for stage in sorted(wanted - summaries.keys()):
         summaries[stage] = assemble(parts, stage=stage)
 

@@ -75,11 +75,11 @@ class Publisher:
     def _measured(self, rule: Rule) -> Iterator[tuple[Series, tuple[float, float]]]:
         for stage, step_summary in self._chosen(rule).items():
             noise = self.facts.noise.get(stage)
-            for place, published in self._published(rule, step_summary):
-                floor = None if noise is None else dict(self._published(rule, noise)).get(place)
+            for slice_key, published in self._published(rule, step_summary):
+                floor = None if noise is None else dict(self._published(rule, noise)).get(slice_key)
                 of_stage = step_summary.stage if rule.by == "stage" else None
                 for metric in _matching(rule.metric, published):
-                    key = Series(metric, of_stage, *place)
+                    key = Series(metric, of_stage, *slice_key)
                     # A pattern's names differ by stream, and the noise floor has different streams.
                     value = np.nan if floor is None else floor.get(metric, np.nan)
                     yield key, (published[metric], value)
@@ -184,9 +184,9 @@ class Publisher:
                 stages.setdefault(row["stage"], set()).add((row["role"], row["rank"]))
         if rule.by == "rank" and stages:
             return {
-                Series(rule.metric, stage, *place): 1.0
+                Series(rule.metric, stage, *rank_key): 1.0
                 for stage, of in stages.items()
-                for place in of
+                for rank_key in of
             }
         if rule.by == "stage" and stages:
             return {Series(rule.metric, stage): float(len(of)) for stage, of in stages.items()}

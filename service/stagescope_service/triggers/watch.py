@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from stagescope_service.triggers.conditions import HISTORY, Bool, Float64, Held
+from stagescope_service.triggers.conditions import HISTORY, Bool, ConditionResult, Float64
 from stagescope_service.triggers.rules import Rule
 from stagescope_service.triggers.series import Series, Values
 
@@ -94,7 +94,7 @@ class _Step:
     def __init__(self, values: Mapping[str, Values], fires: bool) -> None:
         self.fires = fires
         self.values = dict(values)
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, ConditionResult] = {}
 
 
 class Watch:
@@ -136,7 +136,7 @@ class Watch:
         """
         changes = Changes([], [])
         before = self._steps.get(at)
-        if before is not None and _same(before.values, values):
+        if before is not None and _equal_values(before.values, values):
             return changes
         if before is None:
             if len(self._order) >= HISTORY + REACH and at < self._order[-REACH]:
@@ -153,25 +153,25 @@ class Watch:
 
     def _step(self, at: At, values: Mapping[str, Values], fires: bool) -> _Step:
         """Return a step to store; series equal to the previous step's are shared in memory."""
-        place = bisect.bisect_left(self._order, at)
-        before = self._steps[self._order[place - 1]].values if place else {}
-        shared = {name: of_rule.sharing(before.get(name)) for name, of_rule in values.items()}
+        index = bisect.bisect_left(self._order, at)
+        before = self._steps[self._order[index - 1]].values if index else {}
+        shared = {name: new.sharing(before.get(name)) for name, new in values.items()}
         return _Step(shared, fires)
 
     # --- one step -----------------------------------------------------------------------------
     def _evaluate(self, at: At, changes: Changes) -> None:
         step = self._steps[at]
-        behind = list(self._behind(at))
+        preceding = list(self._preceding(at))
         for rule in self._rules:
             values = step.values[rule.name]
-            held = step.held[rule.name] = self._held(rule, values, behind)
-            streak = self._streak(rule, values, held, behind)
+            held = step.held[rule.name] = self._check(rule, values, preceding)
+            streak = self._streak(rule, values, held, preceding)
             if not step.fires:
                 continue
-            named = frozenset(values.series[place] for place in np.flatnonzero(streak).tolist())
-            news, since = self._news(rule, at, named)
+            named = frozenset(values.series[index] for index in np.flatnonzero(streak).tolist())
+            new_series, since = self._not_cooling(rule, at, named)
             before = self._records.get((rule.name, at))
-            if news:
+            if new_series:
                 now = FiringRecord(named, acts=since is None)
                 self._record(rule.name, at, now)
                 if before is None or _must_report_again(before, now):
@@ -180,8 +180,8 @@ class Watch:
                         Firing(
                             rule.name,
                             at,
-                            tuple(hit for hit in hits if hit.series in news),
-                            tuple(hit for hit in hits if hit.series not in news),
+                            tuple(hit for hit in hits if hit.series in new_series),
+                            tuple(hit for hit in hits if hit.series not in new_series),
                             since,
                         )
                     )
@@ -193,10 +193,10 @@ class Watch:
     def _record(self, rule: str, at: At, record: FiringRecord) -> None:
         """Record a firing; drop the series of firings that are too old to be checked."""
         fired = self._fired[rule]
-        place = bisect.bisect_left(fired, at)
-        if fired[place : place + 1] != [at]:
-            fired.insert(place, at)
-        before = self._records[rule, fired[place - 1]] if place else None
+        index = bisect.bisect_left(fired, at)
+        if fired[index : index + 1] != [at]:
+            fired.insert(index, at)
+        before = self._records[rule, fired[index - 1]] if index else None
         if before is not None and before.series == record.series:
             record = dataclasses.replace(record, series=before.series)  # one set for both
         self._records[rule, at] = record
@@ -204,7 +204,7 @@ class Watch:
             old = fired[-_COOLING - REACH - 1]
             self._records[rule, old] = FiringRecord(frozenset(), self._records[rule, old].acts)
 
-    def _behind(self, at: At) -> Iterator[At]:
+    def _preceding(self, at: At) -> Iterator[At]:
         """Yield the preceding steps of the run, the nearest first."""
         reached, left = at.step, HISTORY
         for index in range(bisect.bisect_left(self._order, at) - 1, -1, -1):
@@ -215,48 +215,50 @@ class Watch:
                 if not left:
                     return
 
-    def _held(self, rule: Rule, values: Values, behind: list[At]) -> Held:
+    def _check(self, rule: Rule, values: Values, preceding: list[At]) -> ConditionResult:
         history = np.empty((0, len(values.series)))
         if rule.when.needs_history and values.series:
-            rows = [self._row(rule, earlier, values.series) for earlier in reversed(behind)]
+            rows = [self._row(rule, earlier, values.series) for earlier in reversed(preceding)]
             history = np.array([row for row in rows if row is not None], np.float64)
             history = history.reshape(-1, len(values.series))
-        return rule.when.held(values.values, values.noise, history)
+        return rule.when.evaluate(values.values, values.noise, history)
 
     def _row(self, rule: Rule, at: At, series: tuple[Series, ...]) -> Float64 | None:
         """Return the values of these series in a step, None if it has no value of the rule."""
-        there = self._steps[at].values[rule.name]
-        if not there.series:
+        earlier_values = self._steps[at].values[rule.name]
+        if not earlier_values.series:
             return None
-        if there.series == series:
-            return there.values
-        by_series = dict(zip(there.series, there.values.tolist(), strict=True))
+        if earlier_values.series == series:
+            return earlier_values.values
+        by_series = dict(zip(earlier_values.series, earlier_values.values.tolist(), strict=True))
         absent = 0.0 if rule.lists_only_bad else np.nan
         return np.array([by_series.get(one, absent) for one in series], np.float64)
 
-    def _streak(self, rule: Rule, values: Values, held: Held, behind: list[At]) -> Bool:
+    def _streak(
+        self, rule: Rule, values: Values, held: ConditionResult, preceding: list[At]
+    ) -> Bool:
         """Return for each series whether it held in `rule.consecutive` measured steps in a row."""
         streak, left = held.holds.copy(), rule.consecutive - 1
-        for earlier in behind:
+        for earlier in preceding:
             if not left or not streak.any():
                 break
-            there = self._steps[earlier].values[rule.name]
-            if not there.series:
+            earlier_values = self._steps[earlier].values[rule.name]
+            if not earlier_values.series:
                 continue
-            holding = self._held_at(rule, earlier)
+            holding = self._series_held_at(rule, earlier)
             streak &= np.array([one in holding for one in values.series], bool)
             left -= 1
         return streak if not left else np.zeros_like(streak)
 
-    def _held_at(self, rule: Rule, at: At) -> set[Series]:
+    def _series_held_at(self, rule: Rule, at: At) -> set[Series]:
         step = self._steps[at]
         if rule.name not in step.held:  # stored as history, and not evaluated before
-            behind = list(self._behind(at))
-            step.held[rule.name] = self._held(rule, step.values[rule.name], behind)
-        there, held = step.values[rule.name], step.held[rule.name]
-        return {one for one, holds in zip(there.series, held.holds, strict=True) if holds}
+            preceding = list(self._preceding(at))
+            step.held[rule.name] = self._check(rule, step.values[rule.name], preceding)
+        earlier_values, held = step.values[rule.name], step.held[rule.name]
+        return {one for one, holds in zip(earlier_values.series, held.holds, strict=True) if holds}
 
-    def _news(
+    def _not_cooling(
         self, rule: Rule, at: At, named: frozenset[Series]
     ) -> tuple[frozenset[Series], At | None]:
         """Return which series are not in cooldown, and the firing whose actions are."""
@@ -266,14 +268,14 @@ class Watch:
         for earlier in reversed(before[-_COOLING:]):
             if not named:
                 break
-            if 0 < at.step - earlier.step < rule.cooldown and self._leads(earlier, at):
+            if 0 < at.step - earlier.step < rule.cooldown and self._precedes(earlier, at):
                 record = self._records[rule.name, earlier]
                 named -= named if record.series is None else record.series
                 if since is None and record.acts:
                     since = earlier
         return named, since
 
-    def _leads(self, earlier: At, at: At) -> bool:
+    def _precedes(self, earlier: At, at: At) -> bool:
         """Return whether a step precedes another in the run, and is not of an abandoned branch."""
         begin, end = bisect.bisect_right(self._order, earlier), bisect.bisect_left(self._order, at)
         return all(between.step > earlier.step for between in self._order[begin:end])
@@ -286,15 +288,15 @@ def _must_report_again(before: FiringRecord, now: FiringRecord) -> bool:
     )
 
 
-def _same(before: Mapping[str, Values], values: Mapping[str, Values]) -> bool:
+def _equal_values(before: Mapping[str, Values], values: Mapping[str, Values]) -> bool:
     return before.keys() == values.keys() and all(
-        before[name].same_as(of_rule) for name, of_rule in values.items()
+        before[name].same_as(new) for name, new in values.items()
     )
 
 
-def _hits(rule: Rule, values: Values, held: Held, streak: Bool) -> tuple[Hit, ...]:
+def _hits(rule: Rule, values: Values, held: ConditionResult, streak: Bool) -> tuple[Hit, ...]:
     """Return the hits, the worst first: non-finite ones, then by magnitude."""
-    sign = 1.0 if rule.when.looks_low else -1.0
+    sign = 1.0 if rule.when.lower_is_worse else -1.0
     found = np.flatnonzero(streak).tolist()
     sizes = np.where(np.isfinite(values.values), sign * values.values, -np.inf)
     return tuple(
