@@ -25,7 +25,7 @@ from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, condi
 from stagescope_service.store.queries.runs import RunQueries
 from stagescope_service.store.queries.weights import WeightQueries
 from stagescope_service.store.snapshot import rows
-from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables import TABLES, AuditRow
 
 
 class CaptureQueries(Reader):
@@ -126,9 +126,9 @@ class Catalogue(
         """Return the registered engines, by name."""
         return self._page("engines", [], "name")
 
-    def audit(self, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
+    def audit(self, *, limit: int = LIMIT, offset: int = 0) -> list[AuditRow]:
         """Return the audit log, the newest entry first."""
-        return self._page("audit", [], "-audit_id", limit, offset)
+        return self._typed_page(AuditRow, "audit", [], "-audit_id", limit, offset)
 
     def meta(self, key: str) -> Any:
         """Return the value of a key of the table `meta`, or None."""

@@ -16,7 +16,9 @@ from stagescope_service.triggers.conditions import When
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False) | st.sampled_from([math.nan, math.inf, -math.inf])
 
 
-def evaluate(when: dict[str, Any], value: float, history: list[float], noise: float = math.nan) -> bool:
+def evaluate(
+    when: dict[str, Any], value: float, history: list[float], noise: float = math.nan
+) -> bool:
     column = np.array(history, np.float64).reshape(-1, 1)
     found = When.parse(when, "when").evaluate(np.array([value]), np.array([noise]), column)
     return bool(found.holds[0])

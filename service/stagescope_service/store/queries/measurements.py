@@ -13,6 +13,8 @@ from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, condi
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import (
     TABLES,
+    SampleRow,
+    StreamRow,
 )
 
 _STEP_STATE: Final = (
@@ -271,9 +273,11 @@ class MeasurementQueries(Reader):
             "step stage role rank occurrence epoch minibatch microbatch incarnation seq pair",
         )
 
-    def streams(self, attempt_id: int, *, stage: Filter = None) -> list[Row]:
+    def streams(self, attempt_id: int, *, stage: Filter = None) -> list[StreamRow]:
         """Return the properties of an attempt's log-prob streams."""
-        return self._page("streams", conditions("streams", locals()), "stream role stage")
+        return self._typed_page(
+            StreamRow, "streams", conditions("streams", locals()), "stream role stage"
+        )
 
     def samples(
         self,
@@ -285,9 +289,10 @@ class MeasurementQueries(Reader):
         prompt_hash: Filter = None,
         limit: int = LIMIT,
         offset: int = 0,
-    ) -> list[Row]:
+    ) -> list[SampleRow]:
         """Return samples by step and sample_uid."""
-        return self._page(
+        return self._typed_page(
+            SampleRow,
             "samples",
             conditions("samples", locals()),
             "step sample_uid clock",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar, cast
 
 import sqlalchemy as sa
 
@@ -15,6 +15,9 @@ from stagescope_service.store.snapshot import Query, rows
 from stagescope_service.store.tables import TABLES
 
 Filter: TypeAlias = str | int | bool | Sequence[str] | Sequence[int] | None
+
+R = TypeVar("R")
+"""The row type of a table, a TypedDict of `store.tables`."""
 
 LIMIT: Final = 1000
 _AT_ONCE: Final = 200
@@ -76,6 +79,18 @@ class Reader:
         ]
         query = sa.select(table).where(*where).order_by(*by)
         return self._rows(query.limit(limit).offset(offset) if limit is not None else query)
+
+    def _typed_page(
+        self,
+        row: type[R],
+        name: str,
+        where: list[sa.ColumnElement[bool]],
+        order: str,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> list[R]:
+        """Return rows of a table with all columns, as its row type."""
+        return cast("list[R]", self._page(name, where, order, limit, offset))
 
 
 def conditions(name: str, filters: Mapping[str, object]) -> list[sa.ColumnElement[bool]]:
