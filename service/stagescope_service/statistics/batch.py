@@ -1,7 +1,7 @@
-"""One payload's tokens as flat arrays, checked: what the kernel reads.
+"""Validated flat token arrays of one payload, the kernel's input.
 
 Padded `[rows, tokens]`, packed `[tokens]` with `cu_seqlens`, and ragged rows with offsets all
-become flat views and `row_offsets`; nothing is copied that lies contiguously in memory.
+become flat views and `row_offsets`; contiguous arrays are not copied.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class TokenBatch:
     Attributes:
         p, q: [tokens] log-probs of the trainer and of the rollout; bfloat16 as uint16.
         p_dtype, q_dtype: Their dtype tags.
-        mask: uint8 to uint64 [tokens], the bit patterns of the mask, `mask_one` that of 1.
+        mask: uint8 to uint64 [tokens], the bit patterns of the mask; `mask_one` is that of 1.
         positions, round_ids, turn_ids, token_ids: int64 [tokens] or None (token_ids any int).
         versions: int64 [tokens] or [rows] or None.
         token_offset, round_offset: int64 [rows] or None.
         sample_ids: One sample_uid a row, or None.
         policy_version: The trainer's, for staleness.
-        producers: Who computed p and who q; None where nobody says it.
+        producers: The producers of p and q; None where not reported.
     """
 
     pair: tuple[str, str]
@@ -63,12 +63,12 @@ class TokenBatch:
 
     @property
     def rows(self) -> int:
-        """How many rows there are, empty ones too."""
+        """Number of rows, including empty ones."""
         return len(self.row_offsets) - 1
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are, masked ones too."""
+        """Number of tokens, including masked ones."""
         return int(self.row_offsets[-1])
 
     @classmethod
@@ -80,7 +80,7 @@ class TokenBatch:
         *,
         pair: tuple[str, str] = ("old", "rollout"),
     ) -> TokenBatch:
-        """Check a payload and view it as flat tokens.
+        """Validate a payload and view it as flat tokens.
 
         Raises:
             InvalidTensor: a stream or the mask is missing, widths differ, a dtype does not fit;
@@ -91,12 +91,14 @@ class TokenBatch:
         p, p_dtype, offsets = reader.tokens(p_name, FLOATS)
         q, q_dtype, _ = reader.tokens(q_name, FLOATS, like=(p_name, offsets))
         if "response_mask" not in tensors:
-            meant = [name for name, known in misspelt(tensors) if known == "response_mask"]
+            similar = [
+                name for name, suggestion in misspelt(tensors) if suggestion == "response_mask"
+            ]
             raise InvalidTensor(
                 f"response_mask is missing beside {p_name} and {q_name}",
                 expected=f"response_mask of shape {tensors[p_name][1]}: 1 = model token",
-                advice=f"rename {meant[0]}, which no statistic reads"
-                if meant
+                advice=f"rename {similar[0]}, which no statistic reads"
+                if similar
                 else "record it with the same call",
             )
         mask, mask_dtype, _ = reader.tokens(
@@ -124,13 +126,13 @@ class TokenBatch:
 
 
 def available_pairs(names: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of `schema.PAIRS` of which a payload has both streams' tensors."""
-    there = {
+    """Return the pairs of `schema.PAIRS` for which a payload has the tensors of both streams."""
+    present = {
         stream
         for stream, name in STREAM_TENSORS.items()
         if name in names or _ALIASES.get(name) in names
     }
-    return tuple(pair for pair in PAIRS if there.issuperset(pair))
+    return tuple(pair for pair in PAIRS if present.issuperset(pair))
 
 
 def mask_bits(mask: Array, dtype: str) -> tuple[Mask, int]:
@@ -149,14 +151,14 @@ def _int64(values: Array | None) -> Int64 | None:
 
 
 def producer_of(meta: Mapping[str, object] | None, stream: str) -> str | None:
-    """Return who computed a stream, where a payload's metadata says it in a text.
+    """Return the producer of a stream from a payload's metadata, None if there is no such text.
 
-    That is `streams[stream]["producer"]`, or `producers` by the stream's or its tensor's name.
+    It is `streams[stream]["producer"]`, or `producers` by the stream's or its tensor's name.
     """
-    known = meta or {}
-    streams, producers = known.get("streams"), known.get("producers")
-    about = streams.get(stream) if isinstance(streams, Mapping) else None
-    declared = [about.get("producer")] if isinstance(about, Mapping) else []
+    meta = meta or {}
+    streams, producers = meta.get("streams"), meta.get("producers")
+    stream_meta = streams.get(stream) if isinstance(streams, Mapping) else None
+    declared = [stream_meta.get("producer")] if isinstance(stream_meta, Mapping) else []
     if isinstance(producers, Mapping):
         declared += [producers.get(stream), producers.get(STREAM_TENSORS[stream])]
     return next((name for name in declared if isinstance(name, str) and name), None)
@@ -212,13 +214,13 @@ class _Reader:
         return flat, dtype, offsets
 
     def optional(self, name: str, like: tuple[str, Int64]) -> Array | None:
-        """Return the flat values of an integer tensor with one value a token, if it is there."""
+        """Return the flat values of an integer tensor with one value per token, None if absent."""
         if name not in self._tensors:
             return None
         return self.tokens(name, INTEGERS, like)[0]
 
     def versions(self, like: tuple[str, Int64]) -> Array | None:
-        """Return `versions`, one a token or one a row, if it is there."""
+        """Return `versions`, one per token or per row, None if absent."""
         if "versions" in self._tensors:
             flat, _, shape, offsets = self._flat("versions", INTEGERS)
             if len(shape) == 1 and offsets is None and flat.size == len(like[1]) - 1:
@@ -226,7 +228,7 @@ class _Reader:
         return self.optional("versions", like)
 
     def per_row(self, name: str, rows: int) -> Int64 | None:
-        """Return an integer tensor [rows], if it is there."""
+        """Return an integer tensor [rows], None if absent."""
         if name not in self._tensors:
             return None
         flat, _, shape, _ = self._flat(name, INTEGERS)

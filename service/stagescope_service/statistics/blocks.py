@@ -1,7 +1,7 @@
-"""What is taken of one block of tokens: short loops over buffers that stay in the first cache.
+"""Statistics of one block of tokens: short loops over buffers that fit into the L1 cache.
 
-Tokens are widened to float64, exponentials are polynomials in vector lanes, and second moments
-are taken around the block's own first value: an element of the block, so that cancellation costs
+Tokens are widened to float64, exponentials are polynomials that vectorize, and second moments
+are taken around the block's first value: it is an element of the block, so cancellation costs
 at most a factor of the block's length in rounding. `out` is always a cell's vector.
 """
 
@@ -28,7 +28,7 @@ CLAMP_LOW: Final = math.expm1(-_cell.CLAMP)
 
 @exact
 def larger(a: float, b: float) -> float:
-    """The larger number; builtin `max` would compile for seconds."""
+    """The larger number; the builtin `max` would add seconds of compile time."""
     return a if a > b else b
 
 
@@ -40,7 +40,7 @@ def smaller(a: float, b: float) -> float:
 
 @exact
 def load(raw: UInt8, kind: int, start: int, out: Float64, n: int) -> None:
-    """Widen n values from token `start` on to float64."""
+    """Widen n values, beginning at token `start`, to float64."""
     if kind == FLOAT32:
         single = raw.view(np.float32)[start : start + n]
         for i in range(n):
@@ -81,7 +81,7 @@ def exponentials_of_d(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float6
     """e^x - 1, e^x - 1 - x and e^x for |x| <= 700, each to a few units in the last place.
 
     x = k ln 2 + r with |r| <= 0.3466; e^r - 1 = r + c(r), c the Taylor series from r^2/2 to
-    r^12/12! (relative error below 1e-14). k3 is put together so that it does not cancel.
+    r^12/12! (relative error below 1e-14). k3 is composed so that no terms cancel.
     """
     for i in range(n):
         value = x[i]
@@ -104,7 +104,7 @@ def exponentials_of_d(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float6
         c = c * r + 0.5
         c = c * (r * r)
         em1[i] = scale * (r + c) + (scale - 1.0)
-        # Not em1 + 1: where x is far below 0 that has lost all that e^x is.
+        # Not em1 + 1: for x far below 0 that loses all significant digits of e^x.
         exp[i] = scale * (r + c) + scale
         k3[i] = scale * c + ((scale * r - value) + (scale - 1.0))
 
@@ -137,7 +137,7 @@ def exponentials_of_q(x: Float64, n: int, em1: Float64, exp: Float64) -> None:
 
 @exact
 def exponentials_of_d_wide(x: Float64, n: int, em1: Float64, k3: Float64) -> None:
-    """The same for any finite x; rare, so by the C library."""
+    """The same for any finite x; rare, so it calls the C library."""
     for i in range(n):
         em1[i] = math.expm1(x[i])
         k3[i] = em1[i] - x[i]
@@ -145,7 +145,7 @@ def exponentials_of_d_wide(x: Float64, n: int, em1: Float64, k3: Float64) -> Non
 
 @reduction
 def ranges(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> None:
-    """Write d = p - q and put the minima and maxima of d, p, q and the counts by sign in `out`."""
+    """Write d = p - q, and to `out` the minima and maxima of d, p, q and the counts by sign."""
     d_low = d_high = p[0] - q[0]
     p_low = p_high = p[0]
     q_low = q_high = q[0]
@@ -164,7 +164,7 @@ def ranges(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> None:
         z = d[i]
         equal += 1.0 if z == 0.0 else 0.0
         above += 1.0 if z < 0.0 else 0.0
-    # Zeros and positive values can only be there if the maximum says so.
+    # There are zeros or positive values only if the maximum is at least 0.
     if p_high >= 0.0:
         for i in range(n):
             p_zero += 1.0 if p[i] == 0.0 else 0.0
@@ -220,17 +220,17 @@ def log_prob_sums(p: Float64, q: Float64, d: Float64, n: int, out: Float64) -> t
 def lagged(
     p: Float64, q: Float64, n: int, cross: float, side: int, carry: Float64, out: Float64
 ) -> None:
-    """Moments of the pairs one token apart; side 0 is (p, next q), side 1 is (p, previous q).
+    """Moments of pairs at lag 1; side 0 is (p, next q), side 1 is (p, previous q).
 
-    The sums over all but the first or last token follow from the whole block's; `carry` holds the
-    last token of the block before, if that one ended right here.
+    The sums over all but the first or last token follow from those of the full block; `carry`
+    holds the last token of the preceding block, if that block is adjacent to this one.
     """
     p0, q0, count = p[0], q[0], float(n)
     p_mean, q_mean = out[AT.P_SUM] - count * p0, out[AT.Q_SUM] - count * q0
     sp, spp = p_mean, out[AT.P_M2] + p_mean * p_mean / count
     sq, sqq = q_mean, out[AT.Q_M2] + q_mean * q_mean / count
     spq, pairs = cross, count - 1.0
-    # The first token is the origin: it adds nothing to any sum, so only the last one goes.
+    # The first token is the origin and adds nothing to any sum: only the last one is subtracted.
     if side == 0:
         x = p[n - 1] - p0
         sp, spp = sp - x, spp - x * x
@@ -256,8 +256,8 @@ def lagged(
 
 
 @reduction
-def apart(p: Float64, q: Float64, n: int, out: Float64) -> None:
-    """Sums of |p - q| of tokens one and two apart inside the block."""
+def lag_sums(p: Float64, q: Float64, n: int, out: Float64) -> None:
+    """Sums of |p - q| at lags 1 and 2 inside the block."""
     ahead = behind = 0.0
     for i in range(n - 1):
         ahead += abs(p[i] - q[i + 1])
@@ -272,9 +272,9 @@ def apart(p: Float64, q: Float64, n: int, out: Float64) -> None:
 
 
 @exact
-def apart_across(p: Float64, q: Float64, n: int, carry: Float64, out: Float64) -> None:
-    """The same of pairs with the block before. `carry` is (p, q of its last token, how many
-    tokens of the run there are: 0, 1 or 2, p, q of the token before that)."""
+def lag_sums_across(p: Float64, q: Float64, n: int, carry: Float64, out: Float64) -> None:
+    """The same for pairs that span the preceding block. `carry` is (p, q of its last token, the
+    number of its tokens in this run: 0, 1 or 2, p, q of the token before the last)."""
     if carry[2] < 1.0:
         return
     out[AT.AHEAD_1] += abs(carry[0] - q[0])
@@ -291,10 +291,10 @@ def apart_across(p: Float64, q: Float64, n: int, carry: Float64, out: Float64) -
 
 @reduction
 def rounding(p: Float64, q: Float64, n: int, out: Float64) -> None:
-    """Count values that bfloat16 holds, and tokens that are equal once rounded to it.
+    """Count values representable in bfloat16, and tokens that are equal once rounded to it.
 
-    bfloat16 keeps 7 of float64's 52 bits of mantissa; half of the last kept one is added, and one
-    less where that bit is even, as IEEE 754 rounds.
+    bfloat16 keeps 7 of float64's 52 mantissa bits. Rounding adds half of the last kept bit, one
+    less where that bit is even (IEEE 754, ties to even).
     """
     p_held = q_held = same = 0.0
     for i in range(n):
@@ -333,7 +333,7 @@ def probability_sums(
     w0 = smaller(larger(em1[0], CLAMP_LOW), CLAMP_HIGH)
     for i in range(n):
         e = em1[i]
-        # Select, not clamp: the exponential of a clamped d is one of two constants.
+        # Select instead of clamping: the exponential of a clamped d is one of two constants.
         w = CLAMP_HIGH if e > CLAMP_HIGH else (CLAMP_LOW if e < CLAMP_LOW else e)
         third += k3[i]
         raw += w
@@ -349,13 +349,13 @@ def probability_sums(
     out[AT.UV_C] = suv - su * sv / count
     out[AT.K3_SUM], out[AT.CHI2_SUM], out[AT.RAW_SUM] = third, chi2, raw
     out[AT.EXP_ABS_SUM] = absolute
-    # Until `weights` says otherwise the applied weights are the raw ones.
+    # The applied weights are the raw ones until `weights` changes them.
     out[AT.W_SUM], out[AT.W_M2] = raw, sww - sw * sw / count
 
 
 @exact
 def _distance(x: float, y: float) -> float:
-    """|e^x - e^y|; of two infinities (log-probs beyond 709 are none) it is unknown."""
+    """|e^x - e^y|; NaN where both overflow (x and y above 709 are no log-probs)."""
     if abs(x - y) < 1.0:
         return math.exp(y) * abs(math.expm1(x - y))
     return abs(math.expm1(x) - math.expm1(y))
@@ -365,7 +365,7 @@ def _distance(x: float, y: float) -> float:
 def probability_sums_wide(
     p: Float64, q: Float64, em1: Float64, k3: Float64, n: int, out: Float64
 ) -> None:
-    """`probability_sums` where e^q * e^d is not e^p in float64; rare."""
+    """`probability_sums` for values where e^q * e^d differs from e^p in float64; rare."""
     su = sv = sa = 0.0
     low, high = np.inf, -np.inf
     third = chi2 = raw = absolute = 0.0

@@ -1,4 +1,4 @@
-"""A cell: everything the statistics know of a set of tokens, as one packed float64 vector.
+"""A cell: the statistics of a set of tokens as one packed float64 vector.
 
 Cells of disjoint sets of tokens merge into the cell of their union: counts and sums add, extremes
 take the extreme, second moments follow Chan, Golub and LeVeque (Updating Formulae and a Pairwise
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 VERSION: Final = 2
-"""Raised whenever `Field` changes: a stored vector is read by the version that wrote it."""
+"""Incremented with every change of `Field`: a stored vector is read by its own version."""
 
 Float64 = npt.NDArray[np.float64]
 Float32 = npt.NDArray[np.float32]
@@ -32,27 +32,27 @@ Bool = npt.NDArray[np.bool_]
 Mask = npt.NDArray[np.unsignedinteger[Any]]
 """The bit patterns of a mask of any dtype."""
 Array = npt.NDArray[np.generic]
-"""An array of one of several dtypes; the functions that take one say of which."""
+"""An array of one of several dtypes; each function that accepts one documents them."""
 
 ABS_TAILS: Final = (0.1, 0.5, 1.0, 5.0)
 """|d| above which a token counts as a tail."""
 RATIO_TAILS: Final = ((0.9, 1.1), (0.5, 2.0))
 """Intervals of e^d outside which a token counts as a tail."""
 EDGE: Final = 32
-"""How much of a run of zeros counts in EDGE_CAPPED: one endless repetition weighs no more."""
+"""Maximum tokens per run of zeros that EDGE_CAPPED counts: bounds one endless repetition."""
 FAINT: Final = -20.0
-"""Log-prob below which 16 digits of e^p - 1 hold fewer than 8 of e^p."""
+"""Log-prob below which 16 digits of e^p - 1 contain fewer than 8 digits of e^p."""
 CLAMP: Final = 20.0
 """Bound on d inside weights and chi-square, as verl's SAFETY_BOUND."""
 
 
 class Field(enum.IntEnum):
-    """Where each number lies in the vector. Order: sums, minima, maxima, second moments."""
+    """Index of each number in the vector. Order: sums, minima, maxima, second moments."""
 
     TOKENS = 0
     """Tokens that count: mask 1, both streams finite."""
     MASKED = enum.auto()
-    """Tokens under the mask, the non-finite ones too."""
+    """Tokens under the mask, including non-finite ones."""
     P_NAN = enum.auto()
     P_POSINF = enum.auto()
     P_NEGINF = enum.auto()
@@ -69,7 +69,7 @@ class Field(enum.IntEnum):
     BOTH_ZERO = enum.auto()
     """p and q are both exactly 0."""
     P_BF16 = enum.auto()
-    """p is a value that bfloat16 holds (0 is one)."""
+    """p is representable in bfloat16 (0 is)."""
     Q_BF16 = enum.auto()
     SAME_BF16 = enum.auto()
     """p and q are the same number once both are rounded to bfloat16."""
@@ -109,11 +109,11 @@ class Field(enum.IntEnum):
     NEXT_P_SUM = enum.auto()
     NEXT_Q_SUM = enum.auto()
     LAST_N = enum.auto()
-    """Pairs (p of a token, q of the one before it in its run)."""
+    """Pairs (p of a token, q of the preceding one in its run)."""
     LAST_P_SUM = enum.auto()
     LAST_Q_SUM = enum.auto()
     LAG2_N = enum.auto()
-    """Pairs of tokens two apart in a run; those one apart are NEXT_N."""
+    """Pairs of tokens at lag 2 in a run; those at lag 1 are NEXT_N."""
     AHEAD_1 = enum.auto()
     """Of |p of a token - q of the next one in its run|, over NEXT_N pairs."""
     BEHIND_1 = enum.auto()
@@ -126,7 +126,7 @@ class Field(enum.IntEnum):
     EDGE_ZERO = enum.auto()
     """Tokens in the runs of p = q = 0 with which stretches begin and end."""
     EDGE_CAPPED = enum.auto()
-    """The same, of each such run at most EDGE tokens."""
+    """The same with at most EDGE tokens of each such run."""
     D_MIN = enum.auto()
     A_MIN = enum.auto()
     P_MIN = enum.auto()
@@ -154,7 +154,7 @@ class Field(enum.IntEnum):
     LAST_C = enum.auto()
 
 
-# numba 0.62, and what came before, takes no member of an enum as an index of an array.
+# numba up to 0.62 does not accept an enum member as an array index.
 _Index = collections.namedtuple("_Index", Field.__members__)  # type: ignore[misc]
 AT: Final[Any] = _Index(*map(int, Field))
 """`Field` as plain ints, for the compiled loops; mypy cannot see the names of its fields."""
@@ -202,10 +202,10 @@ LAYOUTS: Final[dict[int, tuple[Field, ...]]] = {
 
 
 def upgrade(cells: Float64, version: int) -> Float64:
-    """Return cells `[..., fields of the version]` as `[..., WIDTH]`; what they lack is NaN.
+    """Return cells `[..., fields of the version]` as `[..., WIDTH]`; missing fields are NaN.
 
     Raises:
-        ValueError: a version that is not known, or vectors of another width.
+        ValueError: an unknown version, or vectors of another width.
     """
     layout = LAYOUTS.get(version)
     if layout is None or cells.shape[-1] != len(layout):
@@ -218,7 +218,7 @@ def upgrade(cells: Float64, version: int) -> Float64:
 
 
 def empty(*shape: int) -> Float64:
-    """Return cells `[*shape, WIDTH]` of no token: they change nothing that they merge with."""
+    """Return cells `[*shape, WIDTH]` of no token, the neutral element of `merge`."""
     cells = np.zeros((*shape, WIDTH))
     cells[..., MINIMA] = np.inf
     cells[..., MAXIMA] = -np.inf
@@ -226,11 +226,11 @@ def empty(*shape: int) -> Float64:
 
 
 def merge(cells: Float64) -> Float64:
-    """Merge cells `[k, WIDTH]` of disjoint tokens into one `[WIDTH]`; of none into an empty one."""
+    """Merge cells `[k, WIDTH]` of disjoint tokens into one `[WIDTH]`; empty for k = 0."""
     merged = empty()
     if not len(cells):
         return merged
-    # An infinite sum (e^d may overflow) makes NaN moments, which is what they are then.
+    # An infinite sum (e^d may overflow) makes the moments NaN, as intended.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         merged[SUMS] = cells[:, SUMS].sum(axis=0)
         merged[MINIMA] = cells[:, MINIMA].min(axis=0)
@@ -259,7 +259,7 @@ def merge_groups(groups: Int64, slots: int, cells: Float64) -> Float64:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A cell's vector read as statistics. All are NaN where no token counts."""
+    """A view of a cell's vector as statistics. All are NaN if no token counts."""
 
     vector: Float64
 
@@ -298,8 +298,8 @@ class Cell:
         return max(abs(self[Field.D_MIN]), abs(self[Field.D_MAX])) if self.tokens else math.nan
 
     def correlation(self, x2: Field, y2: Field, xy: Field) -> float:
-        """Pearson's correlation; NaN where p or q is constant, that of e^p and e^q also where one
-        of them is nowhere above e^FAINT: beside 1 nothing is left of such probabilities."""
+        """Pearson's correlation; NaN where p or q is constant. That of e^p and e^q is also NaN
+        where one of them never exceeds e^FAINT: e^p - 1 then has too few digits of e^p."""
         if self[Field.P_MIN] >= self[Field.P_MAX] or self[Field.Q_MIN] >= self[Field.Q_MAX]:
             return math.nan
         of_probabilities = x2 is Field.U_M2

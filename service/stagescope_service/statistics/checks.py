@@ -1,10 +1,10 @@
-"""Single questions about two streams, each answered from one cell.
+"""Checks of whether two streams are comparable, each computed from one cell.
 
-d = p - q, r = e^d. Where q is the distribution that sampled, E[r] = 1 (`calibration`), and noise of
-either side leaves d all but uncorrelated with q, since E[d | context] is of second order. A
-temperature instead makes d proportional to q inside a context: corr(d, q) is then the root of the
-share of q's variance that lies inside contexts, at any temperature. Truncation makes E[r] the mass
-that was kept. The bounds below were set on the batches of `tests/support/sampler.py`.
+d = p - q, r = e^d. If q is the distribution that sampled, E[r] = 1 (`calibration`), and noise of
+either side leaves d almost uncorrelated with q, since E[d | context] is of second order. A
+temperature instead makes d proportional to q within a context: corr(d, q) is then the square root
+of the share of q's variance that is within contexts, at any temperature. Under truncation E[r] is
+the mass that was kept. The bounds were calibrated on the batches of `tests/support/sampler.py`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from stagescope_service.statistics.cell import Cell, Field
 Status = Literal["ok", "suspect", "unknown"]
 
 ENOUGH: Final = 32
-"""Tokens below which a correlation or a share says nothing."""
+"""Minimum tokens for a correlation or a share to be meaningful."""
 MANY: Final = 128
-"""Tokens below which a calibration or a temperature says nothing."""
+"""Minimum tokens for a calibration or a temperature to be meaningful."""
 POSITIVE_BOUND: Final = 1e-3
 """Rounding can leave a log-prob slightly above 0."""
 LACKING_SHARE: Final = 0.01
 SHIFTED_RATIO: Final = 0.5
 """mean |d| at another lag over that at lag 0, below which the streams are shifted."""
 UNRELATED: Final = 0.75
-"""Correlation of p and q below which they are two different things."""
+"""Correlation of p and q below which they are different quantities."""
 FLAT: Final = 0.1
-"""Standard deviation, in nats, of both streams below which noise alone may uncorrelate them."""
+"""Standard deviation of both streams, in nats, below which noise alone may decorrelate them."""
 SCALED_CORRELATION: Final = 0.4
-"""|corr(d, q)| of a temperature; noise alone stays below 0.2 in the smallest batches."""
+"""Minimum |corr(d, q)| of a temperature; noise alone stays below 0.2 in the smallest batches."""
 SCALED_SLOPE: Final = 0.02
 SCALED_Z: Final = 4.0
 """Standard errors of corr(d, q), counting as many tokens as share d's variance."""
@@ -48,12 +48,12 @@ SHIFTS: Final = (
     (Field.AHEAD_2, Field.LAG2_N, "2 tokens after"),
     (Field.BEHIND_2, Field.LAG2_N, "2 tokens before"),
 )
-"""(sum of |p - q|, number of pairs, where q's token lies)."""
+"""(sum of |p - q|, number of pairs, position of q's token)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One question about the two streams, answered."""
+    """The result of one check of the two streams."""
 
     name: str
     status: Status
@@ -62,13 +62,13 @@ class Check:
 
 
 class Calibration(NamedTuple):
-    """How far the mean importance ratio is from 1.
+    """The distance of the mean importance ratio from 1.
 
     Attributes:
-        tokens: How many tokens it is taken over.
+        tokens: Number of tokens.
         mean: Mean of e^clamp(d, ±20).
-        z: (mean - 1) over its standard error; infinite where every ratio is the same other
-            number, NaN below two tokens and where every ratio is 1.
+        z: (mean - 1) over its standard error; infinite where all ratios equal one number other
+            than 1, NaN below two tokens and where all ratios are 1.
     """
 
     tokens: int
@@ -85,7 +85,7 @@ def calibration(cell: Cell) -> Calibration:
     # CHI2_SUM is of r^2 - 1 and RAW_SUM of r - 1.
     square = (cell[Field.CHI2_SUM] - 2.0 * cell[Field.RAW_SUM]) / n
     variance = (square - bias * bias) * n / (n - 1)
-    # What rounding leaves of a constant ratio is no variance.
+    # The rounding residue of a constant ratio is not variance.
     if not variance > 1e-12 * square:
         z = math.copysign(math.inf, bias) if bias and not math.isnan(square) else math.nan
         return Calibration(n, 1.0 + bias, z)
@@ -93,7 +93,7 @@ def calibration(cell: Cell) -> Calibration:
 
 
 def constant(cell: Cell, p: str, q: str) -> Check:
-    """Ask whether a stream is one value throughout."""
+    """Check whether a stream is constant."""
     values = {side: cell.extreme(Field[f"{side.upper()}_MIN"]) for side in ("p", "q")}
     if cell.tokens < ENOUGH:
         return Check("constant", "unknown", f"only {cell.tokens} tokens count", values)
@@ -109,7 +109,7 @@ def constant(cell: Cell, p: str, q: str) -> Check:
 
 
 def probabilities(cell: Cell, p: str, q: str) -> Check:
-    """Ask whether values lie above 0."""
+    """Check for values above 0."""
     values = {"p_count": cell[Field.P_POSITIVE], "q_count": cell[Field.Q_POSITIVE]}
     if not cell.tokens:
         return Check("probabilities", "unknown", "no token counts", values)
@@ -133,12 +133,12 @@ def _values(count: float) -> str:
 
 
 def coverage(cell: Cell, p: str, q: str) -> Check:
-    """Ask whether the mask covers tokens that one stream lacks.
+    """Check whether the mask covers tokens that one stream lacks.
 
-    An exact 0 is also what truncated sampling gives the only token that it kept: then the other
-    stream is close to 0, too. Where tokens are lacking it is as far from 0 as anywhere. Streams
-    that are out of step have such zeros on both sides, or those of the padding on one: then most
-    of their difference lies in other tokens (`explains`, a share of the sum of |d|).
+    Truncated sampling also gives an exact 0 to the only token that it kept; the other stream is
+    then close to 0, too. For missing tokens the other stream is as far from 0 as elsewhere.
+    Misaligned streams have such zeros on both sides, or the zeros of padding on one: most of
+    their difference is then in other tokens (`explains`, a share of the sum of |d|).
     """
     in_zeros = cell[Field.P_LACKS_ABS] + cell[Field.Q_LACKS_ABS]
     values = {
@@ -148,11 +148,11 @@ def coverage(cell: Cell, p: str, q: str) -> Check:
     }
     if not cell.masked:
         return Check("coverage", "unknown", "the mask covers no token", values)
-    gone = {
+    missing = {
         side: sum(cell[Field[f"{side}_{kind}"]] for kind in ("NAN", "POSINF", "NEGINF"))
         for side in ("P", "Q")
     }
-    zeros = {side: max(cell[Field[f"{side}_LACKS"]] - gone[side], 0.0) for side in gone}
+    zeros = {side: max(cell[Field[f"{side}_LACKS"]] - missing[side], 0.0) for side in missing}
     found = []
     for side, other, stream in (("P", "Q", p), ("Q", "P", q)):
         lacks = cell[Field[f"{side}_LACKS"]]
@@ -164,30 +164,30 @@ def coverage(cell: Cell, p: str, q: str) -> Check:
                 "stream has a value"
             )
     if found:
-        if sum(gone.values()) >= LACKING_SHARE * cell.masked:
-            values["explains"] = 1.0  # what is no number is in no sum of differences
+        if sum(missing.values()) >= LACKING_SHARE * cell.masked:
+            values["explains"] = 1.0  # non-finite values are in no sum of differences
         text = f"{' and '.join(found)}: the mask covers tokens that it lacks"
         return Check("coverage", "suspect", text, values)
     return Check("coverage", "ok", "both streams cover the mask", values)
 
 
 def _filled(cell: Cell, side: str, zeros: float) -> bool:
-    """Whether the zeros of a stream stand for values that it lacks."""
+    """Return whether the zeros of a stream stand for missing values."""
     if not zeros:
         return False
-    there = cell[Field[f"{side}_LACKS_ABS"]]
-    if math.isnan(there):
+    others_at_zeros = cell[Field[f"{side}_LACKS_ABS"]]
+    if math.isnan(others_at_zeros):
         return True
     others = cell.tokens - zeros
-    rest = abs(cell[Field.Q_SUM if side == "P" else Field.P_SUM]) - there
-    return not others or there / zeros > 0.5 * max(rest, 0.0) / others
+    rest = abs(cell[Field.Q_SUM if side == "P" else Field.P_SUM]) - others_at_zeros
+    return not others or others_at_zeros / zeros > 0.5 * max(rest, 0.0) / others
 
 
 def padding(cell: Cell) -> Check:
-    """Ask whether stretches of the mask begin or end in zeros that belong to padding.
+    """Check whether stretches of the mask begin or end in zeros that belong to padding.
 
-    A sure model has exact zeros, too, with a share f of its tokens: at an edge of a stretch
-    f / (1 - f) of them are then expected.
+    A confident model has exact zeros, too, in a share f of its tokens: f / (1 - f) zeros are then
+    expected at each edge of a stretch.
     """
     edge, capped, n = (
         cell[field] for field in (Field.EDGE_ZERO, Field.EDGE_CAPPED, Field.SEGMENTS)
@@ -209,15 +209,15 @@ def padding(cell: Cell) -> Check:
 
 
 def shifted(cell: Cell, p: str, q: str) -> Check:
-    """Ask whether p fits the tokens before or after better than its own."""
+    """Check whether p fits the preceding or following tokens better than its own."""
     own, others = lag_means(cell)
     values = {"lag_0": own, **{where: mean for mean, where in others}}
     if cell.tokens < ENOUGH or not others:
         return Check("shifted", "unknown", "too few tokens, or an older record", values)
-    least, where = min(others)
-    if least < SHIFTED_RATIO * own:
+    smallest, where = min(others)
+    if smallest < SHIFTED_RATIO * own:
         text = (
-            f"{p} of a token lies {least:.3g} nats from {q} of the token {where} and {own:.3g} "
+            f"{p} of a token lies {smallest:.3g} nats from {q} of the token {where} and {own:.3g} "
             f"from its own: one stream lies {where} the other"
         )
         return Check("shifted", "suspect", text, values)
@@ -225,7 +225,7 @@ def shifted(cell: Cell, p: str, q: str) -> Check:
 
 
 def lag_means(cell: Cell) -> tuple[float, list[tuple[float, str]]]:
-    """Return mean |p - q| of a token with itself, and (mean, where) with its neighbours."""
+    """Return mean |p - q| at lag 0, and (mean, position) at the other lags."""
     others = [
         (cell[total] / cell[count], where)
         for total, count, where in SHIFTS
@@ -235,7 +235,7 @@ def lag_means(cell: Cell) -> tuple[float, list[tuple[float, str]]]:
 
 
 def unrelated(cell: Cell, p: str, q: str) -> Check:
-    """Ask whether p and q speak of the same tokens."""
+    """Check whether p and q describe the same tokens."""
     correlation = cell.correlation(Field.P_M2, Field.Q_M2, Field.PQ_C)
     values = {"correlation": correlation}
     if cell.tokens < MANY or math.isnan(correlation):
@@ -254,7 +254,7 @@ def unrelated(cell: Cell, p: str, q: str) -> Check:
 
 
 def rounded(cell: Cell, p: str, q: str) -> Check:
-    """Ask whether one stream is the other, rounded to bfloat16: then rounding was measured."""
+    """Check whether one stream is the other rounded to bfloat16: d is then rounding error alone."""
     unequal = cell.tokens - cell[Field.EQUAL]
     same = (cell[Field.SAME_BF16] - cell[Field.EQUAL]) / unequal if unequal > 0 else math.nan
     held = {side: held_by_bfloat16(cell, side) for side in ("P", "Q")}
@@ -273,20 +273,20 @@ def rounded(cell: Cell, p: str, q: str) -> Check:
 
 
 def held_by_bfloat16(cell: Cell, side: str) -> float:
-    """Return the share of a stream's tokens other than 0 that bfloat16 holds."""
+    """Return the share of a stream's non-zero tokens that are representable in bfloat16."""
     zeros = cell[Field[f"{side}_ZERO"]]
     others = cell.tokens - zeros
     return (cell[Field[f"{side}_BF16"]] - zeros) / others if others >= ENOUGH else math.nan
 
 
 def scaled(cell: Cell, p: str, q: str) -> Check:
-    """Ask whether d grows with q, as it does between temperatures."""
+    """Check whether d grows with q, as it does between temperatures."""
     variance, spread = cell[Field.Q_M2], cell[Field.D_M2]
     covariance = cell[Field.PQ_C] - variance
     if cell.tokens < MANY or not variance > 0.0 or not spread > 1e-18 * variance:
         return Check("temperature", "unknown", "too few tokens, or a constant stream")
     slope, correlation = covariance / variance, covariance / math.sqrt(variance * spread)
-    # (sum |d|)^2 / sum d^2: how many tokens d is spread over; a few large ones prove nothing.
+    # (sum |d|)^2 / sum d^2: the effective number of tokens in d; a few large ones prove nothing.
     squares = spread + cell[Field.D_SUM] ** 2 / cell.tokens
     z = correlation * math.sqrt(cell[Field.D_ABS_SUM] ** 2 / squares)
     values = {"slope": 1.0 + slope, "correlation": correlation}
@@ -306,7 +306,7 @@ def scaled(cell: Cell, p: str, q: str) -> Check:
 
 
 def biased(cell: Cell, p: str, q: str) -> Check:
-    """Ask whether the mean ratio is 1; name the check `renormalised` where a mass is missing."""
+    """Check whether the mean ratio is 1; the check is `renormalised` where mass is missing."""
     found = calibration(cell)
     unequal = cell.tokens - cell[Field.EQUAL]
     above = cell[Field.Q_GREATER] / unequal if unequal else math.nan
@@ -314,20 +314,20 @@ def biased(cell: Cell, p: str, q: str) -> Check:
     if found.tokens < MANY or math.isnan(found.z):
         return Check("calibration", "unknown", "too few tokens that differ", values)
     bias = found.mean - 1.0
-    said = f"the mean of e^({p} - {q}) is {found.mean:.4f}, {abs(found.z):.1f} standard errors "
+    mean = f"the mean of e^({p} - {q}) is {found.mean:.4f}, {abs(found.z):.1f} standard errors "
     if abs(found.z) < CALIBRATION_Z or abs(bias) < CALIBRATION_BIAS:
-        return Check("calibration", "ok", f"{said}from 1", values)
+        return Check("calibration", "ok", f"{mean}from 1", values)
     cut = above > 0.5 if bias < 0 else above < 0.5
     if cut:
         high, low = (q, p) if bias < 0 else (p, q)
         text = (
-            f"{said}from 1, and {high} lies above {low} in {max(above, 1 - above):.0%} of the "
+            f"{mean}from 1, and {high} lies above {low} in {max(above, 1 - above):.0%} of the "
             f"tokens that differ: {high} was renormalised over a cut vocabulary (top-p, top-k, "
             f"min-p), or holds processed log-probs where {low} holds raw ones"
         )
         return Check("renormalised", "suspect", text, values)
     text = (
-        f"{said}from 1: {q} is not the distribution that sampled these tokens (a temperature or a "
+        f"{mean}from 1: {q} is not the distribution that sampled these tokens (a temperature or a "
         "cut that it does not show, another adapter, filled-in values)"
     )
     return Check("calibration", "suspect", text, values)

@@ -1,6 +1,6 @@
 """Summaries as bytes: a safetensors file whose metadata is one JSON document.
 
-Reading trusts nothing: names, dtypes, shapes and indexes are checked before they are used.
+Input is untrusted: names, dtypes, shapes and indexes are validated before use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEY: Final = "stagescope"
 
 Arrays = dict[str, Array]
 Document = dict[str, Any]
-"""JSON that a file holds; readers check it by use, and report what does not fit."""
+"""A file's JSON document; readers validate it by use and report errors."""
 
 
 def save(arrays: Arrays, document: Document) -> bytes:
@@ -32,7 +32,7 @@ def save(arrays: Arrays, document: Document) -> bytes:
     from safetensors.numpy import save as save_tensors
 
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
-    # Only the workers' drop-in runs without safetensors, and it stores nothing.
+    # Imported here: the workers' drop-in runs without safetensors, and stores nothing.
     return save_tensors(
         {name: np.ascontiguousarray(array) for name, array in arrays.items()},
         metadata={_KEY: text},
@@ -40,7 +40,7 @@ def save(arrays: Arrays, document: Document) -> bytes:
 
 
 def load(data: bytes, kind: str, version: int) -> tuple[Arrays, Document]:
-    """Read what `save` wrote with `document['kind'] == kind`.
+    """Read bytes written by `save` with `document['kind'] == kind`.
 
     Raises:
         InvalidInput: other bytes, another kind or another version.
@@ -77,10 +77,10 @@ def summary_to_bytes(summary: Summary) -> bytes:
 
 
 def summary_from_bytes(data: bytes) -> Summary:
-    """Read what `summary_to_bytes` wrote.
+    """Read bytes written by `summary_to_bytes`; they are untrusted.
 
     Raises:
-        InvalidInput: not such bytes, or of another version; nothing in them is trusted.
+        InvalidInput: malformed bytes, or another version.
     """
     return restore(*load(data, "summary", VERSION))
 
@@ -124,10 +124,10 @@ def flatten(summary: Summary) -> tuple[Arrays, Document]:
 
 
 def restore(arrays: Arrays, document: Document) -> Summary:
-    """Put together what `flatten` split.
+    """Rebuild a summary from the result of `flatten`.
 
     Raises:
-        InvalidInput: something is missing, of another dtype or shape, or out of range.
+        InvalidInput: an array is missing, has another dtype or shape, or is out of range.
     """
     try:
         return _restore(_Checked(arrays), document)
@@ -139,7 +139,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class _Checked:
-    """Arrays by name, each checked for dtype and shape (None is any size)."""
+    """Arrays by name, validated for dtype and shape (None is any size)."""
 
     def __init__(self, arrays: Arrays) -> None:
         self._arrays = arrays
@@ -147,14 +147,14 @@ class _Checked:
     def get(self, name: str, dtype: type[Scalar], *shape: int | None) -> npt.NDArray[Scalar]:
         array = self._arrays[name]
         fits = array.ndim == len(shape) and all(
-            size is None or size == there for size, there in zip(shape, array.shape, strict=True)
+            size is None or size == actual for size, actual in zip(shape, array.shape, strict=True)
         )
         if array.dtype != np.dtype(dtype) or not fits:
             raise ValueError(f"{name} is {array.dtype} {array.shape}, not {shape}")
         return cast("npt.NDArray[Scalar]", array)
 
     def optional(self, name: str, dtype: type[Scalar], *shape: int | None) -> npt.NDArray[Scalar]:
-        """Return an array that summaries of an earlier release lack: then it is empty."""
+        """Return an array, an empty one for summaries of earlier releases that lack it."""
         if name not in self._arrays:
             return np.empty([size or 0 for size in shape], dtype)
         return self.get(name, dtype, *shape)
@@ -174,15 +174,15 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
     sources = tuple(str(name) for name in document["sources"])
     if len(samples) != count:
         raise ValueError(f"{len(samples)} samples for {count} sequences")
-    place = arrays.get("sequence_rows", np.int64, 2, count)
+    rows = arrays.get("sequence_rows", np.int64, 2, count)
     cover = arrays.get("sequence_cover", np.int64, None, 3)
     _indexes(cover[:, 0], count, "sequence_cover")
     marks = arrays.optional("sequence_marks", np.int64, None, 3)
     _indexes(marks[:, 0], count, "sequence_marks")
     sequences = Sequences(
         samples=tuple(str(sample) for sample in samples),
-        source=_indexes(place[0], len(sources), "source"),
-        row=place[1],
+        source=_indexes(rows[0], len(sources), "source"),
+        row=rows[1],
         placed=arrays.get("sequence_placed", np.uint8, count, 2).astype(bool),
         values=values,
         cover=cover,
@@ -216,7 +216,7 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
 
 
 def _row_values(values: Float64, layout: int) -> Float64:
-    """Return rows' vectors as `[rows, len(ROW)]`; columns that a version lacks are NaN."""
+    """Return row vectors as `[rows, len(ROW)]`; columns that a version lacks are NaN."""
     width = ROW_1 if layout == 1 else len(ROW)
     if values.shape[1] != width:
         raise ValueError(f"sequence_values are {values.shape}")

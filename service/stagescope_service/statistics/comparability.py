@@ -1,8 +1,8 @@
-"""Whether two streams can be compared at all: asked before a number is trusted.
+"""Whether two streams are comparable at all, to be known before their numbers are trusted.
 
-Every question (`checks`) is asked of all tokens, of each rank, of each round and of each sample, so
-that what is wrong with a part is not lost in the total. Checks that found something come first, the
-likeliest cause foremost: a cause that explains others stands before them.
+Each check (`checks`) runs on all tokens, on each rank, each round and each sample, so that the
+total does not hide a faulty part. Failed checks come first, the most likely cause at the front: a
+cause precedes the ones that it explains.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ LIKELIEST_FIRST: Final = (
     "rounded", "renormalised", "temperature", "calibration", "versions",
 )  # fmt: skip
 _SAMPLE_TOKENS: Final = 16
-"""Tokens below which the alignment of a sample is not judged."""
+"""Minimum tokens of a sample for its alignment to be checked."""
 _SAMPLE_GAP: Final = 0.25
-"""Mean |d| of a sample, in nats, below which it is not called unrelated."""
+"""Minimum mean |d| of a sample, in nats, to report it as unrelated."""
 _MOST: Final = 0.5
-"""Share of the sum of |d| in tokens that a stream lacks, from which on lacking them explains it."""
+"""Minimum share of the sum of |d| in missing tokens for them to explain the difference."""
 _LISTED: Final = 5
 _OF_RATIOS: Final = frozenset({"rounded", "renormalised", "temperature", "calibration"})
-"""What one cause may look like in the smaller counts of a rank."""
+"""Checks that one cause may fail in the smaller counts of a rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Comparability:
     """All checks, and a verdict.
 
     'comparable'; 'exact': two producers agree in all tokens; 'not measured': the streams are equal
-    and one is a copy of the other, or nobody said who computed them; 'suspect'; 'unknown': too few
+    and one is a copy of the other, or their producers are unknown; 'suspect'; 'unknown': too few
     tokens.
     """
 
@@ -63,64 +63,66 @@ class Comparability:
 
     @property
     def suspects(self) -> tuple[Check, ...]:
-        """The checks that found something, the likeliest cause first."""
+        """The failed checks, the most likely cause first."""
         return tuple(check for check in self.checks if check.status == "suspect")
 
     @property
     def cause(self) -> str | None:
-        """The name of the likeliest cause, None where nothing was found."""
+        """The name of the most likely cause, None if no check failed."""
         return next((check.name for check in self.suspects), None)
 
 
 def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
-    """Ask every question of a summary's two streams, of their parts, too.
+    """Run every check on a summary's two streams and on their parts.
 
     Args:
         summary: The statistics of all tokens.
-        ranks: The cell of each rank, where the summary is of several.
+        ranks: The cell of each rank, if the summary covers several.
     """
     pair = summary.pair
     producers = _producers(summary)
     found = [_equal(summary.total, *pair, producers=producers)]
-    found += _of_cell(summary.total, pair, summary.fresh)
+    found += _check_cell(summary.total, pair, summary.fresh)
     found += [_versions(summary)]
-    drifts = _drifts(summary)
+    drifts = _has_stale_tokens(summary)
     if len(ranks) > 1:
         cells = [(f"{row.role} {row.rank}", row.cell) for row in ranks]
-        found += _of_slices("rank", cells, pair, producers, drifts=drifts)
+        found += _check_slices("rank", cells, pair, producers, drifts=drifts)
     rounds = [(str(key), cell) for key, cell in summary.rounds.items()]
     if len(rounds) > 1:
-        found += _of_slices("round", rounds, pair, producers, drifts=drifts)
-    found += _of_samples(summary)
-    return _judged(summary.total, found)
+        found += _check_slices("round", rounds, pair, producers, drifts=drifts)
+    found += _check_samples(summary)
+    return _rank_checks(summary.total, found)
 
 
 @dataclasses.dataclass(frozen=True)
 class RankCause:
-    """The likeliest cause of some ranks, each of which it is found in by its own tokens."""
+    """The most likely cause of some ranks, found in each by its own tokens."""
 
     check: Check
     places: tuple[tuple[str, int], ...]
-    """(role, rank) of them."""
+    """(role, rank) of each."""
     alone: str
-    """The text of the first of them, without the others."""
+    """The check's text for the first rank."""
 
 
 def causes_of_ranks(
     summary: Summary, ranks: Sequence[RankRow], besides: str | None = None
 ) -> tuple[RankCause, ...]:
-    """Return the likeliest cause of every rank by its own tokens, ranks of one cause together.
+    """Return the most likely cause of each rank by its own tokens, grouped by cause.
 
     Args:
         summary: The statistics of all tokens.
         ranks: The cell of each rank.
-        besides: A cause that is named already: ranks that show it, or that show another face of
-            it, are left out.
+        besides: A cause that is already reported: ranks with it, or with a related check, are
+            excluded.
     """
-    drifts, producers = _drifts(summary), _producers(summary)
+    drifts, producers = _has_stale_tokens(summary), _producers(summary)
     found: dict[str, list[tuple[RankRow, Check]]] = {}
     for row in ranks:
-        judged = _judged(row.cell, _of_slice(row.cell, summary.pair, producers, drifts=drifts))
+        judged = _rank_checks(
+            row.cell, _check_slice(row.cell, summary.pair, producers, drifts=drifts)
+        )
         names = {check.name for check in judged.suspects}
         if not names or besides in names or {besides, judged.cause} <= _OF_RATIOS:
             continue
@@ -128,7 +130,7 @@ def causes_of_ranks(
         found.setdefault(check.name, []).append((row, check))
     return tuple(
         RankCause(
-            _together(
+            _combine(
                 "rank", [(f"{row.role} {row.rank}", check) for row, check in where], len(ranks)
             ),
             tuple((row.role, row.rank) for row, _ in where),
@@ -138,25 +140,27 @@ def causes_of_ranks(
     )
 
 
-def _drifts(summary: Summary) -> bool:
-    """Whether tokens are stale; only the step summary knows its tokens by staleness."""
+def _has_stale_tokens(summary: Summary) -> bool:
+    """Return whether any tokens are stale; only the step summary has cells by staleness."""
     return bool((summary.staleness.keys != 0).any())
 
 
 def examine_cell(cell: Cell, pair: tuple[str, str], full: Summary | None = None) -> Comparability:
-    """Ask what a single cell can answer: of a rank, a round, a turn or a staleness.
+    """Run the checks that need one cell alone: of a rank, a round, a turn or a staleness.
 
     Args:
-        cell: of some tokens.
-        pair: names of p and q.
-        full: the summary that they are part of, which knows who computed the streams.
+        cell: The cell.
+        pair: Names of p and q.
+        full: The summary that contains its tokens; it holds the streams' producers.
     """
     producers = None if full is None else _producers(full)
-    return _judged(cell, [_equal(cell, *pair, producers=producers), *_of_cell(cell, pair, cell)])
+    return _rank_checks(
+        cell, [_equal(cell, *pair, producers=producers), *_check_cell(cell, pair, cell)]
+    )
 
 
-def _judged(cell: Cell, found: Iterable[Check]) -> Comparability:
-    """Rank the checks; of several of one name the first that found something stands."""
+def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
+    """Rank the checks; of several with one name, keep the first failed one."""
     by_name: dict[str, Check] = {}
     for check in found:
         known = by_name.get(check.name)
@@ -188,10 +192,11 @@ def _judged(cell: Cell, found: Iterable[Check]) -> Comparability:
 
 
 def _is_temperature(scaling: Check, cut: Check) -> bool:
-    """Whether a slope explains a mean ratio off 1: a cut at the likeliest tokens makes the other.
+    """Return whether a slope explains a mean ratio other than 1.
 
-    A mass that q has lost is the larger the less sure a context is, so d rises with q as between a
-    flatter q and p; a colder q, which misses rare tokens in the mean, falls with it.
+    Truncation has the opposite slope: the mass that q loses is larger in less certain contexts,
+    so d rises with q as it does for a flatter q. With a colder q, which lacks rare tokens on
+    average, d falls with q.
     """
     if scaling.status != "suspect":
         return False
@@ -199,7 +204,7 @@ def _is_temperature(scaling: Check, cut: Check) -> bool:
     return abs(correlation) > 0.6 or (cut.values["mean"] < 1.0) == (correlation < 0.0)
 
 
-def _of_cell(cell: Cell, pair: tuple[str, str], fresh: Cell) -> list[Check]:
+def _check_cell(cell: Cell, pair: tuple[str, str], fresh: Cell) -> list[Check]:
     checks: tuple[Callable[[Cell, str, str], Check], ...] = (
         constant, probabilities, coverage, shifted, unrelated, rounded,
     )  # fmt: skip
@@ -211,7 +216,7 @@ def _of_cell(cell: Cell, pair: tuple[str, str], fresh: Cell) -> list[Check]:
     ]
 
 
-def _of_slices(
+def _check_slices(
     kind: str,
     cells: Sequence[tuple[str, Cell]],
     pair: tuple[str, str],
@@ -219,27 +224,27 @@ def _of_slices(
     *,
     drifts: bool,
 ) -> list[Check]:
-    """Ask each slice, and say of which ones something was found."""
+    """Check each slice and report the ones that failed."""
     by_name: dict[str, list[tuple[str, Check]]] = {}
     for name, cell in cells:
-        for check in _of_slice(cell, pair, producers, drifts=drifts):
+        for check in _check_slice(cell, pair, producers, drifts=drifts):
             if check.status == "suspect":
                 by_name.setdefault(check.name, []).append((name, check))
-    return [_together(kind, where, len(cells)) for where in by_name.values()]
+    return [_combine(kind, where, len(cells)) for where in by_name.values()]
 
 
-def _of_slice(
+def _check_slice(
     cell: Cell, pair: tuple[str, str], producers: tuple[str, str] | None, *, drifts: bool
 ) -> list[Check]:
-    """Ask what the tokens of a slice can answer."""
-    found = _of_cell(cell, pair, Cell(empty()) if drifts else cell)
+    """Run the checks that the tokens of a slice allow."""
+    found = _check_cell(cell, pair, Cell(empty()) if drifts else cell)
     if cell.tokens >= ENOUGH and _all_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
         found.append(_equal(cell, *pair, producers=producers))
     return found
 
 
-def _together(kind: str, where: Sequence[tuple[str, Check]], of: int) -> Check:
-    """Put what one check found in several slices into one."""
+def _combine(kind: str, where: Sequence[tuple[str, Check]], of: int) -> Check:
+    """Combine one check's failures in several slices into one."""
     listed = ", ".join(name for name, _ in where[:_LISTED])
     more = ", ..." if len(where) > _LISTED else ""
     head = where[0][1]
@@ -247,8 +252,8 @@ def _together(kind: str, where: Sequence[tuple[str, Check]], of: int) -> Check:
     return Check(head.name, "suspect", text, {**head.values, f"{kind}s": len(where)})
 
 
-def _of_samples(summary: Summary) -> list[Check]:
-    """Ask of each sample whether it is aligned; one in another place is lost in any mean."""
+def _check_samples(summary: Summary) -> list[Check]:
+    """Check the alignment of each sample; a mean hides a single misplaced one."""
     keys, values = summary.sequences.by_sample()
     if not len(values):
         return []
@@ -296,8 +301,8 @@ def _sample_check(
         return Check(name, "ok" if judged.any() else "unknown", "no sample is out of place")
     listed = ", ".join(names[int(at)] for at in places[:_LISTED])
     more = ", ..." if places.size > _LISTED else ""
-    said = f"in {places.size} of {int(judged.sum())} samples ({listed}{more}): {text}"
-    return Check(name, "suspect", said, {"samples": float(places.size)})
+    message = f"in {places.size} of {int(judged.sum())} samples ({listed}{more}): {text}"
+    return Check(name, "suspect", message, {"samples": float(places.size)})
 
 
 def _all_equal(cell: Cell) -> bool:
@@ -305,7 +310,7 @@ def _all_equal(cell: Cell) -> bool:
 
 
 def _producers(summary: Summary) -> tuple[str, str] | None:
-    """Return who computed p and who q; None where nobody says it of a part, '' where both did."""
+    """Return the producers of p and q: None if unknown for a part, ('', names) if shared."""
     found = [set(summary.producers.get(stream, ("",))) for stream in summary.pair]
     if any("" in names or not names for names in found):
         return None

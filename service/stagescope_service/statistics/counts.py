@@ -1,4 +1,4 @@
-"""What is counted of one block of tokens: tails, applied weights, the histogram of |d|.
+"""Counts over one block of tokens: tails, applied weights, the histogram of |d|.
 
 `out` is always a cell's vector, already filled by `blocks`.
 """
@@ -16,17 +16,17 @@ from stagescope_service.statistics.cell import AT, Float64, Int32, UInt32
 from stagescope_service.statistics.jit import exact, reduction
 
 HISTOGRAM_HALF: Final = 512
-"""Buckets kept on either side of 1: |d| beyond 2^±64 counts in the outermost one."""
+"""Buckets on either side of 1: |d| beyond 2^±64 counts in the outermost one."""
 
 _A0, _A1, _A2, _A3 = _cell.ABS_TAILS
 (_L0, _H0), (_L1, _H1) = _cell.RATIO_TAILS
 _B1, _B2, _B3, _B4, _B5, _B6, _B7 = (math.ceil((2 ** (j / 8) - 1) * 2**52) - 1 for j in range(1, 8))
-"""Mantissas at which the histogram's buckets inside an octave begin, less one."""
+"""Lower bounds, as mantissa minus 1, of the histogram's buckets inside an octave."""
 
 
 @reduction
 def tails(d: Float64, em1: Float64, n: int, out: Float64) -> None:
-    """Count the tails; a block whose extremes reach no bound is not looked at."""
+    """Count the tails; a block whose extremes reach no bound is skipped."""
     largest = larger(out[AT.D_MAX], -out[AT.D_MIN])
     # 0.095 is below |ln| of the innermost bounds of the ratio, 0.9 and 1.1.
     if largest < 0.095:
@@ -65,7 +65,7 @@ def weights(em1: Float64, n: int, rule: Float64, out: Float64) -> None:
     out[AT.W_MIN], out[AT.W_MAX] = least, most
     upper, lower = rule[0], rule[1]
     high, high_value, low, low_value = rule[2], rule[3], rule[4], rule[5]
-    # The extremes of e^d - 1 come from another routine than em1: leave room for its rounding.
+    # The extremes of e^d - 1 and em1 come from different routines: allow for their rounding.
     slack = 1e-12 * (1.0 + abs(most))
     if most + slack <= smaller(upper, high) and least - slack >= larger(lower, low):
         return
@@ -106,5 +106,5 @@ def histogram(d: Float64, n: int, zeros: int, slots: Int32, counts: UInt32) -> N
         slots[i] = 2 * HISTOGRAM_HALF - 1 if slot >= 2 * HISTOGRAM_HALF else slot
     for i in range(n):
         counts[slots[i]] += np.uint32(1)
-    # Zeros fell below the lowest bucket, and have a count of their own.
+    # Zeros fell below the lowest bucket, and are counted separately.
     counts[0] -= np.uint32(zeros)

@@ -1,4 +1,4 @@
-"""Zero as proof: streams of two producers that agree in every bit, and where they first do not."""
+"""Exact equality of the streams of two producers, and the first token in which they differ."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.summary import UNKNOWN, Summary, Tokens
 
 NOT_KEPT: Final = "in a token that was not kept"
-"""Where streams differ of which no unequal token is known."""
+"""The location of a difference if no unequal token was kept."""
 
 
 class DifferenceJson(TypedDict):
-    """A `Difference` as answers show it, without its payload."""
+    """A `Difference` in an API answer, without its payload."""
 
     row: int
     round: int
@@ -32,12 +32,12 @@ class Difference:
 
     Attributes:
         sample: sample_uid, or None where the payload has none.
-        source: the payload (`Summary.sources`), and the `row` in it.
-        round, position: in the sample; position counts the row's tokens from 0, or is what
-            `positions` held.
+        source: the payload (`Summary.sources`); `row` is the row in it.
+        round, position: in the sample; position is the token's index in the row, or its value in
+            `positions`.
         token_id: None where no responses were handed over.
         p, q: the two log-probs.
-        is_first: whether no token before it differs; False: one that was not kept may.
+        is_first: whether no earlier token differs; False if one that was not kept may.
     """
 
     sample: str | None
@@ -51,7 +51,7 @@ class Difference:
     is_first: bool
 
     def text(self, role: str | None = None, rank: int | None = None) -> str:
-        """Where it is, with the rank that handed it over, and both values with all digits."""
+        """Describe the location, the rank that recorded it, and both values with all digits."""
         where = f"sample {self.sample}" if self.sample else f"row {self.row}"
         of = "" if role is None else f" of {role} rank {rank}"
         token = f"token {self.position}"
@@ -73,7 +73,7 @@ class Difference:
 
 
 def unequal_tokens(cell: Cell) -> int:
-    """Return in how many tokens the streams differ; where one alone is not finite, too.
+    """Return the number of tokens in which the streams differ, or only one value is finite.
 
     Tokens where neither is finite are not counted: whether they are equal is unknown.
     """
@@ -81,26 +81,26 @@ def unequal_tokens(cell: Cell) -> int:
 
 
 def first_difference(summary: Summary) -> Difference | None:
-    """Return where the two streams first differ, as far as a summary keeps it.
+    """Return the first known token in which the two streams differ.
 
-    None where they are equal, and where no token that differs was kept: of those that are not
-    finite only the first ones are, be they finite in neither stream, and an older record has none
-    of the others. `unequal_tokens` tells the two apart.
+    None if they are equal, and if no differing token was kept: a summary keeps only the first
+    non-finite tokens, including those that are finite in neither stream, and older records
+    contain no finite unequal token. `unequal_tokens` distinguishes the two cases.
     """
-    odd, sequences, keys = summary.non_finite, summary.sequences, summary.sequences.keys()
+    non_finite, sequences, keys = summary.non_finite, summary.sequences, summary.sequences.keys()
 
     def sort_key(tokens: Tokens, at: int) -> tuple[tuple[str, int, int], int]:
         return keys[int(tokens.sequence[at])], int(tokens.position[at])
 
     known = [(summary.unequal, at) for at in range(min(len(summary.unequal), 1))]
-    one_sided = [(odd, at) for at in range(len(odd)) if _is_one_sided(odd, at)]
+    one_sided = [(non_finite, at) for at in range(len(non_finite)) if _is_one_sided(non_finite, at)]
     if not known and not one_sided:
         return None
     tokens, at = min([*known, *one_sided], key=lambda each: sort_key(*each))
     cell = summary.total
-    # The non-finite tokens that were not kept lie behind all that were.
-    last_kept = max((sort_key(odd, each) for each in range(len(odd))), default=None)
-    is_all_odd = len(one_sided) == _one_sided_tokens(cell)
+    # The non-finite tokens that were not kept follow all that were.
+    last_kept = max((sort_key(non_finite, each) for each in range(len(non_finite))), default=None)
+    has_all_one_sided = len(one_sided) == _one_sided_tokens(cell)
     is_all_finite = bool(known) or cell.tokens == int(cell[Field.EQUAL])
     before_others = last_kept is not None and sort_key(tokens, at) <= last_kept
     sequence, token_id = int(tokens.sequence[at]), int(tokens.token_id[at])
@@ -113,18 +113,18 @@ def first_difference(summary: Summary) -> Difference | None:
         token_id=None if token_id == UNKNOWN else token_id,
         p=float(tokens.p[at]),
         q=float(tokens.q[at]),
-        is_first=is_all_finite and (is_all_odd or before_others),
+        is_first=is_all_finite and (has_all_one_sided or before_others),
     )
 
 
 def _one_sided_tokens(cell: Cell) -> int:
-    """Return how many tokens are finite in one stream alone."""
-    gone = sum(
+    """Return the number of tokens that are finite in exactly one stream."""
+    missing = sum(
         int(cell[Field[f"{side}_{kind}"]])
         for side in ("P", "Q")
         for kind in ("NAN", "POSINF", "NEGINF")
     )
-    return max(2 * (cell.masked - cell.tokens) - gone, 0)
+    return max(2 * (cell.masked - cell.tokens) - missing, 0)
 
 
 def _is_one_sided(tokens: Tokens, at: int) -> bool:

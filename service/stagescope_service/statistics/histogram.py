@@ -1,8 +1,8 @@
 """Histograms of |d|: OpenTelemetry's base-2 exponential histogram, scale 3, sparse.
 
-Bucket i holds (2^(i/8), 2^((i+1)/8)]; its midpoint is within 4.5 % of everything in it. Zeros
-have a count of their own (`Field.EQUAL`). Bucket -512 also holds everything smaller, 511
-everything larger.
+Bucket i holds (2^(i/8), 2^((i+1)/8)]; its midpoint is within 4.5 % of every value in it. Zeros
+are counted separately (`Field.EQUAL`). Bucket -512 also holds all smaller values, 511 all larger
+ones.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class Histogram:
         return Histogram.merge([dataclasses.replace(self, rounds=np.zeros_like(self.rounds))])
 
     def quantile(self, share: float, *, zeros: int, largest: float) -> float:
-        """Return the `share` quantile of |d|: the midpoint of the bucket in which it lies.
+        """Return the `share` quantile of |d|: the midpoint of the bucket that contains it.
 
         Args:
             share: From 0 to 1.
-            zeros: How many values are exactly 0.
-            largest: The maximum, which no answer exceeds.
+            zeros: Number of values that are exactly 0.
+            largest: The maximum, an upper bound of the result.
 
         Returns:
-            NaN where there are no values.
+            The quantile; NaN if there are no values.
         """
         counts = self.counts
         total = zeros + int(counts.sum())
         if not total:
             return math.nan
-        # The smallest value that at least `share` of all values do not exceed.
+        # The smallest value that is >= at least `share` of all values.
         rank = max(1, math.ceil(share * total))
         if rank <= zeros:
             return 0.0
@@ -72,7 +72,7 @@ class Histogram:
 
 
 def midpoint(bucket: int) -> float:
-    """The value in a bucket that is relatively nearest to both its bounds."""
+    """The value in a bucket with the smallest relative distance to both bounds."""
     low, high = bounds(bucket)
     return 2.0 * low * high / (low + high)
 

@@ -1,17 +1,16 @@
-"""Which rows of a step are of one sample: the id alone cannot say it.
+"""Which rows of a step belong to one sample; the id alone is not sufficient.
 
-Ids are meant to be unique in a step. Where ranks (or microbatches) number their rows from 0 each,
-one id names several samples; counted by the id alone, all but one would be lost. So rows that
-share an id are held against each other by what they hold: which positions are the model's, the
-rollout's log-probs, token ids. They are
+Ids should be unique in a step. If each rank (or microbatch) numbers its rows from 0, one id names
+several samples, and counting by id would lose all but one. Rows that share an id are therefore
+compared by content: the positions of model tokens, the rollout's log-probs, the token ids. They are
 
-* the same, where they agree, also where one is padded further to the left than the other,
-* pieces of one sample, where they hold other positions,
-* a **contradiction** where they hold the same positions and differ in what stands there.
+* copies, if the content agrees, even if one has more left padding than the other,
+* pieces of one sample, if their positions differ,
+* a **contradiction**, if they have the same positions with different content.
 
-The samples of a contradicted id are told apart by their owner (the ranks that hold the same rows,
-see `PartRecord.group`), inside of an owner by part, and each gets a name of its own. p may differ
-between copies of a sample: replicas compute it anew, and a later epoch has other weights.
+The samples of a contradicted id are distinguished by owner (the ranks that hold the same rows,
+see `PartRecord.group`), within an owner by part, and each gets a distinct name. p may differ
+between copies of a sample: replicas recompute it, and a later epoch has other weights.
 """
 
 from __future__ import annotations
@@ -32,19 +31,20 @@ from stagescope_service.statistics.summary import UNKNOWN, Summary
 _N, _Q_SUM, _NON_FINITE = (ROW.index(name) for name in ("tokens", "q_sum", "non_finite"))
 _SAME_BITS: Final = 1e-6
 _OTHER_DTYPE: Final = 2.0**-7
-"""Relative error of q that another dtype explains: bfloat16 keeps 8 bits."""
+"""Relative error of q that a different dtype explains: bfloat16 has 8 significant bits."""
 _COMPUTED: Final = 0.5
-"""Nats by which two computations of one log-prob may differ, where q is no rollout's."""
+"""Maximum difference in nats of two computations of one log-prob, if q is not a rollout's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a row counts.
+    """The sample and positions for which a row counts.
 
     Attributes:
         sample: the name of its sample.
-        shift: what to add to its positions: copies may be padded further to the left.
-        dropped: it contradicts the row of which it is said to be a replica, and does not count.
+        shift: an offset to add to its positions, since copies may differ in left padding.
+        dropped: whether it does not count, since it contradicts the row that it was declared to
+            replicate.
     """
 
     sample: str
@@ -54,7 +54,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Contradiction:
-    """One id that names several samples of a step; `holders` are (role, rank) of each."""
+    """An id that names several samples of a step; `holders` are the (role, rank) of each."""
 
     sample: str
     holders: tuple[tuple[str, int], ...]
@@ -62,12 +62,12 @@ class Contradiction:
 
 @dataclasses.dataclass(frozen=True)
 class Identities:
-    """Where rows count that do not simply count under their own id.
+    """The rows that do not count under their own id.
 
     Attributes:
-        places: part key -> row -> its place; a row that is not there counts as it says.
+        places: part key -> row -> its place; an absent row counts under its own id.
         contradictions: by id.
-        owners: whose ids are contradicted -> who of them holds the same rows.
+        owners: owner of contradicted ids -> the owner that represents all with the same rows.
     """
 
     places: Mapping[str, Mapping[int, Place]]
@@ -85,7 +85,7 @@ class Identities:
         ]
 
     def renamed(self, key: str, summary: Summary) -> Summary:
-        """Return a part's summary with the names that its samples count under."""
+        """Return a part's summary with the names under which its samples count."""
         if key not in self.places:
             return summary
         names = tuple(place.sample for place in self.places_of(key, summary))
@@ -94,59 +94,55 @@ class Identities:
 
 
 def empty_samples(records: Sequence[PartRecord], identities: Identities) -> tuple[str, ...]:
-    """Return the samples of which no part has a model token; parts that do not count, too.
+    """Return the samples without a model token in any part, including parts that do not count.
 
-    A resampling pass may repeat all rows that have tokens, and add one that has none.
+    A resampling pass may repeat all rows that have tokens and add one without tokens.
     """
-    known = {sample for record in records for sample in _handed(record).sequences.samples}
+    known = {sample for record in records for sample in record.full_summary.sequences.samples}
     own: dict[object, set[str]] = {}
     for record in records:
         owner = identities.owners.get(owner_of(record))
         if owner is not None:
-            own.setdefault(owner, set()).update(_handed(record).sequences.samples)
+            own.setdefault(owner, set()).update(record.full_summary.sequences.samples)
     found: dict[str, None] = {}
     for record in sorted(records, key=lambda record: record.order):
         owner = identities.owners.get(owner_of(record))
         has_tokens = known if owner is None else own[owner]
         where = "" if owner is None else f" [{record.role} {owner[-1]}]"
-        names = _handed(record).empty_samples
+        names = record.full_summary.empty_samples
         found |= dict.fromkeys(f"{name}{where}" for name in names if name not in has_tokens)
     return tuple(sorted(found))
 
 
 def resolve(records: Iterable[PartRecord]) -> Identities:
-    """Find out which rows are of one sample.
+    """Determine which rows belong to one sample.
 
     Args:
         records: parts of one stage and pair that name their samples.
     """
     ordered = sorted(records, key=lambda record: record.order)
-    times = Counter[str]()
+    counts = Counter[str]()
     for record in ordered:
-        times.update(_handed(record).sequences.samples)
+        counts.update(record.full_summary.sequences.samples)
     by_sample: dict[str, list[_Row]] = {}
     for record in ordered:
         rows = _Rows(record)
         for index, sample in enumerate(rows.samples):
-            if times[sample] > 1:
+            if counts[sample] > 1:
                 by_sample.setdefault(sample, []).append(_Row(rows, index))
-    return _Resolution(by_sample).found()
+    return _Resolution(by_sample).identities()
 
 
 def owner_of(record: PartRecord) -> GroupKey:
-    """Return what ranks that hold the same samples have in common, pieces of them or all."""
+    """Return the key that is common to ranks that hold the same samples or pieces of them."""
     return record.group[:-1]
 
 
-def _handed(record: PartRecord) -> Summary:
-    return record.handed or record.summary
-
-
 class _Rows:
-    """The rows of one part, as far as they tell samples apart."""
+    """The rows of one part with the content that distinguishes samples."""
 
     def __init__(self, record: PartRecord) -> None:
-        summary = _handed(record)
+        summary = record.full_summary
         sequences = summary.sequences
         self.record = record
         self.owner = owner_of(record)
@@ -159,8 +155,8 @@ class _Rows:
         self.cover = sequences.cover[order]
         self.bounds = np.searchsorted(self.cover[:, 0], count).tolist()
         self.marks, self.mark_values = sequences.marks, sequences.mark_values
-        self.known = len(self.marks) > 0
-        """False of a summary of an earlier release, which cannot tell samples apart."""
+        self.has_marks = len(self.marks) > 0
+        """False for a summary of an earlier release, which cannot distinguish samples."""
         self.mark_bounds = np.searchsorted(self.marks[:, 0], count).tolist()
         stream = summary.pair[1]
         self.transported = stream == "rollout"
@@ -177,9 +173,9 @@ class _Row:
         cover = rows.cover[rows.bounds[index] : rows.bounds[index + 1], 1:]
         self.first = int(cover[0, 0]) if len(cover) else 0
         self.runs = (cover - self.first).tobytes()
-        """The runs of model tokens from the first of them on."""
+        """The runs of model tokens, relative to the first one."""
         self.content = -1
-        """Which of the contents of its id it holds."""
+        """Index of its content among the distinct contents of its id."""
         self.dropped = False
 
     @property
@@ -188,7 +184,7 @@ class _Row:
 
     @property
     def part_of_sample(self) -> str:
-        """Context-parallel parts that nobody placed all begin at 0."""
+        """The cp rank of a row without an offset, else '': such parts all begin at 0."""
         cp_rank = self.rows.record.cp_rank
         return "" if cp_rank is None or self.placed else str(cp_rank)
 
@@ -207,50 +203,50 @@ class _Row:
         values = self.rows.mark_values[own].tolist()
         return {at: (token, q) for (_, at, token), q in zip(where, values, strict=True)}
 
-    def agrees(self, other: _Row) -> bool:
-        """Whether rows with the same runs hold the same, as far as their sums tell."""
+    def has_equal_sums(self, other: _Row) -> bool:
+        """Return whether rows with the same runs have equal sums, within tolerance."""
         mine, its = self.rows.values[self.index], other.rows.values[other.index]
         if mine[_NON_FINITE] or its[_NON_FINITE]:
-            return True  # sums are over finite tokens alone, and a replica may have others
-        return _near(mine[_Q_SUM], its[_Q_SUM], _tolerance(self, other, int(mine[_N])))
+            return True  # sums are over finite tokens only, which may differ in a replica
+        return _is_close(mine[_Q_SUM], its[_Q_SUM], _tolerance(self, other, int(mine[_N])))
 
-    def marked(self, other: _Row) -> tuple[int, bool]:
-        """Return how many marks two rows have in common, and whether all of them agree."""
-        here, there = self.marks(), other.marks()
-        both = here.keys() & there.keys()
+    def compare_marks(self, other: _Row) -> tuple[int, bool]:
+        """Return the number of marks that two rows share, and whether all of them agree."""
+        own_marks, other_marks = self.marks(), other.marks()
+        both = own_marks.keys() & other_marks.keys()
         for at in both:
-            (token, q), (its_token, its_q) = here[at], there[at]
+            (token, q), (its_token, its_q) = own_marks[at], other_marks[at]
             if UNKNOWN not in (token, its_token) and token != its_token:
                 return len(both), False
-            if not _near(q, its_q, _tolerance(self, other, 1)):
+            if not _is_close(q, its_q, _tolerance(self, other, 1)):
                 return len(both), False
         return len(both), True
 
 
 def _tolerance(one: _Row, other: _Row, tokens: int) -> tuple[float, float]:
-    """Return (absolute, relative) bounds on what q, or a sum of it, may differ by."""
+    """Return (absolute, relative) bounds on the difference of q, or of a sum of it."""
     if not (one.rows.transported and other.rows.transported):
         return _COMPUTED * tokens**0.5, 0.1
     return 0.0, _SAME_BITS if one.rows.dtypes == other.rows.dtypes else _OTHER_DTYPE
 
 
-def _near(x: float, y: float, bounds: tuple[float, float]) -> bool:
+def _is_close(x: float, y: float, bounds: tuple[float, float]) -> bool:
     if x == y or (x != x and y != y):
         return True
     absolute, relative = bounds
     return bool(abs(x - y) <= absolute + relative * max(abs(x), abs(y)))
 
 
-def _same(one: _Row, other: _Row) -> bool:
-    """Whether two rows of one id are copies of each other."""
-    if one.runs != other.runs or not one.agrees(other):
+def _are_copies(one: _Row, other: _Row) -> bool:
+    """Return whether two rows of one id are copies of each other."""
+    if one.runs != other.runs or not one.has_equal_sums(other):
         return False
     if one.first == other.first:
-        return one.marked(other)[1]
-    if one.placed or other.placed or not (one.rows.known and other.rows.known):
+        return one.compare_marks(other)[1]
+    if one.placed or other.placed or not (one.rows.has_marks and other.rows.has_marks):
         return False
     mine, its = one.rows.record, other.rows.record
-    # Within one pass a rank's rows at other places are pieces, however alike.
+    # Within one pass a rank's rows at other positions are pieces, however similar.
     return (mine.role, mine.rank) != (its.role, its.rank) or _pass(mine.part) != _pass(its.part)
 
 
@@ -258,27 +254,29 @@ def _pass(part: Part) -> tuple[int, int]:
     return part.epoch, part.occurrence
 
 
-def _contradict(one: _Row, other: _Row, *, doubted: bool = False) -> bool:
-    """Whether two rows of one id that are no copies cannot be pieces of one sample either.
+def _contradicts(one: _Row, other: _Row, *, doubted: bool = False) -> bool:
+    """Return whether two rows of one id, not copies, cannot be pieces of one sample either.
 
-    Where nothing speaks for or against it, a piece of a larger row is believed to be one, unless
-    the ids are `doubted` already.
+    Without evidence either way, a row nested in a larger one counts as a piece of it, unless the
+    ids are `doubted` already.
     """
-    if not (one.rows.known and other.rows.known) or not _overlap(one.intervals, other.intervals):
+    if not (one.rows.has_marks and other.rows.has_marks) or not _overlap(
+        one.intervals, other.intervals
+    ):
         return False
-    common, agree = one.marked(other)
+    common, agree = one.compare_marks(other)
     if not agree:
         return True
     if one.runs == other.runs and one.first == other.first:
         return True  # their sums differ
     if one.placed or other.placed:
         return not common and (doubted or not _nested(one.intervals, other.intervals))
-    # Rows that nobody placed are samples from their first token on: two masks are two samples.
+    # Rows without an offset begin with their sample: two masks are two samples.
     return one.rows.owner != other.rows.owner or not common
 
 
 def _nested(one: Int64, other: Int64) -> bool:
-    """Whether all positions of one of two rows are among the other's."""
+    """Return whether all positions of one of two rows are among the other's."""
     small, large = sorted((one, other), key=lambda runs: int((runs[:, 1] - runs[:, 0]).sum()))
     large = large[np.argsort(large[:, 0])]
     at = np.maximum(np.searchsorted(large[:, 0], small[:, 0], "right") - 1, 0)
@@ -294,14 +292,14 @@ def _overlap(one: Int64, other: Int64) -> bool:
 
 @dataclasses.dataclass
 class _Version:
-    """One of the samples that an id names."""
+    """One of the samples that share an id."""
 
     owner: GroupKey
     rows: list[_Row]
 
 
 class _Resolution:
-    """Sorts the rows of each id by content, finds contradictions, and names the samples."""
+    """Groups the rows of each id by content, finds contradictions, and names the samples."""
 
     def __init__(self, by_sample: Mapping[str, list[_Row]]) -> None:
         self._by_sample = by_sample
@@ -309,7 +307,7 @@ class _Resolution:
         """The first row of each content."""
         self._contradicted: dict[str, bool] = {}
         for sample, rows in by_sample.items():
-            self._contradicted[sample] = self._sort(rows)
+            self._contradicted[sample] = self._group_by_content(rows)
         self._owners = {
             row.rows.owner: None
             for sample, rows in by_sample.items()
@@ -319,11 +317,11 @@ class _Resolution:
         self._canonical = self._replicas()
         self._places: dict[str, dict[int, Place]] = {}
 
-    def found(self) -> Identities:
+    def identities(self) -> Identities:
         contradictions = []
         for sample, rows in self._by_sample.items():
             versions = self._versions(sample, rows)
-            self._place(sample, versions)
+            self._assign(sample, versions)
             if self._contradicted[sample] and len(versions) > 1:
                 records = [version.rows[0].rows.record for version in versions]
                 holders = dict.fromkeys((record.role, record.rank) for record in records)
@@ -331,26 +329,26 @@ class _Resolution:
         found = tuple(sorted(contradictions, key=lambda it: it.sample))
         return Identities(self._places, found, self._canonical)
 
-    def _sort(self, rows: Sequence[_Row]) -> bool:
-        """Give each row its content; return whether two of them contradict each other."""
+    def _group_by_content(self, rows: Sequence[_Row]) -> bool:
+        """Set each row's content index; return whether two rows contradict each other."""
         contents: dict[tuple[str, bytes], list[int]] = {}
         parts: dict[str, list[_Row]] = {}
         for row in rows:
             part = row.part_of_sample
-            alike = contents.setdefault((part, row.runs), [])
-            found = next((c for c in alike if _same(self._first[c], row)), None)
+            candidates = contents.setdefault((part, row.runs), [])
+            found = next((c for c in candidates if _are_copies(self._first[c], row)), None)
             if found is None:
                 found = len(self._first)
                 self._first.append(row)
-                alike.append(found)
+                candidates.append(found)
                 parts.setdefault(part, []).append(row)
             row.content = found
         return any(_any_contradicts(found) for found in parts.values() if len(found) > 1)
 
     def _replicas(self) -> dict[GroupKey, GroupKey]:
-        """Return, for owners of contradicted ids, who of them holds the same rows.
+        """Map each owner of contradicted ids to the one that represents all with the same rows.
 
-        Ranks that nobody called replicas are such where most of their rows are the same.
+        Ranks not declared as replicas are replicas if most of their rows are the same.
         """
         keys: dict[GroupKey, list[int]] = {owner: [] for owner in self._owners}
         for rows in self._by_sample.values():
@@ -369,7 +367,7 @@ class _Resolution:
         return canonical
 
     def _versions(self, sample: str, rows: Sequence[_Row]) -> list[_Version]:
-        """Return the samples that an id names."""
+        """Return the samples that share an id."""
         owners = {self._canonical[row.rows.owner] for row in rows if row.rows.owner in self._owners}
         if len(owners) < 2 and not self._contradicted[sample]:
             return [_Version((), list(rows))]
@@ -378,14 +376,14 @@ class _Resolution:
         by_part: dict[tuple[GroupKey, Part | None], _Version] = {}
         for row in rows:
             owner = self._canonical.get(row.rows.owner, row.rows.owner)
-            near = by_part.get((owner, row.part)), by_part.get((owner, None))
+            of_part = by_part.get((owner, row.part)), by_part.get((owner, None))
             version = by_content.get((owner, row.content))
             if version is None and row.rows.owner not in self._owners:
                 version = by_content.get((None, row.content))
             if version is None:
-                version = next((v for v in near if v is not None and self._fits(row, v)), None)
-            if version is None and near[0] is not None and _declared(row, near[0]):
-                version, row.dropped = near[0], True
+                version = next((v for v in of_part if v is not None and self._fits(row, v)), None)
+            if version is None and of_part[0] is not None and _is_declared_replica(row, of_part[0]):
+                version, row.dropped = of_part[0], True
             if version is None:
                 version = _Version(owner, [])
                 versions.append(version)
@@ -398,28 +396,28 @@ class _Resolution:
         return versions
 
     def _fits(self, row: _Row, version: _Version) -> bool:
-        """Whether a row can be a piece of a sample."""
+        """Return whether a row can be a piece of a sample."""
         contents = {piece.content for piece in version.rows if not piece.dropped}
         pieces = [self._first[content] for content in contents]
         return not any(
-            _contradict(piece, row, doubted=True)
+            _contradicts(piece, row, doubted=True)
             for piece in pieces
             if piece.part_of_sample == row.part_of_sample
         )
 
-    def _place(self, sample: str, versions: Sequence[_Version]) -> None:
-        times = Counter(version.owner for version in versions)
-        taken: set[str] = set()
+    def _assign(self, sample: str, versions: Sequence[_Version]) -> None:
+        counts = Counter(version.owner for version in versions)
+        used: set[str] = set()
         for version in versions:
             name = sample
             if len(versions) > 1:
-                name = unique = _label(sample, version, with_part=times[version.owner] > 1)
+                name = unique = _label(sample, version, with_part=counts[version.owner] > 1)
                 number = 1
-                while unique in taken:
+                while unique in used:
                     number += 1
                     unique = f"{name} #{number}"
                 name = unique
-            taken.add(name)
+            used.add(name)
             for row in version.rows:
                 place = Place(name, self._first[row.content].first - row.first, row.dropped)
                 if place != Place(sample):
@@ -428,18 +426,18 @@ class _Resolution:
 
 
 def _any_contradicts(rows: Sequence[_Row]) -> bool:
-    """Whether two of these rows of one id contradict each other."""
+    """Return whether two of these rows of one id contradict each other."""
     reaching: list[tuple[int, _Row]] = []
     for row in sorted(rows, key=lambda row: row.first):
         reaching = [(last, other) for last, other in reaching if last > row.first]
-        if any(_contradict(other, row) for _, other in reaching):
+        if any(_contradicts(other, row) for _, other in reaching):
             return True
         reaching.append((int(row.intervals[:, 1].max(initial=row.first)), row))
     return False
 
 
-def _declared(row: _Row, version: _Version) -> bool:
-    """Whether the caller said that a row's rank holds what a rank of this sample holds."""
+def _is_declared_replica(row: _Row, version: _Version) -> bool:
+    """Return whether a row's rank is a declared replica of a rank of this sample."""
     mine = row.rows.record
     return any(
         other.rows.record.group == mine.group

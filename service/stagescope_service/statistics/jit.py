@@ -1,8 +1,8 @@
-"""How the loops of this package are compiled.
+"""Decorators that compile the loops of this package.
 
-An `entry` is cached on disk beside the sources, with all that it calls. numba looks for changes
-only in the file of the cached function; here the sources of all compiled loops count, and the
-layout of a cell.
+An `entry` is cached on disk beside the sources, with everything that it calls. numba invalidates a
+cache only when the cached function's own file changes; here the key covers the sources of all
+compiled loops and the layout of a cell.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def exact(function: Function) -> Function:
-    """Compile a loop that keeps the order of its sums and treats NaN and inf as IEEE 754 says."""
+    """Compile a loop that keeps the order of its sums and follows IEEE 754 for NaN and inf."""
     return cast(Function, numba.njit(error_model="numpy")(function))
 
 
 def fused(function: Function) -> Function:
-    """As `exact`, but a product may be fused with the addition that follows."""
+    """Like `exact`, but a product may be fused with a subsequent addition."""
     compiled = numba.njit(error_model="numpy", fastmath={"contract"})
     return cast(Function, compiled(function))
 
 
 def reduction(function: Function) -> Function:
-    """Compile a sum over finite values: it may be reordered, so that it runs in vector lanes.
+    """Compile a sum over finite values that may be reordered, so that it vectorizes.
 
     Inputs must be finite (a NaN would be undefined); sums may still overflow to inf.
     """
@@ -45,11 +45,11 @@ def reduction(function: Function) -> Function:
 
 
 def entry(*signatures: Any, nogil: bool = False) -> Callable[[Function], Function]:
-    """As `exact`, for these signatures alone; compiled, or loaded from disk, at the first call.
+    """Like `exact`, for these signatures only; compiled or loaded from disk at the first call.
 
-    With `nogil` other threads run meanwhile.
+    With `nogil` it releases the GIL.
 
-    One compiled form serves writable arrays and those of Ray's object store alike, and importing
+    One compiled form serves writable arrays and read-only ones of Ray's object store, and importing
     this package compiles nothing.
     """
 
@@ -57,7 +57,7 @@ def entry(*signatures: Any, nogil: bool = False) -> Callable[[Function], Functio
         @functools.cache
         def compiled() -> Callable[..., Any]:
             made: Any = numba.njit(cache=True, error_model="numpy", nogil=nogil)(function)
-            # numba has no public way to say what else a cached function was made from.
+            # numba has no public way to declare further sources of a cached function.
             index = made._cache._cache_file
             index._source_stamp = (index._source_stamp, _sources_digest())
             for signature in signatures:
@@ -77,24 +77,24 @@ def entry(*signatures: Any, nogil: bool = False) -> Callable[[Function], Functio
 def array_type(kind: Any, ndim: int = 1, *, readonly: bool = False) -> Any:
     """Return numba's type of a C-contiguous array of `kind`, which numba does not annotate.
 
-    A read-only type takes writable arrays and those of Ray's object store alike.
+    A read-only type accepts both writable arrays and those of Ray's object store.
     """
     return numba.types.Array(kind, ndim, "C", readonly=readonly)
 
 
 def input_type(kind: Any, ndim: int = 1) -> Any:
-    """Return numba's type of an array that a loop only reads."""
+    """Return numba's type of a read-only argument array."""
     return array_type(kind, ndim, readonly=True)
 
 
 def tuple_type(*kinds: Any) -> Any:
-    """Return numba's type of a tuple of these."""
+    """Return numba's type of a tuple of these types."""
     return numba.types.Tuple(kinds)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def announced(compiling: Callable[[], None]) -> Iterator[None]:
-    """Call `compiling` once before a loop is compiled in this block, not where it is on disk."""
+    """Call `compiling` once before a loop is compiled in this block, not if it is cached."""
     with event.install_listener("numba:compile", _Announcer(compiling)):
         yield
 
@@ -104,13 +104,13 @@ class _Announcer(event.Listener):
         self._compiling: Callable[[], None] | None = compiling
 
     def on_start(self, event: object) -> None:
-        """Announce the first compilation; a loop that it calls is compiled inside it."""
+        """Announce the first compilation; loops that it calls compile within it."""
         announce, self._compiling = self._compiling, None
         if announce is not None:
             announce()
 
     def on_end(self, event: object) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """One pass over the model's tokens: cells, histograms, worst tokens, rows.
 
-Tokens are taken in blocks of at most 256 out of one segment; each block becomes a cell (see
-`blocks`), which merges into the segment's cell, and that one into those of its round, its turn,
-its staleness and its row.
+Each segment is processed in blocks of at most 256 tokens; each block becomes a cell (see
+`blocks`), which merges into the segment's cell, which merges into those of its round, turn,
+staleness and row.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from stagescope_service.statistics import cell as _cell
 from stagescope_service.statistics.blocks import (
     all_finite,
-    apart,
-    apart_across,
     exponentials_of_d,
     exponentials_of_d_wide,
     exponentials_of_q,
+    lag_sums,
+    lag_sums_across,
     lagged,
     larger,
     load,
@@ -43,10 +43,10 @@ ROW: Final = (
     "over_3", "ratio_0", "ratio_1", "raw_sum", "w_sum", "non_finite",
     "lag1_n", "lag2_n", "ahead_1", "behind_1", "ahead_2", "behind_2",
 )  # fmt: skip
-"""Columns of a row's vector; `raw_sum` and `w_sum` are of weight minus 1. The last six, as a cell
-has them, are NaN in rows that cells of version 1 came with."""
+"""Columns of a row's vector; `raw_sum` and `w_sum` are of weight minus 1. The last six, defined as
+in a cell, are NaN in rows stored beside cells of version 1."""
 ROW_1: Final = 15
-"""Columns of a row beside cells of version 1."""
+"""Columns of a row stored beside cells of version 1."""
 
 _WIDTH: Final = _cell.WIDTH
 _FIRST_MIN: Final = int(AT.D_MIN)
@@ -86,12 +86,12 @@ def _merge_into(cell: Float64, other: Float64) -> None:
 
 
 @exact
-def _offer(
+def _keep_least(
     kept: Float64, ids: Int64, used: int, key: tuple[float, float, float], token: int, segment: int
 ) -> int:
-    """Keep (key, token, segment) if it is among the smallest; the largest kept is at 0.
+    """Keep (key, token, segment) if it is among the K smallest: a heap, the largest kept at 0.
 
-    `kept` float64 [K, 3] holds keys (compared left to right), `ids` int64 [K, 2].
+    `kept` float64 [K, 3] holds the keys (compared left to right), `ids` int64 [K, 2].
     """
     size = kept.shape[0]
     if used == size:
@@ -144,8 +144,8 @@ def _block(
     following, preceding = log_prob_sums(p, q, d, n, part)
     lagged(p, q, n, following, 0, carry, part)
     lagged(p, q, n, preceding, 1, carry, part)
-    apart(p, q, n, part)
-    apart_across(p, q, n, carry, part)
+    lag_sums(p, q, n, part)
+    lag_sums_across(p, q, n, carry, part)
     rounding(p, q, n, part)
     if n > 1:
         carry[2], carry[3], carry[4] = 2.0, p[n - 2], q[n - 2]
@@ -170,7 +170,7 @@ def _block(
 
 @exact
 def _non_finite(x: float, y: float, cell: Float64) -> None:
-    """Count a token of which p = x or q = y is not finite."""
+    """Count a token with non-finite p = x or q = y."""
     x_bad, y_bad = not math.isfinite(x), not math.isfinite(y)
     if x_bad:
         kind = 0 if x != x else (1 if x > 0 else 2)
@@ -211,7 +211,7 @@ def _edges(
     p_raw: UInt8, p_kind: int, q_raw: UInt8, q_kind: int, start: int, stop: int,
     p: Float64, q: Float64, cell: Float64,
 ) -> None:  # fmt: skip
-    """Count the zeros with which a segment begins and ends, where both streams hold them."""
+    """Count the zeros of both streams with which a segment begins and ends."""
     lead, base = 0, start
     while base < stop and lead == base - start:
         size = BLOCK if stop - base > BLOCK else stop - base
@@ -251,10 +251,10 @@ def accumulate(
     p_raw: UInt8, p_kind: int, q_raw: UInt8, q_kind: int,
     segments: Int64, slots: Int64, keys: Int64, rule: Float64,
     rounds: Float64, turns: Float64, ages: Float64, rows: Float64, histograms: UInt32,
-    worst: Float64, worst_ids: Int64, odd: Float64, odd_ids: Int64,
+    worst: Float64, worst_ids: Int64, bad: Float64, bad_ids: Int64,
     unequal: Float64, unequal_ids: Int64,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Take the whole table over `segments`.
+    """Compute the full table of statistics over `segments`.
 
     Args:
         p_raw, q_raw: uint8 view of the tokens' values, of dtype `p_kind`, `q_kind`.
@@ -265,12 +265,12 @@ def accumulate(
         rounds, turns, ages: cells, merged into.
         rows: float64 [rows, len(ROW)], added to.
         histograms: uint32 [rounds, 2 * HISTOGRAM_HALF], added to.
-        worst, worst_ids, odd, odd_ids: the K smallest keys (-|d|, order, position), and those of
+        worst, worst_ids, bad, bad_ids: the K smallest keys (-|d|, order, position), and those of
             the non-finite tokens, with (token, segment).
-        unequal, unequal_ids: the same of the tokens whose p and q are finite and differ.
+        unequal, unequal_ids: the same for tokens whose p and q are finite and differ.
 
     Returns:
-        How many of `worst`, `odd` and `unequal` are filled.
+        The number of filled rows of `worst`, `bad` and `unequal`.
     """
     p, q = np.empty(BLOCK), np.empty(BLOCK)
     d, em1, v, exp_q, k3, exp_d = (
@@ -280,7 +280,7 @@ def accumulate(
     work, carry, slot = (d, em1, v, exp_q, k3, exp_d), np.zeros(5), np.empty(BLOCK, np.int32)
     part = np.empty(_WIDTH)
     cell = np.empty(_WIDTH)
-    worst_used, odd_used, unequal_used = 0, 0, 0
+    worst_used, bad_used, unequal_used = 0, 0, 0
     for s in range(segments.shape[0]):
         start, stop, row = segments[s, 0], segments[s, 1], segments[s, 2]
         counts, order = histograms[slots[s, 0]], float(keys[s, 0])
@@ -309,10 +309,10 @@ def accumulate(
                             if d[k] != 0.0:
                                 token = base + i + k
                                 key = (0.0, order, float(position + token))
-                                unequal_used = _offer(
+                                unequal_used = _keep_least(
                                     unequal, unequal_ids, unequal_used, key, token, s
                                 )
-                                # Later tokens of the segment lie behind this one.
+                                # Later tokens of the segment sort after this one.
                                 break
                     bound = -worst[0, 0] if worst_used == worst.shape[0] else 0.0
                     if largest >= bound and largest > 0.0:
@@ -321,7 +321,9 @@ def accumulate(
                             if x >= bound and x > 0.0:
                                 token = base + i + k
                                 key = (-x, order, float(position + token))
-                                worst_used = _offer(worst, worst_ids, worst_used, key, token, s)
+                                worst_used = _keep_least(
+                                    worst, worst_ids, worst_used, key, token, s
+                                )
                                 if worst_used == worst.shape[0]:
                                     bound = -worst[0, 0]
                 if j < size:
@@ -329,7 +331,7 @@ def accumulate(
                     _non_finite(p[j], q[j], cell)
                     carry[2] = 0.0
                     key = (0.0, order, float(position + token))
-                    odd_used = _offer(odd, odd_ids, odd_used, key, token, s)
+                    bad_used = _keep_least(bad, bad_ids, bad_used, key, token, s)
                 i = j + 1
             base += size
         cell[AT.MASKED] = stop - start
@@ -342,4 +344,4 @@ def accumulate(
         if slots[s, 2] >= 0:
             _merge_into(ages[slots[s, 2]], cell)
         _row_add(rows[row], cell)
-    return worst_used, odd_used, unequal_used
+    return worst_used, bad_used, unequal_used

@@ -1,4 +1,4 @@
-"""Which positions of which sample have counted already."""
+"""Bookkeeping of the sample positions that have been counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stagescope_service.statistics.identity import Place
 from stagescope_service.statistics.summary import Summary
 
 Key = tuple[str, str]
-"""Name of the sample, and the context-parallel rank where positions inside it are not known."""
+"""Name of the sample, and the context-parallel rank if positions inside it are unknown."""
 
 Interval = tuple[int, int]
 """Half open."""
@@ -18,40 +18,40 @@ Interval = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a summary's fragments would count again.
+    """The part of a summary that was counted before.
 
     Attributes:
-        skips: (row, first, last) stretches that counted before.
-        fresh: tokens that did not.
+        skips: (row, first, last) stretches that were counted before.
+        fresh: number of tokens that were not.
     """
 
     skips: tuple[tuple[int, int, int], ...]
     fresh: int
 
     @property
-    def everything(self) -> bool:
-        """Whether nothing new is left."""
+    def is_all_repeated(self) -> bool:
+        """Whether there is no new token."""
         return self.fresh == 0 and bool(self.skips)
 
     @property
     def repeated(self) -> int:
-        """Tokens that counted before."""
+        """Number of tokens that were counted before."""
         return sum(last - first for _, first, last in self.skips)
 
 
 class Ledger:
-    """Disjoint, sorted intervals of positions by sample."""
+    """Disjoint, sorted intervals of counted positions by sample."""
 
     def __init__(self) -> None:
         self._intervals: dict[Key, list[Interval]] = {}
 
     def claim(self, summary: Summary, cp_rank: object, places: Sequence[Place]) -> Claim:
-        """Take a summary's coverage in, and say what of it was there before.
+        """Add a summary's coverage and return the part of it that was counted before.
 
         Args:
-            summary: of one part.
-            cp_rank: its context-parallel rank, None where samples are whole.
-            places: where each of its sequences counts.
+            summary: The summary of one part.
+            cp_rank: Its context-parallel rank, None if samples are not split.
+            places: The place of each of its sequences.
         """
         sequences = summary.sequences
         skips: list[tuple[int, int, int]] = []
@@ -61,28 +61,28 @@ class Ledger:
             if place.dropped:
                 skips.append((row, first, last))
                 continue
-            # Context-parallel parts all begin at 0 where nobody said where they begin.
+            # Context-parallel parts without an offset all begin at 0.
             part = "" if cp_rank is None or sequences.placed[index, 0] else str(cp_rank)
-            there = self._intervals.setdefault((place.sample, part), [])
-            again = self._add(there, first + place.shift, last + place.shift)
-            fresh += (last - first) - sum(b - a for a, b in again)
-            skips.extend((row, a - place.shift, b - place.shift) for a, b in again)
+            present = self._intervals.setdefault((place.sample, part), [])
+            repeated = self._add(present, first + place.shift, last + place.shift)
+            fresh += (last - first) - sum(b - a for a, b in repeated)
+            skips.extend((row, a - place.shift, b - place.shift) for a, b in repeated)
         return Claim(tuple(skips), fresh)
 
     @staticmethod
-    def _add(there: list[Interval], first: int, last: int) -> list[Interval]:
-        """Put first..last among disjoint intervals; return what was there of it."""
-        begin = max(0, bisect.bisect_left(there, (first, first)) - 1)
+    def _add(present: list[Interval], first: int, last: int) -> list[Interval]:
+        """Add first..last to disjoint intervals; return the stretches that were present before."""
+        begin = max(0, bisect.bisect_left(present, (first, first)) - 1)
         end = begin
-        again, low, high = [], first, last
-        while end < len(there) and there[end][0] <= last:
-            a, b = there[end]
+        repeated, low, high = [], first, last
+        while end < len(present) and present[end][0] <= last:
+            a, b = present[end]
             if b < first:
                 begin += 1
             else:
                 if max(a, first) < min(b, last):
-                    again.append((max(a, first), min(b, last)))
+                    repeated.append((max(a, first), min(b, last)))
                 low, high = min(low, a), max(high, b)
             end += 1
-        there[begin:end] = [(low, high)]
-        return again
+        present[begin:end] = [(low, high)]
+        return repeated

@@ -1,8 +1,8 @@
 """The published numbers: from a summary to a flat dict of floats.
 
-Everything is over the finite tokens under the mask; `nonfinite/*` counts the others. p is the
-trainer's log-prob, q the rollout's, d = p - q, all natural logarithms. Without a token that counts,
-means are NaN and counts 0. The names that other projects define are in the design's table; ours:
+All are over the finite tokens under the mask; `nonfinite/*` counts the others. p is the trainer's
+log-prob, q the rollout's, d = p - q, all natural logarithms. If no token counts, means are NaN and
+counts 0. The names that other projects define are in the design's table; ours:
 
 | name | unit | formula |
 | --- | --- | --- |
@@ -25,10 +25,10 @@ means are NaN and counts 0. The names that other projects define are in the desi
 `{stream}` is the pair's own name, `old` and `rollout` by default. A sequence is a sample with at
 at least one counted token: rows without one are in no mean (verl counts them as log-prob 0).
 
-A number is within 1e-9 of its definition for |d| <= 700. Means of weights are kept as means of
-weight - 1: their error is 1e-16, however small they are. `inf` says that a number (or the sum that
-it is the mean of) is beyond float64's largest, 1.8e308: e^abs(d) and k3 for abs(d) > 709, a
-perplexity for a mean log-prob below -709.
+A number is within 1e-9 of its definition for |d| <= 700. Means of weights are stored as means of
+weight - 1: their error is 1e-16, however small they are. `inf` means that a number (or the sum
+behind a mean) exceeds float64's maximum of 1.8e308: e^abs(d) and k3 for abs(d) > 709, a perplexity
+for a mean log-prob below -709.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 ABS_TAIL_NAMES: Final = tuple(f"abs_diff_over_{bound:g}" for bound in ABS_TAILS)
 RATIO_TAIL_NAMES: Final = tuple(f"ratio_outside_{low:g}_{high:g}" for low, high in RATIO_TAILS)
 _EPSILON: Final = 1e-8
-"""What verl adds to a mean before it divides by it."""
+"""The epsilon that verl adds to a mean before dividing by it."""
 
 
 def publish(summary: Summary) -> Metrics:
@@ -87,7 +87,7 @@ def publish(summary: Summary) -> Metrics:
 
 
 def publish_cell(cell: Cell, pair: tuple[str, str] = ("old", "rollout")) -> Metrics:
-    """Return the numbers that a single cell holds: of a round, a turn, a staleness, a rank."""
+    """Return the published numbers of one cell: of a round, a turn, a staleness, a rank."""
     p, q = pair
     return {
         **_probabilities(cell),
@@ -123,12 +123,12 @@ class SequenceColumns:
 
     @property
     def n(self) -> Float64:
-        """Counted tokens of each sample."""
+        """Number of counted tokens of each sample."""
         return self["tokens"]
 
 
 def per_round(summary: Summary) -> Metrics:
-    """Return the `per_round/*` numbers; of no round, only that there are none."""
+    """Return the `per_round/*` numbers; without a round only `total_rounds`."""
     if not summary.rounds.keys.size:
         return {"per_round/total_rounds": 0}
     metrics: Metrics = {"per_round/total_rounds": int(summary.rounds.keys[-1]) + 1}
@@ -215,7 +215,7 @@ def _token_weights(cell: Cell, sequences: SequenceColumns, settings: Settings) -
 
 
 def _extreme_weights(cell: Cell, settings: Settings) -> tuple[float, float]:
-    """Return the smallest and the largest applied weight, far below 1 to full precision, too."""
+    """Return the smallest and the largest applied weight; full precision even far below 1."""
     if not cell.tokens:
         return math.nan, math.nan
     if settings.bounds[2]:
@@ -321,8 +321,8 @@ _MANTISSA: Final = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 def _rounding_floor(summary: Summary, cell: Cell) -> float:
     """Return the larger of the two streams' mean error of rounding.
 
-    A value x = m * 2^e is off by a quarter of its last place, 2^(e - bits), in the mean; over
-    mantissas m that are uniform in their logarithm 2^e is |x| / (2 ln 2).
+    The mean error of a value x = m * 2^e is a quarter of its last place, 2^(e - bits); over
+    mantissas m uniform in their logarithm 2^e averages |x| / (2 ln 2).
     """
     floors = []
     for side, stream in zip("PQ", summary.pair, strict=True):

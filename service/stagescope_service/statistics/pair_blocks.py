@@ -1,7 +1,7 @@
-"""What is taken of one block of pairs of values: short loops over buffers in the first cache.
+"""Statistics of one block of pairs of values: short loops over buffers in the L1 cache.
 
-Values are float64. Blocks whose squares would leave its range are scaled by a power of two, which
-the cell carries.
+Values are float64. Blocks whose squares would overflow or underflow are scaled by a power of two,
+which the cell stores.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def _kind_of(x: float) -> int:
 
 
 @exact
-def _set_apart(
+def _separate_non_finite(
     x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, cell: Float64
 ) -> int:
-    """Count the pairs that are not finite on both sides, and keep the others."""
+    """Count the pairs with a non-finite side, and keep the others."""
     kept = 0
     for i in range(n):
         if math.isfinite(x[i]) and math.isfinite(y[i]):
@@ -60,15 +60,14 @@ def _set_apart(
     return kept
 
 
-# Each loop has few sums: one that takes them all at once does not run in vector lanes.
+# Each loop has few sums: one loop over all of them does not vectorize.
 
 
 def _range_of_bits(word: type[Word]) -> Callable[[npt.NDArray[Word], int], tuple[Word, Word]]:
     """Make a function (bits of floats, n) -> bits of the lowest and of the highest.
 
-    Bits of floats sort as integers once those of negative ones are turned around; NaN lies beyond
-    the infinities, so that it shows. Of integers such loops run in vector lanes, of floats they
-    do not.
+    Bits of floats sort as integers once those of negative ones are inverted; NaN sorts beyond the
+    infinities, so it is detected. Such loops vectorize for integers, not for floats.
     """
     sign, magnitude = word(np.dtype(word).itemsize * 8 - 1), np.iinfo(word).max
 
@@ -92,14 +91,14 @@ _range_of_64: Final = _range_of_bits(np.int64)
 
 @exact
 def _range(x: Float64, n: int) -> tuple[float, float]:
-    """The lowest and the highest of float64; not finite where any value is not."""
+    """The lowest and the highest of float64 values; non-finite if any value is."""
     low, high = _range_of_64(x.view(np.int64), n)
     return np.int64(low).view(np.float64), np.int64(high).view(np.float64)
 
 
 @exact
 def _range_of_single(x: Float32, n: int) -> tuple[float, float]:
-    """`_range` of float32."""
+    """`_range` for float32."""
     low, high = _range_of_32(x.view(np.int32), n)
     return (
         np.float64(np.int32(low).view(np.float32)),
@@ -109,7 +108,7 @@ def _range_of_single(x: Float32, n: int) -> tuple[float, float]:
 
 @exact
 def _largest(d: Float64, n: int) -> float:
-    """The largest |d|, by its bits."""
+    """The largest |d|, compared by bits."""
     bits, high = d.view(np.int64), np.int64(0)
     for i in range(n):
         size = bits[i] & _MAGNITUDE
@@ -202,10 +201,10 @@ def _count_over(x: Float64, y: Float64, d: Float64, n: int, atol: float, rtol: f
 
 
 @exact
-def _over(
+def _count_and_find_over(
     x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, rule: Float64, cell: Float64
 ) -> None:
-    """Count what is over the tolerance and find the first."""
+    """Count the pairs over the tolerance and find the first."""
     atol, rtol = math.ldexp(rule[0], -int(cell[AT.EXPONENT])), rule[1]
     if cell[AT.D_ABS_MAX] <= atol:
         return
@@ -220,8 +219,8 @@ def _over(
 
 
 @exact
-def _places(d: Float64, at: Int64, n: int, base: int, highest: float, cell: Float64) -> None:
-    """Find the first unequal pair, and the largest |d| where it may be the largest of all."""
+def _locate(d: Float64, at: Int64, n: int, base: int, highest: float, cell: Float64) -> None:
+    """Find the first unequal pair, and the largest |d| if it may be the largest of all."""
     if cell[AT.D_ABS_MAX] > 0.0:
         i = 0
         while d[i] == 0.0:
@@ -236,19 +235,19 @@ def _places(d: Float64, at: Int64, n: int, base: int, highest: float, cell: Floa
 
 
 @exact
-def take_block(
+def add_block(
     x: Float64, y: Float64, d: Float64, at: Int64, n: int, base: int, same: bool, known: bool,
     rule: Float64, highest: float, cell: Float64,
 ) -> None:  # fmt: skip
-    """Take n pairs into an empty cell.
+    """Add n pairs to an empty cell.
 
-    `same`: y is x. `known`: d is there already. `highest`: the largest |d| so far.
+    `same`: y is x. `known`: d is already computed. `highest`: the largest |d| so far.
     """
     cell[AT.PAIRS] = n
     x_low, x_high = _range(x, n)
     y_low, y_high = (x_low, x_high) if same else _range(y, n)
     if not (math.isfinite(x_high - x_low) and math.isfinite(y_high - y_low)):
-        n = _set_apart(x, y, d, at, n, base, cell)
+        n = _separate_non_finite(x, y, d, at, n, base, cell)
         if n == 0:
             return
         x_low, x_high = _range(x, n)
@@ -273,8 +272,8 @@ def take_block(
             _subtract(x, y, d, n)
     _sums(x, y, d, n, unequal, cell)
     if cell[AT.D_ABS_MAX] > 0.0:
-        _places(d, at, n, base, highest, cell)
-        _over(x, y, d, at, n, base, rule, cell)
+        _locate(d, at, n, base, highest, cell)
+        _count_and_find_over(x, y, d, at, n, base, rule, cell)
     elif highest < 0.0:
         cell[AT.D_ABS_MAX_AT] = base + at[0]
     if cell[AT.EXPONENT] != NO_EXPONENT:
@@ -282,7 +281,7 @@ def take_block(
 
 
 @exact
-def _take_equal(
+def _add_equal(
     low: float, high: float, total: float, second: float, n: int, base: int, highest: float,
     cell: Float64,
 ) -> None:  # fmt: skip
@@ -298,26 +297,26 @@ def _take_equal(
 
 
 @exact
-def take_equal_single(x: Float32, n: int, base: int, highest: float, cell: Float64) -> bool:
-    """Take n pairs of equal float32, as they lie; False where some are not finite."""
+def add_equal_float32(x: Float32, n: int, base: int, highest: float, cell: Float64) -> bool:
+    """Add n pairs of equal float32 without widening; False if any is not finite."""
     low, high = _range_of_single(x, n)
     if not (math.isfinite(low) and math.isfinite(high)):
         return False
     count, first = float(n), float(x[0])
     total, squares = _moments(x, n)
     second = larger(squares - total * total / count, 0.0)
-    _take_equal(low, high, total + count * first, second, n, base, highest, cell)
+    _add_equal(low, high, total + count * first, second, n, base, highest, cell)
     return True
 
 
 @exact
-def take_equal_constant(x: Int64, n: int, base: int, highest: float, cell: Float64) -> bool:
-    """Take n pairs of equal integers where all are the same one, as in a mask; else False."""
+def add_constant(x: Int64, n: int, base: int, highest: float, cell: Float64) -> bool:
+    """Add n pairs of equal integers if all are the same value, as in a mask; else False."""
     low = high = x[0]
     for i in range(n):
         low = x[i] if x[i] < low else low
         high = x[i] if x[i] > high else high
     if low == high:
         value = float(low)
-        _take_equal(value, value, n * value, 0.0, n, base, highest, cell)
+        _add_equal(value, value, n * value, 0.0, n, base, highest, cell)
     return bool(low == high)

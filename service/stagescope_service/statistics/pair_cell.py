@@ -1,4 +1,4 @@
-"""What is known of a set of pairs of values, as one packed float64 vector: it merges."""
+"""A cell of pairs: the statistics of a set of pairs of values as one mergeable float64 vector."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from stagescope_service.statistics.jit import exact
 
 
 class PairField(enum.IntEnum):
-    """Where each number lies in a cell. d = x - y. Sums and moments are of finite pairs."""
+    """Index of each number in a cell. d = x - y. Sums and moments are of finite pairs."""
 
     PAIRS = 0
     FINITE = enum.auto()
     UNEQUAL = enum.auto()
     """d is not 0, or one side is non-finite and the other is not the same."""
     OVER = enum.auto()
-    """|d| > atol + rtol * max(|x|, |y|), or non-finite and not the same."""
+    """|d| > atol + rtol * max(|x|, |y|), or non-finite and different."""
     X_NAN = enum.auto()
     X_POSINF = enum.auto()
     X_NEGINF = enum.auto()
@@ -46,7 +46,7 @@ class PairField(enum.IntEnum):
     Y_MAX = enum.auto()
     D_ABS_MAX = enum.auto()
     D_ABS_MAX_AT = enum.auto()
-    """Flat coordinate, -1 where there is none; the lowest of several."""
+    """Flat coordinate, -1 for none; the lowest of several."""
     UNEQUAL_AT = enum.auto()
     OVER_AT = enum.auto()
 
@@ -56,7 +56,7 @@ AT: Final[Any] = _Index(*map(int, PairField))
 """`PairField` as plain ints, for the compiled loops; mypy cannot see the names of its fields."""
 WIDTH: Final = len(PairField)
 NO_EXPONENT: Final = -100_000.0
-"""That of zeros alone, which fit any scale."""
+"""The exponent of zeros, which fit any scale."""
 _EXPONENT: Final = int(AT.EXPONENT)
 _SQUARES: Final = int(AT.D_SQUARES)
 _MIN: Final = int(AT.X_MIN)
@@ -64,7 +64,7 @@ _MIN: Final = int(AT.X_MIN)
 
 @exact
 def empty(cell: Float64) -> None:
-    """Make a cell that of no values."""
+    """Reset a cell to that of no values."""
     for i in range(WIDTH):
         cell[i] = 0.0
     cell[AT.EXPONENT] = NO_EXPONENT
@@ -86,9 +86,9 @@ def _rescale(cell: Float64, exponent: float) -> None:
 
 @exact
 def merge_into(cell: Float64, other: Float64) -> None:
-    """Chan's merge of `other` into `cell`; of extremes the lowest coordinate stays.
+    """Chan's merge of `other` into `cell`; of equal extremes the lowest coordinate is kept.
 
-    `other` may be rescaled.
+    `other` may be rescaled in place.
     """
     exponent = larger(cell[AT.EXPONENT], other[AT.EXPONENT])
     if cell[AT.EXPONENT] != exponent:

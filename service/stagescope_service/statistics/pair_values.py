@@ -1,6 +1,6 @@
-"""A block of values of any dtype, as the loops over pairs take it.
+"""Loading of value blocks of any dtype for the loops over pairs.
 
-Values are widened to float64, of integers the difference is taken before that.
+Values are widened to float64; differences of integers are computed before that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stagescope_service.statistics.jit import exact
 KINDS: Final = (
     "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
-"""Dtype tags; the place of one is its kind in the kernel. The first four are those of `blocks`."""
+"""Dtype tags; a tag's index is its kind in the kernel. The first four are those of `blocks`."""
 
 FIRST_INTEGER: Final = 4
 INT64, _INT32, _INT16, _INT8 = 4, 5, 6, 7
@@ -24,10 +24,10 @@ INT64, _INT32, _INT16, _INT8 = 4, 5, 6, 7
 
 @exact
 def _same_words(x: Array, y: Array, start: int, n: int) -> bool:
-    if x[start] != y[start]:  # most that differ do at once; the loop below never stops early
+    if x[start] != y[start]:  # most blocks that differ do so here; the loop below never stops early
         return False
     one, other = x[start : start + n], y[start : start + n]
-    word = x.dtype.type  # without it the sum is int64, of half or an eighth as many lanes
+    word = x.dtype.type  # without it the sum is int64, with a half to an eighth of the vector lanes
     differ = word(0)
     for i in range(n):
         differ = word(differ | (one[i] ^ other[i]))
@@ -36,7 +36,7 @@ def _same_words(x: Array, y: Array, start: int, n: int) -> bool:
 
 @exact
 def same_bits(x_raw: UInt8, y_raw: UInt8, kind: int, start: int, n: int) -> bool:
-    """Whether n values of one kind from `start` on are the same bits on both sides."""
+    """Return whether n values of one kind, beginning at `start`, have equal bits on both sides."""
     if kind in (FLOAT64, INT64):
         return _same_words(x_raw.view(np.int64), y_raw.view(np.int64), start, n)
     if kind in (FLOAT32, _INT32):
@@ -70,7 +70,7 @@ def _load_integers(raw: UInt8, kind: int, start: int, out: Int64, n: int) -> Non
 
 @exact
 def widen(raw: UInt8, kind: int, start: int, out: Float64, integers: Int64, n: int) -> None:
-    """Load n values from `start` on as float64, integers also as they are into `integers`."""
+    """Load n values from `start` as float64, and integers also unconverted into `integers`."""
     if kind < FIRST_INTEGER:
         load(raw, kind, start, out, n)
     else:
@@ -91,11 +91,11 @@ def integer_differences(x: Int64, y: Int64, d: Float64, n: int) -> None:
 
 @exact
 def count_ones(mask: UInt8, start: int, n: int) -> int:
-    """How many values of a block count, of 0s and 1s."""
+    """Return the number of 1s of a mask's block of 0s and 1s."""
     some, every, chosen = np.uint8(0), np.uint8(1), mask[start : start + n]
     for i in range(n):
         some, every = np.uint8(some | chosen[i]), np.uint8(every & chosen[i])
-    if some == every:  # most blocks are of one kind
+    if some == every:  # most blocks are constant
         return n if every else 0
     ones = 0
     for i in range(n):
@@ -105,7 +105,7 @@ def count_ones(mask: UInt8, start: int, n: int) -> int:
 
 @exact
 def find_ones(mask: UInt8, start: int, n: int, at: Int64) -> None:
-    """Write where in the block the values are that count, in order."""
+    """Write the indexes of the 1s of a mask's block, in order."""
     kept, chosen = 0, mask[start : start + n]
     for i in range(n):
         at[kept] = i
@@ -114,6 +114,6 @@ def find_ones(mask: UInt8, start: int, n: int, at: Int64) -> None:
 
 @exact
 def select(x: Float64, at: Int64, n: int) -> None:
-    """Keep n values of a buffer: those that `at` names, in order."""
+    """Move the n values at indexes `at` to the front of a buffer, in order."""
     for i in range(n):
         x[i] = x[at[i]]

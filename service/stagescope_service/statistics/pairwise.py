@@ -1,8 +1,8 @@
-"""How far two arrays of values differ: one pass, a summary that merges with others.
+"""The differences of two arrays of values: one pass, mergeable summaries.
 
-Everything is taken in float64 from the values as they are: bfloat16 and float16 are widened, of
-integers the difference is exact. A NaN at the same place on both sides is equal, and so is an
-infinity of the same sign; both are counted.
+All statistics are float64 of the stored values: bfloat16 and float16 are widened, differences of
+integers are exact. A NaN at the same position on both sides is equal, and so is an infinity of
+the same sign; both are counted.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LOCATIONS: Final = ("largest", "unequal", "over")
 
 
 class ElementLocation(NamedTuple):
-    """One pair of values and where it is.
+    """A pair of values and its location.
 
     Attributes:
-        origin: which call it came from, as the caller numbered them.
+        origin: the caller's number of the call.
         at: flat coordinate inside that call's arrays.
         x, y: the values; of integers, exactly.
     """
@@ -46,16 +46,16 @@ class ElementLocation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pairwise:
-    """What `compare_values` found; summaries of disjoint values merge into that of their union.
+    """The result of `compare_values`; summaries of disjoint values merge into that of their union.
 
-    d = x - y. Every mean, moment and sum is of the pairs that are finite on both sides, NaN where
+    d = x - y. Every mean, moment and sum is of the pairs that are finite on both sides, NaN if
     there are none.
 
     Attributes:
-        cell: by `PairField`, as plain numbers: they are read more often than merged.
+        cell: by `PairField`, as Python floats: they are read more often than merged.
         largest: the largest |d|; the first of several. None without a finite pair.
-        unequal: the first pair that is not equal, by origin and coordinate.
-        over: the first pair that is over the tolerance.
+        unequal: the first unequal pair, by origin and coordinate.
+        over: the first pair over the tolerance.
     """
 
     cell: tuple[float, ...]
@@ -70,7 +70,7 @@ class Pairwise:
 
     @classmethod
     def union(cls, parts: Sequence[Pairwise]) -> Pairwise:
-        """Return the summary of all values; the order does not matter, but for rounding."""
+        """Return the summary of all values; the order affects only rounding."""
         cell = np.empty(WIDTH)
         merge_cells(np.array([part.cell for part in parts]).reshape(-1, WIDTH), cell)
         largest = (part for part in parts if part.largest is not None)
@@ -88,32 +88,32 @@ class Pairwise:
 
     @property
     def pairs(self) -> int:
-        """Pairs of values, the non-finite ones too."""
+        """Number of pairs, including non-finite ones."""
         return int(self.cell[_AT.PAIRS])
 
     @property
     def finite(self) -> int:
-        """Pairs that are finite on both sides."""
+        """Number of pairs that are finite on both sides."""
         return int(self.cell[_AT.FINITE])
 
     @property
     def unequal_count(self) -> int:
-        """Pairs that are not the same value."""
+        """Number of unequal pairs."""
         return int(self.cell[_AT.UNEQUAL])
 
     @property
     def over_count(self) -> int:
-        """Pairs over the tolerance; non-finite ones that disagree are."""
+        """Number of pairs over the tolerance, including non-finite ones that disagree."""
         return int(self.cell[_AT.OVER])
 
     @property
     def agreeing_non_finite(self) -> int:
-        """Pairs that are the same NaN or infinity."""
+        """Number of pairs that are the same NaN or infinity."""
         return int(sum(self.cell[_AT.BOTH_NAN : _AT.BOTH_NEGINF + 1]))
 
     @property
     def disagreeing_non_finite(self) -> int:
-        """Pairs of which a side is NaN or infinite and the other is not the same."""
+        """Number of unequal pairs with a NaN or infinite side."""
         return self.pairs - self.finite - self.agreeing_non_finite
 
     @property
@@ -143,7 +143,7 @@ class Pairwise:
     def relative(self) -> float:
         """1 - 2 sum(xy) / sum(x^2 + y^2), which is sum(d^2) / sum(x^2 + y^2): 0 where all are 0.
 
-        Taken in the second form, in which equal values give exactly 0.
+        Computed in the second form, in which equal values give exactly 0.
         """
         both = self._squares(_AT.X_SUM, _AT.X_M2) + self._squares(_AT.Y_SUM, _AT.Y_M2)
         if not self.finite:
@@ -163,14 +163,14 @@ class Pairwise:
 
     @property
     def correlation(self) -> float:
-        """Pearson's, of x and y; NaN where a side is constant."""
+        """Pearson's correlation of x and y; NaN where a side is constant."""
         xx, yy = self.cell[_AT.X_M2], self.cell[_AT.Y_M2]
         if not (xx > 0.0 and yy > 0.0):
             return math.nan
         return float(self.cell[_AT.XY_C] / (math.sqrt(xx) * math.sqrt(yy)))
 
     def side(self, which: str) -> dict[str, float]:
-        """Return min, max, mean and std (with n) of side 'x' or 'y', of the finite pairs."""
+        """Return min, max, mean and std (divided by n) of side 'x' or 'y' over the finite pairs."""
         low, high, total, second = (
             (_AT.X_MIN, _AT.X_MAX, _AT.X_SUM, _AT.X_M2)
             if which == "x"
@@ -189,7 +189,7 @@ class Pairwise:
         }
 
     def non_finite(self, which: str) -> dict[str, int]:
-        """Return how many NaN, +inf and -inf side 'x' or 'y' has."""
+        """Return the number of NaN, +inf and -inf of side 'x' or 'y'."""
         first = _AT.X_NAN if which == "x" else _AT.Y_NAN
         return {name: int(self.cell[first + at]) for at, name in enumerate(("nan", "inf", "-inf"))}
 
@@ -226,16 +226,16 @@ def compare_values(
         x, y: of the same number of values, in memory order; bfloat16 as uint16.
         dtypes: their dtype tags. Where one is an integer and the other is not, integers over
             2^53 are rounded.
-        mask: as many truth values: only where they hold do values count.
-        offsets: int64 [rows + 1]: the rows of the second result; all is one row without them.
+        mask: a bool per value; only values at True count.
+        offsets: int64 [rows + 1]: the rows of the second result; by default one row.
         tolerance: (atol, rtol): a pair is over it where |d| > atol + rtol * max(|x|, |y|).
-        origin: recorded in the locations that are found.
+        origin: recorded in the locations of the result.
 
     Returns:
         The summary, and float64 [rows, len(ROW_COLUMNS)].
 
     Raises:
-        InvalidTensor: other than these dtypes, or not as many values.
+        InvalidTensor: an unsupported dtype, or another number of values.
     """
     x, y = np.ascontiguousarray(x).reshape(-1), np.ascontiguousarray(y).reshape(-1)
     if unknown := next((tag for tag in dtypes if tag not in KINDS), None):
@@ -274,10 +274,10 @@ def value_of(values: Array, dtype: str, at: int) -> Number:
 
 
 def warm(compiling: Callable[[], None]) -> None:
-    """Compile the loops, or load them from disk, before threads ask for them at once.
+    """Compile the loops, or load them from disk, before several threads call them at once.
 
     Args:
-        compiling: called before they are compiled, which takes a processor about 20 seconds.
+        compiling: called before compilation, which takes about 20 seconds of CPU time.
     """
     with announced(compiling):
         Pairwise.nothing()

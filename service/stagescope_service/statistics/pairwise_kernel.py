@@ -1,7 +1,7 @@
-"""One pass over two arrays of values: how far they differ, and where first.
+"""One pass over two arrays of values: their differences, and the first differing location.
 
-Values are taken in blocks out of one row; each block becomes a cell, which merges into
-the cell of all values.
+Each row is processed in blocks; each block becomes a cell, which merges into the cell of all
+values.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from stagescope_service.statistics.blocks import FLOAT32, larger
 from stagescope_service.statistics.cell import Float64, Int64, UInt8
 from stagescope_service.statistics.jit import array_type, entry, input_type
 from stagescope_service.statistics.pair_blocks import (
-    take_block,
-    take_equal_constant,
-    take_equal_single,
+    add_block,
+    add_constant,
+    add_equal_float32,
 )
 from stagescope_service.statistics.pair_cell import AT, WIDTH, empty, merge_into
 from stagescope_service.statistics.pair_values import (
@@ -56,7 +56,7 @@ def accumulate_pairs(
 
     Args:
         x_raw, y_raw: uint8 views of the values, of dtype `KINDS[kind]`.
-        mask: uint8, one a value: 1 = it counts, 0 = it does not; of length 0: all count.
+        mask: uint8, one per value: 1 = counted, 0 = ignored; if empty, all count.
         offsets: int64 [rows + 1]: row r is `offsets[r]:offsets[r + 1]`.
         rule: float64 [2], atol and rtol of `OVER`.
         rows: float64 [rows, len(ROW)], written.
@@ -85,10 +85,10 @@ def accumulate_pairs(
             taken = False
             if equal and kept == n and x_kind == FLOAT32:
                 single = x_raw.view(np.float32)[base : base + n]
-                taken = take_equal_single(single, n, base, highest, part)
+                taken = add_equal_float32(single, n, base, highest, part)
             elif equal and kept == n and x_kind == INT64:
                 wide = x_raw.view(np.int64)[base : base + n]
-                taken = take_equal_constant(wide, n, base, highest, part)
+                taken = add_constant(wide, n, base, highest, part)
             if not taken:
                 widen(x_raw, x_kind, base, x, xi, n)
                 other = x
@@ -104,7 +104,7 @@ def accumulate_pairs(
                         select(y, at, kept)
                         if integers:
                             select(d, at, kept)
-                take_block(x, other, d, at, kept, base, equal, integers, rule, highest, part)
+                add_block(x, other, d, at, kept, base, equal, integers, rule, highest, part)
                 if kept < n or part[AT.FINITE] < kept:
                     for i in range(BLOCK):
                         at[i] = i
@@ -120,9 +120,9 @@ def accumulate_pairs(
 
 @entry(numba.void(array_type(numba.float64, 2), array_type(numba.float64)))
 def merge_cells(cells: Float64, cell: Float64) -> None:
-    """Write the cell of the values of all of `cells`, float64 [any number, WIDTH].
+    """Merge `cells`, float64 [n, WIDTH], into `cell`.
 
-    They may be rescaled.
+    `cells` may be rescaled in place.
     """
     empty(cell)
     for each in range(cells.shape[0]):

@@ -45,6 +45,11 @@ class PartRecord:
     ranked: Summary | None = None
 
     @property
+    def full_summary(self) -> Summary:
+        """The summary of the full payload."""
+        return self.handed or self.summary
+
+    @property
     def digest(self) -> str:
         """A hash of the numbers; replicas of the same data have equal ones."""
         return (self.handed or self.summary).digest
@@ -82,18 +87,18 @@ class PartRecord:
 
     @property
     def has_ids(self) -> bool:
-        """Whether every fragment names its sample."""
+        """Whether every fragment has a sample id."""
         return all(self.summary.sequences.samples) and len(self.summary.sequences) > 0
 
     @property
     def cp_rank(self) -> object:
-        """The context-parallel rank, None where the sample is whole."""
+        """The context-parallel rank, None if samples are not split."""
         return self.layout.get("cp_rank") if int(self.layout.get("cp_size") or 1) > 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """A part of which (row, first, last) positions counted elsewhere."""
+    """A part to recompute without the (row, first, last) positions that counted elsewhere."""
 
     key: str
     skips: tuple[tuple[int, int, int], ...]
@@ -111,5 +116,5 @@ class RankRow:
 
 
 def role_order(role: str) -> tuple[int, str]:
-    """Order roles by: those of `schema.ROLES` before others."""
+    """Sort key of a role: those of `schema.ROLES` come before others."""
     return (ROLES.index(role) if role in ROLES else len(ROLES), role)

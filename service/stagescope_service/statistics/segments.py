@@ -1,10 +1,9 @@
-"""Where the model's tokens lie: contiguous stretches of the mask, with their round.
+"""The locations of the model's tokens: contiguous stretches of the mask, with their round.
 
-A **run** is a maximal stretch of 1s in a row, also ended where `positions` jump (context-parallel
-parts, zigzag). The round of a run is its number in the row, counted from `round_offset`, or what
-`round_ids` say. A **segment** is the part of a run over which round, turn and version stay the
-same and no token is skipped; a **stretch** is a run, or what of it is not skipped, as positions of
-its sample.
+A **run** is a maximal stretch of 1s in a row; it also ends where `positions` jump (context-parallel
+parts, zigzag). The round of a run is its index in the row plus `round_offset`, or its value in
+`round_ids`. A **segment** is a part of a run with constant round, turn and version and no skipped
+token; a **stretch** is a run, or an unskipped piece of one, as positions of its sample.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _BLOCK: Final = 64
 @dataclasses.dataclass(frozen=True)
 class Segments:
     """`table` int64 [segments, 6] by `SEGMENT`; `cover` int64 [stretches, 4] by `COVER`: row,
-    positions first to last (half open), model tokens all of them, and the index of the first."""
+    positions first to last (half open), all of them model tokens, and the index of the first."""
 
     table: Int64
     cover: Int64
@@ -57,7 +56,7 @@ def _grown(rows: Int64, used: int) -> Int64:
 
 @exact
 def _put(table: Int64, n: int, start: int, stop: int, row: int, number: int) -> Int64:
-    # One by one: a tuple or a slice would compile numba's broadcasting, for seconds.
+    # Element by element: a tuple or a slice would add seconds of compile time for broadcasting.
     table[n, 0], table[n, 1], table[n, 2] = start, stop, row
     table[n, 3], table[n, 4], table[n, 5] = number, -1, 0
     return _grown(table, n + 1)
@@ -65,7 +64,7 @@ def _put(table: Int64, n: int, start: int, stop: int, row: int, number: int) -> 
 
 @exact
 def _uniform(block: Mask, value: np.unsignedinteger[Any]) -> bool:
-    """Whether a block of the mask is `value` throughout; runs in vector lanes."""
+    """Return whether a block of the mask equals `value` everywhere; vectorized."""
     difference = value ^ value
     for i in range(block.size):
         difference |= block[i] ^ value
@@ -74,7 +73,7 @@ def _uniform(block: Mask, value: np.unsignedinteger[Any]) -> bool:
 
 @entry(*(_RESULT(mask, numba.uint64, _I8, _I8) for mask in _MASKS))
 def _find_plain(mask: Mask, one: np.uint64, offsets: Int64, row_round: Int64) -> Found:
-    """Runs of 1s alone: whole blocks without a change are passed over in vector lanes."""
+    """Find segments by the mask alone: vectorized, constant blocks are skipped."""
     off = mask[0] ^ mask[0] if mask.size else one ^ one
     on = (off + one) if mask.size else one
     table, n = np.empty((64, 6), np.int64), 0
@@ -108,7 +107,7 @@ def _find_general(
     mask: Mask, one: np.uint64, offsets: Int64, row_round: Int64,
     positions: Int64, rounds: Int64, turns: Int64, versions: Int64, skip: UInt8,
 ) -> Found:  # fmt: skip
-    """As `_find_plain`, where something other than the mask can end a run or a segment."""
+    """Like `_find_plain`, if anything besides the mask can end a run or a segment."""
     table, n = np.empty((64, 6), np.int64), 0
     for row in range(offsets.size - 1):
         begin, end = offsets[row], offsets[row + 1]
@@ -173,7 +172,7 @@ def find(
         token_offset: int64 [rows], position of each row's first token in its sample; default 0.
         round_offset: int64 [rows], round of each row's first run in its sample; default 0.
         positions, round_ids, turn_ids, versions: int64 [tokens], or empty where not given.
-        skip: uint8 [tokens], 1 where a token must not count; it changes no round. Or empty.
+        skip: uint8 [tokens], 1 where a token must not count, or empty; rounds do not change.
     """
     zeros = np.zeros(len(row_offsets) - 1, np.int64)
     row_token = zeros if token_offset is None else token_offset
@@ -181,7 +180,7 @@ def find(
     common = (mask, np.uint64(one), row_offsets, row_round)
     optional = (positions, round_ids, turn_ids, versions)
     if skip.size or any(array.size for array in optional):
-        # The compiled form takes uint8 alone: a wider mask is refused by numba.
+        # The compiled function accepts uint8 only: numba rejects a wider mask.
         table, bad_mask, bad_round = _find_general(*common, *optional, skip)
     else:
         table, bad_mask, bad_round = _find_plain(*common)
@@ -191,7 +190,7 @@ def find(
 def _cover(table: Int64, row_offsets: Int64, row_token: Int64, positions: Int64) -> Int64:
     """Return the stretches that segments [segments, 6] cover, [stretches, 4] by `COVER`."""
     start, stop, row = table[:, 0], table[:, 1], table[:, 2]
-    # Segments of one run, cut where round, turn or version change, are one stretch.
+    # Segments of one run, split where round, turn or version change, are one stretch.
     goes_on = np.zeros(len(table), bool)
     goes_on[1:] = (row[1:] == row[:-1]) & (start[1:] == stop[:-1])
     if positions.size:

@@ -1,4 +1,4 @@
-"""What of a run's settings changes the statistics: the importance weights that it applies."""
+"""The settings of a run that affect the statistics: the importance weights that it applies."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics.cell import CLAMP, Float64
 
 KEPT_TOKENS: Final = 64
-"""How many worst and how many non-finite tokens a summary keeps."""
+"""Number of worst and of non-finite tokens that a summary keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """verl's `rollout_correction` settings, as far as they shape `rollout_is_*`.
+    """verl's `rollout_correction` settings that affect `rollout_is_*`.
 
     Attributes:
-        rollout_is: 'token', 'sequence', or None where the run applies no weights: the statistics
-            are then of the untruncated weights, and say so.
-        rollout_is_threshold: U, above which a weight is cut to U (truncated importance sampling),
-            or 'L_U', outside which a weight is set to 0 (IcePop).
+        rollout_is: 'token', 'sequence', or None if the run applies no weights: the statistics are
+            then of the untruncated weights, and marked as such.
+        rollout_is_threshold: U: weights above are cut to U (truncated importance sampling); or
+            'L_U': weights outside are set to 0 (IcePop).
         rollout_is_batch_normalize: Whether the run divides the weights by their mean.
-        worst: How many worst and how many non-finite tokens to keep.
+        worst: Number of worst and of non-finite tokens to keep.
     """
 
     rollout_is: str | None = None
@@ -40,7 +40,7 @@ class Settings:
             )
         if not 1 <= self.worst <= 4096:
             raise InvalidInput(f"worst is {self.worst}", expected="1 to 4096 tokens to keep")
-        if self.rollout_is_threshold == math.inf:  # JSON has no word for the number
+        if self.rollout_is_threshold == math.inf:  # JSON cannot represent the number
             object.__setattr__(self, "rollout_is_threshold", "inf")
         _ = self.bounds
 
@@ -48,7 +48,7 @@ class Settings:
     def bounds(self) -> tuple[float, float, bool]:
         """(L, U, whether weights outside become 0).
 
-        L is 1/U where the settings give none: above U for a U below 1, as verl has it.
+        L defaults to 1/U, which exceeds U for a U below 1, as in verl.
         """
         threshold = self.rollout_is_threshold
         if self.rollout_is is None:
@@ -68,8 +68,8 @@ class Settings:
         return lower, upper, bool(low)
 
     def weight_rule(self) -> Float64:
-        """Return what the kernel does to w - 1: (count above, count below, high, its value, low,
-        its value); a weight beyond `high` or `low` is replaced by the value."""
+        """Return the kernel's parameters for w - 1: (count above, count below, high, its value,
+        low, its value); a weight beyond `high` or `low` is replaced by the value."""
         if self.rollout_is != "token":
             return np.array([np.inf, -np.inf, np.inf, 0.0, -np.inf, 0.0])
         lower, upper, drops = self.bounds

@@ -1,7 +1,7 @@
-"""The published numbers of a step summary in the form that is read over many steps.
+"""The published numbers of a step summary in a form for series over many steps.
 
 A step summary holds every sequence of the step; a series over 10 000 steps needs one number of
-each. So its published numbers are written beside it when it is aggregated: those of the step as
+each. Its published numbers are therefore stored beside it at aggregation: those of the step as
 JSON, those of its ranks, rounds and stalenesses as one float64 matrix each.
 """
 
@@ -21,7 +21,7 @@ from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.step_summary import StepSummary
 
 VERSION: Final = 1
-"""Raised when a published number gets another name or formula: older rows are not read then."""
+"""Incremented when a published number changes its name or formula; older rows are ignored."""
 
 Dimension = Literal["rank", "round", "staleness"]
 SliceKey = tuple[str | None, int]
@@ -35,9 +35,9 @@ class SliceMetrics:
     """The published numbers of the slices of a step.
 
     Attributes:
-        names: The published names, one a column.
-        keys: Of each dimension, one a row.
-        values: Of each dimension, float64 [slices, names].
+        names: The published names, one per column.
+        keys: For each dimension, one key per row.
+        values: For each dimension, float64 [slices, names].
     """
 
     names: tuple[str, ...]
@@ -63,7 +63,7 @@ class SliceMetrics:
         return cls(names, {by: tuple(key for key, _ in found[by]) for by in found}, values)
 
     def column(self, by: Dimension, name: str) -> dict[SliceKey, float]:
-        """Return one number of each slice; {} where it is not among the published."""
+        """Return one number of each slice; {} if it is not published."""
         if name not in self.names:
             return {}
         column = self.values[by][:, self.names.index(name)].tolist()
@@ -82,10 +82,10 @@ class SliceMetrics:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SliceMetrics:
-        """Read what `to_bytes` wrote.
+        """Read bytes written by `to_bytes`.
 
         Raises:
-            InvalidInput: other bytes, or another version.
+            InvalidInput: malformed bytes, or another version.
         """
         arrays, document = codec.load(data, _KIND, VERSION)
         keys = {by: tuple((role, number) for role, number in document["keys"][by]) for by in arrays}
@@ -95,13 +95,13 @@ class SliceMetrics:
 def step_metrics(
     step_summary: StepSummary, *, verdict: str, suspects: Sequence[str], whole_wall: float
 ) -> dict[str, object]:
-    """Return the columns of `step_metrics` but its key.
+    """Return the columns of `step_metrics` without its key.
 
     Args:
         step_summary: the step summary.
-        verdict: whether its streams can be compared, as the step's answer says it.
-        suspects: the checks that found something.
-        whole_wall: when it was aggregated; the row answers for that aggregation alone.
+        verdict: the comparability verdict of the step's answer.
+        suspects: the failed checks.
+        whole_wall: the time of the aggregation; the row is valid for that aggregation only.
     """
     return {
         "version": VERSION,

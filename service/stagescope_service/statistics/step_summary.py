@@ -1,16 +1,16 @@
 """The summary of a step: the parts of one stage merged so that every token counts once.
 
-Where parts carry sample ids, a token is (sample, position), and what counted before does not count
-again: not a replica, not a second epoch, not the driver's copy of what the ranks hold. Rows that
-share an id and are of different samples are told apart (`identity`). A part that repeats only some
-tokens is named in `StepSummary.restate`; the caller computes its statistics again with
-`skip_of(...)` and assembles again. Without ids the layout decides: of the ranks that hold the same
-rows (data_rank, else dp and cp rank) the one with tp 0 and the last pp counts, in the lowest epoch.
+If parts carry sample ids, a token is (sample, position) and counts once: replicas, later epochs
+and the driver's copy of the ranks' rows are left out. Rows of different samples that share an id
+are distinguished (`identity`). A part that repeats only some tokens is listed in
+`StepSummary.restate`; the caller recomputes its statistics with `skip_of(...)` and assembles again.
+Without ids the layout decides: of the ranks that hold the same rows (data_rank, else dp and cp
+rank) the one with tp 0 and the last pp counts, in the lowest epoch.
 
-Which of several equal parts counts depends on (epoch, occurrence, minibatch, microbatch, role,
-rank) alone, never on the order of arrival; roles of `schema.ROLES` come before others (a driver).
+The choice among equal parts depends only on (epoch, occurrence, minibatch, microbatch, role,
+rank), never on the order of arrival; roles of `schema.ROLES` come before others (a driver).
 
-On every step: tokens that count + tokens left out with a reason = tokens sent (`StepSummary.sent`).
+For every step: counted tokens + tokens left out with a reason = tokens sent (`StepSummary.sent`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KIND: Final = "whole"
 """The name of a step summary in stored files."""
 
 ELSEWHERE: Final = (REPLICA, REPEATED, OTHER_ROLE, LATER_EPOCH)
-"""Why tokens are left out that count elsewhere."""
+"""The reason for leaving out tokens that count elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +55,19 @@ class StepSummary:
     """A step's statistics, from one stage.
 
     Attributes:
-        stage: The stage that it is taken from.
+        stage: The stage of its parts.
         summary: The merged summary; `publish(step.summary)` names its numbers.
         ranks: Each rank's own cell, by (role, rank).
         counted: Keys of the parts that counted.
         left_out: Key -> why it did not count.
-        tokens_left_out: Reason -> tokens under the mask that do not count for it.
-        sent: Tokens under the mask of all parts; None where an earlier release wrote it.
-        contradictions: Ids that name several samples, which count each for itself.
+        tokens_left_out: Reason -> number of tokens under the mask that it excludes.
+        sent: Tokens under the mask of all parts; None if written by an earlier release.
+        contradictions: Ids that name several samples, each of which counts.
         differing: (key, key of the counted replica) of replicas whose numbers differ.
         restate: Parts to recompute; until then their tokens are missing.
         restate_ranks: The same for the numbers of single ranks; stored nowhere.
-        fragmented: Sequences in pieces without an offset: their sequence and round values
-            describe the pieces.
+        fragmented: Number of sequences in pieces without an offset: their sequence and round
+            values describe the pieces.
     """
 
     stage: str
@@ -90,18 +90,18 @@ class StepSummary:
 
     @property
     def duplicates(self) -> int:
-        """Tokens that were left out since they counted elsewhere."""
+        """Number of tokens that were left out because they count elsewhere."""
         return sum(self.tokens_left_out.get(why, 0) for why in ELSEWHERE)
 
     @property
     def unaccounted(self) -> int | None:
-        """Tokens sent that neither count nor are left out with a reason; other than 0 is a bug."""
+        """Tokens sent that neither count nor are left out with a reason; non-zero is a bug."""
         if self.sent is None:
             return None
         return self.sent - self.total.masked - sum(self.tokens_left_out.values())
 
     def besides(self, tokens: Mapping[str, int]) -> StepSummary:
-        """Return the same with tokens that were sent and are in no part, by reason."""
+        """Return a copy that includes tokens that were sent but are in no part, by reason."""
         if self.sent is None or not tokens:
             return self
         left_out = dict(Counter(self.tokens_left_out) + Counter(tokens))
@@ -141,10 +141,10 @@ class StepSummary:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StepSummary:
-        """Read what `to_bytes` wrote.
+        """Read bytes written by `to_bytes`; they are untrusted.
 
         Raises:
-            InvalidInput: not such bytes, or of another version; nothing in them is trusted.
+            InvalidInput: malformed bytes, or another version.
         """
         arrays, document = codec.load(data, _KIND, codec.VERSION)
         try:
@@ -190,28 +190,30 @@ def assemble(
     pairs: Sequence[tuple[str, str]] = MISMATCH_PAIRS,
     unavailable: Collection[str] = (),
 ) -> StepSummary:
-    """Put the parts of one stage together.
+    """Merge the parts of one stage.
 
     Args:
         parts: Parts of a step, of any stages and pairs, in any order.
-        stage: The stage to take; default the first of `schema.WHOLE_STAGES` that is there.
-        pairs: Which pair to take, in order of preference; `[NOISE_PAIR]` for the noise floor.
-        unavailable: Keys of parts that cannot be recomputed: where only some of their tokens are
-            new, others count first.
+        stage: The stage to use; default the first of `schema.WHOLE_STAGES` that has parts.
+        pairs: The pairs to use, in order of preference; `[NOISE_PAIR]` for the noise floor.
+        unavailable: Keys of parts that cannot be recomputed: if only some of their tokens are
+            new, other parts count first.
 
     Raises:
         InvalidInput: no part has such a pair.
     """
-    stage, chosen, others = _choose(parts, stage, pairs)
+    stage, chosen, others = _choose_stage_and_pair(parts, stage, pairs)
     main_role = min((record.role for record in chosen), key=role_order)
     identities = resolve(record for record in chosen if record.has_ids)
     accounting = _TokenAccounting(main_role, identities)
     for record in sorted(chosen, key=lambda record: (record.key in unavailable, record.order)):
         accounting.count_once(record)
     if others:
-        accounting.tokens_left_out[OTHER_STREAMS] += sum(map(_sent, others))
+        accounting.tokens_left_out[OTHER_STREAMS] += sum(map(_tokens_sent, others))
     if accounting.counted:
-        summary = Summary.merge([_counted(record, identities) for record in accounting.counted])
+        summary = Summary.merge(
+            [_contribution(record, identities) for record in accounting.counted]
+        )
         summary = dataclasses.replace(summary, empty_samples=empty_samples(chosen, identities))
     else:
         raise InvalidInput("no part of the step counts", expected="at least one new token")
@@ -226,7 +228,7 @@ def assemble(
         differing=tuple(accounting.differing),
         restate=tuple(accounting.restate),
         fragmented=int(summary.sequences.fragmented().sum()),
-        sent=sum(map(_sent, [*chosen, *others])),
+        sent=sum(map(_tokens_sent, [*chosen, *others])),
         contradictions=identities.contradictions,
         restate_ranks=restate_ranks,
     )
@@ -246,8 +248,8 @@ def skip_of(batch: TokenBatch, skips: Sequence[tuple[int, int, int]]) -> npt.NDA
     return skip
 
 
-def _counted(record: PartRecord, identities: Identities) -> Summary:
-    """Return what a part adds to the step, under the names that its samples count under."""
+def _contribution(record: PartRecord, identities: Identities) -> Summary:
+    """Return a part's contribution to the step, under the names of its resolved samples."""
     renamed = identities.renamed(record.key, record.summary)
     nothing = np.empty((0, 3), np.int64)
     # The data that distinguishes samples is no longer needed.
@@ -257,20 +259,20 @@ def _counted(record: PartRecord, identities: Identities) -> Summary:
     return dataclasses.replace(renamed, sequences=bare).named(record.key)
 
 
-def _sent(record: PartRecord) -> int:
-    handed = record.handed or record.summary
-    return handed.total.masked + sum(handed.left_out.values())
+def _tokens_sent(record: PartRecord) -> int:
+    full = record.full_summary
+    return full.total.masked + sum(full.left_out.values())
 
 
 def _tokens_left_out(document: codec.Document) -> dict[str, int]:
     known = document.get("tokens_left_out")
-    if known is None:  # an earlier release knew one reason
+    if known is None:  # an earlier release had one reason only
         known = {REPEATED: document["duplicates"]} if document["duplicates"] else {}
     return {str(why): int(tokens) for why, tokens in known.items()}
 
 
 class _TokenAccounting:
-    """Decides, record by record in the fixed order, what counts."""
+    """Decides which records count, one by one in the fixed order."""
 
     def __init__(self, main_role: str, identities: Identities) -> None:
         self._main_role = main_role
@@ -288,10 +290,10 @@ class _TokenAccounting:
 
     def count_once(self, record: PartRecord) -> None:
         """Count a record, leave it out, or request that it is recomputed."""
-        handed = record.handed or record.summary
-        self.tokens_left_out.update(handed.left_out)
-        if not len(handed.sequences):
-            # Rows without a model token name no sample: the layout tells replicas apart.
+        full = record.full_summary
+        self.tokens_left_out.update(full.left_out)
+        if not len(full.sequences):
+            # Rows without a model token have no sample: replicas are identified by layout.
             holder = self._holders.setdefault((*record.group, record.part), record)
             if holder is record and record.part.epoch == 0:
                 self.counted.append(record)
@@ -306,25 +308,25 @@ class _TokenAccounting:
         if why is None:
             self.counted.append(record)
             if claim is not None:
-                self.tokens_left_out[REPEATED] += _repeated(claim, handed, record.summary)
-                self._other_numbers(record)
+                self.tokens_left_out[REPEATED] += _repeated(claim, full, record.summary)
+                self._find_differing_copy(record)
             return
         self.left_out[record.key] = why
-        missing = min(claim.fresh, handed.total.masked) if why == PARTIAL and claim else 0
+        missing = min(claim.fresh, full.total.masked) if why == PARTIAL and claim else 0
         self.tokens_left_out[why] += missing
-        self.tokens_left_out[REPEATED if why == PARTIAL else why] += handed.total.masked - missing
+        self.tokens_left_out[REPEATED if why == PARTIAL else why] += full.total.masked - missing
         if why not in (REPLICA, REPEATED):
             return
         if record.has_ids:
-            other = self._other_numbers(record)
+            other = self._find_differing_copy(record)
         else:
             other = holder.key if holder.digest != record.digest else None
         if other is not None:
             self.differing.append((record.key, other))
 
-    def _other_numbers(self, record: PartRecord) -> str | None:
-        """Note a record's samples; name a part of the same pass that has other numbers for one."""
-        summary, part = record.handed or record.summary, record.part
+    def _find_differing_copy(self, record: PartRecord) -> str | None:
+        """Register a record's samples; return a part of the same pass with other numbers."""
+        summary, part = record.full_summary, record.part
         places = self._identities.places_of(record.key, summary)
         cover = summary.sequences.cover
         firsts = cover[np.searchsorted(cover[:, 0], np.arange(len(places))), 1].tolist()
@@ -339,12 +341,12 @@ class _TokenAccounting:
 
     def _by_sample(self, record: PartRecord) -> tuple[str | None, Claim | None]:
         if self._identities.contradictions and record.role not in (self._main_role, *ROLES):
-            # A driver's ids cannot be those of ranks that do not agree on them.
+            # A driver's ids cannot match those of ranks that contradict each other.
             return OTHER_ROLE, None
-        handed = record.handed or record.summary
-        places = self._identities.places_of(record.key, handed)
-        claim = self._ledger.claim(handed, record.cp_rank, places)
-        if claim.everything:
+        full = record.full_summary
+        places = self._identities.places_of(record.key, full)
+        claim = self._ledger.claim(full, record.cp_rank, places)
+        if claim.is_all_repeated:
             held = (*record.group, record.part) in self._holders
             return (REPLICA if held else REPEATED), claim
         if claim.skips and claim.skips != record.skipped:
@@ -366,18 +368,18 @@ class _TokenAccounting:
         return None
 
 
-def _choose(
+def _choose_stage_and_pair(
     parts: Sequence[PartRecord], stage: str | None, pairs: Sequence[tuple[str, str]]
 ) -> tuple[str, list[PartRecord], list[PartRecord]]:
-    """Return the stage, its parts that have the pair to take, and those that have another only."""
+    """Return the stage, its parts that have the chosen pair, and those with another pair only."""
     usable = [record for record in parts if record.summary.pair in pairs]
-    there = {record.stage for record in usable}
-    order = [name for name in STEP_SUMMARY_STAGES if name in there] + sorted(
-        there - set(STEP_SUMMARY_STAGES)
+    stages = {record.stage for record in usable}
+    order = [name for name in STEP_SUMMARY_STAGES if name in stages] + sorted(
+        stages - set(STEP_SUMMARY_STAGES)
     )
     if stage is None and order:
         stage = order[0]
-    if stage is None or stage not in there:
+    if stage is None or stage not in stages:
         raise InvalidInput(
             f"no part of {'any stage' if stage is None else f'stage {stage}'} has both streams",
             expected=f"one of the pairs {list(pairs)}",
@@ -390,12 +392,12 @@ def _choose(
     return stage, chosen, [record for record in of_stage if record.key not in keys]
 
 
-def _repeated(claim: Claim, handed: Summary, counted: Summary) -> int:
-    """Return how many of a counted part's tokens count elsewhere."""
-    cover = handed.sequences.cover
-    if int((cover[:, 2] - cover[:, 1]).sum()) != handed.total.masked:
-        # Of a mask that flickers not every stretch is kept.
-        return handed.total.masked - counted.total.masked
+def _repeated(claim: Claim, full: Summary, counted: Summary) -> int:
+    """Return the number of a counted part's tokens that count elsewhere."""
+    cover = full.sequences.cover
+    if int((cover[:, 2] - cover[:, 1]).sum()) != full.total.masked:
+        # A mask with very many short stretches does not keep all of them.
+        return full.total.masked - counted.total.masked
     return claim.repeated
 
 
@@ -412,7 +414,7 @@ def _rank_rows(
         ledger, epoch = Ledger(), min(record.part.epoch for record in own)
         vectors = []
         for record in own:
-            summary = record.ranked or record.handed or record.summary
+            summary = record.ranked or record.full_summary
             if not record.has_ids:
                 if record.part.epoch == epoch:
                     vectors.append(summary.total.vector)
@@ -420,9 +422,9 @@ def _rank_rows(
             places = identities.places_of(record.key, summary)
             own_places = [dataclasses.replace(place, dropped=False) for place in places]
             claim = ledger.claim(summary, record.cp_rank, own_places)
-            if claim.skips and not claim.everything:
+            if claim.skips and not claim.is_all_repeated:
                 restate.append(Recompute(record.key, claim.skips))
-            elif not claim.everything:
+            elif not claim.is_all_repeated:
                 vectors.append(summary.total.vector)
         cell = Cell(cells.merge(np.stack(vectors) if vectors else cells.empty(0)))
         rows.append(

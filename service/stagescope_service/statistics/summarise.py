@@ -35,11 +35,11 @@ _KINDS = {
 _START, _STOP, _ROW, _ROUND, _TURN, _VERSION = range(6)
 
 MOST_ROUNDS: Final = 4096
-"""Rounds, turns and versions that are told apart."""
+"""Maximum number of distinct rounds, turns and versions."""
 _MARKS: Final = 8
-"""Marks on a row's grid: at least half as many where it is one run, at most twice as many."""
+"""Nominal marks on a row's grid: at least half as many for one run, at most twice as many."""
 _MOST_STRETCHES: Final = 1024
-"""Stretches of a row that are told apart: a mask that flickers does not make a summary large."""
+"""Maximum stretches of a row: bounds the summary of a mask with very many short stretches."""
 
 
 def summarise(
@@ -49,13 +49,13 @@ def summarise(
     skip: UInt8 | None = None,
     name: str = "",
 ) -> Summary:
-    """Take every statistic of a batch in one pass over its model tokens.
+    """Compute all statistics of a batch in one pass over its model tokens.
 
     Args:
         batch: The tokens.
-        settings: What the run does with importance weights; default nothing.
-        skip: uint8 [tokens], 1 where a token counts elsewhere. Rounds stay as they are.
-        name: A name for this payload, shown where rows have no sample_uid.
+        settings: How the run applies importance weights; by default it applies none.
+        skip: uint8 [tokens], 1 where a token counts elsewhere. Rounds do not change.
+        name: A name for this payload, shown if rows have no sample_uid.
 
     Raises:
         InvalidTensor: a mask value other than 0 and 1, or a negative round id.
@@ -85,17 +85,17 @@ def summarise(
     row_values = np.zeros((batch.rows, len(kernel.ROW)))
     counts = np.zeros((len(round_keys), 2 * kernel.HISTOGRAM_HALF), np.uint32)
     worst, worst_ids = _kept(settings.worst)
-    odd, odd_ids = _kept(settings.worst)
+    bad, bad_ids = _kept(settings.worst)
     unequal, unequal_ids = _kept(1)
-    worst_used, odd_used, unequal_used = kernel.accumulate(
+    worst_used, bad_used, unequal_used = kernel.accumulate(
         batch.p.view(np.uint8), _KINDS[batch.p_dtype], batch.q.view(np.uint8),
         _KINDS[batch.q_dtype], table, slots, _keys(batch, table), settings.weight_rule(),
-        round_cells, turn_cells, age_cells, row_values, counts, worst, worst_ids, odd, odd_ids,
+        round_cells, turn_cells, age_cells, row_values, counts, worst, worst_ids, bad, bad_ids,
         unequal, unequal_ids,
     )  # fmt: skip
     sequences, index = _sequences(batch, found, row_values)
     worst_tokens = _tokens(worst_ids[:worst_used], batch, table, index)
-    odd_tokens = _tokens(odd_ids[:odd_used], batch, table, index)
+    bad_tokens = _tokens(bad_ids[:bad_used], batch, table, index)
     first = _tokens(unequal_ids[:unequal_used], batch, table, index)
     ids = batch.sample_ids or ()
     empty_samples = tuple(sorted({ids[row] for row in np.flatnonzero(index < 0)} if ids else ()))
@@ -113,7 +113,7 @@ def summarise(
             counts[filled_round, filled_bucket].astype(np.int64),
         ),
         worst=ordered(worst_tokens, sequences, by_d=True, keep=settings.worst),
-        non_finite=ordered(odd_tokens, sequences, by_d=False, keep=settings.worst),
+        non_finite=ordered(bad_tokens, sequences, by_d=False, keep=settings.worst),
         sequences=sequences,
         sources=(name,),
         empty_samples=empty_samples,
@@ -129,10 +129,10 @@ def summarise(
 
 
 def _within_limits(batch: TokenBatch) -> tuple[TokenBatch, tuple[str, ...]]:
-    """Return a batch without what says more rounds than are told apart, and its names.
+    """Return a batch without the tensors that exceed the limits, and their names.
 
-    An id of another kind, taken for a round, would make a step of 10^12 rounds. What a round is
-    follows from the mask then.
+    An unrelated id recorded as a round would make a step of 10^12 rounds. Rounds then follow from
+    the mask.
     """
     ignored: tuple[str, ...] = ()
     if batch.round_ids is not None:
@@ -166,7 +166,7 @@ def _segments(batch: TokenBatch, skip: UInt8 | None) -> segments.Segments:
     )
     found = find(mask, one)
     if found.bad_mask >= 0 and one != 1:
-        # -0.0 is a 0 with other bits: looked at only where something else than those is found.
+        # -0.0 is a 0 with other bits: checked only if an unexpected pattern is found.
         found = find(_narrow_mask(mask, one), 1)
     if found.bad_round >= 0:
         ids = batch.round_ids
@@ -186,7 +186,7 @@ def _segments(batch: TokenBatch, skip: UInt8 | None) -> segments.Segments:
 
 
 def _narrow_mask(mask: Mask, one: int) -> UInt8:
-    """Return the mask as uint8; a wrong value becomes 2, which is still wrong."""
+    """Return the mask as uint8; an invalid value becomes 2, which is also invalid."""
     kind = mask.dtype.type
     off = mask == kind(0)
     if one != 1:  # of floats: their -0.0 is the sign bit alone
@@ -206,7 +206,7 @@ def _kept(most: int) -> tuple[Float64, Int64]:
 
 
 def _keys(batch: TokenBatch, table: Int64) -> Int64:
-    """Return, for each segment, the order of its sample and the position of its first token."""
+    """Return for each segment the rank of its sample in order, and its first token's position."""
     row, start = table[:, _ROW], table[:, _START]
     order = row
     if batch.sample_ids is not None:
@@ -225,7 +225,7 @@ def _positions(batch: TokenBatch, row: Int64, token: Int64) -> Int64:
 def _sequences(
     batch: TokenBatch, found: segments.Segments, values: Float64
 ) -> tuple[Sequences, Int64]:
-    """Return the rows that have model tokens, and for each row its place among them."""
+    """Return the rows that have model tokens, and each row's index among them."""
     rows = np.unique(found.table[:, _ROW])
     index = np.full(batch.rows, UNKNOWN, np.int64)
     index[rows] = np.arange(len(rows))
@@ -249,11 +249,11 @@ def _sequences(
 
 
 def _marks(batch: TokenBatch, cover: Int64) -> tuple[Int64, Float32]:
-    """Return tokens that every other copy of a sample keeps, too: what tells it from another.
+    """Return marks: tokens that every copy of a sample keeps, to distinguish it from others.
 
-    They are the row's first and last, and the model's tokens at multiples of a power of two,
-    chosen by the extent of the row: of two rows that hold the same positions the coarser grid is
-    part of the finer one.
+    They are the row's first and last model tokens, and those at multiples of a power of two chosen
+    by the extent of the row: for two rows with the same positions the coarser grid is a subset of
+    the finer one.
 
     Returns:
         int64 [marks, 3]: sequence, position, token id (or `UNKNOWN`); float32 [marks]: their q.
@@ -266,7 +266,7 @@ def _marks(batch: TokenBatch, cover: Int64) -> tuple[Int64, Float32]:
     extent = np.maximum((high.astype(np.float64) - low) / _MARKS, 1.0)
     stride = (1 << np.ceil(np.log2(extent)).astype(np.int64))[sequence]
     count = np.maximum(-(-last // stride) + (first // -stride), 0)
-    # A row whose positions repeat has more: the first ones are enough.
+    # A row with repeated positions has more: the first ones suffice.
     before = np.cumsum(count) - count
     count = np.minimum(count, np.maximum(2 * _MARKS - (before - before[begins][sequence]), 0))
     run = np.repeat(np.arange(len(cover)), count)
@@ -285,7 +285,7 @@ def _marks(batch: TokenBatch, cover: Int64) -> tuple[Int64, Float32]:
 
 
 def _limited(cover: Int64) -> Int64:
-    """Return [stretches, 3] of a cover [stretches, 4]; too many stretches of a row become one."""
+    """Return [stretches, 3] of a cover [stretches, 4]; excess stretches of a row are merged."""
     sequence = cover[:, 0]
     begins = np.flatnonzero(np.diff(sequence, prepend=-1))
     number = np.arange(len(cover)) - np.repeat(begins, np.diff(np.append(begins, len(cover))))
@@ -328,7 +328,7 @@ def _versions(batch: TokenBatch, table: Int64) -> tuple[int, ...]:
 
 
 def warm(compiling: Callable[[], None] = lambda: None) -> None:
-    """Compile everything, or load it from disk: half a minute at a first start, then under one.
+    """Compile all loops, or load them from disk: half a minute first, then under one second.
 
     Args:
         compiling: called before anything is compiled.

@@ -1,12 +1,12 @@
-"""A summary: all that is kept of one pair of streams over a set of tokens.
+"""The summary: the statistics of one pair of streams over a set of tokens.
 
-Summaries of disjoint tokens merge; the parts of a summary are
+Summaries of disjoint tokens merge; a summary consists of
 
 * cells by round, by true turn and by staleness (see `cell`),
 * the histogram of |d| by round,
 * the worst tokens and the non-finite tokens, K of each,
-* a vector for each fragment of a sample (a row that has model tokens), and which positions of
-  its sample it covers.
+* a vector for each fragment of a sample (a row that has model tokens), and the positions of its
+  sample that it covers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.settings import Settings
 
 UNKNOWN: Final = -1
-"""A round, turn or token id that is not known."""
+"""An unknown round, turn or token id."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Slices:
 
     @classmethod
     def merge(cls, slices: Sequence[Slices]) -> Slices:
-        """Merge cells of one key; the order of the arguments decides the last bits."""
+        """Merge cells with equal keys; the order of the arguments affects the last bits."""
         keys = np.concatenate([s.keys for s in slices]) if slices else np.empty(0, np.int64)
         stacked = np.concatenate([s.cells for s in slices]) if slices else cells.empty(0)
         unique, where = np.unique(keys, return_inverse=True)
@@ -48,7 +48,7 @@ class Slices:
         )
 
     def get(self, key: int) -> Cell | None:
-        """Return the cell of a key."""
+        """Return the cell of a key, None if absent."""
         found = np.flatnonzero(self.keys == key)
         return Cell(self.cells[found[0]]) if found.size else None
 
@@ -59,7 +59,7 @@ class Slices:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Single tokens, in the order in which they are shown; arrays of one length.
+    """Single tokens in display order; arrays of one length.
 
     `sequence` is an index into the summary's sequences.
     """
@@ -78,7 +78,7 @@ class Tokens:
         return len(self.sequence)
 
     def take(self, order: Int64) -> Tokens:
-        """Return the tokens at these places."""
+        """Return the tokens at these indexes."""
         return Tokens(*(getattr(self, name)[order] for name in self.COLUMNS))
 
 
@@ -92,15 +92,15 @@ class Sequences:
     """One row for each fragment of a sample.
 
     Attributes:
-        samples: sample_uid, or '' where the payload has none.
-        source: int64 [n], which payload (`Summary.sources`).
-        row: int64 [n], which row of that payload.
-        placed: bool [n, 2]: whether positions and rounds are those of the whole sample.
+        samples: sample_uid, or '' if the payload has none.
+        source: int64 [n], index of the payload (`Summary.sources`).
+        row: int64 [n], index of the row in that payload.
+        placed: bool [n, 2]: whether positions and rounds are relative to the full sample.
         values: float64 [n, len(ROW)].
         cover: int64 [stretches, 3]: sequence, first and last position (half open) of each run of
             model tokens.
-        marks: int64 [marks, 3]: sequence, position and id of tokens that tell the sample from
-            others (`identity`); none where samples are not named, or after a merge of a step.
+        marks: int64 [marks, 3]: sequence, position and id of tokens that distinguish the sample
+            from others (`identity`); empty without sample ids, and in a step's merged summary.
         mark_values: float32 [marks]: their q.
     """
 
@@ -117,7 +117,7 @@ class Sequences:
         return len(self.samples)
 
     def keys(self) -> list[tuple[str, int, int]]:
-        """Return what tells samples apart and orders them: the id, else (source, row)."""
+        """Return the samples' identity and sort keys: the id, else (source, row)."""
         return [
             (sample, 0, 0) if sample else ("", int(source), int(row))
             for sample, source, row in zip(self.samples, self.source, self.row, strict=True)
@@ -127,8 +127,8 @@ class Sequences:
         """Merge the fragments of each sample: (keys, values [samples, len(ROW)]), by key."""
         keys = self.keys()
         unique = sorted(set(keys))
-        place = {key: index for index, key in enumerate(unique)}
-        where = np.array([place[key] for key in keys], np.int64)
+        index_of = {key: index for index, key in enumerate(unique)}
+        where = np.array([index_of[key] for key in keys], np.int64)
         merged = np.zeros((len(unique), len(ROW)))
         np.add.at(merged, where, self.values)
         largest = ROW.index("d_abs_max")
@@ -137,7 +137,7 @@ class Sequences:
         return unique, merged
 
     def fragmented(self) -> Bool:
-        """[n]: fragments of samples of which another fragment is here, placed nowhere."""
+        """bool [n]: fragments without an offset whose sample has further fragments here."""
         keys = self.keys()
         seen: dict[tuple[str, int, int], int] = {}
         for key in keys:
@@ -164,19 +164,19 @@ class Summary:
     sources: tuple[str, ...]
     """A name for each payload."""
     empty_samples: tuple[str, ...]
-    """Samples of rows without a model token, ascending; another fragment may have some."""
+    """Samples of rows without a model token, ascending; another fragment may contain some."""
     unnamed_empty: int
-    """Rows without a model token that name no sample."""
+    """Number of rows without a model token and without a sample id."""
     versions: tuple[int, ...]
-    """Policy versions under the mask, ascending; empty where not said."""
+    """Policy versions under the mask, ascending; empty if not reported."""
     unequal: Tokens = NO_TOKENS
-    """The first token, by sample and position, whose p and q are finite and differ; or none."""
+    """The first token, by sample and position, whose p and q are finite and differ, if any."""
     producers: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Stream -> who computed it, ascending; '' where nobody says it."""
+    """Stream -> its producers, ascending; '' if not reported."""
     ignored: tuple[str, ...] = ()
-    """Tensors that say more rounds, turns or versions than are told apart: taken as not said."""
+    """Tensors with more distinct rounds, turns or versions than the limit; they are not used."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Reason -> tokens under the mask that the payload holds and that are in none of the above."""
+    """Reason -> number of the payload's tokens under the mask that this summary excludes."""
 
     @property
     def total(self) -> Cell:
@@ -185,34 +185,34 @@ class Summary:
 
     @property
     def fresh(self) -> Cell:
-        """The cell of the tokens of staleness 0 where versions are known, else of all."""
+        """The cell of the tokens of staleness 0 if versions are known, else of all."""
         if not self.staleness.keys.size:
             return self.total
         return self.staleness.get(0) or Cell(cells.empty())
 
     @property
     def empty_rows(self) -> int:
-        """Samples (else rows) without a model token; they are in no sequence mean."""
+        """Number of samples (else rows) without a model token; they are in no sequence mean."""
         return self.unnamed_empty + len(set(self.empty_samples) - set(self.sequences.samples))
 
     @property
     def digest(self) -> str:
-        """A hash of the numbers: equal for bitwise equal streams in equal rows."""
+        """A hash of the numbers: equal for bitwise equal streams with equal rows."""
         hashed = hashlib.blake2b(digest_size=16)
         for array in (self.rounds.keys, self.rounds.cells, self.sequences.values):
             hashed.update(np.ascontiguousarray(array).tobytes())
         return hashed.hexdigest()
 
     def named(self, *sources: str) -> Summary:
-        """Return the same summary with other names of its payloads."""
+        """Return a copy with other payload names."""
         return dataclasses.replace(self, sources=sources)
 
     @classmethod
     def merge(cls, summaries: Sequence[Summary]) -> Summary:
-        """Merge summaries of disjoint tokens of one pair and one kind of settings.
+        """Merge summaries of disjoint tokens with equal pairs and settings.
 
         Counts, extremes, histograms and kept tokens do not depend on the order; sums do in their
-        last bits: merge in a fixed order.
+        last bits, so merge in a fixed order.
 
         Raises:
             InvalidInput: no summary, or different pairs or settings.
@@ -256,7 +256,7 @@ class Summary:
 
 
 def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]]:
-    """Put the sequences behind each other; return them and where each summary's begin."""
+    """Concatenate the sequences; return them and the start index of each summary's."""
     starts, sources, total, total_sources = [], [], 0, 0
     for summary in summaries:
         starts.append(total)
@@ -283,7 +283,7 @@ def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]
 
 
 def _merge_texts(tables: Sequence[Mapping[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
-    """Return stream -> every text that any table has for it, ascending."""
+    """Return stream -> the union of the tables' texts, ascending."""
     streams = sorted({stream for table in tables for stream in table})
     return {
         stream: tuple(sorted({text for table in tables for text in table.get(stream, ())}))

@@ -1,1 +1,1 @@
-"""What the service keeps: a catalogue in SQL, tensors in safetensors files, a bounded ring."""
+"""Storage of the service: a catalogue in SQL, tensors in safetensors files, a bounded ring."""

@@ -1,7 +1,7 @@
-"""Where the files of an attempt lie below data_dir, and which paths a caller may name.
+"""The paths of an attempt's files below data_dir, and checks of paths that callers name.
 
-`{data_dir}/{run}/{attempt key}/step_{N}/{stage}[/part]`, the same as msprobe's dumps of our own
-captures, so that everything of a step stands in one place.
+`{data_dir}/{run}/{attempt key}/step_{N}/{stage}[/part]`, also used for msprobe's dumps of our own
+captures, so that all files of a step are in one directory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KEPT: Final = re.compile(r"_rank\d{1,9}_[0-9a-f]{12}_\d+\.safetensors\Z")
 def safe_name(name: str) -> str:
     """Return `name` as one path component of `[A-Za-z0-9._-]`, at most 150 characters long."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]
-    # A component of dots alone would climb out of its directory.
+    # A component of dots only would leave its directory.
     return cleaned if cleaned.strip(".") else "_" * max(len(cleaned), 1)
 
 
@@ -62,7 +62,7 @@ def attempt_directory(data_dir: Path, run: str, key: str) -> Path:
 def step_directory(
     data_dir: Path, run: str, key: str, step: int | None, stage: str, part: Part | None = None
 ) -> Path:
-    """Return `{data_dir}/{run}/{attempt key}/step_{N}/{stage}[/part]`; nothing is made.
+    """Return `{data_dir}/{run}/{attempt key}/step_{N}/{stage}[/part]`; creates nothing.
 
     An unknown step is `step_unknown`; the first part has no directory of its own.
     """
@@ -74,23 +74,23 @@ def step_directory(
 def kept_path(directory: Path, role: str, rank: int, incarnation: str, seq: int) -> Path:
     """Return the file of one payload's kept tensors.
 
-    The payload's own identity is in the name: attempts whose keys are one after cleaning, or a
-    rank that was made anew, never write over each other.
+    The name contains the payload's identity: attempts whose keys are equal after cleaning, or a
+    recreated rank, never overwrite each other.
     """
     identity = hashlib.sha256(incarnation.encode(errors="surrogatepass")).hexdigest()[:12]
     return directory / f"{safe_name(role)}_rank{rank}_{identity}_{seq}.safetensors"
 
 
 def is_kept_path(path: Path) -> bool:
-    """Say whether a file has such a name as `kept_path` gives."""
+    """Return whether a file's name has the form of `kept_path`."""
     return _KEPT.search(path.name) is not None
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory, and those above it, so that they survive a power cut.
+    """Create a directory and its parents so that they survive a power failure.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the directory cannot be created.
     """
     missing = [each for each in (directory, *directory.parents) if not each.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -104,18 +104,18 @@ def ring_directory(data_dir: Path, node_id: str) -> Path:
 
 
 def confine(path: str | Path, roots: Iterable[str | Path]) -> Path:
-    """Return `path` resolved, after a check that it lies in one of `roots`, or in a capture's dump.
+    """Resolve `path` and check that it is inside one of `roots`, or inside a capture's dump.
 
-    A dump's directory holds a file that only who may write there can make (`DUMP_MARKER`): a
-    training's own `save_path` needs no root. What is named without it is refused as ever.
+    A dump's directory contains a file that requires write permission there (`DUMP_MARKER`), so a
+    training's own `save_path` needs no root. Directories without it are refused.
 
     Args:
         path: absolute, or relative to the first root. It need not exist.
-        roots: directories. Symbolic links in them and in `path` are followed before the check,
-            so a link that leads out is refused.
+        roots: directories. Symbolic links in them and in `path` are resolved before the check,
+            so a link to the outside is refused.
 
     Raises:
-        Forbidden: outside every root, or not a path at all.
+        Forbidden: outside every root, or not a valid path.
     """
     allowed = [Path(root).resolve() for root in roots]
     try:
@@ -134,8 +134,8 @@ def confine(path: str | Path, roots: Iterable[str | Path]) -> Path:
 
 
 def _is_in_dump(path: Path) -> bool:
-    """Say whether a resolved path is a directory that a capture made, or lies in one."""
-    for directory in (path, *path.parents[:2]):  # a tensor's file lies one level below
+    """Return whether a resolved path is, or is inside, a directory that a capture created."""
+    for directory in (path, *path.parents[:2]):  # a tensor's file is one level below
         try:
             mode = (directory / DUMP_MARKER).lstat().st_mode
         except (OSError, ValueError):
@@ -149,7 +149,7 @@ def file_checksum(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hex.
 
     Raises:
-        StoreError: the disk refused.
+        StoreError: the file cannot be read.
     """
     found = hashlib.sha256()
     with disk_errors(path), path.open("rb") as file:
@@ -163,7 +163,7 @@ def read_piece(path: Path, offset: int, size: int) -> bytes:
 
     Raises:
         NotFound: there is no such file.
-        StoreError: the disk refused.
+        StoreError: the file cannot be read.
     """
     with disk_errors(path):
         try:

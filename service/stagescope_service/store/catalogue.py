@@ -1,10 +1,11 @@
-"""The reading side of the store: what the API asks, from its own process.
+"""The reading side of the store: the queries of the API, in its own process.
 
-Every method opens one read transaction, so an answer is of one moment, and returns plain dict
-rows whose keys are the columns of `tables`. A `Catalogue` may be used from many threads; it
-cannot write. Lists take `limit` and `offset`, and say in which order they come.
+Each method opens one read transaction, so its result is a consistent snapshot, and returns plain
+dict rows whose keys are the columns of `tables`. A `Catalogue` is thread-safe and cannot write.
+Methods that return lists accept `limit` and `offset`, and document their order.
 
-Filters are keyword arguments named as the columns; None is no filter, a sequence is any of it.
+Filters are keyword arguments named after columns; None means no filter, a sequence any of its
+values.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect, migrate
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import overview
-from stagescope_service.store.queries.files import FileReads
+from stagescope_service.store.queries.files import FileQueries
 from stagescope_service.store.queries.findings import FindingQueries
 from stagescope_service.store.queries.measurements import MeasurementQueries
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
-from stagescope_service.store.queries.runs import RunReads
-from stagescope_service.store.queries.weights import WeightReads
+from stagescope_service.store.queries.runs import RunQueries
+from stagescope_service.store.queries.weights import WeightQueries
 from stagescope_service.store.snapshot import rows
-from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables import TABLES, AuditRow
 
 
-class CaptureReads(Reader):
-    """Questions about captures, dumps and operators."""
+class CaptureQueries(Reader):
+    """Queries for captures, dumps and operators."""
 
     def captures(self, *, run: Filter = None, state: Filter = None) -> list[Row]:
-        """Return captures, the last ordered first; removed ones too."""
+        """Return captures, the most recently requested first, including removed ones."""
         return self._page("captures", conditions("captures", locals()), "-created_wall capture_id")
 
     def capture(self, capture_id: str) -> Row | None:
@@ -98,18 +99,20 @@ class CaptureReads(Reader):
         return [row["step"] for row in found]
 
 
-class Catalogue(RunReads, MeasurementQueries, WeightReads, CaptureReads, FindingQueries, FileReads):
-    """Read the catalogue at `url` (the same URL that `SqlStore` writes).
+class Catalogue(
+    RunQueries, MeasurementQueries, WeightQueries, CaptureQueries, FindingQueries, FileQueries
+):
+    """Read the catalogue at `url` (the URL that `SqlStore` writes).
 
-    Its questions stand in `reads`, a file a noun; here are those about the service itself.
+    The queries are in `queries`, one file per noun; those about the service itself are here.
 
     Raises:
-        CatalogueUnavailable: by every method, when there is no catalogue of this version that can
-            be read now. The next call tries again.
+        CatalogueUnavailable: by every method, if no catalogue of this version can be read at the
+            moment. The next call tries again.
     """
 
     def check(self) -> None:
-        """Raise `CatalogueUnavailable` unless there is a catalogue of this version."""
+        """Raise `CatalogueUnavailable` unless a catalogue of this version exists."""
         with connect.catalogue_errors(self._where), self._connect() as connection:
             revision = migrate.current(connection)
         if revision != migrate.HEAD:
@@ -120,25 +123,25 @@ class Catalogue(RunReads, MeasurementQueries, WeightReads, CaptureReads, Finding
             )
 
     def engines(self) -> list[Row]:
-        """Return the engines that were registered, by name."""
+        """Return the registered engines, by name."""
         return self._page("engines", [], "name")
 
-    def audit(self, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
-        """Return who ordered what, the last first."""
-        return self._page("audit", [], "-audit_id", limit, offset)
+    def audit(self, *, limit: int = LIMIT, offset: int = 0) -> list[AuditRow]:
+        """Return the audit log, the newest entry first."""
+        return self._typed_page(AuditRow, "audit", [], "-audit_id", limit, offset)
 
     def meta(self, key: str) -> Any:
-        """Return the value of a key of the service itself, or None."""
+        """Return the value of a key of the table `meta`, or None."""
         row = self._one("meta", key=key)
         return row and row["value"]
 
     def counts(self) -> dict[str, list[Row]]:
-        """Return what Prometheus asks, each as rows of labels and a `count`; see `overview`."""
+        """Return the Prometheus metrics, each as rows of labels and a `count`; see `overview`."""
         with connect.catalogue_errors(self._where), self._connect() as connection:
             return {name: rows(connection, query) for name, query in overview.counts().items()}
 
     def bytes_on_disk(self) -> int | None:
-        """Return the bytes of the catalogue's files; None where another server holds them."""
+        """Return the bytes of the catalogue's files; None if a database server holds them."""
         if self._path is None:
             return None
         files = (self._path, self._path.with_name(self._path.name + "-wal"))

@@ -1,8 +1,8 @@
 """The column types of the catalogue, the same in SQLite and PostgreSQL.
 
-SQLite's tables are STRICT: a value of a wrong type is refused by the database, as PostgreSQL does,
-and not stored as something else. STRICT knows INTEGER, REAL, TEXT and BLOB, so every type here
-has one of those names on SQLite.
+SQLite's tables are STRICT: the database rejects a value of a wrong type, as PostgreSQL does,
+instead of converting it. STRICT supports INTEGER, REAL, TEXT and BLOB, so every type here has one
+of those names on SQLite.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Text: Final[TypeEngine[str]] = sa.Text()
 Blob: Final[TypeEngine[bytes]] = sa.LargeBinary()
 
 Json: TypeAlias = Union["dict[str, Json]", "list[Json]", str, int, float, bool, None]
-"""What a `StrictJson` column holds; None is unknown."""
+"""The value of a `StrictJson` column; None is unknown."""
 
 _NAMES: Final = {math.inf: "inf", -math.inf: "-inf"}
 NON_FINITE_NAMES: Final = ("nan", *_NAMES.values())
-"""What `nonfinite_name` may return of a number that is not finite."""
+"""The results of `nonfinite_name` for non-finite numbers."""
 
 
 def nonfinite_name(value: float) -> str | None:
@@ -37,11 +37,11 @@ def dump_json(value: Any) -> str:
     """Write strict JSON: non-finite floats become the strings 'nan', 'inf', '-inf'.
 
     Raises:
-        TypeError: a value that JSON has no word for.
+        TypeError: a value that JSON cannot represent.
     """
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # rare, so that the usual value is walked once, in C
+    except ValueError:  # rare; the usual value is traversed once, in C
         return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
 
 
@@ -56,7 +56,7 @@ def _finite(value: Any) -> Any:
 
 
 class StrictJson(TypeDecorator[Any]):
-    """JSON as TEXT, so that every tool reads it; None is NULL, which means unknown."""
+    """JSON as TEXT, readable by any tool; None is NULL, which means unknown."""
 
     impl = sa.Text
     cache_ok = True

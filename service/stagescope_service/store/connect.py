@@ -1,8 +1,8 @@
-"""Engines on the catalogue, and what a refusal of the database means to the caller.
+"""SQLAlchemy engines of the catalogue, and the translation of database errors.
 
 SQLite is opened in WAL mode with `synchronous=FULL`: a commit is on disk when it returns, and
 readers in other processes never wait for the writer. WAL needs shared memory between those
-processes, so the file must lie on a filesystem of this host.
+processes, so the file must be on a local filesystem.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sqlalchemy import event, exc
 from stagescope.wire.errors import CatalogueUnavailable
 
 BUSY_SECONDS: Final = 5.0
-"""How long a statement waits for a lock of another process before it is refused."""
+"""How long a statement waits for another process's lock before it fails."""
 
 _OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables; upserts are older
 _SHARED_FILESYSTEMS: Final = re.compile(
@@ -39,7 +39,7 @@ def catalogue_url(data_dir: str | Path) -> str:
 
 
 def sqlite_path(url: str) -> Path | None:
-    """Return the file that a SQLite URL names, or None where the URL is of another database.
+    """Return the file of a SQLite URL, or None for a URL of another database.
 
     Raises:
         CatalogueUnavailable: not a URL, or a SQLite database in memory.
@@ -64,7 +64,7 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def filesystem_of(path: Path, mountinfo: str) -> tuple[str, str]:
-    """Return (mount point, filesystem type) of `path` after the text of /proc/self/mountinfo."""
+    """Return (mount point, filesystem type) of `path` from the text of /proc/self/mountinfo."""
     found = ("/", "")
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
@@ -78,14 +78,14 @@ def filesystem_of(path: Path, mountinfo: str) -> tuple[str, str]:
 
 
 def check_local(path: Path, mountinfo: str | None = None) -> None:
-    """Refuse a file on a filesystem that several hosts share.
+    """Refuse a file on a network filesystem.
 
     Args:
-        path: where the catalogue is or will be.
-        mountinfo: the text of /proc/self/mountinfo; None reads it, where the system has one.
+        path: the existing or future file of the catalogue.
+        mountinfo: the text of /proc/self/mountinfo; None reads it, if the system has one.
 
     Raises:
-        CatalogueUnavailable: NFS, Lustre, GPFS and their kin, with where to put it.
+        CatalogueUnavailable: NFS, Lustre, GPFS and the like, with a suggested location.
     """
     if mountinfo is None:
         try:
@@ -102,7 +102,7 @@ def check_local(path: Path, mountinfo: str | None = None) -> None:
 
 
 def writer_engine(url: str) -> sa.Engine:
-    """Return the engine of the one writer; SQLite's file and its directory are made."""
+    """Return the engine of the single writer; creates SQLite's file and its directory."""
     path = sqlite_path(url)
     if path is None:
         return _server_engine(url)
@@ -127,7 +127,7 @@ def writer_engine(url: str) -> sa.Engine:
 
 
 def reader_engine(url: str) -> sa.Engine:
-    """Return an engine that cannot write, for any process; nothing is created."""
+    """Return a read-only engine, for any process; creates nothing."""
     path = sqlite_path(url)
     if path is None:
         engine = _server_engine(url)
@@ -155,8 +155,8 @@ def _sqlite_engine(path: Path, *, mode: str) -> sa.Engine:
     uri = f"file:{urllib.parse.quote(str(path))}?mode={mode}"
 
     def connect() -> sqlite3.Connection:
-        # isolation_level None: BEGIN is ours to say, the driver would begin only at the first
-        # write, and a reader's queries would not be of one moment.
+        # isolation_level None: this module issues BEGIN. The driver would begin only at the first
+        # write, and a reader's queries would not share a snapshot.
         return sqlite3.connect(
             uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
@@ -167,14 +167,14 @@ def _sqlite_engine(path: Path, *, mode: str) -> sa.Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: sa.Connection) -> None:
-        # A writer that begins with a read may be refused later, when it asks for the lock.
+        # A writer that begins with a read may fail later, when it requests the lock.
         connection.exec_driver_sql("BEGIN IMMEDIATE" if mode == "rwc" else "BEGIN")
 
     return engine
 
 
 def file_id(path: Path) -> tuple[int, int] | None:
-    """Return what tells one file from another at the same path; None where there is none."""
+    """Return the identity of the file at a path, to detect its replacement; None if absent."""
     try:
         found = os.stat(path)
     except OSError:
@@ -183,7 +183,7 @@ def file_id(path: Path) -> tuple[int, int] | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Say whether the same write may succeed later, when something outside has changed."""
+    """Return whether the same write may succeed later, after an external change."""
     if isinstance(error, CatalogueUnavailable | OSError):
         return True
     if isinstance(error, exc.TimeoutError):  # the pool's
@@ -192,12 +192,12 @@ def is_transient(error: BaseException) -> bool:
         return False
     if error.connection_invalidated or isinstance(error, exc.OperationalError):
         return True
-    # sqlite3 raises the bare class for a damaged file or one that is no database.
+    # sqlite3 raises the base class for a damaged file and for a file that is not a database.
     return type(error) in (exc.DatabaseError, exc.InternalError)
 
 
 def explain(error: BaseException, where: str) -> CatalogueUnavailable:
-    """Turn a transient refusal into the error that says what to do."""
+    """Convert a transient database error to one with advice."""
     if isinstance(error, CatalogueUnavailable):
         return error
     cause = getattr(error, "orig", None) or error
@@ -223,7 +223,7 @@ _ADVICE: Final = {
 
 @contextmanager
 def catalogue_errors(where: str) -> Iterator[None]:
-    """Raise `CatalogueUnavailable` for every refusal of the database that may pass."""
+    """Raise `CatalogueUnavailable` for every transient database error."""
     try:
         yield
     except (exc.SQLAlchemyError, OSError) as error:

@@ -1,11 +1,11 @@
-"""The contract of the store: what the engine may rely on, whatever the database.
+"""The contract of the store: its guarantees to the coordinator, independent of the database.
 
-The engine says what a row is to hold (`Put`) and gets a future; the future is resolved when that
-is on disk. Rows have natural primary keys and a `Put` names the columns that it sets, so every
-write may be repeated: the outcome of any resubmission is the outcome of the last.
+The coordinator submits the values of rows (`Put`) and gets a future, which is resolved once they
+are on disk. Rows have natural primary keys and a `Put` names the columns that it sets, so writes
+are idempotent: resubmitting one has the same outcome.
 
-The reading side is `catalogue.Catalogue`, which other processes use; the engine reads once, at
-its start, by `snapshot()`.
+The reading side is `catalogue.Catalogue`, which other processes use; the coordinator reads once, at
+its start, with `snapshot()`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Row = dict[str, Any]
 
 
 class Put(NamedTuple):
-    """Upsert: `row` holds the whole primary key and the columns to set; the others stay."""
+    """Upsert: `row` holds the full primary key and the columns to set; others are unchanged."""
 
     table: str
     row: Mapping[str, Any]
 
 
 class Delete(NamedTuple):
-    """Delete every row whose columns equal `where`; an empty `where` is refused."""
+    """Delete every row whose columns equal `where`; an empty `where` is an error."""
 
     table: str
     where: Mapping[str, Any]
@@ -36,7 +36,7 @@ Write = Put | Delete
 
 
 class Health(NamedTuple):
-    """Whether what is submitted now is written, and if not, why and what to do."""
+    """Whether writes currently succeed, and if not, the reason and advice."""
 
     healthy: bool
     reason: str = ""
@@ -44,18 +44,18 @@ class Health(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a coordinator needs to go on where its predecessor stopped; plain rows by table.
+    """The state with which a coordinator continues after its predecessor; plain rows by table.
 
-    * `runs`, `attempts`, `captures`: all of them (captures that were removed too).
+    * `runs`, `attempts`, `captures`: all of them (including removed captures).
     * `processes`: those that neither finished nor lapsed, those with a payload in state
       'announced', and all of the attempts that have not ended or are the newest of their run.
     * `steps`: those not closed, and the last closed ones of each attempt; without their blobs.
     * `stages`: the open ones, and those of these steps in attempts that have not ended or are
       the newest of their run; of work without a step the unfinished ones.
-    * `unformed`: (attempt_id, step) of the closed steps whose summary lacks parts read later.
+    * `unformed`: (attempt_id, step) of closed steps whose summary lacks parts ingested later.
     * `armed`: dumps that began and did not report an end.
-    * `undigested`: `operators` of the dumps that were announced and not digested since.
-    * `asked_stacks`: `stacks` that were asked for and not answered.
+    * `undigested`: `operators` of announced dumps whose operator table was not built since.
+    * `asked_stacks`: `stacks` that were requested and not delivered.
     * `payloads`: those in state 'announced', and those of these steps in these attempts.
     * `findings`: of each run's newest attempt, and those of no attempt.
     """
@@ -69,9 +69,9 @@ class Snapshot:
     captures: list[Row]
     findings: list[Row]
     last_attempt_id: int
-    """The highest attempt_id ever given; 0 where there is none."""
+    """The highest attempt_id ever assigned; 0 if none."""
     last_revision: int
-    """The highest revision of the plan that a capture bears; 0 where there is none."""
+    """The highest plan revision of any capture; 0 if none."""
     meta: dict[str, Any]
     unformed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     armed: list[Row] = dataclasses.field(default_factory=list)
@@ -83,47 +83,47 @@ class Store(Protocol):
     """The writing side.
 
     **Durability.** A future is resolved without an error only after its rows are committed and
-    on disk. Nothing else is ever acknowledged.
+    on disk.
 
-    **Order.** Submissions are applied in the order of the calls: where two set the same column of
-    the same row, the later one stands.
+    **Order.** Submissions are applied in the order of the calls: if two set the same column of
+    the same row, the later one wins.
 
     **Failure.** While the database cannot be written (locked, disk full, unreachable) nothing is
-    given up: submissions stay queued, `health()` says why, and writing is tried again until it
-    works or the store is closed. A submission that can never be written (a wrong type, a
+    discarded: submissions stay queued, `health()` reports the reason, and writes are retried until
+    they succeed or the store is closed. A submission that can never be written (a wrong type, a
     violated constraint, an unknown column) fails alone, with `StoreError`.
 
     **Thread safety.** `submit`, `health` and `snapshot` may be called from any thread.
     """
 
     def open(self) -> None:
-        """Create or upgrade the catalogue and begin to write; again on an open store: nothing.
+        """Create or upgrade the catalogue and start writing; does nothing if already open.
 
         Raises:
-            CatalogueUnavailable: it cannot be opened now; the message says what to do. The same
-                call may be made again.
+            CatalogueUnavailable: it cannot be opened at the moment; the message has advice. The
+                call may be repeated.
         """
         ...
 
     def submit(self, puts: Sequence[Write]) -> Future[None]:
-        """Queue writes that stand or fall together; never waits for the disk."""
+        """Queue writes to commit atomically; never waits for the disk."""
         ...
 
     def health(self) -> Health:
-        """Say whether writes get through at the moment."""
+        """Return whether writes currently succeed."""
         ...
 
     def snapshot(self, closed_steps: int = 8) -> Snapshot:
-        """Read what is committed, as of one moment.
+        """Read the committed state in one transaction.
 
         Raises:
-            CatalogueUnavailable: it cannot be read now.
+            CatalogueUnavailable: it cannot be read at the moment.
         """
         ...
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write what is queued and stop; what cannot be written in `timeout` seconds fails.
+        """Write the queue and stop; writes not done in `timeout` seconds fail.
 
-        Futures of such writes get `CatalogueUnavailable`. A closed store may be opened again.
+        Their futures get `CatalogueUnavailable`. A closed store may be opened again.
         """
         ...

@@ -1,12 +1,12 @@
-"""The files kept of a payload: safetensors, with everything that was recorded in the metadata.
+"""Files of kept payloads: safetensors, with everything else that was recorded as metadata.
 
-One file holds one payload of one part of a stage of a step of a rank. Its metadata, so that files
-alone tell everything, are::
+One file holds one payload of one part of a stage of a step of a rank. The metadata make it
+self-contained::
 
-    sections   section -> names of the tensors (of `loss` and `metrics`: of the numbers)
+    sections   section -> names of the tensors (for `loss` and `metrics`: of the numbers)
     scalars    name -> the number that the stage logged
-    strings    name -> a text a row: sample_ids, group_ids, answers, ...
-    meta       what was recorded beside them: sampling parameters, streams, shards, datums
+    strings    name -> one text per row: sample_ids, group_ids, answers, ...
+    meta       further recorded values: sampling parameters, streams, shards, datums
     job        run, attempt_key, role, rank, layout, settings, step, stage, part; and the payload's
                delivery identity: incarnation, seq
 """
@@ -34,7 +34,7 @@ _SPELLED: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Kept(NamedTuple):
-    """What a kept file holds."""
+    """The content of a kept file."""
 
     tensors: dict[str, WireTensor]
     sections: dict[str, list[str]]
@@ -52,11 +52,11 @@ _FIELDS: Final = ("sections", "scalars", "strings", "meta", "job")
 
 
 def write_kept(path: Path, kept: Kept) -> Written:
-    """Write a kept file atomically, as `write_tensors` does; its directory is made.
+    """Write a kept file atomically, like `write_tensors`; creates its directory.
 
     Raises:
         InvalidTensor: a dtype, shape or name that cannot be written, or too many texts.
-        StoreError: the disk refused.
+        StoreError: the file cannot be written.
     """
     with disk_errors(path):
         make_directory(path.parent)
@@ -64,17 +64,17 @@ def write_kept(path: Path, kept: Kept) -> Written:
 
 
 def bytes_of(kept: Kept) -> int:
-    """Return the bytes that the file takes."""
+    """Return the size of the file in bytes."""
     return size_of(kept.tensors, kept.about())
 
 
 def read_kept(path: Path, *, most_bytes: int = MOST_BYTES) -> Kept:
-    """Read a kept file; nothing in it is trusted.
+    """Read a kept file; its content is untrusted.
 
     Raises:
         NotFound: there is no such file.
-        InvalidTensor: it is damaged, or none of these.
-        StoreError: the disk refused.
+        InvalidTensor: it is damaged, or not a kept file.
+        StoreError: the file cannot be read.
     """
     file = read_tensors(path, most_bytes=most_bytes)
     return from_metadata(file.tensors, file.metadata, path)
@@ -83,10 +83,10 @@ def read_kept(path: Path, *, most_bytes: int = MOST_BYTES) -> Kept:
 def from_metadata(
     tensors: Mapping[str, WireTensor], metadata: Mapping[str, Any], path: Path
 ) -> Kept:
-    """Return what tensors and metadata of a kept file say.
+    """Build the content of a kept file from its tensors and metadata.
 
     Raises:
-        InvalidTensor: the metadata are of another kind of file.
+        InvalidTensor: the metadata belong to another kind of file.
     """
     try:
         fields = {name: dict(metadata[name]) for name in _FIELDS}

@@ -1,4 +1,4 @@
-"""Bring a catalogue to this version's tables, inside one transaction."""
+"""Migration of a catalogue to this version's tables, inside one transaction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from stagescope.wire.errors import CatalogueUnavailable
 
 HEAD: Final = "0007"
-"""The newest revision in migrations/versions; a test holds the two equal."""
+"""The newest revision in migrations/versions; a test keeps the two equal."""
 
 _FOLDER: Final = Path(__file__).parent / "migrations"
 
@@ -26,17 +26,17 @@ def upgrade(connection: sa.Connection) -> None:
     """Create or upgrade the tables; does nothing on a catalogue of this version.
 
     Args:
-        connection: inside a transaction that the caller commits. Two services that start at once
-            are kept apart by its lock.
+        connection: inside a transaction that the caller commits. Its lock serializes services that
+            start at the same time.
 
     Raises:
-        CatalogueUnavailable: this package does not know the catalogue's revision: a later one
-            wrote it, or one before the first release.
+        CatalogueUnavailable: an unknown revision, written by a later package or by one before the
+            first release.
     """
     revision = current(connection)
     if revision == HEAD:
         return
-    # Only here: the import takes longer than opening a catalogue that needs nothing.
+    # Imported here: the import takes longer than opening a catalogue that is up to date.
     from alembic import command
     from alembic.config import Config
     from alembic.script import ScriptDirectory

@@ -1,7 +1,7 @@
 """Conversion of catalogue rows to the parts from which a step summary is assembled.
 
 The coordinator (step summaries of closed steps) and the API (slices and open steps) share it, so
-the same rows give the same numbers.
+that equal rows give equal numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def part_records(
     """Return the parts of `summaries`.
 
     Args:
-        summaries: rows of `summaries` with their blobs; those without one are passed over.
+        summaries: rows of `summaries` with their blobs; rows without one are skipped.
         processes: rows of `processes`, for the layouts.
         replaced: (incarnation, seq) of payloads that do not count (`Catalogue.replaced`).
 

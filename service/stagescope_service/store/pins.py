@@ -10,18 +10,18 @@ from typing import Final, NamedTuple
 
 SUFFIX: Final = ".pin"
 MOST: Final = 10_000
-"""Pins of one ring: each is a file, also where nothing of it is left."""
+"""Maximum pins of one ring: each is a file, even if its payloads are gone."""
 
 
 class Pinned(NamedTuple):
     """The result of a pin request."""
 
     payloads: int
-    """How many payloads it holds now; more may come."""
+    """Number of payloads that it pins now; more may arrive."""
     bytes: int
-    """Their size."""
+    """Their total size."""
     reason: str = ""
-    """Why nothing was pinned, or not for good; empty where everything is well."""
+    """Why nothing was pinned, or not durably; empty on success."""
 
 
 class Pins:
@@ -43,7 +43,7 @@ class Pins:
         return not self._names.isdisjoint(names)
 
     def add(self, name: str) -> str:
-        """Pin a name; return what is wrong: on a full disk the pin ends with this process."""
+        """Pin a name; return a warning, if any: on a full disk the pin ends with this process."""
         self._names.add(name)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -53,10 +53,10 @@ class Pins:
         return ""
 
     def remove(self, name: str) -> None:
-        """Take a pin back.
+        """Remove a pin.
 
         Raises:
-            OSError: its marker cannot be removed: it stays pinned.
+            OSError: its marker cannot be removed; it stays pinned.
         """
         (self._directory / (name + SUFFIX)).unlink(missing_ok=True)
         self._names.discard(name)

@@ -1,8 +1,8 @@
 """The ring: payloads of the last steps on one node's disk, kept without a request.
 
-It holds at most `max_bytes`; the oldest unpinned ones are evicted. Pinned ones may take a share
-of it, so that there is always room for the newest. It never fills the disk that others need, and it
-never raises into ingestion: what could not be kept is counted and reported.
+It holds at most `max_bytes`; the oldest unpinned payloads are evicted. Pinned ones are limited to a
+share of it, so that there is always room for the newest. It leaves free disk space for others, and
+never raises into ingestion: payloads that could not be kept are counted and reported.
 
 All state is in the names of its files, so a new process continues with the files it finds:
 `{attempt_id}~{step}~{seq}~{incarnation}.safetensors`, and `{attempt_id}~{step}.pin` or
@@ -40,7 +40,7 @@ _SUFFIX: Final = ".safetensors"
 
 
 class RingKey(NamedTuple):
-    """Which payload: the step it belongs to, and its identity (incarnation, seq)."""
+    """The key of a payload: the step it belongs to, and its identity (incarnation, seq)."""
 
     attempt_id: int
     step: int | None
@@ -59,10 +59,10 @@ class RingKey(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> RingKey:
-        """Read what `name` made.
+        """Parse a `name`.
 
         Raises:
-            ValueError: not such a name.
+            ValueError: a name of another form.
         """
         attempt_id, step, seq, incarnation = name.split("~", 3)
         of_step = int(step) if step else None
@@ -94,10 +94,10 @@ class Ring:
         ring.read(entry.key).tensors["old_log_probs"]
 
     Args:
-        directory: is made where it does not exist. Unfinished and broken files in it are removed.
-        max_bytes: the most that the files may take, pinned ones included. 0 keeps nothing.
-        reserve_bytes: what the ring leaves free on its disk for the catalogue and for others.
-        pin_share: the share of `max_bytes` that pinned files may take, 0 to 1.
+        directory: created if absent. Incomplete and damaged files in it are removed.
+        max_bytes: maximum bytes of all files, including pinned ones. 0 keeps nothing.
+        reserve_bytes: bytes that the ring leaves free on its disk for the catalogue and others.
+        pin_share: maximum share of `max_bytes` for pinned files, 0 to 1.
     """
 
     def __init__(
@@ -133,16 +133,16 @@ class Ring:
         return self._bytes
 
     def health(self) -> Health:
-        """Say whether the last payload was kept, and if not, why and what to do."""
+        """Return whether the last payload was kept, and if not, the reason and advice."""
         return self._health
 
     def entries(self) -> list[RingEntry]:
-        """Return what the ring holds, the oldest first."""
+        """Return the payloads in the ring, the oldest first."""
         with self._lock:
             return list(self._entries.values())
 
     def take_evicted(self) -> list[RingEntry]:
-        """Return what was evicted since the last call, for the catalogue."""
+        """Return the payloads evicted since the last call, for the catalogue."""
         with self._lock:
             evicted = list(self._evicted)
             self._evicted.clear()
@@ -154,9 +154,9 @@ class Ring:
         tensors: Mapping[str, WireTensor],
         metadata: Mapping[str, Any] | None = None,
     ) -> RingEntry | None:
-        """Keep a payload; None where that is not possible now, and `health()` says why.
+        """Keep a payload; return None if that is not possible now (`health()` has the reason).
 
-        The same key again replaces what is there. Never raises.
+        Replaces a payload with the same key. Never raises.
         """
         with self._lock:
             try:
@@ -180,7 +180,7 @@ class Ring:
 
         Raises:
             NotFound: it was never kept, or has been evicted.
-            StoreError: its file is damaged or the disk refused.
+            StoreError: its file is damaged or cannot be read.
         """
         with self._lock:
             entry = self._entries.get(key)
@@ -189,37 +189,37 @@ class Ring:
         return read_tensors(entry.path)
 
     def take_unpinned(self) -> list[RingEntry]:
-        """Return what came to a pinned step since the last call, and found no room for its pin."""
+        """Return the payloads of pinned steps that exceeded the pins' share since the last call."""
         with self._lock:
             unpinned = list(self._unpinned)
             self._unpinned.clear()
             return unpinned
 
     def pin(self, key: RingKey) -> Pinned:
-        """Let a payload stay until it is unpinned, also when it comes only later."""
+        """Keep a payload until it is unpinned, even if it arrives later."""
         return self._pin(key.name)
 
     def unpin(self, key: RingKey) -> None:
-        """Let a payload go when room is needed.
+        """Allow a payload to be evicted.
 
         Raises:
-            OSError: the marker cannot be removed: it stays pinned.
+            OSError: the marker cannot be removed; it stays pinned.
         """
         self._unpin(key.name)
 
     def pin_step(self, attempt_id: int, step: int | None) -> Pinned:
-        """Let every payload of a step stay, those that are still to come too.
+        """Keep every payload of a step, including those that arrive later.
 
-        All that is here of it, or nothing: what does not fit into the share of pins is not pinned,
-        and the reason says so. Never raises.
+        Pins all present payloads or none: if they exceed the pins' share, nothing is pinned and
+        the result has the reason. Never raises.
         """
         return self._pin(_step_name(attempt_id, step))
 
     def unpin_step(self, attempt_id: int, step: int | None) -> None:
-        """Let the payloads of a step go when room is needed.
+        """Allow the payloads of a step to be evicted.
 
         Raises:
-            OSError: the marker cannot be removed: it stays pinned.
+            OSError: the marker cannot be removed; it stays pinned.
         """
         self._unpin(_step_name(attempt_id, step))
 
@@ -234,7 +234,7 @@ class Ring:
             elif path.suffix == ".tmp":
                 path.unlink(missing_ok=True)
             elif path.suffix == _SUFFIX:
-                with contextlib.suppress(ValueError):  # not a file of the ring: left alone
+                with contextlib.suppress(ValueError):  # not a file of the ring
                     key = RingKey.parse(path.stem)
                     if size := _checked_size(path):
                         found.append((path.stat().st_mtime, key, path, size))
@@ -242,7 +242,7 @@ class Ring:
             self._entries[key] = RingEntry(key, path, size, wall, self._may_pin(key, size))
             self._bytes += size
         self._scanned = True
-        with contextlib.suppress(_NoRoom):  # a smaller max_bytes than before
+        with contextlib.suppress(_NoRoom):  # max_bytes may be smaller than before
             self._evict_to(self.max_bytes)
 
     def _enter(self, key: RingKey, path: Path, size: int) -> RingEntry:
@@ -289,7 +289,7 @@ class Ring:
                 )
 
     def _evict_oldest(self, but: RingKey | None) -> bool:
-        """Remove the oldest entry that may go; return False if there is none."""
+        """Remove the oldest evictable entry; return False if there is none."""
         for key, entry in self._entries.items():
             if not entry.pinned and key != but:
                 entry.path.unlink(missing_ok=True)
@@ -336,7 +336,7 @@ def _step_name(attempt_id: int, step: int | None) -> str:
 
 
 def _checked_size(path: Path) -> int:
-    """Return the size of a file; a broken one is removed and 0 returned."""
+    """Return the size of a file; if it is damaged, remove it and return 0."""
     try:
         return check_file(path)
     except InvalidTensor:

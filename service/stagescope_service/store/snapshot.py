@@ -1,4 +1,4 @@
-"""What a new coordinator reads at its start."""
+"""The state that a new coordinator reads at its start."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _STEP_COLUMNS: Final = [column for column in steps.columns if column.name != "wh
 
 
 def rows(connection: sa.Connection, query: Query) -> list[Row]:
-    """Return plain dicts."""
+    """Return a query's rows as plain dicts."""
     return [dict(row) for row in connection.execute(query).mappings()]
 
 
 def newest_attempts() -> Query:
     """Select the attempt_id of each run's newest attempt."""
-    # attempt_id grows with time, but numbers are what a run counts by.
+    # attempt_id grows with time, but a run's attempts are ordered by number.
     numbered = sa.select(
         attempts.c.attempt_id,
         sa.func.row_number()
@@ -48,8 +48,8 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
     """Read a `Snapshot` inside the caller's transaction.
 
     Args:
-        connection: in a read transaction, so that all tables are of one moment.
-        closed_steps: how many closed steps of each attempt to read.
+        connection: in a read transaction, so that all tables share one snapshot.
+        closed_steps: number of closed steps to read per attempt.
     """
     newest = newest_attempts()
     live = sa.select(attempts.c.attempt_id).where(
@@ -59,12 +59,12 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
     at_chosen = sa.and_(stages.c.attempt_id == chosen.c.attempt_id, stages.c.step == chosen.c.step)
     is_open = stages.c.end_wall.is_(None) & sa.func.coalesce(stages.c.status, "open").in_(["open"])
     kept_stages = [
-        # Selects of their own and not one OR: each then has an index.
+        # Separate selects instead of one OR: each then uses an index.
         sa.select(stages).where(is_open),
         sa.select(stages)
         .join(chosen, at_chosen)
         .where(chosen.c.attempt_id.in_(live), sa.not_(is_open)),
-        # Work without a step belongs to no chosen one; its process may have been quiet only.
+        # Work without a step is in no chosen step; its process may merely have been inactive.
         sa.select(stages).where(
             stages.c.end_wall.is_(None),
             stages.c.status == "unfinished",
@@ -115,7 +115,7 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
 
 
 def _text(condition: str) -> sa.ColumnElement[bool]:
-    """Return the condition of a partial index, which must stand there word for word."""
+    """Return the condition of a partial index, which must match the index's text exactly."""
     return sa.literal_column(condition, sa.Boolean())
 
 
@@ -125,7 +125,7 @@ def _not_aggregated() -> Query:
 
 
 def _literal_state(state: str) -> sa.ColumnElement[bool]:
-    # A literal, not a parameter: SQLite takes the partial index only for the same text.
+    # A literal, not a parameter: SQLite uses the partial index only for identical text.
     return payloads.c.state == sa.literal_column(f"'{state}'")
 
 

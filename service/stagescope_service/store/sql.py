@@ -1,6 +1,6 @@
 """The store on a SQL database: one thread that commits what is queued in groups.
 
-A commit costs a disk flush, whatever it holds. So writes are committed in groups:
+A commit costs a disk flush regardless of its size. Writes are therefore committed in groups:
 everything that arrives during one flush goes into the next transaction.
 """
 
@@ -27,7 +27,7 @@ from stagescope_service.store.upsert import Batch, check
 logger = logging.getLogger(__name__)
 
 GROUP_ROWS: Final = 20_000
-"""Rows after which a group is closed, so that no caller waits for an endless transaction."""
+"""Maximum rows of a group, so that no caller waits for an endless transaction."""
 
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 2.0
@@ -46,7 +46,7 @@ class SqlStore:
         url: SQLAlchemy's database URL, `sqlite:////data/catalogue.db` or `postgresql+psycopg://...`.
 
     Raises:
-        CatalogueUnavailable: not the URL of a database that can be used.
+        CatalogueUnavailable: not the URL of a supported database.
     """
 
     def __init__(self, url: str) -> None:
@@ -65,10 +65,10 @@ class SqlStore:
         self._health = Health(False, "the catalogue is not open yet")
 
     def open(self) -> None:
-        """Create or upgrade the catalogue and begin to write; again on an open store: nothing.
+        """Create or upgrade the catalogue and start writing; does nothing if already open.
 
         Raises:
-            CatalogueUnavailable: it cannot be opened now; the message says what to do.
+            CatalogueUnavailable: it cannot be opened at the moment; the message has advice.
         """
         with self._opening:
             if self._thread is not None:
@@ -80,12 +80,12 @@ class SqlStore:
             self._thread.start()
 
     def submit(self, puts: Sequence[Write]) -> Future[None]:
-        """Queue writes that stand or fall together; never waits for the disk.
+        """Queue writes to commit atomically; never waits for the disk.
 
-        Before the first `open` they wait for it.
+        Before the first `open` they stay queued.
         """
         future: Future[None] = Future()
-        future.set_running_or_notify_cancel()  # a cancelled wait must not cancel the write
+        future.set_running_or_notify_cancel()  # cancelling the wait must not cancel the write
         try:
             for put in puts:
                 check(put)
@@ -109,10 +109,10 @@ class SqlStore:
         return Health(False, f"{health.reason} ({waiting} writes wait)")
 
     def snapshot(self, closed_steps: int = 8) -> Snapshot:
-        """Read what is committed, as of one moment.
+        """Read the committed state in one transaction.
 
         Raises:
-            CatalogueUnavailable: it cannot be read now.
+            CatalogueUnavailable: it cannot be read at the moment.
         """
         if self._reader is None:
             raise CatalogueUnavailable(f"catalogue {self._where} is not open", advice="open it")
@@ -120,7 +120,7 @@ class SqlStore:
             return read_snapshot(connection, closed_steps)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write what is queued and stop; what cannot be written in `timeout` seconds fails."""
+        """Write the queue and stop; writes not done in `timeout` seconds fail."""
         with self._opening:
             with self._changed:
                 self._closed, self._give_up_at = True, time.monotonic() + timeout
@@ -151,7 +151,7 @@ class SqlStore:
             return group
 
     def _write(self, group: list[_Submission]) -> None:
-        """Commit a group, however long the database refuses, and resolve its futures."""
+        """Commit a group, retrying as long as necessary, and resolve its futures."""
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -172,10 +172,10 @@ class SqlStore:
                 submission.future.set_exception(failure)
 
     def _commit(self, group: list[_Submission]) -> list[StoreError | None]:
-        """Write a group in one transaction; return for each submission why it cannot be written.
+        """Write a group in one transaction; return each invalid submission's error.
 
         Raises:
-            Exception: nothing is written, and the same group may be tried again.
+            Exception: nothing is written; the same group may be retried.
         """
         self._check_file()
         try:
@@ -211,10 +211,10 @@ class SqlStore:
         return None
 
     def _wait(self, seconds: float) -> bool:
-        """Wait before the next try; return False when the store is to give up instead."""
+        """Wait before the next try; return False if the store shall give up instead."""
         until = time.monotonic() + seconds
         with self._changed:
-            # A submission wakes this too, and is no reason to try sooner.
+            # A submission also wakes this wait, but is no reason to retry earlier.
             while (now := time.monotonic()) < (
                 until if self._give_up_at is None else min(until, self._give_up_at)
             ):
@@ -260,9 +260,9 @@ class SqlStore:
         return self._writer.begin()
 
     def _check_file(self) -> None:
-        """Refuse to write into a file that is no longer the one at its path.
+        """Refuse to write to a file that is no longer the one at its path.
 
-        SQLite goes on writing a file that was deleted, and what it says is durable is then lost.
+        SQLite continues to write a deleted file, and acknowledged commits would be lost.
         """
         if self._path is None or (found := connect.file_id(self._path)) == self._file:
             return
@@ -276,7 +276,7 @@ class SqlStore:
         raise CatalogueUnavailable(f"catalogue {self._where} was replaced while it was open")
 
     def _forget_connections(self, error: BaseException) -> None:
-        """Drop connections that an error of the disk or the server may have left useless."""
+        """Drop connections that an error of the disk or the server may have broken."""
         if self._writer is not None and "locked" not in str(error):
             self._writer.dispose()
 

@@ -1,6 +1,6 @@
-"""Tensors in safetensors files: written atomically, read without trust.
+"""Tensors in safetensors files: atomic writes, validated reads.
 
-The format is `stagescope.tensorfile`'s; here it meets the disk.
+`stagescope.tensorfile` implements the format; this module does the file I/O.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ MOST_BYTES: Final = 16 << 30
 
 
 class Description(NamedTuple):
-    """What a file's header says: (dtype tag, shape) of each tensor, row offsets too."""
+    """The content of a file's header: (dtype tag, shape) of each tensor and of row offsets."""
 
     shapes: dict[str, tuple[str, tuple[int, ...]]]
     metadata: dict[str, Any]
 
 
 class Written(NamedTuple):
-    """What was written: where, how many bytes, and `sha256:...` (empty where not asked for)."""
+    """A written file: path, number of bytes, and `sha256:...` (empty if not requested)."""
 
     path: Path
     bytes: int
@@ -74,17 +74,17 @@ def write_tensors(
     *,
     durable: bool = True,
 ) -> Written:
-    """Write a safetensors file atomically: complete or absent, also after a power cut.
+    """Write a safetensors file atomically: complete or absent, even after a power failure.
 
     Args:
-        path: the file; its directory is made. A file that is there is replaced.
+        path: the file; its directory is created. An existing file is replaced.
         tensors: by name, each of any dtype of `schema.DTYPE_BYTES`, any shape.
-        metadata: anything that JSON can say, read back by `read_tensors`.
+        metadata: any JSON value, read back by `read_tensors`.
         durable: False neither waits for the disk nor computes the checksum.
 
     Raises:
         InvalidTensor: a dtype, shape or name that cannot be written.
-        StoreError: the disk refused; says what to do. Nothing is left behind.
+        StoreError: the write failed, with advice. No file is left behind.
     """
     header, buffers, size = encode_tensors(tensors, metadata or {})
     digest = hashlib.sha256() if durable else None
@@ -116,23 +116,23 @@ def size_of(tensors: Mapping[str, WireTensor], metadata: Mapping[str, Any] | Non
 
 
 def read_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
-    """Read a safetensors file of anybody's.
+    """Read a safetensors file of any origin.
 
-    Nothing of it is trusted: the header's length, its JSON, dtypes, shapes and offsets are held
-    against the file's own size before anything is allocated.
+    Its content is untrusted: the header's length, its JSON, dtypes, shapes and offsets are
+    validated against the file's size before anything is allocated.
 
     Args:
         path: the file.
         most_bytes: a larger file is refused.
 
     Returns:
-        Tensors as read-only views of one buffer, and the metadata (a foreign file's metadata are
-        its strings).
+        Tensors as read-only views of one buffer, and the metadata (the plain strings of a file
+        that another tool wrote).
 
     Raises:
         NotFound: there is no such file.
         InvalidTensor: not a safetensors file, truncated, or of an unsupported dtype.
-        StoreError: the disk refused.
+        StoreError: the file cannot be read.
     """
     with _opened(path, most_bytes) as (file, size):
         header, start = read_header(file, path, size)
@@ -145,10 +145,10 @@ def read_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
 
 
 def map_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
-    """Read a file as `read_tensors` does, its tensors as views of the mapped file.
+    """Read a file like `read_tensors`, with its tensors as views of the memory-mapped file.
 
-    What is not looked at is not read, and a file is mapped once for all views that live at a time.
-    It must not be shortened while they live: ours never are, since they are written once and
+    Untouched pages are not read, and a file is mapped once for all views that exist at a time.
+    It must not be truncated meanwhile: our files never are, since they are written once and
     renamed.
 
     Raises:
@@ -166,7 +166,7 @@ def map_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
 
 
 def describe_file(path: Path) -> Description:
-    """Describe the content of a file; only its header is read.
+    """Describe the content of a file; reads only its header.
 
     Raises:
         NotFound, InvalidTensor, StoreError: as `read_tensors`.
@@ -181,7 +181,7 @@ def describe_file(path: Path) -> Description:
 _mapped: Final[weakref.WeakValueDictionary[tuple[int, ...], npt.NDArray[np.uint8]]] = (
     weakref.WeakValueDictionary()
 )
-"""The files that are mapped: (device, inode, time, size) -> their bytes."""
+"""The mapped files: (device, inode, time, size) -> their bytes."""
 
 
 class _HeaderInfo(NamedTuple):
@@ -190,7 +190,7 @@ class _HeaderInfo(NamedTuple):
     strings: dict[str, Any]
 
 
-@functools.lru_cache(maxsize=64)  # a file is asked once for each of its sections
+@functools.lru_cache(maxsize=64)  # callers read a file once for each of its sections
 def _read_header_info(path: Path, _written: int, size: int) -> _HeaderInfo:
     with _opened(path, size) as (file, _):
         header, start = read_header(file, path, size)
@@ -199,7 +199,7 @@ def _read_header_info(path: Path, _written: int, size: int) -> _HeaderInfo:
 
 
 def check_file(path: Path) -> int:
-    """Return the size of a complete safetensors file; only its header is read.
+    """Return the size of a complete safetensors file; reads only its header.
 
     Raises:
         InvalidTensor: truncated or not a safetensors file.
@@ -227,7 +227,7 @@ def _opened(path: Path, most_bytes: int) -> Iterator[tuple[BufferedReader, int]]
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise `StoreError` with advice where the disk refuses."""
+    """Raise `StoreError` with advice for errors of the disk."""
     try:
         yield
     except OSError as error:
@@ -238,7 +238,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames and new names in a directory survive a power cut."""
+    """Make renames and new names in a directory survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -248,5 +248,5 @@ def sync_directory(directory: Path) -> None:
 
 def _write_all(file: Any, piece: Any) -> None:
     view = memoryview(piece)
-    while view.nbytes:  # one write takes 2 GB at most
+    while view.nbytes:  # one call writes at most 2 GB
         view = view[file.write(view) :]

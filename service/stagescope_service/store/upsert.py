@@ -1,4 +1,4 @@
-"""Many submitted writes as few statements, with the outcome of one after the other."""
+"""Execution of many submitted writes with few statements, equivalent to executing them in order."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _KEYS: Final = {
 }
 _GET_KEY: Final = {name: itemgetter(*key) for name, key in _KEYS.items()}
 _NUMBERED: Final = frozenset({"audit"})
-"""Tables whose rows get their key from the database: inserted, never merged."""
+"""Tables whose keys the database generates: rows are inserted, never merged."""
 
 
 def check(write: Write) -> None:
-    """Refuse a write that no database could take.
+    """Refuse a write that no database would accept.
 
     Raises:
         StoreError: an unknown table or column, a part of the key missing, an empty `where`.
@@ -53,8 +53,8 @@ def check(write: Write) -> None:
 class Batch:
     """Writes in the order of their submission, executed with as few statements as possible.
 
-    Rows of one key become one row, later columns over earlier ones; that is what upserting them
-    one after the other leaves. A delete stands between what came before and what comes after.
+    Rows of one key become one row, later columns replacing earlier ones, as if upserted one after
+    the other. A delete separates the writes before it from those after it.
     """
 
     def __init__(self, writes: Iterable[Write]) -> None:
@@ -79,7 +79,7 @@ class Batch:
         rows[key] = row if before is None else {**before, **row}
 
     def execute(self, connection: sa.Connection) -> None:
-        """Run the statements; errors of the database pass through."""
+        """Run the statements; errors of the database propagate."""
         for phase in self._phases:
             if isinstance(phase, sa.Delete):
                 connection.execute(phase)
@@ -97,7 +97,7 @@ def split_value(value: float | None) -> dict[str, Any]:
     """Return the columns `value` and `nonfinite` of a scalar."""
     if value is None:
         return {"value": None, "nonfinite": None}
-    value = float(value)  # numpy's scalars are no floats to a database
+    value = float(value)  # database drivers do not accept numpy scalars as floats
     name = nonfinite_name(value)
     return {"value": None if name else value, "nonfinite": name}
 
@@ -108,10 +108,10 @@ def _delete(name: str, where: Mapping[str, Any]) -> sa.Delete:
 
 
 class _Statement:
-    """An upsert in the words of one database, with the fastest way from rows to its parameters.
+    """An upsert in one database's dialect, with a fast conversion of rows to parameters.
 
-    SQLAlchemy's own executemany walks every value of every row in Python, which costs as much
-    as SQLite's work; here only JSON and flags are touched, and STRICT tables check the rest.
+    SQLAlchemy's executemany processes every value of every row in Python, which costs as much as
+    SQLite's work; here only JSON and flags are converted, and STRICT tables check the rest.
     """
 
     def __init__(self, dialect: sa.Dialect, name: str, columns: tuple[str, ...]) -> None:
@@ -127,7 +127,7 @@ class _Statement:
         }
 
     def parameters(self, rows: list[Mapping[str, Any]]) -> list[Any]:
-        """Return what the driver's executemany takes."""
+        """Return the parameters for the driver's executemany."""
         if self._converters:
             rows = [self._convert(row) for row in rows]
         if self._names is None:
@@ -150,7 +150,7 @@ _statement = functools.lru_cache(maxsize=1024)(_Statement)
 def _upsert(dialect: str, name: str, columns: Iterable[str]) -> sa.Insert:
     if name in _NUMBERED:
         return sa.insert(TABLES[name])
-    # The two have the same words; each compiles only on its own database.
+    # Both have the same methods; each compiles only for its own database.
     insert = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(TABLES[name])
     others = sorted(set(columns) - set(_KEYS[name]))
     if not others:

@@ -1,1 +1,1 @@
-"""Triggers: rules on published metrics, held against the steps of a run; pure, but for reading."""
+"""Triggers: rules on published metrics, evaluated on the steps of a run; no side effects."""

@@ -1,4 +1,4 @@
-"""What follows when a rule fires: a finding, pinned payloads, a webhook, a capture."""
+"""The actions of a rule that fires: a finding, pinned payloads, a webhook, a capture."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CaptureTemplate:
 
     @classmethod
     def parse(cls, value: object, field: str) -> CaptureTemplate:
-        """Read a template.
+        """Parse a template.
 
         Raises:
             InvalidPlan: with the field that is wrong.
@@ -54,12 +54,12 @@ class CaptureTemplate:
 
     @property
     def worst(self) -> int | None:
-        """How many of the worst ranks; None where the ranks are named."""
+        """The number of worst ranks; None if the ranks are named."""
         found = _WORST.fullmatch(str(self.ranks))
         return int(found[1]) if found else None
 
     def wire(self) -> dict[str, Any]:
-        """Return what `parse` reads."""
+        """Return the document form that `parse` reads."""
         document = {"ranks": self.ranks, "steps": "next", **self.order}
         return document | ({"if_allowed": True} if self.if_allowed else {})
 
@@ -71,9 +71,10 @@ class Actions:
     Attributes:
         severity: of the finding, None for no finding.
         advice: what to try.
-        pin: of how many last steps the payloads are pinned in the ring.
-        webhook: URL that gets the firing as JSON. It may hold secrets: show `webhook_host` alone.
-        capture: is ordered where the run allows it and its budget has room.
+        pin: number of last steps whose payloads are pinned in the ring.
+        webhook: URL that receives the firing as JSON. It may contain secrets: show only
+            `webhook_host`.
+        capture: requested if the run allows it and its budget suffices.
     """
 
     severity: str | None = None
@@ -84,7 +85,7 @@ class Actions:
 
     @classmethod
     def parse(cls, value: object, field: str) -> Actions:
-        """Read the actions of a rule.
+        """Parse the actions of a rule.
 
         Raises:
             InvalidPlan: with the field that is wrong.
@@ -115,16 +116,16 @@ class Actions:
 
     @property
     def webhook_host(self) -> str | None:
-        """The host of the webhook, which is all of it that may be shown."""
+        """The host of the webhook, the only part of it that may be shown."""
         return None if self.webhook is None else host_of(self.webhook)
 
     @property
     def costs(self) -> bool:
-        """Whether more follows than a finding: what a rule repeats only after its cooldown."""
+        """Whether there are actions besides a finding, repeated only after the cooldown."""
         return bool(self.pin) or self.webhook is not None or self.capture is not None
 
     def wire(self, *, secrets: bool) -> dict[str, Any]:
-        """Return what `parse` reads; without `secrets` the webhook's host alone."""
+        """Return the form that `parse` reads; without `secrets` only the webhook's host."""
         document: dict[str, Any] = {}
         if self.severity is not None:
             document["finding"] = {"severity": self.severity, "advice": self.advice}

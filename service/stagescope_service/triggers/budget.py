@@ -1,4 +1,4 @@
-"""How much may be captured without a request: a budget, what was spent of it, and why no more."""
+"""Budgets of captures that triggers request: limits, spending, and reasons for refusal."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from stagescope_service.triggers import fields
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """What captures that triggers ordered have cost a run so far.
+    """The cost so far of a run's captures that triggers requested.
 
     Attributes:
-        captures: How many were ordered.
-        bytes: What their dumps take on disk.
-        seconds: What the slowest rank of each step spent in them.
-        run_seconds: How long the run's attempts have taken, those seconds included.
-        under_way: Ids of those that have not come to an end.
+        captures: Number of requested captures.
+        bytes: Size of their dumps on disk.
+        seconds: Time that the slowest rank of each step spent in them.
+        run_seconds: Duration of the run's attempts, those seconds included.
+        under_way: Ids of captures that have not ended.
     """
 
     captures: int = 0
@@ -33,12 +33,12 @@ class Spent:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What triggers may spend on captures of a run.
+    """The limits of captures of a run that triggers request.
 
     Attributes:
-        captures: Most captures of the run, over all its attempts.
-        bytes: Most bytes of their dumps; None for no bound.
-        share: Most of the run's step time that they may take, 0 to 1; None for no bound.
+        captures: Maximum captures of the run, over all its attempts.
+        bytes: Maximum bytes of their dumps; None for no bound.
+        share: Maximum share of the run's step time, 0 to 1; None for no bound.
     """
 
     captures: int
@@ -47,7 +47,7 @@ class Budget:
 
     @classmethod
     def parse(cls, value: object, field: str) -> Budget:
-        """Read a budget.
+        """Parse a budget.
 
         Raises:
             InvalidPlan: with the field that is wrong.
@@ -65,10 +65,10 @@ class Budget:
 
     @classmethod
     def of_settings(cls, settings: object) -> Budget | None:
-        """Return the budget that a run's processes gave with `settings`, None where they did not.
+        """Return the budget in the `settings` of a run's processes, None if there is none.
 
-        `init(settings={"capture": "auto", "capture_budget": {"captures": 2}})`; what cannot be
-        read gives none.
+        `init(settings={"capture": "auto", "capture_budget": {"captures": 2}})`; an invalid budget
+        counts as none.
         """
         if not isinstance(settings, Mapping) or settings.get("capture") != "auto":
             return None
@@ -78,11 +78,11 @@ class Budget:
             return None
 
     def wire(self) -> dict[str, Any]:
-        """Return what `parse` reads."""
+        """Return the document form that `parse` reads."""
         return dataclasses.asdict(self)
 
     def refusal(self, spent: Spent) -> str | None:
-        """Return why no further capture may be ordered, or None."""
+        """Return why no further capture may be requested, or None."""
         if spent.under_way:
             return f"capture {spent.under_way[0]}, which a trigger ordered, is still under way"
         if spent.captures >= self.captures:
@@ -97,15 +97,15 @@ class Budget:
         return None
 
     def bytes_left(self, spent: Spent) -> int | None:
-        """Return the bytes that one more capture may take, None for no bound."""
+        """Return the maximum bytes of a further capture, None for no bound."""
         return None if self.bytes is None else max(self.bytes - spent.bytes, 0)
 
 
 def parse_permissions(value: object) -> dict[str, Budget]:
-    """Read which runs may be captured without a request, and within which budget.
+    """Parse which runs triggers may capture, and within which budget.
 
     Raises:
-        InvalidPlan: with the field that is wrong; `capture: auto` without a budget, too.
+        InvalidPlan: with the field that is wrong; also for `capture: auto` without a budget.
     """
     expected = "a run's name (or pattern) -> {capture: auto, budget: {captures: n, ...}}"
     if not isinstance(value, Mapping):
@@ -123,13 +123,13 @@ def parse_permissions(value: object) -> dict[str, Budget]:
 
 
 ORDERED_BY: Final = "trigger "
-"""How `captures.by` begins where a trigger ordered it."""
+"""Prefix of `captures.by` for captures that a trigger requested."""
 _NEVER_STARTED: Final = ("refused", "given up", "too late")
 _ALL: Final = 1_000_000
 
 
 def spent(catalogue: Catalogue, run: str) -> Spent:
-    """Return how much of its budget a run has spent."""
+    """Return the part of its budget that a run has spent."""
     ordered = [
         row
         for row in catalogue.captures(run=run)
@@ -144,7 +144,7 @@ def spent(catalogue: Catalogue, run: str) -> Spent:
             size += dump["bytes"] or 0
             seconds_of = by_rank[dump["attempt_id"], dump["step"]]
             seconds_of[dump["role"], dump["rank"]] += dump["seconds"] or 0.0
-        # The others of a step wait for its slowest rank.
+        # The other ranks of a step wait for its slowest one.
         seconds = sum(max(ranks.values()) for ranks in by_rank.values())
     return Spent(
         captures=len(ordered),

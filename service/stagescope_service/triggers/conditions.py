@@ -1,7 +1,7 @@
-"""What a rule holds a metric against: bounds, the steps before, the noise floor.
+"""The conditions of a rule on a metric: bounds, previous steps, the noise floor.
 
-Pure: arrays in, arrays out, one column a series (the metric of the step, of one round, of one
-rank, ...). NaN stands for "has no such value": nothing is over or under it.
+Pure: arrays in, arrays out, one column per series (the metric of the step, of one round, of one
+rank, ...). NaN means "no such value": no comparison with it holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
 HISTORY: Final = 256
-"""Steps before a step that a condition may look at; the run's median is over so many."""
+"""Maximum previous steps that a condition uses; the run's median is over as many."""
 LEAST_FOR_MEDIAN: Final = 3
 LEAST_FOR_Z: Final = 5
 
@@ -38,15 +38,15 @@ EXPECTED: Final = (
 
 @dataclasses.dataclass(frozen=True)
 class When:
-    """The conditions of a rule; all that are given must hold.
+    """The conditions of a rule; all given ones must hold.
 
     Attributes:
         bounds: (comparison, number) pairs.
         non_finite: The value is NaN or infinite.
-        median_ratio: The value is over so many times the median of the run's steps before.
-        noise_ratio: The value is over so many times the same metric of the noise floor.
-        z_over: The value is further from the mean of the last `z_steps` steps than so many of
-            their standard deviations (n - 1), on either side.
+        median_ratio: The value exceeds this multiple of the median of the run's previous steps.
+        noise_ratio: The value exceeds this multiple of the same metric of the noise floor.
+        z_over: The value is more than this number of standard deviations (n - 1) of the last
+            `z_steps` steps away from their mean, on either side.
     """
 
     bounds: tuple[tuple[str, float], ...] = ()
@@ -58,7 +58,7 @@ class When:
 
     @classmethod
     def parse(cls, value: object, field: str) -> When:
-        """Read the `when` of a rule.
+        """Parse the `when` of a rule.
 
         Raises:
             InvalidPlan: with the field that is wrong.
@@ -88,7 +88,7 @@ class When:
         return made
 
     def wire(self) -> dict[str, Any]:
-        """Return what `parse` reads."""
+        """Return the document form that `parse` reads."""
         document: dict[str, Any] = dict(self.bounds)
         if self.non_finite:
             document["non_finite"] = True
@@ -101,21 +101,21 @@ class When:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the steps before are looked at."""
+        """Whether the conditions use previous steps."""
         return self.median_ratio is not None or self.z_over is not None
 
     @property
-    def looks_low(self) -> bool:
+    def lower_is_worse(self) -> bool:
         """Whether a smaller value is the worse one."""
         return bool(self.bounds) and self.bounds[0][0] in ("<", "<=")
 
-    def held(self, values: Float64, noise: Float64, history: Float64) -> Held:
-        """Say of each series whether the conditions hold.
+    def evaluate(self, values: Float64, noise: Float64, history: Float64) -> ConditionResult:
+        """Evaluate the conditions for each series.
 
         Args:
             values: [series].
             noise: [series], the same metric of the noise floor.
-            history: [steps, series], the steps before, the newest last.
+            history: [steps, series], the previous steps, the newest last.
         """
         numbers: dict[str, Float64] = {}
         holds = np.ones(values.shape, bool)
@@ -132,28 +132,28 @@ class When:
         if self.z_over is not None:
             z = numbers["z_score"] = _z_scores(values, history[-self.z_steps :])
             holds &= np.abs(z) > self.z_over
-        return Held(holds, numbers)
+        return ConditionResult(holds, numbers)
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """Which series hold a rule's conditions, and the numbers that they were held against."""
+class ConditionResult:
+    """The series that meet a rule's conditions, and the reference numbers they were compared to."""
 
     holds: Bool
     numbers: Mapping[str, Float64]
 
 
 def _median(history: Float64) -> Float64:
-    """Return the median of each series' finite values, NaN where there are too few."""
+    """Return the median of each series' finite values, NaN if there are too few."""
     finite, enough = _finite(history, LEAST_FOR_MEDIAN)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of series that are all NaN
+        warnings.simplefilter("ignore", RuntimeWarning)  # for series of NaN only
         median = np.nanmedian(finite, axis=0) if len(finite) else np.full(enough.shape, np.nan)
     return np.where(enough, median, np.nan)
 
 
 def _z_scores(values: Float64, history: Float64) -> Float64:
-    """Return how many standard deviations each value is from the mean of the steps before."""
+    """Return each value's distance from the previous steps' mean, in standard deviations."""
     finite, enough = _finite(history, LEAST_FOR_Z)
     with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -161,8 +161,8 @@ def _z_scores(values: Float64, history: Float64) -> Float64:
             return np.full(values.shape, np.nan)
         off = values - np.nanmean(finite, axis=0)
         std = np.nanstd(finite, axis=0, ddof=1)
-        # A metric that never moved: whatever it does now is infinitely far off. Rounding of the
-        # mean is no move.
+        # A change of a constant metric is infinitely many deviations; rounding of the
+        # mean is not a change.
         still = np.nanmax(finite, axis=0) == np.nanmin(finite, axis=0)
         moved = values != finite[-1]
         score = np.where(still, np.where(moved, np.copysign(np.inf, off), 0.0), off / std)

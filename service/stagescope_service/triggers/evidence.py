@@ -1,4 +1,4 @@
-"""What a firing reports: which rank, stage, round and token, and with which numbers."""
+"""The evidence of a firing: its rank, stage, round and token, and the numbers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Row = dict[str, Any]
 RoleRank = tuple[str, int]
 
 LISTED: Final = 10
-"""Series that evidence lists; it says how many there are."""
+"""Maximum series that evidence lists; it also has their total number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """Where and what a rule fired on; unknown is None.
+    """The location and numbers of a firing; unknown is None.
 
-    `ranks` are the (role, rank) whose own numbers are the worst there, the worst first. `affected`
-    are those that the firing is about; where they are several and none is worse than another (all
-    have a NaN, all are missing), `rank` is None.
+    `ranks` are the (role, rank) with the worst own numbers, the worst first. `affected` are those
+    that the firing concerns; if there are several and none is worse than another (all have a NaN,
+    all are missing), `rank` is None.
     """
 
     message: str
@@ -45,12 +45,12 @@ class Evidence:
     ranks: tuple[RoleRank, ...]
     affected: tuple[RoleRank, ...]
     cause: Row | None = None
-    """`name` and `text` of why the streams of this rank cannot be compared; None: unknown."""
+    """`name` and `text` of why this rank's streams cannot be compared; None if unknown."""
     scalars: tuple[Row, ...] = ()
-    """Scalars that are not finite, in the order in which they were logged; the first `LISTED`."""
+    """Non-finite scalars in the order of their logging; the first `LISTED`."""
 
     def evidence(self) -> Row:
-        """Return the numbers with what they are of."""
+        """Return the numbers with their location."""
         found = {**self.numbers, "token": self.token}
         found["affected"] = [list(each) for each in self.affected]
         found |= {} if self.cause is None else {"cause": self.cause}
@@ -61,10 +61,10 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
     """Describe a firing: its message and numbers.
 
     Args:
-        rule: that fired.
-        firing: at this step, with at least one hit.
-        facts: of the step.
-        processes: rows of the attempt's processes, to find the rank that handed a token over.
+        rule: the rule that fired.
+        firing: its firing, with at least one hit.
+        facts: the facts of the step.
+        processes: rows of the attempt's processes, to find the rank that recorded a token.
     """
     worst = firing.hits[0]
     series = worst.series
@@ -104,11 +104,11 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
 def _cause(
     rule: Rule, firing: Firing, step_summary: StepSummary | None, role: str | None, rank: int | None
 ) -> Row | None:
-    """Return why the streams of a rank cannot be compared, where its own tokens say it."""
+    """Return why a rank's streams cannot be compared, if its own tokens show a cause."""
     if step_summary is None or rule.of_scalars or rule.of_stages:
         return None
     if names.is_nonfinite(firing.hits[0].series.metric):
-        return None  # a count of what is there, whatever the streams are
+        return None  # a count, independent of whether the streams are comparable
     own = [row for row in step_summary.ranks if (row.role, row.rank) == (role, rank)]
     found = causes_of_ranks(step_summary.summary, own)
     return {"name": found[0].check.name, "text": found[0].alone} if found else None
@@ -130,13 +130,13 @@ def _numbers(rule: Rule, firing: Firing) -> Row:
 
 
 def _hit(hit: Hit) -> Row:
-    place = {name: value for name, value in hit.series._asdict().items() if value is not None}
-    return {**place, "value": hit.value, **hit.numbers}
+    location = {name: value for name, value in hit.series._asdict().items() if value is not None}
+    return {**location, "value": hit.value, **hit.numbers}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Message:
-    """Formats the message of a firing: where the rule fired, and on what."""
+    """Formats the message of a firing: the location and the numbers."""
 
     step: int
     stage: str | None
@@ -154,7 +154,7 @@ class _Message:
         text = f"{worst.series.metric} is {worst.value:.6g}"
         if worst.series.metric == names.MISSING_RANKS and worst.series.rank is not None:
             text = f"{worst.series.metric} is {len(self.affected)}"
-        elif self.rank is None and worst.series.rank is not None:  # of the worst of several ranks
+        elif self.rank is None and worst.series.rank is not None:  # of the worst rank
             text = f"{worst.series.metric} is up to {worst.value:.6g} a rank"
         text += f" ({', '.join(against)})" if against else ""
         text += self._where()
@@ -178,7 +178,7 @@ class _Message:
     def _where(self) -> str:
         text = f" at step {self.step}"
         text += "" if self.stage is None else f", stage {self.stage}"
-        others = [place for place in self.affected if place != (self.role, self.rank)]
+        others = [each for each in self.affected if each != (self.role, self.rank)]
         if self.rank is not None:
             text += f", {self.role} rank {self.rank}"
             text += f" (also {ranks_text(others)})" if others else ""
@@ -187,10 +187,10 @@ class _Message:
         return text
 
 
-def ranks_text(places: Iterable[RoleRank]) -> str:
+def ranks_text(role_ranks: Iterable[RoleRank]) -> str:
     """Name ranks in short: "actor ranks 0-3, 7, critic rank 0"."""
     by_role: dict[str, set[int]] = {}
-    for role, rank in places:
+    for role, rank in role_ranks:
         by_role.setdefault(role, set()).add(rank)
     parts = []
     for role, ranks in by_role.items():
@@ -206,13 +206,13 @@ def ranks_text(places: Iterable[RoleRank]) -> str:
     return ", ".join(parts)
 
 
-def _distinct(places: Iterable[tuple[str | None, int | None]]) -> tuple[RoleRank, ...]:
-    found = dict.fromkeys(places)
+def _distinct(role_ranks: Iterable[tuple[str | None, int | None]]) -> tuple[RoleRank, ...]:
+    found = dict.fromkeys(role_ranks)
     return tuple((role, rank) for role, rank in found if role is not None and rank is not None)
 
 
 def _one_of(affected: Sequence[RoleRank], series: Series) -> tuple[str | None, int | None]:
-    """Return the one (role, rank) that a firing is about; of several only their common role."""
+    """Return the single (role, rank) of a firing; for several only their common role."""
     if series.rank is not None and (len(affected) == 1 or not _is_count(series.metric)):
         return series.role, series.rank
     if len(affected) == 1:
@@ -222,7 +222,7 @@ def _one_of(affected: Sequence[RoleRank], series: Series) -> tuple[str | None, i
 
 
 def _is_count(metric: str) -> bool:
-    """Return whether ranks that have it are all the same bad, and none is the worst."""
+    """Return whether all ranks with the metric are equally affected, so that none is the worst."""
     return (
         metric == names.MISSING_RANKS
         or names.is_nonfinite(metric)
@@ -233,7 +233,7 @@ def _is_count(metric: str) -> bool:
 def _affected(
     firing: Firing, step_summary: StepSummary | None, token: Row | None
 ) -> tuple[RoleRank, ...]:
-    """Return the ranks on which what fired holds, according to their own numbers."""
+    """Return the ranks whose own numbers meet the condition that fired."""
     of_ranks = _distinct((hit.series.role, hit.series.rank) for hit in firing.hits)
     if of_ranks:
         return of_ranks
@@ -243,14 +243,14 @@ def _affected(
         for row in step_summary.ranks:
             published = publish_cell(row.cell, step_summary.summary.pair)
             counts[row.role, row.rank] = sum(published.get(name, 0.0) for name in metrics)
-        bad = [place for place, count in counts.items() if count]
+        bad = [role_rank for role_rank, count in counts.items() if count]
         if bad:
-            return tuple(sorted(bad, key=lambda place: (-counts[place], place)))
+            return tuple(sorted(bad, key=lambda role_rank: (-counts[role_rank], role_rank)))
     return () if token is None else _distinct([(token["role"], token["rank"])])
 
 
 def _scalars(rule: Rule, firing: Firing, facts: Facts) -> list[Row]:
-    """Return the scalars that a firing is about."""
+    """Return the scalars of a firing."""
     hits = {hit.series for hit in firing.hits}
     rows = bad_scalars(rule, facts)
     return [dict(row) for row in rows if scalar_series(rule, row) in hits]
@@ -262,7 +262,7 @@ def _scalar(row: Row) -> Row:
 
 
 def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[RoleRank, ...]]:
-    """Return the stage and ranks that a metric of stage events is about."""
+    """Return the stage and ranks of a firing on a metric of stage events."""
     series = firing.hits[0].series
     if series.metric == names.MISSING_RANKS and series.rank is not None:
         of_hits = (hit.series for hit in firing.hits if hit.series.stage == series.stage)
@@ -272,28 +272,28 @@ def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[Ro
         if not rows:
             return series.stage, ()
         stage = min(rows, key=lambda row: (row["role"], row["rank"]))["stage"]
-        there = [row for row in rows if row["stage"] == stage]
-        return stage, _distinct(sorted((row["role"], int(row["rank"])) for row in there))
+        of_stage = [row for row in rows if row["stage"] == stage]
+        return stage, _distinct(sorted((row["role"], int(row["rank"])) for row in of_stage))
     timings = {
-        place: seconds
-        for place, seconds in facts.seconds.items()
-        if place[0] == series.stage and series.rank in (None, place[2])
+        key: seconds
+        for key, seconds in facts.seconds.items()
+        if key[0] == series.stage and series.rank in (None, key[2])
     }
-    slowest = max(timings, key=lambda place: (timings[place], place), default=None)
+    slowest = max(timings, key=lambda key: (timings[key], key), default=None)
     return (series.stage, ()) if slowest is None else (slowest[0], (slowest[1:],))
 
 
 def _lasting(firing: Firing) -> str:
-    """Say which series a firing names that an earlier one named: they are no news."""
+    """Describe the series of a firing that an earlier one already reported."""
     by_metric: dict[str, list[Series]] = {}
     for hit in firing.lasting:
         metric = hit.series.metric.removeprefix(names.NONFINITE_SCALAR)
         by_metric.setdefault(metric, []).append(hit.series)
     parts = []
     for metric, series in [*by_metric.items()][:LISTED]:
-        places = _distinct((one.role, one.rank) for one in series)
+        role_ranks = _distinct((one.role, one.rank) for one in series)
         rounds = sorted({one.round for one in series if one.round is not None})
-        parts.append(metric + (f" on {ranks_text(places)}" if places else ""))
+        parts.append(metric + (f" on {ranks_text(role_ranks)}" if role_ranks else ""))
         parts[-1] += f" in rounds {', '.join(map(str, rounds[:LISTED]))}" if rounds else ""
         parts[-1] += f" and {len(rounds) - LISTED} more" if len(rounds) > LISTED else ""
     parts += [f"{len(by_metric) - LISTED} more"] if len(by_metric) > LISTED else []
@@ -303,16 +303,16 @@ def _lasting(firing: Firing) -> str:
 def _token(
     rule: Rule, firing: Firing, step_summary: StepSummary, processes: Iterable[Row]
 ) -> Row | None:
-    """Return the worst token of the first series that fired of which the summary kept one.
+    """Return the worst token of the first series with one in the summary.
 
-    Of ranks that hold the same rows it keeps those of one.
+    For ranks that hold the same rows the summary has the tokens of one.
     """
     worst = firing.hits[0]
-    places = {row["incarnation"]: (row["role"], row["rank"]) for row in processes}
+    ranks = {row["incarnation"]: (row["role"], row["rank"]) for row in processes}
     summary = step_summary.summary
     of_non_finite = names.is_nonfinite(worst.series.metric) or rule.when.non_finite
     tokens = summary.non_finite if of_non_finite else summary.worst
-    rows = [_token_row(tokens, at, summary, places) for at in range(len(tokens))]
+    rows = [_token_row(tokens, at, summary, ranks) for at in range(len(tokens))]
     of_hits = (row for hit in firing.hits for row in rows if _is_of(row, hit, summary))
     return next(of_hits, None)
 
@@ -337,12 +337,12 @@ def _kind(value: float) -> str:
 
 
 def _token_row(
-    tokens: Tokens, at: int, summary: Summary, places: Mapping[str, tuple[str, int]]
+    tokens: Tokens, at: int, summary: Summary, processes: Mapping[str, tuple[str, int]]
 ) -> Row:
     sequence = int(tokens.sequence[at])
     sequences = summary.sequences
     source = summary.sources[int(sequences.source[sequence])]
-    role, rank = places.get(incarnation_of(source), (None, None))
+    role, rank = processes.get(incarnation_of(source), (None, None))
     token_id = int(tokens.token_id[at])
     return {
         "sample_uid": sequences.samples[sequence] or None,
@@ -365,7 +365,7 @@ def _worst_ranks(
     ordered = sorted(
         rows,
         key=lambda row: (
-            row.cell.tokens - row.cell.masked,  # most tokens that are not finite
+            row.cell.tokens - row.cell.masked,  # the most non-finite tokens first
             -row.cell.abs_max if math.isfinite(row.cell.abs_max) else 0.0,
             row.role,
             row.rank,

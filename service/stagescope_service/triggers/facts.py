@@ -1,4 +1,4 @@
-"""What rules read of one step, read from the catalogue: the same now as in a dry run."""
+"""The inputs of rules for one step, read from the catalogue, for live evaluation and dry runs."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _ALL: Final = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What the active rules need besides the step summary; the rest is not read."""
+    """The inputs that the active rules need besides the step summary; others are not read."""
 
     noise: bool = False
     stages: frozenset[str] | None = frozenset()
-    """Stages whose own statistics are looked at; None for every stage."""
+    """Stages whose own statistics are needed; None for every stage."""
     seconds: bool = False
     scalars: bool = False
-    """Whether a rule counts scalars that are not finite."""
+    """Whether a rule counts non-finite scalars."""
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> Needs:
-        """Return what these rules need."""
+        """Return the needs of these rules."""
         rules = list(rules)
         measured = [rule for rule in rules if not rule.of_stages]
         named = frozenset(rule.stage for rule in measured if rule.stage is not None)
@@ -59,16 +59,16 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known of a closed step.
+    """The facts of a closed step.
 
     Attributes:
         attempt: The attempt's number in its run.
-        summaries: Stage -> its statistics; None is the step summary itself.
-        noise: The same of the noise floor.
-        missing: Who did not end a stage: rows {"role", "rank", "stage", "status"}.
-        seconds: (stage, role, rank) -> how long that rank was in that stage.
-        scalars: Rows of the catalogue's scalars that are NaN or infinite, in the order in which
-            they were logged.
+        summaries: Stage -> its statistics; key None is the step summary itself.
+        noise: The same for the noise floor.
+        missing: Ranks that did not end a stage: rows {"role", "rank", "stage", "status"}.
+        seconds: (stage, role, rank) -> the time that the rank spent in the stage.
+        scalars: Rows of the catalogue's scalars that are NaN or infinite, in the order of their
+            logging.
     """
 
     run: str
@@ -83,7 +83,7 @@ class Facts:
 
 
 def read(catalogue: Catalogue, attempt: Row, number: int, needs: Needs) -> Facts | None:
-    """Read a step of an attempt (a row of `Catalogue.attempts`); None where it is not closed."""
+    """Read a step of an attempt (a row of `Catalogue.attempts`); None if it is not closed."""
     attempt_id = int(attempt["attempt_id"])
     row = catalogue.step(attempt_id, number)
     if row is None or row["closed_wall"] is None:
@@ -98,7 +98,7 @@ def read(catalogue: Catalogue, attempt: Row, number: int, needs: Needs) -> Facts
             if needs.noise:
                 _add_noise(catalogue, attempt_id, number, summaries, noise)
         except InvalidInput:
-            # Of another version: one step of a run's history must not end its triggers.
+            # Written by another version: one step of a run's history must not disable its triggers.
             logger.warning("The stored summary of step %s cannot be read", number, exc_info=True)
     return Facts(
         run=str(attempt["run"]),
@@ -124,8 +124,8 @@ def _add_stages(
     if needs.stages is not None and needs.stages <= summaries.keys():
         return
     parts = _parts(catalogue, attempt_id, step)
-    there = {part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS}
-    wanted = there if needs.stages is None else there & needs.stages
+    present = {part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS}
+    wanted = present if needs.stages is None else present & needs.stages
     for stage in sorted(wanted - summaries.keys()):
         summaries[stage] = assemble(parts, stage=stage)
 
@@ -161,7 +161,7 @@ def _non_finite_scalars(catalogue: Catalogue, attempt_id: int, step: int) -> lis
 
 
 def _seconds(catalogue: Catalogue, attempt_id: int, step: int) -> dict[RankStage, float]:
-    """Return how long each rank was in each stage: the sum of its parts."""
+    """Return the time that each rank spent in each stage: the sum of its parts."""
     found: dict[RankStage, float] = defaultdict(float)
     for row in catalogue.stages(attempt_id, step, limit=_ALL):
         if row["begin_mono"] is not None and row["end_mono"] is not None:

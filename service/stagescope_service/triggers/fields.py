@@ -11,7 +11,7 @@ from stagescope.wire.errors import InvalidPlan
 
 def wrong(field: str, value: object, expected: str) -> InvalidPlan:
     """Return the error of a field with an invalid value."""
-    # Of containers only the type is shown: a webhook inside may contain a secret.
+    # Containers are shown by type only: a webhook inside may contain a secret.
     shown = f"a {type(value).__name__}" if isinstance(value, Mapping | list) else repr(value)
     return InvalidPlan(f"{field} is {shown:.200}", expected=expected)
 
@@ -20,7 +20,7 @@ def mapping(value: object, field: str, known: Collection[str], expected: str) ->
     """Read a mapping with fields of these names.
 
     Raises:
-        InvalidPlan: something else, or an unknown field.
+        InvalidPlan: not a mapping, or an unknown field.
     """
     expected = expected or ", ".join(sorted(known))
     if not isinstance(value, Mapping):
@@ -63,7 +63,7 @@ def flag(value: object, field: str) -> bool:
 
 
 def text(value: object, field: str, most: int = 1000) -> str:
-    """Read a text that is not empty."""
+    """Read a non-empty text."""
     if not isinstance(value, str) or not value.strip() or len(value) > most:
         raise wrong(field, value, f"a text of 1 to {most} characters")
     return " ".join(value.split())

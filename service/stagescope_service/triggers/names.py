@@ -1,4 +1,4 @@
-"""The names that a rule's metric may have, and what is closest to one that does not exist."""
+"""The metric names that rules accept, and suggestions for unknown ones."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OF_STAGES: Final = {
     MISSING_RANKS: "expected ranks that did not end a stage of the step, by stage",
     STAGE_SECONDS: "seconds that the slowest rank was in a stage of the step, by stage",
 }
-"""Metrics that no summary publishes: they come from the stage events."""
+"""Metrics from stage events, which no summary publishes."""
 NONFINITE_SCALAR: Final = "nonfinite_scalar/"
-"""What a metric begins with that counts the values of a scalar (a name, or a pattern of names)
-that were logged as NaN or infinite."""
+"""Prefix of metrics that count the NaN and infinite values of a scalar (a name, or a pattern of
+names)."""
 
 _ROUND: Final = re.compile(r"^per_round/round_\d+_")
 _NAMED: Final = 5
@@ -62,13 +62,13 @@ def cell_metric_names() -> frozenset[str]:
 
 
 def check_metric(metric: str, by: str, field: str) -> None:
-    """Check that a metric (a name, or a pattern with `*`) can be asked for.
+    """Check that a metric (a name, or a pattern with `*`) exists.
 
     Raises:
-        InvalidPlan: no such metric, with the names that are close.
+        InvalidPlan: no such metric, with similar names.
     """
     if scalar_of(metric):
-        return  # a scalar has whatever name the training gives it
+        return  # the training chooses the names of scalars
     known = {*(cell_metric_names() if by in ("round", "rank") else step_metric_names()), *OF_STAGES}
     if is_pattern(metric):
         found = bool(fnmatch.filter(known, metric))
@@ -88,7 +88,7 @@ def check_metric(metric: str, by: str, field: str) -> None:
 
 
 def scalar_of(metric: str) -> str:
-    """Return the scalar (a name or a pattern) whose bad values a metric counts, else ''."""
+    """Return the scalar (a name or a pattern) whose non-finite values a metric counts, else ''."""
     return metric.removeprefix(NONFINITE_SCALAR) if metric.startswith(NONFINITE_SCALAR) else ""
 
 
@@ -98,12 +98,12 @@ def is_nonfinite(metric: str) -> bool:
 
 
 def is_pattern(metric: str) -> bool:
-    """Return whether a metric stands for every name that it matches."""
+    """Return whether a metric is a pattern of names."""
     return "*" in metric or "?" in metric
 
 
 def _empty(pair: tuple[str, str], settings: Settings) -> Summary:
-    """Return the summary of one round in which no token counts: it publishes every name."""
+    """Return the summary of one round without tokens, which publishes every name."""
     none = np.empty(0, np.int64)
     slices = Slices(np.zeros(1, np.int64), np.stack([cells.merge(cells.empty(0))]))
     nothing = Slices(none, cells.empty(0))

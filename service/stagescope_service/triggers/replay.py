@@ -1,4 +1,4 @@
-"""A dry run: which steps of a stored run would have fired which rules."""
+"""Dry run of rules: the firings that they would have had on the steps of a stored run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stagescope_service.triggers.series import Publisher, Values
 from stagescope_service.triggers.watch import At, Firing, Watch
 
 OPEN_STEPS: Final = 64
-"""Steps of an attempt that may be open, and stand before those that are closed."""
+"""Maximum open steps of an attempt that may precede the closed ones in the list."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fired:
-    """A firing with what it says."""
+    """A firing with its evidence."""
 
     rule: Rule
     firing: Firing
@@ -28,7 +28,7 @@ class Fired:
 
 
 class StepReader:
-    """Reads steps of one run from the catalogue, and what rules see in them."""
+    """Reads the steps of one run, and the rules' values in them, from the catalogue."""
 
     def __init__(self, catalogue: Catalogue, run: str, rules: Rules) -> None:
         self._catalogue = catalogue
@@ -51,7 +51,7 @@ class StepReader:
         return found[::-1]
 
     def facts(self, attempt_id: int, step: int) -> Facts | None:
-        """Return what is known of a step; None where it is not closed, or of another run."""
+        """Return the facts of a step; None if it is not closed, or belongs to another run."""
         if attempt_id not in self._attempts:
             row = self._catalogue.attempt(attempt_id)
             if row is None or row["run"] != self._run:
@@ -60,7 +60,7 @@ class StepReader:
         return read(self._catalogue, self._attempts[attempt_id], step, self._needs)
 
     def values(self, facts: Facts) -> dict[str, Values]:
-        """Return what each rule sees in a step."""
+        """Return the values of each rule in a step."""
         publisher = Publisher(facts)
         return {name: publisher.values(rule) for name, rule in self._rules.items()}
 
@@ -74,7 +74,7 @@ class StepReader:
 def replay(catalogue: Catalogue, run: str, rules: Rules, *, most: int) -> tuple[list[Fired], int]:
     """Apply rules to the newest `most` closed steps of a run, in the order of the run.
 
-    Returns what would have fired, in order, and how many steps were read.
+    Returns the firings in order, and the number of steps read.
     """
     reader = StepReader(catalogue, run, rules)
     watch = Watch(rules.rules)

@@ -35,16 +35,16 @@ class Rule:
     """A rule on a metric.
 
     Attributes:
-        name: Names it in findings; unique in a document.
-        metric: A published name, or a pattern: each name that matches is a series of its own.
-        by: Whether a value is the whole step's, or one of each round, rank or stage.
-        stage: Only of this stage; None for the stage of the step summary (or every stage).
-        staleness: Look only at tokens of this staleness (0: sampled by the trainer's own version).
+        name: Its name in findings; unique in a document.
+        metric: A published name, or a pattern: each matching name is a separate series.
+        by: Whether a value is of the full step, or of each round, rank or stage.
+        stage: Only this stage; None for the stage of the step summary (or every stage).
+        staleness: Only tokens of this staleness (0: sampled by the trainer's own version).
         when: The conditions.
-        consecutive: Of how many measured steps in a row they must hold (`for`).
-        cooldown: A series that a firing named fires again after so many steps of the run at the
-            earliest; so do pins, webhook and capture of the rule, whichever series fire.
-        actions: What follows.
+        consecutive: Number of consecutive measured steps in which they must hold (`for`).
+        cooldown: Minimum number of the run's steps before a series that fired fires again, and
+            before the rule's pins, webhook and capture follow again, whichever series fire.
+        actions: The actions.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Rule:
 
     @classmethod
     def parse(cls, value: object, field: str) -> Rule:
-        """Read a rule.
+        """Parse a rule.
 
         Raises:
             InvalidPlan: with the field that is wrong.
@@ -91,7 +91,7 @@ class Rule:
         )
 
     def wire(self, *, secrets: bool) -> dict[str, Any]:
-        """Return what `parse` reads; without `secrets` a webhook is shown by its host alone."""
+        """Return the document form that `parse` reads; without `secrets` only a webhook's host."""
         return {
             "name": self.name,
             "metric": self.metric,
@@ -111,7 +111,7 @@ class Rule:
 
     @property
     def of_scalars(self) -> bool:
-        """Whether the metric counts scalars that are not finite."""
+        """Whether the metric counts non-finite scalars."""
         return bool(names.scalar_of(self.metric))
 
     @property
@@ -123,15 +123,15 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """A document of rules, and which runs may be captured without a request."""
+    """A document of rules, and the runs that triggers may capture."""
 
     rules: tuple[Rule, ...]
     runs: Mapping[str, Budget] = dataclasses.field(default_factory=dict)
-    """Name or pattern of a run -> its budget; runs that are not named here have none."""
+    """Name or pattern of a run -> its budget; other runs have none."""
 
     @classmethod
     def parse(cls, value: object) -> Rules:
-        """Read a document.
+        """Parse a document.
 
         Raises:
             InvalidPlan: with the field that is wrong.
@@ -152,7 +152,7 @@ class Rules:
         return cls(rules, parse_permissions({} if runs is None else runs))
 
     def wire(self, *, secrets: bool = True) -> dict[str, Any]:
-        """Return what `parse` reads; without `secrets` webhooks are shown by their hosts alone."""
+        """Return the document form that `parse` reads; without `secrets` only webhooks' hosts."""
         return {
             "rules": [rule.wire(secrets=secrets) for rule in self.rules],
             "runs": {
@@ -162,10 +162,10 @@ class Rules:
         }
 
     def budget_of(self, run: str, settings: object = None) -> Budget | None:
-        """Return the budget of a run that may be captured unasked; None: it may not.
+        """Return the budget of a run for captures by triggers, None if they are not allowed.
 
-        What the document says of the run (by name, else by the first pattern) stands before
-        `settings`, which the run's own processes handed over.
+        The document's entry (by name, else by the first pattern) takes precedence over `settings`,
+        which the run's processes reported.
         """
         if run in self.runs:
             return self.runs[run]
@@ -176,26 +176,26 @@ class Rules:
 
 
 def read_yaml(text: str) -> Rules:
-    """Read a document from YAML (JSON is YAML, too).
+    """Parse a document from YAML (JSON is YAML, too).
 
     Raises:
-        InvalidPlan: no YAML, or not such a document.
+        InvalidPlan: invalid YAML, or an invalid document.
     """
     return Rules.parse(load_yaml(text))
 
 
 def load_yaml(text: str) -> Any:
-    """Return what YAML says, without aliases, tags or objects.
+    """Parse YAML without aliases, tags or objects.
 
     Raises:
-        InvalidPlan: no YAML, or too much of it.
+        InvalidPlan: invalid or too much YAML.
     """
     if len(text) > MOST_BYTES:
         raise InvalidPlan(f"{len(text)} characters", expected=f"at most {MOST_BYTES}")
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
-        # Without the text round the mistake, which may hold a webhook's secret.
+        # Without the text around the error, which may contain a webhook's secret.
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = "" if mark is None else f", line {mark.line + 1}"
         raise InvalidPlan(
@@ -219,11 +219,11 @@ _Loader.add_implicit_resolver(
 
 
 def defaults_text() -> str:
-    """Return the rules that ship, as YAML with their comments."""
+    """Return the default rules as YAML with comments."""
     package = resources.files("stagescope_service.triggers")
     return package.joinpath("defaults.yaml").read_text(encoding="utf-8")
 
 
 def defaults() -> Rules:
-    """Return the rules that ship."""
+    """Return the default rules."""
     return read_yaml(defaults_text())

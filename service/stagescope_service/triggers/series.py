@@ -1,4 +1,4 @@
-"""The values of a rule in one step: one of each series that it looks at."""
+"""The values of a rule in one step, one per series."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.rules import Rule
 
 NAMED: Final = "named"
-"""Where the evidence of a stored firing holds its series, packed, for the coordinator that comes
-next; readers are shown the numbers beside."""
+"""Key of the packed series in the evidence of a stored firing, for a restarted coordinator; readers
+see the plain numbers."""
 
 Float64 = npt.NDArray[np.float64]
 
 
 class Series(NamedTuple):
-    """What a value is of: a metric, and unless it is of the whole step, the slice."""
+    """The identity of a value: a metric, and the slice unless it is of the full step."""
 
     metric: str
     stage: str | None = None
@@ -36,21 +36,21 @@ class Series(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """The values of a rule in a step: [n] by series, and those of the noise floor (NaN: none)."""
+    """The values of a rule in a step: [n] by series, and those of the noise floor (NaN if none)."""
 
     series: tuple[Series, ...]
     values: Float64
     noise: Float64
 
     def same_as(self, other: Values) -> bool:
-        """Return whether a step that was formed again says what it said before."""
+        """Return whether the values are equal, after a step was aggregated again."""
         return self.series == other.series and all(
             np.array_equal(one, two, equal_nan=True)
             for one, two in ((self.values, other.values), (self.noise, other.noise))
         )
 
     def sharing(self, other: Values | None) -> Values:
-        """Return the same values, with the names of another step where they are equal: once."""
+        """Return the same values, sharing the series of another step if equal, to save memory."""
         if other is None or self.series != other.series:
             return self
         return dataclasses.replace(self, series=other.series)
@@ -65,7 +65,7 @@ class Publisher:
         self._cells: dict[tuple[int, int], Metrics] = {}
 
     def values(self, rule: Rule) -> Values:
-        """Return the values of a rule; none where nothing was measured."""
+        """Return the values of a rule; empty if nothing was measured."""
         found = dict(self._stages(rule) if rule.of_stages else self._measured(rule))
         series = tuple(sorted(found, key=lambda one: tuple(map(str, one))))
         pairs = np.array([found[one] for one in series], np.float64).reshape(-1, 2)
@@ -75,12 +75,12 @@ class Publisher:
     def _measured(self, rule: Rule) -> Iterator[tuple[Series, tuple[float, float]]]:
         for stage, step_summary in self._chosen(rule).items():
             noise = self.facts.noise.get(stage)
-            for place, published in self._published(rule, step_summary):
-                floor = None if noise is None else dict(self._published(rule, noise)).get(place)
+            for slice_key, published in self._published(rule, step_summary):
+                floor = None if noise is None else dict(self._published(rule, noise)).get(slice_key)
                 of_stage = step_summary.stage if rule.by == "stage" else None
                 for metric in _matching(rule.metric, published):
-                    key = Series(metric, of_stage, *place)
-                    # A pattern's names differ by stream, and the noise floor has its own streams.
+                    key = Series(metric, of_stage, *slice_key)
+                    # A pattern's names differ by stream, and the noise floor has different streams.
                     value = np.nan if floor is None else floor.get(metric, np.nan)
                     yield key, (published[metric], value)
             if rule.lists_only_bad:  # 0, so that a streak ends where no rank has any
@@ -101,7 +101,7 @@ class Publisher:
     def _published(
         self, rule: Rule, step_summary: StepSummary
     ) -> Iterator[tuple[tuple[str | None, int | None, int | None], Metrics]]:
-        """Yield ((role, rank, round), metrics) of what a rule looks at."""
+        """Yield ((role, rank, round), metrics) of the slices of a rule."""
         summary = step_summary.summary
         if rule.by == "round":
             for number, cell in summary.rounds.items():
@@ -125,7 +125,8 @@ class Publisher:
     ) -> Iterator[tuple[tuple[None, None, None], Metrics]]:
         """Yield the numbers of the tokens of one staleness.
 
-        What no cell holds (rounds, sequences) is told only where every token has that staleness.
+        Numbers that no cell holds (rounds, sequences) are only included if every token has that
+        staleness.
         """
         slices = step_summary.summary.staleness
         cell = slices.get(age)
@@ -165,7 +166,7 @@ class Publisher:
         yield from ((key, (seconds, np.nan)) for key, seconds in slowest.items())
 
     def _scalars(self, rule: Rule) -> dict[Series, float]:
-        """Return how many values of each scalar are not finite: 0 where none is, as `_missing`."""
+        """Return the number of non-finite values of each scalar: 0 if none, like `_missing`."""
         found: dict[Series, float] = {}
         for row in bad_scalars(rule, self.facts):
             key = scalar_series(rule, row)
@@ -173,9 +174,9 @@ class Publisher:
         return found or {Series(rule.metric, rule.stage): 0.0}
 
     def _missing(self, rule: Rule) -> dict[Series, float]:
-        """Return how many ranks are missing, by rank 1 for each stage that it did not end.
+        """Return the number of missing ranks; by rank, 1 for each stage that it did not end.
 
-        0 where nobody is, so that a streak ends there.
+        0 if none is missing, so that a streak ends there.
         """
         stages: dict[str, set[tuple[str, int]]] = {}
         for row in self.facts.missing:
@@ -183,9 +184,9 @@ class Publisher:
                 stages.setdefault(row["stage"], set()).add((row["role"], row["rank"]))
         if rule.by == "rank" and stages:
             return {
-                Series(rule.metric, stage, *place): 1.0
+                Series(rule.metric, stage, *rank_key): 1.0
                 for stage, of in stages.items()
-                for place in of
+                for rank_key in of
             }
         if rule.by == "stage" and stages:
             return {Series(rule.metric, stage): float(len(of)) for stage, of in stages.items()}
@@ -194,16 +195,16 @@ class Publisher:
 
 
 def scalar_series(rule: Rule, row: Mapping[str, Any]) -> Series:
-    """Return the series to which a scalar that is not finite belongs."""
+    """Return the series of a non-finite scalar."""
     of_rank = (row["role"], row["rank"]) if rule.by == "rank" else (None, None)
     stage = row["stage"] if rule.by in ("stage", "rank") else rule.stage
     return Series(names.NONFINITE_SCALAR + row["name"], stage, *of_rank)
 
 
 def pack(series: Iterable[Series]) -> list[list[Any]]:
-    """Return series as a firing's row keeps them: [metric, stage, role, round, spans of ranks].
+    """Return series in the stored form of a firing: [metric, stage, role, round, spans of ranks].
 
-    A span is [first, last]; None stands for series that are of no rank.
+    A span is [first, last]; None marks series without a rank.
     """
     found: dict[tuple[str, str | None, str | None, int | None], list[int]] = {}
     packed: list[list[Any]] = []
@@ -225,12 +226,12 @@ def pack(series: Iterable[Series]) -> list[list[Any]]:
 
 
 def shown(evidence: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the evidence of a stored firing as readers see it."""
+    """Return the evidence of a stored firing without its packed series."""
     return {name: value for name, value in evidence.items() if name != NAMED}
 
 
 def unpack(packed: Iterable[Sequence[Any]]) -> frozenset[Series]:
-    """Return what `pack` was given."""
+    """Return the series that `pack` encoded."""
     found: set[Series] = set()
     for metric, stage, role, number, spans in packed:
         if spans is None:
@@ -242,7 +243,7 @@ def unpack(packed: Iterable[Sequence[Any]]) -> frozenset[Series]:
 
 
 def bad_scalars(rule: Rule, facts: Facts) -> list[Mapping[str, Any]]:
-    """Return the scalars of a step that a rule counts, in the order in which they were logged."""
+    """Return the scalars of a step that a rule counts, in the order of their logging."""
     pattern = names.scalar_of(rule.metric)
     return [
         row

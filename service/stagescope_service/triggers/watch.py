@@ -1,16 +1,16 @@
 """The state machine of rules over the steps of one run: which steps fire which rules.
 
-Pure, and a function of the steps alone: whatever the order in which their steps are aggregated, and
-however often, the firings that stand in the end are the same (within the last `REACH` steps; a
-step that comes later than so many others is not looked at).
+Pure, and a function of the steps alone: the final firings do not depend on the order in which steps
+are aggregated, or how often (within the last `REACH` steps; a step that arrives after as many newer
+ones is not evaluated).
 
-A rule cools down by series: a firing names every series that held, and none of these is news for
-`cooldown` steps; one that was not named fires at once. What costs (`acts`) follows of a rule at
-most once in so many steps, whichever series hold: a NaN that spreads from rank to rank is named
-on each, and orders one capture.
+Cooldown is by series: a firing names every series that met the conditions, and these do not fire
+again for `cooldown` steps; any other series fires at once. A rule's costly actions (`acts`) follow
+at most once in as many steps, whichever series fire: a NaN that spreads from rank to rank is
+reported for each, and requests one capture.
 
-A step is looked at behind the steps that the run continued from: attempt 2, resumed at step 5,
-has steps 4, 3, ... of attempt 1 before its own 5.
+The predecessors of a step are those that the run continued from: attempt 2, resumed at step 5, has
+steps 4, 3, ... of attempt 1 before its own 5.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from stagescope_service.triggers.conditions import HISTORY, Bool, Float64, Held
+from stagescope_service.triggers.conditions import HISTORY, Bool, ConditionResult, Float64
 from stagescope_service.triggers.rules import Rule
 from stagescope_service.triggers.series import Series, Values
 
 REACH: Final = 64
-"""Newest steps of a run for which a late or repeated aggregation still counts."""
+"""Number of newest steps of a run for which a late or repeated aggregation counts."""
 _COOLING: Final = 256
-"""Firings of a rule that are looked through for those that it still cools down from."""
+"""Maximum previous firings of a rule that are checked for cooldown."""
 
 
 class At(NamedTuple):
-    """A step of a run, in the order in which the run went."""
+    """A step of a run, sortable in the run's order."""
 
     attempt: int
     step: int
@@ -41,7 +41,7 @@ class At(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """One series that held a rule's conditions: its value, and what it was held against."""
+    """A series that met a rule's conditions: its value and the reference numbers."""
 
     series: Series
     value: float
@@ -50,14 +50,14 @@ class Hit:
 
 @dataclasses.dataclass(frozen=True)
 class Firing:
-    """A rule that fired at a step, or that names other series there than it did.
+    """A firing of a rule at a step: a new one, or one that now names other series.
 
     Attributes:
-        rule: its name.
-        at: which step.
-        hits: the series that are news, the worst first.
-        lasting: those that held too and were named by a firing that the rule cools down from.
-        cools_since: the firing whose actions the rule cools down from; None where its own follow.
+        rule: the rule's name.
+        at: the step.
+        hits: the new series, the worst first.
+        lasting: further series that met the conditions but are cooling down from an earlier firing.
+        cools_since: the firing whose actions are in cooldown; None if the rule's actions follow.
     """
 
     rule: str
@@ -69,10 +69,10 @@ class Firing:
 
 @dataclasses.dataclass(frozen=True)
 class FiringRecord:
-    """What later steps know of a firing.
+    """The record of a firing for later steps.
 
     Attributes:
-        series: those that it named; None where an earlier release did not note them: all.
+        series: the series that it named; None means all (an earlier release did not store them).
         acts: whether its actions followed.
     """
 
@@ -82,27 +82,27 @@ class FiringRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What a step changed: firings that are new or name others, and those that no longer stand."""
+    """The effect of a step: firings that are new or changed, and those that are withdrawn."""
 
     fired: list[Firing]
     withdrawn: list[tuple[str, At]]
 
 
 class _Step:
-    """What is remembered of a step."""
+    """The stored state of a step."""
 
     def __init__(self, values: Mapping[str, Values], fires: bool) -> None:
         self.fires = fires
         self.values = dict(values)
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, ConditionResult] = {}
 
 
 class Watch:
-    """Holds the rules against the steps of one run.
+    """Evaluates rules on the steps of one run.
 
     Args:
-        rules: in force.
-        fired: (rule, step) -> the firings that stand already.
+        rules: the active rules.
+        fired: (rule, step) -> the existing firings.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class Watch:
         """Evaluate the rules on a step that was aggregated (again).
 
         Args:
-            at: which.
-            values: what each rule sees in it.
-            fires: whether it may fire; a step that closed before the rules were given is history.
+            at: the step.
+            values: the values of each rule in it.
+            fires: whether it may fire; a step that closed before the rules were set is history.
         """
         changes = Changes([], [])
         before = self._steps.get(at)
-        if before is not None and _same(before.values, values):
+        if before is not None and _equal_values(before.values, values):
             return changes
         if before is None:
             if len(self._order) >= HISTORY + REACH and at < self._order[-REACH]:
@@ -152,26 +152,26 @@ class Watch:
         return changes
 
     def _step(self, at: At, values: Mapping[str, Values], fires: bool) -> _Step:
-        """Return a step to remember; what lasts on thousands of ranks is named once."""
-        place = bisect.bisect_left(self._order, at)
-        before = self._steps[self._order[place - 1]].values if place else {}
-        shared = {name: of_rule.sharing(before.get(name)) for name, of_rule in values.items()}
+        """Return a step to store; series equal to the previous step's are shared in memory."""
+        index = bisect.bisect_left(self._order, at)
+        before = self._steps[self._order[index - 1]].values if index else {}
+        shared = {name: new.sharing(before.get(name)) for name, new in values.items()}
         return _Step(shared, fires)
 
     # --- one step -----------------------------------------------------------------------------
     def _evaluate(self, at: At, changes: Changes) -> None:
         step = self._steps[at]
-        behind = list(self._behind(at))
+        preceding = list(self._preceding(at))
         for rule in self._rules:
             values = step.values[rule.name]
-            held = step.held[rule.name] = self._held(rule, values, behind)
-            streak = self._streak(rule, values, held, behind)
+            held = step.held[rule.name] = self._check(rule, values, preceding)
+            streak = self._streak(rule, values, held, preceding)
             if not step.fires:
                 continue
-            named = frozenset(values.series[place] for place in np.flatnonzero(streak).tolist())
-            news, since = self._news(rule, at, named)
+            named = frozenset(values.series[index] for index in np.flatnonzero(streak).tolist())
+            new_series, since = self._not_cooling(rule, at, named)
             before = self._records.get((rule.name, at))
-            if news:
+            if new_series:
                 now = FiringRecord(named, acts=since is None)
                 self._record(rule.name, at, now)
                 if before is None or _must_report_again(before, now):
@@ -180,8 +180,8 @@ class Watch:
                         Firing(
                             rule.name,
                             at,
-                            tuple(hit for hit in hits if hit.series in news),
-                            tuple(hit for hit in hits if hit.series not in news),
+                            tuple(hit for hit in hits if hit.series in new_series),
+                            tuple(hit for hit in hits if hit.series not in new_series),
                             since,
                         )
                     )
@@ -191,12 +191,12 @@ class Watch:
                 changes.withdrawn.append((rule.name, at))
 
     def _record(self, rule: str, at: At, record: FiringRecord) -> None:
-        """Note a firing; the series of those that are too old to be looked through are let go."""
+        """Record a firing; drop the series of firings that are too old to be checked."""
         fired = self._fired[rule]
-        place = bisect.bisect_left(fired, at)
-        if fired[place : place + 1] != [at]:
-            fired.insert(place, at)
-        before = self._records[rule, fired[place - 1]] if place else None
+        index = bisect.bisect_left(fired, at)
+        if fired[index : index + 1] != [at]:
+            fired.insert(index, at)
+        before = self._records[rule, fired[index - 1]] if index else None
         if before is not None and before.series == record.series:
             record = dataclasses.replace(record, series=before.series)  # one set for both
         self._records[rule, at] = record
@@ -204,8 +204,8 @@ class Watch:
             old = fired[-_COOLING - REACH - 1]
             self._records[rule, old] = FiringRecord(frozenset(), self._records[rule, old].acts)
 
-    def _behind(self, at: At) -> Iterator[At]:
-        """Yield the steps that the run went through before, the nearest first."""
+    def _preceding(self, at: At) -> Iterator[At]:
+        """Yield the preceding steps of the run, the nearest first."""
         reached, left = at.step, HISTORY
         for index in range(bisect.bisect_left(self._order, at) - 1, -1, -1):
             earlier = self._order[index]
@@ -215,86 +215,88 @@ class Watch:
                 if not left:
                     return
 
-    def _held(self, rule: Rule, values: Values, behind: list[At]) -> Held:
+    def _check(self, rule: Rule, values: Values, preceding: list[At]) -> ConditionResult:
         history = np.empty((0, len(values.series)))
         if rule.when.needs_history and values.series:
-            rows = [self._row(rule, earlier, values.series) for earlier in reversed(behind)]
+            rows = [self._row(rule, earlier, values.series) for earlier in reversed(preceding)]
             history = np.array([row for row in rows if row is not None], np.float64)
             history = history.reshape(-1, len(values.series))
-        return rule.when.held(values.values, values.noise, history)
+        return rule.when.evaluate(values.values, values.noise, history)
 
     def _row(self, rule: Rule, at: At, series: tuple[Series, ...]) -> Float64 | None:
-        """Return what these series were in a step, None where it has no value of the rule."""
-        there = self._steps[at].values[rule.name]
-        if not there.series:
+        """Return the values of these series in a step, None if it has no value of the rule."""
+        earlier_values = self._steps[at].values[rule.name]
+        if not earlier_values.series:
             return None
-        if there.series == series:
-            return there.values
-        by_series = dict(zip(there.series, there.values.tolist(), strict=True))
+        if earlier_values.series == series:
+            return earlier_values.values
+        by_series = dict(zip(earlier_values.series, earlier_values.values.tolist(), strict=True))
         absent = 0.0 if rule.lists_only_bad else np.nan
         return np.array([by_series.get(one, absent) for one in series], np.float64)
 
-    def _streak(self, rule: Rule, values: Values, held: Held, behind: list[At]) -> Bool:
-        """Say of each series whether it held in `rule.consecutive` measured steps in a row."""
+    def _streak(
+        self, rule: Rule, values: Values, held: ConditionResult, preceding: list[At]
+    ) -> Bool:
+        """Return for each series whether it held in `rule.consecutive` measured steps in a row."""
         streak, left = held.holds.copy(), rule.consecutive - 1
-        for earlier in behind:
+        for earlier in preceding:
             if not left or not streak.any():
                 break
-            there = self._steps[earlier].values[rule.name]
-            if not there.series:
+            earlier_values = self._steps[earlier].values[rule.name]
+            if not earlier_values.series:
                 continue
-            holding = self._held_at(rule, earlier)
+            holding = self._series_held_at(rule, earlier)
             streak &= np.array([one in holding for one in values.series], bool)
             left -= 1
         return streak if not left else np.zeros_like(streak)
 
-    def _held_at(self, rule: Rule, at: At) -> set[Series]:
+    def _series_held_at(self, rule: Rule, at: At) -> set[Series]:
         step = self._steps[at]
-        if rule.name not in step.held:  # remembered as history, and not evaluated before
-            behind = list(self._behind(at))
-            step.held[rule.name] = self._held(rule, step.values[rule.name], behind)
-        there, held = step.values[rule.name], step.held[rule.name]
-        return {one for one, holds in zip(there.series, held.holds, strict=True) if holds}
+        if rule.name not in step.held:  # stored as history, and not evaluated before
+            preceding = list(self._preceding(at))
+            step.held[rule.name] = self._check(rule, step.values[rule.name], preceding)
+        earlier_values, held = step.values[rule.name], step.held[rule.name]
+        return {one for one, holds in zip(earlier_values.series, held.holds, strict=True) if holds}
 
-    def _news(
+    def _not_cooling(
         self, rule: Rule, at: At, named: frozenset[Series]
     ) -> tuple[frozenset[Series], At | None]:
-        """Return which series the rule does not cool down from, and from whose actions it does."""
+        """Return which series are not in cooldown, and the firing whose actions are."""
         since: At | None = None
         fired = self._fired[rule.name]
         before = fired[: bisect.bisect_left(fired, at)]
         for earlier in reversed(before[-_COOLING:]):
             if not named:
                 break
-            if 0 < at.step - earlier.step < rule.cooldown and self._leads(earlier, at):
+            if 0 < at.step - earlier.step < rule.cooldown and self._precedes(earlier, at):
                 record = self._records[rule.name, earlier]
                 named -= named if record.series is None else record.series
                 if since is None and record.acts:
                     since = earlier
         return named, since
 
-    def _leads(self, earlier: At, at: At) -> bool:
-        """Return whether a step is one that the run went through before, not of a branch left."""
+    def _precedes(self, earlier: At, at: At) -> bool:
+        """Return whether a step precedes another in the run, and is not of an abandoned branch."""
         begin, end = bisect.bisect_right(self._order, earlier), bisect.bisect_left(self._order, at)
         return all(between.step > earlier.step for between in self._order[begin:end])
 
 
 def _must_report_again(before: FiringRecord, now: FiringRecord) -> bool:
-    """Return whether to report a firing again: it names other series, or its actions follow."""
+    """Return whether to report a firing again: its series changed, or its actions now follow."""
     return (before.series is not None and before.series != now.series) or (
         now.acts and not before.acts
     )
 
 
-def _same(before: Mapping[str, Values], values: Mapping[str, Values]) -> bool:
+def _equal_values(before: Mapping[str, Values], values: Mapping[str, Values]) -> bool:
     return before.keys() == values.keys() and all(
-        before[name].same_as(of_rule) for name, of_rule in values.items()
+        before[name].same_as(new) for name, new in values.items()
     )
 
 
-def _hits(rule: Rule, values: Values, held: Held, streak: Bool) -> tuple[Hit, ...]:
-    """Return what fired, the worst first: what is not finite, then by size."""
-    sign = 1.0 if rule.when.looks_low else -1.0
+def _hits(rule: Rule, values: Values, held: ConditionResult, streak: Bool) -> tuple[Hit, ...]:
+    """Return the hits, the worst first: non-finite ones, then by magnitude."""
+    sign = 1.0 if rule.when.lower_is_worse else -1.0
     found = np.flatnonzero(streak).tolist()
     sizes = np.where(np.isfinite(values.values), sign * values.values, -np.inf)
     return tuple(

@@ -228,7 +228,7 @@ def test_rows_come_back_as_they_went_in(store: SqlStore, catalogue: Catalogue) -
     }  # fmt: skip
     write(store, *(Put(table, columns) for table, columns in row.items()))
     row["findings"]["evidence"] = {"d": "nan"}
-    answers = {
+    answers: dict[str, Any] = {
         "payloads": catalogue.payloads(1, 2, state="lost"),
         "summaries": catalogue.summaries(1, 2, stage="actor_update", pair="p"),
         "streams": catalogue.streams(1),

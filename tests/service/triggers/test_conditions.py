@@ -16,9 +16,11 @@ from stagescope_service.triggers.conditions import When
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False) | st.sampled_from([math.nan, math.inf, -math.inf])
 
 
-def held(when: dict[str, Any], value: float, history: list[float], noise: float = math.nan) -> bool:
+def evaluate(
+    when: dict[str, Any], value: float, history: list[float], noise: float = math.nan
+) -> bool:
     column = np.array(history, np.float64).reshape(-1, 1)
-    found = When.parse(when, "when").held(np.array([value]), np.array([noise]), column)
+    found = When.parse(when, "when").evaluate(np.array([value]), np.array([noise]), column)
     return bool(found.holds[0])
 
 
@@ -28,24 +30,24 @@ def finite(values: list[float]) -> list[float]:
 
 @given(NUMBERS, st.floats(-1e6, 1e6))
 def test_bounds(value: float, bound: float) -> None:
-    assert held({">": bound}, value, []) == (value > bound)
-    assert held({"<": bound}, value, []) == (value < bound)
-    assert held({">=": bound}, value, []) == (value >= bound)
-    assert held({"<=": bound}, value, []) == (value <= bound)
-    assert held({">": bound, "<": bound + 1}, value, []) == (bound < value < bound + 1)
-    assert held({"non_finite": True}, value, []) == (not math.isfinite(value))
+    assert evaluate({">": bound}, value, []) == (value > bound)
+    assert evaluate({"<": bound}, value, []) == (value < bound)
+    assert evaluate({">=": bound}, value, []) == (value >= bound)
+    assert evaluate({"<=": bound}, value, []) == (value <= bound)
+    assert evaluate({">": bound, "<": bound + 1}, value, []) == (bound < value < bound + 1)
+    assert evaluate({"non_finite": True}, value, []) == (not math.isfinite(value))
 
 
 @given(NUMBERS, st.lists(NUMBERS, max_size=12), st.floats(0.1, 10))
 def test_ratio_to_the_median(value: float, history: list[float], ratio: float) -> None:
     known = finite(history)
     expected = len(known) >= 3 and value > ratio * statistics.median(known)
-    assert held({"median_ratio": ratio}, value, history) == expected
+    assert evaluate({"median_ratio": ratio}, value, history) == expected
 
 
 @given(NUMBERS, NUMBERS, st.floats(0.1, 10))
 def test_ratio_to_the_noise_floor(value: float, noise: float, ratio: float) -> None:
-    assert held({"noise_ratio": ratio}, value, [], noise) == (value > ratio * noise)
+    assert evaluate({"noise_ratio": ratio}, value, [], noise) == (value > ratio * noise)
 
 
 @given(
@@ -65,12 +67,12 @@ def test_z_score(value: float, history: list[float], over: float, steps: int) ->
         if abs(score - over) < 1e-6:
             return
         expected = score > over
-    assert held({"z_score": {"over": over, "steps": steps}}, value, history) == expected
+    assert evaluate({"z_score": {"over": over, "steps": steps}}, value, history) == expected
 
 
 def test_each_series_has_its_own_history() -> None:
     when = When.parse({"median_ratio": 2}, "when")
     history = np.array([[1.0, 10.0, math.nan]] * 5)
-    found = when.held(np.array([3.0, 3.0, 3.0]), np.full(3, math.nan), history)
+    found = when.evaluate(np.array([3.0, 3.0, 3.0]), np.full(3, math.nan), history)
     assert found.holds.tolist() == [True, False, False]
     assert found.numbers["median"].tolist() == pytest.approx([1.0, 10.0, math.nan], nan_ok=True)

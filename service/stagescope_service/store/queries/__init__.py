@@ -1,1 +1,1 @@
-"""TODO: what queries holds."""
+"""Queries of the catalogue: one class per noun, combined in `store.catalogue.Catalogue`."""

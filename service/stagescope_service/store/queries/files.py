@@ -1,4 +1,4 @@
-"""Files that are kept, and the steps that hold them."""
+"""Queries for kept files and the steps that have any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OLDEST_FIRST = (artifacts.c.wall, artifacts.c.step, artifacts.c.artifact_id)
 
 
 def kept_bytes() -> Query:
-    """Select `node_id`, `files` and `bytes` of what each node holds."""
+    """Select `node_id`, `files` and `bytes` of the kept files of each node."""
     size = sa.func.coalesce(sa.func.sum(artifacts.c.bytes), 0).label("bytes")
     return (
         sa.select(artifacts.c.node_id, sa.func.count().label("files"), size)
@@ -26,7 +26,7 @@ def kept_bytes() -> Query:
 
 
 def kept_places() -> Query:
-    """Select `artifact_id`, `node_id` and `path` of every kept file that is there."""
+    """Select `artifact_id`, `node_id` and `path` of every existing kept file."""
     return sa.select(artifacts.c.artifact_id, artifacts.c.node_id, artifacts.c.path).where(_THERE)
 
 
@@ -37,13 +37,13 @@ def kept_files(
     attempt_id: int | None = None,
     before_step: int | None = None,
 ) -> Query:
-    """Select the kept files that may go, the oldest first: those of no pinned step.
+    """Select the kept files that may be deleted (their step is not pinned), the oldest first.
 
     Args:
-        node_id: only this node's.
-        before_wall: only those written before.
-        attempt_id: only this attempt's.
-        before_step: only those of earlier steps.
+        node_id: only files on this node.
+        before_wall: only files written before this time.
+        attempt_id: only files of this attempt.
+        before_step: only files of earlier steps.
     """
     where = [_THERE, sa.func.coalesce(steps.c.pinned, sa.false()) == sa.false()]
     if node_id is not None:
@@ -66,7 +66,7 @@ def kept_files(
 
 
 def newest_kept_steps(attempt_id: int) -> Query:
-    """Select the steps of an attempt of which something is kept, the newest first."""
+    """Select the steps of an attempt that have kept files, the newest first."""
     return (
         sa.select(artifacts.c.step)
         .where(_THERE, artifacts.c.attempt_id == attempt_id, artifacts.c.step.is_not(None))
@@ -75,8 +75,8 @@ def newest_kept_steps(attempt_id: int) -> Query:
     )
 
 
-class FileReads(Reader):
-    """Questions about kept files and pinned steps."""
+class FileQueries(Reader):
+    """Queries for kept files and pinned steps."""
 
     def artifacts(
         self,
@@ -92,7 +92,7 @@ class FileReads(Reader):
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
-        """Return files that are kept, by step and rank; deleted ones only when asked."""
+        """Return artifacts by step and rank, without deleted ones by default."""
         where = conditions("artifacts", locals())
         if deleted is not None:
             column = TABLES["artifacts"].c.deleted_wall
@@ -100,7 +100,7 @@ class FileReads(Reader):
         return self._page("artifacts", where, "step stage rank artifact_id", limit, offset)
 
     def kept_steps(self, attempt_id: int) -> list[int]:
-        """Return the steps of which payload files are there, the newest first."""
+        """Return the steps that have payload files, the newest first."""
         table = TABLES["artifacts"].c
         query = (
             sa.select(table.step)
@@ -121,7 +121,7 @@ class FileReads(Reader):
         return self._rows(kept_bytes())
 
     def kept_places(self) -> list[Row]:
-        """Return `artifact_id`, `node_id` and `path` of every kept file that is there."""
+        """Return `artifact_id`, `node_id` and `path` of every existing kept file."""
         return self._rows(kept_places())
 
     def kept_files(
@@ -133,7 +133,7 @@ class FileReads(Reader):
         before_step: int | None = None,
         limit: int = LIMIT,
     ) -> list[Row]:
-        """Return kept files that may be deleted, the oldest first; filters as in `kept_files`."""
+        """Return the kept files that may be deleted, the oldest first; see `files.kept_files`."""
         query = kept_files(
             node_id=node_id,
             before_wall=before_wall,
@@ -143,6 +143,6 @@ class FileReads(Reader):
         return self._rows(query.limit(limit))
 
     def newest_kept_steps(self, attempt_id: int, *, limit: int) -> list[int]:
-        """Return the newest steps of an attempt of which something is kept, newest first."""
+        """Return the newest steps of an attempt that have kept files, newest first."""
         found = self._rows(newest_kept_steps(attempt_id).limit(limit))
         return [row["step"] for row in found]

@@ -1,4 +1,4 @@
-"""What the service noticed, what was lost, and the rules that it looks by."""
+"""Queries for findings, losses, stacks, trigger rules and their firings."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _OUTLINES: Final[dict[str, tuple[str, str]]] = {
         "-wall -attempt_id -step rule",
     ),
 }  # fmt: skip
-"""Columns that say what a row is about, and the newest first."""
+"""Table -> columns that describe a row briefly, and the order with the newest first."""
 
 
 class FindingQueries(Reader):
-    """Questions about findings, losses, stacks, triggers and what they fired."""
+    """Queries for findings, losses, stacks, trigger rules and their firings."""
 
     def outline(
         self,
@@ -47,9 +47,9 @@ class FindingQueries(Reader):
         rule: Filter = None,
         limit: int = LIMIT,
     ) -> list[Row]:
-        """Return what each finding, loss or firing is about, without its advice; the newest first.
+        """Return the findings, losses or firings without their advice, the newest first.
 
-        Of findings that name an operator or a rule's metric, their `evidence` too.
+        Findings that name an operator or a rule's metric include their `evidence`.
         """
         table = TABLES[name]
         columns, order = _OUTLINES[name]
@@ -67,14 +67,14 @@ class FindingQueries(Reader):
         return self._rows(query.limit(limit))
 
     def kinds(self, name: Noticed, *, run: Filter = None, attempt_id: Filter = None) -> list[str]:
-        """Return the kinds of findings or losses, or the rules of firings, that there are."""
+        """Return the existing kinds of findings or losses, or the rules with firings."""
         table = TABLES[name]
         column = table.c["rule" if name == "firings" else "kind"]
         query = sa.select(column.label("kind")).where(*conditions(name, locals())).distinct()
         return [str(row["kind"]) for row in self._rows(query.order_by(column))]
 
     def finding(self, finding_id: str) -> list[Row]:
-        """Return the findings whose id begins with this, at most two."""
+        """Return the findings whose id has this prefix, at most two."""
         column = TABLES["findings"].c.finding_id
         query = sa.select(TABLES["findings"]).where(column.startswith(finding_id, autoescape=True))
         return self._rows(query.order_by(column).limit(2))
@@ -91,7 +91,7 @@ class FindingQueries(Reader):
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
-        """Return findings, the last seen first."""
+        """Return findings, the most recently seen first."""
         return self._page(
             "findings",
             conditions("findings", locals()),
@@ -112,10 +112,10 @@ class FindingQueries(Reader):
         """Return `attempt_id`, `step`, `stage`, `role`, `rank` of findings of a kind, in order.
 
         Args:
-            kind: of this kind.
-            attempts: of these attempts.
-            steps: of these steps; None: of all from `first` to `last`, both included.
-            first, last: None: no bound.
+            kind: the kind.
+            attempts: ids of the attempts.
+            steps: the steps; None selects all from `first` to `last`, both included.
+            first, last: None means no bound.
         """
         table = TABLES["findings"]
         columns = [table.c[name] for name in ("attempt_id", "step", "role", "stage", "rank")]
@@ -136,7 +136,7 @@ class FindingQueries(Reader):
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
-        """Return losses, the last first."""
+        """Return losses, the newest first."""
         return self._page("losses", conditions("losses", locals()), "-wall loss_id", limit, offset)
 
     def lost_payloads(
@@ -165,12 +165,12 @@ class FindingQueries(Reader):
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
-        """Return the stacks of processes, asked for or written by watchdogs, the newest first."""
+        """Return process stacks, requested or written by watchdogs, the newest first."""
         order = "-wall role rank incarnation request_id"
         return self._page("stacks", conditions("stacks", locals()), order, limit, offset)
 
     def trigger_rules(self) -> Row | None:
-        """Return the rules of triggers that were given last; `document` holds secrets."""
+        """Return the latest trigger rules, or None; `document` contains secrets."""
         found = self._page("trigger_rules", [], "-revision", 1)
         return found[0] if found else None
 
@@ -184,7 +184,7 @@ class FindingQueries(Reader):
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
-        """Return what fired, the last first; firings that were taken back too."""
+        """Return firings, the newest first, including withdrawn ones."""
         return self._page(
             "firings",
             conditions("firings", locals()),

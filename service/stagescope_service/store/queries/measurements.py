@@ -1,4 +1,4 @@
-"""What ranks handed over: numbers, payloads and what was read in them."""
+"""Queries for the data that ranks record: scalars, payloads, and the results of ingestion."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, condi
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import (
     TABLES,
+    SampleRow,
+    StreamRow,
 )
 
 _STEP_STATE: Final = (
@@ -22,7 +24,7 @@ _STEP_STATE: Final = (
 
 
 class MeasurementQueries(Reader):
-    """Questions about scalars, payloads, summaries, streams and samples."""
+    """Queries for scalars, payloads, summaries, streams and samples."""
 
     def scalars(
         self,
@@ -37,9 +39,9 @@ class MeasurementQueries(Reader):
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
-        """Return scalars by step, name and rank; `value` is a float again, also nan and inf.
+        """Return scalars by step, name and rank; `value` is a float, including nan and inf.
 
-        Those of stages that a newer incarnation or report replaced are left out.
+        Excludes those of stages that a newer incarnation or report replaced.
         """
         found = self._page(
             "scalars",
@@ -54,9 +56,9 @@ class MeasurementQueries(Reader):
         return found
 
     def scalar_names(self, attempts: Sequence[int]) -> dict[str, int | None]:
-        """Return the names of the scalars of attempts, and the last step of each.
+        """Return the scalar names of attempts with the last step of each.
 
-        None where it was logged outside of steps alone.
+        The step is None for a scalar that was only logged outside of steps.
         """
         found: dict[str, int | None] = {}
         for attempt_id in attempts:
@@ -66,9 +68,9 @@ class MeasurementQueries(Reader):
         return dict(sorted(found.items()))
 
     def oldest_but(self, attempt_id: int, step: int, keep: int) -> int | None:
-        """Return the step that lies `keep` steps of the attempt below `step`; None: there is none.
+        """Return the attempt's step that is `keep` existing steps before `step`, or None.
 
-        Numbers of steps may have gaps.
+        Step numbers may have gaps.
         """
         table = TABLES["steps"]
         lower = [table.c.attempt_id == attempt_id, table.c.step < step]
@@ -77,7 +79,7 @@ class MeasurementQueries(Reader):
         return int(found[0]["step"]) if found else None
 
     def summarised_steps(self, attempt_id: int, *, through: int) -> list[int]:
-        """Return the steps up to `through` of which summaries of parts are kept, the first ones."""
+        """Return the steps up to `through` that have part summaries, ascending, at most `LIMIT`."""
         table = TABLES["summaries"]
         where = [table.c.attempt_id == attempt_id, table.c.step <= through]
         query = sa.select(table.c.step).where(*where).distinct().order_by(table.c.step)
@@ -92,12 +94,12 @@ class MeasurementQueries(Reader):
         last: int | None = None,
         numbers: Literal["metrics", "slices"] | None = "metrics",
     ) -> Iterator[Row]:
-        """Yield every step of attempts, the newest step and attempt first, with its numbers.
+        """Yield every step of attempts with its numbers, the newest step and attempt first.
 
-        Each as `steps` has it without the blob, with `has_whole`, and of `step_metrics` `stage`,
-        `verdict`, `suspects`, its counts of tokens and its `numbers`, of the step or of its slices
-        (None: neither); null where the step has no numbers of this `version`, or they are out of
-        date.
+        Each row has columns of `steps` without the blob, `has_whole`, and from `step_metrics` the
+        `stage`, `verdict`, `suspects`, token counts and the column `numbers`: those of the step or
+        of its slices (None selects neither). The latter are null if the step has no numbers of
+        this `version`, or outdated ones.
         """
         steps, found = TABLES["steps"], TABLES["step_metrics"]
         current = sa.and_(
@@ -132,10 +134,10 @@ class MeasurementQueries(Reader):
         role: Filter = None,
         rank: Filter = None,
     ) -> Iterator[Row]:
-        """Yield a scalar by step, stage and role (and rank): over its ranks and parts.
+        """Yield a scalar by step, stage and role (and rank), aggregated over its ranks and parts.
 
-        `mean`, `low` and `high` are of the finite values (null: there is none), `count` is of all,
-        `nan`, `posinf` and `neginf` count the others. The newest step first.
+        `mean`, `low` and `high` are of the finite values (null if there is none), `count` is of
+        all; `nan`, `posinf` and `neginf` count the others. The newest step comes first.
         """
         table = TABLES["scalars"]
         of = ["attempt_id", "step", "stage", "role", *(["rank"] if by_rank else [])]
@@ -166,10 +168,10 @@ class MeasurementQueries(Reader):
         yield from self._each(query)
 
     def _of_newest(self, attempts: Filter) -> list[sa.ColumnElement[bool]]:
-        """Return the condition that a scalar outside a stage is not of a replaced process.
+        """Return the condition that a scalar outside a stage is not from a replaced process.
 
-        Where a newer incarnation of a rank logged the same in an attempt, the newer answers. There
-        is no condition where no rank of the attempts has two: most often.
+        If a newer incarnation of a rank logged the same scalar in an attempt, the newer one counts.
+        The list is empty if no rank of the attempts has two incarnations, the usual case.
         """
         table = TABLES["processes"]
         is_probe = sa.or_(table.c.raw.is_(None), table.c.raw == sa.false())
@@ -206,7 +208,7 @@ class MeasurementQueries(Reader):
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
-        """Return payloads in the order in which they were announced."""
+        """Return payloads in the order of their announcement."""
         return self._page(
             "payloads",
             conditions("payloads", locals()),
@@ -221,9 +223,9 @@ class MeasurementQueries(Reader):
         """Return `attempt_id`, `step`, `state`, `replaced`, `count` and a `reason` of payloads.
 
         Args:
-            attempts: of these attempts.
-            steps: of these steps.
-            whole: of these steps those alone that were not ingested: they are few.
+            attempts: ids of the attempts.
+            steps: the steps.
+            whole: steps of which to select only the payloads that are not ingested (few).
         """
         columns, stages = TABLES["payloads"].c, TABLES["stages"].c
         replaced = sa.exists().where(
@@ -271,9 +273,11 @@ class MeasurementQueries(Reader):
             "step stage role rank occurrence epoch minibatch microbatch incarnation seq pair",
         )
 
-    def streams(self, attempt_id: int, *, stage: Filter = None) -> list[Row]:
-        """Return what is known of an attempt's log-prob streams."""
-        return self._page("streams", conditions("streams", locals()), "stream role stage")
+    def streams(self, attempt_id: int, *, stage: Filter = None) -> list[StreamRow]:
+        """Return the properties of an attempt's log-prob streams."""
+        return self._typed_page(
+            StreamRow, "streams", conditions("streams", locals()), "stream role stage"
+        )
 
     def samples(
         self,
@@ -285,9 +289,10 @@ class MeasurementQueries(Reader):
         prompt_hash: Filter = None,
         limit: int = LIMIT,
         offset: int = 0,
-    ) -> list[Row]:
+    ) -> list[SampleRow]:
         """Return samples by step and sample_uid."""
-        return self._page(
+        return self._typed_page(
+            SampleRow,
             "samples",
             conditions("samples", locals()),
             "step sample_uid clock",
@@ -296,7 +301,7 @@ class MeasurementQueries(Reader):
         )
 
     def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[Row]:
-        """Return the rows of samples that a step consumed and another process made."""
+        """Return the rows that other processes wrote for the samples that a step consumed."""
         return self._rows(rollouts.consumed_samples(attempts, attempt_id, step))
 
     def rollout_payloads(
@@ -307,7 +312,7 @@ class MeasurementQueries(Reader):
 
 
 def _answers() -> sa.ColumnElement[bool]:
-    """Return the condition that a scalar's stage was not replaced, as far as is known."""
+    """Return the condition that a scalar's stage is not known to be replaced."""
     scalars, stages = TABLES["scalars"].c, TABLES["stages"].c
     own = (stages.incarnation == scalars.incarnation) & (stages.work_key == scalars.work_key)
     replaced = stages.superseded == sa.true()
@@ -326,7 +331,8 @@ def _between(
 def _scalar_names(attempt_id: int) -> Query:
     """Select the distinct `name`s of an attempt's scalars, and the `last` step of each.
 
-    A loose index scan: each name is looked up behind the one before, however many rows bear it.
+    A loose index scan: each name is found by seeking past the previous one, regardless of the
+    number of its rows.
     """
     table = TABLES["scalars"].c
     first = sa.select(sa.func.min(table.name).label("name")).where(table.attempt_id == attempt_id)

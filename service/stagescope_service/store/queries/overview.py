@@ -20,10 +20,10 @@ _ATTEMPT: Final = [column for column in tables.attempts.columns if column.name !
 
 @functools.cache
 def _activity() -> sa.Subquery:
-    """Select per attempt: when it was last heard, how many processes, how many alive.
+    """Select per attempt the time of its last contact and its number of processes and live ones.
 
-    `last_wall` is on the service's clock as far as the offset of a sender's is known, `heard_wall`
-    is of those processes alone whose offset is.
+    `last_wall` is on the service's clock if the sender's clock offset is known, `heard_wall` is
+    restricted to processes whose offset is known.
     """
     on_ours = processes.c.last_wall + sa.func.coalesce(processes.c.clock_offset, 0.0)
     is_ours = processes.c.clock_offset.is_not(None) | (processes.c.raw == sa.true())
@@ -101,7 +101,7 @@ def newest_summary(run: str | None) -> Query:
 
 
 def runs(run: str | None = None) -> Query:
-    """Select runs, last active first, with their newest attempt."""
+    """Select runs, the most recently active first, with their newest attempt."""
     query = _runs()
     return query if run is None else query.where(tables.runs.c.run == run)
 
@@ -134,7 +134,7 @@ def _runs() -> Query:
     last = sa.func.coalesce(
         ranked.c.run_last_wall, ranked.c.opened_wall, tables.runs.c.created_wall
     )
-    # A sender whose offset is not known may be ahead: nothing of its began later than it arrived.
+    # A sender with unknown offset may be ahead; `begun_wall` is never after the arrival.
     active = sa.func.coalesce(ranked.c.run_heard_wall, _last_begun(ranked.c.attempt_id), last)
     return (
         sa.select(
@@ -153,7 +153,7 @@ def _runs() -> Query:
 
 
 def _last_begun(attempt_id: sa.ColumnElement[int]) -> sa.ScalarSelect[float]:
-    """Select when a stage of an attempt's highest step began last, on the service's clock."""
+    """Select the latest begin of a stage of an attempt's highest step, on the service's clock."""
     other = stages.alias()
     top = sa.select(sa.func.max(other.c.step)).where(other.c.attempt_id == attempt_id)
     return (
@@ -167,13 +167,13 @@ def _last_begun(attempt_id: sa.ColumnElement[int]) -> sa.ScalarSelect[float]:
 def training_attempt() -> Query:
     """Select the attempt whose training stage began last, with that stage's `begin_wall`.
 
-    By the service's clock: a sender whose clock lies in the future would be the last for good.
+    By the service's clock: otherwise a sender whose clock is ahead would always be the last.
     """
     return (
         sa.select(*_ATTEMPT, stages.c.begin_wall, stages.c.step)
         .join(stages, stages.c.attempt_id == tables.attempts.c.attempt_id)
         .where(
-            # A literal: SQLite takes the partial index only for the same text.
+            # A literal: SQLite uses the partial index only for identical text.
             stages.c.stage != sa.literal_column("'rollout_generate'"),
             stages.c.begun_wall.is_not(None),
         )
@@ -187,14 +187,14 @@ def pinned_steps(run: str | None) -> Query:
     query = (
         sa.select(attempts.c.run, attempts.c.number.label("attempt"), pinned.c.step)
         .join(attempts, attempts.c.attempt_id == pinned.c.attempt_id)
-        .where(sa.text("steps.pinned"))  # as the partial index says it
+        .where(sa.text("steps.pinned"))  # the text of the partial index
         .order_by(pinned.c.attempt_id.desc(), pinned.c.step.desc())
     )
     return query if run is None else query.where(attempts.c.run == run)
 
 
 def steps(attempt_id: int | None, run: str | None, before: int | None) -> Query:
-    """Select steps, newest first, without their blobs, with how many losses each has."""
+    """Select steps, newest first, without their blobs, with the number of losses of each."""
     lost = (
         sa.select(sa.func.count())
         .where(losses.c.attempt_id == tables.steps.c.attempt_id)
@@ -225,7 +225,7 @@ def counts() -> dict[str, Query]:
     """Return the queries behind /metrics: labels and `count`, each over an index or few rows.
 
     * `processes_live` (run, role), `stages_open` (run, stage), `steps_open` (run)
-    * `payloads_announced` (run): announced and not yet settled; `payload_bytes_announced` beside
+    * `payloads_announced` (run): announced and not yet ingested or lost; also `bytes`
     * `losses` (run, kind), `findings` (run, kind, severity), `dumps` (run, state), `attempts` (run)
     """
     count = sa.func.count().label("count")
@@ -237,7 +237,7 @@ def counts() -> dict[str, Query]:
         where: sa.ColumnElement[bool] | None = None,
         sums: tuple[sa.Label[int], ...] = (),
     ) -> Query:
-        # Grouped by attempt first: of many rows, each would be joined before it is counted.
+        # Grouped by attempt first: otherwise every row would be joined before it is counted.
         inner = sa.select(table.c.attempt_id, *labels, count, *sums)
         inner = inner if where is None else inner.where(where)
         grouped = inner.group_by(table.c.attempt_id, *labels).subquery()

@@ -1,4 +1,4 @@
-"""What all queries share: a read transaction, filters and pages."""
+"""The base of all queries: read transactions, filters and pagination."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar, cast
 
 import sqlalchemy as sa
 
@@ -17,12 +17,15 @@ from stagescope_service.store.tables import TABLES
 
 Filter: TypeAlias = str | int | bool | Sequence[str] | Sequence[int] | None
 
+R = TypeVar("R")
+"""The row type of a table, a TypedDict of `store.tables`."""
+
 LIMIT: Final = 1000
 _AT_ONCE: Final = 200
 
 
 class Reader:
-    """Opens the catalogue at a URL, again where another file lies there, and cannot write."""
+    """Opens the catalogue at a URL read-only; reopens it if its file was replaced."""
 
     def __init__(self, url: str) -> None:
         self._where = connect.url_without_password(url)
@@ -36,7 +39,7 @@ class Reader:
 
     def _connect(self) -> AbstractContextManager[sa.Connection]:
         if self._path and (found := connect.file_id(self._path)) != self._file:
-            self._engine.dispose()  # another file lies there now
+            self._engine.dispose()  # the file was replaced
             self._file = found
         return self._engine.begin()
 
@@ -45,12 +48,12 @@ class Reader:
             return rows(connection, query)
 
     def _each(self, query: Query) -> Iterator[Row]:
-        """Yield the rows of a query as they are read: they need not fit into memory at once."""
+        """Yield the rows of a query as they are read, for results larger than memory."""
         with connect.catalogue_errors(self._where), self._connect() as connection:
             streaming = connection.execution_options(yield_per=_AT_ONCE)
-            # Closed before the connection goes back, also where not all is read: what Python 3.10
-            # frees of an unclosed cursor later on resets the statement that another one runs, and
-            # that one reads its first rows again.
+            # Close the cursor before returning the connection, even if not all rows are read: when
+            # Python 3.10 frees an unclosed cursor later, it resets the cached statement that
+            # another cursor runs, and that one reads its first rows again.
             with streaming.execute(query) as found:
                 for mapping in found.mappings():
                     yield dict(mapping)
@@ -75,6 +78,18 @@ class Reader:
         query = _all_rows(name, order, without).where(*where)
         return self._rows(query.limit(limit).offset(offset) if limit is not None else query)
 
+    def _typed_page(
+        self,
+        row: type[R],
+        name: str,
+        where: list[sa.ColumnElement[bool]],
+        order: str,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> list[R]:
+        """Return rows of a table with all columns, as its row type."""
+        return cast("list[R]", self._page(name, where, order, limit, offset))
+
 
 # Most of what a small query costs is to put it together: half of 2 ms.
 @functools.lru_cache(maxsize=256)
@@ -90,7 +105,7 @@ def _all_rows(name: str, order: str, without: str) -> Query:
 
 
 def conditions(name: str, filters: Mapping[str, object]) -> list[sa.ColumnElement[bool]]:
-    """Return conditions for those of `filters` that are columns of the table and not None."""
+    """Return conditions for the `filters` that are columns of the table and not None."""
     columns = TABLES[name].columns
     return [
         columns[key].in_(list(value))

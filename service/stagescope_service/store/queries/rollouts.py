@@ -14,14 +14,14 @@ from stagescope_service.store.tables import payloads, samples
 
 TRAINER_STAGES: Final = tuple(name for name in STEP_SUMMARY_STAGES if name != "rollout_generate")
 MOST_VERSIONS: Final = 100
-"""Policy versions of which a step's samples may be; the newest are looked at."""
+"""Maximum policy versions of a step's samples; the newest are used."""
 
 REUSED_STEPS: Final = 8
-"""A sample that a step so many steps away consumed may be consumed once more."""
+"""Maximum distance in steps at which a consumed sample may be consumed again."""
 
 
 def side_by_side(attempts: Sequence[Row], attempt_id: int) -> list[int]:
-    """Return the attempts of a run that were live while `attempt_id` was, itself among them."""
+    """Return the attempts of a run that were live at the same time as `attempt_id`, and itself."""
     own = next((row for row in attempts if row["attempt_id"] == attempt_id), None)
     if own is None:
         return [attempt_id]
@@ -33,14 +33,14 @@ def side_by_side(attempts: Sequence[Row], attempt_id: int) -> list[int]:
 
 
 def consumed_samples(attempt_ids: Sequence[int], attempt_id: int, step: int) -> Query:
-    """Select the rows that other processes' rollouts wrote of the samples that a step consumed."""
+    """Select the rows that other processes' rollouts wrote for the samples that a step consumed."""
     consumed = sa.select(samples.c.sample_uid).where(
         samples.c.attempt_id == attempt_id,
         samples.c.step == step,
         samples.c.clock == f"s{step}",
         samples.c.consumed_step == step,
     )
-    # Three selects and not one OR: each then has an index. Consumed samples have their step
+    # Three selects instead of one OR: each then uses an index. Consumed samples have their step
     # filled in, so few are without one.
     numbers = (step - REUSED_STEPS, step + REUSED_STEPS)
     cases = (
@@ -61,16 +61,16 @@ def rollout_payloads(
     """Select ingested payloads of a step, or of no step and one of `versions`, oldest first.
 
     Args:
-        attempt_ids: of these attempts.
+        attempt_ids: ids of the attempts.
         step: the step.
-        versions: policy versions; None for those that said none.
+        versions: policy versions; None selects payloads without one.
     """
     chosen = (
         payloads.c.attempt_id.in_(attempt_ids)
         & (payloads.c.state == "ingested")
         & payloads.c.stage.not_in(TRAINER_STAGES)
     )
-    # A select each, and no IN: SQLite then takes the index of those without a step.
+    # One select each instead of IN: SQLite then uses the index of payloads without a step.
     newest = sorted(versions, key=lambda version: (version is not None, version))[-MOST_VERSIONS:]
     cases = (
         payloads.c.step == step,

@@ -1,4 +1,4 @@
-"""Runs, their attempts and steps, and who worked in which stage of them."""
+"""Queries for runs, attempts, steps, stages and processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from stagescope_service.store.tables import TABLES, stages
 
 
 def timings(attempt_id: int, steps: Sequence[int]) -> Query:
-    """Select per step, role, stage and part: `first` and `last` begin, `longest` seconds.
+    """Select `first` and `last` begin and `longest` duration per step, role, stage and part.
 
-    `first` and `last` are Unix seconds of the service's clock, `longest` is monotonic; superseded
-    stages do not count.
+    `first` and `last` are Unix seconds of the service's clock, `longest` is monotonic seconds;
+    superseded stages are excluded.
     """
     place = [stages.c[name] for name in ("step", "role", "stage", *PART_FIELDS)]
     begun = stages.c.begin_wall + sa.func.coalesce(stages.c.clock_offset, 0.0)
@@ -39,14 +39,14 @@ def timings(attempt_id: int, steps: Sequence[int]) -> Query:
     )
 
 
-class RunReads(Reader):
-    """Questions about runs, attempts, steps, stages and processes."""
+class RunQueries(Reader):
+    """Queries for runs, attempts, steps, stages and processes."""
 
     def runs(self, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
-        """Return the runs, last active first.
+        """Return the runs, the most recently active first.
 
-        Each with `attempts` (how many), `attempt_id`, `attempt` and `attempt_key` of the newest,
-        `last_wall` (of its last process to be heard) and `live`.
+        Each has `attempts` (their number), `attempt_id`, `attempt` and `attempt_key` of the newest,
+        `last_wall` (the last contact with any of its processes) and `live`.
         """
         return self._rows(overview.runs().limit(limit).offset(offset))
 
@@ -55,11 +55,11 @@ class RunReads(Reader):
         return self._one("runs", run=run) is not None
 
     def run(self, run: str) -> Row | None:
-        """Return one run as `runs` does, or None."""
+        """Return one run in the form of `runs`, or None."""
         return self._first(overview.runs(run))
 
     def live_runs(self, since: float = 0.0) -> list[Row]:
-        """Return, as `runs` does, those with a process that was heard at `since` or later.
+        """Return the live runs in the form of `runs`, with a last contact at `since` or later.
 
         Processes that finished or lapsed do not count.
         """
@@ -86,15 +86,15 @@ class RunReads(Reader):
         return fingerprint
 
     def attempt(self, attempt_id: int) -> Row | None:
-        """Return one attempt as `attempts` does, or None."""
+        """Return one attempt in the form of `attempts`, or None."""
         return self._first(overview.attempts(attempt_id=attempt_id))
 
     def find_attempt(self, run: str, number: int | None = None) -> Row | None:
-        """Return attempt `number` of a run, the newest where it is None; None if there is none."""
+        """Return attempt `number` of a run (None: the newest), or None if there is none."""
         return self._first(overview.attempts(run, number=number))
 
     def training_attempt(self) -> Row | None:
-        """Return the attempt whose training stage began last, of all runs; None at the start."""
+        """Return the attempt of any run whose training stage began last, or None."""
         return self._first(overview.training_attempt())
 
     def attempt_of_step(self, run: str, step: int) -> Row | None:
@@ -112,10 +112,10 @@ class RunReads(Reader):
         """Return steps, newest first, with `run`, `attempt`, `losses`, `has_whole` (not the blob).
 
         Args:
-            attempt_id: of this attempt; None for all attempts of `run`.
-            run: of this run; None for all.
-            before: only steps smaller than this: the last step of the page before.
-            limit: how many.
+            attempt_id: the attempt; None for all attempts of `run`.
+            run: the run; None for all.
+            before: only steps below this one: the last step of the previous page.
+            limit: maximum number of steps.
         """
         return self._rows(overview.steps(attempt_id, run, before).limit(limit))
 
@@ -132,7 +132,7 @@ class RunReads(Reader):
         return self._first(overview.newest_summary(run))
 
     def parts_mark(self, attempt_id: int, step: int) -> int | None:
-        """Return what a step summary must hold (`steps.parts_mark`), None where nothing."""
+        """Return `steps.parts_mark`, the mark that a step summary must reach, or None."""
         table = TABLES["steps"]
         chosen = (table.c.attempt_id == attempt_id) & (table.c.step == step)
         found = self._rows(sa.select(table.c.parts_mark).where(chosen))
@@ -151,7 +151,7 @@ class RunReads(Reader):
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
-        """Return stages in the order in which they began; superseded ones only when asked."""
+        """Return stages in the order of their begin, without superseded ones by default."""
         where = conditions("stages", {**locals(), "superseded": True if superseded else None})
         if superseded is False:
             where.append(_not_superseded())
@@ -160,7 +160,7 @@ class RunReads(Reader):
     def count_stages(
         self, attempt_id: int, step: int, *, stage: Filter = None
     ) -> dict[tuple[str, str, int], int]:
-        """Return (stage, role, rank) -> how many parts of the stage it did in a step."""
+        """Return (stage, role, rank) -> the number of parts of the stage in a step."""
         table = TABLES["stages"]
         where = [*conditions("stages", locals()), _not_superseded()]
         key = (table.c.stage, table.c.role, table.c.rank)
@@ -169,7 +169,7 @@ class RunReads(Reader):
         return {(row["stage"], row["role"], row["rank"]): int(row["parts"]) for row in rows}
 
     def replaced(self, attempt_id: int, step: Filter = None) -> set[tuple[str, int | None]]:
-        """Return (incarnation, seq) of payloads whose stage something newer replaced."""
+        """Return (incarnation, seq) of payloads whose stage was superseded."""
         columns = TABLES["stages"].c
         where = conditions("stages", {"attempt_id": attempt_id, "step": step, "superseded": True})
         chosen = sa.select(columns.incarnation, columns.end_seq).where(*where)
@@ -212,10 +212,10 @@ class RunReads(Reader):
         return [row["settings"] for row in rows if name in row["settings"]]
 
     def timings(self, attempt_id: int, steps: Sequence[int]) -> list[Row]:
-        """Return how ranks went through each part of steps; see `stage_timing`."""
+        """Return the begin times and durations of each part of steps; see `timings`."""
         return self._rows(timings(attempt_id, steps))
 
 
 def _not_superseded() -> sa.ColumnElement[bool]:
     column = TABLES["stages"].c.superseded
-    return column.is_(None) | (column == sa.false())  # null is unknown, and that is not superseded
+    return column.is_(None) | (column == sa.false())  # null (unknown) is not superseded

@@ -1,4 +1,4 @@
-"""The checksums of weights that ranks recorded, and what became of each version."""
+"""Queries for the weight checksums that ranks recorded, and the verdict of each version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _verdicts = TABLES["weight_verdicts"]
 
 
 def newest_version(attempt_id: int) -> Query:
-    """Select the highest version that an attempt recorded, as `version` (null: none)."""
+    """Select the highest version that an attempt recorded, as `version` (null if none)."""
     highest = sa.func.max(_records.c.version).label("version")
     return sa.select(highest).where(_records.c.attempt_id == attempt_id)
 
@@ -28,13 +28,13 @@ def versions_of_step(attempt_id: int, step: int) -> Query:
 
 
 def incomplete(attempt_id: int, before: int) -> Query:
-    """Select the versions below `before` whose verdict was not complete."""
+    """Select the versions below `before` whose verdict is incomplete."""
     unsettled = (_verdicts.c.attempt_id == attempt_id) & (_verdicts.c.version < before)
     return sa.select(_verdicts.c.version).where(unsettled, _verdicts.c.complete == sa.false())
 
 
 def uncompared() -> Query:
-    """Select (attempt_id, version) of which more was recorded than the verdict rests on."""
+    """Select (attempt_id, version) with more records than its verdict is based on."""
     recorded = (
         sa.select(_records.c.attempt_id, _records.c.version, sa.func.count().label("records"))
         .group_by(_records.c.attempt_id, _records.c.version)
@@ -51,11 +51,11 @@ def uncompared() -> Query:
     )
 
 
-class WeightReads(Reader):
-    """Questions about recorded weights, their verdicts and odd replicas."""
+class WeightQueries(Reader):
+    """Queries for recorded weights, their verdicts and diverging replicas."""
 
     def weights(self, attempt_id: int, version: int) -> list[Row]:
-        """Return the records of a version, in the order in which they were made."""
+        """Return the records of a version, in the order of their creation."""
         return self._page(
             "weights",
             conditions("weights", locals()),
@@ -63,7 +63,7 @@ class WeightReads(Reader):
         )
 
     def weight_manifests(self, manifests: Sequence[str]) -> dict[str, bytes]:
-        """Return digest -> manifest, packed, of those that are there."""
+        """Return digest -> packed manifest of those that exist."""
         table = TABLES["weight_manifests"]
         found = self._rows(sa.select(table).where(table.c.manifest.in_(manifests)))
         return {row["manifest"]: row["tensors"] for row in found}
@@ -78,18 +78,18 @@ class WeightReads(Reader):
         return [row["version"] for row in self._rows(versions_of_step(attempt_id, step))]
 
     def weight_verdicts(self, attempt_id: int, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
-        """Return what became of each version of an attempt, the newest first."""
+        """Return the verdicts of an attempt's versions, the newest first."""
         where = conditions("weight_verdicts", {"attempt_id": attempt_id})
         return self._page("weight_verdicts", where, "-version", limit, offset)
 
     def incomplete_weights(self, attempt_id: int, before: int) -> list[int]:
-        """Return the versions below `before` of which somebody was still expected."""
+        """Return the versions below `before` that still lacked records of some ranks."""
         return [row["version"] for row in self._rows(incomplete(attempt_id, before))]
 
     def uncompared(self) -> list[tuple[int, int]]:
-        """Return (attempt_id, version) of which more was recorded than was compared."""
+        """Return (attempt_id, version) with records that were not compared."""
         return [(row["attempt_id"], row["version"]) for row in self._rows(uncompared())]
 
     def odd_replicas(self) -> list[Row]:
-        """Return each time that a rank's weights were not its replicas', the last first."""
+        """Return every divergence of a rank's weights from its replicas, the newest first."""
         return self._page("odd_replicas", [], "-wall attempt_id version side role rank")
