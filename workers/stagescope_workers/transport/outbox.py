@@ -29,10 +29,11 @@ DEFAULT_MAX_BYTES: Final = 1 << 30
 DEFAULT_MAX_EVENTS: Final = 100_000
 BATCH_EVENTS: Final = 256
 BATCH_BYTES: Final = 64 << 20
-LINGER: Final = 0.005
+LINGER: Final = 0.25
 """Seconds that a BEGIN, or an END without tensors, waits for further events: the end of a stage is
-sent with the beginning of the next, and a short stage in one call. Each call costs the coordinator
-about two milliseconds, and sending competes with the stage itself for the interpreter."""
+sent with the beginning of the next, and a short stage in one call. A call costs the coordinator
+milliseconds, as much as dozens of events, and sending competes with the stage itself for the
+interpreter. A process that is killed loses the events of this time."""
 _LINGERS: Final = frozenset({BEGIN, END})
 
 _NEVER_DROPPED: Final = frozenset({HELLO, FINISH, DROPPED})
