@@ -22,7 +22,7 @@ def work_columns(work: Work) -> dict[str, Any]:
 
 
 def attempt_row(attempt: Attempt, **columns: Any) -> Put:
-    """Write what is known of an attempt, and `columns` beside it."""
+    """Return the row of an attempt, with further `columns`."""
     return Put(
         "attempts",
         {
@@ -43,7 +43,7 @@ def attempt_row(attempt: Attempt, **columns: Any) -> Put:
 
 
 def process_row(process: Process, **columns: Any) -> Put:
-    """Write what is known of who a process is, and `columns` beside it."""
+    """Return the row of a process's identity, with further `columns`."""
     row: dict[str, Any] = {
         "incarnation": process.incarnation,
         "attempt_id": process.attempt_id,
@@ -61,7 +61,7 @@ def process_row(process: Process, **columns: Any) -> Put:
 
 
 def layout_columns(layout: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a process's layout, each of its column's type."""
+    """Return the columns of a process's layout, converted to the columns' types."""
     return {
         name: integer(layout[name]) if name.endswith(("_rank", "_size", "_index")) else text(value)
         for name, value in layout.items()
@@ -70,7 +70,7 @@ def layout_columns(layout: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def span_row(attempt_id: int, span: Span, **columns: Any) -> Put:
-    """Write the identity and state of a span, and `columns` beside it."""
+    """Return the row of a span's identity and status, with further `columns`."""
     if span.superseded is not None:
         columns["superseded"] = span.superseded
     return Put(
@@ -90,7 +90,7 @@ def span_row(attempt_id: int, span: Span, **columns: Any) -> Put:
 
 
 def payload_row(process: Process, key: PayloadKey, work: Work, state: str, **columns: Any) -> Put:
-    """Write a payload's identity and state, and `columns` beside it."""
+    """Return the row of a payload's identity and state, with further `columns`."""
     return Put(
         "payloads",
         {
@@ -110,7 +110,7 @@ def payload_row(process: Process, key: PayloadKey, work: Work, state: str, **col
 def scalar_rows(
     process: Process, work: Work, scalars: Mapping[str, Any], wall: float
 ) -> tuple[list[Put], list[str]]:
-    """Return the rows of named numbers, and "name (its type)" of those that are no numbers."""
+    """Return the rows of named numbers, and "name (type)" of the values that are not numbers."""
     where = {
         "incarnation": process.incarnation,
         "work_key": work.key,
@@ -135,7 +135,7 @@ def scalar_rows(
 def loss_row(
     attempt: Attempt, process: Process, work: Work, kind: str, reason: str, **columns: Any
 ) -> Put:
-    """Write something that was announced and will not arrive."""
+    """Return the row of something that was announced and will not arrive."""
     identity = (process.incarnation, work.key, kind, columns.pop("identity", ""))
     return Put(
         "losses",
@@ -155,7 +155,7 @@ def loss_row(
 
 
 def integer(value: object) -> int | None:
-    """Return an int that a column can hold, else None."""
+    """Return `value` if it is an int that a column can hold, else None."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
         return None
     value = int(value)
@@ -163,7 +163,7 @@ def integer(value: object) -> int | None:
 
 
 def number(value: object) -> float | None:
-    """Return a number as a float (NaN and infinities too), else None; numpy's are numbers."""
+    """Return a number (NaN, infinities and numpy's included) as a float, else None."""
     if type(value) is float:
         return value
     if not isinstance(value, Real):
@@ -175,7 +175,7 @@ def number(value: object) -> float | None:
 
 
 def text(value: object, most: int = 4000) -> str | None:
-    """Return a text that every database takes: no lone surrogates, no NUL, not too long."""
+    """Return a text that every database stores: no lone surrogates, no NUL, not too long."""
     if value is None:
         return None
     shown = str(value)[:most]
@@ -185,14 +185,14 @@ def text(value: object, most: int = 4000) -> str | None:
 
 
 def numbers(value: object) -> dict[str, float]:
-    """Return the named numbers of an event; what is not one is left out."""
+    """Return the named numbers of an event; other values are left out."""
     named = value if isinstance(value, Mapping) else {}
     found = {str(name): number(item) for name, item in named.items()}
     return {name: item for name, item in found.items() if item is not None}
 
 
 def plain(value: object, depth: int = 20) -> Any:
-    """Return what JSON can say of a value; of what it has no word for, its text."""
+    """Return a value as JSON; its `repr` where JSON has no type for it."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -209,6 +209,6 @@ def plain(value: object, depth: int = 20) -> Any:
 
 
 def row_id(*parts: object) -> str:
-    """Return a short stable name for a tuple of values."""
+    """Return a short stable identifier of a tuple of values."""
     text = "\x1f".join(str(part) for part in parts)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

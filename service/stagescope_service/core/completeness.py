@@ -73,7 +73,7 @@ def expect(
     before: Participants | None,
     all_stages: bool,
 ) -> tuple[Participants, bool]:
-    """Return who is expected in each stage, and whether that is unknown of any."""
+    """Return the expected ranks of each stage, and whether they are unknown for any stage."""
     before = before or {}
     stages = set(statuses) | (set(before) if all_stages else set())
     # A step in which nobody is known to have worked says nothing about itself.
@@ -90,7 +90,7 @@ def expect(
 def verdict_of(
     expected: Participants, missing: Mapping[tuple[str, str, int], str], unknown: bool
 ) -> Completeness:
-    """Put a judgement into words."""
+    """Build the verdict from the expected and missing ranks."""
     shown: dict[str, dict[str, list[int]]] = {}
     for role, stage in sorted(expected):
         shown.setdefault(role, {})[stage] = sorted(expected[(role, stage)])
@@ -103,7 +103,7 @@ def verdict_of(
 
 
 def statuses_of(step: Step) -> Statuses:
-    """Return how far each rank has come in each stage of a step."""
+    """Return the status of each rank in each stage of a step."""
     return {
         key: {rank: status_of(spans) for rank, spans in ranks.items()}
         for key, ranks in step.ranks.items()
@@ -111,7 +111,7 @@ def statuses_of(step: Step) -> Statuses:
 
 
 def status_of(spans: Iterable[Span]) -> str | None:
-    """Return what keeps a rank from having finished a stage, after the spans that answer for it."""
+    """Return the status that keeps a rank from having finished a stage; None if it has finished."""
     answering = [span.status for span in spans if not span.superseded]
     if not answering:
         return NOT_BEGUN
@@ -119,7 +119,7 @@ def status_of(spans: Iterable[Span]) -> str | None:
 
 
 def statuses_of_rows(stages: Iterable[Mapping[str, Any]]) -> Statuses:
-    """Return the same from the catalogue's rows of a step's stages, the superseded ones apart."""
+    """Return the statuses from the rows of a step's stages, superseded ones left out."""
     found: dict[tuple[str, str], dict[int, str | None]] = defaultdict(dict)
     for row in stages:
         status = row["status"] or OPEN
@@ -131,7 +131,7 @@ def statuses_of_rows(stages: Iterable[Mapping[str, Any]]) -> Statuses:
 def corrected(
     verdict: str, missing: Iterable[Mapping[str, Any]], statuses: Statuses
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Correct a verdict and its list of the missing by how far they have come since."""
+    """Update a verdict and its missing ranks by their present statuses."""
     left = []
     for item in missing:
         ranks = statuses.get((item["role"], item["stage"]), {})

@@ -13,7 +13,7 @@ from stagescope_service.core.registry import Registry
 def leave(
     registry: Registry, process: Process, wall: float, *, finished: bool
 ) -> list[Instruction]:
-    """Let a process go that took leave (`finished`), or fell silent."""
+    """Mark a process as gone: it finished (`finished`) or its lease lapsed."""
     attempt = registry.attempt_of(process)
     steps.retire(attempt, process)
     process.left_wall = wall
@@ -32,12 +32,12 @@ def leave(
 
 
 def goes_on(process: Process, seq: int) -> bool:
-    """Whether a process that took leave as it was asked to begins something after that."""
+    """Return whether a process that finished on request begins something afterwards."""
     return process.finished and process.finish_seq is not None and seq > process.finish_seq
 
 
 def wake(registry: Registry, process: Process, wall: float) -> list[Instruction]:
-    """Take back the lapse, or the leave, of a process that spoke again."""
+    """Mark a process that sent something again as live."""
     attempt = registry.attempt_of(process)
     column = "finished_wall" if process.finished else "lapsed_wall"
     process.lapsed = process.finished = False
@@ -52,7 +52,7 @@ def wake(registry: Registry, process: Process, wall: float) -> list[Instruction]
 
 
 def abandon(attempt: Attempt, process: Process, wall: float, why: str) -> list[Instruction]:
-    """Mark what a process left open as unfinished, and list it."""
+    """Mark a process's open spans as unfinished, and list them as losses."""
     out: list[Instruction] = []
     for span, row in spans.abandon(attempt, process):
         out.append(row)
@@ -62,7 +62,7 @@ def abandon(attempt: Attempt, process: Process, wall: float, why: str) -> list[I
 
 
 def lose_unread(registry: Registry, process: Process, wall: float) -> list[Instruction]:
-    """Give up the payloads that no ingestor is reading; whoever holds one may offer it yet."""
+    """Mark the payloads that no ingestor reads as lost; their holder may still offer them."""
     out: list[Instruction] = []
     for payload in [*process.payloads.values()]:
         if not payload.in_flight:
@@ -73,12 +73,12 @@ def lose_unread(registry: Registry, process: Process, wall: float) -> list[Instr
 
 
 def stage_loss(attempt: Attempt, process: Process, work: Work, reason: str, wall: float) -> Put:
-    """Return the row that says that a stage was lost, and why."""
+    """Return the loss of a stage, with the reason."""
     return loss_row(attempt, process, work, "stage", reason, count=1, wall=wall)
 
 
 def take_leave_back(process: Process, work: Work) -> list[Instruction]:
-    """Take back that a stage was lost, unless another span of that name still is."""
+    """Withdraw the loss of a stage, unless another of its spans is still lost."""
     if any(span.work.key == work.key for span in process.unfinished.values()):
         return []
     lost = row_id(process.incarnation, work.key, "stage", "")

@@ -45,7 +45,7 @@ Participants = dict[tuple[str, str], set[int]]
 
 
 def leaves(settings: Mapping[str, Any]) -> int:
-    """Return how many values settings have, a mapping in them counted by its own."""
+    """Return the number of values in settings; a mapping counts its own values."""
     return sum(len(value) if isinstance(value, Mapping) else 1 for value in settings.values())
 
 
@@ -81,7 +81,7 @@ class Payload:
 
 @dataclasses.dataclass(slots=True)
 class Drops:
-    """What a process had to drop, each of its reports counted once."""
+    """Counts of what a process dropped; each of its reports counts once."""
 
     events: int = 0
     payloads: int = 0
@@ -92,7 +92,7 @@ class Drops:
     REMEMBERED: ClassVar[int] = 256
 
     def add(self, seq: int, what: str, count: int, size: int) -> bool:
-        """Count a report; return False where it was counted before."""
+        """Count a report; return False if it was counted before."""
         full = len(self.seqs) >= self.REMEMBERED
         if seq in self.seqs or (full and seq < self.seqs[0]):
             return False
@@ -106,7 +106,7 @@ class Drops:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Handshake:
-    """What a process said of its whole start in its HELLO; its attempt has it from there."""
+    """What a process's HELLO reports about its start; the attempt takes it from there."""
 
     wall: float
     fingerprint: Mapping[str, Any] | None = None
@@ -195,7 +195,7 @@ class Process:
     )
 
     def settle(self, seq: int, state: str, reason: str | None = None) -> None:
-        """Remember how a payload ended, and why."""
+        """Record the final state of a payload, with the reason."""
         self.settled[seq] = state
         if self.raw and reason is not None:
             self.reasons[seq] = reason
@@ -206,18 +206,18 @@ class Process:
 
     @property
     def live(self) -> bool:
-        """Whether its word still counts for when a step closes."""
+        """Whether steps wait for this process before they close."""
         return not (self.finished or self.lapsed or self.replaced)
 
     @property
     def age(self) -> tuple[float, str]:
-        """Order incarnations of one rank by: the highest is the newest."""
+        """Sort key of the incarnations of one rank: the highest is the newest."""
         return (self.started, self.incarnation)
 
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """A step of an attempt, open or closed lately."""
+    """A step of an attempt, open or recently closed."""
 
     step: int
     opened_wall: float
@@ -303,7 +303,7 @@ class Attempt:
     silent_roles: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def add(self, process: Process) -> None:
-        """Take in a process."""
+        """Add a process."""
         self.processes[process.incarnation] = process
         self.by_rank.setdefault((process.role, process.rank), []).append(process)
         self.heard_roles.add(process.role)
@@ -311,7 +311,7 @@ class Attempt:
         self.believe(process)
 
     def remove(self, process: Process) -> None:
-        """Let a process go that has not worked here."""
+        """Remove a process that has done no work in this attempt."""
         del self.processes[process.incarnation]
         self.by_rank[(process.role, process.rank)].remove(process)
         self.expected_roles, self.heard_roles = set(), set()
@@ -322,7 +322,7 @@ class Attempt:
             self.believe(other)
 
     def believe(self, process: Process) -> bool:
-        """Take in a process's word on its role's size; return whether that changed."""
+        """Update the size of a role from what a process reports; return whether it changed."""
         if process.world_size is None:
             return False
         known = self.sizes.get(process.role)
@@ -332,17 +332,17 @@ class Attempt:
         return known is None or known[1] != process.world_size
 
     def note_closed(self, wall: float) -> None:
-        """Note when a step closed."""
+        """Record when a step closed."""
         first = self.first_closed_wall
         self.first_closed_wall = wall if first is None else min(first, wall)
 
     def world_size(self, role: str) -> int | None:
-        """Return how many ranks a role has, by its newest process that said it."""
+        """Return the number of ranks of a role, as its newest process reported it."""
         known = self.sizes.get(role)
         return None if known is None else known[1]
 
     def missing(self) -> Iterator[tuple[str, int, bool]]:
-        """Yield (role, rank, whether it ever spoke) of ranks that never came or fell silent."""
+        """Yield (role, rank, whether it ever reported) of ranks that never reported or lapsed."""
         if not self.processes:  # of an attempt that left memory nobody knows it
             return
         for role, (_, size) in self.sizes.items():
@@ -354,17 +354,17 @@ class Attempt:
                 yield role, rank, True
 
     def is_fullest(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether no process said more of the run's settings so far."""
+        """Return whether no other process has reported more of the run's settings."""
         size = leaves(settings)
         self.settings_size, before = max(size, self.settings_size), self.settings_size
         return size >= before
 
     @property
     def unheard_roles(self) -> set[str]:
-        """Roles that are expected to report and of which no rank has spoken."""
+        """Roles that are expected to report and of which no rank has reported."""
         return self.expected_roles - self.heard_roles
 
     @property
     def over(self) -> bool:
-        """Whether nobody is left."""
+        """Whether no process is left."""
         return self.ended_wall is not None

@@ -20,7 +20,7 @@ BEGUN_AGAIN: Final = "step_begun_again"
 
 
 def moved(put: Put, attempt_id: int) -> Put:
-    """Return a finding as one of another attempt of the same run."""
+    """Return a copy of a finding for another attempt of the same run."""
     is_one_of_several = put.row["finding_id"] != _finding_id(put.row)
     row = {**put.row, "attempt_id": attempt_id}
     row["finding_id"] = _finding_id(row)
@@ -28,7 +28,7 @@ def moved(put: Put, attempt_id: int) -> Put:
 
 
 def by_message(put: Put) -> Put:
-    """Return a finding as one of several of its kind about one thing: a finding a message."""
+    """Return a copy of a finding whose identity includes its message."""
     finding_id = row_id(put.row["finding_id"], put.row["message"])
     return Put("findings", {**put.row, "finding_id": finding_id})
 
@@ -55,7 +55,7 @@ def finding(
     rank: int | None = None,
     evidence: Mapping[str, Any] | None = None,
 ) -> Put:
-    """Write a finding; the same kind about the same thing is one finding, however often seen."""
+    """Return a finding; one kind about one subject is one finding, however often it occurs."""
     row = {
         "run": run,
         "attempt_id": attempt_id,

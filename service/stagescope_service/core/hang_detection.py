@@ -42,7 +42,7 @@ class StageKey(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class StageTiming:
-    """How the ranks of a role went through a place; merged by minimum and maximum, in any order."""
+    """Times of a role's ranks in a part of a stage; merged by minimum and maximum."""
 
     place: StageKey
     first: float = math.inf
@@ -53,16 +53,16 @@ class StageTiming:
     """How long the slowest of those who ended it took; None while nobody did."""
 
     def begun(self, at: float) -> None:
-        """Take in that a rank began."""
+        """Add the time at which a rank began."""
         self.first, self.last = min(self.first, at), max(self.last, at)
 
     def took(self, seconds: float) -> None:
-        """Take in that a rank ended after `seconds`."""
+        """Add the duration of a rank that ended."""
         self.longest = max(self.longest or 0.0, seconds)
 
 
 class History(NamedTuple):
-    """What earlier steps say of a stage: a number a step, of its slowest rank and part."""
+    """Durations of a stage in earlier steps: one a step, of its slowest rank and part."""
 
     longest: Sequence[float] = ()
     """How long a part took."""
@@ -73,7 +73,7 @@ class History(NamedTuple):
 
 
 class RankPosition(NamedTuple):
-    """Where a rank stands."""
+    """The part of a stage that a rank is in."""
 
     process: str
     """LIVE, SILENT, GONE or UNHEARD."""
@@ -87,7 +87,7 @@ class RankPosition(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Role:
-    """What is known of a role of an attempt that works on some open steps."""
+    """The state of a role of an attempt in its open steps."""
 
     standings: Mapping[int, RankPosition]
     """Of the ranks that are expected."""
@@ -102,7 +102,7 @@ class Role:
 
 
 class Limit(NamedTuple):
-    """How long is too long."""
+    """After how many seconds a rank counts as stuck."""
 
     seconds: float
     usual: float | None
@@ -134,7 +134,7 @@ class Stuck(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StuckRules:
-    """From when on a rank counts as stuck."""
+    """Settings that decide when a rank counts as stuck."""
 
     min_seconds: float = 30.0
     """Seconds below which nobody is stuck."""
@@ -146,7 +146,7 @@ class StuckRules:
     """Times `min_seconds` where there is no history."""
 
     def after(self, earlier: Sequence[float], here: float | None) -> Limit:
-        """Return the limit after what earlier steps took, else after what the others take here."""
+        """Return the limit from the durations of earlier steps, else of the other ranks."""
         if not earlier:
             seconds = max(self.first_factor * self.min_seconds, self.factor * (here or 0.0))
             return Limit(seconds, None, 0)
@@ -156,7 +156,7 @@ class StuckRules:
 
 
 def judge(role: Role, now: float, rules: StuckRules) -> list[Stuck]:
-    """Return who of a role is stuck, by rank.
+    """Return the stuck ranks of a role, by rank.
 
     Nobody is where nobody of the role lives: what a lost job left open is lost, not stuck.
     """
@@ -166,7 +166,7 @@ def judge(role: Role, now: float, rules: StuckRules) -> list[Stuck]:
 
 
 class _Judgement:
-    """One look at a role: what is the same for all ranks is looked up once a place."""
+    """One check of a role; what is the same for all ranks is computed once for each stage part."""
 
     def __init__(self, role: Role, now: float, rules: StuckRules) -> None:
         self._role, self._now, self._rules = role, now, rules
@@ -225,7 +225,7 @@ class _Judgement:
         return self._stuck(rank, standing, place, NOT_BEGUN, since, limit)
 
     def _awaited(self, rank: int, standing: RankPosition) -> tuple[float, StageKey] | None:
-        """Return the earliest part that others began since a rank was last among them."""
+        """Return the earliest part that other ranks began after this rank's last one."""
         awaited = None
         for first, place in self._newest_first:
             if first <= standing.frontier:
@@ -256,7 +256,7 @@ class _Judgement:
         return standing.said is not None and self._now - standing.said > limit.seconds
 
     def _is_whole(self, place: StageKey, limit: Limit) -> bool:
-        """Say whether everyone who is expected is inside, and none for as long as ever.
+        """Return whether all expected ranks are inside, and none for longer than usual.
 
         Without a history nobody knows how long that is.
         """
@@ -272,7 +272,7 @@ class _Judgement:
         return known
 
     def _waits_for_silent(self, place: StageKey) -> bool:
-        """Say whether a rank whose process does not answer has not ended a part (nor left it)."""
+        """Return whether a rank of an unresponsive process has not ended a part."""
         known = self._waits.get(place)
         if known is None:
             known = self._waits[place] = any(

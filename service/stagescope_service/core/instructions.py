@@ -71,7 +71,7 @@ class IngestJob(TypedDict):
 
 
 class Ingest(NamedTuple):
-    """Hand a payload's refs to the ingestor of `node_id` (any, where it is None)."""
+    """Give a payload's refs to the ingestor of `node_id` (None: any)."""
 
     key: PayloadKey
     node_id: str | None
@@ -79,7 +79,7 @@ class Ingest(NamedTuple):
 
 
 class DumpKey(NamedTuple):
-    """The identity of a dump: whose it is, of which work, for which capture."""
+    """The identity of a dump: its process, its work and its capture."""
 
     incarnation: str
     work_key: str
@@ -87,7 +87,7 @@ class DumpKey(NamedTuple):
 
 
 class BuildOperatorTable(NamedTuple):
-    """Have the ingestor of `node_id` make a dump's operator table; `job` is its announcement."""
+    """Have the ingestor of `node_id` build a dump's operator table; `job` is the announcement."""
 
     key: DumpKey
     node_id: str | None
@@ -95,19 +95,19 @@ class BuildOperatorTable(NamedTuple):
 
 
 class DumpReported(NamedTuple):
-    """A rank said what became of a capture: a row of `dumps`, which is written beside this."""
+    """A rank reported the state of a capture: a row of `dumps`, written by its own `Put`."""
 
     row: Mapping[str, Any]
 
 
 class Ask(NamedTuple):
-    """Have a process's poll answered now: a request waits for it."""
+    """Answer a process's poll now: a request waits for it."""
 
     incarnation: str
 
 
 class ReadWatchdogs(NamedTuple):
-    """Have the ingestor of `node_id` read the watchdogs' files of processes that fell silent."""
+    """Have the ingestor of `node_id` read the watchdog files of lapsed processes."""
 
     node_id: str | None
     paths: dict[str, str]
@@ -115,7 +115,7 @@ class ReadWatchdogs(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """A payload reached its end: its receipt may go out once everything before is committed."""
+    """A payload reached its final state; the receipt follows the commit of all before it."""
 
     key: PayloadKey
     state: str

@@ -42,7 +42,7 @@ Row = Mapping[str, Any]
 def follow(
     attempt: Attempt, process: Process, event: Event, work: Work, row: Row, state: str | None
 ) -> list[Instruction]:
-    """Take in what a DUMP event says of where its dump stands.
+    """Apply the state that a DUMP event reports of its dump.
 
     Args:
         attempt, process: whose dump it is.
@@ -65,7 +65,7 @@ def follow(
 
 
 def cut_off(attempt: Attempt, process: Process, wall: float, why: str) -> list[Instruction]:
-    """End the dumps that a process began and will not end: they are read as far as they go."""
+    """End the unfinished dumps of a process: what was written of them is read."""
     out: list[Instruction] = []
     for work, row in process.armed.values():
         reason = f"dump {TRUNCATED}: {why} inside the capture"
@@ -81,7 +81,7 @@ def cut_off(attempt: Attempt, process: Process, wall: float, why: str) -> list[I
 
 
 def again(row: Row, run: str) -> BuildOperatorTable:
-    """Return the order for an announcement that was not carried out before a restart."""
+    """Return the instruction for an announcement that was not carried out before a restart."""
     key = DumpKey(row["incarnation"], row["work_key"], row["capture_id"])
     return BuildOperatorTable(key, row["node_id"], {**row, "run": run})
 
@@ -100,14 +100,14 @@ def _announce(
 
 
 def outcome(job: Row, state: str, reason: str | None, **columns: Any) -> Put:
-    """Write how an announced dump ended."""
+    """Return the row of an announced dump's outcome."""
     key = {name: job[name] for name in _KEY}
     said = {"digested_mark": job["mark"], "state": state, "reason": reason}
     return Put("operators", {**key, **said, **columns})
 
 
 def refusal(job: Row, error: StagescopeError) -> list[Put]:
-    """Write that a dump cannot be read, and a finding."""
+    """Return the row of a dump that cannot be read, and its finding."""
     advice = error.advice or "msprobe's own files stay where they are"
     found = finding(
         "unreadable_dump",
@@ -124,7 +124,7 @@ def refusal(job: Row, error: StagescopeError) -> list[Put]:
 
 
 def about(job: Row) -> dict[str, Any]:
-    """Return what a finding about an announced dump says of where it belongs."""
+    """Return the fields of a finding that locate an announced dump."""
     names = ("run", "attempt_id", "step", "stage", "role", "rank")
     return {**{name: job[name] for name in names}, "wall": job["announced_wall"]}
 

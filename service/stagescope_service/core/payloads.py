@@ -49,7 +49,7 @@ def announce(
     announced: Mapping[str, Any],
     has_payload: bool,
 ) -> list[Instruction]:
-    """Note a payload and, where its refs are here, have it read."""
+    """Record a payload as announced and, if its refs came with it, have it ingested."""
     key = PayloadKey(process.incarnation, event.seq)
     settled = process.settled.get(key.seq)
     if settled == LOST and has_payload:
@@ -95,7 +95,7 @@ def announce(
 def _misspelt(
     attempt: Attempt, process: Process, event: Event, work: Work, announced: Mapping[str, Any]
 ) -> list[Instruction]:
-    """Say which names of a raw caller's payload no statistic reads; a probe says it itself."""
+    """Return a finding of the names in a raw caller's payload that no statistic reads."""
     names = announced.get("tensors")
     wrong = dict(misspelt(map(str, names))) if isinstance(names, Mapping) else {}
     if isinstance(names, Mapping) and available_pairs(names):
@@ -123,7 +123,7 @@ def _misspelt(
 def announce_dropped(
     attempt: Attempt, process: Process, event: Event, work: Work, dropped: Mapping[str, Any]
 ) -> list[Instruction]:
-    """Note a payload that its process had to let go (its DROPPED event lists the loss)."""
+    """Record a payload that its process dropped (its DROPPED event lists the loss)."""
     key = PayloadKey(process.incarnation, event.seq)
     payload = process.payloads.get(key)
     if key.seq in process.settled or (payload is not None and payload.in_flight):
@@ -148,7 +148,7 @@ def settle(
     wall: float,
     **columns: Any,
 ) -> list[Instruction]:
-    """Bring a payload to its end: 'ingested', 'lost', 'refused' or 'dropped'."""
+    """Set the final state of a payload: 'ingested', 'lost', 'refused' or 'dropped'."""
     key, work = payload.key, payload.work
     process.payloads.pop(key, None)
     process.settle(key.seq, state, reason)

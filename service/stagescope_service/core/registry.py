@@ -44,17 +44,17 @@ GONE_REMEMBERED: Final = 100_000
 
 
 def given_key(key: str) -> str:
-    """Return a sender's key as attempts have it: the mark is ours, and would name another start."""
+    """Return a sender's attempt key without the restart mark, which only the service sets."""
     return key.replace(RESTART_MARK, "-")
 
 
 def base_key(key: str) -> str:
-    """Return the key that the processes of an attempt gave, without the count of its start."""
+    """Return the key that an attempt's processes gave, without the restart count."""
     return key.partition(RESTART_MARK)[0]
 
 
 def role_names(reported: object) -> frozenset[str]:
-    """Return the roles that a HELLO says report beside its sender (its field `expects`)."""
+    """Return the roles that a HELLO expects to report beside its sender (its field `expects`)."""
     names = reported if isinstance(reported, list | tuple) else ()
     return frozenset(name for name in names[:MAX_ROLES] if isinstance(name, str) and name)
 
@@ -70,7 +70,7 @@ _READ: Final = frozenset({"keep", "producers"})
 
 
 def reading_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what of a process's settings goes with each of its payloads to who reads it.
+    """Return the part of a process's settings that goes to the ingestor with each payload.
 
     A whole configuration (verl's has 50 kB) stays where it was said.
     """
@@ -79,7 +79,7 @@ def reading_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class Registry:
-    """Attempts and processes by their identities; mutated by the state machine alone."""
+    """Attempts and processes by their identities; only the state machine changes it."""
 
     def __init__(self) -> None:
         self.attempts: dict[int, Attempt] = {}
@@ -94,7 +94,7 @@ class Registry:
 
     # --- looking up ---------------------------------------------------------------------
     def attempt_of(self, process: Process) -> Attempt:
-        """Return the attempt that a process belongs to."""
+        """Return the attempt of a process."""
         return self.attempts[process.attempt_id]
 
     def newest(self, run: str) -> Attempt | None:
@@ -103,11 +103,11 @@ class Registry:
         return None if found is None else self.attempts[found]
 
     def is_known(self, run: str | None) -> bool:
-        """Say whether a run (None: any) has an attempt."""
+        """Return whether a run (None: any) has an attempt."""
         return bool(self._newest) if run is None else run in self._newest
 
     def find(self, run: str, key: str | None) -> Attempt | None:
-        """Return the newest attempt of a run, with an attempt key the newest of that key."""
+        """Return the newest attempt of a run, or of an attempt key in it."""
         return self.newest(run) if key is None else self._latest_of_key(run, given_key(key))
 
     def of_key(self, run: str | None, key: str) -> list[Attempt]:
@@ -117,7 +117,7 @@ class Registry:
         return [attempt for attempt in found if attempt is not None]
 
     def adopt(self, attempt: Attempt) -> None:
-        """Take in an attempt that was opened or restored."""
+        """Add an attempt that was opened or restored."""
         self.attempts[attempt.attempt_id] = attempt
         self._by_key[(attempt.run, attempt.key)] = attempt.attempt_id
         newest = self.newest(attempt.run)
@@ -126,7 +126,7 @@ class Registry:
         self._next_id = max(self._next_id, attempt.attempt_id + 1)
 
     def reserve(self, next_id: int) -> None:
-        """Never give an attempt an id below `next_id`."""
+        """Use ids from `next_id` on for new attempts."""
         self._next_id = max(self._next_id, next_id)
 
     # --- opening ------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Registry:
         return attempt, [*out, attempt_row(attempt)]
 
     def attempt_for(self, sender: Sender, wall: float) -> tuple[Attempt, list[Instruction]]:
-        """Return the attempt of a sender: where it was, else its key's, opened if need be."""
+        """Return the attempt of a sender: the one it was in, else its key's, opened if new."""
         before = self._gone.get(sender.incarnation)
         if before is not None and before in self.attempts:
             return self.attempts[before], []
@@ -176,7 +176,7 @@ class Registry:
     def process_for(
         self, sender: Sender, event: Event, lease_until: float, *, raw: bool, late: bool = False
     ) -> tuple[Process, list[Instruction]]:
-        """Return the process of a sender, made if it is new, with its lease renewed.
+        """Return the process of a sender, created if new, with its lease renewed.
 
         One that is new and comes late, when its attempt has finished, has left from the start.
         """
@@ -229,7 +229,7 @@ class Registry:
     def introduce(
         self, process: Process, fields: Mapping[str, Any], wall: float
     ) -> tuple[bool, list[Instruction]]:
-        """Take in what a process says of itself (the fields of a HELLO).
+        """Apply the fields of a process's HELLO.
 
         What it says of its start is its attempt's once that is known to be its own.
 
@@ -272,7 +272,7 @@ class Registry:
         return attempt.believe(process), out
 
     def may_leave(self, process: Process) -> bool:
-        """Say whether a process may turn out to be of a later start than its attempt.
+        """Return whether a process may still turn out to belong to a later attempt.
 
         Then what it says of its start is not the attempt's until it begins a step.
         """
@@ -284,7 +284,7 @@ class Registry:
         return came_later or self._older(attempt, process) is not None
 
     def _shared(self, reported: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a process said, as JSON has it; equal parts of several are kept once."""
+        """Return a reported value as JSON; equal values are kept in memory once."""
         kept: dict[str, Any] = {}
         for name, value in reported.items():
             value = plain(value)
@@ -295,7 +295,7 @@ class Registry:
 
     @staticmethod
     def _to_carry(attempt: Attempt, process: Process) -> dict[str, Any]:
-        """Return what else is stored of a process whose attempt is open, for a restart of ours.
+        """Return the columns of a process that only a restart of the coordinator reads.
 
         The lowest rank of a role says it for all: an attempt has the fingerprint of its first.
         """
@@ -306,7 +306,7 @@ class Registry:
         return {"fingerprint": reported.fingerprint, "said_wall": reported.wall}
 
     def _learn(self, attempt: Attempt, process: Process) -> list[Put]:
-        """Take what a process said of its start for its attempt's, where it is of that start."""
+        """Apply a process's handshake to its attempt."""
         if process.handshake is None or self.may_leave(process):
             return []
         told = _adopt_resume(attempt, process)
@@ -321,7 +321,7 @@ class Registry:
         return out
 
     def _learn_again(self, attempt: Attempt) -> list[Put]:
-        """Derive what an attempt knows of its start from the processes that it has now."""
+        """Derive an attempt's fingerprint and resume step from its present processes."""
         attempt.resumed_from_step = attempt.resumed_restored
         attempt.resumed_told = attempt.resumed_restored is not None
         if not attempt.resumed_told and attempt.number > 1 and attempt.first_step is not None:
@@ -338,7 +338,7 @@ class Registry:
         return [*out, attempt_row(attempt, **columns)]
 
     def bind(self, process: Process, step: int) -> tuple[Attempt | None, list[Instruction]]:
-        """Settle a process's attempt at the first step that it begins.
+        """Bind a process to its attempt at the first step that it begins.
 
         A rank that starts again at a step which its attempt has closed is a new start; then the
         attempt that it left is returned, too. One that was there when the step closed only comes
@@ -362,7 +362,7 @@ class Registry:
         return attempt, [*out, *self._learn_again(attempt), *self._learn_again(opened)]
 
     def _restarted(self, attempt: Attempt, process: Process, step: int) -> Process | None:
-        """Return whom a process follows that begins `step` as one of a new start, else None."""
+        """Return the older incarnation that a process replaces in a new attempt, else None."""
         if process.raw or process.role == "rollout":
             return None
         older = self._older(attempt, process)
@@ -377,11 +377,11 @@ class Registry:
         return older
 
     def stays_without_key(self, process: Process) -> bool:
-        """Whether a rank started again and nothing tells if all of its training did."""
+        """Return whether a rank restarted without a key that tells if the whole training did."""
         return process.unkeyed and self._older(self.attempt_of(process), process) is not None
 
     def open_restart(self, attempt: Attempt, wall: float) -> tuple[Attempt, list[Instruction]]:
-        """Open the attempt of those who start again under the key of `attempt`."""
+        """Open the attempt of a restart under the key of `attempt`."""
         base, count = base_key(attempt.key), 2
         while (attempt.run, f"{base}{RESTART_MARK}{count}") in self._by_key:
             count += 1
@@ -395,7 +395,7 @@ class Registry:
         return max(older, key=lambda each: each.age, default=None)
 
     def _follows(self, attempt: Attempt, process: Process, older: Process | None) -> Process | None:
-        """Return whom a process without an attempt key follows if nobody is left of its attempt.
+        """Return the incarnation that a process without a key replaces if its attempt is empty.
 
         No key tells such starts apart. A process is not left where it took leave, fell silent, was
         not heard for long, or where this one is of its rank. The rank of this one may not have
@@ -418,13 +418,13 @@ class Registry:
         return older or max(of_role, key=lambda each: each.heard, default=None)
 
     def _came_with(self, attempt: Attempt, other: Process, older: Process) -> bool:
-        """Whether `other` belongs to the start that follows the one of `older`."""
+        """Return whether `other` belongs to the start after that of `older`."""
         if other.bound or other.raw or other.worked or not other.live:
             return False
         return other.started > older.last_wall or self._older(attempt, other) is not None
 
     def forget(self, attempt: Attempt, now: float) -> None:
-        """Let go of an attempt that is over and not its run's newest; the catalogue has it."""
+        """Remove from memory an attempt that is over and not its run's newest."""
         if not attempt.over or attempt is self.newest(attempt.run) or not attempt.processes:
             return
         held = any(each.payloads or each.lease_until >= now for each in attempt.processes.values())
@@ -445,7 +445,7 @@ class Registry:
 
 
 def _adopt_resume(attempt: Attempt, process: Process) -> bool:
-    """Take in from which step a process says that it resumed; return whether it said so."""
+    """Apply the resume step that a process reports; return whether it reported one."""
     reported = process.handshake
     if reported is None or reported.resumed_from_step is None:
         return False
@@ -457,7 +457,7 @@ def _adopt_resume(attempt: Attempt, process: Process) -> bool:
 
 
 def _adopt_fingerprint(attempt: Attempt, process: Process) -> bool:
-    """Take in a process's fingerprint; return whether that changed the attempt's.
+    """Apply a process's fingerprint; return whether that changed the attempt's.
 
     It is that of the first (role, rank), of its incarnations the first, but for the
     configuration: a driver knows all of it, and its ranks what they were told.

@@ -51,7 +51,7 @@ _DUMP_COLUMNS: Final[Mapping[str, Callable[[object], Any]]] = {
 
 
 def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
-    """Write the named numbers of an event; what is not a number makes a finding.
+    """Return the rows of an event's scalars; a value that is not a number makes a finding.
 
     Rules look at a step when it closes: a number that is not finite and comes later has the step
     looked at again. Work without a step never closes, so that there it is a finding at once.
@@ -90,7 +90,7 @@ _REFUSED_IN_PART: Final = frozenset({"refused_scalar", "refused_world_size", "un
 
 
 def refused_in_part(instructions: Iterable[Instruction]) -> str | None:
-    """Return what was not taken of an event that was, for the answer to who sent it."""
+    """Return the part of an accepted event that was refused, for the answer to its sender."""
     told = [
         f"{order.row['message']} ({order.row['advice']})"
         for order in instructions
@@ -122,7 +122,7 @@ def _stepless_scalars(
 
 
 def dropped(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
-    """Count what the process had to drop; each such event is a loss of its own."""
+    """Count what the process dropped; each such event is a loss."""
     fields = event.fields
     what = text(fields.get("what"), 100) or "event"
     count = max(0, integer(fields.get("count", 1)) or 0)
@@ -147,7 +147,7 @@ def dropped(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
 def remember_unbound(
     process: Process, rows: Iterable[Instruction], known: Collection[str] | None
 ) -> None:
-    """Remember what a process reported that may turn out to be of a later start.
+    """Remember the rows of a process that may turn out to belong to a later attempt.
 
     Args:
         process: whose first step is to come.
@@ -166,7 +166,7 @@ def remember_unbound(
 
 
 def follow(attempt: Attempt, process: Process, step: int) -> list[Instruction]:
-    """Bring what a process reported before its first step into the attempt that begins with it.
+    """Move what a process reported before its first step to the attempt that begins with it.
 
     What is of an earlier step than `step` stays: the new start goes on from that step, and does
     not do it again.
@@ -185,7 +185,7 @@ def follow(attempt: Attempt, process: Process, step: int) -> list[Instruction]:
 
 
 def handshake_fields(attempt: Attempt, process: Process) -> list[Instruction]:
-    """Say what is wrong with what a process said of itself."""
+    """Return the findings about a process's handshake."""
     return [
         *_versions(attempt, process),
         *_world_size(attempt, process),
@@ -194,7 +194,7 @@ def handshake_fields(attempt: Attempt, process: Process) -> list[Instruction]:
 
 
 def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
-    """Say which packages of a process stagescope does not support."""
+    """Return a finding of the unsupported packages of a process."""
     handshake = process.handshake
     reported: Any = None if handshake is None else handshake.fingerprint
     for name in ("versions", "unsupported"):
@@ -218,7 +218,7 @@ def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
 
 
 def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
-    """Say that a process has a rank that its own world_size does not know."""
+    """Return a finding of a process whose rank is beyond its own world_size."""
     handshake = process.handshake
     size = None if handshake is None else handshake.world_size
     if handshake is None or size is None or process.rank < size:
@@ -241,7 +241,7 @@ def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
 def stage_name(
     attempt: Attempt, process: Process, stage: str | None, wall: float
 ) -> list[Instruction]:
-    """Say that a stage seems to be a misspelt one of the schema; judged once an attempt and role.
+    """Return a finding of a stage name that looks misspelt; checked once for each attempt and role.
 
     A stage may have any name. A known name with another word before or behind it
     (`actor_update_2`) is its own.
@@ -274,7 +274,7 @@ def stage_name(
 def unknown_fields(
     attempt: Attempt, role: str, call: str, names: Iterable[str], wall: float
 ) -> Instruction:
-    """Say that a raw call named fields that it does not have; a finding of each such set."""
+    """Return a finding of unknown fields in a raw call; one for each set of names."""
     return by_message(
         finding(
             "unknown_fields",
@@ -289,7 +289,7 @@ def unknown_fields(
 
 
 def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Instruction:
-    """Say that a call in the training process had bad input.
+    """Return a finding of bad input to a call in the training process.
 
     Of one stage several things may be wrong: each is a finding of its own.
     """
@@ -316,7 +316,7 @@ def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Ins
 
 
 def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
-    """Note how far a dump is; of two words about the same thing the later said stands.
+    """Update the state of a dump; of two reports of a column the later event counts.
 
     One that ended is to become an operator table.
     """
@@ -360,7 +360,7 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
 
 
 def started_again(attempt: Attempt, process: Process, wall: float) -> Put:
-    """Return the finding of a rank that started again, of which no key tells the start."""
+    """Return the finding of a rank that restarted without an attempt key."""
     return by_message(
         finding(
             "started_again",

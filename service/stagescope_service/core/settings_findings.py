@@ -34,7 +34,7 @@ _NO_CAPTURE: Final = (None, False, "none")
 
 
 def of_settings(attempt: Attempt, process: Process) -> list[Instruction]:
-    """Say what of a process's settings nobody reads though it seems to be meant to be read.
+    """Return findings of settings that look misspelt or have values that cannot be read.
 
     One finding of each thing that is wrong, of the attempt: every rank says the same.
     """

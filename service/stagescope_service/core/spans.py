@@ -47,7 +47,7 @@ def begin(
     attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work,
     arrived: float | None,
 ) -> tuple[Span, list[Instruction]]:  # fmt: skip
-    """Take in that a process began `work`; the end may have come first."""
+    """Apply the BEGIN of `work`; the END may have arrived first."""
     span = _find_begun(step, process, work, event)
     out: list[Instruction] = []
     if span is None:
@@ -76,7 +76,7 @@ def end(
     attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work,
     arrived: float | None,
 ) -> tuple[Span, list[Instruction]]:  # fmt: skip
-    """Take in that a process ended `work`, also where its beginning never arrived."""
+    """Apply the END of `work`, also if its BEGIN never arrived."""
     begin_seq = integer(event.fields.get("begin_seq"))
     if begin_seq is not None and not 0 < begin_seq < event.seq:
         begin_seq = None
@@ -115,7 +115,7 @@ def end(
 def begun_again(
     attempt: Attempt, step: Step, process: Process, span: Span, wall: float
 ) -> list[Instruction]:
-    """Say that a process began a stage of a step again after it had gone back to earlier steps.
+    """Return findings of stages that a process began again after it went back to earlier steps.
 
     A further pass of a step (resampling) comes before the next step. This is training that went
     back to a checkpoint inside its process: what it had done of the step counts beside what it
@@ -178,7 +178,7 @@ def _begun_again(attempt: Attempt, span: Span, step: int, after: int, wall: floa
 
 
 def abandon(attempt: Attempt, process: Process) -> list[tuple[Span, Instruction]]:
-    """Mark what a process left open as unfinished."""
+    """Mark a process's open spans as unfinished."""
     out: list[tuple[Span, Instruction]] = []
     for key, span in process.open_spans.items():
         span.status = UNFINISHED
@@ -189,7 +189,7 @@ def abandon(attempt: Attempt, process: Process) -> list[tuple[Span, Instruction]
 
 
 def revive(attempt: Attempt, process: Process) -> list[tuple[Span, Instruction]]:
-    """Take back `abandon`: the process was only quiet."""
+    """Undo `abandon`: the process is still alive."""
     out: list[tuple[Span, Instruction]] = []
     for key, span in process.unfinished.items():
         span.status = OPEN
@@ -200,14 +200,14 @@ def revive(attempt: Attempt, process: Process) -> list[tuple[Span, Instruction]]
 
 
 def oldest_open(process: Process) -> Span | None:
-    """Return the span to give up where a process began more than can be remembered."""
+    """Return the oldest open span if a process has more than are kept."""
     if len(process.open_spans) <= SPANS_REMEMBERED:
         return None
     return process.open_spans.pop(next(iter(process.open_spans)))
 
 
 def of_stage(step: Step, incarnation: str, work: Work) -> list[Span]:
-    """Return a process's spans of a stage, all parts of it."""
+    """Return a process's spans of a stage, in all its parts."""
     return [
         span
         for ranks in step.ranks.values()
@@ -220,7 +220,7 @@ def of_stage(step: Step, incarnation: str, work: Work) -> list[Span]:
 
 
 def keep(step: Step, span: Span) -> None:
-    """Put a span in its places in `step`."""
+    """Add a span to the indexes of `step`."""
     revisions = step.spans.setdefault((span.incarnation, span.work.key), [])
     bisect.insort(revisions, span, key=_revision)
     holders = step.holders.setdefault(_holders_key(span), {})
@@ -233,7 +233,7 @@ def keep(step: Step, span: Span) -> None:
 
 
 def let_go_of_ended(step: Step) -> None:
-    """Keep work without a step, which never closes, from growing without end."""
+    """Bound the memory of work without a step, which never closes."""
     excess = len(step.spans) - SPANS_REMEMBERED
     if excess < SPANS_REMEMBERED:
         return
@@ -250,7 +250,7 @@ def let_go_of_ended(step: Step) -> None:
 
 
 def _on_our_clock(sender: Sender, wall: float, arrived: float | None) -> float:
-    """Return a sender's wall clock as the service's: nothing began after it was heard of."""
+    """Convert a sender's wall clock to the service's; never later than the arrival."""
     ours = wall + (sender.clock_offset or 0.0)
     return ours if arrived is None else min(ours, arrived)
 
@@ -269,7 +269,7 @@ def _matching_spans(step: Step, process: Process, work: Work) -> list[Span]:
 
 
 def _find_begun(step: Step, process: Process, work: Work, event: Event) -> Span | None:
-    """Return the span of a BEGIN: the one that knows it, else one that ended after it."""
+    """Return the span of a BEGIN: by its seq, else one whose END did not name its BEGIN."""
     known = _matching_spans(step, process, work)
     for span in known:
         if event.seq in (span.begin_seq, span.revision):
@@ -288,7 +288,7 @@ def _find_begun(step: Step, process: Process, work: Work, event: Event) -> Span 
 def _find_ended(
     step: Step, process: Process, work: Work, event: Event, begin_seq: int | None
 ) -> Span | None:
-    """Return the span of an END: the one that knows it, else the one that it says it ends."""
+    """Return the span of an END: by its seq, else the one whose BEGIN it names."""
     known = _matching_spans(step, process, work)
     for span in known:
         if span.end_seq == event.seq:
@@ -323,12 +323,12 @@ def _add(
 
 
 def _holders_key(span: Span) -> tuple[str, int, str]:
-    """Return what names a stage of a rank: (role, rank, the work's key without the part)."""
+    """Return the key of a rank's stage: (role, rank, the work's key without the part)."""
     return (span.role, span.rank, span.work.key.rpartition("|")[0])
 
 
 def _supersede(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
-    """Judge again which spans answer, now that `span` is there; return the rows of the others."""
+    """Update which spans are superseded after `span` was added; return the rows of the others."""
     key = _holders_key(span)
     holders = step.holders[key]
     ages = {name: _age(attempt, name) for name in holders}

@@ -31,7 +31,7 @@ class _Asked:
 
 
 def request_of(fields: Mapping[str, Any]) -> str:
-    """Return which request the fields of a STACKS event answer.
+    """Return the id of the request that a STACKS event answers.
 
     Raises:
         InvalidEvent: they bear no request_id.
@@ -43,7 +43,7 @@ def request_of(fields: Mapping[str, Any]) -> str:
 
 
 class StackRequests:
-    """What was asked of which process and is not answered; used by the state machine alone."""
+    """Pending requests for stacks, by process; only the state machine uses it."""
 
     def __init__(self) -> None:
         self._requested: dict[str, dict[str, _Asked]] = {}
@@ -58,7 +58,7 @@ class StackRequests:
         wall: float,
         seconds: float,
     ) -> list[Instruction]:
-        """Ask a process for its stacks; it has `seconds` to answer."""
+        """Request the stacks of a process, with `seconds` to answer."""
         deadline = wall + seconds
         self._requested.setdefault(process.incarnation, {})[request_id] = _Asked(deadline)
         row = {
@@ -78,18 +78,18 @@ class StackRequests:
         return [Put("stacks", row), Ask(process.incarnation)]
 
     def adopt(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take in what an earlier coordinator asked and nobody answered."""
+        """Add the pending requests of an earlier coordinator."""
         for row in rows:
             asked = _Asked(row["deadline_wall"] or 0.0)
             self._requested.setdefault(row["incarnation"], {})[row["request_id"]] = asked
 
     def is_news(self, incarnation: str) -> bool:
-        """Whether a process has a request that no poll has handed out yet."""
+        """Return whether a process has a request that no poll has returned yet."""
         found = self._requested.get(incarnation)
         return found is not None and any(not asked.handed for asked in found.values())
 
     def hand_out(self, incarnation: str) -> list[dict[str, str]]:
-        """Return what a poll's answer is to carry.
+        """Return the requests for a poll's answer.
 
         A poll's answer can be lost, so every later one carries what is still not answered.
         """
@@ -101,7 +101,7 @@ class StackRequests:
     def answered(
         self, attempt: Attempt, process: Process, fields: Mapping[str, Any], work: Work, wall: float
     ) -> list[Instruction]:
-        """Take in the stacks of a process: an answer, or what its watchdog wrote.
+        """Apply the stacks of a process: its answer, or its watchdog's file.
 
         Raises:
             InvalidEvent: they bear no request_id.
@@ -131,7 +131,7 @@ class StackRequests:
         return [Put("stacks", row), _stood_still(attempt, process, row, wall)]
 
     def expire(self, wall: float) -> tuple[list[Instruction], list[str]]:
-        """Give up what was not answered in time; return what to write and whose it was."""
+        """Drop the requests whose deadline has passed; return rows and processes."""
         out: list[Instruction] = []
         silent: list[str] = []
         for incarnation, found in [*self._requested.items()]:
@@ -155,7 +155,7 @@ class StackRequests:
 def choose(
     attempt: Attempt, role: str | None, ranks: Collection[int] | None
 ) -> tuple[list[Process], list[dict[str, Any]]]:
-    """Return the processes that can be asked, and those that cannot: role, rank, reason.
+    """Return the processes that can answer, and (role, rank, reason) of those that cannot.
 
     Args:
         attempt: whose processes.
@@ -202,7 +202,7 @@ def _why_not(process: Process) -> str | None:
 
 
 def _checked(value: object) -> tuple[list[dict[str, Any]], bool]:
-    """Return threads as the catalogue keeps them, and whether something was left out."""
+    """Return threads as the catalogue stores them, and whether some were left out."""
     said = value if isinstance(value, list | tuple) else []
     threads: list[dict[str, Any]] = []
     left, truncated = MOST_CHARACTERS, len(said) > MOST_THREADS

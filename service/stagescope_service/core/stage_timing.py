@@ -12,14 +12,14 @@ from stagescope_service.core.hang_detection import StageKey, StageTiming
 
 
 def service_clock(sender: Sender, wall: float, arrived: float | None) -> float:
-    """Return a sender's wall clock as the service's: by its offset, else by when it arrived."""
+    """Convert a sender's wall clock to the service's by its offset, else return the arrival."""
     if sender.clock_offset is not None:
         return wall + sender.clock_offset
     return wall if arrived is None else arrived
 
 
 def note_begin(step: Step, process: Process, span: Span, at: float) -> None:
-    """Note that a process began a part; `at` is of the service's clock, seconds."""
+    """Record that a process began a part; `at` is in seconds of the service's clock."""
     timing = _pace(step, span)
     if timing is None:
         return
@@ -35,7 +35,7 @@ def note_begin(step: Step, process: Process, span: Span, at: float) -> None:
 def note_end(
     step: Step, process: Process, span: Span, at: float, fields: Mapping[str, Any], mono: float
 ) -> None:
-    """Note that a process ended a part; its beginning may be known from `fields` alone.
+    """Record that a process ended a part; its begin may be known only from `fields`.
 
     Args:
         step: of the part.

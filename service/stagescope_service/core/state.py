@@ -56,7 +56,7 @@ FINDINGS_REMEMBERED: Final = 10_000
 
 
 class State:
-    """Everything live, and what was closed lately.
+    """The state machine: live attempts and processes, and recently closed steps.
 
     `lease_seconds`: how long a process counts as alive after its last word. A raw caller, which
     does not poll, has `raw_lease_seconds`.
@@ -82,7 +82,7 @@ class State:
         late: bool = False,
         arrived: float | None = None,
     ) -> list[Instruction]:
-        """Take in one event.
+        """Apply one event.
 
         Args:
             sender: who sent it.
@@ -147,7 +147,7 @@ class State:
 
     @staticmethod
     def check(event: Event) -> Work:
-        """Return what an event is about, or say why it cannot be carried out.
+        """Return the work of an event after checking its required fields.
 
         Raises:
             InvalidEvent: as `handle`.
@@ -169,7 +169,7 @@ class State:
     def watchdog(
         self, process: Process, fields: Mapping[str, Any], work: Work, wall: float
     ) -> list[Instruction]:
-        """Take in what a silent process's watchdog wrote (the fields of a STACKS event).
+        """Apply the watchdog file of a lapsed process (the fields of a STACKS event).
 
         The step in which it stands may be news: its beginning waits in the process that is held.
         """
@@ -182,7 +182,7 @@ class State:
         return self._noted(out + self.stack_requests.answered(attempt, process, fields, work, wall))
 
     def _noted(self, out: list[Instruction]) -> list[Instruction]:
-        """Let a finding that is made again keep the time at which it was made first."""
+        """Keep the first time of findings that are made again."""
         for at, order in enumerate(out):
             if isinstance(order, Put) and order.table == "findings":
                 row = order.row
@@ -191,7 +191,7 @@ class State:
         return out
 
     def remember_finding(self, finding_id: str, wall: float) -> float:
-        """Return when a finding was made first, `wall` being one such time."""
+        """Return the first time of a finding, `wall` included."""
         first = min(self._findings.get(finding_id, wall), wall)
         self._findings[finding_id] = first
         if len(self._findings) > FINDINGS_REMEMBERED:
@@ -199,7 +199,7 @@ class State:
         return first
 
     def _of_start(self, process: Process, rows: list[Instruction]) -> list[Instruction]:
-        """Return what a process reported; where it may be of a later start, remember it, too."""
+        """Return `rows`, and remember them if the process may still belong to a later attempt."""
         if self.registry.may_leave(process):
             # Where not all of them are remembered, none is taken for news and withdrawn.
             is_full = len(self._findings) >= FINDINGS_REMEMBERED
@@ -267,7 +267,7 @@ class State:
         *,
         repeated: bool,
     ) -> list[Instruction]:
-        """Note where a process stands, and judge what that decides.
+        """Update the position of a process, and the verdicts that depend on it.
 
         `repeated` says that the event is news of work that was done before: who answers changed.
         """
@@ -333,7 +333,7 @@ class State:
     def settle(
         self, key: PayloadKey, state: str, reason: str | None, wall: float, **columns: Any
     ) -> list[Instruction]:
-        """Bring a payload to its end: 'ingested', 'lost', 'refused' or 'dropped'."""
+        """Set the final state of a payload: 'ingested', 'lost', 'refused' or 'dropped'."""
         process = self.registry.processes.get(key.incarnation)
         payload = None if process is None else process.payloads.get(key)
         if process is None or payload is None:
@@ -342,7 +342,7 @@ class State:
         return payloads.settle(attempt, process, payload, state, reason, wall, **columns)
 
     def unread(self, key: PayloadKey) -> None:
-        """Say that no ingestor reads this payload any more; whoever holds its refs may offer."""
+        """Mark a payload as not being ingested; the holder of its refs may offer it again."""
         process = self.registry.processes.get(key.incarnation)
         payload = None if process is None else process.payloads.get(key)
         if payload is not None:
@@ -359,12 +359,12 @@ class State:
         return departures.wake(self.registry, process, wall) if process.lapsed else []
 
     def renew_all(self, now: float) -> None:
-        """Renew the lease of every process: nobody could be heard until now."""
+        """Renew the lease of every process, after a time in which no poll could be answered."""
         for process in self.registry.processes.values():
             process.lease_until = max(process.lease_until, now + self.lease_seconds)
 
     def expire(self, now: float, wall: float) -> list[Instruction]:
-        """Let go of the processes whose lease ran out."""
+        """Mark the processes whose lease has expired as lapsed."""
         out: list[Instruction] = []
         for process in [*self.registry.processes.values()]:
             if process.lease_until >= now:

@@ -43,7 +43,7 @@ SILENT: Final = "its processes fell silent"
 
 
 def open_step(attempt: Attempt, number: int | None, wall: float) -> tuple[Step, list[Instruction]]:
-    """Return a step of the attempt, opened if it is new; work without a step has its own."""
+    """Return a step of the attempt, opened if new; None is the step of work without one."""
     if number is None:
         return attempt.stepless, []
     step = attempt.steps.get(number)
@@ -77,7 +77,7 @@ def _open(attempt: Attempt, number: int, wall: float) -> tuple[Step, list[Instru
 
 
 def advance(attempt: Attempt, process: Process, number: int) -> list[Instruction]:
-    """Note that a process stands at `number`."""
+    """Record that a process has begun step `number`."""
     before = process.max_step
     if before is not None and number <= before:
         return []
@@ -92,19 +92,19 @@ def advance(attempt: Attempt, process: Process, number: int) -> list[Instruction
 
 
 def retire(attempt: Attempt, process: Process) -> None:
-    """Stop waiting for a process (call before it is marked as not live)."""
+    """Stop waiting for a process; call it before the process is marked as not live."""
     if process.live and process.max_step is not None:
         _leave_clock(attempt, process.max_step)
 
 
 def rejoin(attempt: Attempt, process: Process) -> None:
-    """Wait for a process again (call after it is marked as live)."""
+    """Wait for a process again; call it after the process is marked as live."""
     if process.live and process.max_step is not None:
         attempt.clock[process.max_step] += 1
 
 
 def end_if_left(attempt: Attempt) -> list[Instruction]:
-    """End the attempt where nobody is left."""
+    """End the attempt if no process is left."""
     if attempt.clock or any(_holds(attempt, process) for process in attempt.processes.values()):
         return []
     gone = [process for process in attempt.processes.values() if process.left_wall is not None]
@@ -119,7 +119,7 @@ def end_if_left(attempt: Attempt) -> list[Instruction]:
 
 
 def resume(attempt: Attempt, process: Process) -> list[Instruction]:
-    """Take back the end of an attempt where a process still speaks for it."""
+    """Reopen an ended attempt if one of its processes is live again."""
     if attempt.ended_wall is None or not _holds(attempt, process):
         return []
     attempt.ended_wall = attempt.end_reason = None
@@ -127,7 +127,7 @@ def resume(attempt: Attempt, process: Process) -> list[Instruction]:
 
 
 def close_due(attempt: Attempt, wall: float) -> list[Instruction]:
-    """Close every open step that nobody holds open, lowest first."""
+    """Close every open step that no process holds open, lowest first."""
     if not attempt.open:
         return []
     said = attempt.ended_through
@@ -147,7 +147,7 @@ def close_due(attempt: Attempt, wall: float) -> list[Instruction]:
 
 
 def end_step(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
-    """Close a step because a caller said so, and those before it."""
+    """Close a step and all before it, as a caller requested."""
     _, out = open_step(attempt, number, wall)
     if attempt.ended_through is None or number > attempt.ended_through:
         attempt.ended_through = number
@@ -172,7 +172,7 @@ def _close(attempt: Attempt, step: Step, wall: float, reason: str) -> list[Instr
 
 
 def _note_silent_roles(attempt: Attempt, step: int, wall: float) -> list[Instruction]:
-    """Say of which announced roles no rank has spoken when a step closes, once an attempt."""
+    """Return findings of expected roles without any report when a step closes; once an attempt."""
     out: list[Instruction] = []
     for role in sorted(attempt.unheard_roles - attempt.silent_roles.keys()):
         said = finding(
@@ -194,7 +194,7 @@ def _note_silent_roles(attempt: Attempt, step: int, wall: float) -> list[Instruc
 
 
 def heard_at_last(attempt: Attempt, wall: float) -> list[Instruction]:
-    """End the findings about roles of which a rank has spoken since."""
+    """End the findings about roles of which a rank has reported since."""
     heard = attempt.silent_roles.keys() & attempt.heard_roles
     columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
     return [Put("findings", {**attempt.silent_roles.pop(role), **columns}) for role in heard]
@@ -202,7 +202,7 @@ def heard_at_last(attempt: Attempt, wall: float) -> list[Instruction]:
 
 # --- judging ----------------------------------------------------------------------------------
 def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
-    """Judge a closed step again after something of one rank came late."""
+    """Update the verdict of a closed step after a late event of one rank."""
     if step.closed_wall is None or step.evicted or span.work.stage is None:
         return []
     stage = (span.role, span.work.stage)
@@ -223,13 +223,13 @@ def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
 
 
 def rejudge_number(attempt: Attempt, number: int) -> list[Instruction]:
-    """Judge a step again, where it is closed and remembered."""
+    """Update the verdict of a step that is closed and in memory."""
     step = attempt.steps.get(number)
     return [] if step is None or step.closed_wall is None else _judged(attempt, step)
 
 
 def rejudge_all(attempt: Attempt) -> list[Instruction]:
-    """Judge every remembered closed step again: how many ranks there are became known."""
+    """Update the verdicts of all closed steps in memory after a world size became known."""
     return [row for number in sorted(attempt.steps) for row in rejudge_number(attempt, number)]
 
 
@@ -238,7 +238,7 @@ def _update_top_verdict(attempt: Attempt) -> list[Instruction]:
 
 
 def _update_next_verdict(attempt: Attempt, step: Step) -> list[Instruction]:
-    """Judge the closed step after `step` again: whom it expects was told by `step`."""
+    """Update the verdict of the closed step after `step`: `step` decides whom it expects."""
     closed = [number for number in attempt.steps if number > step.step]
     following = min((number for number in closed if number not in attempt.open), default=None)
     return [] if following is None else rejudge_number(attempt, following)
@@ -294,14 +294,14 @@ def _broke_off_in(attempt: Attempt, step: Step) -> bool:
 
 # --- payloads ---------------------------------------------------------------------------------
 def payload_pending(attempt: Attempt, number: int | None, key: PayloadKey) -> None:
-    """Note that a step has a payload to wait for."""
+    """Record that a step has a pending payload."""
     attempt.pending.setdefault(number, set()).add(key)
 
 
 def payload_settled(
     attempt: Attempt, number: int | None, key: PayloadKey, wall: float
 ) -> list[Instruction]:
-    """Form the whole of a closed step (again) once nothing of it is still to be read."""
+    """Aggregate a closed step (again) once none of its payloads is pending."""
     pending = attempt.pending.get(number)
     if pending is not None:
         pending.discard(key)
@@ -314,7 +314,7 @@ def payload_settled(
 
 
 def form(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
-    """Have the whole of a closed step formed (again).
+    """Return the instruction to aggregate a closed step (again).
 
     The mark is committed with what makes it due, so that a coordinator that dies before the whole
     is formed leaves word of it.
@@ -326,7 +326,7 @@ def form(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
 
 # --- the inside -------------------------------------------------------------------------------
 def _holds(attempt: Attempt, process: Process) -> bool:
-    """Whether a process keeps the attempt from ending.
+    """Return whether a process keeps the attempt from ending.
 
     A raw caller that only logs, beside probes, never says that it leaves.
     """
@@ -338,7 +338,7 @@ def _holds(attempt: Attempt, process: Process) -> bool:
 
 
 def _replace_older(attempt: Attempt, process: Process) -> None:
-    """Of several incarnations of a rank in one attempt, wait for the newest alone."""
+    """Wait only for the newest of several incarnations of a rank in one attempt."""
     if process.raw:
         return  # known by name: not an incarnation of anything
     for other in attempt.by_rank[(process.role, process.rank)]:

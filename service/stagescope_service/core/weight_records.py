@@ -26,7 +26,7 @@ _EXPECTED: Final = "[(name, checksum, dtype, shape, shard), ...]"
 
 
 class ReportedWeights(NamedTuple):
-    """What a WEIGHTS event says."""
+    """The fields of a WEIGHTS event."""
 
     version: int
     side: str
@@ -37,13 +37,13 @@ class ReportedWeights(NamedTuple):
 
 
 class Manifests:
-    """The digests of those that were handed to the store already."""
+    """Digests of the manifests that the store already has."""
 
     def __init__(self) -> None:
         self._recognized: dict[str, None] = {}
 
     def add(self, manifest: str) -> bool:
-        """Take a digest in; say whether it is new."""
+        """Add a digest; return whether it is new."""
         if manifest in self._recognized:
             return False
         self._recognized[manifest] = None
@@ -117,7 +117,7 @@ def _shard(value: Any) -> Shard | str | None:
 def put(
     process: Process, event: Event, work: Work, said: ReportedWeights, manifests: Manifests
 ) -> list[Put]:
-    """Write a record, and its manifest where that is new."""
+    """Return the row of a record, and that of its manifest if it is new."""
     known = [checksum is not None for checksum in said.checksums]
     body = json.dumps([said.tensors, known], separators=(",", ":")).encode()
     manifest = hashlib.blake2b(body, digest_size=16).hexdigest()
@@ -146,7 +146,7 @@ def put(
 
 
 def manifest_of(blob: bytes) -> tuple[tuple[Tensor, ...], list[bool]]:
-    """Return the tensors of a manifest, and of which of them there are checksums."""
+    """Return the tensors of a manifest, and which of them have checksums."""
     tensors, known = json.loads(zlib.decompress(blob))
     return tuple(_tensor((name, None, *rest))[0] for name, *rest in tensors), known
 
@@ -156,7 +156,7 @@ def record_of(
     manifest: tuple[Sequence[Tensor], Sequence[bool]],
     layout: Mapping[str, Any],
 ) -> WeightRecord:
-    """Return what a row of `weights` says."""
+    """Return the record of a row of `weights`."""
     tensors, known = manifest
     checksums = struct.unpack(f"<{len(tensors)}Q", row["checksums"])
     return WeightRecord(

@@ -27,7 +27,7 @@ Rename = Callable[[str], str]
 
 
 class Shard(NamedTuple):
-    """Where the local part of a DTensor lies in its whole."""
+    """The position of a DTensor's local part in the full tensor."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...] | None
@@ -36,7 +36,7 @@ class Shard(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """What a rank said of one weight beside its checksum."""
+    """The metadata of one weight on a rank."""
 
     name: str
     dtype: str
@@ -62,12 +62,12 @@ class WeightRecord:
 
     @property
     def coordinates(self) -> tuple[Any, ...]:
-        """Return where this rank stands in each kind of parallelism that cuts up a model."""
+        """Return this rank's coordinate in each kind of parallelism that shards a model."""
         return tuple(self.layout.get(f"{name}_rank") for name in _COORDINATES)
 
 
 class Comparison(NamedTuple):
-    """What became of one weight."""
+    """The result of comparing one weight."""
 
     name: str
     kind: str
@@ -82,7 +82,7 @@ class Comparison(NamedTuple):
 
 
 class DivergingRank(NamedTuple):
-    """A rank whose weights are not those of its replicas."""
+    """A rank whose weights differ from those of its replicas."""
 
     side: str
     role: str
@@ -94,7 +94,7 @@ class DivergingRank(NamedTuple):
 
 
 class _Holding(NamedTuple):
-    """One form of a weight, and who holds it."""
+    """One value of a weight, and the ranks that hold it."""
 
     tensor: Tensor
     checksum: int | None
@@ -103,7 +103,7 @@ class _Holding(NamedTuple):
 
 
 def newest(records: Iterable[WeightRecord]) -> list[WeightRecord]:
-    """Return the record that answers for each rank, side and kind, in order of rank."""
+    """Return the newest record of each rank, side and kind, in order of rank."""
     found: dict[tuple[Any, ...], WeightRecord] = {}
     for record in records:
         key = (record.side, record.role, record.rank, record.kind)
@@ -116,7 +116,7 @@ def newest(records: Iterable[WeightRecord]) -> list[WeightRecord]:
 
 
 def odd_replicas(records: Sequence[WeightRecord]) -> list[DivergingRank]:
-    """Hold replicas of one side against each other; return the odd ones out.
+    """Compare the replicas of one side; return the diverging ranks.
 
     Those are the ranks that hold something else than more than half of the tensor's replicas;
     where no value has such a majority, all of them.
@@ -149,7 +149,7 @@ def _odd(side: str, role: str, rank: int, said: Sequence[tuple[bool, int, str]])
 
 
 def _replica_key(holding: _Holding) -> object:
-    """Return what replicas of a tensor have in common; None where it is not known.
+    """Return the key that replicas of a tensor share; None if it is unknown.
 
     A tensor of which nothing is said has replicas only where the layout says that the ranks differ
     in `dp_rank`; else it may as well be each rank's own part.
@@ -168,7 +168,7 @@ def _replica_key(holding: _Holding) -> object:
 
 
 def _alike(records: Sequence[WeightRecord]) -> Iterable[tuple[_Holding, str, str, str]]:
-    """Yield each weight of each record; ranks that hold the same in everything, once."""
+    """Yield each weight of each record; ranks with identical records count once."""
     groups: dict[Any, list[WeightRecord]] = defaultdict(list)
     for record in records:
         where = (*record.coordinates, record.layout.get("dp_rank") is not None)
@@ -185,7 +185,7 @@ def _alike(records: Sequence[WeightRecord]) -> Iterable[tuple[_Holding, str, str
 
 
 def compare(records: Sequence[WeightRecord], rename: Rename = str) -> list[Comparison]:
-    """Hold what the rollout received against what the trainer sent, by name; the worst first.
+    """Compare what the rollout received with what the trainer sent, by name; the worst first.
 
     Args:
         records: of one version, one for each rank, side and kind (see `newest`).
@@ -262,7 +262,7 @@ def _compared(
 
 
 def _not_one(side: str, holdings: Sequence[_Holding]) -> str:
-    """Say why several holdings of one name are not one weight; empty where they are."""
+    """Return why several values of one name are not one weight; empty if they are."""
     names = sorted({holding.tensor.name for holding in holdings})
     if len(names) > 1:
         return f"fused: {', '.join(names[:4])} of the {side} have one name"
@@ -294,7 +294,7 @@ def _against(received: _Holding, trainer: Sequence[_Holding]) -> tuple[str, str,
 
 
 def _cut(tensor: Tensor) -> object:
-    """Return which part of the whole a tensor is; None: all of it."""
+    """Return which part of the full tensor this is; None: all of it."""
     shard = tensor.shard
     if not isinstance(shard, Shard) or (shard.shape == tensor.shape and shard.offsets is not None):
         return None
