@@ -52,7 +52,7 @@ def process_row(process: Process, **columns: Any) -> Put:
         "raw": process.raw,
         "unkeyed": process.unkeyed,
     }
-    # What is not known now may have been known before a restart: it stays as it is stored.
+    # A value that is unknown now may have been stored before a restart: it is not overwritten.
     for name in ("world_size", "data_rank", "node_id", "max_step"):
         value = getattr(process, name)
         if value is not None:

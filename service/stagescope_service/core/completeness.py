@@ -44,17 +44,17 @@ def judge(
     before: Participants | None,
     all_stages: bool = False,
 ) -> Completeness:
-    """Judge a step by its stages' ranks.
+    """Return the verdict on a step from the statuses of its stages' ranks.
 
-    Expected in a stage are ranks 0 ... world_size - 1 of its role, else those of the attempt's
-    last closed step. A stage that nobody began is not missed, unless `all_stages` says that the
-    step was cut off: then the last closed step's stages are expected too.
+    The expected ranks of a stage are 0 ... world_size - 1 of its role, or, where the world size is
+    unknown, those of the attempt's last closed step. A stage that no rank began is not missing,
+    unless `all_stages` is set: then the stages of the last closed step are expected, too.
 
     Args:
-        statuses: who began what in this step.
-        size_of: the world_size of a role, None where nobody said it.
-        before: who took part in the last closed step; None where there was none.
-        all_stages: the attempt broke off in this step.
+        statuses: status of each rank in each stage of this step.
+        size_of: returns the world_size of a role, None if it is unknown.
+        before: participants of the last closed step; None if there was none.
+        all_stages: whether the attempt broke off in this step.
     """
     expected, unknown = expect(statuses, size_of=size_of, before=before, all_stages=all_stages)
     missing = {
@@ -76,7 +76,7 @@ def expect(
     """Return the expected ranks of each stage, and whether they are unknown for any stage."""
     before = before or {}
     stages = set(statuses) | (set(before) if all_stages else set())
-    # A step in which nobody is known to have worked says nothing about itself.
+    # Of a step without any stage nothing is known.
     unknown = not stages
     expected: Participants = {}
     for role, stage in sorted(stages):

@@ -1,6 +1,6 @@
-"""What the state machine remembers of a live run: attempts, processes, steps and spans of work.
+"""The state machine's objects of a live run: attempts, processes, steps and spans of work.
 
-Only what is live or was closed lately is kept here; the catalogue holds everything.
+Only what is live or recently closed is in memory; the catalogue holds everything.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Span:
     role: str
     rank: int
     work: Work
-    #: Of two spans of one identity in a process the higher answers; see `spans`.
+    #: Of two spans of a process with one identity, the higher revision counts; see `spans`.
     revision: int = 0
     status: str = OPEN
     begin_seq: int | None = None
     end_seq: int | None = None
-    #: None where it is not known here.
+    #: None if unknown.
     superseded: bool | None = False
     #: When it began, by the service's clock.
     begun: float | None = None
@@ -75,7 +75,7 @@ class Payload:
     key: PayloadKey
     attempt_id: int
     work: Work
-    #: An ingestor is reading it: what becomes of it is that ingestor's word.
+    #: An ingestor is reading it, and reports the outcome.
     in_flight: bool = False
 
 
@@ -86,7 +86,7 @@ class Drops:
     events: int = 0
     payloads: int = 0
     bytes: int = 0
-    #: The latest reports that were counted; older ones than the lowest of a full list were, too.
+    #: Seqs of the latest counted reports; with a full list, all older ones were counted as well.
     seqs: list[int] = dataclasses.field(default_factory=list)
 
     REMEMBERED: ClassVar[int] = 256
@@ -110,10 +110,10 @@ class Handshake:
 
     wall: float
     fingerprint: Mapping[str, Any] | None = None
-    #: All of them; None where it said none.
+    #: All settings; None if it reported none.
     settings: Mapping[str, Any] | None = None
     resumed_from_step: int | None = None
-    #: As it was said, be it taken or refused.
+    #: As reported, whether accepted or refused.
     world_size: int | None = None
 
 
@@ -132,62 +132,62 @@ class Process:
     data_rank: int | None = None
     node_id: str | None = None
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
-    #: It collects what is ordered; False where somebody else does, or nobody.
+    #: Whether this process carries out captures.
     captures: bool = True
-    #: Roles whose ranks report beside it, where it says so.
+    #: Roles whose ranks report beside it, as its HELLO lists them.
     expected_roles: frozenset[str] = frozenset()
-    #: The file of its watchdog, on its node.
+    #: Path of its watchdog's file, on its node.
     watchdog: str | None = None
-    #: What it said of the run's settings (rollout_is and its threshold shape the statistics).
+    #: The run's settings that it reported (rollout_is and its threshold shape the statistics).
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    #: What it said of its start; goes with it to another attempt.
+    #: Its HELLO; moves with it to another attempt.
     handshake: Handshake | None = None
     lease_until: float = 0.0
     last_wall: float = 0.0
-    #: When it sent or asked anything last, by the service's clock.
+    #: Time of its last event or poll, by the service's clock.
     heard: float = 0.0
-    #: When it began or ended a part last, by the service's clock.
+    #: Time of its last BEGIN or END, by the service's clock.
     said: float = 0.0
-    #: What it began last: when, the work's key, how its role went through it.
+    #: Its last BEGIN: time, key of the work, timing of its role in that part.
     reached: tuple[float, str, StageTiming] | None = None
     clock: tuple[float | None, float | None] = (None, None)
-    #: Highest step begun; None until it begins one, and until then it holds no step open.
+    #: Highest step begun; None until it begins one: until then it holds no step open.
     max_step: int | None = None
     #: Highest revision of its spans.
     newest_revision: int = 0
-    #: It began a step again after others: so it may do with steps up to the one it had reached.
+    #: It went back to an earlier step, and may begin steps again up to the highest it had reached.
     went_back: bool = False
     finished: bool = False
-    #: Seq of the FINISH that says so, and of the newest BEGIN.
+    #: Seq of its FINISH, and of its newest BEGIN.
     finish_seq: int | None = None
     begun_seq: int = 0
     lapsed: bool = False
     left_wall: float | None = None
-    #: A newer incarnation of the same (role, rank) took over in the same attempt.
+    #: A newer incarnation of the same (role, rank) has replaced it in the same attempt.
     replaced: bool = False
-    #: The plan that it says it has applied.
+    #: Revision of the plan that it has applied.
     plan_revision: int | None = None
-    #: It was forgotten with its attempt, and spoke again: what it left open is not known.
+    #: It was removed from memory and reported again: its open spans are not known.
     returned: bool = False
-    #: A step was begun: the attempt of this process no longer changes.
+    #: It has begun a step: its attempt no longer changes.
     bound: bool = False
-    #: What it reported before, by table and key, and whether it is news in its attempt: it goes
-    #: with the process to another one.
+    #: Rows that it reported before, by table and key, and whether they are new in its attempt: they
+    #: move with the process to another attempt.
     unbound_rows: dict[tuple[str, ...], tuple[Put, bool]] = dataclasses.field(default_factory=dict)
     #: It has reported work of its own in its attempt.
     worked: bool = False
-    #: DROPPED events that were counted, and what they add up to.
+    #: Counted DROPPED events, and their totals.
     drops: Drops = dataclasses.field(default_factory=Drops)
     #: Spans that it began and has not ended, by (work key, revision).
     open_spans: dict[tuple[str, int], Span] = dataclasses.field(default_factory=dict)
-    #: Those that its silence or leave made unfinished.
+    #: Spans that were marked as unfinished when it lapsed or finished.
     unfinished: dict[tuple[str, int], Span] = dataclasses.field(default_factory=dict)
     payloads: dict[PayloadKey, Payload] = dataclasses.field(default_factory=dict)
-    #: How its latest payloads ended, so that a repeated announcement is answered, not read again.
+    #: Final states of its latest payloads, so that a repeated announcement is answered at once.
     settled: dict[int, str] = dataclasses.field(default_factory=dict)
-    #: Why those of a raw caller were not taken: it has the answer to its call alone.
+    #: Reasons for which payloads of a raw caller were refused, for the answer to its call.
     reasons: dict[int, str] = dataclasses.field(default_factory=dict)
-    #: (work key, capture) -> column -> seq of the DUMP event that said it last.
+    #: (work key, capture) -> column -> seq of the DUMP event that set it last.
     dumps: dict[tuple[str, str], dict[str, int]] = dataclasses.field(default_factory=dict)
     #: Dumps that it began and has not ended: (work key, capture) -> work and row.
     armed: dict[tuple[str, str], tuple[Work, dict[str, Any]]] = dataclasses.field(
@@ -223,20 +223,20 @@ class Step:
     opened_wall: float
     closed_wall: float | None = None
     close_reason: str | None = None
-    #: Rebuilt from an event that came after the step had left memory: completeness stays as stored.
+    #: Created for an event that arrived after the step had left memory: the stored verdict stays.
     evicted: bool = False
-    #: Every process's spans by work key, in order of revision: the last of a list answers.
+    #: Spans by process and work key, in order of revision: the last of a list counts.
     spans: dict[tuple[str, str], list[Span]] = dataclasses.field(default_factory=dict)
-    #: Who worked on a stage of a rank, and the lowest part that each began:
+    #: The incarnations that worked on a rank's stage, with the lowest part that each began:
     #: (role, rank, work key without the part) -> incarnation -> part.
     holders: dict[tuple[str, int, str], dict[str, Part]] = dataclasses.field(default_factory=dict)
     #: (role, stage) -> rank -> its spans.
     ranks: dict[tuple[str, str], dict[int, list[Span]]] = dataclasses.field(default_factory=dict)
-    #: role -> work key -> how its ranks went through it.
+    #: role -> work key -> times of its ranks.
     timings: dict[str, dict[str, StageTiming]] = dataclasses.field(default_factory=dict)
-    #: Who took part in the closed step before, kept when that one leaves memory.
+    #: Participants of the closed step before, kept when that step leaves memory.
     before: Participants | None = None
-    #: The last verdict: (role, stage) -> expected ranks, and who of them is missing.
+    #: The last verdict: (role, stage) -> expected ranks, and the missing ones of them.
     expected: Participants = dataclasses.field(default_factory=dict)
     missing: dict[tuple[str, str, int], str] = dataclasses.field(default_factory=dict)
     unknown: bool = True
@@ -256,50 +256,50 @@ class Attempt:
     end_reason: str | None = None
     first_step: int | None = None
     resumed_from_step: int | None = None
-    #: A process said `resumed_from_step`; else it is derived from the first step.
+    #: A process reported `resumed_from_step`; otherwise it is derived from the first step.
     resumed_told: bool = False
-    #: What was stored of it, told, before the service was started again.
+    #: The reported `resumed_from_step` as it was stored before the service restarted.
     resumed_restored: int | None = None
     last_closed_step: int | None = None
-    #: When one of its steps closed first.
+    #: Time at which its first step closed.
     first_closed_wall: float | None = None
-    #: (role, rank, age) of the process whose fingerprint it has: the first of all, whoever speaks
-    #: first, so that those of two attempts are of processes that do the same.
+    #: (role, rank, age) of the process whose fingerprint it has: the lowest of all, so that the
+    #: fingerprints of two attempts come from corresponding processes.
     fingerprint_of: RankAge | None = None
     fingerprint: dict[str, Any] = dataclasses.field(default_factory=dict)
-    #: The fullest configuration that any of its processes said, and whose it is.
+    #: The largest configuration that one of its processes reported, and which process that is.
     config: Any = None
     config_of: tuple[int, RankAge] | None = None
-    #: How many values the settings have that the run is shown with.
+    #: Number of values in the settings that the run is shown with.
     settings_size: int = 0
     processes: dict[str, Process] = dataclasses.field(default_factory=dict)
     by_rank: dict[tuple[str, int], list[Process]] = dataclasses.field(default_factory=dict)
-    #: role -> (age of the process that said it, world_size): the newest is believed.
+    #: role -> (age of the process that reported it, world_size): the newest counts.
     sizes: dict[str, tuple[tuple[float, str], int]] = dataclasses.field(default_factory=dict)
     steps: dict[int, Step] = dataclasses.field(default_factory=dict)
-    #: The steps of `steps` that are not closed.
+    #: Steps that are not closed.
     open: set[int] = dataclasses.field(default_factory=set)
-    #: The highest step that was ever opened.
+    #: The highest step opened so far.
     top_step: int | None = None
-    #: Up to here a caller said `end_step`.
+    #: The highest step of an END_STEP.
     ended_through: int | None = None
-    #: Up to here steps may have left memory: what is stored of them stays.
+    #: The highest step that may have left memory: the stored rows of those steps stay.
     forgotten_through: int | None = None
     #: Payloads that were announced and are not settled, by step.
     pending: dict[int | None, set[PayloadKey]] = dataclasses.field(default_factory=dict)
-    #: The last mark that says that a step summary is to be aggregated; grows with every one.
+    #: The last mark of a step to aggregate; each is greater than the one before.
     last_mark: int = 0
     #: Work without a step (a rollout job whose clock is the policy version).
     stepless: Step = dataclasses.field(default_factory=lambda: Step(step=-1, opened_wall=0.0))
-    #: How many live processes stand at which step: the lowest key holds its step open.
+    #: step -> number of live processes whose highest step it is: the lowest holds its step open.
     clock: Counter[int] = dataclasses.field(default_factory=Counter)
-    #: Roles whose ranks report beside a process that said so (a trainer's driver), and roles of
-    #: which anybody has spoken.
+    #: Roles that a process (a trainer's driver) expects to report, and roles of which a rank has
+    #: reported.
     expected_roles: set[str] = dataclasses.field(default_factory=set)
     heard_roles: set[str] = dataclasses.field(default_factory=set)
-    #: (role, stage) of which the name was judged.
+    #: (role, stage) whose names were checked.
     stage_names: set[tuple[str, str]] = dataclasses.field(default_factory=set)
-    #: Role -> the finding that says that none of its ranks has spoken.
+    #: Role -> the open finding that none of its ranks has reported.
     silent_roles: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def add(self, process: Process) -> None:
@@ -343,7 +343,7 @@ class Attempt:
 
     def missing(self) -> Iterator[tuple[str, int, bool]]:
         """Yield (role, rank, whether it ever reported) of ranks that never reported or lapsed."""
-        if not self.processes:  # of an attempt that left memory nobody knows it
+        if not self.processes:  # unknown for an attempt that left memory
             return
         for role, (_, size) in self.sizes.items():
             for rank in range(size):

@@ -1,12 +1,12 @@
-"""Who is stuck: which rank holds up the others of its role, judged from stage events alone.
+"""Detects stuck ranks, which hold up the others of their role, from stage events alone.
 
-A rank is stuck where it has said nothing for longer than the slowest rank ever took there, and the
-others of its role are further, or all of them stand in the same place. A rank whose process does
-not answer is stuck wherever it stands. What counts is where a rank stands now: inside the part of a
-stage that it entered last, or between two. Ranks that wait for it inside a stage are not stuck.
+A rank is stuck if it has sent no event for longer than the slowest rank has ever taken in its
+present part of a stage, and the other ranks of its role are further, or all are in the same part. A
+rank whose process does not respond is stuck in any part. A rank's position is the part that it
+entered last, or the gap after it. Ranks that wait for a stuck rank inside a stage are not stuck.
 
-Pure: the coordinator judges what it remembers, the API what is stored, both with these functions.
-Times are seconds of one clock, durations seconds.
+Pure functions: the coordinator applies them to its memory, the API to the catalogue. Times are
+seconds of one clock, durations seconds.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class StuckRules:
 def judge(role: Role, now: float, rules: StuckRules) -> list[Stuck]:
     """Return the stuck ranks of a role, by rank.
 
-    Nobody is where nobody of the role lives: what a lost job left open is lost, not stuck.
+    A role without a live process has none: what a lost job left open is lost, not stuck.
     """
     if not any(standing.process in (LIVE, SILENT) for standing in role.standings.values()):
         return []
@@ -206,7 +206,7 @@ class _Judgement:
         _, ended = self._of(place)
         whole = not (gone or ended)
         if whole and not self._is_whole(place, limit):
-            return None  # it waits for those who are not there yet
+            return None  # it waits for ranks that are behind
         since = self._now if standing.said is None else standing.said
         return self._stuck(rank, standing, place, NOT_ENDED, since, limit, whole_role=whole)
 
@@ -215,7 +215,7 @@ class _Judgement:
         if awaited is None:
             return None
         first, place = awaited
-        # A rank that came late to what is before has not been awaited for longer than since then.
+        # The others have waited for a rank at most since it ended its last part.
         since = first if standing.said is None else max(first, standing.said)
         limit = self._limit(place, NOT_BEGUN)
         unheard = standing.process in (SILENT, GONE)
@@ -258,7 +258,7 @@ class _Judgement:
     def _is_whole(self, place: StageKey, limit: Limit) -> bool:
         """Return whether all expected ranks are inside, and none for longer than usual.
 
-        Without a history nobody knows how long that is.
+        Without a history the usual time is unknown.
         """
         known = self._whole.get(place)
         if known is None:
@@ -326,8 +326,8 @@ def history(
     """Return the history of each stage of a role.
 
     Args:
-        steps: the paces of the role in each earlier step.
-        ranks: stage -> who took part in it when it was done last.
+        steps: the timings of the role in each earlier step.
+        ranks: stage -> participants when it ran last.
     """
     longest: dict[str, list[float]] = {}
     latest: dict[str, list[float]] = {}

@@ -37,8 +37,7 @@ class PayloadKey(NamedTuple):
 class IngestJob(TypedDict):
     """A payload's work and process, as its ingestor needs them; JSON.
 
-    `recompute` and `join` read only `attempt_id` and `step`, and of the rest what stands in the
-    ring's file.
+    `recompute` and `join` read only `attempt_id` and `step` from it; the ring's file has the rest.
     """
 
     attempt_id: int

@@ -1,7 +1,7 @@
-"""Which dumps are to become operator tables: those that ended, and those that were cut off.
+"""Announces the dumps from which operator tables are built: complete and truncated ones.
 
-An announcement is a row of `operators` with a mark, committed with its cause; what came of it
-bears the mark that it was for. Where the two differ after a crash, the dump is digested then.
+An announcement is a row of `operators` with a mark, committed with its cause; the outcome carries
+the mark of its announcement. Where the two differ after a crash, the table is built again.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def follow(
     """Apply the state that a DUMP event reports of its dump.
 
     Args:
-        attempt, process: whose dump it is.
+        attempt, process: of the dump.
         event: the event.
-        work: what was captured.
-        row: what is written to `dumps`.
-        state: the dump's, None where a later word is known already.
+        work: the captured work.
+        row: the row of `dumps`.
+        state: of the dump; None if a later event has set it already.
     """
     if state is None:
         return []

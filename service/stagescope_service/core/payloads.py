@@ -1,6 +1,6 @@
-"""Payloads: announced with a stage's end, read by an ingestor, settled once.
+"""Payloads: announced with a stage's END, read by an ingestor, settled once.
 
-Every function takes what it changes and returns what must be written; none looks outside.
+Every function changes only its arguments and returns the instructions that follow.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def announce(
     key = PayloadKey(process.incarnation, event.seq)
     settled = process.settled.get(key.seq)
     if settled == LOST and has_payload:
-        del process.settled[key.seq]  # it had only been quiet, and still has it
+        del process.settled[key.seq]  # the process is alive after all, and still has it
     elif settled is not None:
         return [Settled(key, settled)]
     payload = process.payloads.get(key)
@@ -99,7 +99,7 @@ def _misspelt(
     names = announced.get("tensors")
     wrong = dict(misspelt(map(str, names))) if isinstance(names, Mapping) else {}
     if isinstance(names, Mapping) and available_pairs(names):
-        # Without its mask a pair is refused, with the name that was misspelt.
+        # A pair without its mask is refused, and that finding names the misspelt tensor.
         wrong = {name: meant for name, meant in wrong.items() if meant != "response_mask"}
     if not wrong:
         return []
@@ -155,7 +155,7 @@ def settle(
     row = payload_row(process, key, work, state, reason=reason, settled_wall=wall, **columns)
     out: list[Instruction] = [row]
     if state == INGESTED:
-        # It may have been listed as lost while its process was quiet.
+        # It may have been listed as lost after its process had lapsed.
         identity = (process.incarnation, work.key, "payload", key.seq)
         out.append(Delete("losses", {"loss_id": row_id(*identity)}))
     else:

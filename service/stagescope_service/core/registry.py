@@ -1,8 +1,8 @@
-"""Runs, attempts and processes: who speaks, and to which start of which training it belongs.
+"""Runs, attempts and processes: assigns each process to the attempt of a run.
 
-An unknown attempt key opens the next attempt, a known one always goes to its own, however late. A
-trainer's new incarnation of a rank that begins at or before the last closed step opens an attempt
-too: ranks that are recreated under one driver keep their job, and so their key.
+An unknown attempt key opens the next attempt; a known key always selects its own, however late. A
+new incarnation of a trainer's rank that begins at or before the last closed step opens an attempt,
+too: ranks that are recreated under one driver keep their job, and with it their key.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _READ: Final = frozenset({"keep", "producers"})
 def reading_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the part of a process's settings that goes to the ingestor with each payload.
 
-    A whole configuration (verl's has 50 kB) stays where it was said.
+    A trainer's whole configuration (50 kB in verl) is left out.
     """
     given = settings or {}
     return {k: v for k, v in given.items() if k in _READ or not isinstance(v, Mapping)}
@@ -178,7 +178,7 @@ class Registry:
     ) -> tuple[Process, list[Instruction]]:
         """Return the process of a sender, created if new, with its lease renewed.
 
-        One that is new and comes late, when its attempt has finished, has left from the start.
+        A new process of an attempt that has finished is created as gone.
         """
         process = self.processes.get(sender.incarnation)
         if process is None:
@@ -217,7 +217,7 @@ class Registry:
         if process.started < attempt.opened_wall:
             attempt.opened_wall = process.started
             out.append(attempt_row(attempt))
-        # A row from before a restart may say that it fell silent.
+        # Its row from before a restart may have `lapsed_wall`.
         columns = {
             "first_wall": process.started,
             "lapsed_wall": None,
@@ -231,9 +231,9 @@ class Registry:
     ) -> tuple[bool, list[Instruction]]:
         """Apply the fields of a process's HELLO.
 
-        What it says of its start is its attempt's once that is known to be its own.
+        Its handshake becomes its attempt's once the process is bound to that attempt.
 
-        Returns whether that changed how many ranks its role is known to have, and what to write.
+        Returns whether the known size of its role changed, and the instructions.
         """
         attempt = self.attempt_of(process)
         size = integer(fields.get("world_size"))
@@ -274,7 +274,7 @@ class Registry:
     def may_leave(self, process: Process) -> bool:
         """Return whether a process may still turn out to belong to a later attempt.
 
-        Then what it says of its start is not the attempt's until it begins a step.
+        Until it begins a step, its handshake is not applied to the attempt then.
         """
         if process.bound or process.raw:
             return False
@@ -297,7 +297,7 @@ class Registry:
     def _to_carry(attempt: Attempt, process: Process) -> dict[str, Any]:
         """Return the columns of a process that only a restart of the coordinator reads.
 
-        The lowest rank of a role says it for all: an attempt has the fingerprint of its first.
+        Only the lowest rank of a role stores them: an attempt has the fingerprint of its first.
         """
         reported = process.handshake
         lower = (attempt.by_rank.get((process.role, rank)) for rank in range(process.rank))
@@ -314,7 +314,7 @@ class Registry:
         if _adopt_fingerprint(attempt, process):
             columns["fingerprint"] = _fingerprint(attempt)
         out = [attempt_row(attempt, **columns)] if told or columns else []
-        # Ranks are told less than a driver knows: what says most stays.
+        # Ranks know less of the configuration than a driver: the largest one is kept.
         settings = process.handshake.settings
         if settings and attempt is self.newest(attempt.run) and attempt.is_fullest(settings):
             out.append(Put("runs", {"run": attempt.run, "settings": settings}))
@@ -340,9 +340,9 @@ class Registry:
     def bind(self, process: Process, step: int) -> tuple[Attempt | None, list[Instruction]]:
         """Bind a process to its attempt at the first step that it begins.
 
-        A rank that starts again at a step which its attempt has closed is a new start; then the
-        attempt that it left is returned, too. One that was there when the step closed only comes
-        late to it: the others of its start went on in that attempt.
+        A rank that restarts at a step which its attempt has closed begins a new attempt; the
+        attempt that it left is returned, too. A process that existed when the step closed is only
+        late: the others of its start went on in that attempt.
         """
         attempt = self.attempt_of(process)
         was_open = self.may_leave(process)
@@ -351,7 +351,7 @@ class Registry:
         if older is None:
             return None, [*(self._learn(attempt, process) if was_open else ())]
         opened, out = self.open_restart(attempt, process.started)
-        # Those of the same start that spoke before anyone of it began a step come along.
+        # Processes of the same start that reported before any of them began a step move as well.
         for other in [*attempt.processes.values()]:
             if other is process or self._came_with(attempt, other, older):
                 attempt.remove(other)
@@ -397,9 +397,9 @@ class Registry:
     def _follows(self, attempt: Attempt, process: Process, older: Process | None) -> Process | None:
         """Return the incarnation that a process without a key replaces if its attempt is empty.
 
-        No key tells such starts apart. A process is not left where it took leave, fell silent, was
-        not heard for long, or where this one is of its rank. The rank of this one may not have
-        reported in the start before: it crashed too early.
+        No key tells such starts apart. A process of the attempt counts as gone if it finished,
+        lapsed, has not been heard for `SILENT_SECONDS`, or has the rank of this one. This one's
+        rank may be missing in the earlier start: it crashed before it reported.
         """
         others = [
             each for each in attempt.processes.values()
@@ -459,8 +459,8 @@ def _adopt_resume(attempt: Attempt, process: Process) -> bool:
 def _adopt_fingerprint(attempt: Attempt, process: Process) -> bool:
     """Apply a process's fingerprint; return whether that changed the attempt's.
 
-    It is that of the first (role, rank), of its incarnations the first, but for the
-    configuration: a driver knows all of it, and its ranks what they were told.
+    An attempt has the fingerprint of its lowest (role, rank) and its first incarnation, except for
+    the configuration: the largest one counts, since a driver knows more of it than ranks.
     """
     fingerprint = None if process.handshake is None else process.handshake.fingerprint
     if fingerprint is None:

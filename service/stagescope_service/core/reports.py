@@ -1,6 +1,6 @@
-"""What a process reports beside its spans: scalars, drops, refusals, dumps.
+"""A process's reports beside its spans: scalars, drops, refusals, dumps.
 
-Every function takes what it changes and returns what must be written; none looks outside.
+Every function changes only its arguments and returns the instructions that follow.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _DUMP_COLUMNS: Final[Mapping[str, Callable[[object], Any]]] = {
 def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
     """Return the rows of an event's scalars; a value that is not a number makes a finding.
 
-    Rules look at a step when it closes: a number that is not finite and comes later has the step
-    looked at again. Work without a step never closes, so that there it is a finding at once.
+    Rules are evaluated when a step closes: a non-finite number that arrives later has the step
+    evaluated again. Work without a step never closes: there it makes a finding at once.
     """
     named = event.fields.get("scalars")
     if not named and (named is None or isinstance(named, Mapping)):
         return []
     if not isinstance(named, Mapping):
-        named = {"scalars": named}  # which is no number, and is said to be none
+        named = {"scalars": named}  # not a number: it is in `refused`
     rows, wrong = scalar_rows(process, work, named, event.wall)
     out: list[Instruction] = [*rows]
     bad = [row.row["name"] for row in rows if not math.isfinite(row.row["value"])]
@@ -150,9 +150,9 @@ def remember_unbound(
     """Remember the rows of a process that may turn out to belong to a later attempt.
 
     Args:
-        process: whose first step is to come.
-        rows: what it reported.
-        known: ids of the findings that were there before; None: any may have been.
+        process: has not begun a step yet.
+        rows: its reports.
+        known: ids of the findings that existed before; None if they are not all known.
     """
     for put in rows:
         if isinstance(put, Put) and put.table in _KEYS:
@@ -168,8 +168,7 @@ def remember_unbound(
 def follow(attempt: Attempt, process: Process, step: int) -> list[Instruction]:
     """Move what a process reported before its first step to the attempt that begins with it.
 
-    What is of an earlier step than `step` stays: the new start goes on from that step, and does
-    not do it again.
+    Reports of steps before `step` stay: the new start goes on from `step`.
     """
     out: list[Instruction] = []
     for put, is_news in process.unbound_rows.values():
@@ -243,8 +242,8 @@ def stage_name(
 ) -> list[Instruction]:
     """Return a finding of a stage name that looks misspelt; checked once for each attempt and role.
 
-    A stage may have any name. A known name with another word before or behind it
-    (`actor_update_2`) is its own.
+    A stage may have any name. A known name with another word before or after it
+    (`actor_update_2`) is not misspelt.
     """
     named = (process.role, stage or "")
     if not stage or named in attempt.stage_names or len(attempt.stage_names) >= NAMES_JUDGED:
@@ -291,7 +290,7 @@ def unknown_fields(
 def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Instruction:
     """Return a finding of bad input to a call in the training process.
 
-    Of one stage several things may be wrong: each is a finding of its own.
+    Several problems of one stage are separate findings.
     """
     what = text(event.fields.get("what"), 200) or "input"
     message = text(event.fields.get("message"), 2000) or ""
@@ -318,7 +317,7 @@ def refused(attempt: Attempt, process: Process, event: Event, work: Work) -> Ins
 def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
     """Update the state of a dump; of two reports of a column the later event counts.
 
-    One that ended is to become an operator table.
+    A dump that ended is announced for its operator table.
     """
     fields = event.fields
     capture_id = text(fields.get("capture_id"), 200) or "local"

@@ -1,8 +1,7 @@
-"""What of a run's `settings` is read, and what in them seems to be misspelt or cannot be right.
+"""Findings about a run's `settings`: names that look misspelt, and values that cannot be read.
 
-Settings may hold anything of the user's own: only what is close to a known name, and a known name
-with a value that nobody can carry out, is a finding. Read once from a process's introduction, not
-with its payloads.
+Settings may hold anything of the user's own: only a name close to a known one, or a known name with
+an invalid value, makes a finding. They are checked once, in a process's HELLO, not with payloads.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _NO_CAPTURE: Final = (None, False, "none")
 def of_settings(attempt: Attempt, process: Process) -> list[Instruction]:
     """Return findings of settings that look misspelt or have values that cannot be read.
 
-    One finding of each thing that is wrong, of the attempt: every rank says the same.
+    One finding for each problem and attempt: all ranks report the same settings.
     """
     handshake = process.handshake
     if handshake is None or not handshake.settings:

@@ -1,17 +1,16 @@
 """Spans of work inside a step: begun, ended, repeated, superseded.
 
-Every function takes what it changes and returns what must be written; none looks outside.
+Every function changes only its arguments and returns the instructions that follow.
 
-A span's place in the catalogue is (incarnation, work key, revision), and its revision is the
-sequence number of its BEGIN, which its END says too (`begin_seq`). So both find their row in any
-order, also where nothing is remembered of the other, and of two spans of one identity the one
-that began later has the higher revision. Where it is not known (raw callers, who have no order;
-an END of a probe that does not say it) the span is found among those in memory.
+The key of a span in the catalogue is (incarnation, work key, revision). The revision is the
+sequence number of its BEGIN, which its END repeats (`begin_seq`). So both find their row in any
+order, even if the other is not in memory, and of two spans with one identity the later has the
+higher revision. Where the BEGIN is unknown (raw callers, whose calls have no order; an END without
+`begin_seq`), the span is searched in memory.
 
-A rank that is made anew need not cut a stage as its predecessor did: from the lowest part on that
-the newer incarnation began, it answers for the stage, and all that older ones did of those parts
-and of later ones is superseded. A newer one that goes on where the older stopped leaves the parts
-before as they are.
+A new incarnation of a rank may split a stage into other parts than the older one. From the lowest
+part that the newer incarnation began, its spans count, and the older ones' spans of these and later
+parts are superseded. Earlier parts stay: the newer incarnation goes on where the older stopped.
 """
 
 from __future__ import annotations
@@ -117,10 +116,10 @@ def begun_again(
 ) -> list[Instruction]:
     """Return findings of stages that a process began again after it went back to earlier steps.
 
-    A further pass of a step (resampling) comes before the next step. This is training that went
-    back to a checkpoint inside its process: what it had done of the step counts beside what it
-    does now. Rollouts may be of several steps at a time. `span` is new; it may show that of its
-    own step, and, where it arrives late, of others.
+    A second pass of a step (resampling) comes before the next step, and is no finding. A finding is
+    training that goes back to a checkpoint inside its process: both passes of the step count.
+    Rollouts of several steps may overlap. `span` is new; if it arrives late, it can show this for
+    other steps than its own.
     """
     stage, number, newest = span.work.stage, step.step, process.newest_revision
     process.newest_revision = max(newest, span.revision)
@@ -138,18 +137,18 @@ def begun_again(
             if each.incarnation == span.incarnation
         ]
         if revisions:
-            # Of a step that left memory it is taken that the process had worked on it.
+            # Assume that the process had worked on a step that has left memory.
             own[other.step] = [-1, *revisions] if other.evicted else revisions
     out: list[Instruction] = []
     for again, revisions in own.items():
         first, last = min(revisions), max(revisions)
         if again != number and span.revision > last:
-            continue  # it says nothing new of that step
+            continue  # it changes nothing for that step
         after = [
             other
             for other, those in own.items()
             if any(first < each < last for each in those)
-            # A later step; or an earlier one to which it had gone back meanwhile.
+            # A later step, or an earlier one to which it went back in between.
             if other > again or (other < again and min(those) < first)
         ]
         if after:
@@ -256,7 +255,7 @@ def _on_our_clock(sender: Sender, wall: float, arrived: float | None) -> float:
 
 
 def _own_revision(event: Event) -> int:
-    # A raw caller's seq is a hash; the service's clock at its first arrival has an order.
+    # A raw caller's seq is a hash without order; its wall clock has one.
     return event.seq if event.seq < RAW_SEQ else int(event.wall * 1e6)
 
 
@@ -276,7 +275,7 @@ def _find_begun(step: Step, process: Process, work: Work, event: Event) -> Span 
             return span
     raw = event.seq >= RAW_SEQ
     for span in known:
-        # Its END did not say where it began.
+        # Its END has no `begin_seq`.
         lacks = span.begin_seq is None and span.revision == span.end_seq
         if span.begin_seq is None and raw:
             return span
@@ -307,7 +306,7 @@ def _add(
 ) -> tuple[Span, list[Instruction]]:
     span = Span(process.incarnation, process.role, process.rank, work, revision)
     if step.evicted:
-        # It may be told again: what answers for it now is in the catalogue alone.
+        # It may be a repetition: whether it is superseded is only in the catalogue.
         span.superseded = None
     keep(step, span)
     process.worked = True
@@ -334,7 +333,7 @@ def _supersede(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
     ages = {name: _age(attempt, name) for name in holders}
     judged = [*step.spans[(span.incarnation, span.work.key)]]
     if holders[span.incarnation] == span.work.part:
-        # It may be the first from which on its incarnation answers.
+        # It may be the lowest part from which on its incarnation counts.
         judged += [
             each
             for each in step.ranks[(span.role, span.work.stage or "")][span.rank]
@@ -351,13 +350,13 @@ def _supersede(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
         superseded = replaced or each is not step.spans[(each.incarnation, each.work.key)][-1]
         if each.superseded != superseded:
             each.superseded = superseded
-            if each is not span:  # its own row is about to be written
+            if each is not span:  # its own row follows
                 out.append(span_row(attempt.attempt_id, each))
     return out
 
 
 def _age(attempt: Attempt, incarnation: str) -> tuple[float, str]:
-    # After a restart, processes that left long ago are in the catalogue alone.
+    # After a restart, processes that left long ago are only in the catalogue.
     process = attempt.processes.get(incarnation)
     return (0.0, incarnation) if process is None else process.age
 

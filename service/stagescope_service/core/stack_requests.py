@@ -1,7 +1,7 @@
 """Requests for the stacks of processes: handed out by polls, answered by events, in the catalogue.
 
-A request is in the catalogue before it is handed out, so a coordinator that is made anew hands it
-out again. A process answers each once; what it says later than the deadline is kept all the same.
+A request is committed before it is handed out, so a restarted coordinator hands it out again. A
+process answers each request once; an answer after the deadline is stored all the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def request_of(fields: Mapping[str, Any]) -> str:
     """Return the id of the request that a STACKS event answers.
 
     Raises:
-        InvalidEvent: they bear no request_id.
+        InvalidEvent: there is no request_id.
     """
     request_id = text(fields.get("request_id"), 200)
     if not request_id:
@@ -91,7 +91,7 @@ class StackRequests:
     def hand_out(self, incarnation: str) -> list[dict[str, str]]:
         """Return the requests for a poll's answer.
 
-        A poll's answer can be lost, so every later one carries what is still not answered.
+        A poll's answer can be lost, so every later answer repeats the pending requests.
         """
         found = self._requested.get(incarnation) or {}
         for asked in found.values():
@@ -104,7 +104,7 @@ class StackRequests:
         """Apply the stacks of a process: its answer, or its watchdog's file.
 
         Raises:
-            InvalidEvent: they bear no request_id.
+            InvalidEvent: there is no request_id.
         """
         request_id = request_of(fields)
         self._drop(process.incarnation, request_id)
@@ -158,7 +158,7 @@ def choose(
     """Return the processes that can answer, and (role, rank, reason) of those that cannot.
 
     Args:
-        attempt: whose processes.
+        attempt: of the processes.
         role: only of this role; None for every role.
         ranks: only these; None for all.
 

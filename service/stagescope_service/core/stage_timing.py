@@ -39,11 +39,11 @@ def note_end(
 
     Args:
         step: of the part.
-        process: who ended it.
+        process: which ended it.
         span: the part.
         at: of the service's clock, seconds.
         fields: of the END.
-        mono: its monotonic time, seconds; durations are taken from it where they can.
+        mono: its monotonic time, seconds; used for durations where possible.
     """
     begin_mono = number(fields.get("begin_mono"))
     if begin_mono is not None:

@@ -1,9 +1,8 @@
-"""The state machine: events in, instructions out; who is in which stage of which step.
+"""The state machine: events in, instructions out.
 
-Pure: it reads no clock, touches no store and no Ray. `handle` may be given any event in any
-order, any number of times, and with any of them lost: every row that it writes has a natural key,
-so that a repetition writes what stands there already. All state is mutated through `handle`,
-`settle`, `expire` and `restore` alone, by one thread.
+Pure: it reads no clock, no store and no Ray. `handle` accepts events in any order, any number of
+times, with any of them lost: every row has a natural key, so that a repetition writes the same row.
+Only `handle`, `settle`, `expire` and `restore` change the state, in one thread.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ FINDINGS_REMEMBERED: Final = 10_000
 class State:
     """The state machine: live attempts and processes, and recently closed steps.
 
-    `lease_seconds`: how long a process counts as alive after its last word. A raw caller, which
-    does not poll, has `raw_lease_seconds`.
+    `lease_seconds`: how long a process counts as live after its last event or poll. A raw caller,
+    which does not poll, has `raw_lease_seconds`.
     """
 
     def __init__(self, *, lease_seconds: float = 45.0, raw_lease_seconds: float = 3600.0) -> None:
@@ -85,17 +84,16 @@ class State:
         """Apply one event.
 
         Args:
-            sender: who sent it.
-            event: what it says.
+            sender: of the event.
+            event: the event.
             now: the service's clock, seconds; only differences count.
             has_payload: the payload's refs came with this END.
             raw: the sender is a raw caller, known by name and not by an incarnation.
-            late: it speaks of an attempt that has finished; if it is new, it has left as well.
-            arrived: the service's wall clock; stands in for that of a sender whose offset is not
-                known.
+            late: it is of an attempt that has finished; a new process is created as gone.
+            arrived: the service's wall clock; used for a sender whose clock offset is unknown.
 
         Raises:
-            InvalidEvent: this event cannot be carried out; nothing was changed by it.
+            InvalidEvent: this event cannot be applied; nothing has changed.
         """
         work = self.check(event)
         said = weight_records.read(event, work) if event.kind == WEIGHTS else None
@@ -171,7 +169,7 @@ class State:
     ) -> list[Instruction]:
         """Apply the watchdog file of a lapsed process (the fields of a STACKS event).
 
-        The step in which it stands may be news: its beginning waits in the process that is held.
+        Its step may be new here: the BEGIN is still queued in the process, which does not run.
         """
         out = self._bind(process, work.step, wall)
         attempt = self.registry.attempt_of(process)
@@ -201,7 +199,7 @@ class State:
     def _of_start(self, process: Process, rows: list[Instruction]) -> list[Instruction]:
         """Return `rows`, and remember them if the process may still belong to a later attempt."""
         if self.registry.may_leave(process):
-            # Where not all of them are remembered, none is taken for news and withdrawn.
+            # If not all findings are in memory, none counts as new, and none is withdrawn.
             is_full = len(self._findings) >= FINDINGS_REMEMBERED
             reports.remember_unbound(process, rows, None if is_full else self._findings)
         return rows
@@ -216,7 +214,7 @@ class State:
             for each in attempt.processes.values():
                 out += reports.handshake_fields(attempt, each)
                 out += reports.follow(attempt, each, step)
-            # How many ranks it has may have been the word of who left it.
+            # Its known world size may have come from the process that left it.
             out += steps.rejudge_all(left)
             out += steps.end_if_left(left)
             out += steps.close_due(left, wall)
@@ -246,7 +244,7 @@ class State:
             out += spans.begun_again(attempt, step, process, span, event.wall)
         stage_timing.note_begin(step, process, span, at)
         if process.finished and process.open_spans:
-            # It took leave before this beginning was heard of.
+            # It finished before this BEGIN arrived.
             left = event.wall if process.left_wall is None else process.left_wall
             out += departures.abandon(attempt, process, left, "its process took leave")
         elif (forgotten := spans.oldest_open(process)) is not None:
@@ -269,7 +267,7 @@ class State:
     ) -> list[Instruction]:
         """Update the position of a process, and the verdicts that depend on it.
 
-        `repeated` says that the event is news of work that was done before: who answers changed.
+        `repeated`: the event is of work that was done before, so that other spans count now.
         """
         out = reports.stage_name(attempt, process, span.work.stage, wall)
         if step is attempt.stepless:
@@ -278,9 +276,9 @@ class State:
         if repeated and step.closed_wall is not None and not attempt.pending.get(step.step):
             out += steps.form(attempt, step.step, wall)
         if step.evicted and span.status != OPEN:
-            # Its verdict is out of memory: it is corrected with the whole, from the catalogue.
+            # Its verdict has left memory: aggregation corrects it from the catalogue.
             out += steps.form(attempt, step.step, wall)
-        # The beginning may be lost: the end, too, says where this rank stands.
+        # The BEGIN may be lost: the END shows the position of this rank as well.
         out += steps.advance(attempt, process, step.step)
         if attempt.over:
             out += steps.resume(attempt, process)

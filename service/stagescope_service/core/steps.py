@@ -1,7 +1,7 @@
-"""Steps of an attempt: opened by the first who begins, closed when everyone went on.
+"""Steps of an attempt: opened by the first BEGIN, closed when every rank went on.
 
-A step closes when every live (role, rank) that takes part in steps began a later one, when its
-attempt ended, or when a caller said `end_step`. What is said of it later is judged again.
+A step closes when every live (role, rank) that takes part in steps has begun a later one, when its
+attempt ends, or on an END_STEP. Later events of a closed step update its verdict.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _open(attempt: Attempt, number: int, wall: float) -> tuple[Step, list[Instru
             attempt.resumed_from_step = number - 1
         out.append(attempt_row(attempt))
     if attempt.forgotten_through is not None and number <= attempt.forgotten_through:
-        # It left memory: what is stored of it stays.
+        # It has left memory: its stored rows stay.
         out.append(Put("steps", _key(attempt, number)))
         return Step(step=number, opened_wall=wall, closed_wall=wall, evicted=True), out
     step = attempt.steps[number] = Step(step=number, opened_wall=wall)
@@ -218,7 +218,7 @@ def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
     else:
         step.missing[key] = status
     out: list[Instruction] = [_verdict_row(attempt, step)]
-    # Who took part here may be expected there.
+    # The participants of this step are expected in the next.
     return out + _update_next_verdict(attempt, step) if first_of_it else out
 
 
@@ -260,7 +260,7 @@ def judge_in_memory(attempt: Attempt, step: Step) -> None:
         if (status := statuses.get(key, {}).get(rank, NOT_BEGUN)) is not None
     }
     if not step.missing and attempt.expected_roles - {role for role, _ in statuses}:
-        # What its driver reports alone is no step: how many ranks are missing, nobody knows.
+        # A step with reports of its driver alone: the number of missing ranks is unknown.
         step.unknown = True
 
 
@@ -316,8 +316,8 @@ def payload_settled(
 def form(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
     """Return the instruction to aggregate a closed step (again).
 
-    The mark is committed with what makes it due, so that a coordinator that dies before the whole
-    is formed leaves word of it.
+    The mark is committed with the rows that make it due, so that a restarted coordinator finds the
+    steps that were not aggregated.
     """
     attempt.last_mark = max(attempt.last_mark + 1, int(wall * 1e6))
     marked = {**_key(attempt, number), "parts_mark": attempt.last_mark}
@@ -328,7 +328,7 @@ def form(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
 def _holds(attempt: Attempt, process: Process) -> bool:
     """Return whether a process keeps the attempt from ending.
 
-    A raw caller that only logs, beside probes, never says that it leaves.
+    A raw caller that only logs, beside probes, never sends a FINISH.
     """
     if not process.live:
         return False
@@ -340,7 +340,7 @@ def _holds(attempt: Attempt, process: Process) -> bool:
 def _replace_older(attempt: Attempt, process: Process) -> None:
     """Wait only for the newest of several incarnations of a rank in one attempt."""
     if process.raw:
-        return  # known by name: not an incarnation of anything
+        return  # identified by name: it has no incarnations
     for other in attempt.by_rank[(process.role, process.rank)]:
         if other is process or other.raw or other.max_step is None:
             continue

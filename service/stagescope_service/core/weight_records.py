@@ -1,7 +1,7 @@
 """Records of weights between the wire, the catalogue and the comparison.
 
-A row of `weights` holds eight bytes a tensor; names, dtypes, shapes and shards are the same in
-every version, and lie once in `weight_manifests` under their digest.
+A row of `weights` holds eight bytes a tensor. Names, dtypes, shapes and shards are the same in
+every version and are stored once, in `weight_manifests`, under their digest.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read(event: Event, work: Work) -> ReportedWeights:
     """Read a WEIGHTS event.
 
     Raises:
-        InvalidEvent: it cannot be carried out.
+        InvalidEvent: a field cannot be read.
     """
     fields = event.fields
     side, kind, tensors = fields.get("side"), fields.get("kind"), fields.get("tensors")

@@ -1,8 +1,8 @@
-"""Weights held against each other: trainer against rollout by name, replicas among themselves.
+"""Comparison of weights: trainer with rollout by name, replicas with each other.
 
-Pure: records of one version in, verdicts out. A checksum is bit-exact, so two tensors agree or
-differ, and there is no tolerance. What cannot be told by checksums (another dtype or shape, a
-fused or quantised tensor, another cut) is `not comparable`, and never agrees.
+Pure: records of one version in, verdicts out. A checksum is bit-exact: two tensors agree or differ,
+without a tolerance. What checksums cannot decide (another dtype or shape, a fused or quantised
+tensor, another shard) is `not comparable`, and never agrees.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WeightRecord:
     kind: str
     version: int
     step: int | None
-    #: Of two records of one rank the later answers.
+    #: Of two records of one rank the later counts.
     order: tuple[Any, ...]
     tensors: Sequence[Tensor]
     checksums: Sequence[int | None]
@@ -118,8 +118,8 @@ def newest(records: Iterable[WeightRecord]) -> list[WeightRecord]:
 def odd_replicas(records: Sequence[WeightRecord]) -> list[DivergingRank]:
     """Compare the replicas of one side; return the diverging ranks.
 
-    Those are the ranks that hold something else than more than half of the tensor's replicas;
-    where no value has such a majority, all of them.
+    These are the ranks whose value differs from that of the majority (more than half) of the
+    tensor's replicas; without a majority, all of them.
     """
     groups: dict[Any, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for holding, side, role, kind in _alike(records):
@@ -151,8 +151,8 @@ def _odd(side: str, role: str, rank: int, said: Sequence[tuple[bool, int, str]])
 def _replica_key(holding: _Holding) -> object:
     """Return the key that replicas of a tensor share; None if it is unknown.
 
-    A tensor of which nothing is said has replicas only where the layout says that the ranks differ
-    in `dp_rank`; else it may as well be each rank's own part.
+    A tensor without a shard has replicas only if the layout shows that the ranks differ in
+    `dp_rank`; otherwise each rank may hold its own part.
     """
     shard, (*here, has_dp) = holding.tensor.shard, holding.coordinates
     tp, pp, ep, etp = here
@@ -189,14 +189,14 @@ def compare(records: Sequence[WeightRecord], rename: Rename = str) -> list[Compa
 
     Args:
         records: of one version, one for each rank, side and kind (see `newest`).
-        rename: maps the names of both sides to those by which they are compared.
+        rename: maps the names of both sides to the names that are compared.
     """
     by_kind: dict[str, dict[str, dict[str, list[_Holding]]]] = {
         kind: {"trainer": defaultdict(list), "rollout": defaultdict(list)} for kind in WEIGHT_KINDS
     }
     trained = {record.role for record in records if record.side == "trainer"}
     for holding, side, role, kind in _alike(records):
-        # A critic's layers are called as the actor's, and go to no engine.
+        # A critic's layers have the actor's names, and are sent to no engine.
         if side == "trainer" and "actor" in trained and role != "actor":
             continue
         by_kind[kind][side][rename(holding.tensor.name)].append(holding)
