@@ -1,9 +1,8 @@
-"""Looks now and then for ranks that are stuck, and for processes that fell silent.
+"""Periodic checks for stuck ranks and for unresponsive processes.
 
-A rank that is stuck makes a finding, which is over when the rank goes on; its stacks, and those of
-one rank that is not, are asked for once. A process that does not answer makes a finding wherever
-it stands, with the time at which it was heard last, over once it is heard again; the file of its
-watchdog is read on its node.
+A stuck rank makes a finding, which is over when the rank goes on; its stacks, and those of one rank
+that is not stuck, are requested once. An unresponsive process makes a finding with the time of its
+last contact, which is over at its next contact; its watchdog's file is read on its node.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ from stagescope_service.core.steps import FINISHED
 def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str, Role]]:
     """Yield the roles of an attempt that work on its open steps.
 
-    `silent` are the incarnations of which nothing is heard though their lease holds.
+    Args:
+        silent: incarnations without contact whose lease has not expired.
     """
     by_role: dict[str, dict[int, Process]] = {}
     left: dict[str, set[int]] = {}
@@ -96,7 +96,7 @@ def _standing(
 def _innermost(
     timings: Mapping[StageKey, StageTiming], process: Process, spans: list[Span]
 ) -> StageKey | None:
-    """Return the part that was entered last, unless its end was lost: then it went further."""
+    """Return the part of its highest step that was entered last; None if it is inside none."""
     for span in reversed(spans):
         step = span.work.step
         if step is None or span.superseded or step != process.max_step:
@@ -134,7 +134,7 @@ def _role(
             for (its_role, stage), found in attempt.steps[number].ranks.items()
             if its_role == role
         }
-        # One that all but a few have left says as much of how long its stages take.
+        # A step that all but a few ranks have left shows the durations of its stages just as well.
         left = [number for number in attempt.steps if number < max(attempt.open)]
         return history([_paces_of(attempt, number, role) for number in left], ranks)
 
@@ -149,14 +149,14 @@ def _role(
 
 KIND: Final = "stage_stuck"
 MOST_FINDINGS: Final = 64
-"""Of one role at one look; the others stand in `GET /steps/{step}/stuck`."""
+"""For one role and check; `GET /steps/{step}/stuck` lists all of them."""
 MOST_ASKED: Final = 8
-"""Stuck ranks of one role whose stacks are asked for at one look, beside one that is not stuck."""
+"""Stuck ranks of a role whose stacks one check requests, beside those of one that is not stuck."""
 ANSWER_SECONDS: Final = 30.0
 
 
 class _Key(NamedTuple):
-    """What a finding is about; rank None: the whole role."""
+    """The subject of a finding; rank None: the whole role."""
 
     attempt_id: int
     step: int
@@ -166,12 +166,12 @@ class _Key(NamedTuple):
 
 
 class HangWatch:
-    """Finds hangs in the state; `look` is to be called often, and does little.
+    """Finds hangs in the state; `look` is cheap and is called often.
 
     Args:
         state: of the coordinator.
-        rules: from when on a rank is stuck.
-        late_seconds: a process that polls is late after so long without a word.
+        rules: decide when a rank is stuck.
+        late_seconds: without contact for longer, a process that polls is late.
     """
 
     def __init__(self, state: State, rules: StuckRules, *, late_seconds: float) -> None:
@@ -186,12 +186,12 @@ class HangWatch:
         self._silent: dict[str, tuple[int, str]] = {}
         """Incarnation -> its attempt and its finding."""
         self._adopted: dict[str, float] = {}
-        """Incarnation whose finding an earlier coordinator made -> when it was heard last."""
+        """Incarnation with a finding of an earlier coordinator -> time of its last contact."""
         self._began: float | None = None
-        """Unix time of the first look."""
+        """Unix time of the first check."""
 
     def adopt(self, findings: Iterable[Mapping[str, Any]]) -> None:
-        """Take in what an earlier coordinator found and did not see over."""
+        """Adopt the open findings of an earlier coordinator."""
         for row in findings:
             if row["kind"] == KIND and row["over_wall"] is None:
                 place = (row["attempt_id"], row["step"], row["stage"], row["role"], row["rank"])
@@ -204,7 +204,7 @@ class HangWatch:
                     self._adopted[incarnation] = process.heard
 
     def look(self, now: float, wall: float) -> list[Instruction]:
-        """Return what is to be written and done now.
+        """Return the instructions of one check.
 
         Args:
             now: the service's monotonic clock, seconds.
@@ -234,19 +234,19 @@ class HangWatch:
     def watchdog(
         self, incarnation: str, fields: Mapping[str, Any], wall: float
     ) -> list[Instruction]:
-        """Take in what the file of a process's watchdog says (the fields of a STACKS event)."""
+        """Apply the file of a process's watchdog (the fields of a STACKS event)."""
         self._silence.read(incarnation)
         process = self._state.registry.processes.get(incarnation)
         if process is None:
             return []
         try:
             work = Work.parse(fields)
-        except InvalidEvent:  # whoever wrote the file
+        except InvalidEvent:  # another program may have written the file
             work = Work(process.max_step, None, None)
         return self._state.watchdog(process, fields, work, wall)
 
     def _is_quiet(self, attempt: Attempt, wall: float) -> bool:
-        """Whether somebody has said nothing for long: a look at a busy attempt costs little."""
+        """Return whether a process was quiet for long; makes the check of a busy attempt cheap."""
         quiet = wall - self._rules.min_seconds
         return any(
             process.said < quiet and not (process.finished or process.replaced)
@@ -264,7 +264,7 @@ class HangWatch:
             for each in found:
                 key = _key(attempt, name, each)
                 known = key in self._open or key in stuck
-                # Of a process that does not answer there is one finding, wherever it stands.
+                # An unresponsive process makes one finding, in whichever part it is.
                 if not known and (name, each.rank) in unheard:
                     continue
                 if not known:
@@ -277,7 +277,7 @@ class HangWatch:
     def _found(
         self, attempt: Attempt, name: str, new: list[Stuck], role: Role, wall: float
     ) -> list[Instruction]:
-        """Make findings of ranks that are newly stuck, and ask for their stacks."""
+        """Return findings of newly stuck ranks, and requests for their stacks."""
         first = new[0]
         request_id = f"{KIND}-{row_id(attempt.attempt_id, name, first.place, first.rank, wall)}"
         out: list[Instruction] = []
@@ -292,7 +292,7 @@ class HangWatch:
     def _ask(
         self, attempt: Attempt, role: str, stuck: list[int], request_id: str, wall: float
     ) -> list[Instruction]:
-        """Ask stuck ranks, and another one to compare, for their stacks."""
+        """Return requests for the stacks of stuck ranks, and of another rank for comparison."""
         live = {
             process.rank: process
             for process in attempt.processes.values()
@@ -310,7 +310,7 @@ class HangWatch:
     def _fell_silent(
         self, attempt: Attempt, silent: Sequence[Process], wall: float
     ) -> list[Instruction]:
-        """Make findings of processes that do not answer any more."""
+        """Return findings of processes that have become unresponsive."""
         out: list[Instruction] = []
         for process in silent:
             if process.incarnation in self._silent:
@@ -323,9 +323,9 @@ class HangWatch:
         return out
 
     def _unheard_since_restart(self) -> set[str]:
-        """Return who was silent before the restart and was not heard since.
+        """Return the processes that were unresponsive before the restart and had no contact since.
 
-        The restart gave them a new lease, which is no word of theirs.
+        The restart renewed their lease without a contact.
         """
         processes = self._state.registry.processes
         for incarnation, heard in [*self._adopted.items()]:
@@ -336,7 +336,7 @@ class HangWatch:
         return set(self._adopted)
 
     def _end_silences(self, unheard: set[str], wall: float) -> list[Instruction]:
-        """Say of findings that they are over: the process is heard again, left or was replaced."""
+        """End the findings of processes that responded, left or were replaced."""
         out: list[Instruction] = []
         for incarnation in self._silent.keys() - unheard:
             attempt_id, finding_id = self._silent.pop(incarnation)
@@ -344,7 +344,7 @@ class HangWatch:
         return out
 
     def _end(self, stuck: set[_Key], wall: float) -> list[Instruction]:
-        """Say of findings that they are over: the rank went on, or took leave."""
+        """End the findings of ranks that went on or left."""
         out: list[Instruction] = []
         for key in [key for key in self._open if key not in stuck]:
             out += self._over(key.attempt_id, self._open.pop(key), wall)
@@ -353,7 +353,7 @@ class HangWatch:
     def _over(self, attempt_id: int, finding_id: str, wall: float) -> list[Instruction]:
         attempt = self._state.attempt(attempt_id)
         if attempt is None or (attempt.over and attempt.end_reason != FINISHED):
-            return []  # it was stuck to its end
+            return []  # it was stuck until it ended
         columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
         return [Put("findings", {"finding_id": finding_id, **columns})]
 
@@ -378,7 +378,7 @@ def _silent_finding(
     where = f"inside {place}" if inside else f"after {place}"
     quiet = f"not heard for {max(wall - process.heard, 0.0):.0f} s"
     if began is not None and process.heard < began:
-        # What it asked of the earlier coordinator, which it may have done to the end, is unknown.
+        # Whether the earlier coordinator had requested its stacks is unknown.
         quiet = (
             f"not heard in the {wall - began:.0f} s since the service restarted (its last event "
             f"came {max(wall - process.heard, 0.0):.0f} s ago)"

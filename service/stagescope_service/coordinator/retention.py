@@ -1,7 +1,7 @@
 """Retention of kept files by bytes, age and steps, node by node; pinned steps stay. No Ray here.
 
-The catalogue knows every kept file; a node's ingestor deletes. A file without a row (a crash came
-between the two), and one whose node came back under another id, are taken up at the start.
+The catalogue lists every kept file; a node's ingestor deletes files. Files without a row (after a
+crash between the two), and files whose node has a new id, are adopted at the start.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LOOK_SECONDS: Final = 60.0
 _BATCH: Final = 1000
 _DAY: Final = 86_400.0
 _SLACK: Final = 50
-"""One part in so many of the limit is freed beyond what is needed: not a deletion a payload."""
+"""A deletion frees 1/50 of the limit beyond what is needed, so that not every payload deletes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What kept files may take: bytes on each node, days, newest steps of an attempt."""
+    """Limits of kept files: bytes on each node, age in days, newest steps of an attempt."""
 
     bytes: int
     days: float | None = None
@@ -42,13 +42,13 @@ class Limits:
 
 
 class Retention:
-    """Makes room for kept files, and says where there is none; used from one event loop only.
+    """Makes room for kept files, and reports if there is none; used from one event loop only.
 
     Args:
         catalogue: the store's reading side.
-        ingestors: of all nodes; a call raises `Unreachable` where a node is gone.
+        ingestors: of all nodes; a call raises `Unreachable` if the node is gone.
         write: commits rows.
-        limits: what kept files may take.
+        limits: of kept files.
         wall: Unix seconds of the service.
         mono: monotonic seconds.
     """
@@ -79,13 +79,13 @@ class Retention:
         self._changing = asyncio.Lock()
 
     def adopt_findings(self, findings: Iterable[Mapping[str, Any]]) -> None:
-        """Take in what an earlier coordinator said was not kept, and did not see over."""
+        """Adopt the open findings of an earlier coordinator about files that were not kept."""
         for row in findings:
             if row["kind"] == NOT_KEPT and row["over_wall"] is None:
                 self._open[row["attempt_id"]] = row["finding_id"]
 
     def health(self) -> Row:
-        """Say whether what is to be kept is kept, and if not, why, and how often it was not."""
+        """Return whether all requested files are kept; if not, the reasons and their count."""
         reasons = {node: reason for node, reason in self._reasons.items() if reason}
         return {
             "healthy": not reasons,
@@ -97,9 +97,9 @@ class Retention:
 
     # --- payloads -------------------------------------------------------------------------
     async def make_room(self, node_id: str | None, job: IngestJob) -> str:
-        """Make room for what is kept of a payload; return why there is none, or ''.
+        """Make room for the kept parts of a payload; return why there is none, or ''.
 
-        `settled` gives back what this reserves.
+        `settled` releases what this reserves.
         """
         node, needed = self._ingestors.node_of(node_id), _size(job)
         try:
@@ -135,7 +135,7 @@ class Retention:
         return Counter({str(row["node_id"]): int(row["bytes"]) for row in rows})
 
     async def _free(self, node: str, excess: int, own: tuple[int, int | None]) -> None:
-        """Delete the oldest steps of a node, each whole, but not the one that is being kept."""
+        """Delete the oldest steps of a node, each completely, except the one that is being kept."""
         rows = await asyncio.to_thread(self._catalogue.kept_files, node_id=node, limit=_BATCH)
         rows = [row for row in rows if (row["attempt_id"], row["step"]) != own]
         chosen: list[Row] = []
@@ -148,7 +148,7 @@ class Retention:
         await self._delete(node, chosen)
 
     async def settled(self, node_id: str | None, job: IngestJob, rows: Sequence[Put]) -> None:
-        """Note what became of a payload for which there was room, after its rows' commit."""
+        """Account for a payload for which there was room, after the commit of its rows."""
         node = self._ingestors.node_of(node_id)
         if not job.get("no_room"):
             self._reserved[node] -= _size(job)
@@ -165,7 +165,7 @@ class Retention:
                 self._not_kept += 1
 
     async def _close(self, attempt_id: int) -> None:
-        """Say of what was not kept of an attempt that it is over, whoever keeps now."""
+        """End the findings about files of an attempt that were not kept."""
         if (finding_id := self._open.pop(attempt_id, None)) is not None:
             over = {"finding_id": finding_id, "over_wall": self._wall()}
             await self._write([Put("findings", over)])
@@ -181,7 +181,7 @@ class Retention:
 
     # --- age ------------------------------------------------------------------------------
     async def look(self) -> None:
-        """Delete what is too old; to be called often, looks once a minute."""
+        """Delete files that are too old; called often, checks once a minute."""
         if self._limits.days is None or self._mono() < self._looked + _LOOK_SECONDS:
             return
         self._looked = self._mono()
@@ -191,7 +191,7 @@ class Retention:
         async with self._changing:
             rows = await asyncio.to_thread(self._catalogue.kept_files, limit=_BATCH, **which)
             for node in dict.fromkeys(row["node_id"] for row in rows):
-                if self._ingestors.node_of(node) == node:  # nothing is known of one that is gone
+                if self._ingestors.node_of(node) == node:  # the files of a gone node are unknown
                     await self._delete(node, [row for row in rows if row["node_id"] == node])
 
     async def _delete(self, node: str, rows: Sequence[Row]) -> None:
@@ -211,9 +211,9 @@ class Retention:
 
     # --- the start ------------------------------------------------------------------------
     async def adopt(self, node: str) -> None:
-        """Bring the catalogue and a node's disk together: orphans get rows, lost ones an end."""
+        """Reconcile the catalogue with a node's disk: orphans get rows, missing files are ended."""
         async with self._changing:
-            # Rows first: the file of a row that is there by now was written before.
+            # Read the rows first: the file of a row was written before the row.
             known = {row["path"]: row for row in await asyncio.to_thread(self._stored_rows)}
             found = await self._ingestors.kept_files(node)
             rows = [*self._moved(node, known, found), *self._lost(node, known, found)]
@@ -248,7 +248,7 @@ class Retention:
                 if run not in attempts:
                     of_run = await asyncio.to_thread(self._catalogue.attempts, run)
                     attempts[run] = {each["key"]: each["attempt_id"] for each in of_run}
-                # Of another catalogue's attempts nothing is known here: their files are let be.
+                # Attempts of another catalogue are unknown here: their files stay.
                 attempt_id = attempts[run].get(job["attempt_key"])
                 if attempt_id is not None:
                     rows.append(Put("artifacts", {**row, "attempt_id": attempt_id}))

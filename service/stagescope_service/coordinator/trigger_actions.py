@@ -1,4 +1,4 @@
-"""What follows of a firing: pins, a webhook, a capture; what could not be done is a finding."""
+"""The actions of a firing: pins, a webhook, a capture; an action that fails makes a finding."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Webhooks:
         self._room = asyncio.Semaphore(_AT_ONE_TIME)
 
     async def call(self, url: str, body: Mapping[str, Any]) -> str:
-        """Post a body; return why it did not arrive, empty where it did.
+        """Post a body; return why it did not arrive, empty if it did.
 
-        It arrived when the answer's status is 2xx. Redirects are not followed: they would carry
-        the body to another host than the one that was given. A client error (4xx) is not tried
-        again, but for 408 and 429.
+        It has arrived if the answer's status is 2xx. Redirects are not followed: they would send
+        the body to another host than the configured one. Client errors (4xx) other than 408 and
+        429 are not retried.
         """
         content = nonfinite.dumps(body).encode()
         async with self._room:
@@ -58,21 +58,21 @@ class Webhooks:
         return f"{reason} ({tries} {'try' if tries == 1 else 'tries'})" if reason else ""
 
     async def _try(self, url: str, content: bytes) -> tuple[str, bool]:
-        """Return why a try failed (empty: it did not), and whether no further one can do better."""
+        """Return why a try failed (empty if it succeeded), and whether a retry is pointless."""
         try:
             status = await asyncio.wait_for(self._post(url, content), self._seconds)
         except asyncio.TimeoutError:
             return f"no answer in {self._seconds:g} s", False
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            # By its kind alone: the text of an error may hold the URL.
+            # Only its type: the text of an error may contain the URL.
             return f"it cannot be reached: {type(error).__name__}", False
         if 200 <= status < 300:
             return "", True
         return f"it answered {status}", status < 500 and status not in (408, 429)
 
     async def _post(self, url: str, content: bytes) -> int:
-        # A transport and not a client, which logs the URL of each request. Its TLS context takes
-        # too long to make for an event loop that ranks wait for.
+        # A transport, since a client logs the URL of each request. Creating its TLS context takes
+        # too long for the event loop.
         transport = await asyncio.to_thread(httpx.AsyncHTTPTransport)
         timeout = httpx.Timeout(self._seconds).as_dict()
         headers = {"content-type": "application/json", "user-agent": "stagescope"}
@@ -87,15 +87,15 @@ class Webhooks:
 
 Row = dict[str, Any]
 RequestCapture = Callable[[Mapping[str, Any], str], Awaitable[Mapping[str, Any]]]
-"""(spec, by) -> the capture; what `POST /captures` calls."""
+"""(spec, by) -> the capture; the function behind `POST /captures`."""
 
 _PATIENCE: Final = 60.0
-"""Seconds in which an order is offered again while the coordinator is not ready."""
+"""Seconds in which a request is repeated while the coordinator is not ready."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Act:
-    """A firing whose actions are to be taken: its rule, and its row of the catalogue."""
+    """A firing with actions to take: its rule, and its row of the catalogue."""
 
     rule: Rule
     row: Row
@@ -107,45 +107,45 @@ class Act:
 
     @property
     def place(self) -> Row:
-        """Which step it is about, as findings say it."""
+        """Its step, in the form of findings."""
         return {name: self.row[name] for name in ("run", "attempt_id", "step")}
 
     @property
     def by(self) -> str:
-        """Who orders a capture because of it."""
+        """The author of the capture that it requests."""
         return f"{ORDERED_BY}{self.rule.name}{self.at}"
 
     @property
     def at(self) -> str:
-        """How `by` ends: which step of which attempt."""
+        """The end of `by`: the step and attempt."""
         return f" at step {self.row['step']} of attempt {self.row['evidence']['attempt']}"
 
 
 @dataclasses.dataclass(frozen=True)
 class PinAnswer:
-    """What became of the pin of a step, over all nodes."""
+    """The outcome of pinning a step, over all nodes."""
 
     payloads: int
     bytes: int
     gone: int
-    """Payloads that the rings had let go before."""
+    """Payloads that the rings had deleted before."""
     reasons: tuple[str, ...] = ()
-    """Why something of it is not pinned."""
+    """Reasons for which some payloads are not pinned."""
 
 
 def gone_of(rows: Sequence[Row], held: int) -> int:
-    """Return how many payloads a ring let go.
+    """Return the number of payloads that a ring has deleted.
 
     Args:
-        rows: what `artifacts` says of its payloads of a step, deleted ones too.
-        held: how many it holds now: also some that are not in the catalogue yet.
+        rows: the rows of `artifacts` of its payloads of a step, deleted ones included.
+        held: the number that it holds now, including some without a row yet.
     """
     deleted = sum(row["deleted_wall"] is not None for row in rows)
     return max(deleted, len(rows) - held)
 
 
 PinStep = Callable[[int, int], Awaitable[PinAnswer]]
-"""(attempt_id, step) -> what became of the pin of its payloads on every node that has some."""
+"""(attempt_id, step) -> the outcome of pinning its payloads on every node that has some."""
 
 
 class Acting:
@@ -175,7 +175,7 @@ class Acting:
         self._wall = wall
 
     async def carry_out(self, act: Act, rules: Rules) -> list[Put]:
-        """Take every action of a firing; return what became of them."""
+        """Take every action of a firing; return their outcomes."""
         actions = act.rule.actions
         done: Row = {}
         rows: list[Put] = []
@@ -260,18 +260,18 @@ class Acting:
         return {"capture_id": ordered["capture_id"]}
 
     def _ordered(self, act: Act) -> Row | None:
-        """Return the capture that was ordered before a restart."""
+        """Return the capture that was requested before a restart."""
         template = act.rule.actions.capture
         found = self._catalogue.captures(run=act.row["run"])
         own = next((row for row in found if row["by"] == act.by), None)
         if own is not None or template is None or not template.if_allowed:
             return own
-        # Of rules that ship with one capture each, several fire at one step: one is enough.
+        # Several default rules may fire at one step, each with a capture: one is enough.
         of_step = [row for row in found if str(row["by"]).endswith(act.at)]
         return next((row for row in of_step if str(row["by"]).startswith(ORDERED_BY)), None)
 
     def _is_meant(self, act: Act, rules: Rules) -> bool:
-        """Return whether a capture is to be ordered, or refused with a word."""
+        """Return whether a capture is requested, or refused with a reason."""
         template = act.rule.actions.capture
         assert template is not None
         return not template.if_allowed or self._budget(act, rules) is not None
@@ -282,10 +282,10 @@ class Acting:
         return rules.budget_of(run, None if row is None else row["settings"])
 
     def _spec(self, act: Act, rules: Rules) -> Row:
-        """Return the capture to order.
+        """Return the capture to request.
 
         Raises:
-            Conflict: the run does not allow it, or its budget has no room.
+            Conflict: the run does not allow it, or its budget is exhausted.
         """
         template, run = act.rule.actions.capture, str(act.row["run"])
         assert template is not None
@@ -313,10 +313,10 @@ class Acting:
         return spec
 
     def _ranks(self, act: Act, worst: int | None) -> Row:
-        """Return the ranks that `worst(k)` means here: of one role, the one concerned first.
+        """Return the ranks of `worst(k)`: ranks of one role, the first one that the firing names.
 
-        Only of those that capture: the streams of a step may have met in a driver, which has no
-        model. Then nobody knows the worst, and the first ranks that do the stage are taken.
+        Only ranks that can capture: the streams of a step may have been recorded by a driver, which
+        has no model. Then the worst ranks are unknown, and the first ranks of the stage are used.
         """
         if worst is None:
             return {}
@@ -340,7 +340,7 @@ class Acting:
         return max(len({(row["role"], row["rank"]) for row in processes}), 1)
 
     async def _offer(self, spec: Mapping[str, Any], by: str) -> Mapping[str, Any]:
-        """Order a capture, again while the coordinator is only starting."""
+        """Request a capture; repeat it while the coordinator is starting."""
         deadline = time.monotonic() + _PATIENCE
         while True:
             try:
@@ -370,12 +370,12 @@ _TOLD: Final = (
 
 
 def finding_place(key: Mapping[str, Any]) -> str:
-    """Return the id of a firing's finding: one for a rule and a step, wherever it points."""
+    """Return the id of a firing's finding: one for each rule and step."""
     return row_id("trigger", key["rule"], key["attempt_id"], key["step"])
 
 
 def _advice(act: Act) -> str:
-    """Return what to try: where the rank's streams cannot be compared, to explain that first."""
+    """Return the advice; if the rank's streams cannot be compared, it starts with that cause."""
     advice, cause = act.rule.actions.advice, act.row["evidence"].get("cause")
     if cause is None:
         return advice
@@ -385,7 +385,7 @@ def _advice(act: Act) -> str:
 
 
 def finding_of(act: Act) -> list[Put]:
-    """Return the finding of a firing, where its rule makes one."""
+    """Return the finding of a firing, if its rule makes one."""
     actions, row = act.rule.actions, act.row
     if actions.severity is None:
         return []

@@ -1,8 +1,8 @@
-"""Triggers on the live service: each step summary is held against the rules in force.
+"""Triggers on the live service: the rules in force are evaluated for each step summary.
 
-A firing is written with its finding before anything follows of it, and what follows (pins, a
-webhook, a capture) happens once for a rule and a step, also where the whole is formed again or the
-coordinator restarts in between. No Ray in here: `Hands` reaches the ingestors.
+A firing is written with its finding before its actions are taken. The actions (pins, a webhook, a
+capture) are taken once for each rule and step, even if the step is aggregated again or the
+coordinator restarts in between. No Ray in here: an `IngestorClient` reaches the ingestors.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from stagescope_service.triggers.watch import REACH, At, Changes, FiringRecord, 
 
 
 class StepOrdering:
-    """Formed steps of each attempt that wait for earlier ones.
+    """Aggregated steps of each attempt that wait for earlier ones.
 
     Args:
-        most: steps of an attempt that may wait; beyond, the lowest go on all the same.
+        most: steps of an attempt that may wait; beyond, the lowest are released.
     """
 
     def __init__(self, most: int) -> None:
@@ -44,12 +44,12 @@ class StepOrdering:
         self._waiting: dict[int, list[int]] = {}
 
     def formed(self, attempt_id: int, step: int, owed: Iterable[int]) -> list[int]:
-        """Take in a step that was aggregated; return the steps whose turn it is, in order.
+        """Add an aggregated step; return the steps whose turn it is, in order.
 
         Args:
-            attempt_id: whose step.
-            step: that was formed.
-            owed: steps of the attempt that are still to be aggregated; each ends in a call of this.
+            attempt_id: of the step.
+            step: that was aggregated.
+            owed: steps of the attempt that are still to be aggregated; each ends in such a call.
         """
         waiting = self._waiting.setdefault(attempt_id, [])
         at = bisect.bisect_left(waiting, step)
@@ -72,7 +72,7 @@ Row = dict[str, Any]
 Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
 
 RUNS_FOLLOWED: Final = 8
-"""Runs whose steps are kept in memory; another is read from the catalogue again."""
+"""Runs whose steps are kept in memory; others are read from the catalogue."""
 DEFAULTS: Final = "defaults"
 SET: Final = "set"
 _ALL: Final = 1_000_000
@@ -80,12 +80,12 @@ _PAUSE: Final = 1.0
 
 
 class Triggers:
-    """The rules in force, and what they have seen; used from one event loop.
+    """The rules in force, and their state; used from one event loop.
 
     Args:
         catalogue: the store's reading side.
         write: commits rows.
-        acting: carries out what follows of a firing.
+        acting: takes the actions of firings.
         wall: Unix seconds of the service.
     """
 
@@ -109,10 +109,10 @@ class Triggers:
 
     # --- rules ----------------------------------------------------------------------------
     async def open(self, file: Path | None = None) -> None:
-        """Go on with the rules that were given last; `file` stands until others are given.
+        """Continue with the rules that were set last; `file` is in force until others are set.
 
-        A file is taken in where it says something else than it did. One that cannot be read
-        changes nothing, and the audit says so.
+        A file is read again if its content has changed. A file that cannot be read changes
+        nothing, and makes an audit entry.
         """
         async with self._lock:  # steps that are aggregated meanwhile wait
             row = await self._stored()
@@ -121,7 +121,7 @@ class Triggers:
                 self._rules = _readable(row["document"])
             if file is not None:
                 await self._adopt_file(file, row)
-            # A newer version may ship other defaults; what somebody gave stays.
+            # A newer version may have other defaults; rules that a user set stay.
             stored = None if row is None or self.revision != row["revision"] else row["source"]
             outdated = stored == DEFAULTS and self._rules != defaults()
             if not self.revision or outdated:
@@ -158,7 +158,7 @@ class Triggers:
         wall, revision = self._wall(), self.revision + 1
         row = await asyncio.to_thread(self._catalogue.trigger_rules)
         since = await asyncio.to_thread(Since.now, self._catalogue)
-        # A file that was overruled by hand stays overruled until it says something else.
+        # A file that was overridden by a user stays overridden until its content changes.
         known = mark or (row or {}).get("digest") or ""
         written: Row = {"revision": revision, "wall": wall, "by": by, "source": source}
         written |= {"digest": known, "document": rules.wire(), "since": since.wire()}
@@ -171,19 +171,19 @@ class Triggers:
 
     # --- steps ----------------------------------------------------------------------------
     async def formed(self, attempt_id: int, step: int) -> None:
-        """Hold the rules against a step that was aggregated (again); never raises."""
+        """Evaluate the rules for a step that was aggregated (again); never raises."""
         what = f"holding the rules against step {step} of attempt {attempt_id}"
         try:
             acts, rules = await retried(functools.partial(self._hold, attempt_id, step), what)
             for act in acts:
                 await self._write(await self._acting.carry_out(act, rules))
         except Exception:
-            # The firings of this step are found again by the next that loads its run.
+            # The next step that loads this run finds the firings of this one again.
             self._followed.clear()
             logger.exception("%s failed", what)
 
     async def _hold(self, attempt_id: int, step: int) -> tuple[list[Act], Rules]:
-        """Write what a step changes; return what is to follow, and by which rules."""
+        """Write the changes of a step; return the actions to take, and the rules."""
         async with self._lock:
             rules = self._rules
             try:
@@ -191,7 +191,7 @@ class Triggers:
                 if rows:
                     await self._write(rows)
             except Exception:
-                self._followed.clear()  # it may have taken in half of it
+                self._followed.clear()  # it may hold half of the step's changes
                 raise
         return acts, rules
 
@@ -218,7 +218,7 @@ class Triggers:
     def _change(
         self, followed: _Followed, changes: Changes, acts: list[Act], rows: list[Put | Delete]
     ) -> None:
-        """Write what a step changed, and note what is to follow."""
+        """Collect the rows and actions of a step's changes."""
         for firing in changes.fired:
             fired = followed.explain(firing)
             if fired is None:
@@ -227,7 +227,7 @@ class Triggers:
             key = (act.rule.name, fired.facts.attempt_id, fired.facts.step)
             taken: Row = {}
             if key in followed.acted:
-                pass  # it names more than it did: what follows of it did already
+                pass  # it names more series than before: its actions were taken
             elif firing.cools_since is None:
                 taken = {"actions": None, "acted_wall": None}
                 followed.acted.add(key)
@@ -266,19 +266,19 @@ class Triggers:
 
 @dataclasses.dataclass(frozen=True)
 class Since:
-    """Which steps were closed when the rules were given: they fire nothing.
+    """The steps that were closed when the rules were set: they fire nothing.
 
-    Told by their numbers, since the clocks of trainings differ from the service's.
+    Identified by number, since the clocks of trainings differ from the service's.
     """
 
     attempt_id: int = 0
     """The highest attempt at that time."""
     closed: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
-    """Attempt that was live -> its last closed step, None where it had none."""
+    """Live attempt -> its last closed step, None if it had none."""
 
     @classmethod
     def now(cls, catalogue: Catalogue) -> Since:
-        """Return what is closed now."""
+        """Return the steps that are closed now."""
         attempts = catalogue.attempts()
         live = {
             int(row["attempt_id"]): row["last_closed_step"]
@@ -289,7 +289,7 @@ class Since:
 
     @classmethod
     def parse(cls, fields: Any) -> Since:
-        """Read what `wire` returned."""
+        """Read the result of `wire`."""
         return cls(fields["attempt_id"], {int(key): step for key, step in fields["closed"].items()})
 
     def wire(self) -> Row:
@@ -298,7 +298,7 @@ class Since:
         return {"attempt_id": self.attempt_id, "closed": closed}
 
     def admits(self, attempt_id: int, step: int) -> bool:
-        """Return whether a step closed later."""
+        """Return whether a step closed afterwards."""
         if attempt_id not in self.closed:
             return attempt_id > self.attempt_id
         last = self.closed[attempt_id]
@@ -316,14 +316,14 @@ class _Followed:
         known = [r for r in catalogue.firings(run=run, limit=_ALL) if r["attempt_id"] in numbers]
         by_name = {rule.name: rule for rule in rules.rules}
         self.acted = {(r["rule"], r["attempt_id"], r["step"]) for r in known if _acted(r)}
-        """Firings whose actions were taken, or are to be."""
+        """Firings whose actions were or will be taken."""
         standing = [row for row in known if row["withdrawn_wall"] is None]
         self.owed = [
             Act(by_name[row["rule"]], row)
             for row in standing
             if row["acted_wall"] is None and row["rule"] in by_name
         ]
-        """Firings whose coordinator ended before all that was to follow did."""
+        """Firings whose coordinator ended before all their actions were taken."""
         fired = {
             (row["rule"], At(numbers[row["attempt_id"]], row["step"])): _series_state(row)
             for row in standing
@@ -333,9 +333,9 @@ class _Followed:
         self._ahead = self._load()
 
     def _load(self) -> deque[At]:
-        """Read the run's newest steps; return those that are to be taken in, in order.
+        """Read the run's newest steps; return those to evaluate, in order.
 
-        None is taken in before its turn: what is stored of a step may still lack a payload.
+        Each waits for its turn: a stored step may still lack a payload.
         """
         places = self._reader.steps(HISTORY + REACH)
         for attempt_id, step in places[:-REACH]:
@@ -348,7 +348,7 @@ class _Followed:
         return deque(sorted(At(numbers[attempt_id], step) for attempt_id, step in newest))
 
     def take(self, attempt_id: int, step: int) -> Iterator[Changes]:
-        """Take in a step whose turn it is, and what is stored before it; yield what changes."""
+        """Evaluate a step whose turn it is, after the stored steps before it; yield the changes."""
         facts = self._reader.facts(attempt_id, step)
         if facts is None:
             return
@@ -367,25 +367,25 @@ class _Followed:
         return self._watch.take(at, self._reader.values(facts), fires=fires)
 
     def explain(self, firing: Any) -> Fired | None:
-        """Put a firing into words; None where its step is gone."""
+        """Describe a firing; None if its step is gone."""
         facts = self._reader.facts(self.ids[firing.at.attempt], firing.at.step)
         return None if facts is None else self._reader.explain(firing, facts)
 
 
 def _series_state(row: Row) -> FiringRecord:
     evidence = row["evidence"] or {}
-    named = evidence.get(NAMED)  # None: an earlier release wrote it
+    named = evidence.get(NAMED)  # None in rows of an earlier version
     series = None if named is None else unpack(named)
     return FiringRecord(series, acts=evidence.get("cools_since") is None)
 
 
 def _acted(row: Row) -> bool:
-    """Return whether the actions of a stored firing followed, or are to follow."""
+    """Return whether the actions of a stored firing were or will be taken."""
     return _series_state(row).acts or bool((row["actions"] or {}).keys() - {"cools_since"})
 
 
 def _readable(document: Any) -> Rules:
-    """Read stored rules; those of another version that cannot be read give way to the defaults."""
+    """Read stored rules; return the defaults if they are of another version and cannot be read."""
     try:
         return Rules.parse(document)
     except InvalidPlan:

@@ -1,4 +1,4 @@
-"""From the stored records of a version of weights to its verdict, findings and odd replicas."""
+"""Compares the stored records of a version of weights: verdict, findings, diverging replicas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from stagescope_service.store.catalogue import Catalogue
 Row = dict[str, Any]
 
 NAMED: Final = 20
-"""Names that a finding and a stored verdict hold; `/weights/{version}` has all of them."""
+"""Names listed in a finding and a stored verdict; `/weights/{version}` lists all of them."""
 _DEVICE: Final = ("device_kind", "device_index", "device_serial")
 
 
@@ -50,26 +50,26 @@ class ComparedVersion:
     records: list[WeightRecord]
     comparisons: list[Comparison]
     odd: list[DivergingRank]
-    #: Everybody who is expected has recorded, or nobody will any more: what is missing stays so.
+    #: All expected ranks have recorded, or no further record will come: missing ones stay missing.
     complete: bool
 
     @property
     def step(self) -> int | None:
-        """The trainer's step, where anybody knew it."""
+        """The trainer's step, if known."""
         return max((row["step"] for row in self.rows if row["step"] is not None), default=None)
 
     @property
     def wall(self) -> float:
-        """When the last of it was recorded."""
+        """Time of its last record."""
         return float(max(row["wall"] for row in self.rows))
 
     def counts(self) -> dict[str, int]:
-        """Return how many weights have which verdict, the worst first."""
+        """Return the number of weights by verdict, the worst first."""
         counted = Counter(each.verdict for each in self.comparisons)
         return {verdict: counted[verdict] for verdict in VERDICTS if counted[verdict]}
 
     def ranks(self) -> dict[str, dict[str, list[int]]]:
-        """Return who recorded: side -> role -> ranks."""
+        """Return the ranks that recorded: side -> role -> ranks."""
         found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         for record in self.records:
             found[record.side][record.role].add(record.rank)
@@ -91,10 +91,10 @@ def renaming(rules: Sequence[tuple[str, str]]) -> Rename:
 def compare_version(
     catalogue: Catalogue, attempt_id: int, version: int, rules: Sequence[tuple[str, str]] = ()
 ) -> ComparedVersion | None:
-    """Compare a version of an attempt's weights; None where nobody recorded it.
+    """Compare a version of an attempt's weights; None if there is no record of it.
 
     Args:
-        catalogue: where the records lie.
+        catalogue: with the records.
         attempt_id: the attempt.
         version: the policy version.
         rules: (pattern, replacement), for the names of both sides.
@@ -140,9 +140,9 @@ def _all_there(records: Sequence[WeightRecord], processes: Mapping[str, Row]) ->
 def judge(
     catalogue: Catalogue, order: CompareWeights, rules: Sequence[tuple[str, str]] = ()
 ) -> list[Put | Delete]:
-    """Return what the comparison of a version writes.
+    """Return the rows of a version's comparison.
 
-    Of the versions before nobody is expected any more: they are judged for good.
+    For earlier versions no further record is expected: their verdicts become final.
     """
     earlier = catalogue.incomplete_weights(order.attempt_id, order.version)
     processes = catalogue.processes(order.attempt_id)
@@ -158,7 +158,7 @@ def judge(
 
 
 def rows_of(weighed: ComparedVersion, processes: Sequence[Row]) -> list[Put | Delete]:
-    """Return the rows of a verdict: it may be written again, and then replaces what stood there."""
+    """Return the rows of a verdict, which replace those of an earlier one."""
     place = {"attempt_id": weighed.attempt_id, "version": weighed.version}
     return [
         _verdict(weighed),
@@ -198,7 +198,7 @@ def _verdict(weighed: ComparedVersion) -> Put:
 
 
 def _judged(weighed: ComparedVersion, kind: str, said: Mapping[str, Any] | None) -> Put | Delete:
-    """Write a finding, or take back one that did not last."""
+    """Return a finding, or the deletion of one that no longer holds."""
     finding_id = row_id(kind, weighed.attempt_id, weighed.version)
     if said is None:
         return Delete("findings", {"finding_id": finding_id})
@@ -211,7 +211,7 @@ def _judged(weighed: ComparedVersion, kind: str, said: Mapping[str, Any] | None)
         severity="error",
         **said,
     )
-    # Of one version: a later one of the same step is another finding.
+    # For one version: a later version of the same step makes another finding.
     return Put("findings", {**made.row, "finding_id": finding_id})
 
 
@@ -297,15 +297,15 @@ def _odd_row(weighed: ComparedVersion, odd: DivergingRank, processes: Sequence[R
 
 
 def device_of(weighed: ComparedVersion, odd: DivergingRank, processes: Sequence[Row]) -> Row:
-    """Return the device of an odd replica; `device` names it over attempts and runs.
+    """Return the device of a diverging replica; `device` identifies it across attempts and runs.
 
-    That is its serial, else the host (a node's id is new in every cluster) and the device's index.
+    It is the serial number, else the host (a node's id is new in every cluster) and device index.
     """
     own = [r for r in weighed.rows if (r["side"], r["role"], r["rank"]) == odd[:3]]
     row = max(own, key=lambda row: (row["wall"], row["incarnation"], row["seq"]))
     process = next((p for p in processes if p["incarnation"] == row["incarnation"]), {})
     found = {name: process.get(name) if row[name] is None else row[name] for name in _DEVICE}
-    # What the process says of its layout is what its user knows better.
+    # The layout that the process reports was set by its user, who knows better.
     if process.get("device_serial") is not None:
         found["device_serial"] = process["device_serial"]
     host, node = process.get("host"), process.get("node_id")
@@ -320,14 +320,14 @@ logger = logging.getLogger(__name__)
 Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
 
 NOT_COMPARED = "weights_not_compared"
-"""Of a version of weights: it could not be compared; over with the next try that succeeds."""
+"""A version of weights could not be compared; over with the next try that succeeds."""
 
 
 class WeightComparer:
-    """Compares the versions of weights of one coordinator, from what is in the catalogue.
+    """Compares the versions of weights of one coordinator, from the catalogue.
 
-    Many ranks record a version at about the same time: while one comparison is under way, all
-    that arrives waits for one more.
+    Many ranks record a version at about the same time: records that arrive during a comparison
+    wait for one further comparison.
     """
 
     def __init__(
@@ -341,15 +341,15 @@ class WeightComparer:
         )
 
     def takes(self, order: CompareWeights) -> bool:
-        """Note an order; say whether `compare` is to be called with it."""
+        """Record an instruction; return whether `compare` is to be called with it."""
         return self._comparing.takes(order, order)
 
     async def compare(self, order: CompareWeights) -> None:
-        """Compare a version, again as long as it was asked for meanwhile or where it fails."""
+        """Compare a version; repeat it if it was requested meanwhile or failed."""
         await self._comparing.carry_out(order, order)
 
     async def catch_up(self) -> None:
-        """Compare what was recorded and, when a coordinator ended, not compared."""
+        """Compare the versions that an earlier coordinator left uncompared."""
         try:
             await retried(self._catch_up, "reading which weights were not compared")
         except Exception:
@@ -384,5 +384,5 @@ class WeightComparer:
 
 
 def _finding_id(order: CompareWeights) -> str:
-    # Of a version, not of a step: the step may be unknown, or that of several versions.
+    # For a version, not a step: the step may be unknown, or shared by several versions.
     return row_id(NOT_COMPARED, *order)

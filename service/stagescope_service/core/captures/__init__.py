@@ -1,1 +1,1 @@
-"""TODO: what captures holds."""
+"""Capture requests: the plan that is in force, and the agreement of ranks on the captured steps."""

@@ -1,8 +1,9 @@
-"""When a capture starts: on one step, which every asked rank has acknowledged before. Pure.
+"""The agreement of ranks on the step at which a capture starts. Pure.
 
-An order is *asked* first: it travels to the ranks with a revision and matches no step. A rank
-acknowledges by a poll that names that revision or a later one. Once all have, or the asker's rule
-for those that do not says so, the start step is fixed and the order travels again, *agreed*.
+A capture request is *asked* first: it is sent to the ranks under a revision of the plan and matches
+no step. A rank acknowledges it by a poll with that revision or a later one. Once all ranks have
+acknowledged, or the request's rule for absent ranks applies, the start step is fixed and the
+request is sent again, *agreed*.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ WITHDRAWN: Final = "withdrawn"
 OPEN_PHASES: Final = (ASKED, AGREED)
 
 LEAST_ROUND_TRIP: Final = 0.25
-"""Seconds: a step may have begun that long before its event is heard of."""
+"""Seconds by which the BEGIN of a step may arrive late."""
 
 LONGEST_ROUND_TRIP: Final = 5.0
-"""Seconds: a rank that took longer was stopped or away, and says nothing about the way to it."""
+"""Seconds; a rank that took longer was stopped or away, and does not measure the round trip."""
 
 _ESTIMATES_STORED: Final = 64
 
@@ -35,23 +36,23 @@ Row = dict[str, Any]
 
 
 class Member(NamedTuple):
-    """A rank that an order asks."""
+    """A rank that a capture requests."""
 
     role: str
     rank: int
     incarnation: str | None = None
-    """None: no process of that rank is there."""
+    """None: no process of that rank is live."""
     revision: int | None = None
-    """The revision of the plan that it says it has applied."""
+    """The revision of the plan that it has applied."""
 
     @property
     def name(self) -> Row:
-        """How answers name it."""
+        """Its form in answers."""
         return {"role": self.role, "rank": self.rank}
 
 
 class CaptureParticipants(NamedTuple):
-    """Who is asked, and where they stand."""
+    """The requested ranks, and their progress."""
 
     run: str | None
     attempt_id: int | None
@@ -61,47 +62,47 @@ class CaptureParticipants(NamedTuple):
     closed_step: int | None = None
     """The highest step that is closed."""
     step_seconds: float | None = None
-    """How long a step takes."""
+    """Duration of a step."""
 
     def late(self, revision: int) -> list[Member]:
-        """Return who has not acknowledged a revision."""
+        """Return the ranks that have not acknowledged a revision."""
         return [each for each in self.members if (each.revision or 0) < revision]
 
 
 @dataclasses.dataclass
 class Agreement:
-    """How far an order has come; plain values, stored with it."""
+    """The state of a request's agreement; plain values, stored with it."""
 
     phase: str = ASKED
     number: int = 1
-    """Counts how often it was asked: a step that some rank missed may be agreed again."""
+    """Number of times it was asked: after a rank missed the step, the ranks agree again."""
     revision: int = 0
-    """Who acknowledges this revision of the plan has heard of it."""
+    """A rank that acknowledges this revision of the plan knows the request."""
     attempt_id: int | None = None
     asked_wall: float = 0.0
     agreed_wall: float | None = None
     start: int | None = None
     round_trip: float | None = None
-    """Seconds from the asking to the last acknowledgement, of those that were no absence."""
+    """Seconds until the last acknowledgement, ranks that were away left out."""
     step_seconds: float | None = None
     steps: Any = None
-    """The steps that are captured, as a capture has them; None while they are not fixed."""
+    """The steps to capture, in the form of a capture's `steps`; None until they are fixed."""
     missed_steps: list[int] = dataclasses.field(default_factory=list)
-    """Asked for and begun already."""
+    """Requested steps that had begun already."""
     members: list[Row] = dataclasses.field(default_factory=list)
-    """Ranks that were asked, from the agreement on."""
+    """The requested ranks; set at the agreement."""
     without: list[Row] = dataclasses.field(default_factory=list)
-    """Ranks that had not acknowledged when it was agreed on or given up."""
+    """Ranks that had not acknowledged at the agreement or the refusal."""
     missed: list[Row] = dataclasses.field(default_factory=list)
-    """{"role", "rank", "step", "state"} of ranks that learned late, or failed, since."""
+    """{"role", "rank", "step", "state"} of ranks that learned late or failed afterwards."""
     again_left: int = 0
     reason: str | None = None
     estimates: list[Row] = dataclasses.field(default_factory=list)
-    """What ranks reckon that it takes: role, rank, stage, bytes, seconds, free_bytes, ..."""
+    """The ranks' estimates of its cost: role, rank, stage, bytes, seconds, free_bytes, ..."""
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Agreement:
-        """Read what `fields` wrote; what a later version wrote besides is left out."""
+        """Read the result of `fields`; unknown fields of a later version are ignored."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in stored.items() if name in known})
 
@@ -111,12 +112,12 @@ class Agreement:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may still capture something."""
+        """Whether the request may still capture something."""
         return self.phase in OPEN_PHASES
 
 
 def is_relative(steps: Any) -> bool:
-    """Return whether an order's steps count from where the training stands."""
+    """Return whether a request's steps count from the training's present step."""
     if isinstance(steps, Mapping):
         return "every" not in steps or steps["start"] is None
     return False
@@ -125,8 +126,8 @@ def is_relative(steps: Any) -> bool:
 def start_step(top_step: int, round_trip: float, step_seconds: float | None) -> int:
     """Return the first step that every rank knows of before it begins it.
 
-    The highest step begun + 1 + the steps that fit into two round trips: one for the order to
-    arrive, and one because as much may have passed between what the ranks did and our hearing.
+    The highest step begun + 1 + the steps that fit into two round trips: one until the request
+    arrives, and one because events of the ranks arrive as late.
     """
     trip = max(round_trip, LEAST_ROUND_TRIP)
     fit = 0 if not step_seconds or step_seconds <= 0 else math.floor(2 * trip / step_seconds)
@@ -134,7 +135,7 @@ def start_step(top_step: int, round_trip: float, step_seconds: float | None) -> 
 
 
 def resolve(steps: Any, start: int) -> tuple[Any, list[int]]:
-    """Return the steps of an order from `start` on, and those that come too late for it."""
+    """Return the steps of a request from `start` on, and the requested steps before `start`."""
     if steps == "all":
         return {"every": 1, "start": start, "count": None}, []
     if not isinstance(steps, Mapping):
@@ -149,7 +150,7 @@ def resolve(steps: Any, start: int) -> tuple[Any, list[int]]:
 
 
 def last_step(steps: Any) -> int | None:
-    """Return the last step of an agreed order; None: it has no end."""
+    """Return the last step of an agreed request; None if it has no end."""
     if isinstance(steps, Mapping):
         count = steps.get("count")
         return None if count is None else (steps["start"] or 0) + (count - 1) * steps["every"]
@@ -157,7 +158,7 @@ def last_step(steps: Any) -> int | None:
 
 
 def count_of(steps: Any) -> int | None:
-    """Return how many steps an order is of; None: it has no end."""
+    """Return the number of steps of a request; None if it has no end."""
     if isinstance(steps, Mapping):
         found = steps.get("next", steps.get("count"))
         return None if found is None else int(found)
@@ -170,12 +171,12 @@ def members_of(
     sizes: Mapping[str, int | None],
     live: Mapping[tuple[str, int], tuple[str, int | None]],
 ) -> tuple[Member, ...]:
-    """Return whom an order asks: of each role every rank that it names.
+    """Return the ranks that a request asks: of each role those that it names.
 
     Args:
-        ranks: of the order.
-        roles: that do its stages.
-        sizes: role -> world_size, None where nobody said it: then those that are live.
+        ranks: of the request.
+        roles: that run its stages.
+        sizes: role -> world_size; None if it is unknown: then the live ranks.
         live: (role, rank) -> (incarnation, applied revision).
     """
     found: list[Member] = []
@@ -200,19 +201,19 @@ def look(
     round_trip: float,
     wall: float,
 ) -> Agreement | None:
-    """Return what an asked order becomes now; None: it goes on waiting.
+    """Return the next state of an asked request; None if it continues to wait.
 
     Args:
         asked: in phase ASKED.
-        order: the capture as it was ordered.
-        crew: whom it asks, as they are now.
+        order: the capture as it was requested.
+        crew: the requested ranks with their present state.
         elapsed: seconds since it was asked, by the clock that measures `timeout`.
-        round_trip: seconds from the asking to the last acknowledgement.
-        wall: now.
+        round_trip: seconds until the last acknowledgement.
+        wall: Unix seconds, now.
     """
     late = participants.late(asked.revision)
     if not participants.members or participants.top_step is None:
-        late = late or [Member("", -1)]  # nobody is there yet, or has begun: that is waited for
+        late = late or [Member("", -1)]  # wait until a rank is live and has begun a step
     named = [each.name for each in late if each.rank >= 0]
     if late:
         over = elapsed >= order["timeout"]
@@ -224,7 +225,7 @@ def look(
             return None
     assert participants.top_step is not None
     start = start_step(participants.top_step, round_trip, participants.step_seconds)
-    # What was asked a second time counts from now: its own steps have passed.
+    # A request that is asked a second time counts from now: its own steps have passed.
     wanted = order["steps"] if asked.number == 1 else {"next": 1}
     steps, passed = resolve(wanted, start)
     agreed = dataclasses.replace(
@@ -250,16 +251,16 @@ def look(
 
 
 def largest(estimates: Iterable[Row]) -> list[Row]:
-    """Return the estimates to store: of very many ranks those that take most, ordered by rank."""
+    """Return the estimates to store, by rank; of very many ranks only the largest."""
     most = sorted(estimates, key=lambda each: -(each.get("bytes") or 0))[:_ESTIMATES_STORED]
     return sorted(most, key=lambda each: (each["role"], each["rank"], str(each["stage"])))
 
 
 def refusal(order: Mapping[str, Any], estimates: Iterable[Row]) -> str | None:
-    """Return why an order cannot be, or costs too much: a disk's space, half of a time limit.
+    """Return why a request exceeds a limit: a disk's free space, or half of a time limit.
 
-    A rank waits for the others in collectives: one that is slower than their timeout ends the
-    training. Of ranks on one node the bytes add up.
+    Ranks wait for each other in collectives: a rank that is slower than their timeout ends the
+    training. The bytes of ranks on one node add up.
     """
     estimates = [*estimates]
     for each in estimates:

@@ -1,11 +1,11 @@
-"""What the service itself has its runs keep: the configurations of its settings' YAML file.
+"""The service's own keep policy: the configurations in the YAML file of its settings.
 
 ::
 
     every_n_steps: 10                  # one configuration, for every run
     what: [trajectories, loss]
 
-or, a run taking the first whose pattern it matches::
+or, where the first pattern that matches a run counts::
 
     runs:
       "qwen*": {every_n_steps: 10, what: [trajectories, is_loss, loss]}
@@ -71,7 +71,7 @@ def read_keep_policy(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def keep_policy_of(standing: KeepPolicy, run: str) -> Mapping[str, Any] | None:
-    """Return the configuration of a run; None where no pattern names it."""
+    """Return the configuration of a run; None if no pattern matches it."""
     for pattern, keep in standing.items():
         if fnmatch.fnmatchcase(run, pattern):
             return keep

@@ -1,4 +1,4 @@
-"""Whom an order asks, and what its asker should know: read off the state machine's memory."""
+"""The ranks that a capture requests, and notes for its author, from the state machine's memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RANKS_NAMED: Final = 20
 
 
 def participants_of(registry: Registry, order: Mapping[str, Any]) -> CaptureParticipants:
-    """Return whom an order asks: the ranks that do its stages in the run's newest attempt."""
+    """Return the requested ranks: those that run its stages in the run's newest attempt."""
     attempt = attempt_of(registry, order)
     if attempt is None or attempt.over:
         return CaptureParticipants(order["run"], None, ())
@@ -52,12 +52,12 @@ def participants_of(registry: Registry, order: Mapping[str, Any]) -> CapturePart
 
 
 def attempt_of(registry: Registry, order: Mapping[str, Any]) -> Attempt | None:
-    """Return the newest attempt of an order's run."""
+    """Return the newest attempt of a request's run."""
     return None if order["run"] is None else registry.newest(order["run"])
 
 
 def is_early(registry: Registry, order: Mapping[str, Any]) -> bool:
-    """Whether steps that are said by number are ordered before anyone is there to ask."""
+    """Return whether a request names steps by number, and no rank is live yet."""
     if agreement_rules.is_relative(order["steps"]):
         return False
     attempt = attempt_of(registry, order)
@@ -65,10 +65,10 @@ def is_early(registry: Registry, order: Mapping[str, Any]) -> bool:
 
 
 def run_of(registry: Registry, capture: Mapping[str, Any]) -> str | None:
-    """Return the run that an order is for: the one that is live, where it names none.
+    """Return the run of a request: the live one if it names none.
 
     Raises:
-        Conflict: it counts from where the training stands, and there are several.
+        Conflict: its steps count from the training's present step, and several runs are live.
     """
     if capture["run"] is not None:
         return str(capture["run"])
@@ -84,7 +84,7 @@ def run_of(registry: Registry, capture: Mapping[str, Any]) -> str | None:
 
 
 def _runs(registry: Registry) -> list[str]:
-    """Return the runs that have reported, the one whose attempt is newest first."""
+    """Return the known runs, the one with the newest attempt first."""
     attempts = sorted(
         registry.attempts.values(),
         key=lambda each: (each.opened_wall, each.attempt_id),
@@ -98,7 +98,7 @@ def _besides(runs: Iterable[str], named: str | None) -> list[str]:
 
 
 def _run_note(registry: Registry, run: str) -> str:
-    """Return a note of an ordered run that has not reported."""
+    """Return a note on a requested run that has not reported."""
     known = _runs(registry)
     meant = closest_by_words(run, known)
     asked = "" if meant is None else f" (did you mean {meant}?)"
@@ -110,14 +110,14 @@ def _run_note(registry: Registry, run: str) -> str:
 def _rank_notes(
     attempt: Attempt, order: Mapping[str, Any], participants: CaptureParticipants
 ) -> list[str]:
-    """Return notes of ranks and roles that an order names, and that are not there."""
+    """Return notes on requested ranks and roles that do not exist."""
     fields = []
     there = {role for role, _ in attempt.by_rank}
     if strange := sorted({*(order["roles"] or ())} - there):
         known = ", ".join(sorted(there)) or "(none yet)"
         fields.append(f"nobody has the role {', '.join(strange)}; there are {known}")
     members = {(each.role, each.rank) for each in participants.members}
-    if not needs_ranks(order):  # what the service does alone it does of raw callers, too
+    if not needs_ranks(order):  # what the service does by itself includes raw callers
         members |= {each for each in attempt.by_rank if each[0] in (order["roles"] or there)}
     unknown = unmatched_ranks(order["ranks"], (rank for _, rank in members))
     if unknown and members:
@@ -132,19 +132,19 @@ def _rank_notes(
 
 
 def check_stages(attempt: Attempt | None, order: Mapping[str, Any]) -> None:
-    """Check that no stage of an order is a misspelling of one that the run does.
+    """Check that no stage of a request is a misspelling of one that the run has.
 
-    A stage may have any name, so that one which is like no other is only noted.
+    A stage may have any name: one that resembles no other only makes a note.
 
     Raises:
-        Conflict: with the stage that it seems to mean.
+        Conflict: names the stage that is probably meant.
     """
     if attempt is None or attempt.last_closed_step is None or order["force"]:
         return
     if order["stages"] == "all":
         return
     done = _done(attempt)
-    # A stage of the schema is spelt right, whether the run does it or not.
+    # A stage of the schema is not misspelt, whether the run has it or not.
     others = [stage for stage in order["stages"] if stage not in STAGES]
     wrong = {stage: meant for stage in others if (meant := closest_stage(stage, done))}
     if wrong:
@@ -158,12 +158,12 @@ def check_stages(attempt: Attempt | None, order: Mapping[str, Any]) -> None:
 
 
 def _done(attempt: Attempt) -> set[str]:
-    """Return the stages that ranks did in the steps that are in memory."""
+    """Return the stages of the steps in memory."""
     return {stage for step in attempt.steps.values() for _, stage in step.ranks}
 
 
 def _stage_notes(stages: Any, done: set[str]) -> list[str]:
-    """Return a note of the ordered stages that nobody did, or that seem to be misspelt."""
+    """Return a note on requested stages that no rank ran, or that look misspelt."""
     if stages == "all":
         return []
     close = {stage: closest_stage(stage, {*done, *STAGES}) for stage in sorted({*stages} - done)}
@@ -179,7 +179,7 @@ def _stage_notes(stages: Any, done: set[str]) -> list[str]:
 
 
 def _keep_notes(order: Mapping[str, Any]) -> list[str]:
-    """Return notes of what is to be kept by a name that seems to be misspelt."""
+    """Return notes on names to keep that look misspelt."""
     return [
         f"{word} is no section and no known tensor (did you mean {meant}?): it is kept where "
         "something of that name is recorded"
@@ -188,7 +188,7 @@ def _keep_notes(order: Mapping[str, Any]) -> list[str]:
 
 
 def notes(registry: Registry, entry: CaptureEntry) -> list[str]:
-    """Return what an asker should know: an order may wait for what never comes."""
+    """Return notes for the author of a request, which may wait for something that never comes."""
     order = entry.order
     if order["run"] is None:
         unasked = "it is for every run: none is live whose ranks could be asked"
@@ -215,7 +215,7 @@ def notes(registry: Registry, entry: CaptureEntry) -> list[str]:
 
 
 def step_seconds(attempt: Attempt) -> float | None:
-    """Return how long a step of an attempt takes: the median of the last, by their beginnings."""
+    """Return the duration of a step of an attempt: the median of the last ones, by their begins."""
     steps = sorted(attempt.steps)
     gaps = [
         attempt.steps[later].opened_wall - attempt.steps[earlier].opened_wall
@@ -227,7 +227,7 @@ def step_seconds(attempt: Attempt) -> float | None:
 
 
 def names(ranks: Iterable[Mapping[str, Any]]) -> str:
-    """Return ranks as a reader calls them."""
+    """Return ranks as text."""
     return ", ".join(f"{each['role']} rank {each['rank']}" for each in [*ranks][:20])
 
 

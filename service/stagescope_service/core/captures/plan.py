@@ -1,7 +1,7 @@
-"""The plan that is in force: the captures with a revision, without any I/O.
+"""The plan that is in force: the captures with a revision, without I/O.
 
-A change is committed before any rank hears of it: what `wire` shows is what `publish` was told, so
-that a revision which a crash took back was never seen.
+A change is committed before it is sent to any rank: `wire` shows what `publish` received, so that
+no rank has seen a revision that a crash undid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CaptureEntry", "Plan", "matches", "validate_capture"]
 
 @dataclasses.dataclass(frozen=True)
 class CaptureEntry:
-    """A capture in the plan: what was ordered, and how far its agreement has come."""
+    """A capture in the plan: the request, and the state of its agreement."""
 
     order: Mapping[str, Any]
     agreement: Agreement
@@ -34,16 +34,16 @@ class CaptureEntry:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> CaptureEntry:
-        """Read what `stored` wrote."""
+        """Read the result of `stored`."""
         order = {name: value for name, value in stored.items() if name != "agreement"}
         return cls(order, Agreement.of(stored.get("agreement") or {"phase": "agreed"}))
 
     def stored(self) -> dict[str, Any]:
-        """Return it as the catalogue and answers hold it."""
+        """Return its form in the catalogue and in answers."""
         return {**self.order, "agreement": self.agreement.fields()}
 
     def wire(self) -> dict[str, Any]:
-        """Return it as it travels to ranks: before it is agreed on it matches no step."""
+        """Return its form for ranks: before the agreement it matches no step."""
         agreed = self.agreement
         steps = self.order["steps"] if agreed.steps is None else agreed.steps
         asked = agreed.phase == ASKED
@@ -57,14 +57,14 @@ class CaptureEntry:
 
 
 class Publication(NamedTuple):
-    """A plan as it was at one moment."""
+    """A plan at one moment."""
 
     revision: int
     entries: tuple[CaptureEntry, ...]
 
 
 class Plan:
-    """The captures in force, with a revision that grows at every change."""
+    """The captures in force, with a revision that grows with every change."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Plan:
 
     # --- changes --------------------------------------------------------------------------
     def next_revision(self) -> int:
-        """Allot the revision of a change; it is seen once it is published."""
+        """Allot the revision of a change; it is visible once it is published."""
         self._allotted += 1
         return self._allotted
 
@@ -95,18 +95,18 @@ class Plan:
         has_passed: Callable[[CaptureEntry], bool] = lambda entry: False,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:12],
     ) -> CaptureEntry:
-        """Take in a validated capture, asked and not agreed on; return it with its id.
+        """Add a validated capture in phase ASKED; return it with its id.
 
         Args:
-            capture: what `validate_capture` returned.
-            by: who orders it.
+            capture: the result of `validate_capture`.
+            by: its author.
             now: Unix seconds.
-            has_passed: whether the steps of a capture have all begun, so that the same order now
-                is of others.
-            new_id: makes its id.
+            has_passed: returns whether all steps of a capture have begun, so that the same request
+                now means other steps.
+            new_id: returns a new id.
 
         Raises:
-            Conflict: the same order already is in force (asked twice is ordered once).
+            Conflict: the same request is in force already.
         """
         for known in self.entries.values():
             if has_passed(known):
@@ -138,11 +138,11 @@ class Plan:
         return self.entries.pop(capture_id)
 
     def publication(self) -> Publication:
-        """Return the plan as it is now, to be published once it is committed."""
+        """Return the present plan, to be published once it is committed."""
         return Publication(self._allotted, tuple(self.entries.values()))
 
     def publish(self, publication: Publication) -> None:
-        """Let ranks hear of a plan that is committed; an older one than they know says nothing."""
+        """Make a committed plan visible to ranks; a plan older than the visible one is ignored."""
         if publication.revision >= self._published.revision:
             self._published = publication
             self._wire = [entry.wire() for entry in publication.entries]
@@ -150,7 +150,7 @@ class Plan:
     # --- what ranks and payloads see -------------------------------------------------------
     @property
     def revision(self) -> int:
-        """The revision that ranks are to apply."""
+        """The revision for ranks to apply."""
         return self._published.revision
 
     def for_run(self, run: str) -> list[dict[str, Any]]:
@@ -158,20 +158,20 @@ class Plan:
         return [item for item in self._wire if item["run"] in (None, run)]
 
     def wire(self, run: str) -> dict[str, Any]:
-        """Return the plan as it travels to the ranks of a run."""
+        """Return the plan in the form for the ranks of a run."""
         keep = keep_policy_of(self._standing, run)
         said = {} if keep is None else {"keep": keep}
         return {"revision": self.revision, "captures": self.for_run(run), **said}
 
     def stored(self) -> dict[str, Any]:
-        """Return the plan as answers show it."""
+        """Return the plan in the form for answers."""
         captures = [entry.stored() for entry in self._published.entries]
         return {"revision": self.revision, "captures": captures}
 
     def keeps(self, *, run: str, stage: str, role: str, rank: int, step: int | None) -> list[str]:
-        """Return the words by which the plan keeps something of this payload, without repeats.
+        """Return the selectors by which the plan keeps parts of this payload, without repeats.
 
-        Sections, names of tensors, and `parameter/*` and `gradient/*` for all that a rank took of
+        Sections, names of tensors, and `parameter/*` and `gradient/*` for what a rank recorded of
         its model for a capture; see `stagescope.wire.keep`.
         """
         words: dict[str, None] = {}

@@ -1,7 +1,7 @@
-"""Orders on live runs: whom each asks, what they answered, when it starts. No I/O.
+"""Capture requests on live runs: requested ranks, their acknowledgements, the start. No I/O.
 
-It reads the state machine's memory and the plan, and returns what must be written; the plan is
-changed here alone.
+It reads the state machine's memory and the plan, and returns the rows to write. Only this module
+changes the plan.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MISSED_LISTED: Final = 200
 
 
 class CaptureRequests:
-    """The plan, and how its captures are agreed on.
+    """The plan, and the agreement on its captures.
 
     Args:
-        plan: with what the catalogue holds.
-        state: who is there.
+        plan: with the captures of the catalogue.
+        state: of the live processes.
     """
 
     def __init__(self, plan: Plan, state: State) -> None:
@@ -46,22 +46,22 @@ class CaptureRequests:
         self.state = state
         self._asked_mono: dict[str, float] = {}
         self._acknowledged: dict[str, dict[str, float]] = {}
-        """Capture -> incarnation -> seconds that it took to acknowledge."""
+        """Capture -> incarnation -> seconds until its acknowledgement."""
         self._estimates: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
-        """Capture -> (role, rank, stage) -> what it reckons; stored once it is agreed on."""
+        """Capture -> (role, rank, stage) -> its estimate; stored at the agreement."""
         self._interrupted = {
             entry.capture_id for entry in plan.entries.values()
             if entry.agreement.phase == agreement_rules.ASKED
         }  # fmt: skip
-        """Asked before a restart: asked again, since only memory knew who was slow."""
+        """Asked before a restart: asked again, since the acknowledgements were only in memory."""
 
     # --- changes --------------------------------------------------------------------------
     def add(self, capture: Mapping[str, Any], *, by: str, mono: float, wall: float) -> CaptureEntry:
-        """Take in an order that `validate_capture` returned; what it asks is looked at next.
+        """Add a request that `validate_capture` returned; `look` continues with it.
 
         Raises:
-            Conflict: the same order is in force, its steps have all begun, it counts from where
-                the training stands and there are several, or a stage seems to be misspelt.
+            Conflict: the same request is in force, all its steps have begun, its steps count from
+                the present step and several runs are live, or a stage looks misspelt.
         """
         capture = {**capture, "run": run_of(self.state.registry, capture)}
         attempt = None if capture["run"] is None else self.state.registry.newest(capture["run"])
@@ -79,7 +79,7 @@ class CaptureRequests:
         return entry
 
     def _has_passed(self, entry: CaptureEntry) -> bool:
-        """Whether the steps that a capture was agreed on have all begun."""
+        """Return whether all agreed steps of a capture have begun."""
         agreed = entry.agreement
         last = agreement_rules.last_step(agreed.steps)
         attempt = attempt_of(self.state.registry, entry.order)
@@ -89,7 +89,7 @@ class CaptureRequests:
         return begun and attempt.attempt_id == agreed.attempt_id
 
     def remove(self, capture_id: str, *, by: str, wall: float) -> tuple[CaptureEntry, list[Put]]:
-        """Withdraw an order; whoever acknowledges the new revision has let go of it.
+        """Withdraw a request; a rank that acknowledges the new revision has dropped it.
 
         Raises:
             NotFound: no such capture is in force.
@@ -103,7 +103,7 @@ class CaptureRequests:
         return entry, [self.row(entry, removed_wall=wall, removed_by=by)]
 
     def row(self, entry: CaptureEntry, **columns: Any) -> Put:
-        """Return the catalogue's row of an order."""
+        """Return the row of a request."""
         return Put(
             "captures",
             {
@@ -120,7 +120,7 @@ class CaptureRequests:
 
     # --- looking --------------------------------------------------------------------------
     def look(self, mono: float, wall: float) -> list[Put]:
-        """Return what must be written since the last look: agreements, ends, findings."""
+        """Return the rows since the last call: agreements, ends, findings."""
         out: list[Put] = []
         for entry in [*self.plan.entries.values()]:
             found = self._check_entry(entry, mono, wall)
@@ -140,7 +140,7 @@ class CaptureRequests:
         return out
 
     def _check_entry(self, entry: CaptureEntry, mono: float, wall: float) -> Agreement | None:
-        """Return the agreement as it becomes now; None where nothing changes."""
+        """Return the next agreement; None if nothing changes."""
         agreed = entry.agreement
         if agreed.phase == agreement_rules.ASKED:
             return self._ask(entry, mono, wall)
@@ -189,7 +189,7 @@ class CaptureRequests:
         )
 
     def _at_once(self, entry: CaptureEntry, wall: float) -> Agreement:
-        """Agree without asking: nobody is there, or only the service has something to do."""
+        """Agree without asking: no rank is live, or only the service has something to do."""
         asked_ranks, asked = self.participants_of(entry.order), entry.agreement
         top = asked_ranks.top_step
         steps = entry.order["steps"]
@@ -226,7 +226,7 @@ class CaptureRequests:
 
     # --- what ranks say --------------------------------------------------------------------
     def reported(self, dump: Mapping[str, Any], mono: float, wall: float) -> list[Put]:
-        """Take in a DUMP event's row: an estimate, or that a rank has no dump of a step."""
+        """Apply the row of a DUMP event: an estimate, or a rank without a dump of a step."""
         entry = self.plan.entries.get(str(dump["capture_id"]))
         if entry is None:
             return []
@@ -262,7 +262,7 @@ class CaptureRequests:
 
     # --- who is asked ----------------------------------------------------------------------
     def participants_of(self, order: Mapping[str, Any]) -> CaptureParticipants:
-        """Return whom an order asks."""
+        """Return the requested ranks of a request."""
         return participants_of(self.state.registry, order)
 
     def notes(self, entry: CaptureEntry) -> list[str]:
@@ -272,7 +272,7 @@ class CaptureRequests:
     def _estimates_of(
         self, entry: CaptureEntry, asked_ranks: CaptureParticipants
     ) -> list[dict[str, Any]]:
-        """Return what the asked ranks reckon; who would not take part is asked by no one."""
+        """Return the estimates of the requested ranks; ranks without a part in it are left out."""
         members = {(each.role, each.rank) for each in asked_ranks.members}
         said = self._estimates.get(entry.capture_id, {})
         return [each for (role, rank, _), each in said.items() if (role, rank) in members]
@@ -283,7 +283,7 @@ class CaptureRequests:
         asked_ranks: CaptureParticipants,
         estimates: Iterable[Mapping[str, Any]],
     ) -> bool:
-        """Whether a rank that acknowledged has not yet said what it reckons."""
+        """Return whether a rank has acknowledged and not yet sent its estimate."""
         said = {(each["role"], each["rank"]) for each in estimates}
         return any(
             (each.role, each.rank) not in said
