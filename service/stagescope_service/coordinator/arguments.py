@@ -1,7 +1,7 @@
-"""What calls of the coordinator may be given: whoever can call an actor may call it wrongly.
+"""Checks of the arguments of the coordinator's calls.
 
-A call that comes over HTTP was checked there; one of an actor's handle was not. Events are checked
-one by one where they are read, for speed.
+Calls over HTTP were checked there, calls of an actor's handle were not. Events are checked one by
+one where they are read, for speed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _BELOW = 1 << 63
-"""What a column of the catalogue does not hold any more."""
+"""Integers from here on do not fit into a column of the catalogue."""
 
 AttemptId = Annotated[int, pydantic.Field(ge=1, lt=_BELOW)]
 StepNumber = Annotated[int, pydantic.Field(ge=0, lt=_BELOW)]
@@ -49,16 +49,16 @@ _STRICT = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
-    """Refuse arguments that are not what the annotations of `method` say.
+    """Refuse arguments that do not match the annotations of `method`.
 
     Raises:
-        InvalidInput: by the call; names each argument, what it is and what was expected.
+        InvalidInput: by the call; names each argument, its value and the expected type.
     """
 
     @pydantic.validate_call(config=_STRICT)
     @functools.wraps(method)
     def begin(*positional: P.args, **named: P.kwargs) -> Awaitable[R]:
-        # Not a coroutine: what the call itself raises is no fault of its arguments.
+        # Not a coroutine: errors of the call itself are not errors of its arguments.
         return method(*positional, **named)
 
     @functools.wraps(method)
@@ -73,7 +73,7 @@ def checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any
 
 
 def check_batch(events: object, payloads: object) -> None:
-    """Refuse what is no batch of events; each event is looked at where it is read.
+    """Refuse a value that is not a batch of events; each event is checked where it is read.
 
     Raises:
         InvalidInput: not a list of events, or payloads that are not seq -> payload.

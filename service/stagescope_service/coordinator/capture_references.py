@@ -1,7 +1,7 @@
-"""With which earlier dumps an order compares.
+"""Resolves the references of a capture request: baseline dumps, and the worst ranks.
 
-msprobe then writes only the tensors of operators that give another output for equal inputs, by
-the checksums that both dumps have (summary_mode md5).
+With a baseline, msprobe writes only the tensors of operators whose outputs differ for equal inputs,
+by the checksums that both dumps have (summary_mode md5).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MOST_DUMPS: Final = 100_000
 def with_baseline(
     catalogue: Catalogue, capture: Mapping[str, Any], roots: Iterable[Path]
 ) -> dict[str, Any]:
-    """Return an order with the directories of the dumps that its `bench` names.
+    """Return a request with the directories of the dumps that its `bench` names.
 
-    Each rank finds its own among them: `bench["dumps"]` holds rows of stage, part, role, ranks and
-    `path`, the directory that msprobe takes as bench_path.
+    Each rank selects its own: `bench["dumps"]` holds rows of stage, part, role, ranks and `path`,
+    the directory for msprobe's bench_path.
 
     Raises:
-        Conflict: that capture left no dump in that step, or none with checksums.
+        Conflict: that capture has no dump of that step, or none with checksums.
         Forbidden: a dump lies outside `roots`.
     """
     baseline = capture.get("bench")
@@ -50,7 +50,7 @@ def with_baseline(
     allowed = list(roots)
     ranks: dict[tuple[str, str, str, str], set[int]] = {}
     for row in rows:
-        # msprobe adds step0/rank{R} itself.
+        # msprobe appends step0/rank{R}.
         directory = confine(Path(row["path"]).parent.parent, allowed)
         part = ".".join(str(row[name] or 0) for name in PART_FIELDS)
         place = (row["stage"], part, row["role"], str(directory))
@@ -63,10 +63,10 @@ def with_baseline(
 
 
 def _check_checksums(row: Mapping[str, Any] | None, capture_id: str) -> None:
-    """Refuse a bench without the checksums by which msprobe compares."""
+    """Refuse a baseline without the checksums by which msprobe compares."""
     config = ((row or {}).get("spec") or {}).get("config")
     if config is None:
-        return  # one of a file that only its ranks have read
+        return  # the configuration is a file that only its ranks have read
     task = config.get("task") or "statistics"
     if (config.get(task) or {}).get("summary_mode") != "md5":
         raise Conflict(
@@ -76,7 +76,7 @@ def _check_checksums(row: Mapping[str, Any] | None, capture_id: str) -> None:
 
 
 def worst_ranks(whole: StepSummary, count: int) -> list[int]:
-    """Return the ranks with the highest mean |d|, the worst first; non-finite is worst of all."""
+    """Return the ranks with the highest mean |d|, the worst first; non-finite means come first."""
     found: dict[int, float] = {}
     for row in whole.ranks:
         mean = publish_cell(row.cell, whole.summary.pair)["logprob_abs_diff/mean"]
@@ -85,10 +85,10 @@ def worst_ranks(whole: StepSummary, count: int) -> list[int]:
 
 
 def with_ranks(catalogue: Catalogue, capture: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an order with the ranks that `worst(k)` stands for now, in a run's newest attempt.
+    """Return a request with the ranks that `worst(k)` selects now, in a run's newest attempt.
 
     Raises:
-        Conflict: nothing was measured by which a rank could be called worst.
+        Conflict: nothing has been measured by which ranks could be ordered.
     """
     ranks = capture["ranks"]
     if not isinstance(ranks, Mapping):

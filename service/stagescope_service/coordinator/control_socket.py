@@ -1,11 +1,11 @@
-"""The coordinator's own door beside Ray: orders and questions that do not wait behind the ranks.
+"""A Unix socket to the coordinator, on which commands and queries overtake the calls of ranks.
 
-Ray hands an actor its calls in order of arrival, at about a millisecond each: what is asked behind
-20 000 calls of ranks waits for all of them to be started, in whichever concurrency group it is.
-The API therefore asks over a Unix socket in the service's home, which the coordinator's own loop
-serves: one connection a call, one line of JSON there and one back. The socket has mode 0600, so
-only the service's own user comes in. Where there is none (an API on another node, a file system
-without sockets), the API calls by Ray as ranks do.
+Ray delivers an actor's calls in order of arrival, at about a millisecond each: a call behind 20 000
+calls of ranks waits until all of them have started, in any concurrency group. The API therefore
+uses a Unix socket in the service's home, which the coordinator's own loop serves: one connection a
+call, one line of JSON in each direction. The socket has mode 0600: only the service's own user can
+connect. Without a socket (an API on another node, a file system without sockets), the API calls the
+actor through Ray, as ranks do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 FILE: Final = "coordinator.sock"
 MOST_BYTES: Final = 64 << 20
-"""Of one line; what the API takes in is bounded far below."""
+"""Of one line; requests to the API are limited far below."""
 _LONGEST_ADDRESS: Final = 100
 """Bytes of a path that fit into a socket's address on every system (Linux: 107)."""
 
@@ -34,7 +34,7 @@ Method = Callable[..., Awaitable[Reply]]
 
 
 class Broken(Exception):
-    """Nobody listens, or the connection ended before an answer came (`asked`)."""
+    """No coordinator listens, or the connection ended after the call was sent (`asked`)."""
 
     def __init__(self, why: str, *, asked: bool) -> None:
         self.asked = asked
@@ -60,7 +60,7 @@ async def serve(folder: Path, methods: Mapping[str, Method]) -> asyncio.Server:
             writer.close()
 
     with _address(folder) as address:
-        # It takes the place of the socket that a dead coordinator left.
+        # It replaces the socket of a dead coordinator.
         server = await asyncio.start_unix_server(answer, address, limit=MOST_BYTES)
         os.chmod(address, 0o600)
         return server
@@ -70,8 +70,8 @@ async def call(folder: Path, method: str, arguments: Mapping[str, Any]) -> Reply
     """Call a method of the coordinator that serves `folder` on this machine.
 
     Raises:
-        Broken: nobody listens, or the connection ended before an answer.
-        StagescopeError: what the method raised.
+        Broken: no coordinator listens, or the connection ended before an answer.
+        StagescopeError: raised by the method.
     """
     try:
         with _address(folder) as address:
@@ -121,7 +121,7 @@ def _told(error: StagescopeError) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """Yield the socket's path, by way of an open folder where it is too long for an address."""
+    """Yield the socket's path; through an open folder if it is too long for an address."""
     path = folder / FILE
     if len(os.fsencode(path)) <= _LONGEST_ADDRESS:
         yield str(path)

@@ -1,4 +1,4 @@
-"""Waiting until everything of a run is read, and asking the processes of an attempt to leave."""
+"""Waits until all payloads of a run are read, and requests an attempt's processes to leave."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.instructions import Instruction
 
 _LEAVE_SECONDS: Final = 10.0
-"""After which a process that was asked to leave, and was not heard since, counts as gone."""
+"""Seconds without contact after which a process that was requested to leave counts as gone."""
 _MOST_NAMED: Final = 20
 
 
 class DrainAnswer(TypedDict):
-    """What `drain` answers."""
+    """The answer of `drain`."""
 
     run: str | None
     drained: bool
-    """Everything is read, and no rank is missing."""
+    """Whether all payloads are read, and no rank is missing."""
     pending: int
     """Payloads that are still to be read."""
     known: bool
-    """Whether anything of the run, or else of the start, ever came."""
+    """Whether the run, or the attempt key, has ever reported."""
     missing: list[str]
-    """Ranks of the start that never came, fell silent or did not answer; the first 20."""
+    """Ranks of the start that never reported, lapsed or did not answer; the first 20."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Request:
-    """A request to a process: send what it has, and leave."""
+    """A request to a process: send all it has, and finish."""
 
     request_id: str
     since: float
@@ -63,10 +63,10 @@ class Draining:
     async def drain(
         self, run: str | None, timeout: float, attempt_key: str | None = None
     ) -> DrainAnswer:
-        """Wait until nothing of a run (None: of any) is still to be read.
+        """Wait until no payload of a run (None: of any run) is pending.
 
-        With an attempt key, the training of that start is over: each of its processes is asked
-        to leave, which it does once everything that it has was sent.
+        With an attempt key, the training of that start is over: each of its processes is requested
+        to leave, and does so once it has sent everything.
         """
         deadline = self._mono() + timeout
         missing: list[str] = []
@@ -90,7 +90,7 @@ class Draining:
         }
 
     async def _leave(self, run: str | None, attempt_key: str, deadline: float) -> list[str]:
-        """Have the processes of a start leave; return those that did not, or are missing."""
+        """Request the processes of a start to leave; return those that did not, or are missing."""
         unknown_until = min(deadline, self._mono() + _LEAVE_SECONDS)
         for incarnation in [*self._requests]:
             process = self._state.registry.processes.get(incarnation)
@@ -104,7 +104,7 @@ class Draining:
             waited = [each for each in present if not self._does_not_answer(each)]
             left = (deadline if attempts else unknown_until) - self._mono()
             may_come = any(not spoke for _, _, spoke in missing)
-            # A run that is named may be another job's: then nobody is asked.
+            # A named run may belong to another job: then no process is requested to leave.
             nobody = not attempts and run is not None and self._state.registry.is_known(run)
             if left <= 0 or nobody or (attempts and not waited and not may_come):
                 break
@@ -113,7 +113,7 @@ class Draining:
         out: list[Instruction] = []
         for process in present:
             if self._does_not_answer(process):
-                # The driver that drains has ended it, if it had not ended before.
+                # The driver that calls this has ended the run, if it had not ended before.
                 wall = self._effects.wall()
                 out += departures.leave(self._state.registry, process, wall, finished=True)
                 process.finish_seq = process.begun_seq
@@ -124,7 +124,7 @@ class Draining:
         return [f"{role} rank {rank}" for role, rank in ranks][:_MOST_NAMED]
 
     def _request_all(self, attempts: list[Attempt]) -> list[Process]:
-        """Ask the live processes with a probe to leave, each once; return them."""
+        """Request the live processes with a probe to leave, each once; return them."""
         present = [
             process
             for attempt in attempts
@@ -138,7 +138,7 @@ class Draining:
         return present
 
     def _does_not_answer(self, process: Process) -> bool:
-        """Whether a process did not answer: Ray ends an actor with its last handle, unheard."""
+        """Return whether a process is gone without an answer: Ray ends actors with their last handle."""
         request = self._requests.get(process.incarnation)
         patience = _LEAVE_SECONDS + self._load.pause
         quiet = self._effects.wall() - process.heard > patience
@@ -146,12 +146,12 @@ class Draining:
 
     # --- polls ------------------------------------------------------------------------------
     def has_news(self, incarnation: str) -> bool:
-        """Whether a process is to leave, and no poll has said so yet."""
+        """Return whether a process has a request to leave that no poll has returned yet."""
         request = self._requests.get(incarnation)
         return request is not None and not request.is_handed_out
 
     def hand_out(self, incarnation: str) -> list[dict[str, str]]:
-        """Return the request to leave, as a poll's answer carries it."""
+        """Return the request to leave, for a poll's answer."""
         request = self._requests.get(incarnation)
         if request is None:
             return []
@@ -159,5 +159,5 @@ class Draining:
         return [{"what": FINISH, "request_id": request.request_id}]
 
     def finished(self, incarnation: str) -> None:
-        """Note that a process has left."""
+        """Record that a process has left."""
         self._requests.pop(incarnation, None)

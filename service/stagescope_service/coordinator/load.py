@@ -1,9 +1,9 @@
-"""How much the coordinator has to take in: a bound, how far it is behind, and who is to wait.
+"""The coordinator's load: a bound on uncommitted events, the lag of events, pauses for senders.
 
-What is taken in and not committed yet is bounded. Beyond the bound a batch is pushed back: its
-sender keeps it, sends it again after a pause, and says in its log that it does. While events
-arrive late, every answer asks for a pause, so that ranks send the same events in fewer calls: a
-call costs the coordinator many times what an event in it does.
+The number of accepted, uncommitted events is bounded. Beyond the bound a batch is pushed back: its
+sender keeps it, sends it again after a pause, and logs that. While events arrive late, every answer
+requests a pause, so that ranks send the same events in fewer calls: a call costs the coordinator
+many times as much as an event in it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from stagescope_service.core.state import State
 
 KIND: Final = "service_behind"
 MOST_EVENTS: Final = 50_000
-"""Events that are taken in and not committed yet; about 2 KiB each."""
+"""Accepted events that are not committed yet; about 2 KiB each."""
 SLOTS: Final = 64
-"""Batches that are taken in at a time: what else comes, polls, questions and orders, waits for
-these at most, and not for every batch that came before."""
+"""Batches that are handled at a time: polls, queries and commands wait at most for these, and not
+for every batch that arrived before."""
 BEHIND_SECONDS: Final = 5.0
 """Events that arrive later than this on average are late."""
 WINDOW_SECONDS: Final = 5.0
 WINDOWS: Final = 3
-"""So many windows in a row make a finding: ranks that come back after an outage are no load."""
+"""Windows in a row that make a finding: ranks that come back after an outage are no load."""
 FEWEST_CALLS: Final = 100
-"""A window with fewer calls tells of the ranks, not of the service."""
+"""With fewer calls, a window describes the ranks and not the service."""
 CALLS_PER_SECOND: Final = 250.0
-"""What is asked for while the service is behind, of all ranks together."""
+"""The rate that is requested of all ranks together while the service is behind."""
 TRIM_SECONDS: Final = 30.0
 GROWN_BYTES: Final = 16 << 20
 MOST_PAUSE: Final = 40.0
 
 
 class LoadStatus(TypedDict):
-    """What `status` says of the load; seconds and counts."""
+    """The load in the answer of `status`; seconds and counts."""
 
     waiting_events: int
     pushed_back: int
@@ -52,7 +52,7 @@ class LoadStatus(TypedDict):
 
 
 class Load:
-    """What is being taken in, and how late it came; used from the coordinator's loop only."""
+    """Uncommitted events and their lag; used from the coordinator's loop only."""
 
     def __init__(self, state: State, *, most_events: int = MOST_EVENTS) -> None:
         self._state = state
@@ -71,13 +71,13 @@ class Load:
 
     @property
     def pause(self) -> float:
-        """Seconds that a rank is to wait before its next batch; 0 while the service keeps up."""
+        """Seconds for a rank to wait before its next batch; 0 while the service keeps up."""
         if not self._late_windows and self._waiting < self._most / 2:
             return 0.0
         return min(max(self._live_ranks / CALLS_PER_SECOND, 0.5), MOST_PAUSE)
 
     def is_late(self, now: float) -> bool:
-        """Whether events arrive late, or did until a pause ago: what a rank did is not known yet.
+        """Return whether events arrive late, or did until a pause ago: recent ones are unknown.
 
         Args:
             now: the service's monotonic clock, seconds.
@@ -85,7 +85,7 @@ class Load:
         return now < self._late_until
 
     def status(self) -> LoadStatus:
-        """Return how much waits, and how late events come."""
+        """Return the number of uncommitted events, and the lag."""
         return {
             "waiting_events": self._waiting,
             "pushed_back": self._pushed_back,
@@ -95,10 +95,10 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def admit(self, events: int) -> AsyncIterator[None]:
-        """Wait for a slot, and count events as long as they are not committed.
+        """Wait for a slot, and count events until they are committed.
 
         Raises:
-            NotReady: there are too many already; nothing was taken in.
+            NotReady: there are too many already; nothing was accepted.
         """
         if self._waiting and self._waiting + events > self._most:
             self._pushed_back += 1
@@ -114,18 +114,18 @@ class Load:
             self._waiting -= events
 
     def arrived(self, age: float) -> None:
-        """Note how long ago the newest event of a batch happened, in seconds."""
+        """Record the age of the newest event of a batch, in seconds."""
         self._calls += 1
         self._ages += max(age, 0.0)
 
     def adopt(self, findings: Iterable[Mapping[str, Any]]) -> None:
-        """Take in what an earlier coordinator found and did not see over."""
+        """Adopt the open findings of an earlier coordinator."""
         for row in findings:
             if row["kind"] == KIND and row["over_wall"] is None:
                 self._open[row["attempt_id"]] = row["finding_id"]
 
     def look(self, now: float, wall: float) -> list[Instruction]:
-        """Return the findings to write; to be called often.
+        """Return the findings to write; called often.
 
         Args:
             now: the service's monotonic clock, seconds.
@@ -137,7 +137,7 @@ class Load:
         calls, ages = self._calls, self._ages
         self._calls, self._ages = 0, 0.0
         self._lag = ages / calls if calls else None
-        # Not for every batch, which would cost the most where there are the most ranks.
+        # Not for every batch: with many ranks that would cost the most.
         self._live_ranks = sum(process.live for process in self._state.registry.processes.values())
         is_late = calls >= FEWEST_CALLS and ages > BEHIND_SECONDS * calls
         self._late_windows = self._late_windows + 1 if is_late else 0
@@ -183,7 +183,7 @@ class Load:
 
 
 def resident_bytes() -> int | None:
-    """Return the bytes of memory that this process holds; None where the system does not say."""
+    """Return this process's resident bytes; None if the system does not report them."""
     try:
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     except (OSError, ValueError, IndexError):
@@ -192,10 +192,10 @@ def resident_bytes() -> int | None:
 
 
 class Memory:
-    """Gives memory back to the system that freed objects held.
+    """Returns freed memory to the system.
 
-    A pending call holds some 80 KiB of stack in Ray, and the allocator keeps what was freed: 4 000
-    calls that ended left 434 MB resident, which one trim brought to 162 MB in 15 ms.
+    A pending call holds some 80 KiB of stack in Ray, and the allocator keeps freed memory: after
+    4 000 calls 434 MB were resident, which one trim reduced to 162 MB in 15 ms.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class Memory:
         self._trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def look(self, now: float) -> None:
-        """Trim where this process has grown since it last was; to be called often.
+        """Trim if this process has grown since the last trim; called often.
 
         Args:
             now: a monotonic clock, seconds.

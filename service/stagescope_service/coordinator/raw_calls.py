@@ -1,7 +1,7 @@
-"""Calls of somebody without a probe, which Ray may make again.
+"""Calls of processes without a probe, which Ray may retry.
 
-A raw caller says neither which incarnation it is nor in which order its calls are: both are made
-up here, so that a call that is made again is the same event.
+A raw call has neither an incarnation nor a sequence number: both are derived here, so that a
+retried call is the same event.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from stagescope_service.core.registry import UNKEYED, Registry
 from stagescope_service.core.spans import RAW_SEQ
 
 _CALLS: Final = {BEGIN: "begin_stage", END: "end_stage", LOG: "log_scalars"}
-"""Kind of event -> the call's name, where that is another."""
+"""Kind of event -> the call's name, where it differs."""
 _FIELDS: Final = ("run", "role", "rank", "attempt_key", "world_size", *WORK_FIELDS)
-"""That every call may name; `end_step` and `finish` have no other."""
+"""Fields of every call; `end_step` and `finish` have no others."""
 _OWN_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     BEGIN: ("device_time",),
     END: (
@@ -49,7 +49,7 @@ _OWN_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class RawCalls:
-    """Takes raw calls in; used from one event loop."""
+    """Handles raw calls; used from one event loop."""
 
     def __init__(self, effects: Effects, *, poll_seconds: float, mono: Callable[[], float]) -> None:
         self._effects = effects
@@ -67,23 +67,23 @@ class RawCalls:
         fields: Mapping[str, Any],
         payload: Mapping[str, object] | None = None,
     ) -> dict[str, Any]:
-        """Take in a call of somebody without a probe.
+        """Handle a raw call.
 
         Args:
             kind: the kind of event.
-            delivery: names this delivery: the same on every retry of the call.
+            delivery: identifies the call; the same on every retry.
             fields: run, role, rank, attempt_key, world_size and the event's own fields.
             payload: name -> ref or array; the answer then waits for the payload's receipt.
 
         Returns:
-            The event's place. `over` says that its attempt had ended, and `refused_in_part`, where
-            it is there, what of the call was not taken: the rest was. `payload` says what became
-            of the payload, and `payload_reason` why it was not taken.
+            The key of the event. `over`: whether its attempt had ended. `refused_in_part`, if
+            present: the part of the call that was refused; the rest was accepted. `payload`: the
+            payload's final state, with `payload_reason` if it was refused.
 
         Raises:
-            InvalidInput: a run, role, rank, step, stage or payload that cannot be right, or a
-                field that seems to be misspelt.
-            NotReady: the catalogue cannot be written now; nothing was taken.
+            InvalidInput: an invalid run, role, rank, step, stage or payload, or a field that looks
+                misspelt.
+            NotReady: the catalogue cannot be written now; nothing was accepted.
         """
         self._commits.check_ready()
         run = check_run_name(fields.get("run"))
@@ -153,9 +153,9 @@ class RawCalls:
     async def _finish(
         self, run: str, event: Event, fields: Mapping[str, Any], unknown: Collection[str]
     ) -> dict[str, Any]:
-        """Let every raw caller of an attempt take leave, or only those of a role or rank.
+        """Mark the raw callers of an attempt, or of a role or rank, as finished.
 
-        Processes with a probe take leave themselves.
+        Processes with a probe finish by themselves.
 
         Raises:
             NotFound: no such run or attempt.
@@ -190,10 +190,10 @@ class RawCalls:
         return answer
 
     def _starts_again(self, run: str, sender: Sender, work: Work) -> bool:
-        """Return whether a beginning without an attempt key is of the run's next start.
+        """Return whether a BEGIN without an attempt key belongs to the run's next attempt.
 
-        Raw callers took leave before, and what comes is no late word of theirs: that would be of
-        the last step, and of a stage that the caller has not begun in it.
+        The raw callers have finished before, and this is not a late call: a late call is of the
+        last step, and of a stage that the caller has not begun in it.
         """
         attempt = self._state.registry.newest(run)
         if sender.attempt_key is not None or attempt is None or not attempt.over:
@@ -207,15 +207,15 @@ class RawCalls:
         return any(span.begin_seq is not None and span.end_seq is not None for span in found)
 
     def _has_finished(self, sender: Sender) -> bool:
-        """Return whether the attempt that a call belongs to is over because everyone took leave."""
+        """Return whether the attempt of a call is over because all its processes finished."""
         attempt = self._state.registry.find(sender.run, sender.attempt_key)
         return attempt is not None and attempt.over and attempt.end_reason == steps.FINISHED
 
     def _sender(self, run: str, fields: Mapping[str, Any]) -> Sender:
-        """Return who calls, known by name.
+        """Return the sender of a call, identified by name.
 
         Raises:
-            InvalidEvent: a role, rank or attempt_key that cannot be right.
+            InvalidEvent: an invalid role, rank or attempt_key.
         """
         role, rank = fields.get("role") or "actor", fields.get("rank") or 0
         attempt_key = fields.get("attempt_key")
@@ -227,7 +227,7 @@ class RawCalls:
     def _refusal(
         self, run: str, kind: str, fields: Mapping[str, Any], error: InvalidEvent
     ) -> Instruction:
-        """Return the finding of a call that was refused: many a caller never asks what became."""
+        """Return the finding of a refused call: many callers never read the answer."""
         attempt = self._state.registry.newest(run)
         role, rank = fields.get("role") or "actor", fields.get("rank") or 0
         return finding(
@@ -251,11 +251,11 @@ def _name(kind: str) -> str:
 
 
 def _unknown_fields(kind: str, fields: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a call that it does not have, and that seem to be nobody's misspelling.
+    """Return the unknown fields of a call that do not look misspelt.
 
     Raises:
-        InvalidEvent: a field that seems to mean one that the call has and that was not given: taken
-            without it, `stp=5` would be work of no step.
+        InvalidEvent: a field that looks like a misspelling of a missing one: without this check,
+            `stp=5` would be work without a step.
     """
     known = (*_FIELDS, *_OWN_FIELDS.get(kind, ()))
     unknown = sorted(set(fields) - {*known})
@@ -271,10 +271,10 @@ def _unknown_fields(kind: str, fields: Mapping[str, Any]) -> list[str]:
 
 
 def _occurrence(registry: Registry, incarnation: str, work: Work, kind: str, seq: int) -> int:
-    """Return the occurrence that a raw call means where it does not say: in order of entry.
+    """Return the occurrence of a raw call that does not name one: in order of arrival.
 
-    A retried call gets what it got; an end belongs to the first one that is open, a beginning
-    to the first one that has only ended so far.
+    A retried call gets the same occurrence; an END belongs to the first open one, a BEGIN to the
+    first one that has only an END so far.
     """
     process = registry.processes.get(incarnation)
     if process is None:
@@ -286,7 +286,7 @@ def _occurrence(registry: Registry, incarnation: str, work: Work, kind: str, seq
         if seq == (span.begin_seq if kind == BEGIN else span.end_seq):
             return span.work.part.occurrence
     missing = "end_seq" if kind == END else "begin_seq"
-    # Two calls that a caller makes without waiting may run in the other order.
+    # Two calls that a caller makes without waiting may run in reverse order.
     halves = [span.work.part.occurrence for span in found if getattr(span, missing) is None]
     if halves:
         return min(halves)

@@ -1,7 +1,7 @@
-"""Rebuild the state machine from what the catalogue holds, after a crash or a restart.
+"""Rebuilds the state machine from the catalogue, after a crash or a restart.
 
-Refs do not survive a coordinator: payloads that were announced and not read come back as not in
-flight, and are read when their process offers them again, or lost when its lease runs out.
+Refs do not survive a coordinator: payloads that were announced and not read are restored as not in
+flight. They are read when their process offers them again, or lost when its lease expires.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Row = Mapping[str, Any]
 
 
 def restore(state: State, snapshot: Snapshot, now: float) -> None:
-    """Fill an empty `state`; every live process gets a whole lease to be heard again."""
+    """Fill an empty `state`; every live process gets a full lease."""
     registry = state.registry
     registry.reserve(snapshot.last_attempt_id + 1)
     for row in sorted(snapshot.attempts, key=lambda row: row["number"]):
@@ -64,7 +64,7 @@ def restore(state: State, snapshot: Snapshot, now: float) -> None:
 
 def _attempt(row: Row) -> Attempt:
     first, resumed = row["first_step"], row["resumed_from_step"]
-    # That of a later attempt may have been derived from its first step.
+    # In a later attempt it may have been derived from the first step.
     derived = row["number"] > 1 and first is not None and resumed == first - 1
     told = resumed is not None and not derived
     return Attempt(
@@ -81,7 +81,7 @@ def _attempt(row: Row) -> Attempt:
         resumed_told=told,
         resumed_restored=resumed if told else None,
         last_closed_step=row["last_closed_step"],
-        # Whose it is was not stored: it stays.
+        # Its process is not stored: the fingerprint stays.
         fingerprint_of=None if row.get("fingerprint") is None else RESTORED,
     )
 
@@ -115,7 +115,7 @@ def _restore_process(state: State, attempt: Attempt, row: Row, now: float) -> No
         clock=(row["clock_offset"], row["clock_error"]),
         max_step=row["max_step"],
         finished=finished is not None,
-        # What it begins from now on takes its leave back; what came before was taken in.
+        # A later BEGIN undoes its FINISH; earlier ones were applied.
         finish_seq=0 if finished is not None and not row["raw"] else None,
         lapsed=lapsed is not None,
         left_wall=finished if lapsed is None else lapsed,
@@ -133,7 +133,7 @@ def _restore_process(state: State, attempt: Attempt, row: Row, now: float) -> No
 
 
 def _introduction(row: Row) -> Handshake | None:
-    """Return what a process said of its start, where its attempt does not have that yet."""
+    """Return a process's handshake, if it has not been applied to its attempt yet."""
     hello = row["hello"] or {}
     wall = hello.get("said_wall")
     if row["max_step"] is not None or not hello:
@@ -148,7 +148,7 @@ def _introduction(row: Row) -> Handshake | None:
 
 
 def _restore_step(attempt: Attempt, row: Row, *, kept: bool) -> None:
-    """Take in a step; `kept` says that its stages were read, too, where its attempt is over."""
+    """Restore a step; `kept`: its stages were read as well, although its attempt is over."""
     number = row["step"]
     top, through = attempt.top_step, attempt.forgotten_through
     attempt.top_step = number if top is None else max(top, number)
@@ -167,7 +167,7 @@ def _restore_step(attempt: Attempt, row: Row, *, kept: bool) -> None:
     if step.closed_wall is None:
         attempt.open.add(number)
     elif row["completeness"] != UNKNOWN:
-        # The step before it may be out of memory: then whom it told to expect is known from here.
+        # The step before it may have left memory: its participants are taken from this row.
         step.before = _participants(row["expected"])
 
 
@@ -242,12 +242,12 @@ def _restore_armed_payload(state: State, row: Row) -> None:
     process = state.registry.processes.get(row["incarnation"])
     if process is not None:
         work = _work(row)
-        # Which event said it is not stored; any that follows has a higher number.
+        # The event that set it is not stored; any later event has a higher number.
         process.armed[(work.key, row["capture_id"])] = (work, {**row, "mark": 0})
 
 
 def _settle(attempt: Attempt) -> None:
-    """Derive what is not stored: who stands where, what left memory, the verdicts."""
+    """Derive what is not stored: positions of processes, steps out of memory, verdicts."""
     newest: dict[tuple[str, int], Process] = {}
     for process in attempt.processes.values():
         if process.max_step is None or process.raw:

@@ -1,7 +1,7 @@
-"""Work that a failure which passes must not lose: tried again, and said where it fails for good.
+"""Background work that is retried after transient failures, and reported after final ones.
 
-A step's summary, a dump's operator table and the comparison of weights are made in the background
-from what is stored. A full disk, a locked catalogue or a dead ingestor is often over in seconds.
+Step summaries, operator tables and comparisons of weights are computed in the background from
+stored data. A full disk, a locked catalogue or a dead ingestor often recovers in seconds.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Job = TypeVar("Job")
 T = TypeVar("T")
 
 PAUSES: Final = (1.0, 5.0, 20.0)
-"""Seconds before each further try of work that failed."""
+"""Seconds before each retry."""
 COSTLY_TRIES: Final = 2
-"""How often work is tried whose failures cost others, too."""
+"""Number of tries of work whose failures affect other work."""
 
 
 async def retried(
     work: Callable[[], Awaitable[T]], what: str, *, costly: tuple[type[Exception], ...] = ()
 ) -> T:
-    """Return what `work` does, tried again where it raises; `what` names it in the log.
+    """Return the result of `work`, retried after errors; `what` names it in the log.
 
-    Of errors that are `costly`, as the end of a process that does other work beside it, the second
-    is final (`COSTLY_TRIES`). While the catalogue is unavailable nothing could be said of a
-    failure: it is tried for as long as that lasts.
+    The second `costly` error, such as the end of a process that does other work as well, is final
+    (`COSTLY_TRIES`). While the catalogue is unavailable, a failure could not be reported: then the
+    work is retried until the catalogue is back.
 
     Raises:
-        Exception: what the last try raised.
+        Exception: the error of the last try.
     """
     pauses, cost = iter(PAUSES), 0
     while True:
@@ -57,12 +57,12 @@ async def retried(
 class RetriedWork(Generic[Key, Job]):
     """Jobs of one kind, one at a time for each key; used from one event loop.
 
-    A job that comes for a key whose work is under way is done once more after, the newest alone.
+    A job for a key whose work is under way runs after it; only the newest of several does.
 
     Args:
         name: of the kind, for the log.
-        work: does a job; doing it twice must change nothing.
-        failed: says that a job failed for good, given its last error and how often it was tried.
+        work: runs a job; idempotent.
+        failed: reports a final failure; called with the job, its last error and number of tries.
         costly: errors of which the second is final, see `retried`.
     """
 
@@ -85,13 +85,13 @@ class RetriedWork(Generic[Key, Job]):
         return iter(self._due)
 
     def takes(self, key: Key, job: Job) -> bool:
-        """Note a job; say whether `carry_out` is to be called with it."""
+        """Record a job; return whether `carry_out` is to be called with it."""
         is_new = key not in self._due
         self._due[key] = None if is_new else job
         return is_new
 
     async def carry_out(self, key: Key, job: Job) -> None:
-        """Do a job that was taken, and what comes for its key meanwhile; never raises."""
+        """Run a recorded job, and those that arrive for its key meanwhile; never raises."""
         while True:
             await self._carry_out(key, job)
             again = self._due[key]
@@ -115,5 +115,5 @@ class RetriedWork(Generic[Key, Job]):
             try:
                 await self._failed(job, error, tried)
             except Exception:
-                # Its mark in the catalogue stays behind: the next coordinator does it again.
+                # Its mark in the catalogue stays older: the next coordinator repeats the work.
                 logger.exception("that %s failed could not be noted", what)

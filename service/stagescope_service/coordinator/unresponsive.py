@@ -1,4 +1,4 @@
-"""Processes that do not answer any more: what their watchdogs wrote is read on their nodes."""
+"""Unresponsive processes, whose watchdog files are read on their nodes."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from stagescope_service.core.instructions import ReadWatchdogs
 from stagescope_service.core.state import State
 
 READ_SECONDS: Final = 90.0
-"""For so long a silent process's file is looked at: its watchdog goes off some time after."""
+"""Seconds in which an unresponsive process's file is read: its watchdog writes it with a delay."""
 
 
 class UnresponsiveProcesses:
-    """Knows whose watchdog's file is to be read.
+    """Decides which watchdog files to read.
 
     Args:
         state: of the coordinator.
-        late_seconds: a process that polls is late after so long without a word.
-        min_seconds: seconds below which no process counts as silent.
+        late_seconds: without contact for longer, a process that polls is late.
+        min_seconds: seconds below which no process counts as unresponsive.
     """
 
     def __init__(self, state: State, *, late_seconds: float, min_seconds: float = 0.0) -> None:
         self._state = state
         self._late_seconds = late_seconds
         self.seconds = max(late_seconds, min_seconds)
-        """A process counts as silent after so long."""
+        """Seconds after which a process counts as unresponsive."""
         self._until: dict[str, float] = {}
 
     def unanswered(self, incarnations: Iterable[str], now: float) -> None:
-        """Note that processes did not answer a request in time."""
+        """Record that processes did not answer a request in time."""
         for incarnation in incarnations:
             self._until.setdefault(incarnation, now + READ_SECONDS)
 
     def read(self, incarnation: str) -> None:
-        """Note that its file said what there is; it is not read again in this silence."""
+        """Record that its file was read; it is not read again until the next contact."""
         if incarnation in self._until:
             self._until[incarnation] = 0.0
 
     def of(self, attempt: Attempt, now: float, before: Collection[str] = ()) -> list[Process]:
-        """Return the processes of an attempt that worked in it and do not answer, by role and rank.
+        """Return the unresponsive processes that worked in an attempt, by role and rank.
 
-        Those that took leave or were replaced are awaited by nobody; raw callers never poll.
-        `before` are the incarnations that were silent before a restart and unheard since.
+        Finished and replaced processes are left out; raw callers never poll. `before`: incarnations
+        that were unresponsive before a restart and had no contact since.
         """
         silent = [
             process
@@ -57,7 +57,7 @@ class UnresponsiveProcesses:
         return sorted(silent, key=lambda process: (process.role, process.rank))
 
     def look(self, now: float) -> list[ReadWatchdogs]:
-        """Return whose files are to be read now; `now` is the service's monotonic clock."""
+        """Return the processes whose files to read now; `now` is the service's monotonic clock."""
         processes = self._state.registry.processes
         late = {
             process.incarnation for process in processes.values() if self._is_late(process, now)

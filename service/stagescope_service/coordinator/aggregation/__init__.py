@@ -1,1 +1,1 @@
-"""TODO: what aggregation holds."""
+"""Aggregation of closed steps: step summaries, and payloads that are joined or recomputed."""
