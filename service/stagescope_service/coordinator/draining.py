@@ -138,7 +138,7 @@ class Draining:
         return present
 
     def _does_not_answer(self, process: Process) -> bool:
-        """Return whether a process is gone without an answer: Ray ends actors with their last handle."""
+        """Return whether a process ended unanswered: Ray ends actors with their last handle."""
         request = self._requests.get(process.incarnation)
         patience = _LEAVE_SECONDS + self._load.pause
         quiet = self._effects.wall() - process.heard > patience

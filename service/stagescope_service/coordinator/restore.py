@@ -257,8 +257,8 @@ def _settle(attempt: Attempt) -> None:
             newest[(process.role, process.rank)] = process
     for process in attempt.processes.values():
         if process.max_step is not None:
-            # An attempt ends when nobody is left: who took no leave in one that is over was
-            # replaced, by a process that may be out of memory.
+            # An attempt ends when no process is left: one of an ended attempt that did not finish
+            # was replaced, by a process that may have left memory.
             stayed = attempt.over and not (process.finished or process.lapsed)
             is_newest = newest.get((process.role, process.rank)) is process
             process.replaced = not process.raw and (stayed or not is_newest)

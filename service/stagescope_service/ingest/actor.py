@@ -1,8 +1,7 @@
 """The Ingestor: one detached actor a node; reads payloads where they lie. A thin Ray shell.
 
-It claims no CPU, computes in one thread of low priority, and holds at most `ingestor_bytes` of
-payloads at a time. Everything that it does is named by the payload's identity, so that doing it
-twice changes nothing.
+It reserves no CPU, computes in one thread of low priority, and holds at most `ingestor_bytes` of
+payloads at a time. Its work is keyed by the payload's identity, and thus idempotent.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Ingestor:
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, initializer=_start_worker, initargs=(node_id,)
         )
-        # The thread begins with its first task: the kernel is loaded now, not in the first step.
+        # The thread starts with its first task: load the kernel now, not in the first step.
         self._thread.submit(_nothing)
 
     async def ingest(self, key: PayloadKey, job: IngestJob, payload: Any) -> Outcome:
@@ -112,8 +111,8 @@ class Ingestor:
     ) -> JoinAnswer | None:
         """Join a trainer's payload with rollouts; None: not kept.
 
-        The loop, not the thread, waits for other nodes' ingestors: two that ask each other would
-        otherwise wait for ever.
+        The loop, not the thread, waits for other nodes' ingestors: two that call each other would
+        otherwise deadlock.
         """
         sample_ids = await self._run(self._worker.samples, key, job)
         if sample_ids is None:
@@ -144,15 +143,15 @@ class Ingestor:
         return found
 
     async def build_operator_table(self, job: Mapping[str, Any]) -> list[Put]:
-        """Make a dump's operator table and return its rows.
+        """Build a dump's operator table and return its rows.
 
         Raises:
-            StagescopeError: a failure that may pass, such as a full disk.
+            StagescopeError: a transient failure, such as a full disk.
         """
         return await self._run(self._worker.build_operator_table, job)
 
     async def read_watchdogs(self, paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """Return incarnation -> what its watchdog wrote, of the processes that have such a file."""
+        """Return incarnation -> content of its watchdog's file, for the processes with a file."""
         return await asyncio.to_thread(read_watchdogs, paths)
 
     async def read_artifact(self, path: str, offset: int, size: int) -> bytes:
@@ -197,7 +196,7 @@ class Ingestor:
 
 
 def _start_worker(node_id: str) -> None:
-    # Only this thread computes; the loop of the actor stays as quick as any.
+    # Only this thread computes; the actor's loop stays responsive.
     os.setpriority(os.PRIO_PROCESS, 0, _NICE)
     began = time.monotonic()
     compiled: list[str] = []
@@ -216,11 +215,11 @@ def _start_worker(node_id: str) -> None:
 
 
 def _nothing() -> None:
-    """Have the worker's thread begin."""
+    """Start the worker's thread."""
 
 
 def _fetched(payload: Any) -> Any:
-    """Return a payload with every ref in it read."""
+    """Return a payload with all its refs read."""
     if isinstance(payload, ray.ObjectRef):
         return ray.get(payload, timeout=_READ_SECONDS)
     if isinstance(payload, Mapping) and "schema" not in payload:
@@ -229,7 +228,7 @@ def _fetched(payload: Any) -> Any:
 
 
 class _MemoryLimit:
-    """How many bytes of payloads may be in memory; one that is larger alone still gets in."""
+    """Limits the bytes of payloads in memory; a larger payload is admitted alone."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -251,7 +250,7 @@ class _MemoryLimit:
 
 
 class Ingestors:
-    """Finds the ingestor of a node, made where there is none."""
+    """Finds the ingestor of a node, and creates it if there is none."""
 
     def __init__(self, settings: Settings) -> None:
         self._arguments = (
@@ -268,11 +267,11 @@ class Ingestors:
 
     @property
     def home(self) -> str:
-        """The node of the process that asks."""
+        """The node of this process."""
         return str(self._home)
 
     def on(self, node_id: str | None) -> Any:
-        """Return the handle for a node; the home node's where it is not known or not alive."""
+        """Return the handle for a node; the home node's if the node is unknown or not alive."""
         node = self.place(node_id)
         handle = self._handles.get(node)
         if handle is None:
@@ -292,11 +291,11 @@ class Ingestors:
         return handle
 
     def of(self, node_id: str) -> Any | None:
-        """Return the handle of a node's own ingestor, None where the node is not alive."""
+        """Return the handle of a node's own ingestor; None if the node is not alive."""
         return self.on(node_id) if self._is_alive(node_id) else None
 
     def place(self, node_id: str | None) -> str:
-        """Return the node whose ingestor reads what is said to lie on a node."""
+        """Return the node whose ingestor reads data that is recorded for a node."""
         return node_id if node_id is not None and self._is_alive(node_id) else self.home
 
     def forget(self, node_id: str | None) -> None:
@@ -344,7 +343,7 @@ class RayIngestors:
             except exceptions.RayActorError as error:  # noqa: PERF203
                 reason = f"its ingestor died while reading it: {describe(error)}"
                 self._actors.forget(node_id)
-            except Exception as error:  # whatever it was, the payload ends here
+            except Exception as error:  # any other error is final for this payload
                 reason = f"it could not be handed to an ingestor: {describe(error)}"
                 break
         return Outcome("lost", reason, [], {})
@@ -373,7 +372,7 @@ class RayIngestors:
             return None
 
     async def build_operator_table(self, node_id: str | None, job: Mapping[str, Any]) -> list[Put]:
-        """Make a dump's operator table."""
+        """Build a dump's operator table."""
         try:
             return await self._actors.on(node_id).build_operator_table.remote(job)  # type: ignore[no-any-return]
         except exceptions.RayActorError as error:
@@ -383,7 +382,7 @@ class RayIngestors:
     async def read_watchdogs(
         self, node_id: str | None, paths: Mapping[str, str]
     ) -> dict[str, dict[str, Any]]:
-        """Return what watchdogs wrote."""
+        """Return the contents of watchdog files."""
         return await self._call(node_id, "read_watchdogs", paths)  # type: ignore[no-any-return]
 
     async def kept_files(self, node_id: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the ingestors do for the coordinator: their interface, and one that works in this process.
+"""The ingestors' interface for the coordinator, and an implementation in its own process.
 
 No Ray in here. `Ingestor` (see `ingest.actor`) runs an `IngestWorker` in an actor on each node;
 `LocalIngestors` runs them in the coordinator's own process, as a service without a cluster does.
@@ -42,8 +42,8 @@ class IngestorDied(Unreachable):
 class IngestorClient(Protocol):
     """The ingestors of all nodes, one method a call.
 
-    `node_id` is the node on which the data lies. Another node serves the call where it is None or
-    gone (`node_of`).
+    `node_id` is the node with the data. If it is None or gone, another node serves the call
+    (`node_of`).
     """
 
     @property
@@ -71,7 +71,7 @@ class IngestorClient(Protocol):
     ) -> bytes | None:
         """Return a payload's summary without tokens that count elsewhere.
 
-        Returns None where the ring no longer holds the payload or no ingestor answers.
+        Returns None if the ring no longer holds the payload or no ingestor answers.
         """
         ...
 
@@ -82,16 +82,16 @@ class IngestorClient(Protocol):
         ...
 
     async def build_operator_table(self, node_id: str | None, job: Mapping[str, Any]) -> list[Put]:
-        """Make a dump's operator table and return its rows.
+        """Build a dump's operator table and return its rows.
 
         Raises:
             IngestorDied: its process ended meanwhile.
-            StagescopeError: a failure that may pass, such as a full disk.
+            StagescopeError: a transient failure, such as a full disk.
         """
         ...
 
     async def read_watchdogs(self, node_id: str | None, paths: Mapping[str, str]) -> dict[str, Row]:
-        """Return incarnation -> what its watchdog wrote, of the processes that have such a file.
+        """Return incarnation -> content of its watchdog's file, for the processes with a file.
 
         Raises:
             Unreachable: the ingestor does not answer.
@@ -123,7 +123,7 @@ class IngestorClient(Protocol):
         ...
 
     async def pin(self, node_id: str | None, attempt_id: int, step: int) -> Pinned:
-        """Pin the payloads of a step in a node's ring; `reason` says why that failed."""
+        """Pin the payloads of a step in a node's ring; `reason` is why that failed."""
         ...
 
     async def unpin(self, node_id: str | None, attempt_id: int, step: int) -> bool:
@@ -132,7 +132,7 @@ class IngestorClient(Protocol):
 
 
 class IngestWorker:
-    """The work of one node's ingestor; one call at a time, but those on files."""
+    """The work of one node's ingestor; one call at a time, except calls on files."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class IngestWorker:
         """Read a payload whose tensors are in memory."""
         try:
             return self.reader.take(key, job, value)
-        except Exception as error:  # one payload must not end the ingestor
+        except Exception as error:  # an error of one payload must not end the ingestor
             return Outcome("refused", f"the service failed to read it: {describe(error)}", [], {})
 
     # --- the ring: None where it cannot be used, or holds the payload no longer ---------------
@@ -209,8 +209,8 @@ class IngestWorker:
 
     # --- files ------------------------------------------------------------------------------
     def build_operator_table(self, job: Mapping[str, Any]) -> list[Put]:
-        """Make a dump's operator table; see `ingest.operator_tables`."""
-        # Here, since the coordinator imports this module and has no use for Parquet.
+        """Build a dump's operator table; see `ingest.operator_tables`."""
+        # A local import: the coordinator imports this module and needs no Parquet.
         from stagescope_service.ingest.operator_tables import build_operator_table
 
         return build_operator_table(job, self._roots, self.node_id)
@@ -239,7 +239,7 @@ class IngestWorker:
 
 
 class LocalIngestors:
-    """The ingestors of nodes that this process stands in for (`IngestorClient`).
+    """The ingestors of all nodes in this process (`IngestorClient`).
 
     Args:
         worker_of: returns the worker of a node, the same one each time.
@@ -250,7 +250,7 @@ class LocalIngestors:
         self.home = home
         self._worker_of = worker_of
         self._workers: dict[str, IngestWorker] = {}
-        # One thread, as an ingestor has: two payloads at once would hold twice the memory.
+        # One thread, as in an ingestor: two payloads at once would hold twice the memory.
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
 
     def worker(self, node_id: str | None) -> IngestWorker:
@@ -261,7 +261,7 @@ class LocalIngestors:
         return self._workers[node]
 
     def node_of(self, node_id: str | None) -> str:
-        """Return the node itself: every node is here."""
+        """Return the node itself: every node is in this process."""
         return self.home if node_id is None else node_id
 
     async def ingest(
@@ -299,11 +299,11 @@ class LocalIngestors:
         return await self._run(work)
 
     async def build_operator_table(self, node_id: str | None, job: Mapping[str, Any]) -> list[Put]:
-        """Make a dump's operator table."""
+        """Build a dump's operator table."""
         return await self._run(self.worker(node_id).build_operator_table, job)
 
     async def read_watchdogs(self, node_id: str | None, paths: Mapping[str, str]) -> dict[str, Row]:
-        """Return what watchdogs wrote."""
+        """Return the contents of watchdog files."""
         del node_id
         return await self._run(read_watchdogs, paths)
 
@@ -336,7 +336,7 @@ class LocalIngestors:
 
 
 def read_watchdogs(paths: Mapping[str, str]) -> dict[str, Row]:
-    """Return incarnation -> what its watchdog wrote, of the processes that have such a file."""
+    """Return incarnation -> content of its watchdog's file, for the processes with a file."""
     found: dict[str, Row] = {}
     for incarnation, path in paths.items():
         try:

@@ -1,4 +1,4 @@
-"""The kept files on one node's disk: found, described, deleted. No Ray in here."""
+"""The kept files on one node's disk: written, listed, deleted. No Ray in here."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Keeper:
     """Writes the kept files of one node.
 
     Args:
-        data_dir: where the files of attempts lie.
+        data_dir: directory of the attempts' files.
         node_id: of this node.
-        reserve_bytes: what is left free on the disk for the catalogue and for others.
+        reserve_bytes: left free on the disk for the catalogue and other programs.
     """
 
     def __init__(self, data_dir: Path, node_id: str, reserve_bytes: int = DEFAULT_RESERVE) -> None:
@@ -44,12 +44,12 @@ class Keeper:
         self.node_id = node_id
         self.reserve_bytes = reserve_bytes
         self.not_kept = 0
-        """Payloads that were to be kept and were not, since the start."""
+        """Payloads that could not be kept, since the start."""
         self.reason = ""
-        """Why the last one was not; empty where it was."""
+        """Why the last one could not be kept; empty if it was kept."""
 
     def keep(self, key: PayloadKey, job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
-        """Keep what is wanted of a payload; yield its row, or what is wrong."""
+        """Keep the requested parts of a payload; yield its row, or the problem."""
         words = frozenset(job.get("keep") or ())
         scalars = job.get("scalars") or {}
         sections = kept_sections(words, job.get("stage"), payload.tensors, scalars)
@@ -110,7 +110,7 @@ class Keeper:
 
 
 def tensor_specs(tensors: Mapping[str, WireTensor]) -> dict[str, list[Any]]:
-    """Return name -> [dtype, shape, rows or None], as the catalogue holds it."""
+    """Return name -> [dtype, shape, rows or None], in the catalogue's form."""
     return {
         name: [tag, list(shape), None if offsets is None else len(offsets) - 1]
         for name, (tag, shape, _, offsets) in tensors.items()
@@ -120,7 +120,7 @@ def tensor_specs(tensors: Mapping[str, WireTensor]) -> dict[str, list[Any]]:
 def artifact_row(
     key: PayloadKey, job: Mapping[str, Any], kind: str, node_id: str, path: Path, size: int
 ) -> Put:
-    """Write that a file of a payload lies on a node."""
+    """Return the row of a payload's file on a node."""
     names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", *PART_FIELDS)
     return Put(
         "artifacts",
@@ -141,7 +141,7 @@ def artifact_row(
 
 
 def plain_job(key: PayloadKey, job: Mapping[str, Any], *but: str) -> Row:
-    """Return what a file says of itself: whose it is, and its payload's delivery identity."""
+    """Return a file's own metadata: its run, attempt and work, and the payload's identity."""
     reported = {name: value for name, value in job.items() if name not in (*_ORDERS, *but)}
     return {**reported, "incarnation": key.incarnation, "seq": key.seq}
 
@@ -150,11 +150,11 @@ Row = dict[str, Any]
 
 _STAGES: Final = ("*/*/step_*/*", "*/*/step_*/*/*")
 _UNFINISHED_SECONDS: Final = 3600.0
-"""After so long nobody goes on writing a file."""
+"""Seconds after which an unfinished file is abandoned."""
 
 
 def find(data_dir: Path) -> list[str]:
-    """Return the kept files below data_dir; what a crash left unfinished is removed."""
+    """Return the kept files below data_dir; files that a crash left unfinished are removed."""
     found = []
     for path in _in_stages(data_dir):
         if path.suffix == ".tmp" and path.name.startswith("."):
@@ -173,7 +173,7 @@ def _in_stages(data_dir: Path) -> Iterator[Path]:
 
 
 def describe(paths: Sequence[str], node_id: str) -> list[tuple[Row, Row]]:
-    """Return (row of artifacts, job) of each file that can be read; the job says whose it is."""
+    """Return (row of artifacts, job) of each file that can be read; the job locates it."""
     found = []
     for path in map(Path, paths):
         with contextlib.suppress(StagescopeError, OSError, KeyError, TypeError, ValueError):
@@ -197,7 +197,7 @@ def _describe(path: Path, node_id: str) -> tuple[Row, Row]:
 
 
 def _job(job: Mapping[str, Any]) -> Row:
-    """Return what a file says of itself, where that is of the right types."""
+    """Return a file's own metadata, if it has the right types."""
     texts = ("run", "attempt_key", "role", "stage", "incarnation")
     if not all(isinstance(job[name], str) for name in texts):
         raise TypeError(f"a job of {dict(job)!r:.200}")
@@ -209,7 +209,7 @@ def _job(job: Mapping[str, Any]) -> Row:
 
 
 def discard(data_dir: Path, paths: Sequence[str]) -> list[str]:
-    """Delete kept files, and directories that are empty then; return those that are gone."""
+    """Delete kept files and directories that become empty; return the files that are gone."""
     gone = []
     for name in paths:
         with contextlib.suppress(OSError, Forbidden):
@@ -223,7 +223,7 @@ def discard(data_dir: Path, paths: Sequence[str]) -> list[str]:
 
 
 def _tidy(directory: Path, data_dir: Path) -> None:
-    """Remove directories from the stage's part up to the step, as far as they are empty."""
+    """Remove empty directories, from the stage's part up to the step."""
     with contextlib.suppress(OSError):
         while directory.resolve() != data_dir.resolve():
             directory.rmdir()

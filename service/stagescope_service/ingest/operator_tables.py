@@ -1,8 +1,8 @@
-"""Making a dump's operator table: what an ingestor does with a dump that was announced.
+"""Builds the operator table of an announced dump.
 
-No Ray in here. The table lies beside the dump, in its own directory. Whatever is wrong with the
-dump ends as a row that says so and a finding, not as an error: only what may pass (a full disk) is
-one. Doing it twice changes nothing.
+No Ray in here. The table is written next to the dump, in its own directory. A problem of the dump
+itself becomes a row with the reason and a finding; only transient problems (a full disk) raise an
+error. Idempotent.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Job = Mapping[str, Any]
 
 
 def build_operator_table(job: Job, roots: Iterable[Path], node_id: str) -> list[Put]:
-    """Write the operator table of a dump; return its row and what it makes known.
+    """Write the operator table of a dump; return its row and findings.
 
     Args:
         job: the row of `operators` that announced it, with its `run`.
-        roots: directories in which a dump may lie.
+        roots: directories that may contain dumps.
         node_id: the node on which this runs.
 
     Raises:
-        StoreError: the disk refused; it may be tried again.
+        StoreError: the disk refused the file; a retry may succeed.
     """
     try:
         directory = _directory(job, roots)
@@ -63,7 +63,7 @@ def build_operator_table(job: Job, roots: Iterable[Path], node_id: str) -> list[
 
 
 def _directory(job: Job, roots: Iterable[Path]) -> Path:
-    """Return the dump's directory, checked that neither it nor a file in it leads elsewhere."""
+    """Return the dump's directory; neither it nor a file in it may link to another place."""
     directory = confine(job["dump_path"], roots)
     for name in _READ:
         confine(directory / name, [directory])

@@ -1,7 +1,7 @@
-"""What a process handed over, read as tensors, strings and metadata.
+"""Reads a recorded payload as tensors, strings and metadata.
 
-A probe sends `{"schema", "tensors", "strings", "meta"}`; a raw caller a dict of arrays, lists or
-torch tensors. torch is never imported for it: an object is a tensor by its own methods.
+A probe sends `{"schema", "tensors", "strings", "meta"}`, a raw caller a dict of arrays, lists or
+torch tensors. torch is never imported: a tensor is recognised by its methods.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_DIMENSIONS: Final = 8
 
 @dataclasses.dataclass(frozen=True)
 class Payload:
-    """Named tensors of one stage, with what was said beside them."""
+    """Named tensors of one stage, with strings and metadata."""
 
     tensors: dict[str, WireTensor]
     strings: dict[str, list[str]]
@@ -39,7 +39,7 @@ def read_value(value: object) -> Payload:
 
     Raises:
         InvalidEvent: not a payload, or of an unknown schema number.
-        InvalidTensor: a value that is no tensor; it is named.
+        InvalidTensor: a value is not a tensor; names it.
     """
     if not isinstance(value, Mapping):
         raise InvalidEvent(
@@ -103,7 +103,7 @@ def to_wire(name: str, value: object) -> WireTensor:
         return tag, (0,), np.empty(0, tag), rows
     if isinstance(value, list | tuple) and hasattr(value[0], "__len__"):
         parts = [_row(name, row) for row in value]
-        # An empty list has no dtype of its own: the other rows say it.
+        # An empty list has no dtype of its own: it has that of the other rows.
         typed = [part for part, row in zip(parts, value, strict=True) if len(row)] or parts
         parts = [part if len(part[2]) else (typed[0][0], *part[1:]) for part in parts]
         if len({part[0] for part in parts}) != 1 or any(len(part[1]) != 1 for part in parts):
@@ -143,5 +143,5 @@ def _from_torch(value: Any) -> WireTensor:
 
 
 def _torch_int16(tensor: Any) -> Any:
-    # The tensor's own library, which Ray imported to build it.
+    # The tensor's own library, which Ray has imported to build it.
     return sys.modules[type(tensor).__module__.partition(".")[0]].int16

@@ -1,7 +1,7 @@
-"""Reading one payload: statistics, the ring, what the plan keeps, and rows for the catalogue.
+"""Reads one payload: statistics, ring, kept files, and rows for the catalogue.
 
-No Ray in here: the ingestor hands over values that it has already fetched. A payload that cannot
-be used is refused with a reason, and what can be kept of it is kept all the same.
+No Ray in here: the ingestor passes values that it has fetched. A payload that cannot be used is
+refused with a reason; the usable parts are kept all the same.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _PROVENANCE: Final[Mapping[str, type]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a payload: its end, why, and the rows that came of it."""
+    """The outcome of a payload: its final state, the reason, and its rows."""
 
     state: str
     reason: str | None
@@ -83,8 +83,8 @@ class PayloadReader:
 
         Args:
             key: its delivery identity.
-            job: run, attempt, work, rank, layout and settings, as the coordinator ordered.
-            value: what the process handed over, as a raw caller or a probe gives it.
+            job: run, attempt, work, rank, layout and settings, from the coordinator.
+            value: the payload of a probe or a raw caller.
         """
         rows: list[Put] = []
         try:
@@ -119,9 +119,9 @@ class PayloadReader:
         problems: list[StagescopeError],
         known: list[StagescopeError],
     ) -> Iterator[tuple[Summary, Skips]]:
-        """Yield what is to be read; what is wrong goes into `problems`.
+        """Yield the batches to read; problems are added to `problems`.
 
-        What a probe has found by shapes and dtypes, and reported itself, goes into `known` as well.
+        Problems of shapes and dtypes that a probe has reported itself are added to `known` as well.
         """
         meta = _with_producers(job, payload.meta)
         for pair in available_pairs(payload.tensors):
@@ -151,7 +151,7 @@ class PayloadReader:
                 "strings": payload.strings,
                 "meta": _with_producers(job, payload.meta),
                 "settings": dict(job.get("settings") or {}),
-                "job": plain_job(key, job, "settings"),  # a file says itself whose it is
+                "job": plain_job(key, job, "settings"),  # a file names its own attempt and work
                 COPIES: dict(copies),
             }
             entry = self.ring.keep(_ring_key(key, job), recent, about)
@@ -197,7 +197,7 @@ class PayloadReader:
 
 
 def _with_producers(job: Mapping[str, Any], meta: Mapping[str, Any]) -> Row:
-    """Return a payload's metadata with what the run's settings say of all: who computes streams."""
+    """Return a payload's metadata, with the producers of streams from the run's settings."""
     settings = job.get("settings")
     producers = settings.get("producers") if isinstance(settings, Mapping) else None
     known = {"producers": producers} if isinstance(producers, Mapping) else {}
@@ -205,7 +205,7 @@ def _with_producers(job: Mapping[str, Any], meta: Mapping[str, Any]) -> Row:
 
 
 def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> Iterator[Put]:
-    """Write a payload's summary of one pair, and that values in it are not finite."""
+    """Return the row of a payload's summary of one pair, and the finding of non-finite values."""
     names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", "data_rank")
     parts = ("occurrence", "epoch", "minibatch", "microbatch")
     row: Row = {name: job.get(name) for name in (*names, *parts)}
@@ -242,10 +242,10 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> I
 
 
 def statistics_settings(settings: object) -> Settings:
-    """Return what of a run's settings shapes the statistics.
+    """Return the settings of a run that the statistics depend on.
 
     Raises:
-        InvalidInput: a rollout_is or threshold that verl does not know.
+        InvalidInput: a rollout_is or threshold that verl does not have.
     """
     known = settings if isinstance(settings, Mapping) else {}
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
@@ -258,14 +258,13 @@ def summarise_once(
     key: PayloadKey,
     skip: npt.NDArray[np.uint8] | None = None,
 ) -> tuple[Summary, Skips]:
-    """Take a payload's statistics; rows that are copies of one sample count once.
+    """Compute a payload's statistics; rows that are copies of one sample count once.
 
-    Rows of one id that are not the same are samples of their own, which the step summary names
-    (`identity`).
+    Different rows with one id are separate samples, which the step summary names (`identity`).
 
     Args:
         batch: its tokens.
-        settings: what of the run's settings shapes the statistics.
+        settings: the run's settings for the statistics.
         key: of the payload.
         skip: uint8 [tokens], 1 where a token counts elsewhere.
 
@@ -302,7 +301,7 @@ def _location_columns(job: Mapping[str, Any]) -> Row:
 
 
 def _written_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
-    """Say which tensors are missing since they were written after they were handed over."""
+    """Return the finding of tensors that are missing because their owner overwrote them."""
     written = payload.meta.get(WRITTEN_AFTER_HAND_OVER)
     if written:
         yield finding(
@@ -315,7 +314,7 @@ def _written_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
 
 
 def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
-    """Say what is known of each stream: where it came from, in which dtype, how it was made."""
+    """Return the row of each stream: its source, dtype and producer."""
     told = payload.meta.get("streams")
     told = told if isinstance(told, Mapping) else {}
     for stream, name in STREAM_TENSORS.items():
@@ -343,11 +342,11 @@ def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
 
 
 MOST_SAMPLES: Final = 20_000
-"""Samples of one payload that get rows of their own; the statistics are of all."""
+"""Samples of a payload with rows of their own; the statistics include all samples."""
 
 
 def sample_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
-    """Say what a payload tells of each of its samples; columns that it does not tell stay."""
+    """Return the rows of a payload's samples; columns that it does not have are left out."""
     ids = payload.strings.get("sample_ids")
     if not ids:
         return
@@ -389,7 +388,7 @@ def _per_row(tensor: WireTensor | None, rows: int) -> npt.NDArray[Any] | None:
 
 
 def _token_hashes(payload: Payload, rows: int) -> list[tuple[str, int]] | None:
-    """Return (hash, count) of each row's model tokens, which pairs samples across runs."""
+    """Return (hash, count) of each row's model tokens, by which samples are paired across runs."""
     responses = payload.tensors.get("responses")
     mask = payload.tensors.get("response_mask")
     if responses is None or mask is None or responses[2].size != mask[2].size:

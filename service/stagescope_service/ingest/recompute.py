@@ -1,6 +1,6 @@
-"""Reading payloads once more, from the ring: without tokens that counted elsewhere, or joined.
+"""Reads payloads from the ring again: without tokens that count elsewhere, or joined.
 
-No Ray in here: what lies on another node comes as arguments.
+No Ray in here: data of other nodes is passed as arguments.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ class Source(NamedTuple):
 
 
 class JoinAnswer(TypedDict):
-    """What became of a trainer's payload that was joined with rollouts."""
+    """The outcome of joining a trainer's payload with rollouts."""
 
     rows: list[Put]
     """For the catalogue."""
     left_out: dict[str, list[str]]
     """Reason -> samples whose tokens do not count."""
     tokens: dict[str, int]
-    """Reason -> how many tokens those are, where no row counts."""
+    """Reason -> number of those tokens, if no row counts."""
     used: list[tuple[int, int]]
-    """Ages of the rollouts that had a sample of it."""
+    """Ages of the rollouts with samples of it."""
 
 
 class Recomputer:
-    """What an ingestor does with payloads that it has read before."""
+    """An ingestor's work on payloads that it has read before."""
 
     def __init__(self, intake: PayloadReader) -> None:
         self._ring = intake.ring
@@ -76,7 +76,7 @@ class Recomputer:
         self, key: PayloadKey, job: Mapping[str, Any], pair: tuple[str, str],
         skips: Sequence[tuple[int, int, int]],
     ) -> bytes:  # fmt: skip
-        """Take a payload's statistics again, without tokens that counted elsewhere.
+        """Recompute a payload's statistics, without tokens that count elsewhere.
 
         Raises:
             NotFound: the ring no longer holds it.
@@ -96,7 +96,7 @@ class Recomputer:
         return self._ring.pin_step(attempt_id, step)
 
     def unpin(self, attempt_id: int, step: int) -> bool:
-        """Let the payloads of a step go when room is needed; return whether that worked."""
+        """Unpin the payloads of a step; return whether that worked."""
         try:
             self._ring.unpin_step(attempt_id, step)
         except OSError:
@@ -113,7 +113,7 @@ class Recomputer:
         return [str(sample) for sample in kept.metadata["strings"].get("sample_ids", ())]
 
     def rollouts(self, sources: Iterable[Source], wanted: Collection[str]) -> list[RolloutRows]:
-        """Return the rows of wanted samples in these payloads, as far as the ring holds them."""
+        """Return the rows of requested samples in these payloads, if the ring holds them."""
         found: list[RolloutRows] = []
         names = set(wanted)
         for source in sources:
@@ -123,7 +123,7 @@ class Recomputer:
                 strings, meta = kept.metadata["strings"], kept.metadata["meta"]
                 rows = rollout_rows(kept.tensors, strings, meta, names, source.age)
             except StagescopeError:
-                continue  # its samples stay without a rollout, and that is said
+                continue  # its samples stay without a rollout, which the answer reports
             if rows is not None:
                 found.append(dataclasses.replace(rows, incarnation=source.incarnation))
         return found
@@ -131,7 +131,7 @@ class Recomputer:
     def join(
         self, key: PayloadKey, job: Mapping[str, Any], found: Sequence[RolloutRows]
     ) -> JoinAnswer:
-        """Give a trainer's payload the rollout's stream, and compute its statistics.
+        """Add the rollout's stream to a trainer's payload, and compute its statistics.
 
         Raises:
             NotFound: the ring no longer holds it.
@@ -176,7 +176,7 @@ class Recomputer:
         joined: Joined,
         copies: Skips,
     ) -> None:
-        """Keep the joined stream beside the others: who looks later finds both."""
+        """Store the joined stream beside the others, for later readers."""
         batch = joined.batch
         _, shape, _, offsets = tensors[STREAM_TENSORS[batch.pair[0]]]
         added: dict[str, WireTensor] = {
@@ -197,10 +197,10 @@ class Recomputer:
 def producers_of(
     incarnation: str, trainer: str | None, found: Sequence[RolloutRows]
 ) -> tuple[str | None, str | None]:
-    """Return who computed p and q of a joined payload.
+    """Return the producers of p and q of a joined payload.
 
-    Two processes are two producers where neither side says more. Where one side alone names its
-    producer, it may be the other by another name: nothing is known.
+    If neither side names its producer, the two processes are two producers. If only one side does,
+    it may be the other one under another name: then the producers are unknown.
     """
     told = {rows.producer for rows in found}
     if trainer is None and told <= {None}:
@@ -215,7 +215,7 @@ def producers_of(
 
 
 def _without_unknown(summary: Summary, batch: TokenBatch, left_out: Sequence[int]) -> Summary:
-    """Return a summary in which rows that were left out are not among the empty ones."""
+    """Return a summary that does not count left-out rows as empty."""
     out = {batch.sample_ids[row] for row in left_out} if batch.sample_ids else set()
     empty = tuple(sample for sample in summary.empty_samples if sample not in out)
     return dataclasses.replace(summary, empty_samples=empty)

@@ -1,10 +1,10 @@
-"""Joining two streams of the same samples that came from different processes. Arrays in and out.
+"""Joins two streams of the same samples from different processes. Arrays in and out.
 
-An engine hands over the rollout's log-probs of a sample, in one row or in several (a partial
-rollout goes on under a later version); a trainer holds rows, or context-parallel pieces of rows.
-A token is found again by its sample and its position where both sides say positions; else the
-model's tokens are taken in their order, where both sides have as many; else by position in the
-row. Where both sides have token ids, a row whose ids differ is not aligned.
+An engine records the rollout's log-probs of a sample in one row or several (a partial rollout
+continues under a later version); a trainer records rows, or context-parallel pieces of rows. Tokens
+are matched by sample and position if both sides have positions; else in the order of the model's
+tokens if both sides have equally many; else by position in the row. If both sides have token ids, a
+row whose ids differ is not aligned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNALIGNED: Final = "other positions"
 OTHER_TOKENS: Final = "other tokens"
 CONTRADICTING: Final = "rollouts of one id that contradict each other"
 _RECOMPUTED: Final = 0.1
-"""Nats by which two reports of one token's log-prob may differ."""
+"""Nats by which two records of one token's log-prob may differ."""
 
 _ROLLOUT: Final = "rollout_log_probs"
 
@@ -41,12 +41,12 @@ class RolloutRows:
     Attributes:
         samples: sample_uid of each row.
         positions: int64 [tokens], in the sample where `placed`, else in the row.
-        placed: whether the payload said positions (or token_offset).
+        placed: whether the payload has positions (or token_offset).
         q: [tokens] log-probs of `dtype` (bfloat16 as uint16).
-        token_ids, versions: int64 [tokens], or None where not said.
-        age: the higher, the newer: of a position that is there twice the newest counts.
-        producer: who computed q, where the payload says it.
-        incarnation: the process that handed it over.
+        token_ids, versions: int64 [tokens], or None if not recorded.
+        age: higher is newer: of a repeated position the newest counts.
+        producer: of q, if the payload names it.
+        incarnation: the process that recorded it.
     """
 
     samples: tuple[str, ...]
@@ -67,9 +67,9 @@ class Joined:
     """A trainer's batch with the rollout's stream.
 
     Attributes:
-        batch: with q, and with versions where only the rollout said them.
+        batch: with q, and with versions if only the rollout has them.
         left_out: rows that must not count.
-        why: `MISSING`, `UNALIGNED`, `OTHER_TOKENS` or `CONTRADICTING` for those of them that have
+        why: `MISSING`, `UNALIGNED`, `OTHER_TOKENS` or `CONTRADICTING` for the left-out rows with
             model tokens.
     """
 
@@ -93,7 +93,7 @@ class Joined:
 
 
 def skip_rows(batch: TokenBatch, rows: Collection[int]) -> npt.NDArray[np.uint8]:
-    """Return the `skip` array [tokens] that leaves whole rows out."""
+    """Return the `skip` array [tokens] that leaves out complete rows."""
     lengths = np.diff(batch.row_offsets)
     chosen = np.isin(np.arange(batch.rows), np.fromiter(rows, np.int64, len(rows)))
     return np.repeat(chosen, lengths).astype(np.uint8)
@@ -106,12 +106,12 @@ def rollout_rows(
     wanted: Collection[str],
     age: tuple[int, int] = (0, 0),
 ) -> RolloutRows | None:
-    """Return the rows of an engine's payload that are of wanted samples; None where none is.
+    """Return the rows of an engine's payload with requested samples; None if there is none.
 
-    Without a response_mask every token of ragged rows is the model's.
+    Without a response_mask all tokens of ragged rows are the model's.
 
     Raises:
-        InvalidTensor: shapes or dtypes that do not fit, or padded rows without a mask.
+        InvalidTensor: shapes or dtypes do not fit, or padded rows have no mask.
     """
     batch = stream_of(_masked(tensors), strings, meta, "rollout")
     ids = batch.sample_ids or ()
@@ -145,21 +145,21 @@ def stream_of(
     """Return a payload of one stream as a batch; q is the same stream.
 
     Raises:
-        InvalidTensor: shapes or dtypes that do not fit, or no response_mask.
+        InvalidTensor: shapes or dtypes do not fit, or there is no response_mask.
     """
     return TokenBatch.from_tensors(tensors, strings, meta, pair=(stream, stream))
 
 
 def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False) -> Joined:
-    """Give a trainer's batch the rollout's stream.
+    """Add the rollout's stream to a trainer's batch.
 
     Args:
         batch: of one stream (`stream_of`), with sample ids.
         found: rows of the same samples, from any number of payloads.
-        split: rows are context-parallel pieces: their tokens have no order of the whole sample.
+        split: rows are context-parallel pieces: their tokens are not in the sample's order.
 
     Raises:
-        InvalidTensor: positions that no sample has.
+        InvalidTensor: positions outside of any sample.
     """
     rollout = _Rollout.of(found)
     row = _rows(batch)
@@ -197,7 +197,7 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
         versions[at[use]] = rollout.versions[source]
     mixed = known & rollout.mixed[code]
     left = np.flatnonzero((counts > 0) & (~aligned | other | mixed))
-    # A piece without a model token says nothing of a sample of which no rollout is known.
+    # A piece without model tokens does not make its sample one without a rollout.
     out = np.union1d(left, np.flatnonzero(~known))
     return Joined(
         batch=dataclasses.replace(
@@ -238,7 +238,7 @@ class _Rollout:
 
     @classmethod
     def of(cls, found: Sequence[RolloutRows]) -> _Rollout:
-        """Put payloads together; the newest counts where a position is there twice."""
+        """Merge payloads; of a repeated position the newest counts."""
         ordered = sorted(found, key=lambda rows: rows.age)
         codes = {s: i for i, s in enumerate(dict.fromkeys(s for r in ordered for s in r.samples))}
         code = _joined([_codes(rows, codes) for rows in ordered])
@@ -254,7 +254,7 @@ class _Rollout:
         mixed = np.zeros(len(codes) + 1, bool)
         mixed[code[order[:-1][~last[:-1]]][_contradict(ordered, order, last)]] = True
         order = order[last]
-        # One more entry of each, for samples that are not known (code -1).
+        # One more entry of each, for unknown samples (code -1).
         sizes = np.bincount(code[order], minlength=len(codes) + 1)
         placed, has_ids = np.ones(len(codes) + 1, bool), np.ones(len(codes) + 1, bool)
         placed[-1] = has_ids[-1] = False
@@ -284,7 +284,7 @@ class _Rollout:
         )
 
     def find(self, code: Int64, position: Int64) -> tuple[Int64, Bool]:
-        """Return where each (sample, position) lies, and whether it does."""
+        """Return the index of each (sample, position), and whether it exists."""
         inside = (code >= 0) & (position >= self.low) & (position < self.low + self.span)
         wanted = np.where(inside, code * self.span + position - self.low, 0)
         place = np.searchsorted(self.keys, wanted)
@@ -295,9 +295,9 @@ class _Rollout:
 
 
 def _contradict(ordered: Sequence[RolloutRows], order: Int64, last: Bool) -> Bool:
-    """Return, for tokens at a position that is there again, whether the next is another token.
+    """Return, for tokens at a repeated position, whether the next one is a different token.
 
-    Under a later version it may be: a sample that was broken off was generated anew.
+    Under a later version it may be: an aborted sample was generated again.
     """
     one, other = order[:-1][~last[:-1]], order[1:][~last[:-1]]
     version = _joined([np.full(len(rows.q), rows.age[0]) for rows in ordered])
@@ -338,7 +338,7 @@ def _has_positions(batch: TokenBatch) -> bool:
 
 
 def _positions(batch: TokenBatch, row: Int64, at: Int64) -> Int64:
-    """Return positions of the tokens `at`; `row` is that of each token, or of each of `at`."""
+    """Return the positions of the tokens `at`; `row`: of each token, or of each of `at`."""
     if batch.positions is not None:
         return batch.positions[at]
     own = row if len(row) == len(at) else row[at]
@@ -359,6 +359,6 @@ def _masked(tensors: Mapping[str, WireTensor]) -> Mapping[str, WireTensor]:
         return tensors
     _, shape, buffer, offsets = tensors[_ROLLOUT]
     if offsets is None and "cu_seqlens" not in tensors:
-        return tensors  # padded rows: their ends are not known, and the batch says so
+        return tensors  # padded rows: their ends are unknown, and the batch reports it
     ones = np.ones(buffer.size, np.uint8)
     return {**tensors, "response_mask": ("uint8", shape, ones, offsets)}

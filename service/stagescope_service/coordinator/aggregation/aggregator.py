@@ -1,4 +1,4 @@
-"""Aggregating steps with the help of ingestors: payloads are joined and taken again where needed.
+"""Aggregates steps; ingestors join and recompute payloads where needed.
 
 No Ray in here.
 """
@@ -44,7 +44,7 @@ class JoinOrder(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class JoinPlan:
-    """What to join in a step, and what its trainer consumed."""
+    """The payloads to join in a step, and the samples that its trainer consumed."""
 
     step: int
     stage: str
@@ -52,12 +52,12 @@ class JoinPlan:
     sources: tuple[Source, ...]
     consumed: tuple[Put, ...]
     samples: tuple[str, ...]
-    """Samples of the step, where no source is known."""
+    """Samples of the step, if no source is known."""
     consumed_steps: Mapping[tuple[str, int], int | None]
-    """Source -> the step that consumed it as far as is known."""
+    """Source -> the step that consumed it, if known."""
 
     def used(self, ages: Collection[tuple[int, int]]) -> list[Put]:
-        """Note in the payloads of these ages that this step consumed them."""
+        """Return rows that mark the payloads of these ages as consumed by this step."""
         rows = []
         for source in self.sources:
             before = self.consumed_steps[source.incarnation, source.seq]
@@ -70,13 +70,13 @@ class JoinPlan:
 def plan_join(
     catalogue: Catalogue, run: str, step_parts: StepParts, again: Collection[PayloadKey] = ()
 ) -> JoinPlan | None:
-    """Return what to join in a step, None where nothing is lacking and nothing was consumed.
+    """Return what to join in a step; None if no stream is missing and no sample was consumed.
 
     Args:
-        catalogue: where payloads and samples are listed.
+        catalogue: lists payloads and samples.
         run: the run.
-        forming: the step's parts as they are.
-        again: payloads of which some rows had no rollout.
+        step_parts: the step's present parts.
+        again: payloads with rows without a rollout.
     """
     attempt_id, step = step_parts.attempt_id, step_parts.step
     stage, lacking = _lacking(catalogue, step_parts, again)
@@ -183,10 +183,10 @@ def _sample_key(row: Row) -> dict[str, Any]:
 logger = logging.getLogger(__name__)
 
 _REMEMBERED: Final = 64
-"""Steps that may still wait for rollouts that come late."""
+"""Steps that may still wait for late rollouts."""
 _LISTED: Final = 100
 _NAMED: Final = 5
-"""Sample ids that a message names."""
+"""Sample ids listed in a message."""
 
 Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
 
@@ -203,7 +203,7 @@ class Aggregator:
     async def aggregate(self, order: Aggregate, run: str, *, forgotten: bool = False) -> None:
         """Aggregate a step and write it with its findings.
 
-        Where the state machine has `forgotten` the step, its verdict is corrected, too.
+        If the state machine has `forgotten` the step, its verdict is corrected, too.
         """
         step_parts = await asyncio.to_thread(
             wholes.begin, self._catalogue, order.attempt_id, order.step
@@ -221,7 +221,7 @@ class Aggregator:
         await self._write(rows)
 
     def arrived(self, job: IngestJob, rows: Sequence[Put]) -> list[Aggregate]:
-        """Return the steps to form again now that a payload was read."""
+        """Return the steps to aggregate again after a payload was read."""
         if job["stage"] in TRAINER_STAGES or not self._waiting:
             return []
         uids = {put.row["sample_uid"] for put in rows if put.table == "samples"}
@@ -234,10 +234,10 @@ class Aggregator:
     async def _join(
         self, order: Aggregate, run: str, step_parts: wholes.StepParts
     ) -> tuple[bool, Counter[str]]:
-        """Join what can be joined.
+        """Join the payloads whose rollouts are known.
 
         Returns:
-            Whether something was; of payloads that have no rollout at all, reason -> tokens.
+            Whether a payload was joined; reason -> tokens of the payloads without any rollout.
         """
         waiting = self._waiting.pop(order, None)
         again = frozenset() if waiting is None else waiting.keys
@@ -283,14 +283,14 @@ class Aggregator:
             self._waiting.popitem(last=False)
 
     async def _recompute(self, step_parts: wholes.StepParts) -> None:
-        """Take parts again of which some tokens count elsewhere, until every token counts once."""
+        """Recompute the parts with tokens that count elsewhere, until every token counts once."""
         if not step_parts.restate and not step_parts.restate_ranks:
             return
         nodes = await asyncio.to_thread(wholes.nodes_of, self._catalogue, step_parts)
         for item in step_parts.restate_ranks:
             summary = await self._recomputed(item, step_parts, nodes)
             step_parts.replace(item, summary, for_rank=True)
-        # A part that cannot be taken again may leave its tokens to others, which then overlap.
+        # A part that cannot be recomputed leaves its tokens to others, which may then overlap.
         for _ in range(len(step_parts.parts) + 1):
             for item in step_parts.restate:
                 step_parts.replace(item, await self._recomputed(item, step_parts, nodes))
@@ -310,7 +310,7 @@ class Aggregator:
 
 
 class _Waiting:
-    """Whose rollouts had not come when a step was aggregated."""
+    """Payloads whose rollouts had not arrived when a step was aggregated."""
 
     def __init__(self, run: str, keys: frozenset[PayloadKey], samples: frozenset[str]) -> None:
         self.run, self.keys, self.samples = run, keys, samples
@@ -323,13 +323,13 @@ def _not_joined(
     left_out: Mapping[str, Sequence[str]],
     ranks: Collection[tuple[str, int]],
 ) -> Put | Delete:
-    """Say which rows of a step have no rollout, or take back that some had none.
+    """Return the finding of rows without a rollout, or the deletion of an earlier one.
 
     Args:
-        order: of which attempt and step.
-        run, stage: whose payloads lack it.
-        left_out: reason -> sample ids, empty where a row has none.
-        ranks: (role, rank) that handed those rows over.
+        order: names the attempt and step.
+        run, stage: of the payloads without it.
+        left_out: reason -> sample ids, empty for a row without one.
+        ranks: (role, rank) that recorded those rows.
     """
     reasons = {why: len(samples) for why, samples in sorted(left_out.items())}
     text = ", ".join(f"{count} for {why}" for why, count in reasons.items())

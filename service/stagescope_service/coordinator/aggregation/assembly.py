@@ -1,4 +1,4 @@
-"""Aggregating a closed step, and the findings that only its summary shows."""
+"""Assembles the summary of a closed step, and its findings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_records
 
 _LISTED: Final = 50
-"""Ids that a finding lists."""
+"""Ids listed in a finding."""
 _HOLDERS: Final = 20
-"""Ranks that a finding lists for an id."""
+"""Ranks listed for an id in a finding."""
 
 
 def findings(whole: StepSummary, location: Mapping[str, Any]) -> list[Put | Delete]:
-    """Return the findings about a step's tokens; those that no longer hold are taken back.
+    """Return the findings about a step's tokens, and deletions of those that no longer hold.
 
     Args:
         whole: the step's statistics.
@@ -127,7 +127,7 @@ _NAMED_RANKS = 100
 
 @dataclasses.dataclass
 class StepParts:
-    """What a step summary is made of: parts that overlap in part are recomputed first."""
+    """The parts of a step summary; parts that overlap partly are recomputed first."""
 
     attempt_id: int
     step: int
@@ -135,37 +135,37 @@ class StepParts:
     rows: dict[str, dict[str, Any]]
     """Part key -> the row of its summary, without the blob."""
     mark: int | None
-    """What the step's row said of its parts before they were read."""
+    """The step's `parts_mark` before the parts were read."""
     wall: float
-    """When that was, Unix seconds."""
+    """Time of that, Unix seconds."""
     whole: StepSummary | None = None
     unavailable: set[str] = dataclasses.field(default_factory=set)
-    """Keys of parts that could not be taken again: the ring no longer holds them."""
+    """Keys of parts that could not be recomputed: the ring no longer holds them."""
     alone: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Reason -> tokens of payloads without the rollout's stream, which are in no part."""
     expects_bitwise: bool = False
-    """Whether a process of the run said `expect: bitwise` in its settings."""
+    """Whether a process of the run has `expect: bitwise` in its settings."""
 
     @property
     def restate(self) -> Sequence[Recompute]:
-        """The parts to take again, as far as they may still be there."""
+        """The parts to recompute, if they may still be in a ring."""
         items = () if self.whole is None else self.whole.restate
         return [item for item in items if item.key not in self.unavailable]
 
     @property
     def restate_ranks(self) -> Sequence[Recompute]:
-        """The parts to take again for the numbers of their own rank."""
+        """The parts to recompute for the numbers of their own rank."""
         return () if self.whole is None else self.whole.restate_ranks
 
     def assemble(self) -> None:
-        """Put the parts together as they are now."""
+        """Assemble the summary from the present parts."""
         try:
             self.whole = assemble(self.parts, unavailable=self.unavailable)
         except InvalidInput:
-            self.whole = None  # nobody handed over both streams: there is nothing to tell
+            self.whole = None  # no payload has both streams: there are no findings
 
     def replace(self, item: Recompute, summary: bytes | None, *, for_rank: bool = False) -> None:
-        """Put a restated summary in the place of a part's own; None: it could not be taken."""
+        """Replace a part's summary by a recomputed one; None: it could not be recomputed."""
         if summary is None:
             if not for_rank:
                 self.unavailable.add(item.key)
@@ -184,8 +184,8 @@ class StepParts:
 
 
 def begin(catalogue: Catalogue, attempt_id: int, step: int) -> StepParts:
-    """Read a step's parts and put them together."""
-    # Before the parts, which then hold no less.
+    """Read and assemble a step's parts."""
+    # Read before the parts, which then hold at least as much.
     wall, mark = time.time(), catalogue.parts_mark(attempt_id, step)
     rows = catalogue.summaries(attempt_id, step)
     replaced = catalogue.replaced(attempt_id, step)
@@ -210,7 +210,7 @@ def nodes_of(catalogue: Catalogue, step_parts: StepParts) -> dict[str, str | Non
 
 
 def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
-    """Return what an aggregated step writes: its summary and its findings."""
+    """Return the rows of an aggregated step: its summary and findings."""
     key = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
     whole = None if step_parts.whole is None else step_parts.whole.besides(step_parts.alone)
     formed = {**key, "whole_wall": step_parts.wall, "whole_mark": step_parts.mark}
@@ -235,13 +235,13 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
 
 
 def _suspects(suspects: Sequence[Check], whole: StepSummary, location: dict[str, Any]) -> list[Put]:
-    """Say why the streams cannot be compared: the likeliest cause, and what it may explain.
+    """Return the finding that the streams cannot be compared, with its likeliest cause.
 
-    It explains nothing on a rank that does not show it: such a rank's own cause is said beside it.
+    The cause does not explain a rank that does not show it: such a rank has a cause of its own.
     """
     if not suspects:
         return []
-    # Several versions are a fact beside any cause, and say where to look instead.
+    # Several versions are a fact beside any cause, and explain differences by themselves.
     named = [check for check in suspects if check.name == "versions" or check is suspects[0]]
     of_ranks = causes_of_ranks(whole.summary, whole.ranks, suspects[0].name)
     places = {cause.check.name: cause.places for cause in of_ranks}
@@ -266,7 +266,7 @@ def _suspects(suspects: Sequence[Check], whole: StepSummary, location: dict[str,
 def _not_exact(
     whole: StepSummary, rows: Mapping[str, Mapping[str, Any]], location: dict[str, Any]
 ) -> list[Put]:
-    """Say where the streams of a run that expects no difference first differ."""
+    """Return the first difference of the streams in a run that expects bitwise equality."""
     unequal = unequal_tokens(whole.total)
     if not unequal:
         return []
@@ -295,24 +295,24 @@ def _not_exact(
 def too_late(
     catalogue: Catalogue, attempt_id: int, step: int, run: str
 ) -> list[Put | Delete] | None:
-    """Return what is written of payloads that came when a step's parts may be gone.
+    """Return the rows of payloads that arrived when a step's parts may have been deleted.
 
-    The step's numbers stay without them, since nobody can tell any more which of their tokens
-    count already. They are refused, so that the step says what its numbers lack.
+    The step's numbers stay without them, since it is unknown which of their tokens count already.
+    They are refused, so that the step shows what its numbers lack.
 
     Returns:
-        None where the step never had parts, and is to be aggregated of what came now.
+        None if the step never had parts: then it is aggregated from these payloads.
     """
     row = catalogue.step(attempt_id, step)
     if row is None or row["whole"] is None:
-        # Of a step whose aggregation failed, what is left would pass for all of it.
+        # After a failed aggregation the remaining parts would pass for all of the step.
         failed = catalogue.findings(kind=NOT_AGGREGATED, attempt_id=attempt_id, step=step, limit=1)
         return [] if failed else None
     key = {"attempt_id": attempt_id, "step": step}
     came = catalogue.payloads(attempt_id, step, state="ingested", limit=_ALL)
     whole = StepSummary.from_bytes(row["whole"])
     known = {*whole.counted, *whole.left_out}
-    # One that settled after the wall was taken may be among the parts that were read then.
+    # A payload that settled after `wall` was read may be among the parts that were read then.
     late = [
         each
         for each in came
@@ -332,7 +332,7 @@ def too_late(
 
 
 def verdict(catalogue: Catalogue, step_parts: StepParts) -> list[Put]:
-    """Correct the stored verdict on a step by the stages that came after it was given."""
+    """Correct the stored verdict on a step by stages that arrived later."""
     row = catalogue.step(step_parts.attempt_id, step_parts.step)
     if row is None or not row["missing"]:
         return []
