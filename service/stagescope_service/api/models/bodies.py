@@ -145,7 +145,9 @@ class PollRequest(RequestBody):
         MAX_POLL
     )
 
-    expected: ClassVar = {"unreceipted": f"a list of at most {MAX_UNRECEIPTED} integers"}
+    expected: ClassVar[Mapping[str, str]] = {
+        "unreceipted": f"a list of at most {MAX_UNRECEIPTED} integers"
+    }
 
 
 class DrainRequest(RequestBody):
@@ -161,7 +163,7 @@ class DrainRequest(RequestBody):
         _document(type=["string", "null"], minLength=1, maxLength=500),
     ] = None
 
-    expected: ClassVar = {"attempt_key": "a name"}
+    expected: ClassVar[Mapping[str, str]] = {"attempt_key": "a name"}
 
 
 class StacksRequest(RequestBody):
@@ -192,7 +194,7 @@ class StacksRequest(RequestBody):
         ),
     ] = 5.0
 
-    expected: ClassVar = {"ranks": "a list of numbers from 0"}
+    expected: ClassVar[Mapping[str, str]] = {"ranks": "a list of numbers from 0"}
 
 
 # --- comparisons of operators ---------------------------------------------------------------
@@ -239,7 +241,9 @@ class SidesRequest(RequestBody):
     a: Annotated[SideFields, _SIDE]
     b: Annotated[SideFields, _SIDE]
 
-    expected: ClassVar = dict.fromkeys("ab", f"an object of {', '.join(SideFields.model_fields)}")
+    expected: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        "ab", f"an object of {', '.join(SideFields.model_fields)}"
+    )
 
     def sides(self) -> tuple[tuple[SideFields, int], tuple[SideFields, int]]:
         """Return both sides, each with its step.
@@ -320,7 +324,7 @@ class ComparisonRequest(RequestBody):
         None
     )
 
-    expected: ClassVar = {
+    expected: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys("abc", "RUN[@ATTEMPT][:STEP], or {'directory': PATH}"),
         "tolerances": "a list of PATTERN=ATOL",
     }
