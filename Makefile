@@ -49,7 +49,7 @@ RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py writers.py c
 # What no version can break, at length: our own state machine, rules on numbers and tables, and what
 # a browser makes of a page that the other tests hold to be the same.
 PURE := tests/test_structure.py tests/integration/test_hangs.py \
-	$(addprefix tests/service/core/test_,any_order.py spans.py steps.py whatever_comes.py) \
+	tests/service/core \
 	$(addprefix tests/service/coordinator/test_,journal.py triggering.py weight_comparer.py) \
 	$(addprefix tests/service/compare/,test_html_in_browser.py operators/test_divergence.py operators/test_evidence.py)
 
