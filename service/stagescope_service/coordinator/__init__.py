@@ -1,1 +1,1 @@
-"""TODO: what coordinator holds."""
+"""The coordinator: takes in events and polls, carries out instructions, answers commands."""

@@ -1,1 +1,1 @@
-"""TODO: what core holds."""
+"""The state machine: pure functions and objects, without I/O, clocks or Ray."""

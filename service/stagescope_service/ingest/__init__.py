@@ -1,1 +1,1 @@
-"""TODO: what ingest holds."""
+"""The ingestors: read payloads and dumps on the node where they lie."""

@@ -1,1 +1,1 @@
-"""TODO: what probe holds."""
+"""The probe: what a training process calls, and what it does beside the training."""
