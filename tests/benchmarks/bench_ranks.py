@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import sys
 import tempfile
@@ -66,10 +67,11 @@ class SimulatedRank:
         self.coordinator = coordinator
         self.rank = rank
         self.orders = orders
-        self.sender = schema.Sender(
+        self._sender = schema.Sender(
             f"simulated-{rank:027d}", "simulated", "key", "actor", rank,
             clock_offset=0.0, clock_error=0.0, started=time.time(),
-        ).wire()  # fmt: skip
+        )  # fmt: skip
+        self.revision = 0
         self.seq = 0
         self.waiting: list[tuple[float, tuple[Any, ...]]] = []
         self.delays = delays
@@ -84,6 +86,16 @@ class SimulatedRank:
         self.waiting.append((time.monotonic(), event))
         self.has_news.set()
 
+    def sender(self) -> tuple[Any, ...]:
+        """Return the sender's tuple, with the revision of the plan that this rank has."""
+        return dataclasses.replace(self._sender, plan_revision=self.revision).wire()
+
+    def apply(self, answer: dict[str, Any]) -> None:
+        """Take the plan of an answer, where it brings one."""
+        if (plan := answer.get("plan")) is not None and plan["revision"] > self.revision:
+            self.revision = plan["revision"]
+            self.orders.reach(self.rank)
+
     async def send(self) -> None:
         """Send what waits, for ever."""
         while True:
@@ -92,8 +104,9 @@ class SimulatedRank:
             batch = list(self.waiting)
             self.calls += 1
             answer = await self.coordinator.record_events.remote(
-                sender=self.sender, events=[event for _, event in batch]
+                sender=self.sender(), events=[event for _, event in batch]
             )
+            self.apply(answer)
             if answer.get("not_ready") is None:
                 del self.waiting[: len(batch)]
                 now = time.monotonic()
@@ -107,15 +120,13 @@ class SimulatedRank:
 
     async def poll(self) -> None:
         """Poll for ever."""
-        wait, revision = POLL_SECONDS, 0
+        wait = POLL_SECONDS
         while True:
             answer = await self.coordinator.poll.remote(
-                sender=self.sender, revision=revision, unreceipted=[], wait=wait
+                sender=self.sender(), revision=self.revision, unreceipted=[], wait=wait
             )
             wait = answer.get("poll_seconds", wait)
-            if (answered := answer.get("revision", revision)) != revision:
-                revision = answered
-                self.orders.reach(self.rank)
+            self.apply(answer)
 
     async def train(self, steps: int, seconds: float) -> None:
         """Go through the stages of each step, each at a moment of its own."""

@@ -38,6 +38,7 @@ class FakeCoordinator:
         self.refuses: dict[int, str] = {}
         self.revisions: list[int] = []
         self.settle_at_once = False
+        self.holds_polls = False
         self.hanging: list[Future[dict[str, Any]]] = []
         self.calls = 0
         self._polls: list[tuple[int, list[int], float, Future[dict[str, Any]]]] = []
@@ -63,7 +64,9 @@ class FakeCoordinator:
                 if self.settle_at_once:
                     self.receipts[seq] = "ingested"
             refused = {e.seq: self.refuses[e.seq] for e in batch if e.seq in self.refuses}
-        asked = {} if self.pause is None else {"pause": self.pause}
+        asked: dict[str, Any] = {} if self.pause is None else {"pause": self.pause}
+        if who.plan_revision != self.plan["revision"]:
+            asked["plan"] = self.plan
         said = {"received": len(batch), "refused": refused}
         future.set_result(self._answer() | said | asked)
         return future
@@ -97,6 +100,8 @@ class FakeCoordinator:
     def tick(self) -> None:
         """Answer the polls that have something to say, or have waited long enough."""
         with self._lock:
+            if self.holds_polls:
+                return
             waiting, self._polls = self._polls, []
             for poll in waiting:
                 revision, unreceipted, until, future = poll

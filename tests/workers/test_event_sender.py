@@ -16,6 +16,10 @@ from stagescope_workers.probe.probe import Probe
 from stagescope_workers.transport import sender as sender_module
 
 MakeProbe = Callable[..., Probe]
+CAPTURE = {
+    "capture_id": "c1", "run": None, "stages": ["s"], "roles": None, "ranks": "all",
+    "steps": [3, 4, 5], "config": {"task": "statistics"}, "keep": [], "strict": False,
+}  # fmt: skip
 
 
 def stage(probe: Probe, step: int, *, rows: int = 1) -> None:
@@ -227,23 +231,56 @@ def test_bounds_hold_while_nobody_is_there_and_drops_are_reported_later(
     assert told["payload"] + len(late.payloads) == 100
 
 
+def test_a_batch_brings_the_plan_where_the_poll_is_late(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    wait_for(lambda: coordinator._polls)  # the second: the first returns at once
+    coordinator.holds_polls = True
+    old = dict(coordinator.plan)
+    coordinator.order(CAPTURE)
+    stage(probe, 1)
+    wait_for(lambda: probe.plan.revision == 1)
+    stage(probe, 2)
+    wait_for(lambda: coordinator.senders[-1].plan_revision == 1)
+    # The poll's answer was written before the order: it does not undo what came after it.
+    answer = coordinator._answer() | {"plan": old, "receipts": {}, "requests": []}
+    polls = len(coordinator.revisions)
+    coordinator._polls[0][3].set_result(answer)
+    wait_for(lambda: len(coordinator.revisions) > polls)  # it was read
+    assert probe.plan.revision == 1
+    assert [capture["capture_id"] for capture in probe.plan.captures] == ["c1"]
+    coordinator.holds_polls = False
+
+
+def test_another_coordinator_may_have_an_older_plan(
+    make_probe: MakeProbe, service: FakeService, coordinator: FakeCoordinator
+) -> None:
+    coordinator.order(CAPTURE)
+    coordinator.order(CAPTURE)
+    probe = make_probe()
+    wait_for(lambda: probe.plan.revision == 2)
+    service.coordinator = second = FakeCoordinator("second")
+    second.plan = {"revision": 1, "captures": []}
+    coordinator.die()
+    stage(probe, 1)
+    wait_for(lambda: probe.plan.revision == 1)
+    assert not probe.plan.captures
+
+
 def test_plan_is_applied_and_acknowledged(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:
     probe = make_probe()
     stage(probe, 4)
-    capture = {
-        "capture_id": "c1", "run": None, "stages": ["s"], "roles": None, "ranks": "all",
-        "steps": [3, 4, 5], "config": {"task": "statistics"}, "keep": [], "strict": False,
-    }  # fmt: skip
-    coordinator.order(capture)
+    coordinator.order(CAPTURE)
     wait_for(lambda: 1 in coordinator.revisions)
     assert probe.plan.revision == 1
     # Step 4 had begun before the order came; step 3 never did here.
     wait_for(lambda: coordinator.of_kind("dump"))
     [missed] = coordinator.of_kind("dump")
     assert (missed.fields["state"], missed.fields["step"]) == ("missed", 4)
-    coordinator.order(capture)
+    coordinator.order(CAPTURE)
     wait_for(lambda: 2 in coordinator.revisions)
     assert len(coordinator.of_kind("dump")) == 1
 

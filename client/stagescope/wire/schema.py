@@ -7,7 +7,7 @@ with an unknown schema number is refused alone.
 A batch is `record_events(sender=Sender(...).wire(), events=[event, ...], payloads={seq: payload})`:
 
 * sender: `(schema, incarnation, run, attempt_key, role, rank, node_id, clock_offset, clock_error,
-  started)`
+  started, plan_revision)`
 * event: `(schema, kind, seq, wall, mono, fields)`; `seq` counts from 1 inside an incarnation,
   `wall` is Unix time and `mono` the process's monotonic clock, both in seconds
 * payload: one Ray object ref (or the value) of `{"schema": 1, "tensors": {name: tensor},
@@ -215,6 +215,8 @@ class Sender:
     started: float | None = None
     """Wall clock at which this incarnation began: of two that did the same work, the later one
     counts."""
+    plan_revision: int | None = None
+    """Revision of the plan in force here; the answer to a batch has the plan where another is."""
 
     def wire(self) -> WireTuple:
         """Return the sender as it is sent."""
@@ -252,6 +254,11 @@ class Sender:
                 raise InvalidEvent(
                     f"sender with {name} {values[name]!r:.200}", expected="seconds, or None"
                 )
+        revision = values.get("plan_revision")
+        if revision is not None and not _is_int(revision, 0, _INT64):
+            raise InvalidEvent(
+                f"sender with plan_revision {revision!r:.200}", expected="an int from 0, or None"
+            )
         return cls(**{**values, "run": run})
 
 

@@ -59,7 +59,8 @@ async def events(request: Request, deps: Deps) -> Answer:
     "strings", "meta"}}}`, then safetensors with entries `{seq}/{name}` and
     `{seq}/{name}/offsets`. `application/json`: the JSON alone, for events without tensors.
     Answers after the commit: `{"coordinator", "wall", "received", "refused", "receipts",
-    "revision"}`, with `refused_in_part` where a part of an event was refused. A batch may be sent
+    "revision"}`, with `refused_in_part` where a part of an event was refused, `plan` where the
+    sender has another revision, and `pause` while the service is behind. A batch may be sent
     again: nothing counts twice.
     """
     framed = _is_framed(request)

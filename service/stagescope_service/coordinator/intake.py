@@ -46,6 +46,8 @@ class BatchAnswer(TypedDict):
     """Seq -> state of payloads whose end is on disk."""
     revision: int
     """Of the plan."""
+    plan: NotRequired[dict[str, Any]]
+    """The plan, where the sender said a revision and it is another."""
     pause: NotRequired[float]
     """Seconds to wait before the next batch."""
 
@@ -158,6 +160,7 @@ class Intake:
             out += instructions
             if event.kind == FINISH:
                 self._draining.finished(sender.incarnation)
+        out += self._acknowledge(sender.incarnation, sender.plan_revision)
         self.events_taken += len(events) - len(refused)
         if newest is not None and sender.clock_offset is not None:
             self._load.arrived(self._wall() - sender.clock_offset - newest)
@@ -178,6 +181,9 @@ class Intake:
         }
         if in_part:
             answer["refused_in_part"] = in_part
+        # A rank whose poll waits behind the events of others learns of a capture request here.
+        if sender.plan_revision not in (None, self._plan.revision):
+            answer["plan"] = self._plan.wire(sender.run)
         return answer
 
     async def _carry_out(self, instructions: Sequence[Instruction]) -> None:
@@ -216,9 +222,10 @@ class Intake:
         self._commits.check_ready()
         sender = Sender.parse(sender_wire)
         incarnation = sender.incarnation
-        renewed = self._renew(incarnation, revision)
+        renewed = self._state.renew(incarnation, self._mono(), self._wall())
+        renewed += self._acknowledge(incarnation, revision)
         await self._effects.carry_out(renewed)
-        if renewed and self._plan.entries:
+        if renewed:
             self._check_requests_soon()
         seqs = [seq for seq in unreceipted if isinstance(seq, int)]
         # While too many calls come, each is to wait longer; news end the wait at once.
@@ -246,13 +253,18 @@ class Intake:
             "poll_seconds": poll_seconds,
         }
 
-    def _renew(self, incarnation: str, revision: int) -> list[Instruction]:
-        out = self._state.renew(incarnation, self._mono(), self._wall())
+    def _acknowledge(self, incarnation: str, revision: int | None) -> list[Instruction]:
+        """Note the plan's revision that a process has in force; capture requests wait for it."""
         process = self._state.registry.processes.get(incarnation)
-        if process is not None and process.plan_revision != revision:
-            process.plan_revision = revision
-            out.append(Put("processes", {"incarnation": incarnation, "plan_revision": revision}))
-        return out
+        if process is None or revision is None or process.plan_revision == revision:
+            return []
+        # A poll may be read after a batch that was sent later, and then holds an older revision.
+        # (One beyond the plan's own was acknowledged before the catalogue came from a backup.)
+        if revision < (process.plan_revision or 0) <= self._plan.revision:
+            return []
+        process.plan_revision = revision
+        self._check_requests_soon()
+        return [Put("processes", {"incarnation": incarnation, "plan_revision": revision})]
 
     # --- leases -----------------------------------------------------------------------------
     async def expire(self) -> None:
@@ -282,7 +294,7 @@ class Intake:
     # --- capture requests -------------------------------------------------------------------
     def _check_requests_soon(self) -> None:
         # Of a thousand ranks that acknowledge at once, each would have every request checked.
-        if self._check is None or self._check.done():
+        if self._plan.entries and (self._check is None or self._check.done()):
             self._check = asyncio.get_running_loop().create_task(self._check_requests_later())
 
     async def _check_requests_later(self) -> None:

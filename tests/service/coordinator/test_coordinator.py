@@ -407,6 +407,44 @@ def test_a_missed_step_is_asked_again_of_every_rank(made: Clocked) -> None:
     made.run(miss())
 
 
+def test_batches_bring_a_plan_and_acknowledge_it(made: Clocked) -> None:
+    place = {"step": 1, "stage": "actor_update"}
+
+    def sender(revision: int | None) -> tuple[Any, ...]:
+        return Sender("i", "r", "a", "actor", 0, plan_revision=revision).wire()
+
+    async def train() -> None:
+        coordinator = made.coordinator
+        intake = coordinator.intake
+        answer = await intake.record(sender(0), [(1, "begin", 1, 1.0, 1.0, place)])
+        assert "plan" not in answer
+        spec = {"run": "r", "stages": ["actor_update"], "steps": "next", "task": "statistics"}
+        valid = validate_capture(spec, allowed_roots=())
+        entry = coordinator.capture_requests.add(valid, by="me", mono=0.0, wall=0.0)
+        await intake.change_plan([coordinator.capture_requests.row(entry)])
+        revision = coordinator.plan_in_force.revision
+        # A job of an earlier version says no revision, and polls for the plan.
+        assert "plan" not in await intake.record(sender(None), [(1, "log", 2, 1.0, 1.0, place)])
+        answer = await intake.record(sender(0), [(1, "log", 3, 1.0, 1.0, place)])
+        assert answer["plan"] == coordinator.plan_in_force.wire("r")
+        capture = {"capture_id": entry.capture_id}
+        told = {"stage": "actor_update", **capture, "state": "estimated", "estimate": {}}
+        answer = await intake.record(sender(revision), [(1, "dump", 4, 1.0, 1.0, told)])
+        # A poll that was sent before the batch, and is read after it, undoes nothing.
+        await intake.poll(sender(0), 0, [], 0.0)
+        await intake.check_requests()
+        await asyncio.wait_for(published(coordinator), 30)
+        (process,) = rows_of(made.store, "processes")
+        assert process["plan_revision"] == revision
+        # A revision beyond the plan's own is of a catalogue before this one.
+        for said in (revision + 100, revision):
+            await intake.poll(sender(said), said, [], 0.0)
+            (process,) = rows_of(made.store, "processes")
+            assert process["plan_revision"] == said
+
+    made.run(train())
+
+
 class Trainer:
     """A rank of a start with the key `a`, that answers what its polls hand out, or does not."""
 

@@ -87,8 +87,8 @@ class Handshake:
             return -math.inf
         return math.inf if self.is_leaving else time.monotonic() - self.created
 
-    def sender(self, clock: Clock) -> tuple[object, ...]:
-        """Return the sender's tuple of a batch that is sent now."""
+    def sender(self, clock: Clock, plan_revision: int) -> tuple[object, ...]:
+        """Return the sender's tuple of a batch or poll that is sent now."""
         best = clock.best(time.monotonic())
         return Sender(
             incarnation=self._incarnation,
@@ -99,6 +99,7 @@ class Handshake:
             node_id=None if self.ray is None else self.ray.node_id,
             clock_offset=None if best is None else best.offset,
             clock_error=None if best is None else best.error,
+            plan_revision=plan_revision,
         ).wire()
 
     def warn_unconnected(self, problem: str) -> None:

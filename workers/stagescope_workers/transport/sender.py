@@ -40,7 +40,7 @@ MAX_PAUSE: Final = 60.0
 
 
 class PlanHolder(Protocol):
-    """The receiver of the plan in each poll's answer."""
+    """The receiver of the plan, which comes with the answers to polls and batches."""
 
     @property
     def revision(self) -> int:
@@ -57,8 +57,8 @@ class SenderHooks(NamedTuple):
 
     connect: Callable[[], Link | None]
     """Searches for the service once; None while there is none."""
-    sender: Callable[[Clock], tuple[object, ...]]
-    """Returns the sender's tuple; called before each batch and poll."""
+    sender: Callable[[Clock, int], tuple[object, ...]]
+    """Returns the sender's tuple, given the plan's revision; called before each batch and poll."""
     prepare: Callable[[], None]
     """Called once, before anything else."""
     on_requests: Callable[[Sequence[Mapping[str, object]]], None]
@@ -376,6 +376,7 @@ class EventSender:
             return
         self._refusals = 0
         self._batch_limit = BATCH_EVENTS
+        self._apply_plan(answer)
         # First: what this coordinator has just accepted need not be offered to it again.
         self._note_coordinator(answer)
         self._outbox.acknowledge()
@@ -397,8 +398,7 @@ class EventSender:
             return
         # A service that answers at once must not be polled in a tight loop.
         self._polls.until = time.monotonic() + _MIN_POLL_INTERVAL
-        if answer.get("plan") is not None:
-            self._plan.apply(answer["plan"])
+        self._apply_plan(answer)
         if answer.get("requests"):
             self._hooks.on_requests(answer["requests"])
         seconds = answer.get("poll_seconds")
@@ -407,6 +407,18 @@ class EventSender:
         self._note_coordinator(answer)
         if self._outbox.has_drops:
             self._outbox.report_drops()
+
+    def _apply_plan(self, answer: Answer) -> None:
+        """Put the plan of an answer in force, unless a later answer brought a newer one already.
+
+        Another coordinator may have a lower revision: its catalogue may come from a backup.
+        """
+        plan = answer.get("plan")
+        if plan is None:
+            return
+        is_older = cast("int", plan["revision"]) < self._plan.revision
+        if not (is_older and answer.get("coordinator") == self.coordinator):
+            self._plan.apply(plan)
 
     def _note_coordinator(self, answer: Answer) -> None:
         """Offer unreceipted payloads again where another coordinator answers than before."""
@@ -450,7 +462,8 @@ class EventSender:
         payloads = {entry.seq: entry.packed for entry in batch if entry.packed is not None}
         events = [entry.wire() for entry in batch]
         try:
-            future = link.record(self._hooks.sender(self.clock), events, payloads)
+            sender = self._hooks.sender(self.clock, self._plan.revision)
+            future = link.record(sender, events, payloads)
         except Exception:
             self._outbox.put_back()
             self._lose_link()
@@ -461,7 +474,7 @@ class EventSender:
     def _poll(self, link: Link, wait: float) -> Call:
         unreceipted = self._outbox.unreceipted()
         self._polled_receipts.update(unreceipted)
-        sender = self._hooks.sender(self.clock)
+        sender = self._hooks.sender(self.clock, self._plan.revision)
         return Call(link.poll(sender, self._plan.revision, unreceipted, wait), self.wake)
 
     def _warn(self, kind: str, message: str, *values: object, exc_info: bool = False) -> None:

@@ -106,6 +106,16 @@ class Status(Model):
 
 
 # --- processes without Ray ----------------------------------------------------------------
+class RankPlan(Model):
+    """The plan as a rank receives it."""
+
+    revision: int
+    captures: list[JsonObject]
+    """The captures that concern the run, with `phase`, `agreement` (its number) and `steps`."""
+    keep: Json = ABSENT
+    """The keep policy of the run, from the settings' file."""
+
+
 class Taken(Model):
     """The result of a batch of events, after its commit."""
 
@@ -122,6 +132,10 @@ class Taken(Model):
     """seq -> the state of its payload: `ingested`, `refused`, `lost` or `dropped`."""
     revision: int
     """Of the plan."""
+    plan: RankPlan = ABSENT
+    """The plan, where the sender has another revision in force."""
+    pause: float = ABSENT
+    """Seconds to wait before the next batch: the service is behind."""
 
 
 class RankRequest(Model):
@@ -129,16 +143,6 @@ class RankRequest(Model):
 
     what: Annotated[str, Field(examples=["stacks"])]
     request_id: str
-
-
-class RankPlan(Model):
-    """The plan as a rank receives it."""
-
-    revision: int
-    captures: list[JsonObject]
-    """The captures that concern the run, with `phase`, `agreement` (its number) and `steps`."""
-    keep: Json = ABSENT
-    """The keep policy of the run, from the settings' file."""
 
 
 class News(Model):
