@@ -17,7 +17,7 @@ STUCK_ORDER: Final = (
 _PROCESS_COLUMNS: Final = ("process", "host", "pid", "role")
 
 
-class Thread(TypedDict, total=False):
+class Thread(TypedDict):
     """One thread of a process; `stack` is text, the outermost frame first."""
 
     name: str | None
@@ -26,7 +26,7 @@ class Thread(TypedDict, total=False):
     stack: str
 
 
-class ProcessStacks(TypedDict, total=False):
+class ProcessStacks(TypedDict):
     """The stacks of one process."""
 
     role: str

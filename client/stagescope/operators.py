@@ -44,7 +44,7 @@ class _Dump(TypedDict):
     part: str | None
 
 
-class _TableState(_Dump, total=False):
+class _TableState(_Dump):
     """The state of the operator table of a dump."""
 
     state: str
@@ -77,7 +77,7 @@ class _ArgumentRow(_Dump, _Argument):
     index: str | None
 
 
-class _NonFiniteRow(_TableState, total=False):
+class _NonFiniteRow(_TableState):
     """A row of `NonFiniteOperators`: the first non-finite operator of a dump."""
 
     name: str | None
@@ -114,7 +114,7 @@ class _DifferenceRow(TypedDict):
     threshold: float
 
 
-class _Side(_TableState, total=False):
+class _Side(_TableState):
     """One side of a divergence."""
 
     run: str

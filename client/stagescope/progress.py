@@ -41,7 +41,7 @@ class _StepProgress(TypedDict):
     gaps: Sequence[_RankState]
 
 
-class _Estimate(_Rank, total=False):
+class _Estimate(_Rank):
     stage: str
     error: str | None
     basis: str | None

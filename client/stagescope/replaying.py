@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ TOLERANCE: Final = {
 }  # fmt: skip
 """|d| <= tolerance * max(1, |stored|), of the coarser of two dtypes; integers must be equal."""
 
-Intermediate: TypeAlias = object
+Intermediate: TypeAlias = Any
 """A torch tensor, numpy array or number; torch may not be installed, so it cannot be named here."""
 Mask: TypeAlias = npt.NDArray[np.bool_]
 

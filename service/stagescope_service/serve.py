@@ -281,8 +281,8 @@ def _await_url(api: ActorHandle, advice: str) -> tuple[str, ApiLocation]:
     deadline = time.monotonic() + _START_SECONDS
     while True:
         location: ApiLocation = ray.get(api.where.remote(), timeout=_START_SECONDS)
-        if location["url"]:
-            return location["url"], location
+        if url := location["url"]:
+            return url, location
         if "is taken" in location["problem"]:
             raise Conflict(location["problem"], advice=advice)
         if time.monotonic() > deadline:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.support.dumps import capture_request
 from tests.support.small_decoder import SmallDecoder, forward_backward, small_decoder, token_ids
 
 from stagescope.wire.schema import Part
@@ -35,7 +36,7 @@ def capture(
     model: SmallDecoder, step: Callable[[], Any], level: str, task: str, root: str
 ) -> dict[str, Any]:
     armed = Capturer().begin(
-        {"capture_id": "bench", "config": {"task": task, "level": level}}, run="bench",
+        capture_request(capture_id="bench", config={"task": task, "level": level}), run="bench",
         attempt_key="1", stage="actor_update", step=0, part=Part(), role="actor", rank=0,
         model=model, data_root=root,
     )  # fmt: skip

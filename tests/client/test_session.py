@@ -7,6 +7,7 @@ from tests.support.answering import READ, RUN, Answering
 
 import stagescope
 from stagescope import Forbidden, InvalidInput, InvalidPlan, NotFound, Session
+from stagescope.discovery import ServiceLocation
 from stagescope.wire.captures import CAPTURE_FIELDS
 from stagescope.wire.nonfinite import Json
 
@@ -101,7 +102,7 @@ def test_a_service_that_repeats_its_pages_does_not_hold_the_client() -> None:
             raise AssertionError("tables are read by their own route")
 
     service = Answering()
-    session = Turning(stagescope.discovery.ServiceLocation("http://unused", "the test"))
+    session = Turning(ServiceLocation("http://unused", "the test"))
     answers = iter([{"rows": [{"a": 1}], "next": "x"}] * 50)
     session._transport.get = lambda *_, **__: next(answers)  # type: ignore[method-assign]
     assert len(session.table("/runs")) <= 3

@@ -20,6 +20,7 @@ from ray import exceptions
 
 import stagescope
 from stagescope.session import Session
+from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.coordinator.actor import NAME, NAMESPACE
 from stagescope_service.ingest.actor import ingestor_name
 from stagescope_service.serve import API_NAME, ServiceInfo, start_service, stop_service
@@ -36,7 +37,7 @@ def eventually(condition: Callable[[], T | None], seconds: float = SECONDS) -> T
     while True:
         try:
             last: Any = condition()
-        except (stagescope.wire.errors.StagescopeError, httpx.TransportError) as error:
+        except (StagescopeError, httpx.TransportError) as error:
             last = error
         else:
             if last:
@@ -218,7 +219,7 @@ def expect(step: Any, *payloads: Mapping[str, Any]) -> None:
         found = step.metrics()
         tokens = found["counts/tokens"]
         if tokens != every.size:
-            raise stagescope.wire.errors.NotReady(
+            raise NotReady(
                 f"{step}: {tokens} tokens of {every.size}: {found.about['coverage']}, "
                 f"missing {found.about['missing']}"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tests.support.api import Rank, Service
@@ -16,6 +16,12 @@ from torch.nn import functional
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_workers.capture.msprobe_capture import Capturer
+from stagescope_workers.capture.msprobe_config import CaptureRequest
+
+
+def capture_request(**fields: Any) -> CaptureRequest:
+    """A request of these fields alone: the others do not matter to what is tested."""
+    return cast("CaptureRequest", fields)
 
 
 class ExtraCall(SmallDecoder):
@@ -64,7 +70,7 @@ def capture(
     model = model if model is not None else small_decoder()
     section = {} if mode is None else {"summary_mode": mode}
     armed = Capturer().begin(
-        {"capture_id": "c", "config": {"task": task, "level": level, task: section}},
+        capture_request(capture_id="c", config={"task": task, "level": level, task: section}),
         run="run",
         attempt_key="first",
         stage="actor_update",

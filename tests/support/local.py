@@ -12,7 +12,13 @@ from tests.support.parallel import Said
 
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.effects import Effects
-from stagescope_service.core.instructions import Aggregate, IngestJob, Instruction, PayloadKey
+from stagescope_service.core.instructions import (
+    Aggregate,
+    IngestJob,
+    Instruction,
+    PayloadKey,
+    StepJob,
+)
 from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestWorker, LocalIngestors, TokenRange
 from stagescope_service.ingest.reader import Outcome
@@ -78,7 +84,7 @@ class NodeIngestors(LocalIngestors):
         self,
         node_id: str | None,
         key: PayloadKey,
-        job: IngestJob,
+        job: StepJob,
         pair: tuple[str, str],
         skips: Sequence[TokenRange],
     ) -> bytes | None:

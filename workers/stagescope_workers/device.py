@@ -57,7 +57,7 @@ class HostCopy:
     ) -> None:
         self.spec = spec
         self._pinned: Any = pinned
-        self._event = event
+        self._event: Backend = event
         self._offsets = offsets
         self._pool = pool
         self._wire: WireTensor | None = None

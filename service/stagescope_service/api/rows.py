@@ -215,7 +215,7 @@ def layout_of(process: Row) -> JsonObject:
     return {name: process[name] for name in names if process.get(name) is not None}
 
 
-def matching(rows: Sequence[Row], owner: str, **filters: str | int | None) -> list[Row]:
+def matching(rows: Sequence[Row], owner: str, **filters: object) -> list[Row]:
     """Return the rows whose columns equal the filters that are not None.
 
     Args:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from stagescope.wire.errors import StagescopeError, StoreError, Unreachable
 from stagescope.wire.keep import matching_selectors, read_keep
@@ -216,9 +216,11 @@ class Effects:
 
     async def _ingest(self, instruction: Ingest, payload: object) -> None:
         key, node_id, job = instruction
-        if job["keep"]:
+        keeps = bool(job.get("keep"))
+        if keeps:
             self._adopt_files(self._ingestors.node_of(node_id))
-            job = {**job, "no_room": await self.retention.make_room(node_id, job)}
+            room = await self.retention.make_room(node_id, job)
+            job = cast("IngestJob", {**job, "no_room": room})
         outcome = await self._ingestors.ingest(node_id, key, job, payload)
         try:
             await self.settle(key, outcome.state, outcome.reason, outcome.rows, **outcome.columns)
@@ -227,7 +229,7 @@ class Effects:
             logger.exception("the outcome of %s was refused", key)
             reason = f"the catalogue refused what came of it: {describe(error)}"
             await self.settle(key, "refused", reason)
-        if job["keep"]:
+        if keeps:
             try:
                 await self.retention.settled(node_id, job, outcome.rows)
             except StagescopeError:

@@ -34,25 +34,27 @@ class PayloadKey(NamedTuple):
     seq: int
 
 
-class IngestJob(TypedDict):
-    """A payload's work and process, as its ingestor needs them; JSON.
-
-    `recompute` and `join` read only `attempt_id` and `step` from it; the ring's file has the rest.
-    """
+class StepJob(TypedDict):
+    """The step of a payload that is read again; the ring's file has the rest."""
 
     attempt_id: int
     step: int | None
-    run: NotRequired[str]
+
+
+class IngestJob(StepJob):
+    """A payload's work and process, as its ingestor needs them; JSON."""
+
+    run: str
     attempt_key: NotRequired[str]
-    role: NotRequired[str]
-    rank: NotRequired[int]
-    data_rank: NotRequired[int | None]
-    policy_version: NotRequired[int | None]
-    stage: NotRequired[str]
-    occurrence: NotRequired[int | None]
-    epoch: NotRequired[int | None]
-    minibatch: NotRequired[int | None]
-    microbatch: NotRequired[int | None]
+    role: str
+    rank: int
+    data_rank: int | None
+    policy_version: int | None
+    stage: str
+    occurrence: int | None
+    epoch: int | None
+    minibatch: int | None
+    microbatch: int | None
     cp_size: NotRequired[int | None]
     """Context-parallel ranks."""
     layout: NotRequired[Mapping[str, Any]]

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stagescope.wire.errors import Unreachable
 from stagescope_service.core.findings import describe
-from stagescope_service.core.instructions import IngestJob, PayloadKey
+from stagescope_service.core.instructions import IngestJob, PayloadKey, StepJob
 from stagescope_service.ingest.ingestors import (
     IngestorDied,
     IngestWorker,
@@ -99,7 +99,7 @@ class Ingestor:
     async def recompute(
         self,
         key: PayloadKey,
-        job: IngestJob,
+        job: StepJob,
         pair: tuple[str, str],
         skips: Sequence[TokenRange],
     ) -> bytes | None:
@@ -352,7 +352,7 @@ class RayIngestors:
         self,
         node_id: str | None,
         key: PayloadKey,
-        job: IngestJob,
+        job: StepJob,
         pair: tuple[str, str],
         skips: Sequence[TokenRange],
     ) -> bytes | None:

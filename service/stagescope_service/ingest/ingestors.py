@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from stagescope.wire.errors import Forbidden, StagescopeError, Unreachable
 from stagescope.wire.stacks import read_watchdog
 from stagescope_service.core.findings import describe
-from stagescope_service.core.instructions import IngestJob, PayloadKey
+from stagescope_service.core.instructions import IngestJob, PayloadKey, StepJob
 from stagescope_service.ingest import kept_files
 from stagescope_service.ingest.kept_files import Keeper
 from stagescope_service.ingest.reader import Outcome, PayloadReader
@@ -65,7 +65,7 @@ class IngestorClient(Protocol):
         self,
         node_id: str | None,
         key: PayloadKey,
-        job: IngestJob,
+        job: StepJob,
         pair: tuple[str, str],
         skips: Sequence[TokenRange],
     ) -> bytes | None:
@@ -171,7 +171,7 @@ class IngestWorker:
     def recompute(
         self,
         key: PayloadKey,
-        job: IngestJob,
+        job: StepJob,
         pair: tuple[str, str],
         skips: Sequence[TokenRange],
     ) -> bytes | None:
@@ -274,7 +274,7 @@ class LocalIngestors:
         self,
         node_id: str | None,
         key: PayloadKey,
-        job: IngestJob,
+        job: StepJob,
         pair: tuple[str, str],
         skips: Sequence[TokenRange],
     ) -> bytes | None:

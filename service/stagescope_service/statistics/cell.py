@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import enum
 import math
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -156,8 +156,8 @@ class Field(enum.IntEnum):
 
 # numba up to 0.62 does not accept an enum member as an array index.
 _Index = collections.namedtuple("_Index", Field.__members__)  # type: ignore[misc]
-AT: Final[Any] = _Index(*map(int, Field))
-"""`Field` as plain ints, for the compiled loops; mypy cannot see the names of its fields."""
+AT: Final = cast("type[Field]", _Index(*map(int, Field)))
+"""`Field` as plain ints, for the compiled loops."""
 
 WIDTH: Final = len(Field)
 MINIMA: Final = slice(Field.D_MIN, Field.D_MAX)

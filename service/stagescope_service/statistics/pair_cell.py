@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import math
-from typing import Any, Final
+from typing import Final, cast
 
 from stagescope_service.statistics.blocks import larger, smaller
 from stagescope_service.statistics.cell import Float64
@@ -52,8 +52,8 @@ class PairField(enum.IntEnum):
 
 
 _Index = collections.namedtuple("_Index", PairField.__members__)  # type: ignore[misc]
-AT: Final[Any] = _Index(*map(int, PairField))
-"""`PairField` as plain ints, for the compiled loops; mypy cannot see the names of its fields."""
+AT: Final = cast("type[PairField]", _Index(*map(int, PairField)))
+"""`PairField` as plain ints, for the compiled loops."""
 WIDTH: Final = len(PairField)
 NO_EXPONENT: Final = -100_000.0
 """The exponent of zeros, which fit any scale."""

@@ -4,6 +4,7 @@ import logging
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from pydantic import SecretStr
@@ -12,6 +13,7 @@ from tests.support.api import Service, service
 from stagescope.wire.errors import Forbidden, InvalidInput
 from stagescope_service.api.app import make_app
 from stagescope_service.api.auth import Caller, Tokens, check_bind, token_path
+from stagescope_service.api.dependencies import Commands
 from stagescope_service.settings import Settings
 
 READS = ("/runs", "/plan", "/captures", "/metrics", "/status", "/openapi.json", "/no-such-route")
@@ -197,7 +199,7 @@ class TestBind:
         with pytest.raises(Forbidden):
             make_app(
                 catalogue=live.catalogue,
-                commands=live.engine,
+                commands=cast("Commands", live.engine),
                 settings=Settings(home=tmp_path, host="0.0.0.0"),
                 tokens=None,
             )

@@ -178,8 +178,9 @@ def test_an_answer_to_a_batch_says_what_of_an_event_was_not_taken(made: Clocked)
     events = [(1, "log", seq, 1.0, 1.0, {"step": 1, **fields}) for seq, fields in enumerate(said)]
     answer = made.run(made.coordinator.intake.record(sender, events))
     assert (answer["received"], [*answer["refused"]]) == (2, [2])
-    assert [*answer["refused_in_part"]] == [0]
-    assert "b (str)" in answer["refused_in_part"][0]
+    in_part = answer.get("refused_in_part", {})
+    assert [*in_part] == [0]
+    assert "b (str)" in in_part[0]
 
 
 @pytest.mark.parametrize("kind", ["end", "log", "end_step"])
@@ -426,7 +427,7 @@ def test_batches_bring_a_plan_and_acknowledge_it(made: Clocked) -> None:
         # A job of an earlier version says no revision, and polls for the plan.
         assert "plan" not in await intake.record(sender(None), [(1, "log", 2, 1.0, 1.0, place)])
         answer = await intake.record(sender(0), [(1, "log", 3, 1.0, 1.0, place)])
-        assert answer["plan"] == coordinator.plan_in_force.wire("r")
+        assert answer.get("plan") == coordinator.plan_in_force.wire("r")
         capture = {"capture_id": entry.capture_id}
         told = {"stage": "actor_update", **capture, "state": "estimated", "estimate": {}}
         answer = await intake.record(sender(revision), [(1, "dump", 4, 1.0, 1.0, told)])

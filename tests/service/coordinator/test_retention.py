@@ -203,7 +203,7 @@ def test_payloads_under_way_are_counted(node: Node) -> None:
     node.retention = node.made(Limits(3 * size))
 
     async def together() -> list[str]:
-        job: IngestJob = {"attempt_id": 1, "step": 1, "bytes": size}
+        job = cast("IngestJob", {"attempt_id": 1, "step": 1, "bytes": size})
         asked = [node.retention.make_room(node.node_id, job) for _ in range(5)]
         return list(await asyncio.gather(*asked))
 

@@ -319,7 +319,7 @@ def test_the_configuration_is_that_of_who_says_most(bench: Bench, driver_first: 
     begun = driver.begin(1)
     bench.give(begun)
     jobs = [o for o in bench.give(driver.end(begun, payload=True)) if isinstance(o, Ingest)]
-    assert [job.job["settings"] for job in jobs] == [told]  # not 50 kB with each payload
+    assert [job.job.get("settings") for job in jobs] == [told]  # not 50 kB with each payload
 
 
 @pytest.mark.parametrize(

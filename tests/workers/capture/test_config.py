@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.dumps import capture_request
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
@@ -36,7 +37,7 @@ TENSOR = {
 @pytest.mark.parametrize("config", [STATISTICS, TENSOR])
 def test_every_key_passes_through(config: dict[str, Any]) -> None:
     given = {**config, "risk_level": "ALL", "extra_info": False, "of_the_future": {"deep": [1]}}
-    resolved = resolve_config({"config": given}, dump_path="/data/d", step=3)
+    resolved = resolve_config(capture_request(config=given), dump_path="/data/d", step=3)
     assert resolved.content == {**given, "dump_path": "/data/d"}
     assert resolved.overrides == (
         "dump_path: config.json says '/home/data_dump', the plan says '/data/d'",
@@ -46,7 +47,7 @@ def test_every_key_passes_through(config: dict[str, Any]) -> None:
 def test_the_plan_takes_precedence_and_is_reported() -> None:
     given = {"rank": [1, "2-3"], "step": [7], "dump_enable": False}
     resolved = resolve_config(
-        {"config": given, "ranks": [0], "steps": [5]}, dump_path="/data/d", step=5
+        capture_request(config=given, ranks=[0], steps=[5]), dump_path="/data/d", step=5
     )
     assert resolved.content["rank"] == []
     assert resolved.content["step"] == []
@@ -56,7 +57,7 @@ def test_the_plan_takes_precedence_and_is_reported() -> None:
         "step: config.json says [7], the plan says [5] (now step 5)",
         "dump_enable: config.json says false, the plan orders a dump: true",
     )
-    same = resolve_config({"config": {"rank": [0]}, "ranks": [0]}, dump_path="/d", step=1)
+    same = resolve_config(capture_request(config={"rank": [0]}, ranks=[0]), dump_path="/d", step=1)
     assert same.overrides == ()
     assert given["rank"] == [1, "2-3"], "the order itself is not changed"
 
@@ -114,8 +115,10 @@ def test_a_capture_from_a_path_sees_the_file_of_the_moment(
     for step, level in enumerate(("L0", "L1")):
         file.write_text(json.dumps({"task": "statistics", "level": level}), encoding="utf-8")
         armed = captures.capturer.begin(
-            {"capture_id": "c", "data_dir": str(captures.data_dir), "config": None,
-             "config_path": str(file)},
+            capture_request(
+                capture_id="c", data_dir=str(captures.data_dir), config=None,
+                config_path=str(file),
+            ),
             run="run", attempt_key="k", stage="actor_update", step=step, part=_part(),
             role="actor", rank=0, model=model, data_root=None,
         )  # fmt: skip

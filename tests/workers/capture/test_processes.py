@@ -91,6 +91,7 @@ def test_a_process_that_exits_inside_a_stage_leaves_its_dump(tmp_path: Path) -> 
 
 
 def _rank(rank: int, world_size: int, directory: str) -> None:
+    from tests.support.dumps import capture_request
     from tests.support.small_decoder import forward_backward, small_decoder, token_ids
     from torch.nn.parallel import DistributedDataParallel
 
@@ -116,7 +117,8 @@ def _rank(rank: int, world_size: int, directory: str) -> None:
     expected, results = gradients(), []
     for step, level in enumerate(("L0", "L1", "mix", "L1")):
         armed = Capturer().begin(
-            {"capture_id": "c", "config": {"task": "statistics", "level": level}}, run="run",
+            capture_request(capture_id="c", config={"task": "statistics", "level": level}),
+            run="run",
             attempt_key="k", stage="actor_update", step=step, part=Part(), role="actor",
             rank=rank, model=model, data_root=directory,
         )  # fmt: skip

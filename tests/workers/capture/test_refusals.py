@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.dumps import capture_request
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 from tests.workers.capture.conftest import Captures
 
@@ -169,23 +170,21 @@ def test_a_missing_msprobe(captures: Captures, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_generation_is_never_captured_for_all_stages(captures: Captures) -> None:
-    def begin(request: CaptureRequest) -> Any:
+    def begin(**fields: Any) -> Any:
         return Capturer().begin(
-            {"capture_id": "c", "config": {"task": "statistics"}, "strict": True, **request},
+            capture_request(capture_id="c", config={"task": "statistics"}, strict=True, **fields),
             run="run", attempt_key="k", stage="rollout_generate", step=1, part=Part(),
             role="rollout", rank=0, model=None, data_root=str(captures.data_dir),
         )  # fmt: skip
 
-    assert begin({"stages": "all"}) is None
-    assert begin({"stages": ["rollout_generate"], "source": "verl"}) is None
-    named = begin({"stages": ["rollout_generate"]})
+    assert begin(stages="all") is None
+    assert begin(stages=["rollout_generate"], source="verl") is None
+    named = begin(stages=["rollout_generate"])
     assert named.finish(None)["state"] == "complete"
 
 
 def test_a_capture_that_only_keeps_tensors_is_not_msprobes(captures: Captures) -> None:
-    capture: CaptureRequest = {
-        "capture_id": "c", "config": None, "config_path": None, "keep": ["old_log_probs"]
-    }  # fmt: skip
+    capture = capture_request(capture_id="c", config=None, config_path=None, keep=["old_log_probs"])
     armed = Capturer().begin(
         capture, run="run", attempt_key="k", stage="actor_update", step=1, part=Part(),
         role="actor", rank=0, model=None, data_root=str(captures.data_dir),

@@ -211,8 +211,8 @@ class _CaptureSetup:
             "overrides": [],
             "estimate": None,
         }
-        if capture.get("notes"):
-            self.fields["notes"] = list(capture["notes"])
+        if notes := capture.get("notes"):
+            self.fields["notes"] = list(notes)
 
     def end_early(self, state: str, error: str) -> None:
         self.fields.update(state=state, error=error[:2000])

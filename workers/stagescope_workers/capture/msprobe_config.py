@@ -15,9 +15,12 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypedDict, cast
+from typing import TYPE_CHECKING, Final, TypedDict, cast
 
 from stagescope.wire.errors import InvalidPlan
+
+if TYPE_CHECKING:  # in `typing` from Python 3.11 on
+    from typing_extensions import NotRequired
 
 TASKS: Final = ("statistics", "tensor", "structure", "acc_check", "diff_check", "nan_check")
 LEVELS: Final = ("L0", "L1", "L2", "mix", "debug")
@@ -52,15 +55,16 @@ class BaselineDump(TypedDict):
     path: str
 
 
-class Baseline(TypedDict, total=False):
-    """The earlier capture that a request compares with; the service adds its `dumps`."""
+class Baseline(TypedDict):
+    """The earlier capture that a request compares with."""
 
     capture_id: str
     step: int
-    dumps: Sequence[BaselineDump]
+    dumps: NotRequired[Sequence[BaselineDump]]
+    """Added by the service."""
 
 
-class CaptureRequest(TypedDict, total=False):
+class CaptureRequest(TypedDict):
     """One capture of the plan: `stagescope.wire.captures.CAPTURE_FIELDS`, and where it is from."""
 
     capture_id: str
@@ -72,20 +76,21 @@ class CaptureRequest(TypedDict, total=False):
     config: Config | None
     config_path: str | None
     data_dir: str | None
-    bench: Baseline | None
+    bench: NotRequired[Baseline | None]
     keep: Sequence[str]
-    parameters: Sequence[str] | None
-    gradients: Sequence[str] | None
+    parameters: NotRequired[Sequence[str] | None]
+    gradients: NotRequired[Sequence[str] | None]
     limits: CaptureLimits | None
-    force: bool
+    force: NotRequired[bool]
     strict: bool
     source: str
     by: str
     created: float
-    notes: Sequence[str]
-    phase: str
-    agreement: int
-    asked_revision: int
+    notes: NotRequired[Sequence[str]]
+    phase: NotRequired[str]
+    """`asked` or `agreed`; this and the following are only in the service's plan."""
+    agreement: NotRequired[int]
+    asked_revision: NotRequired[int]
 
 
 class TaskSection(TypedDict, total=False):

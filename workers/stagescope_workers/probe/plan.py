@@ -72,7 +72,7 @@ def _capture(file: Path, number: int, spec: object) -> CaptureRequest:
         check_config(capture["config"])
     elif capture["config_path"] is not None:
         check_config(load_config(capture["config_path"]))
-    origin: CaptureRequest = {
+    origin = {
         "capture_id": str(spec.get("capture_id") or f"{file.stem}-{number}"),
         "source": "yaml",
         "by": str(file),

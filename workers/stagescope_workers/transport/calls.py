@@ -18,7 +18,7 @@ Reply: TypeAlias = dict[str, Any]
 
 
 class Answer(TypedDict, total=False):
-    """The service's answer to a batch or a poll."""
+    """The service's answer to a batch or a poll; a service of another version may lack a field."""
 
     coordinator: str | None
     """The incarnation of the coordinator."""

@@ -342,8 +342,8 @@ class EventSender:
                 self._refusals = 0
                 self._lose_link()
             return None
-        if answer.get("not_ready") is not None:
-            self._warn("not_ready", f"the service is not ready: {answer['not_ready']}")
+        if (reason := answer.get("not_ready")) is not None:
+            self._warn("not_ready", f"the service is not ready: {reason}")
             backoff.fail()
             backoff.hold(_requested_pause(answer))
             return None
@@ -399,8 +399,8 @@ class EventSender:
         # A service that answers at once must not be polled in a tight loop.
         self._polls.until = time.monotonic() + _MIN_POLL_INTERVAL
         self._apply_plan(answer)
-        if answer.get("requests"):
-            self._hooks.on_requests(answer["requests"])
+        if requests := answer.get("requests"):
+            self._hooks.on_requests(requests)
         seconds = answer.get("poll_seconds")
         if isinstance(seconds, int | float) and 0 < seconds <= 600:
             self._poll_seconds = float(seconds)

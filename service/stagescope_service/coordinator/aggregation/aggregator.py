@@ -17,7 +17,14 @@ from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.coordinator.aggregation import assembly as wholes
 from stagescope_service.coordinator.aggregation.assembly import StepParts
 from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import Aggregate, Delete, IngestJob, PayloadKey, Put
+from stagescope_service.core.instructions import (
+    Aggregate,
+    Delete,
+    IngestJob,
+    PayloadKey,
+    Put,
+    StepJob,
+)
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.recompute import Source
 from stagescope_service.statistics import Recompute
@@ -303,7 +310,7 @@ class Aggregator:
     ) -> bytes | None:
         row = step_parts.rows[item.key]
         key = PayloadKey(row["incarnation"], row["seq"])
-        job: IngestJob = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
+        job: StepJob = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
         pair = step_parts.whole.summary.pair if step_parts.whole else ("old", "rollout")
         node_id = nodes.get(item.key)
         return await self._ingestors.recompute(node_id, key, job, pair, list(item.skips))

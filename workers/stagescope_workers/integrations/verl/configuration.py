@@ -147,7 +147,7 @@ def profiler(config: object) -> dict[str, object] | None:
     return found
 
 
-def lookup(node: object, *path: str) -> Any:
+def lookup(node: Any, *path: str) -> Any:
     """Return the value at a path of keys or attributes, or None."""
     for name in path:
         if node is None:
