@@ -139,7 +139,7 @@ class CoordinatorCommands:
             try:
                 return await control_socket.call(self._settings.home, method, arguments)
             except control_socket.Broken as error:
-                if error.asked and method not in _IDEMPOTENT:
+                if error.was_sent and method not in _IDEMPOTENT:
                     raise Unreachable(
                         f"the coordinator ended before it answered {method}", advice=_MAY_BE_DONE
                     ) from error

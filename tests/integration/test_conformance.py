@@ -139,7 +139,7 @@ def test_every_token_counts_once(
         whole, expected = whole_of(live, step), summarise(training.unsplit(step))
         assert len(expected.versions) == len(expected.staleness.keys) == 3
         assert whole.stage == "actor_compute_log_prob"
-        assert not whole.restate
+        assert not whole.to_recompute
         assert not whole.differing
         assert whole.fragmented == 0
         assert_whole(whole.summary, expected)
@@ -188,13 +188,13 @@ def test_evicted_parts_are_missing_and_said_so(live: Service) -> None:
     local = train(live, training, steps=1, ring_bytes=20_000)
     assert local.ingestors.recomputed
     whole = whole_of(live, 1)
-    assert whole.restate
+    assert whole.to_recompute
     expected = summarise(training.unsplit(1)).total
     assert whole.total.tokens < expected.tokens
     (found,) = live.catalogue.findings(run=RUN, kind="tokens_missing")
     assert found["severity"] == "error"
     answer = live.get("/steps/1/metrics", run=RUN)
-    assert answer["coverage"]["parts_to_restate"] == len(whole.restate)
+    assert answer["coverage"]["parts_to_restate"] == len(whole.to_recompute)
     assert answer["metrics"]["counts/tokens"] == whole.total.tokens
 
 

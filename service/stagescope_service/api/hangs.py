@@ -115,7 +115,7 @@ def stuck_rows(
             silent,
         )
         rows += [
-            stuck_row(name, stuck, len(role.standings), ranks.get(stuck.rank))
+            stuck_row(name, stuck, len(role.positions), ranks.get(stuck.rank))
             for stuck in judge(role, now, rules)
             if (name, stuck.rank) not in silent
         ]
@@ -192,11 +192,11 @@ def stuck_row(role: str, stuck: Stuck, ranks: int, process: Row | None) -> Row:
     """
     node = process or {}
     return {
-        "step": stuck.place.step,
-        "stage": stuck.place.stage,
+        "step": stuck.key.step,
+        "stage": stuck.key.stage,
         "role": role,
         "rank": stuck.rank,
-        "part": str(stuck.place.part),
+        "part": str(stuck.key.part),
         "status": stuck.status,
         "process": stuck.process,
         "seconds": stuck.seconds,

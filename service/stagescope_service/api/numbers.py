@@ -308,7 +308,7 @@ def coverage(measured: MeasuredStep) -> Coverage:
         "parts_counted": len(summary.counted),
         "parts_left_out": dict(Counter(summary.left_out.values())),
         "duplicates_left_out": summary.duplicates,
-        "parts_to_restate": len(summary.restate),
+        "parts_to_restate": len(summary.to_recompute),
         "fragmented_sequences": summary.fragmented,
     }
 

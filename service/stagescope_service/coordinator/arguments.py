@@ -94,5 +94,5 @@ def _wrong(error: pydantic.ValidationError) -> str:
 
 
 def _expected(error: pydantic.ValidationError) -> str:
-    told = dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in error.errors())
-    return "; ".join(list(told)[:5])
+    reasons = dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in error.errors())
+    return "; ".join(list(reasons)[:5])

@@ -75,11 +75,11 @@ def _check_checksums(row: Mapping[str, Any] | None, capture_id: str) -> None:
         )
 
 
-def worst_ranks(whole: StepSummary, count: int) -> list[int]:
+def worst_ranks(step_summary: StepSummary, count: int) -> list[int]:
     """Return the ranks with the highest mean |d|, the worst first; non-finite means come first."""
     found: dict[int, float] = {}
-    for row in whole.ranks:
-        mean = publish_cell(row.cell, whole.summary.pair)["logprob_abs_diff/mean"]
+    for row in step_summary.ranks:
+        mean = publish_cell(row.cell, step_summary.summary.pair)["logprob_abs_diff/mean"]
         found[row.rank] = max(found.get(row.rank, -math.inf), math.inf if mean != mean else mean)
     return sorted(found, key=lambda rank: (-found[rank], rank))[:count]
 

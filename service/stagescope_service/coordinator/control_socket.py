@@ -34,10 +34,10 @@ Method = Callable[..., Awaitable[Reply]]
 
 
 class Broken(Exception):
-    """No coordinator listens, or the connection ended after the call was sent (`asked`)."""
+    """No coordinator listens, or the connection ended after the call was sent (`was_sent`)."""
 
-    def __init__(self, why: str, *, asked: bool) -> None:
-        self.asked = asked
+    def __init__(self, why: str, *, was_sent: bool) -> None:
+        self.was_sent = was_sent
         super().__init__(why)
 
 
@@ -77,40 +77,40 @@ async def call(folder: Path, method: str, arguments: Mapping[str, Any]) -> Reply
         with _address(folder) as address:
             reader, writer = await asyncio.open_unix_connection(address, limit=MOST_BYTES)
     except (OSError, AttributeError) as error:
-        raise Broken(str(error), asked=False) from error
+        raise Broken(str(error), was_sent=False) from error
     try:
         writer.write(json.dumps({"method": method, "arguments": arguments}).encode() + b"\n")
         await writer.drain()
         line = await reader.readline()
     except OSError as error:
-        raise Broken(str(error), asked=True) from error
+        raise Broken(str(error), was_sent=True) from error
     finally:
         writer.close()
     if not line.endswith(b"\n"):
-        raise Broken("no whole answer came", asked=True)
-    said = json.loads(line)
-    if (told := said.get("error")) is not None:
-        kind = error_of_code(told["code"])
-        raise kind(told["wrong"], expected=told["expected"], advice=told["advice"])
-    reply: Reply = said["answer"]
+        raise Broken("no whole answer came", was_sent=True)
+    response = json.loads(line)
+    if (problem := response.get("error")) is not None:
+        kind = error_of_code(problem["code"])
+        raise kind(problem["wrong"], expected=problem["expected"], advice=problem["advice"])
+    reply: Reply = response["answer"]
     return reply
 
 
 async def _answer(line: bytes, methods: Mapping[str, Method]) -> bytes:
     try:
-        asked = json.loads(line)
-        answer = await methods[asked["method"]](**asked["arguments"])
+        request = json.loads(line)
+        answer = await methods[request["method"]](**request["arguments"])
         return json.dumps({"answer": answer}).encode() + b"\n"
     except StagescopeError as error:
-        told = _told(error)
+        problem = _problem(error)
     except Exception as error:
         logger.exception("a call over %s failed", FILE)
         wrong = f"the coordinator failed with {type(error).__name__}"
-        told = _told(StagescopeError(wrong, advice="its log has the traceback"))
-    return json.dumps({"error": told}).encode() + b"\n"
+        problem = _problem(StagescopeError(wrong, advice="its log has the traceback"))
+    return json.dumps({"error": problem}).encode() + b"\n"
 
 
-def _told(error: StagescopeError) -> dict[str, str]:
+def _problem(error: StagescopeError) -> dict[str, str]:
     return {
         "code": error.code,
         "wrong": error.wrong,

@@ -134,7 +134,7 @@ class Coordinator:
         restore(state, snapshot, time.monotonic())
         policy, revision, rows = await _keep_policy(settings, snapshot)
         in_force = [row["spec"] for row in snapshot.captures if row["removed_wall"] is None]
-        plan = Plan(in_force, revision=revision, standing=policy)
+        plan = Plan(in_force, revision=revision, keep_policy=policy)
         opened = cls(settings, store, ingestors, state=state, plan=plan, name=name)
         opened.adopt(snapshot)
         effects = opened.effects
@@ -305,13 +305,13 @@ class Coordinator:
             out += self.state.stack_requests.ask(
                 process, request_id, by=by, reason="ordered", wall=wall, seconds=seconds
             )
-        asked = [{"role": process.role, "rank": process.rank} for process in processes]
-        detail = {"request_id": request_id, "attempt_id": attempt_id, "asked": asked}
+        requested = [{"role": process.role, "rank": process.rank} for process in processes]
+        detail = {"request_id": request_id, "attempt_id": attempt_id, "asked": requested}
         await self.effects.carry_out([*out, self._audit(by, "ask_stacks", detail)])
         return {
             "request_id": request_id,
             "deadline_wall": wall + seconds,
-            "asked": asked,
+            "asked": requested,
             "refused": refused,
         }
 

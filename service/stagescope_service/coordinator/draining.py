@@ -141,7 +141,7 @@ class Draining:
         """Return whether a process ended unanswered: Ray ends actors with their last handle."""
         request = self._requests.get(process.incarnation)
         patience = _LEAVE_SECONDS + self._load.pause
-        quiet = self._effects.wall() - process.heard > patience
+        quiet = self._effects.wall() - process.last_contact > patience
         return quiet and request is not None and self._mono() - request.since > patience
 
     # --- polls ------------------------------------------------------------------------------

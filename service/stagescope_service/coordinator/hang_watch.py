@@ -62,12 +62,12 @@ def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str,
         if timings:
             expected = range(attempt.world_size(role) or 0)
             absent = {*expected} - processes.keys() - left.get(role, set())
-            standings = {
-                rank: _standing(timings, each, each.incarnation in silent)
+            positions = {
+                rank: _position(timings, each, each.incarnation in silent)
                 for rank, each in processes.items()
             }
-            standings |= dict.fromkeys(absent, RankPosition(UNHEARD))
-            yield role, _role(attempt, role, standings, timings)
+            positions |= dict.fromkeys(absent, RankPosition(UNHEARD))
+            yield role, _role(attempt, role, positions, timings)
 
 
 def _open_paces(attempt: Attempt, role: str) -> dict[StageKey, StageTiming]:
@@ -79,10 +79,10 @@ def _open_paces(attempt: Attempt, role: str) -> dict[StageKey, StageTiming]:
 
 def _paces_of(attempt: Attempt, number: int, role: str) -> dict[StageKey, StageTiming]:
     timings = attempt.steps[number].timings.get(role, {})
-    return {timing.place: timing for timing in timings.values()}
+    return {timing.key: timing for timing in timings.values()}
 
 
-def _standing(
+def _position(
     timings: Mapping[StageKey, StageTiming], process: Process, silent: bool
 ) -> RankPosition:
     gone = not process.live
@@ -90,7 +90,7 @@ def _standing(
     inside = _innermost(timings, process, [*spans.values()])
     frontier = -math.inf if process.reached is None else process.reached[2].first
     status = GONE if gone else SILENT if silent else LIVE
-    return RankPosition(status, process.said or None, inside, frontier)
+    return RankPosition(status, process.last_event or None, inside, frontier)
 
 
 def _innermost(
@@ -110,7 +110,7 @@ def _innermost(
 def _role(
     attempt: Attempt,
     role: str,
-    standings: Mapping[int, RankPosition],
+    positions: Mapping[int, RankPosition],
     timings: Mapping[StageKey, StageTiming],
 ) -> Role:
     def spans_at(place: StageKey) -> dict[int, list[Span]]:
@@ -139,7 +139,7 @@ def _role(
         return history([_paces_of(attempt, number, role) for number in left], ranks)
 
     return Role(
-        standings,
+        positions,
         timings,
         begun=lambda place: spans_at(place).keys(),
         ended=ended,
@@ -201,7 +201,7 @@ class HangWatch:
                 self._silent[incarnation] = (row["attempt_id"], row["finding_id"])
                 process = self._state.registry.processes.get(incarnation)
                 if process is not None:
-                    self._adopted[incarnation] = process.heard
+                    self._adopted[incarnation] = process.last_contact
 
     def look(self, now: float, wall: float) -> list[Instruction]:
         """Return the instructions of one check.
@@ -249,7 +249,7 @@ class HangWatch:
         """Return whether a process was quiet for long; makes the check of a busy attempt cheap."""
         quiet = wall - self._rules.min_seconds
         return any(
-            process.said < quiet and not (process.finished or process.replaced)
+            process.last_event < quiet and not (process.finished or process.replaced)
             for process in attempt.processes.values()
         )
 
@@ -279,10 +279,10 @@ class HangWatch:
     ) -> list[Instruction]:
         """Return findings of newly stuck ranks, and requests for their stacks."""
         first = new[0]
-        request_id = f"{KIND}-{row_id(attempt.attempt_id, name, first.place, first.rank, wall)}"
+        request_id = f"{KIND}-{row_id(attempt.attempt_id, name, first.key, first.rank, wall)}"
         out: list[Instruction] = []
         for each in new:
-            put = _finding(attempt, name, each, len(role.standings), wall, request_id)
+            put = _finding(attempt, name, each, len(role.positions), wall, request_id)
             row = {**put.row, "over_wall": None}
             row["first_wall"] = self._state.remember_finding(row["finding_id"], wall)
             self._open[_key(attempt, name, each)] = row["finding_id"]
@@ -298,10 +298,10 @@ class HangWatch:
             for process in attempt.processes.values()
             if process.role == role and process.live and not process.raw
         }
-        asked = [rank for rank in stuck if rank in live][:MOST_ASKED]
-        asked += sorted(live.keys() - set(stuck))[:1]
+        requested = [rank for rank in stuck if rank in live][:MOST_ASKED]
+        requested += sorted(live.keys() - set(stuck))[:1]
         out: list[Instruction] = []
-        for rank in asked:
+        for rank in requested:
             out += self._state.stack_requests.ask(
                 live[rank], request_id, by=KIND, reason=KIND, wall=wall, seconds=ANSWER_SECONDS
             )
@@ -331,7 +331,7 @@ class HangWatch:
         for incarnation, heard in [*self._adopted.items()]:
             process = processes.get(incarnation)
             awaited = process is not None and not (process.finished or process.replaced)
-            if not awaited or process is None or process.heard > heard:
+            if not awaited or process is None or process.last_contact > heard:
                 del self._adopted[incarnation]
         return set(self._adopted)
 
@@ -360,7 +360,7 @@ class HangWatch:
 
 def _key(attempt: Attempt, role: str, stuck: Stuck) -> _Key:
     rank = None if stuck.whole_role else stuck.rank
-    return _Key(attempt.attempt_id, stuck.place.step, stuck.place.stage, role, rank)
+    return _Key(attempt.attempt_id, stuck.key.step, stuck.key.stage, role, rank)
 
 
 def _silent_finding(
@@ -368,7 +368,7 @@ def _silent_finding(
 ) -> Put:
     spans = [*process.open_spans.values(), *process.unfinished.values()]
     inside = next((span for span in reversed(spans) if span.work.step == process.max_step), None)
-    reached = None if process.reached is None else process.reached[2].place
+    reached = None if process.reached is None else process.reached[2].key
     step, stage, part = process.max_step, None, None
     if inside is not None:
         stage, part = inside.work.stage, str(inside.work.part)
@@ -376,12 +376,12 @@ def _silent_finding(
         step, stage, part = reached.step, reached.stage, str(reached.part)
     place = f"step {step}" if stage is None else f"{stage} of step {step}"
     where = f"inside {place}" if inside else f"after {place}"
-    quiet = f"not heard for {max(wall - process.heard, 0.0):.0f} s"
-    if began is not None and process.heard < began:
+    quiet = f"not heard for {max(wall - process.last_contact, 0.0):.0f} s"
+    if began is not None and process.last_contact < began:
         # Whether the earlier coordinator had requested its stacks is unknown.
         quiet = (
             f"not heard in the {wall - began:.0f} s since the service restarted (its last event "
-            f"came {max(wall - process.heard, 0.0):.0f} s ago)"
+            f"came {max(wall - process.last_contact, 0.0):.0f} s ago)"
         )
     return finding(
         UNRESPONSIVE_KIND,
@@ -398,7 +398,7 @@ def _silent_finding(
         evidence={
             "status": NOT_ENDED if inside else BETWEEN,
             "part": part,
-            "since_wall": process.heard,
+            "since_wall": process.last_contact,
             "limit_seconds": limit,
             "incarnation": process.incarnation,
             "node_id": process.node_id,
@@ -411,7 +411,7 @@ def _silent_finding(
 def _finding(
     attempt: Attempt, role: str, stuck: Stuck, ranks: int, wall: float, request_id: str
 ) -> Put:
-    place, limit = stuck.place, stuck.limit
+    place, limit = stuck.key, stuck.limit
     who = f"every rank of {role}" if stuck.whole_role else f"rank {stuck.rank} of {role}"
     if stuck.process == GONE:
         who += ", whose process fell silent,"

@@ -66,7 +66,7 @@ def _attempt(row: Row) -> Attempt:
     first, resumed = row["first_step"], row["resumed_from_step"]
     # In a later attempt it may have been derived from the first step.
     derived = row["number"] > 1 and first is not None and resumed == first - 1
-    told = resumed is not None and not derived
+    is_reported = resumed is not None and not derived
     return Attempt(
         attempt_id=row["attempt_id"],
         run=row["run"],
@@ -78,8 +78,8 @@ def _attempt(row: Row) -> Attempt:
         end_reason=row["end_reason"],
         first_step=first,
         resumed_from_step=resumed,
-        resumed_told=told,
-        resumed_restored=resumed if told else None,
+        resume_reported=is_reported,
+        resumed_restored=resumed if is_reported else None,
         last_closed_step=row["last_closed_step"],
         # Its process is not stored: the fingerprint stays.
         fingerprint_of=None if row.get("fingerprint") is None else RESTORED,
@@ -111,7 +111,7 @@ def _restore_process(state: State, attempt: Attempt, row: Row, now: float) -> No
         },
         lease_until=now + lease,
         last_wall=row["last_wall"] or 0.0,
-        heard=(row["last_wall"] or 0.0) + (row["clock_offset"] or 0.0),
+        last_contact=(row["last_wall"] or 0.0) + (row["clock_offset"] or 0.0),
         clock=(row["clock_offset"], row["clock_error"]),
         max_step=row["max_step"],
         finished=finished is not None,
@@ -155,8 +155,8 @@ def _restore_step(attempt: Attempt, row: Row, *, kept: bool) -> None:
     if row["closed_wall"] is not None:
         attempt.note_closed(row["closed_wall"])
     if row["close_reason"] == steps.SAID:
-        said = attempt.ended_through
-        attempt.ended_through = number if said is None else max(said, number)
+        known_through = attempt.ended_through
+        attempt.ended_through = number if known_through is None else max(known_through, number)
     if attempt.over and not kept:
         attempt.forgotten_through = number if through is None else max(through, number)
         return

@@ -195,16 +195,16 @@ class Acting:
         there = await asyncio.to_thread(
             self._catalogue.steps, attempt_id, before=last + 1, limit=len(wanted)
         )
-        told = []
+        answers = []
         for number in sorted({row["step"] for row in there} & set(wanted)):
             answer = await self._pin_step(attempt_id, number)
-            told.append({"step": number, **dataclasses.asdict(answer)})
+            answers.append({"step": number, **dataclasses.asdict(answer)})
             if answer.payloads:
                 pinned = {"attempt_id": attempt_id, "step": number, "pinned": True}
                 rows.append(Put("steps", pinned))
             if answer.gone or answer.reasons:
                 rows.append(self._not_pinned(act, number, answer))
-        return {"steps": told}
+        return {"steps": answers}
 
     def _not_pinned(self, act: Act, step: int, answer: PinAnswer) -> Put:
         gone = f"{answer.gone} payloads had left the ring before" if answer.gone else ""

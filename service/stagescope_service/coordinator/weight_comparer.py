@@ -138,98 +138,98 @@ def _all_there(records: Sequence[WeightRecord], processes: Mapping[str, Row]) ->
 
 
 def judge(
-    catalogue: Catalogue, order: CompareWeights, rules: Sequence[tuple[str, str]] = ()
+    catalogue: Catalogue, instruction: CompareWeights, rules: Sequence[tuple[str, str]] = ()
 ) -> list[Put | Delete]:
     """Return the rows of a version's comparison.
 
     For earlier versions no further record is expected: their verdicts become final.
     """
-    earlier = catalogue.incomplete_weights(order.attempt_id, order.version)
-    processes = catalogue.processes(order.attempt_id)
+    earlier = catalogue.incomplete_weights(instruction.attempt_id, instruction.version)
+    processes = catalogue.processes(instruction.attempt_id)
     out: list[Put | Delete] = []
-    for version in (*earlier, order.version):
-        weighed = compare_version(catalogue, order.attempt_id, version, rules)
-        if weighed is not None:
-            out += rows_of(weighed, processes)
+    for version in (*earlier, instruction.version):
+        compared = compare_version(catalogue, instruction.attempt_id, version, rules)
+        if compared is not None:
+            out += rows_of(compared, processes)
     return out
 
 
 # --- what is written --------------------------------------------------------------------------
 
 
-def rows_of(weighed: ComparedVersion, processes: Sequence[Row]) -> list[Put | Delete]:
+def rows_of(compared: ComparedVersion, processes: Sequence[Row]) -> list[Put | Delete]:
     """Return the rows of a verdict, which replace those of an earlier one."""
-    place = {"attempt_id": weighed.attempt_id, "version": weighed.version}
+    version_key = {"attempt_id": compared.attempt_id, "version": compared.version}
     return [
-        _verdict(weighed),
-        Delete("odd_replicas", place),
-        *(_odd_row(weighed, odd, processes) for odd in weighed.odd),
-        _judged(weighed, "weights_differ", _differ(weighed)),
-        _judged(weighed, "replica_weights_differ", _replicas_differ(weighed, processes)),
+        _verdict(compared),
+        Delete("odd_replicas", version_key),
+        *(_odd_row(compared, odd, processes) for odd in compared.odd),
+        _judged(compared, "weights_differ", _differ(compared)),
+        _judged(compared, "replica_weights_differ", _replicas_differ(compared, processes)),
     ]
 
 
-def _names(weighed: ComparedVersion, verdict: str) -> list[str]:
-    return [each.name for each in weighed.comparisons if each.verdict == verdict]
+def _names(compared: ComparedVersion, verdict: str) -> list[str]:
+    return [each.name for each in compared.comparisons if each.verdict == verdict]
 
 
-def _verdict(weighed: ComparedVersion) -> Put:
-    counts = weighed.counts()
-    odd = sorted({name for odd in weighed.odd for name in odd.names})
-    named = {verdict: _names(weighed, verdict)[:NAMED] for verdict in (DIFFERS, MISSING)}
+def _verdict(compared: ComparedVersion) -> Put:
+    counts = compared.counts()
+    odd = sorted({name for odd in compared.odd for name in odd.names})
+    named = {verdict: _names(compared, verdict)[:NAMED] for verdict in (DIFFERS, MISSING)}
     return Put(
         "weight_verdicts",
         {
-            "attempt_id": weighed.attempt_id,
-            "version": weighed.version,
-            "step": weighed.step,
-            "records": len(weighed.rows),
+            "attempt_id": compared.attempt_id,
+            "version": compared.version,
+            "step": compared.step,
+            "records": len(compared.rows),
             "agree": counts.get(AGREES, 0),
             "differ": counts.get(DIFFERS, 0),
             "missing": counts.get(MISSING, 0),
             "not_comparable": counts.get(NOT_COMPARABLE, 0),
             "replicas_differ": len(odd),
-            "complete": weighed.complete,
-            "ranks": weighed.ranks(),
+            "complete": compared.complete,
+            "ranks": compared.ranks(),
             "names": {**named, "replicas differ": odd[:NAMED]},
-            "wall": weighed.wall,
+            "wall": compared.wall,
         },
     )
 
 
-def _judged(weighed: ComparedVersion, kind: str, said: Mapping[str, Any] | None) -> Put | Delete:
+def _judged(compared: ComparedVersion, kind: str, found: Mapping[str, Any] | None) -> Put | Delete:
     """Return a finding, or the deletion of one that no longer holds."""
-    finding_id = row_id(kind, weighed.attempt_id, weighed.version)
-    if said is None:
+    finding_id = row_id(kind, compared.attempt_id, compared.version)
+    if found is None:
         return Delete("findings", {"finding_id": finding_id})
     made = finding(
         kind,
-        run=weighed.run,
-        attempt_id=weighed.attempt_id,
-        wall=weighed.wall,
-        step=weighed.step,
+        run=compared.run,
+        attempt_id=compared.attempt_id,
+        wall=compared.wall,
+        step=compared.step,
         severity="error",
-        **said,
+        **found,
     )
     # For one version: a later version of the same step makes another finding.
     return Put("findings", {**made.row, "finding_id": finding_id})
 
 
-def _differ(weighed: ComparedVersion) -> dict[str, Any] | None:
-    differ = _names(weighed, DIFFERS)
-    missing = _names(weighed, MISSING) if weighed.complete else []
+def _differ(compared: ComparedVersion) -> dict[str, Any] | None:
+    differ = _names(compared, DIFFERS)
+    missing = _names(compared, MISSING) if compared.complete else []
     if not differ and not missing:
         return None
     words = [f"{len(differ)} differ ({_listed(differ)})"] if differ else []
     words += [f"{len(missing)} are missing on one side ({_listed(missing)})"] if missing else []
-    ranks = sorted({rank for each in weighed.comparisons for rank in each.ranks})
-    count = len(weighed.comparisons)
-    unlike = not weighed.counts().keys() - {MISSING}
+    ranks = sorted({rank for each in compared.comparisons for rank in each.ranks})
+    count = len(compared.comparisons)
+    unlike = not compared.counts().keys() - {MISSING}
     return {
-        "message": f"version {weighed.version}: of {count} weights {' and '.join(words)} between "
+        "message": f"version {compared.version}: of {count} weights {' and '.join(words)} between "
         "trainer and rollout",
         "evidence": {
-            "version": weighed.version,
+            "version": compared.version,
             "differ": differ[:NAMED],
             "missing": missing[:NAMED],
             "rollout_ranks": ranks,
@@ -244,23 +244,23 @@ def _differ(weighed: ComparedVersion) -> dict[str, Any] | None:
     }
 
 
-def _replicas_differ(weighed: ComparedVersion, processes: Sequence[Row]) -> dict[str, Any] | None:
-    if not weighed.odd:
+def _replicas_differ(compared: ComparedVersion, processes: Sequence[Row]) -> dict[str, Any] | None:
+    if not compared.odd:
         return None
-    outvoted = [odd for odd in weighed.odd if odd.is_outvoted]
-    named = outvoted or weighed.odd
+    outvoted = [odd for odd in compared.odd if odd.is_outvoted]
+    named = outvoted or compared.odd
     shown = [
-        f"{odd.side} {odd.role} rank {odd.rank} on {device_of(weighed, odd, processes)['device']}"
+        f"{odd.side} {odd.role} rank {odd.rank} on {device_of(compared, odd, processes)['device']}"
         for odd in named
     ]
     names = sorted({name for odd in named for name in odd.names})
     verb = "holds" if len(named) == 1 else "hold"
     rest = "other weights than its replicas" if outvoted else "unlike replicas, without a majority"
     return {
-        "message": f"version {weighed.version}: {'; '.join(shown[:NAMED])} {verb} {rest}: "
+        "message": f"version {compared.version}: {'; '.join(shown[:NAMED])} {verb} {rest}: "
         f"{_listed(names)}",
         "evidence": {
-            "version": weighed.version,
+            "version": compared.version,
             "odd": [{**odd._asdict(), "names": odd.names[:NAMED]} for odd in named[:NAMED]],
         },
         "advice": "a device that computes wrong, or a step that these ranks did not take together;"
@@ -275,33 +275,33 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _odd_row(weighed: ComparedVersion, odd: DivergingRank, processes: Sequence[Row]) -> Put:
+def _odd_row(compared: ComparedVersion, odd: DivergingRank, processes: Sequence[Row]) -> Put:
     return Put(
         "odd_replicas",
         {
-            "attempt_id": weighed.attempt_id,
-            "version": weighed.version,
+            "attempt_id": compared.attempt_id,
+            "version": compared.version,
             "side": odd.side,
             "role": odd.role,
             "rank": odd.rank,
-            "run": weighed.run,
-            "step": weighed.step,
-            **device_of(weighed, odd, processes),
+            "run": compared.run,
+            "step": compared.step,
+            **device_of(compared, odd, processes),
             "is_outvoted": odd.is_outvoted,
             "replicas": odd.replicas,
             "tensors": len(odd.names),
             "names": list(odd.names[:NAMED]),
-            "wall": weighed.wall,
+            "wall": compared.wall,
         },
     )
 
 
-def device_of(weighed: ComparedVersion, odd: DivergingRank, processes: Sequence[Row]) -> Row:
+def device_of(compared: ComparedVersion, odd: DivergingRank, processes: Sequence[Row]) -> Row:
     """Return the device of a diverging replica; `device` identifies it across attempts and runs.
 
     It is the serial number, else the host (a node's id is new in every cluster) and device index.
     """
-    own = [r for r in weighed.rows if (r["side"], r["role"], r["rank"]) == odd[:3]]
+    own = [r for r in compared.rows if (r["side"], r["role"], r["rank"]) == odd[:3]]
     row = max(own, key=lambda row: (row["wall"], row["incarnation"], row["seq"]))
     process = next((p for p in processes if p["incarnation"] == row["incarnation"]), {})
     found = {name: process.get(name) if row[name] is None else row[name] for name in _DEVICE}
@@ -340,13 +340,13 @@ class WeightComparer:
             "the comparison of weights", self._compare, self._not_compared
         )
 
-    def takes(self, order: CompareWeights) -> bool:
+    def takes(self, instruction: CompareWeights) -> bool:
         """Record an instruction; return whether `compare` is to be called with it."""
-        return self._comparing.takes(order, order)
+        return self._comparing.takes(instruction, instruction)
 
-    async def compare(self, order: CompareWeights) -> None:
+    async def compare(self, instruction: CompareWeights) -> None:
         """Compare a version; repeat it if it was requested meanwhile or failed."""
-        await self._comparing.carry_out(order, order)
+        await self._comparing.carry_out(instruction, instruction)
 
     async def catch_up(self) -> None:
         """Compare the versions that an earlier coordinator left uncompared."""
@@ -356,33 +356,35 @@ class WeightComparer:
             logger.exception("which weights were not compared cannot be read")
 
     async def _catch_up(self) -> None:
-        for place in await asyncio.to_thread(self._catalogue.uncompared):
-            if self.takes(order := CompareWeights(*place)):
-                await self.compare(order)
+        for version_key in await asyncio.to_thread(self._catalogue.uncompared):
+            if self.takes(instruction := CompareWeights(*version_key)):
+                await self.compare(instruction)
 
-    async def _compare(self, order: CompareWeights) -> None:
-        rows = await asyncio.to_thread(judge, self._catalogue, order, self._rules)
-        await self._write([*rows, Delete("findings", {"finding_id": _finding_id(order)})])
+    async def _compare(self, instruction: CompareWeights) -> None:
+        rows = await asyncio.to_thread(judge, self._catalogue, instruction, self._rules)
+        await self._write([*rows, Delete("findings", {"finding_id": _finding_id(instruction)})])
 
-    async def _not_compared(self, order: CompareWeights, error: Exception, tried: int) -> None:
-        attempt = await asyncio.to_thread(self._catalogue.attempt, order.attempt_id)
+    async def _not_compared(
+        self, instruction: CompareWeights, error: Exception, tried: int
+    ) -> None:
+        attempt = await asyncio.to_thread(self._catalogue.attempt, instruction.attempt_id)
         reason = describe(error)
         made = finding(
             NOT_COMPARED,
-            f"the weights of version {order.version} could not be compared ({tried} tries): "
+            f"the weights of version {instruction.version} could not be compared ({tried} tries): "
             f"{reason}",
             run="" if attempt is None else attempt["run"],
-            attempt_id=order.attempt_id,
+            attempt_id=instruction.attempt_id,
             stage="weight_sync",
             wall=time.time(),
             severity="error",
-            evidence={"version": order.version, "error": reason, "tries": tried},
+            evidence={"version": instruction.version, "error": reason, "tries": tried},
             advice="what was recorded is kept; it is tried again when more of this version is "
             "recorded and when the service starts anew; the coordinator's log has the traceback",
         )
-        await self._write([Put("findings", {**made.row, "finding_id": _finding_id(order)})])
+        await self._write([Put("findings", {**made.row, "finding_id": _finding_id(instruction)})])
 
 
-def _finding_id(order: CompareWeights) -> str:
+def _finding_id(instruction: CompareWeights) -> str:
     # For a version, not a step: the step may be unknown, or shared by several versions.
-    return row_id(NOT_COMPARED, *order)
+    return row_id(NOT_COMPARED, *instruction)

@@ -145,9 +145,9 @@ class Process:
     lease_until: float = 0.0
     last_wall: float = 0.0
     #: Time of its last event or poll, by the service's clock.
-    heard: float = 0.0
+    last_contact: float = 0.0
     #: Time of its last BEGIN or END, by the service's clock.
-    said: float = 0.0
+    last_event: float = 0.0
     #: Its last BEGIN: time, key of the work, timing of its role in that part.
     reached: tuple[float, str, StageTiming] | None = None
     clock: tuple[float | None, float | None] = (None, None)
@@ -257,7 +257,7 @@ class Attempt:
     first_step: int | None = None
     resumed_from_step: int | None = None
     #: A process reported `resumed_from_step`; otherwise it is derived from the first step.
-    resumed_told: bool = False
+    resume_reported: bool = False
     #: The reported `resumed_from_step` as it was stored before the service restarted.
     resumed_restored: int | None = None
     last_closed_step: int | None = None
@@ -296,7 +296,7 @@ class Attempt:
     #: Roles that a process (a trainer's driver) expects to report, and roles of which a rank has
     #: reported.
     expected_roles: set[str] = dataclasses.field(default_factory=set)
-    heard_roles: set[str] = dataclasses.field(default_factory=set)
+    reporting_roles: set[str] = dataclasses.field(default_factory=set)
     #: (role, stage) whose names were checked.
     stage_names: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     #: Role -> the open finding that none of its ranks has reported.
@@ -306,7 +306,7 @@ class Attempt:
         """Add a process."""
         self.processes[process.incarnation] = process
         self.by_rank.setdefault((process.role, process.rank), []).append(process)
-        self.heard_roles.add(process.role)
+        self.reporting_roles.add(process.role)
         self.expected_roles |= process.expected_roles
         self.believe(process)
 
@@ -314,11 +314,11 @@ class Attempt:
         """Remove a process that has done no work in this attempt."""
         del self.processes[process.incarnation]
         self.by_rank[(process.role, process.rank)].remove(process)
-        self.expected_roles, self.heard_roles = set(), set()
+        self.expected_roles, self.reporting_roles = set(), set()
         self.sizes.pop(process.role, None)
         for other in self.processes.values():
             self.expected_roles |= other.expected_roles
-            self.heard_roles.add(other.role)
+            self.reporting_roles.add(other.role)
             self.believe(other)
 
     def believe(self, process: Process) -> bool:
@@ -362,7 +362,7 @@ class Attempt:
     @property
     def unheard_roles(self) -> set[str]:
         """Roles that are expected to report and of which no rank has reported."""
-        return self.expected_roles - self.heard_roles
+        return self.expected_roles - self.reporting_roles
 
     @property
     def over(self) -> bool:

@@ -44,7 +44,7 @@ class StageKey(NamedTuple):
 class StageTiming:
     """Times of a role's ranks in a part of a stage; merged by minimum and maximum."""
 
-    place: StageKey
+    key: StageKey
     first: float = math.inf
     """When the first rank began it."""
     last: float = -math.inf
@@ -77,7 +77,7 @@ class RankPosition(NamedTuple):
 
     process: str
     """LIVE, SILENT, GONE or UNHEARD."""
-    said: float | None = None
+    last_event: float | None = None
     """When it began or ended anything last; None: never."""
     inside: StageKey | None = None
     """The part that it is in; None between two."""
@@ -89,7 +89,7 @@ class RankPosition(NamedTuple):
 class Role:
     """The state of a role of an attempt in its open steps."""
 
-    standings: Mapping[int, RankPosition]
+    positions: Mapping[int, RankPosition]
     """Of the ranks that are expected."""
     timings: Mapping[StageKey, StageTiming]
     """Of the open steps."""
@@ -115,7 +115,7 @@ class Stuck(NamedTuple):
     """A rank that holds up others."""
 
     rank: int
-    place: StageKey
+    key: StageKey
     status: str
     """NOT_BEGUN or NOT_ENDED."""
     process: str
@@ -160,7 +160,7 @@ def judge(role: Role, now: float, rules: StuckRules) -> list[Stuck]:
 
     A role without a live process has none: what a lost job left open is lost, not stuck.
     """
-    if not any(standing.process in (LIVE, SILENT) for standing in role.standings.values()):
+    if not any(position.process in (LIVE, SILENT) for position in role.positions.values()):
         return []
     return _Judgement(role, now, rules).judge() if role.timings else []
 
@@ -171,146 +171,147 @@ class _Judgement:
     def __init__(self, role: Role, now: float, rules: StuckRules) -> None:
         self._role, self._now, self._rules = role, now, rules
         self._newest_first = sorted(
-            ((timing.first, place) for place, timing in role.timings.items()), reverse=True
+            ((timing.first, key) for key, timing in role.timings.items()), reverse=True
         )
         self._limits: dict[tuple[StageKey, str], Limit] = {}
         self._members: dict[StageKey, tuple[Collection[int], Collection[int]]] = {}
-        self._whole: dict[StageKey, bool] = {}
+        self._all_inside: dict[StageKey, bool] = {}
         self._silent = [
-            (rank, standing)
-            for rank, standing in role.standings.items()
-            if standing.process in (SILENT, GONE)
+            (rank, position)
+            for rank, position in role.positions.items()
+            if position.process in (SILENT, GONE)
         ]
-        self._waits: dict[StageKey, bool] = {}
+        self._waiting_for_silent: dict[StageKey, bool] = {}
 
     def judge(self) -> list[Stuck]:
         found = []
-        for rank, standing in sorted(self._role.standings.items()):
-            if standing.said is not None and self._now - standing.said <= self._rules.min_seconds:
+        for rank, position in sorted(self._role.positions.items()):
+            if (
+                position.last_event is not None
+                and self._now - position.last_event <= self._rules.min_seconds
+            ):
                 continue
-            if standing.inside is not None:
-                stuck = self._inside(rank, standing, standing.inside)
+            if position.inside is not None:
+                stuck = self._inside(rank, position, position.inside)
             else:
-                stuck = self._between(rank, standing)
+                stuck = self._between(rank, position)
             if stuck is not None:
                 found.append(stuck)
         return found
 
-    def _inside(self, rank: int, standing: RankPosition, place: StageKey) -> Stuck | None:
-        limit = self._limit(place, NOT_ENDED)
-        gone = standing.process in (SILENT, GONE)
-        if not (gone or self._is_over(standing, limit)):
+    def _inside(self, rank: int, position: RankPosition, key: StageKey) -> Stuck | None:
+        limit = self._limit(key, NOT_ENDED)
+        gone = position.process in (SILENT, GONE)
+        if not (gone or self._is_over(position, limit)):
             return None
-        if not gone and self._waits_for_silent(place):
+        if not gone and self._waits_for_silent(key):
             return None
-        _, ended = self._of(place)
-        whole = not (gone or ended)
-        if whole and not self._is_whole(place, limit):
+        _, ended = self._of(key)
+        is_whole_role = not (gone or ended)
+        if is_whole_role and not self._is_everyone_inside(key, limit):
             return None  # it waits for ranks that are behind
-        since = self._now if standing.said is None else standing.said
-        return self._stuck(rank, standing, place, NOT_ENDED, since, limit, whole_role=whole)
+        since = self._now if position.last_event is None else position.last_event
+        return self._stuck(rank, position, key, NOT_ENDED, since, limit, whole_role=is_whole_role)
 
-    def _between(self, rank: int, standing: RankPosition) -> Stuck | None:
-        awaited = self._awaited(rank, standing)
+    def _between(self, rank: int, position: RankPosition) -> Stuck | None:
+        awaited = self._awaited(rank, position)
         if awaited is None:
             return None
-        first, place = awaited
+        first, key = awaited
         # The others have waited for a rank at most since it ended its last part.
-        since = first if standing.said is None else max(first, standing.said)
-        limit = self._limit(place, NOT_BEGUN)
-        unheard = standing.process in (SILENT, GONE)
+        since = first if position.last_event is None else max(first, position.last_event)
+        limit = self._limit(key, NOT_BEGUN)
+        unheard = position.process in (SILENT, GONE)
         patience = self._rules.min_seconds if unheard else limit.seconds
         if self._now - since <= patience:
             return None
-        return self._stuck(rank, standing, place, NOT_BEGUN, since, limit)
+        return self._stuck(rank, position, key, NOT_BEGUN, since, limit)
 
-    def _awaited(self, rank: int, standing: RankPosition) -> tuple[float, StageKey] | None:
+    def _awaited(self, rank: int, position: RankPosition) -> tuple[float, StageKey] | None:
         """Return the earliest part that other ranks began after this rank's last one."""
         awaited = None
-        for first, place in self._newest_first:
-            if first <= standing.frontier:
+        for first, key in self._newest_first:
+            if first <= position.frontier:
                 break
-            if self._takes_part(rank, place):
-                awaited = (first, place)
+            if self._takes_part(rank, key):
+                awaited = (first, key)
         return awaited
 
-    def _limit(self, place: StageKey, status: str) -> Limit:
-        known = self._limits.get((place, status))
+    def _limit(self, key: StageKey, status: str) -> Limit:
+        known = self._limits.get((key, status))
         if known is not None:
             return known
-        earlier = self._role.history(place.stage)
-        timing = self._role.timings[place]
+        earlier = self._role.history(key.stage)
+        timing = self._role.timings[key]
         if status == NOT_BEGUN:
             found = self._rules.after(earlier.latest, timing.last - timing.first)
         else:
             alike = [
                 other.longest
                 for where, other in self._role.timings.items()
-                if (where.step, where.stage) == place[:2] and other.longest is not None
+                if (where.step, where.stage) == key[:2] and other.longest is not None
             ]
             found = self._rules.after(earlier.longest, max(alike, default=None))
-        self._limits[place, status] = found
+        self._limits[key, status] = found
         return found
 
-    def _is_over(self, standing: RankPosition, limit: Limit) -> bool:
-        return standing.said is not None and self._now - standing.said > limit.seconds
+    def _is_over(self, position: RankPosition, limit: Limit) -> bool:
+        return position.last_event is not None and self._now - position.last_event > limit.seconds
 
-    def _is_whole(self, place: StageKey, limit: Limit) -> bool:
+    def _is_everyone_inside(self, key: StageKey, limit: Limit) -> bool:
         """Return whether all expected ranks are inside, and none for longer than usual.
 
         Without a history the usual time is unknown.
         """
-        known = self._whole.get(place)
+        known = self._all_inside.get(key)
         if known is None:
-            known = self._whole[place] = limit.steps > 0 and all(
-                self._is_over(standing, limit)
-                if standing.inside == place
-                else standing.frontier > self._role.timings[place].first
-                for rank, standing in self._role.standings.items()
-                if self._takes_part(rank, place)
+            known = self._all_inside[key] = limit.steps > 0 and all(
+                self._is_over(position, limit)
+                if position.inside == key
+                else position.frontier > self._role.timings[key].first
+                for rank, position in self._role.positions.items()
+                if self._takes_part(rank, key)
             )
         return known
 
-    def _waits_for_silent(self, place: StageKey) -> bool:
+    def _waits_for_silent(self, key: StageKey) -> bool:
         """Return whether a rank of an unresponsive process has not ended a part."""
-        known = self._waits.get(place)
+        known = self._waiting_for_silent.get(key)
         if known is None:
-            known = self._waits[place] = any(
-                self._takes_part(rank, place)
-                and (
-                    standing.inside == place or standing.frontier < self._role.timings[place].first
-                )
-                for rank, standing in self._silent
+            known = self._waiting_for_silent[key] = any(
+                self._takes_part(rank, key)
+                and (position.inside == key or position.frontier < self._role.timings[key].first)
+                for rank, position in self._silent
             )
         return known
 
-    def _takes_part(self, rank: int, place: StageKey) -> bool:
-        ranks = self._role.history(place.stage).ranks
+    def _takes_part(self, rank: int, key: StageKey) -> bool:
+        ranks = self._role.history(key.stage).ranks
         return ranks is None or rank in ranks
 
-    def _of(self, place: StageKey) -> tuple[Collection[int], Collection[int]]:
-        found = self._members.get(place)
+    def _of(self, key: StageKey) -> tuple[Collection[int], Collection[int]]:
+        found = self._members.get(key)
         if found is None:
-            found = self._members[place] = (self._role.begun(place), self._role.ended(place))
+            found = self._members[key] = (self._role.begun(key), self._role.ended(key))
         return found
 
     def _stuck(
         self,
         rank: int,
-        standing: RankPosition,
-        place: StageKey,
+        position: RankPosition,
+        key: StageKey,
         status: str,
         since: float,
         limit: Limit,
         *,
         whole_role: bool = False,
     ) -> Stuck:
-        begun, ended = self._of(place)
+        begun, ended = self._of(key)
         return Stuck(
             rank,
-            place,
+            key,
             status,
-            standing.process,
+            position.process,
             since,
             max(self._now - since, 0.0),
             limit,
@@ -334,11 +335,11 @@ def history(
     for timings in steps:
         took: dict[str, float] = {}
         late: dict[str, float] = {}
-        for place, timing in timings.items():
+        for key, timing in timings.items():
             if timing.longest is not None:
-                took[place.stage] = max(took.get(place.stage, 0.0), timing.longest)
+                took[key.stage] = max(took.get(key.stage, 0.0), timing.longest)
             if timing.last >= timing.first:
-                late[place.stage] = max(late.get(place.stage, 0.0), timing.last - timing.first)
+                late[key.stage] = max(late.get(key.stage, 0.0), timing.last - timing.first)
         for stage, seconds in took.items():
             longest.setdefault(stage, []).append(seconds)
         for stage, seconds in late.items():

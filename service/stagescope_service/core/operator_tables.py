@@ -102,8 +102,8 @@ def _announce(
 def outcome(job: Row, state: str, reason: str | None, **columns: Any) -> Put:
     """Return the row of an announced dump's outcome."""
     key = {name: job[name] for name in _KEY}
-    said = {"digested_mark": job["mark"], "state": state, "reason": reason}
-    return Put("operators", {**key, **said, **columns})
+    state_columns = {"digested_mark": job["mark"], "state": state, "reason": reason}
+    return Put("operators", {**key, **state_columns, **columns})
 
 
 def refusal(job: Row, error: StagescopeError) -> list[Put]:

@@ -309,11 +309,11 @@ class Registry:
         """Apply a process's handshake to its attempt."""
         if process.handshake is None or self.may_leave(process):
             return []
-        told = _adopt_resume(attempt, process)
+        resume_is_new = _adopt_resume(attempt, process)
         columns: dict[str, Any] = {}
         if _adopt_fingerprint(attempt, process):
             columns["fingerprint"] = _fingerprint(attempt)
-        out = [attempt_row(attempt, **columns)] if told or columns else []
+        out = [attempt_row(attempt, **columns)] if resume_is_new or columns else []
         # Ranks know less of the configuration than a driver: the largest one is kept.
         settings = process.handshake.settings
         if settings and attempt is self.newest(attempt.run) and attempt.is_fullest(settings):
@@ -323,8 +323,8 @@ class Registry:
     def _learn_again(self, attempt: Attempt) -> list[Put]:
         """Derive an attempt's fingerprint and resume step from its present processes."""
         attempt.resumed_from_step = attempt.resumed_restored
-        attempt.resumed_told = attempt.resumed_restored is not None
-        if not attempt.resumed_told and attempt.number > 1 and attempt.first_step is not None:
+        attempt.resume_reported = attempt.resumed_restored is not None
+        if not attempt.resume_reported and attempt.number > 1 and attempt.first_step is not None:
             attempt.resumed_from_step = attempt.first_step - 1
         if attempt.fingerprint_of != RESTORED:
             attempt.fingerprint_of, attempt.fingerprint = None, {}
@@ -405,17 +405,17 @@ class Registry:
             each for each in attempt.processes.values()
             if each.bound and not each.raw and each is not process and each.age < process.age
         ]  # fmt: skip
-        here, now = (process.role, process.rank), process.heard
+        here, now = (process.role, process.rank), process.last_contact
         left = [
             each for each in others
             if (each.role, each.rank) != here
             and each.live
-            and now - max(each.heard, self.listening_since) < SILENT_SECONDS
+            and now - max(each.last_contact, self.listening_since) < SILENT_SECONDS
         ]  # fmt: skip
         if left:
             return None
         of_role = [each for each in others if each.role == process.role]
-        return older or max(of_role, key=lambda each: each.heard, default=None)
+        return older or max(of_role, key=lambda each: each.last_contact, default=None)
 
     def _came_with(self, attempt: Attempt, other: Process, older: Process) -> bool:
         """Return whether `other` belongs to the start after that of `older`."""
@@ -449,10 +449,10 @@ def _adopt_resume(attempt: Attempt, process: Process) -> bool:
     reported = process.handshake
     if reported is None or reported.resumed_from_step is None:
         return False
-    told = attempt.resumed_from_step if attempt.resumed_told else None
-    attempt.resumed_told = True
+    resume_is_new = attempt.resumed_from_step if attempt.resume_reported else None
+    attempt.resume_reported = True
     resumed = reported.resumed_from_step
-    attempt.resumed_from_step = resumed if told is None else min(told, resumed)
+    attempt.resumed_from_step = resumed if resume_is_new is None else min(resume_is_new, resumed)
     return True
 
 

@@ -91,14 +91,14 @@ _REFUSED_IN_PART: Final = frozenset({"refused_scalar", "refused_world_size", "un
 
 def refused_in_part(instructions: Iterable[Instruction]) -> str | None:
     """Return the part of an accepted event that was refused, for the answer to its sender."""
-    told = [
-        f"{order.row['message']} ({order.row['advice']})"
-        for order in instructions
-        if isinstance(order, Put)
-        and order.table == "findings"
-        and order.row["kind"] in _REFUSED_IN_PART
+    messages = [
+        f"{each.row['message']} ({each.row['advice']})"
+        for each in instructions
+        if isinstance(each, Put)
+        and each.table == "findings"
+        and each.row["kind"] in _REFUSED_IN_PART
     ]
-    return "; ".join(told) or None
+    return "; ".join(messages) or None
 
 
 def _stepless_scalars(

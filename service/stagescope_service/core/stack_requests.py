@@ -80,13 +80,13 @@ class StackRequests:
     def adopt(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add the pending requests of an earlier coordinator."""
         for row in rows:
-            asked = _Asked(row["deadline_wall"] or 0.0)
-            self._requested.setdefault(row["incarnation"], {})[row["request_id"]] = asked
+            requested = _Asked(row["deadline_wall"] or 0.0)
+            self._requested.setdefault(row["incarnation"], {})[row["request_id"]] = requested
 
     def is_news(self, incarnation: str) -> bool:
         """Return whether a process has a request that no poll has returned yet."""
         found = self._requested.get(incarnation)
-        return found is not None and any(not asked.handed for asked in found.values())
+        return found is not None and any(not requested.handed for requested in found.values())
 
     def hand_out(self, incarnation: str) -> list[dict[str, str]]:
         """Return the requests for a poll's answer.
@@ -94,8 +94,8 @@ class StackRequests:
         A poll's answer can be lost, so every later answer repeats the pending requests.
         """
         found = self._requested.get(incarnation) or {}
-        for asked in found.values():
-            asked.handed = True
+        for requested in found.values():
+            requested.handed = True
         return [{"what": STACKS, "request_id": request_id} for request_id in found]
 
     def answered(
@@ -135,8 +135,8 @@ class StackRequests:
         out: list[Instruction] = []
         silent: list[str] = []
         for incarnation, found in [*self._requested.items()]:
-            for request_id, asked in [*found.items()]:
-                if asked.deadline > wall:
+            for request_id, requested in [*found.items()]:
+                if requested.deadline > wall:
                     continue
                 self._drop(incarnation, request_id)
                 row = {"incarnation": incarnation, "request_id": request_id}
@@ -165,7 +165,7 @@ def choose(
     Raises:
         InvalidInput: more than `MOST_ASKED` processes.
     """
-    asked: list[Process] = []
+    requested: list[Process] = []
     refused: list[dict[str, Any]] = []
     known: set[int] = set()
     for (its_role, rank), processes in sorted(attempt.by_rank.items()):
@@ -179,18 +179,19 @@ def choose(
         process = max(processes, key=lambda each: (each.live, not each.raw, each.age))
         reason = _why_not(process)
         if reason is None:
-            asked.append(process)
+            requested.append(process)
         else:
             refused.append({"role": its_role, "rank": rank, "reason": reason})
     refused += [
         {"role": role, "rank": rank, "reason": "nobody has heard of it"}
         for rank in sorted(set(ranks or ()) - known)
     ]
-    if len(asked) > MOST_ASKED:
+    if len(requested) > MOST_ASKED:
         raise InvalidInput(
-            f"the stacks of {len(asked)} processes", expected=f"at most {MOST_ASKED}: name ranks"
+            f"the stacks of {len(requested)} processes",
+            expected=f"at most {MOST_ASKED}: name ranks",
         )
-    return asked, refused
+    return requested, refused
 
 
 def _why_not(process: Process) -> str | None:
@@ -203,10 +204,10 @@ def _why_not(process: Process) -> str | None:
 
 def _checked(value: object) -> tuple[list[dict[str, Any]], bool]:
     """Return threads as the catalogue stores them, and whether some were left out."""
-    said = value if isinstance(value, list | tuple) else []
+    reported_threads = value if isinstance(value, list | tuple) else []
     threads: list[dict[str, Any]] = []
-    left, truncated = MOST_CHARACTERS, len(said) > MOST_THREADS
-    for thread in said[:MOST_THREADS]:
+    left, truncated = MOST_CHARACTERS, len(reported_threads) > MOST_THREADS
+    for thread in reported_threads[:MOST_THREADS]:
         if not isinstance(thread, Mapping):
             continue
         stack = text(thread.get("stack"), MOST_CHARACTERS) or ""

@@ -20,12 +20,12 @@ def service_clock(sender: Sender, wall: float, arrived: float | None) -> float:
 
 def note_begin(step: Step, process: Process, span: Span, at: float) -> None:
     """Record that a process began a part; `at` is in seconds of the service's clock."""
-    timing = _pace(step, span)
+    timing = _timing(step, span)
     if timing is None:
         return
     timing.begun(at)
     span.begun = at
-    process.said = max(process.said, at)
+    process.last_event = max(process.last_event, at)
     key = span.work.key
     reached = process.reached
     if reached is None or at > reached[0] or (at == reached[0] and key > reached[1]):
@@ -54,13 +54,13 @@ def note_end(
         seconds = max(at - span.begun, 0.0)
     else:
         seconds = None
-    process.said = max(process.said, at)
-    timing = _pace(step, span)
+    process.last_event = max(process.last_event, at)
+    timing = _timing(step, span)
     if timing is not None and seconds is not None:
         timing.took(seconds)
 
 
-def _pace(step: Step, span: Span) -> StageTiming | None:
+def _timing(step: Step, span: Span) -> StageTiming | None:
     timings = step.timings.get(span.role)
     if timings is None:
         timings = step.timings[span.role] = {}

@@ -96,18 +96,18 @@ class State:
             InvalidEvent: this event cannot be applied; nothing has changed.
         """
         work = self.check(event)
-        said = weight_records.read(event, work) if event.kind == WEIGHTS else None
+        reported = weight_records.read(event, work) if event.kind == WEIGHTS else None
         lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
         process, out = self.registry.process_for(sender, event, lease, raw=raw, late=late)
         attempt = self.registry.attempt_of(process)
         at = stage_timing.service_clock(sender, event.wall, arrived)
-        process.heard = max(process.heard, at if arrived is None else arrived)
+        process.last_contact = max(process.last_contact, at if arrived is None else arrived)
         if process.lapsed:
             out += departures.wake(self.registry, process, event.wall)
         if attempt.over:
             out += steps.resume(attempt, process)
         if attempt.silent_roles:
-            out += steps.heard_at_last(attempt, event.wall)
+            out += steps.end_silence(attempt, event.wall)
         match event.kind:
             case "hello":
                 resized, rows = self.registry.introduce(process, event.fields, event.wall)
@@ -137,8 +137,8 @@ class State:
                 out += self._of_start(process, [reports.refused(attempt, process, event, work)])
             case "dump":
                 out += reports.dump(attempt, process, event, work)
-            case "weights" if said is not None:
-                out += self._weights(process, event, work, said)
+            case "weights" if reported is not None:
+                out += self._weights(process, event, work, reported)
             case "stacks":
                 out += self.stack_requests.answered(attempt, process, event.fields, work, at)
         return self._noted(out)
@@ -181,9 +181,9 @@ class State:
 
     def _noted(self, out: list[Instruction]) -> list[Instruction]:
         """Keep the first time of findings that are made again."""
-        for at, order in enumerate(out):
-            if isinstance(order, Put) and order.table == "findings":
-                row = order.row
+        for at, each in enumerate(out):
+            if isinstance(each, Put) and each.table == "findings":
+                row = each.row
                 first = self.remember_finding(row["finding_id"], row["first_wall"])
                 out[at] = Put("findings", {**row, "first_wall": first})
         return out
@@ -318,14 +318,14 @@ class State:
 
     # --- weights ----------------------------------------------------------------------------
     def _weights(
-        self, process: Process, event: Event, work: Work, said: weight_records.ReportedWeights
+        self, process: Process, event: Event, work: Work, reported: weight_records.ReportedWeights
     ) -> list[Instruction]:
         out = self._bind(process, work.step, event.wall)
         attempt = self.registry.attempt_of(process)
         out += steps.open_step(attempt, work.step, event.wall)[1]
-        out += weight_records.put(process, event, work, said, self._manifests)
+        out += weight_records.put(process, event, work, reported, self._manifests)
         out += steps.close_due(attempt, event.wall)
-        return [*out, CompareWeights(attempt.attempt_id, said.version)]
+        return [*out, CompareWeights(attempt.attempt_id, reported.version)]
 
     # --- payloads ---------------------------------------------------------------------------
     def settle(
@@ -353,7 +353,7 @@ class State:
         if process is None:
             return []
         process.lease_until = max(process.lease_until, now + self.lease_seconds)
-        process.heard = max(process.heard, wall)
+        process.last_contact = max(process.last_contact, wall)
         return departures.wake(self.registry, process, wall) if process.lapsed else []
 
     def renew_all(self, now: float) -> None:

@@ -59,7 +59,7 @@ def _open(attempt: Attempt, number: int, wall: float) -> tuple[Step, list[Instru
     out: list[Instruction] = []
     if attempt.first_step is None or number < attempt.first_step:
         attempt.first_step = number
-        if attempt.number > 1 and not attempt.resumed_told:
+        if attempt.number > 1 and not attempt.resume_reported:
             attempt.resumed_from_step = number - 1
         out.append(attempt_row(attempt))
     if attempt.forgotten_through is not None and number <= attempt.forgotten_through:
@@ -193,9 +193,9 @@ def _note_silent_roles(attempt: Attempt, step: int, wall: float) -> list[Instruc
     return out
 
 
-def heard_at_last(attempt: Attempt, wall: float) -> list[Instruction]:
+def end_silence(attempt: Attempt, wall: float) -> list[Instruction]:
     """End the findings about roles of which a rank has reported since."""
-    heard = attempt.silent_roles.keys() & attempt.heard_roles
+    heard = attempt.silent_roles.keys() & attempt.reporting_roles
     columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
     return [Put("findings", {**attempt.silent_roles.pop(role), **columns}) for role in heard]
 

@@ -70,14 +70,14 @@ def read(event: Event, work: Work) -> ReportedWeights:
     if not isinstance(tensors, list | tuple) or len(tensors) > MOST_TENSORS:
         raise InvalidEvent(f"weights event {event.seq} has no tensors", expected=_EXPECTED)
     device = fields.get("device")
-    said = ReportedWeights(
+    reported = ReportedWeights(
         work.policy_version, side, kind, [], [], device if isinstance(device, Mapping) else {}
     )
     for entry in tensors:
         tensor, checksum = _tensor(entry)
-        said.tensors.append(tensor)
-        said.checksums.append(checksum)
-    return said
+        reported.tensors.append(tensor)
+        reported.checksums.append(checksum)
+    return reported
 
 
 def _tensor(entry: Any) -> tuple[Tensor, int | None]:
@@ -115,29 +115,29 @@ def _shard(value: Any) -> Shard | str | None:
 
 
 def put(
-    process: Process, event: Event, work: Work, said: ReportedWeights, manifests: Manifests
+    process: Process, event: Event, work: Work, reported: ReportedWeights, manifests: Manifests
 ) -> list[Put]:
     """Return the row of a record, and that of its manifest if it is new."""
-    known = [checksum is not None for checksum in said.checksums]
-    body = json.dumps([said.tensors, known], separators=(",", ":")).encode()
+    known = [checksum is not None for checksum in reported.checksums]
+    body = json.dumps([reported.tensors, known], separators=(",", ":")).encode()
     manifest = hashlib.blake2b(body, digest_size=16).hexdigest()
-    checksums = [checksum or 0 for checksum in said.checksums]
+    checksums = [checksum or 0 for checksum in reported.checksums]
     row = {
         "incarnation": process.incarnation,
         "seq": event.seq,
         "attempt_id": process.attempt_id,
         "step": work.step,
-        "version": said.version,
-        "side": said.side,
-        "kind": said.kind,
+        "version": reported.version,
+        "side": reported.side,
+        "kind": reported.kind,
         "role": process.role,
         "rank": process.rank,
         "wall": event.wall,
         "checksums": struct.pack(f"<{len(checksums)}Q", *checksums),
         "manifest": manifest,
-        "device_kind": text(said.device.get("device_kind"), 100),
-        "device_index": integer(said.device.get("device_index")),
-        "device_serial": text(said.device.get("device_serial"), 200),
+        "device_kind": text(reported.device.get("device_kind"), 100),
+        "device_index": integer(reported.device.get("device_index")),
+        "device_serial": text(reported.device.get("device_serial"), 200),
     }
     out = [Put("weights", row)]
     if manifests.add(manifest):

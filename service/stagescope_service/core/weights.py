@@ -141,9 +141,11 @@ def odd_replicas(records: Sequence[WeightRecord]) -> list[DivergingRank]:
     return [_odd(*key, found[key]) for key in sorted(found)]
 
 
-def _odd(side: str, role: str, rank: int, said: Sequence[tuple[bool, int, str]]) -> DivergingRank:
-    is_outvoted = any(outvoted for outvoted, _, _ in said)
-    kept = [each for each in said if each[0] == is_outvoted]
+def _odd(
+    side: str, role: str, rank: int, reports: Sequence[tuple[bool, int, str]]
+) -> DivergingRank:
+    is_outvoted = any(outvoted for outvoted, _, _ in reports)
+    kept = [each for each in reports if each[0] == is_outvoted]
     names = tuple(sorted({name for _, _, name in kept}))
     return DivergingRank(side, role, rank, is_outvoted, max(count for _, count, _ in kept), names)
 
@@ -209,7 +211,7 @@ def compare(records: Sequence[WeightRecord], rename: Rename = str) -> list[Compa
             name, kind, by_kind[kind]["trainer"].get(name), by_kind[kind]["rollout"].get(name)
         )
         if len(sides) == 2
-        else _alone(name, kind, by_kind[kind])
+        else _one_sided(name, kind, by_kind[kind])
         for kind in shared or WEIGHT_KINDS
         for name in sorted({*by_kind[kind]["trainer"], *by_kind[kind]["rollout"]})
     ]
@@ -230,7 +232,9 @@ def _of_unlike_kinds(by_kind: Mapping[str, Any]) -> list[Comparison]:
     ]
 
 
-def _alone(name: str, kind: str, sides: Mapping[str, Mapping[str, list[_Holding]]]) -> Comparison:
+def _one_sided(
+    name: str, kind: str, sides: Mapping[str, Mapping[str, list[_Holding]]]
+) -> Comparison:
     side = "trainer" if sides["trainer"] else "rollout"
     other = "rollout" if sides["trainer"] else "trainer"
     reason = f"the {other} has recorded nothing of this version"

@@ -315,15 +315,15 @@ def _written_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
 
 def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
     """Return the row of each stream: its source, dtype and producer."""
-    told = payload.meta.get("streams")
-    told = told if isinstance(told, Mapping) else {}
+    producers = payload.meta.get("streams")
+    producers = producers if isinstance(producers, Mapping) else {}
     for stream, name in STREAM_TENSORS.items():
         tensor = payload.tensors.get(name)
         if tensor is None and stream == "ref":
             tensor = payload.tensors.get("ref_log_prob")
         if tensor is None:
             continue
-        own = told.get(stream)
+        own = producers.get(stream)
         reported = {**payload.meta, **(own if isinstance(own, Mapping) else {})}
         who = producer_of(_with_producers(job, payload.meta), stream)
         reported |= {} if who is None else {"producer": who}

@@ -202,14 +202,14 @@ def producers_of(
     If neither side names its producer, the two processes are two producers. If only one side does,
     it may be the other one under another name: then the producers are unknown.
     """
-    told = {rows.producer for rows in found}
-    if trainer is None and told <= {None}:
+    producers = {rows.producer for rows in found}
+    if trainer is None and producers <= {None}:
         others = {rows.incarnation for rows in found}
         if not others or incarnation in others:
             return None, None
         return f"process {incarnation}", ", ".join(f"process {name}" for name in sorted(others))
-    names = sorted(name for name in told if name is not None)
-    if trainer is None or len(names) < len(told) or not names:
+    names = sorted(name for name in producers if name is not None)
+    if trainer is None or len(names) < len(producers) or not names:
         return None, None
     return trainer, trainer if trainer in names else ", ".join(names)
 

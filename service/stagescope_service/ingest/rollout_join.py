@@ -265,7 +265,7 @@ class _Rollout:
         dtypes = sorted({rows.dtype for rows in ordered})
         same = len(dtypes) == 1
         q = [rows.q if same else widened(rows.q, rows.dtype) for rows in ordered]
-        told = bool(ordered) and all(rows.versions is not None for rows in ordered)
+        has_versions = bool(ordered) and all(rows.versions is not None for rows in ordered)
         ids = [np.full(len(r.q), -1) if r.token_ids is None else r.token_ids for r in ordered]
         return cls(
             codes=codes,
@@ -280,7 +280,7 @@ class _Rollout:
             q=np.concatenate(q)[order] if q else np.empty(0, np.float32),
             dtype=dtypes[0] if same else ("float64" if dtypes else "float32"),
             token_ids=_joined(ids)[order] if has_ids.any() else None,
-            versions=_joined([r.versions for r in ordered])[order] if told else None,
+            versions=_joined([r.versions for r in ordered])[order] if has_versions else None,
         )
 
     def find(self, code: Int64, position: Int64) -> tuple[Int64, Bool]:

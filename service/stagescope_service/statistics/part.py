@@ -28,7 +28,8 @@ class PartRecord:
         handed: The summary of the full payload, if `summary` was recomputed without tokens that
             count elsewhere.
         skipped: The (row, first, last) positions that `summary` excludes.
-        ranked: The same without tokens that another part of this rank counts (`restate_ranks`).
+        ranked: The same without tokens that another part of this rank counts
+            (`ranks_to_recompute`).
     """
 
     key: str

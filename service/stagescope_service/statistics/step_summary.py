@@ -64,8 +64,8 @@ class StepSummary:
         sent: Tokens under the mask of all parts; None if written by an earlier release.
         contradictions: Ids that name several samples, each of which counts.
         differing: (key, key of the counted replica) of replicas whose numbers differ.
-        restate: Parts to recompute; until then their tokens are missing.
-        restate_ranks: The same for the numbers of single ranks; stored nowhere.
+        to_recompute: Parts to recompute; until then their tokens are missing.
+        ranks_to_recompute: The same for the numbers of single ranks; stored nowhere.
         fragmented: Number of sequences in pieces without an offset: their sequence and round
             values describe the pieces.
     """
@@ -77,11 +77,11 @@ class StepSummary:
     left_out: Mapping[str, str]
     tokens_left_out: Mapping[str, int]
     differing: tuple[tuple[str, str], ...]
-    restate: tuple[Recompute, ...]
+    to_recompute: tuple[Recompute, ...]
     fragmented: int
     sent: int | None = None
     contradictions: tuple[Contradiction, ...] = ()
-    restate_ranks: tuple[Recompute, ...] = ()
+    ranks_to_recompute: tuple[Recompute, ...] = ()
 
     @property
     def total(self) -> Cell:
@@ -134,7 +134,7 @@ class StepSummary:
                     for found in self.contradictions
                 ],
                 "differing": [list(pair) for pair in self.differing],
-                "restate": [[r.key, [list(skip) for skip in r.skips]] for r in self.restate],
+                "restate": [[r.key, [list(skip) for skip in r.skips]] for r in self.to_recompute],
                 "fragmented": self.fragmented,
             },
         )
@@ -170,7 +170,7 @@ class StepSummary:
                     for sample, holders in document.get("contradictions", ())
                 ),
                 differing=tuple((str(a), str(b)) for a, b in document["differing"]),
-                restate=tuple(
+                to_recompute=tuple(
                     Recompute(str(key), tuple((int(r), int(a), int(b)) for r, a, b in skips))
                     for key, skips in document["restate"]
                 ),
@@ -217,7 +217,7 @@ def assemble(
         summary = dataclasses.replace(summary, empty_samples=empty_samples(chosen, identities))
     else:
         raise InvalidInput("no part of the step counts", expected="at least one new token")
-    ranks, restate_ranks = _rank_rows(chosen, {r.key for r in accounting.counted}, identities)
+    ranks, ranks_to_recompute = _rank_rows(chosen, {r.key for r in accounting.counted}, identities)
     return StepSummary(
         stage=stage,
         summary=summary,
@@ -226,11 +226,11 @@ def assemble(
         left_out=accounting.left_out | dict.fromkeys((r.key for r in others), OTHER_STREAMS),
         tokens_left_out=dict(+accounting.tokens_left_out),
         differing=tuple(accounting.differing),
-        restate=tuple(accounting.restate),
+        to_recompute=tuple(accounting.to_recompute),
         fragmented=int(summary.sequences.fragmented().sum()),
         sent=sum(map(_tokens_sent, [*chosen, *others])),
         contradictions=identities.contradictions,
-        restate_ranks=restate_ranks,
+        ranks_to_recompute=ranks_to_recompute,
     )
 
 
@@ -286,7 +286,7 @@ class _TokenAccounting:
         self.left_out: dict[str, str] = {}
         self.tokens_left_out = Counter[str]()
         self.differing: list[tuple[str, str]] = []
-        self.restate: list[Recompute] = []
+        self.to_recompute: list[Recompute] = []
 
     def count_once(self, record: PartRecord) -> None:
         """Count a record, leave it out, or request that it is recomputed."""
@@ -350,7 +350,7 @@ class _TokenAccounting:
             held = (*record.group, record.part) in self._holders
             return (REPLICA if held else REPEATED), claim
         if claim.skips and claim.skips != record.skipped:
-            self.restate.append(Recompute(record.key, claim.skips))
+            self.to_recompute.append(Recompute(record.key, claim.skips))
             return PARTIAL, claim
         return None, claim
 
@@ -409,7 +409,7 @@ def _rank_rows(
     for record in sorted(records, key=lambda record: record.order):
         by_rank.setdefault((role_order(record.role), record.rank), []).append(record)
     rows: list[RankRow] = []
-    restate: list[Recompute] = []
+    to_recompute: list[Recompute] = []
     for (role, rank), own in sorted(by_rank.items()):
         ledger, epoch = Ledger(), min(record.part.epoch for record in own)
         vectors = []
@@ -423,11 +423,11 @@ def _rank_rows(
             own_places = [dataclasses.replace(place, dropped=False) for place in places]
             claim = ledger.claim(summary, record.cp_rank, own_places)
             if claim.skips and not claim.is_all_repeated:
-                restate.append(Recompute(record.key, claim.skips))
+                to_recompute.append(Recompute(record.key, claim.skips))
             elif not claim.is_all_repeated:
                 vectors.append(summary.total.vector)
         cell = Cell(cells.merge(np.stack(vectors) if vectors else cells.empty(0)))
         rows.append(
             RankRow(role[1], rank, cell, len(own), sum(record.key in counted for record in own))
         )
-    return tuple(rows), tuple(restate)
+    return tuple(rows), tuple(to_recompute)

@@ -35,7 +35,7 @@ UPDATE = StageKey(5, "actor_update", Part())
 
 
 def role(
-    standings: Mapping[int, RankPosition],
+    positions: Mapping[int, RankPosition],
     begun: Mapping[int, float],
     ended: Mapping[int, float] | None = None,
     earlier: History = History([4.0, 5.0, 6.0], [0.5, 0.5, 0.5]),  # noqa: B008
@@ -50,7 +50,7 @@ def role(
             timing.took(ended[rank] - at)
     members: dict[str, Collection[int]] = {"begun": begun.keys(), "ended": ended.keys()}
     return Role(
-        standings,
+        positions,
         {place: timing} if begun else {},
         begun=lambda _: members["begun"],
         ended=lambda _: members["ended"],
@@ -74,7 +74,7 @@ def test_the_rank_that_has_not_begun_is_stuck_and_those_that_wait_for_it_are_not
     view = role({0: inside(100.0), 1: between(90.0), 2: inside(101.0)}, {0: 100.0, 2: 101.0})
     assert judge(view, 109.0, RULES) == []
     [stuck] = judge(view, 900.0, RULES)
-    assert (stuck.rank, stuck.status, stuck.place) == (1, NOT_BEGUN, UPDATE)
+    assert (stuck.rank, stuck.status, stuck.key) == (1, NOT_BEGUN, UPDATE)
     assert (stuck.since, stuck.seconds) == (100.0, 800.0)
     assert (stuck.begun, stuck.ended) == (2, 0)
     assert stuck.limit.usual == 0.5
@@ -202,7 +202,7 @@ def test_a_rank_that_stops_is_found_in_the_end_and_it_alone(
     halting = [slow if rank == stops else each for rank, each in enumerate(ranks)]
     view = _at(halting, steps, now, known)
     [stuck] = judge(view, now, StuckRules())
-    assert (stuck.rank, stuck.place.stage) == (stops, last)
+    assert (stuck.rank, stuck.key.stage) == (stops, last)
     assert stuck.status == (NOT_BEGUN if halted == "before" else NOT_ENDED)
     assert not stuck.whole_role
 
@@ -242,14 +242,14 @@ def _at(
                 ended.setdefault(place, set()).add(rank)
                 said, where = end, None
         stood[rank] = (said, where, reached)
-    standings = {
+    positions = {
         rank: RankPosition(
             LIVE, said, where, -math.inf if reached is None else timings[reached].first
         )
         for rank, (said, where, reached) in stood.items()
     }
     return Role(
-        standings,
+        positions,
         timings,
         begun=lambda place: begun.get(place, set()),
         ended=lambda place: ended.get(place, set()),

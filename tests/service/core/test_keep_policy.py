@@ -24,8 +24,11 @@ runs:
 def test_a_run_takes_the_first_pattern_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "keep.yaml"
     path.write_text(FILE)
-    standing = read_keep_policy(path)
-    of_qwen, of_others = keep_policy_of(standing, "qwen3-8b"), keep_policy_of(standing, "other")
+    keep_policy = read_keep_policy(path)
+    of_qwen, of_others = (
+        keep_policy_of(keep_policy, "qwen3-8b"),
+        keep_policy_of(keep_policy, "other"),
+    )
     assert of_qwen is not None
     assert of_others is not None
     assert (of_qwen["every_n_steps"], of_qwen["what"]) == (10, ["trajectories", "loss"])
@@ -61,11 +64,11 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_plan_keeps_it_and_tells_the_ranks() -> None:
-    standing = parse_keep_policy({"runs": {"r": {"every_n_steps": 2, "what": ["is_loss"]}}})
-    plan = Plan(standing=standing, revision=3)
+    keep_policy = parse_keep_policy({"runs": {"r": {"every_n_steps": 2, "what": ["is_loss"]}}})
+    plan = Plan(keep_policy=keep_policy, revision=3)
     place = {"stage": "actor_update", "role": "actor", "rank": 0}
     assert plan.keeps(run="r", step=4, **place) == ["is_loss"]  # type: ignore[arg-type]
     assert plan.keeps(run="r", step=5, **place) == []  # type: ignore[arg-type]
     assert plan.keeps(run="other", step=4, **place) == []  # type: ignore[arg-type]
-    assert plan.wire("r") == {"revision": 3, "captures": [], "keep": standing["r"]}
+    assert plan.wire("r") == {"revision": 3, "captures": [], "keep": keep_policy["r"]}
     assert "keep" not in plan.wire("other")

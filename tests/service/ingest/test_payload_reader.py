@@ -129,7 +129,7 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
             part = Part(microbatch=seq)
             parts.append(PartRecord(f"i:{seq}", summary, str(JOB["stage"]), "actor", 0, part))
         whole = assemble(parts)
-        for item in whole.restate:
+        for item in whole.to_recompute:
             at = [part.key for part in parts].index(item.key)
             key = PayloadKey("i", at + 1)
             again = recomputer.recompute(key, JOB, ("old", "rollout"), item.skips)
@@ -140,7 +140,7 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
                 skipped=item.skips,
             )
         whole = assemble(parts)
-    assert not whole.restate
+    assert not whole.to_recompute
     assert whole.total.masked == sum(int(sizes[of]) for _, of in seen)
     assert whole.sent == sent
     assert whole.unaccounted == 0

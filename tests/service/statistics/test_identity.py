@@ -86,10 +86,10 @@ def formed(records: list[PartRecord], batches: dict[str, TokenBatch]) -> StepSum
 
     for _ in range(len(records) + 1):
         whole = assemble(records)
-        if not whole.restate:
+        if not whole.to_recompute:
             assert whole.unaccounted == 0
             return StepSummary.from_bytes(whole.to_bytes())
-        skips = {item.key: item.skips for item in whole.restate}
+        skips = {item.key: item.skips for item in whole.to_recompute}
         records = [again(part) for part in records]
     raise AssertionError("a part is to be taken again for ever")
 
@@ -317,7 +317,7 @@ def test_a_part_of_which_only_masked_positions_are_new_is_no_gap() -> None:
     whole = assemble(records)
     assert whole.total.tokens == 5
     assert whole.left_out == {"c": "repeated"}
-    assert not whole.restate
+    assert not whole.to_recompute
 
 
 def empty(tokens: int = 5) -> Sample:

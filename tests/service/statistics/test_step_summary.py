@@ -68,7 +68,7 @@ def test_ranks_replicas_epochs_and_the_driver_count_once() -> None:
     assert whole.counted == ("r0", "r2-a", "r2-b")
     assert whole.left_out == {"r1": "replica", "r2-again": "repeated", "driver": "repeated"}
     assert not whole.differing
-    assert not whole.restate
+    assert not whole.to_recompute
     masked = streams[2].sum(axis=1)
     assert whole.duplicates == masked[:4].sum() + masked[6:].sum() + masked.sum()
     by_rank = {(row.role, row.rank): row for row in whole.ranks}
@@ -134,12 +134,12 @@ def test_a_partly_repeated_part_is_taken_again_without_what_counted() -> None:
         record("c", batches["c"], 2),
     ]
     first = assemble(parts)
-    assert [(r.key, {row for row, _, _ in r.skips}) for r in first.restate] == [("b", {0, 1})]
+    assert [(r.key, {row for row, _, _ in r.skips}) for r in first.to_recompute] == [("b", {0, 1})]
     assert first.left_out == {"b": "restate", "c": "repeated"}
-    skips = first.restate[0].skips
+    skips = first.to_recompute[0].skips
     again = summarise(batches["b"], skip=skip_of(batches["b"], skips))
     whole = assemble([parts[0], dataclasses.replace(parts[1], summary=again), parts[2]])
-    assert not whole.restate
+    assert not whole.to_recompute
     assert_same(whole.summary, plain(streams))
 
 
@@ -158,11 +158,11 @@ def test_tokens_that_overlap_inside_a_row_count_once() -> None:
     left, right = piece(0, 70), piece(50, WIDTH)
     parts = [record("left", left, 0), record("right", right, 1)]
     first = assemble(parts)
-    (restate,) = first.restate
-    assert {(a, b) for _, a, b in restate.skips} == {(50, 70)}
-    again = summarise(right, skip=skip_of(right, restate.skips))
+    (to_recompute,) = first.to_recompute
+    assert {(a, b) for _, a, b in to_recompute.skips} == {(50, 70)}
+    again = summarise(right, skip=skip_of(right, to_recompute.skips))
     whole = assemble([parts[0], dataclasses.replace(parts[1], summary=again)])
-    assert not whole.restate
+    assert not whole.to_recompute
     assert not whole.fragmented
     found, expected = publish(whole.summary), publish(plain((p, q, mask)))
     counts = [k for k in expected if k.endswith(("_count", "_max", "_min")) or "counts/" in k]
@@ -257,7 +257,7 @@ def test_a_whole_survives_its_bytes_and_nothing_else_does() -> None:
     data = whole.to_bytes()
     again = StepSummary.from_bytes(data)
     assert again.to_bytes() == data
-    assert again.restate == whole.restate
+    assert again.to_recompute == whole.to_recompute
     for bad in (
         b"",
         data[:-9],
@@ -298,7 +298,7 @@ def test_any_ranks_parts_and_replicas_give_the_same_whole(seed: int, data: st.Da
     order = data.draw(st.permutations(parts))
     whole = assemble(order)
     assert_same(whole.summary, plain(streams))
-    assert not whole.restate
+    assert not whole.to_recompute
     assert not whole.differing
 
 

@@ -95,14 +95,14 @@ class Told:
         return changes
 
     def restarted(self) -> Watch:
-        standing = {
+        position = {
             key: FiringRecord(
                 unpack(pack(hit.series for hit in (*firing.hits, *firing.lasting))),
                 acts=firing.cools_since is None,
             )
             for key, firing in self.firings.items()
         }
-        return Watch(self.rules.rules, fired=standing)
+        return Watch(self.rules.rules, fired=position)
 
     def lines(self) -> list[tuple[int, list[int | None], list[int | None], int | None]]:
         """(step, rounds that are news, rounds that last, the step whose actions it cools from)."""
@@ -297,17 +297,17 @@ def test_no_order_and_no_repetition_changes_what_fired(
     shuffled = [*data.draw(st.permutations(list(steps)))]
     repeated = shuffled + data.draw(st.lists(st.sampled_from(shuffled), max_size=10))
     watch = Watch(rules.rules)
-    standing: set[tuple[str, At]] = set()
+    position: set[tuple[str, At]] = set()
     for at in repeated:
         step = values(*steps[at])
         changes = watch.take(at, {rule.name: step for rule in rules.rules})
         for firing in changes.fired:
-            standing.add((firing.rule, firing.at))
+            position.add((firing.rule, firing.at))
             assert firing.hits
-        standing -= set(changes.withdrawn)
+        position -= set(changes.withdrawn)
     for rule in rules.rules:
         assert watch.fired(rule.name) == in_order.fired(rule.name)
-        assert {at for name, at in standing if name == rule.name} == set(watch.fired(rule.name))
+        assert {at for name, at in position if name == rule.name} == set(watch.fired(rule.name))
 
 
 @settings(max_examples=100, deadline=None)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from stagescope.wire.schema import STREAM_TENSORS
-from stagescope_service.coordinator.aggregation import assembly as wholes
+from stagescope_service.coordinator.aggregation import assembly as assembly
 from stagescope_service.coordinator.aggregation.assembly import StepParts
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import (
@@ -41,7 +41,7 @@ _TRAINED: Final = (STREAM_TENSORS["old"], STREAM_TENSORS["current"])
 _ROLLOUT: Final = STREAM_TENSORS["rollout"]
 
 
-class JoinOrder(NamedTuple):
+class JoinJob(NamedTuple):
     """Join this payload, which lies in the ring of this node."""
 
     key: PayloadKey
@@ -55,7 +55,7 @@ class JoinPlan:
 
     step: int
     stage: str
-    orders: tuple[JoinOrder, ...]
+    jobs: tuple[JoinJob, ...]
     sources: tuple[Source, ...]
     consumed: tuple[Put, ...]
     samples: tuple[str, ...]
@@ -112,7 +112,7 @@ def plan_join(
     return JoinPlan(
         step=step,
         stage=stage,
-        orders=tuple(_order(row, processes.get(row["incarnation"], {}), run) for row in lacking),
+        jobs=tuple(_join_job(row, processes.get(row["incarnation"], {}), run) for row in lacking),
         sources=tuple(sources),
         consumed=tuple(consumed),
         samples=samples,
@@ -152,7 +152,7 @@ def _is_alone(tensors: Mapping[str, Any]) -> bool:
     return trained and "response_mask" in tensors and _ROLLOUT not in tensors
 
 
-def _order(row: Row, process: Row, run: str) -> JoinOrder:
+def _join_job(row: Row, process: Row, run: str) -> JoinJob:
     job: IngestJob = {
         "run": run,
         "attempt_id": row["attempt_id"],
@@ -168,7 +168,7 @@ def _order(row: Row, process: Row, run: str) -> JoinOrder:
         "data_rank": process.get("data_rank"),
         "cp_size": process.get("cp_size"),
     }
-    return JoinOrder(_key(row), row["node_id"], job)
+    return JoinJob(_key(row), row["node_id"], job)
 
 
 def _source(row: Row, number: int) -> Source:
@@ -207,24 +207,24 @@ class Aggregator:
         self._write = write
         self._waiting: OrderedDict[Aggregate, _Waiting] = OrderedDict()
 
-    async def aggregate(self, order: Aggregate, run: str, *, forgotten: bool = False) -> None:
+    async def aggregate(self, instruction: Aggregate, run: str, *, forgotten: bool = False) -> None:
         """Aggregate a step and write it with its findings.
 
         If the state machine has `forgotten` the step, its verdict is corrected, too.
         """
         step_parts = await asyncio.to_thread(
-            wholes.begin, self._catalogue, order.attempt_id, order.step
+            assembly.begin, self._catalogue, instruction.attempt_id, instruction.step
         )
-        joined, alone = await self._join(order, run, step_parts)
+        joined, unmatched = await self._join(instruction, run, step_parts)
         if joined:
             step_parts = await asyncio.to_thread(
-                wholes.begin, self._catalogue, order.attempt_id, order.step
+                assembly.begin, self._catalogue, instruction.attempt_id, instruction.step
             )
-        step_parts.alone = alone
+        step_parts.unmatched = unmatched
         await self._recompute(step_parts)
-        rows = await asyncio.to_thread(wholes.rows_of, step_parts, run)
+        rows = await asyncio.to_thread(assembly.rows_of, step_parts, run)
         if forgotten:
-            rows += await asyncio.to_thread(wholes.verdict, self._catalogue, step_parts)
+            rows += await asyncio.to_thread(assembly.verdict, self._catalogue, step_parts)
         await self._write(rows)
 
     def arrived(self, job: IngestJob, rows: Sequence[Put]) -> list[Aggregate]:
@@ -233,32 +233,32 @@ class Aggregator:
             return []
         uids = {put.row["sample_uid"] for put in rows if put.table == "samples"}
         return [
-            order
-            for order, waiting in self._waiting.items()
+            instruction
+            for instruction, waiting in self._waiting.items()
             if waiting.run == job["run"] and not uids.isdisjoint(waiting.samples)
         ]
 
     async def _join(
-        self, order: Aggregate, run: str, step_parts: wholes.StepParts
+        self, instruction: Aggregate, run: str, step_parts: assembly.StepParts
     ) -> tuple[bool, Counter[str]]:
         """Join the payloads whose rollouts are known.
 
         Returns:
             Whether a payload was joined; reason -> tokens of the payloads without any rollout.
         """
-        waiting = self._waiting.pop(order, None)
+        waiting = self._waiting.pop(instruction, None)
         again = frozenset() if waiting is None else waiting.keys
         plan = await asyncio.to_thread(plan_join, self._catalogue, run, step_parts, again)
-        alone = Counter[str]()
+        unmatched = Counter[str]()
         if plan is None:
-            return False, alone
+            return False, unmatched
         rows: list[Put | Delete] = list(plan.consumed)
         left_out: dict[str, list[str]] = {}
         ranks: set[tuple[str, int]] = set()
         keys: set[PayloadKey] = set()
         used: set[tuple[int, int]] = set()
         joined = False
-        for item in plan.orders if plan.sources else ():
+        for item in plan.jobs if plan.sources else ():
             answer = await self._ingestors.join(item.node_id, item.key, item.job, plan.sources)
             if answer is None or answer["left_out"]:
                 ranks.add((str(item.job["role"]), int(item.job["rank"])))
@@ -267,51 +267,52 @@ class Aggregator:
                 continue
             rows += answer["rows"]
             joined = joined or bool(answer["rows"])
-            alone.update(answer["tokens"])
+            unmatched.update(answer["tokens"])
             used.update(answer["used"])
             for why, samples in answer["left_out"].items():
                 left_out.setdefault(why, []).extend(samples)
                 keys.add(item.key)
         missing = {uid for samples in left_out.values() for uid in samples}
         if not plan.sources:
-            keys, missing = {item.key for item in plan.orders}, set(plan.samples)
+            keys, missing = {item.key for item in plan.jobs}, set(plan.samples)
         if keys:
-            self._wait(order, _Waiting(run, frozenset(keys), frozenset(missing)))
+            self._wait(instruction, _Waiting(run, frozenset(keys), frozenset(missing)))
         rows += plan.used(used)
-        if plan.sources and plan.orders:
-            rows.append(_not_joined(order, run, plan.stage, left_out, ranks))
+        if plan.sources and plan.jobs:
+            rows.append(_not_joined(instruction, run, plan.stage, left_out, ranks))
         if rows:
             await self._write(rows)
-        return joined, alone
+        return joined, unmatched
 
-    def _wait(self, order: Aggregate, waiting: _Waiting) -> None:
-        self._waiting[order] = waiting
+    def _wait(self, instruction: Aggregate, waiting: _Waiting) -> None:
+        self._waiting[instruction] = waiting
         while len(self._waiting) > _REMEMBERED:
             self._waiting.popitem(last=False)
 
-    async def _recompute(self, step_parts: wholes.StepParts) -> None:
+    async def _recompute(self, step_parts: assembly.StepParts) -> None:
         """Recompute the parts with tokens that count elsewhere, until every token counts once."""
-        if not step_parts.restate and not step_parts.restate_ranks:
+        if not step_parts.to_recompute and not step_parts.ranks_to_recompute:
             return
-        nodes = await asyncio.to_thread(wholes.nodes_of, self._catalogue, step_parts)
-        for item in step_parts.restate_ranks:
+        nodes = await asyncio.to_thread(assembly.nodes_of, self._catalogue, step_parts)
+        for item in step_parts.ranks_to_recompute:
             summary = await self._recomputed(item, step_parts, nodes)
             step_parts.replace(item, summary, for_rank=True)
         # A part that cannot be recomputed leaves its tokens to others, which may then overlap.
         for _ in range(len(step_parts.parts) + 1):
-            for item in step_parts.restate:
+            for item in step_parts.to_recompute:
                 step_parts.replace(item, await self._recomputed(item, step_parts, nodes))
             await asyncio.to_thread(step_parts.assemble)
-            if not step_parts.restate:
+            if not step_parts.to_recompute:
                 return
 
     async def _recomputed(
-        self, item: Recompute, step_parts: wholes.StepParts, nodes: Mapping[str, str | None]
+        self, item: Recompute, step_parts: assembly.StepParts, nodes: Mapping[str, str | None]
     ) -> bytes | None:
         row = step_parts.rows[item.key]
         key = PayloadKey(row["incarnation"], row["seq"])
         job: StepJob = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
-        pair = step_parts.whole.summary.pair if step_parts.whole else ("old", "rollout")
+        summary = step_parts.step_summary
+        pair = summary.summary.pair if summary else ("old", "rollout")
         node_id = nodes.get(item.key)
         return await self._ingestors.recompute(node_id, key, job, pair, list(item.skips))
 
@@ -324,7 +325,7 @@ class _Waiting:
 
 
 def _not_joined(
-    order: Aggregate,
+    instruction: Aggregate,
     run: str,
     stage: str,
     left_out: Mapping[str, Sequence[str]],
@@ -333,7 +334,7 @@ def _not_joined(
     """Return the finding of rows without a rollout, or the deletion of an earlier one.
 
     Args:
-        order: names the attempt and step.
+        instruction: names the attempt and step.
         run, stage: of the payloads without it.
         left_out: reason -> sample ids, empty for a row without one.
         ranks: (role, rank) that recorded those rows.
@@ -349,8 +350,8 @@ def _not_joined(
         "rollout_not_joined",
         f"{sum(reasons.values())} rows have no rollout log-probs beside the trainer's: {text}",
         run=run,
-        attempt_id=order.attempt_id,
-        step=order.step,
+        attempt_id=instruction.attempt_id,
+        step=instruction.step,
         stage=stage,
         wall=time.time(),
         severity="error",

@@ -27,18 +27,18 @@ _HOLDERS: Final = 20
 """Ranks listed for an id in a finding."""
 
 
-def findings(whole: StepSummary, location: Mapping[str, Any]) -> list[Put | Delete]:
+def findings(step_summary: StepSummary, location: Mapping[str, Any]) -> list[Put | Delete]:
     """Return the findings about a step's tokens, and deletions of those that no longer hold.
 
     Args:
-        whole: the step's statistics.
+        step_summary: the step's statistics.
         place: run, attempt_id, step, stage and wall.
     """
     found = {
-        "sample_ids_contradict": _contradictions(whole),
-        "tokens_missing": _missing(whole),
-        "tokens_of_other_streams": _other_streams(whole),
-        "tokens_unaccounted": _unaccounted(whole),
+        "sample_ids_contradict": _contradictions(step_summary),
+        "tokens_missing": _missing(step_summary),
+        "tokens_of_other_streams": _other_streams(step_summary),
+        "tokens_unaccounted": _unaccounted(step_summary),
     }
     rows: list[Put | Delete] = []
     for kind, reported in found.items():
@@ -48,8 +48,8 @@ def findings(whole: StepSummary, location: Mapping[str, Any]) -> list[Put | Dele
     return rows
 
 
-def _contradictions(whole: StepSummary) -> dict[str, Any] | None:
-    found = whole.contradictions
+def _contradictions(step_summary: StepSummary) -> dict[str, Any] | None:
+    found = step_summary.contradictions
     if not found:
         return None
     holders = sorted({holder for item in found for holder in item.holders})
@@ -74,44 +74,45 @@ def _contradictions(whole: StepSummary) -> dict[str, Any] | None:
     }
 
 
-def _missing(whole: StepSummary) -> dict[str, Any] | None:
-    missing = whole.tokens_left_out.get(PARTIAL, 0)
+def _missing(step_summary: StepSummary) -> dict[str, Any] | None:
+    missing = step_summary.tokens_left_out.get(PARTIAL, 0)
     if not missing:
         return None
+    parts = [item.key for item in step_summary.to_recompute]
     return {
-        "message": f"{missing} tokens are missing from the step summary: {len(whole.restate)} "
-        "parts that hold them overlap others in part and are no longer in the ring",
-        "evidence": {"tokens": missing, "parts": [item.key for item in whole.restate]},
+        "message": f"{missing} tokens are missing from the step summary: {len(parts)} parts that "
+        "hold them overlap others in part and are no longer in the ring",
+        "evidence": {"tokens": missing, "parts": parts},
         "advice": "raise STAGESCOPE_RING_BYTES",
     }
 
 
-def _other_streams(whole: StepSummary) -> dict[str, Any] | None:
-    tokens = whole.tokens_left_out.get(OTHER_STREAMS, 0)
+def _other_streams(step_summary: StepSummary) -> dict[str, Any] | None:
+    tokens = step_summary.tokens_left_out.get(OTHER_STREAMS, 0)
     if not tokens:
         return None
-    pair = " and ".join(whole.summary.pair)
-    parts = [key for key, why in whole.left_out.items() if why == OTHER_STREAMS]
+    pair = " and ".join(step_summary.summary.pair)
+    parts = [key for key, why in step_summary.left_out.items() if why == OTHER_STREAMS]
     return {
-        "message": f"{tokens} tokens do not count: {len(parts)} parts of {whole.stage} hold other "
-        f"streams than the others ({pair})",
+        "message": f"{tokens} tokens do not count: {len(parts)} parts of {step_summary.stage} hold "
+        f"other streams than the others ({pair})",
         "evidence": {"tokens": tokens, "parts": parts[:_LISTED]},
         "advice": "record the same tensors on every rank of a stage",
     }
 
 
-def _unaccounted(whole: StepSummary) -> dict[str, Any] | None:
-    lost = whole.unaccounted
+def _unaccounted(step_summary: StepSummary) -> dict[str, Any] | None:
+    lost = step_summary.unaccounted
     if not lost:
         return None
     return {
         "message": f"{abs(lost)} tokens {'are missing' if lost > 0 else 'count too often'}: "
-        f"{whole.sent} were sent, {whole.total.masked} count, "
-        f"{sum(whole.tokens_left_out.values())} are left out with a reason",
+        f"{step_summary.sent} were sent, {step_summary.total.masked} count, "
+        f"{sum(step_summary.tokens_left_out.values())} are left out with a reason",
         "evidence": {
-            "sent": whole.sent,
-            "counted": whole.total.masked,
-            "left_out": dict(whole.tokens_left_out),
+            "sent": step_summary.sent,
+            "counted": step_summary.total.masked,
+            "left_out": dict(step_summary.tokens_left_out),
         },
         "advice": "do not trust this step's numbers; this is a fault of the service: please report "
         "it with the step's exported batch",
@@ -138,31 +139,31 @@ class StepParts:
     """The step's `parts_mark` before the parts were read."""
     wall: float
     """Time of that, Unix seconds."""
-    whole: StepSummary | None = None
+    step_summary: StepSummary | None = None
     unavailable: set[str] = dataclasses.field(default_factory=set)
     """Keys of parts that could not be recomputed: the ring no longer holds them."""
-    alone: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    unmatched: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Reason -> tokens of payloads without the rollout's stream, which are in no part."""
     expects_bitwise: bool = False
     """Whether a process of the run has `expect: bitwise` in its settings."""
 
     @property
-    def restate(self) -> Sequence[Recompute]:
+    def to_recompute(self) -> Sequence[Recompute]:
         """The parts to recompute, if they may still be in a ring."""
-        items = () if self.whole is None else self.whole.restate
+        items = () if self.step_summary is None else self.step_summary.to_recompute
         return [item for item in items if item.key not in self.unavailable]
 
     @property
-    def restate_ranks(self) -> Sequence[Recompute]:
+    def ranks_to_recompute(self) -> Sequence[Recompute]:
         """The parts to recompute for the numbers of their own rank."""
-        return () if self.whole is None else self.whole.restate_ranks
+        return () if self.step_summary is None else self.step_summary.ranks_to_recompute
 
     def assemble(self) -> None:
         """Assemble the summary from the present parts."""
         try:
-            self.whole = assemble(self.parts, unavailable=self.unavailable)
+            self.step_summary = assemble(self.parts, unavailable=self.unavailable)
         except InvalidInput:
-            self.whole = None  # no payload has both streams: there are no findings
+            self.step_summary = None  # no payload has both streams: there are no findings
 
     def replace(self, item: Recompute, summary: bytes | None, *, for_rank: bool = False) -> None:
         """Replace a part's summary by a recomputed one; None: it could not be recomputed."""
@@ -204,7 +205,7 @@ def begin(catalogue: Catalogue, attempt_id: int, step: int) -> StepParts:
 
 def nodes_of(catalogue: Catalogue, step_parts: StepParts) -> dict[str, str | None]:
     """Return, by part key, the nodes whose rings hold the payloads of the summary's stage."""
-    stage = None if step_parts.whole is None else step_parts.whole.stage
+    stage = None if step_parts.step_summary is None else step_parts.step_summary.stage
     rows = catalogue.payloads(step_parts.attempt_id, step_parts.step, stage=stage, limit=_ALL)
     return {f"{row['incarnation']}:{row['seq']}": row["node_id"] for row in rows}
 
@@ -212,29 +213,35 @@ def nodes_of(catalogue: Catalogue, step_parts: StepParts) -> dict[str, str | Non
 def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
     """Return the rows of an aggregated step: its summary and findings."""
     key = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
-    whole = None if step_parts.whole is None else step_parts.whole.besides(step_parts.alone)
+    step_summary = (
+        None
+        if step_parts.step_summary is None
+        else step_parts.step_summary.besides(step_parts.unmatched)
+    )
     formed = {**key, "whole_wall": step_parts.wall, "whole_mark": step_parts.mark}
-    if whole is None:
+    if step_summary is None:
         return [Put("steps", {**formed, "whole": None})]
-    location: dict[str, Any] = {"run": run, **key, "stage": whole.stage, "wall": time.time()}
-    found = examine(whole.summary, whole.ranks)
+    location: dict[str, Any] = {"run": run, **key, "stage": step_summary.stage, "wall": time.time()}
+    found = examine(step_summary.summary, step_summary.ranks)
     suspects = [check.name for check in found.suspects]
     columns = step_metrics(
-        whole, verdict=found.verdict, suspects=suspects, whole_wall=step_parts.wall
+        step_summary, verdict=found.verdict, suspects=suspects, whole_wall=step_parts.wall
     )
     puts: list[Put | Delete] = [
-        Put("steps", {**formed, "whole": whole.to_bytes()}),
+        Put("steps", {**formed, "whole": step_summary.to_bytes()}),
         Put("step_metrics", {**key, **columns}),
     ]
-    puts += _suspects(found.suspects, whole, location)
+    puts += _suspects(found.suspects, step_summary, location)
     if step_parts.expects_bitwise:
-        puts += _not_exact(whole, step_parts.rows, location)
-    if whole.differing:
-        puts.append(_replicas(whole, step_parts.rows, location))
-    return puts + findings(whole, location)
+        puts += _not_exact(step_summary, step_parts.rows, location)
+    if step_summary.differing:
+        puts.append(_replicas(step_summary, step_parts.rows, location))
+    return puts + findings(step_summary, location)
 
 
-def _suspects(suspects: Sequence[Check], whole: StepSummary, location: dict[str, Any]) -> list[Put]:
+def _suspects(
+    suspects: Sequence[Check], step_summary: StepSummary, location: dict[str, Any]
+) -> list[Put]:
     """Return the finding that the streams cannot be compared, with its likeliest cause.
 
     The cause does not explain a rank that does not show it: such a rank has a cause of its own.
@@ -243,7 +250,7 @@ def _suspects(suspects: Sequence[Check], whole: StepSummary, location: dict[str,
         return []
     # Several versions are a fact beside any cause, and explain differences by themselves.
     named = [check for check in suspects if check.name == "versions" or check is suspects[0]]
-    of_ranks = causes_of_ranks(whole.summary, whole.ranks, suspects[0].name)
+    of_ranks = causes_of_ranks(step_summary.summary, step_summary.ranks, suspects[0].name)
     places = {cause.check.name: cause.places for cause in of_ranks}
     named += [cause.check for cause in of_ranks]
     return [
@@ -253,7 +260,7 @@ def _suspects(suspects: Sequence[Check], whole: StepSummary, location: dict[str,
             **location,
             evidence={
                 "status": check.status,
-                "pair": pair_name(whole.summary.pair),
+                "pair": pair_name(step_summary.summary.pair),
                 "also": [other.name for other in suspects if other.name != check.name],
                 **({"ranks": places[check.name][:_NAMED_RANKS]} if check.name in places else {}),
             },
@@ -264,14 +271,14 @@ def _suspects(suspects: Sequence[Check], whole: StepSummary, location: dict[str,
 
 
 def _not_exact(
-    whole: StepSummary, rows: Mapping[str, Mapping[str, Any]], location: dict[str, Any]
+    step_summary: StepSummary, rows: Mapping[str, Mapping[str, Any]], location: dict[str, Any]
 ) -> list[Put]:
     """Return the first difference of the streams in a run that expects bitwise equality."""
-    unequal = unequal_tokens(whole.total)
+    unequal = unequal_tokens(step_summary.total)
     if not unequal:
         return []
-    p, q = whole.summary.pair
-    found = first_difference(whole.summary)
+    p, q = step_summary.summary.pair
+    found = first_difference(step_summary.summary)
     text, evidence = NOT_KEPT, dict[str, Any]()
     if found is not None:
         row = rows.get(found.source, {})
@@ -281,8 +288,8 @@ def _not_exact(
     return [
         finding(
             "not_exact",
-            f"{p} and {q} differ in {unequal} of {whole.total.masked} tokens, and the run expects "
-            f"none to: {text}",
+            f"{p} and {q} differ in {unequal} of {step_summary.total.masked} tokens, and the run "
+            f"expects none to: {text}",
             **location,
             severity="error",
             evidence={**evidence, "unequal": unequal},
@@ -310,8 +317,8 @@ def too_late(
         return [] if failed else None
     key = {"attempt_id": attempt_id, "step": step}
     came = catalogue.payloads(attempt_id, step, state="ingested", limit=_ALL)
-    whole = StepSummary.from_bytes(row["whole"])
-    known = {*whole.counted, *whole.left_out}
+    step_summary = StepSummary.from_bytes(row["whole"])
+    known = {*step_summary.counted, *step_summary.left_out}
     # A payload that settled after `wall` was read may be among the parts that were read then.
     late = [
         each
@@ -337,13 +344,13 @@ def verdict(catalogue: Catalogue, step_parts: StepParts) -> list[Put]:
     if row is None or not row["missing"]:
         return []
     stages = catalogue.stages(step_parts.attempt_id, step_parts.step, limit=_ALL)
-    told, missing = corrected(row["completeness"], row["missing"], statuses_of_rows(stages))
+    completeness, missing = corrected(row["completeness"], row["missing"], statuses_of_rows(stages))
     key = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
-    return [Put("steps", {**key, "completeness": told, "missing": missing})]
+    return [Put("steps", {**key, "completeness": completeness, "missing": missing})]
 
 
 def _replicas(
-    whole: StepSummary, rows: Mapping[str, Mapping[str, Any]], location: dict[str, Any]
+    step_summary: StepSummary, rows: Mapping[str, Mapping[str, Any]], location: dict[str, Any]
 ) -> Put:
     pairs = [
         {
@@ -351,7 +358,7 @@ def _replicas(
             "role": rows.get(one, {}).get("role"),
             "counted_rank": rows.get(other, {}).get("rank"),
         }
-        for one, other in whole.differing
+        for one, other in step_summary.differing
     ]
     return finding(
         "replicas_differ",

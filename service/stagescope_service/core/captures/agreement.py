@@ -193,8 +193,8 @@ def members_of(
 
 
 def look(
-    asked: Agreement,
-    order: Mapping[str, Any],
+    pending: Agreement,
+    request: Mapping[str, Any],
     participants: CaptureParticipants,
     *,
     elapsed: float,
@@ -204,38 +204,43 @@ def look(
     """Return the next state of an asked request; None if it continues to wait.
 
     Args:
-        asked: in phase ASKED.
-        order: the capture as it was requested.
+        pending: in phase ASKED.
+        request: the capture as it was requested.
         crew: the requested ranks with their present state.
         elapsed: seconds since it was asked, by the clock that measures `timeout`.
         round_trip: seconds until the last acknowledgement.
         wall: Unix seconds, now.
     """
-    late = participants.late(asked.revision)
+    late = participants.late(pending.revision)
     if not participants.members or participants.top_step is None:
         late = late or [Member("", -1)]  # wait until a rank is live and has begun a step
     named = [each.name for each in late if each.rank >= 0]
     if late:
-        over = elapsed >= order["timeout"]
-        if over and order["late"] == "give_up":
-            reason = f"not every rank acknowledged within {order['timeout']:g} s"
-            return dataclasses.replace(asked, phase=GIVEN_UP, without=named, reason=reason)
-        heard = len(participants.members) > len(named)
-        if not (over and order["late"] == "go_on" and heard and participants.top_step is not None):
+        over = elapsed >= request["timeout"]
+        if over and request["late"] == "give_up":
+            reason = f"not every rank acknowledged within {request['timeout']:g} s"
+            return dataclasses.replace(pending, phase=GIVEN_UP, without=named, reason=reason)
+        any_acknowledged = len(participants.members) > len(named)
+        if not (
+            over
+            and request["late"] == "go_on"
+            and any_acknowledged
+            and participants.top_step is not None
+        ):
             return None
     assert participants.top_step is not None
     start = start_step(participants.top_step, round_trip, participants.step_seconds)
     # A request that is asked a second time counts from now: its own steps have passed.
-    wanted = order["steps"] if asked.number == 1 else {"next": 1}
+    wanted = request["steps"] if pending.number == 1 else {"next": 1}
     steps, passed = resolve(wanted, start)
     agreed = dataclasses.replace(
-        asked,
+        pending,
         phase=AGREED,
         attempt_id=participants.attempt_id,
         agreed_wall=wall,
         start=start,
         steps=steps,
-        missed_steps=[*asked.missed_steps, *passed],
+        missed_steps=[*pending.missed_steps, *passed],
         members=[each.name for each in participants.members],
         without=named,
         round_trip=round(round_trip, 6),
@@ -244,8 +249,8 @@ def look(
     )
     if steps != []:
         return agreed
-    if asked.again_left:
-        return dataclasses.replace(agreed, steps=[start], again_left=asked.again_left - 1)
+    if pending.again_left:
+        return dataclasses.replace(agreed, steps=[start], again_left=pending.again_left - 1)
     reason = f"its steps had begun; the first that all ranks could know of in time is {start}"
     return dataclasses.replace(agreed, phase=TOO_LATE, reason=reason)
 
@@ -256,7 +261,7 @@ def largest(estimates: Iterable[Row]) -> list[Row]:
     return sorted(most, key=lambda each: (each["role"], each["rank"], str(each["stage"])))
 
 
-def refusal(order: Mapping[str, Any], estimates: Iterable[Row]) -> str | None:
+def refusal(request: Mapping[str, Any], estimates: Iterable[Row]) -> str | None:
     """Return why a request exceeds a limit: a disk's free space, or half of a time limit.
 
     Ranks wait for each other in collectives: a rank that is slower than their timeout ends the
@@ -266,9 +271,9 @@ def refusal(order: Mapping[str, Any], estimates: Iterable[Row]) -> str | None:
     for each in estimates:
         if each.get("error"):
             return f"{each['role']} rank {each['rank']} cannot carry it out: {each['error']}"
-    if order["force"]:
+    if request["force"]:
         return None
-    limit = count_of(order["steps"]) or 1
+    limit = count_of(request["steps"]) or 1
     nodes: dict[str, tuple[int, int]] = {}
     for each in estimates:
         seconds, timeout = each.get("seconds"), each.get("collective_timeout")

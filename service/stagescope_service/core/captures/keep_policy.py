@@ -70,9 +70,9 @@ def read_keep_policy(path: Path) -> dict[str, dict[str, Any]]:
     return parse_keep_policy(load_yaml(text))
 
 
-def keep_policy_of(standing: KeepPolicy, run: str) -> Mapping[str, Any] | None:
+def keep_policy_of(policies: KeepPolicy, run: str) -> Mapping[str, Any] | None:
     """Return the configuration of a run; None if no pattern matches it."""
-    for pattern, keep in standing.items():
+    for pattern, keep in policies.items():
         if fnmatch.fnmatchcase(run, pattern):
             return keep
     return None

@@ -22,27 +22,27 @@ _RUNS_NAMED: Final = 20
 _RANKS_NAMED: Final = 20
 
 
-def participants_of(registry: Registry, order: Mapping[str, Any]) -> CaptureParticipants:
+def participants_of(registry: Registry, request: Mapping[str, Any]) -> CaptureParticipants:
     """Return the requested ranks: those that run its stages in the run's newest attempt."""
-    attempt = attempt_of(registry, order)
+    attempt = attempt_of(registry, request)
     if attempt is None or attempt.over:
-        return CaptureParticipants(order["run"], None, ())
+        return CaptureParticipants(request["run"], None, ())
     live = {
         (process.role, process.rank): (process.incarnation, process.plan_revision)
         for process in attempt.processes.values()
         if process.live and _captures(process)
     }
     roles = {role for role, _ in live}
-    named = set(order["roles"] or roles) & roles
-    doing = {role for role in named if _does(attempt, role, order["stages"])}
+    named = set(request["roles"] or roles) & roles
+    doing = {role for role in named if _does(attempt, role, request["stages"])}
     members = agreement_rules.members_of(
-        order["ranks"],
+        request["ranks"],
         doing or named,
         {role: attempt.world_size(role) for role in named},
         live,
     )
     return CaptureParticipants(
-        order["run"],
+        request["run"],
         attempt.attempt_id,
         members,
         attempt.top_step,
@@ -51,16 +51,16 @@ def participants_of(registry: Registry, order: Mapping[str, Any]) -> CapturePart
     )
 
 
-def attempt_of(registry: Registry, order: Mapping[str, Any]) -> Attempt | None:
+def attempt_of(registry: Registry, request: Mapping[str, Any]) -> Attempt | None:
     """Return the newest attempt of a request's run."""
-    return None if order["run"] is None else registry.newest(order["run"])
+    return None if request["run"] is None else registry.newest(request["run"])
 
 
-def is_early(registry: Registry, order: Mapping[str, Any]) -> bool:
+def is_early(registry: Registry, request: Mapping[str, Any]) -> bool:
     """Return whether a request names steps by number, and no rank is live yet."""
-    if agreement_rules.is_relative(order["steps"]):
+    if agreement_rules.is_relative(request["steps"]):
         return False
-    attempt = attempt_of(registry, order)
+    attempt = attempt_of(registry, request)
     return attempt is None or attempt.over or attempt.top_step is None
 
 
@@ -101,37 +101,39 @@ def _run_note(registry: Registry, run: str) -> str:
     """Return a note on a requested run that has not reported."""
     known = _runs(registry)
     meant = closest_by_words(run, known)
-    asked = "" if meant is None else f" (did you mean {meant}?)"
+    suggestion = "" if meant is None else f" (did you mean {meant}?)"
     there = _besides(known, meant)
     newest = f"; known, the newest first: {', '.join(there)}" if there else ""
-    return f"no run {run!r} is known (yet){asked}: it waits for one of that name{newest}"
+    return f"no run {run!r} is known (yet){suggestion}: it waits for one of that name{newest}"
 
 
 def _rank_notes(
-    attempt: Attempt, order: Mapping[str, Any], participants: CaptureParticipants
+    attempt: Attempt, request: Mapping[str, Any], participants: CaptureParticipants
 ) -> list[str]:
     """Return notes on requested ranks and roles that do not exist."""
     fields = []
     there = {role for role, _ in attempt.by_rank}
-    if strange := sorted({*(order["roles"] or ())} - there):
+    if strange := sorted({*(request["roles"] or ())} - there):
         known = ", ".join(sorted(there)) or "(none yet)"
         fields.append(f"nobody has the role {', '.join(strange)}; there are {known}")
     members = {(each.role, each.rank) for each in participants.members}
-    if not needs_ranks(order):  # what the service does by itself includes raw callers
-        members |= {each for each in attempt.by_rank if each[0] in (order["roles"] or there)}
-    unknown = unmatched_ranks(order["ranks"], (rank for _, rank in members))
+    if not needs_ranks(request):  # what the service does by itself includes raw callers
+        members |= {each for each in attempt.by_rank if each[0] in (request["roles"] or there)}
+    unknown = unmatched_ranks(request["ranks"], (rank for _, rank in members))
     if unknown and members:
         sizes = {role: attempt.world_size(role) for role in sorted({role for role, _ in members})}
-        told = [f"{role} has {size} ranks" for role, size in sizes.items() if size is not None]
+        sizes_by_role = [
+            f"{role} has {size} ranks" for role, size in sizes.items() if size is not None
+        ]
         named = ", ".join(map(str, unknown[:_RANKS_NAMED]))
         fields.append(
             f"no rank {named} is there: nothing is collected of it until one reports"
-            + (f" ({', '.join(told)})" if told else "")
+            + (f" ({', '.join(sizes_by_role)})" if sizes_by_role else "")
         )
     return fields
 
 
-def check_stages(attempt: Attempt | None, order: Mapping[str, Any]) -> None:
+def check_stages(attempt: Attempt | None, request: Mapping[str, Any]) -> None:
     """Check that no stage of a request is a misspelling of one that the run has.
 
     A stage may have any name: one that resembles no other only makes a note.
@@ -139,13 +141,13 @@ def check_stages(attempt: Attempt | None, order: Mapping[str, Any]) -> None:
     Raises:
         Conflict: names the stage that is probably meant.
     """
-    if attempt is None or attempt.last_closed_step is None or order["force"]:
+    if attempt is None or attempt.last_closed_step is None or request["force"]:
         return
-    if order["stages"] == "all":
+    if request["stages"] == "all":
         return
     done = _done(attempt)
     # A stage of the schema is not misspelt, whether the run has it or not.
-    others = [stage for stage in order["stages"] if stage not in STAGES]
+    others = [stage for stage in request["stages"] if stage not in STAGES]
     wrong = {stage: meant for stage in others if (meant := closest_stage(stage, done))}
     if wrong:
         named = ", ".join(map(repr, wrong))
@@ -178,38 +180,41 @@ def _stage_notes(stages: Any, done: set[str]) -> list[str]:
     return [f"no rank has done {named} lately: until one does, nothing of it is captured{there}"]
 
 
-def _keep_notes(order: Mapping[str, Any]) -> list[str]:
+def _keep_notes(request: Mapping[str, Any]) -> list[str]:
     """Return notes on names to keep that look misspelt."""
     return [
         f"{word} is no section and no known tensor (did you mean {meant}?): it is kept where "
         "something of that name is recorded"
-        for word, meant in misspelt_selectors(order["keep"])
+        for word, meant in misspelt_selectors(request["keep"])
     ]
 
 
 def notes(registry: Registry, entry: CaptureEntry) -> list[str]:
     """Return notes for the author of a request, which may wait for something that never comes."""
-    order = entry.order
-    if order["run"] is None:
-        unasked = "it is for every run: none is live whose ranks could be asked"
-        return [unasked, *_stage_notes(order["stages"], set()), *_keep_notes(order)]
-    attempt = registry.newest(order["run"])
+    request = entry.request
+    if request["run"] is None:
+        note = "it is for every run: none is live whose ranks could be asked"
+        return [note, *_stage_notes(request["stages"], set()), *_keep_notes(request)]
+    attempt = registry.newest(request["run"])
     if attempt is None:
-        waits = [_run_note(registry, order["run"]), *_stage_notes(order["stages"], set())]
-        return [*waits, *_keep_notes(order)]
-    fields = _keep_notes(order)
+        waiting_notes = [
+            _run_note(registry, request["run"]),
+            *_stage_notes(request["stages"], set()),
+        ]
+        return [*waiting_notes, *_keep_notes(request)]
+    fields = _keep_notes(request)
     if attempt.over:
         fields.append(f"attempt {attempt.number} of the run is over: it waits for the next")
-    fields += _stage_notes(order["stages"], _done(attempt))
-    participants = participants_of(registry, order)
-    if needs_ranks(order) and not attempt.over and not participants.members:
+    fields += _stage_notes(request["stages"], _done(attempt))
+    participants = participants_of(registry, request)
+    if needs_ranks(request) and not attempt.over and not participants.members:
         ranks = sorted({(each.role, each.rank) for each in attempt.processes.values()})
         named = ", ".join(f"{role} {rank}" for role, rank in ranks[:20])
         fields.append(f"it asks no rank that is there; there are {named or '(none yet)'}")
     else:
-        fields += _rank_notes(attempt, order, participants)
+        fields += _rank_notes(attempt, request, participants)
     late = participants.late(entry.agreement.revision)
-    if needs_ranks(order) and late and entry.agreement.phase == agreement_rules.ASKED:
+    if needs_ranks(request) and late and entry.agreement.phase == agreement_rules.ASKED:
         fields.append(f"waiting for {names([each.name for each in late])}")
     return fields
 

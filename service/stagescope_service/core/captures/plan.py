@@ -24,32 +24,32 @@ __all__ = ["CaptureEntry", "Plan", "matches", "validate_capture"]
 class CaptureEntry:
     """A capture in the plan: the request, and the state of its agreement."""
 
-    order: Mapping[str, Any]
+    request: Mapping[str, Any]
     agreement: Agreement
 
     @property
     def capture_id(self) -> str:
         """Its id."""
-        return str(self.order["capture_id"])
+        return str(self.request["capture_id"])
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> CaptureEntry:
         """Read the result of `stored`."""
-        order = {name: value for name, value in stored.items() if name != "agreement"}
-        return cls(order, Agreement.of(stored.get("agreement") or {"phase": "agreed"}))
+        request = {name: value for name, value in stored.items() if name != "agreement"}
+        return cls(request, Agreement.of(stored.get("agreement") or {"phase": "agreed"}))
 
     def stored(self) -> dict[str, Any]:
         """Return its form in the catalogue and in answers."""
-        return {**self.order, "agreement": self.agreement.fields()}
+        return {**self.request, "agreement": self.agreement.fields()}
 
     def wire(self) -> dict[str, Any]:
         """Return its form for ranks: before the agreement it matches no step."""
         agreed = self.agreement
-        steps = self.order["steps"] if agreed.steps is None else agreed.steps
-        asked = agreed.phase == ASKED
+        steps = self.request["steps"] if agreed.steps is None else agreed.steps
+        pending = agreed.phase == ASKED
         return {
-            **self.order,
-            "steps": [] if asked else steps,
+            **self.request,
+            "steps": [] if pending else steps,
             "phase": agreed.phase,
             "agreement": agreed.number,
             "asked_revision": agreed.revision,
@@ -71,11 +71,11 @@ class Plan:
         captures: Iterable[Mapping[str, Any]] = (),
         *,
         revision: int = 0,
-        standing: KeepPolicy | None = None,
+        keep_policy: KeepPolicy | None = None,
     ) -> None:
         self.entries = {str(item["capture_id"]): CaptureEntry.of(item) for item in captures}
         self._allotted = revision
-        self._standing = standing or {}
+        self._keep_policy = keep_policy or {}
         self._wire: list[dict[str, Any]] = []
         self._published = Publication(revision, ())
         self.publish(self.publication())
@@ -111,16 +111,16 @@ class Plan:
         for known in self.entries.values():
             if has_passed(known):
                 continue
-            if all(known.order.get(name) == capture.get(name) for name in CAPTURE_FIELDS):
+            if all(known.request.get(name) == capture.get(name) for name in CAPTURE_FIELDS):
                 raise Conflict(
                     f"capture {known.capture_id} already orders exactly this",
                     advice="remove it first to order it again",
                 )
         own = {"capture_id": new_id(), "source": "http", "by": by, "created": now}
-        asked = Agreement(
+        pending = Agreement(
             revision=self.next_revision(), asked_wall=now, again_left=int(capture["again"])
         )
-        entry = CaptureEntry({**capture, **own}, asked)
+        entry = CaptureEntry({**capture, **own}, pending)
         self.entries[entry.capture_id] = entry
         return entry
 
@@ -159,9 +159,9 @@ class Plan:
 
     def wire(self, run: str) -> dict[str, Any]:
         """Return the plan in the form for the ranks of a run."""
-        keep = keep_policy_of(self._standing, run)
-        said = {} if keep is None else {"keep": keep}
-        return {"revision": self.revision, "captures": self.for_run(run), **said}
+        keep = keep_policy_of(self._keep_policy, run)
+        keep_fields = {} if keep is None else {"keep": keep}
+        return {"revision": self.revision, "captures": self.for_run(run), **keep_fields}
 
     def stored(self) -> dict[str, Any]:
         """Return the plan in the form for answers."""
@@ -179,7 +179,7 @@ class Plan:
             wanted = capture_selectors(capture)
             if wanted and matches(capture, stage=stage, role=role, rank=rank, step=step):
                 words.update(dict.fromkeys(wanted))
-        if (keep := keep_policy_of(self._standing, run)) is not None:
+        if (keep := keep_policy_of(self._keep_policy, run)) is not None:
             own = matching_selectors(keep, stage=stage, role=role, rank=rank, step=step)
             words.update(dict.fromkeys(own))
         return list(words)

@@ -82,7 +82,7 @@ class CaptureRequests:
         """Return whether all agreed steps of a capture have begun."""
         agreed = entry.agreement
         last = agreement_rules.last_step(agreed.steps)
-        attempt = attempt_of(self.state.registry, entry.order)
+        attempt = attempt_of(self.state.registry, entry.request)
         if agreed.phase != agreement_rules.AGREED or last is None or attempt is None:
             return False
         begun = attempt.top_step is not None and attempt.top_step >= last
@@ -99,7 +99,7 @@ class CaptureRequests:
         gone = dataclasses.replace(
             entry.agreement, phase=agreement_rules.WITHDRAWN, revision=self.plan.next_revision()
         )
-        entry = CaptureEntry(entry.order, gone)
+        entry = CaptureEntry(entry.request, gone)
         return entry, [self.row(entry, removed_wall=wall, removed_by=by)]
 
     def row(self, entry: CaptureEntry, **columns: Any) -> Put:
@@ -108,11 +108,11 @@ class CaptureRequests:
             "captures",
             {
                 "capture_id": entry.capture_id,
-                "run": entry.order["run"],
+                "run": entry.request["run"],
                 "spec": entry.stored(),
                 "state": entry.agreement.phase,
-                "by": entry.order["by"],
-                "created_wall": entry.order["created"],
+                "by": entry.request["by"],
+                "created_wall": entry.request["created"],
                 "revision": entry.agreement.revision,
                 **columns,
             },
@@ -128,7 +128,7 @@ class CaptureRequests:
                 continue
             if found.phase == agreement_rules.AGREED:
                 found = dataclasses.replace(found, revision=self.plan.next_revision())
-            new = CaptureEntry(entry.order, found)
+            new = CaptureEntry(entry.request, found)
             if found.phase == agreement_rules.ASKED or found.is_open:
                 self.plan.entries[entry.capture_id] = new
                 out.append(self.row(new))
@@ -144,8 +144,8 @@ class CaptureRequests:
         agreed = entry.agreement
         if agreed.phase == agreement_rules.ASKED:
             return self._ask(entry, mono, wall)
-        attempt = attempt_of(self.state.registry, entry.order)
-        if not agreement_rules.is_relative(entry.order["steps"]) or attempt is None:
+        attempt = attempt_of(self.state.registry, entry.request)
+        if not agreement_rules.is_relative(entry.request["steps"]) or attempt is None:
             return None
         last = agreement_rules.last_step(agreed.steps)
         closed = attempt.last_closed_step
@@ -156,33 +156,33 @@ class CaptureRequests:
         return self._anew(entry, mono, wall)
 
     def _ask(self, entry: CaptureEntry, mono: float, wall: float) -> Agreement | None:
-        order, asked = entry.order, entry.agreement
+        request, pending = entry.request, entry.agreement
         if entry.capture_id in self._interrupted:
             self._interrupted.discard(entry.capture_id)
             return self._anew(entry, mono, wall)
-        if not needs_ranks(order) or is_early(self.state.registry, order):
+        if not needs_ranks(request) or is_early(self.state.registry, request):
             return self._at_once(entry, wall)
-        asked_ranks = self.participants_of(order)
+        participants = self.participants_of(request)
         elapsed = mono - self._asked_mono.setdefault(entry.capture_id, mono)
         taken = self._acknowledged.setdefault(entry.capture_id, {})
-        for member in asked_ranks.members:
-            if member.incarnation is not None and (member.revision or 0) >= asked.revision:
+        for member in participants.members:
+            if member.incarnation is not None and (member.revision or 0) >= pending.revision:
                 taken.setdefault(member.incarnation, elapsed)
-        estimates = self._estimates_of(entry, asked_ranks)
+        estimates = self._estimates_of(entry, participants)
         trips = [each for each in taken.values() if each <= agreement_rules.LONGEST_ROUND_TRIP]
-        reason = agreement_rules.refusal(order, estimates)
-        told = dataclasses.replace(asked, estimates=agreement_rules.largest(estimates))
+        reason = agreement_rules.refusal(request, estimates)
+        estimated = dataclasses.replace(pending, estimates=agreement_rules.largest(estimates))
         if reason is not None:
-            return dataclasses.replace(told, phase=agreement_rules.REFUSED, reason=reason)
+            return dataclasses.replace(estimated, phase=agreement_rules.REFUSED, reason=reason)
         if (
-            self._not_estimated(asked, asked_ranks, estimates)
+            self._not_estimated(pending, participants, estimates)
             and elapsed < agreement_rules.LONGEST_ROUND_TRIP
         ):
             return None
         return agreement_rules.look(
-            told,
-            order,
-            asked_ranks,
+            estimated,
+            request,
+            participants,
             elapsed=elapsed,
             round_trip=max(trips, default=0.0),
             wall=wall,
@@ -190,18 +190,18 @@ class CaptureRequests:
 
     def _at_once(self, entry: CaptureEntry, wall: float) -> Agreement:
         """Agree without asking: no rank is live, or only the service has something to do."""
-        asked_ranks, asked = self.participants_of(entry.order), entry.agreement
-        top = asked_ranks.top_step
-        steps = entry.order["steps"]
+        participants, pending = self.participants_of(entry.request), entry.agreement
+        top = participants.top_step
+        steps = entry.request["steps"]
         start: int | None = None
         passed: list[int] = []
         if agreement_rules.is_relative(steps):
             start = 0 if top is None else top + 1
             steps, passed = agreement_rules.resolve(steps, start)
         return dataclasses.replace(
-            asked,
+            pending,
             phase=agreement_rules.AGREED,
-            attempt_id=asked_ranks.attempt_id,
+            attempt_id=participants.attempt_id,
             agreed_wall=wall,
             start=start,
             steps=steps,
@@ -230,17 +230,17 @@ class CaptureRequests:
         entry = self.plan.entries.get(str(dump["capture_id"]))
         if entry is None:
             return []
-        place = {name: dump.get(name) for name in ("role", "rank", "step", "stage")}
+        location = {name: dump.get(name) for name in ("role", "rank", "step", "stage")}
         if dump.get("state") == _ESTIMATED and entry.agreement.phase == agreement_rules.ASKED:
             about = {"node_id": dump.get("node_id"), "error": dump.get("error")}
-            said = self._estimates.setdefault(entry.capture_id, {})
-            said[place["role"], place["rank"], place["stage"]] = {
-                **place, **about, **(dump.get("estimate") or {}),
+            estimates_by_rank = self._estimates.setdefault(entry.capture_id, {})
+            estimates_by_rank[location["role"], location["rank"], location["stage"]] = {
+                **location, **about, **(dump.get("estimate") or {}),
             }  # fmt: skip
             return []
         if dump.get("state") not in _GAPS or entry.agreement.phase != agreement_rules.AGREED:
             return []
-        return self._missed(entry, {**place, "state": dump["state"]}, mono, wall)
+        return self._missed(entry, {**location, "state": dump["state"]}, mono, wall)
 
     def _missed(
         self, entry: CaptureEntry, gap: Mapping[str, Any], mono: float, wall: float
@@ -249,46 +249,48 @@ class CaptureRequests:
         if gap in agreed.missed or len(agreed.missed) >= _MISSED_LISTED:
             return []
         agreed = dataclasses.replace(agreed, missed=[*agreed.missed, dict(gap)])
-        entry = CaptureEntry(entry.order, agreed)
+        entry = CaptureEntry(entry.request, agreed)
         if gap["state"] == "missed" and agreed.again_left:
             agreed = dataclasses.replace(
                 self._anew(entry, mono, wall),
                 number=agreed.number + 1,
                 again_left=agreed.again_left - 1,
             )
-        new = CaptureEntry(entry.order, agreed)
+        new = CaptureEntry(entry.request, agreed)
         self.plan.entries[entry.capture_id] = new
         return [self.row(new), *self._partial(new, gap, wall)]
 
     # --- who is asked ----------------------------------------------------------------------
-    def participants_of(self, order: Mapping[str, Any]) -> CaptureParticipants:
+    def participants_of(self, request: Mapping[str, Any]) -> CaptureParticipants:
         """Return the requested ranks of a request."""
-        return participants_of(self.state.registry, order)
+        return participants_of(self.state.registry, request)
 
     def notes(self, entry: CaptureEntry) -> list[str]:
         """Return what an asker should know: an order may wait for what never comes."""
         return notes(self.state.registry, entry)
 
     def _estimates_of(
-        self, entry: CaptureEntry, asked_ranks: CaptureParticipants
+        self, entry: CaptureEntry, participants: CaptureParticipants
     ) -> list[dict[str, Any]]:
         """Return the estimates of the requested ranks; ranks without a part in it are left out."""
-        members = {(each.role, each.rank) for each in asked_ranks.members}
-        said = self._estimates.get(entry.capture_id, {})
-        return [each for (role, rank, _), each in said.items() if (role, rank) in members]
+        members = {(each.role, each.rank) for each in participants.members}
+        estimates_by_rank = self._estimates.get(entry.capture_id, {})
+        return [
+            each for (role, rank, _), each in estimates_by_rank.items() if (role, rank) in members
+        ]
 
     def _not_estimated(
         self,
-        asked: Agreement,
-        asked_ranks: CaptureParticipants,
+        pending: Agreement,
+        participants: CaptureParticipants,
         estimates: Iterable[Mapping[str, Any]],
     ) -> bool:
         """Return whether a rank has acknowledged and not yet sent its estimate."""
-        said = {(each["role"], each["rank"]) for each in estimates}
+        estimates_by_rank = {(each["role"], each["rank"]) for each in estimates}
         return any(
-            (each.role, each.rank) not in said
-            for each in asked_ranks.members
-            if (each.revision or 0) >= asked.revision
+            (each.role, each.rank) not in estimates_by_rank
+            for each in participants.members
+            if (each.revision or 0) >= pending.revision
         )
 
     def _forget(self, capture_id: str) -> None:
@@ -316,11 +318,11 @@ class CaptureRequests:
         return [self._finding(entry, "capture_partial", text, wall, **gap)]
 
     def _finding(self, entry: CaptureEntry, kind: str, text: str, wall: float, **about: Any) -> Put:
-        attempt = attempt_of(self.state.registry, entry.order)
+        attempt = attempt_of(self.state.registry, entry.request)
         return finding(
             kind,
             f"capture {entry.capture_id}: {text}",
-            run=entry.order["run"],
+            run=entry.request["run"],
             attempt_id=None if attempt is None else attempt.attempt_id,
             wall=wall,
             step=about.get("step", about.get("start")),
