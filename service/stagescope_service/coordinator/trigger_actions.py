@@ -299,14 +299,14 @@ class Acting:
         why = budget.refusal(cost)
         if why is not None:
             raise Conflict(f"the budget has no room: {why}")
-        if not act.row["stage"] and "stages" not in template.order:
+        if not act.row["stage"] and "stages" not in template.request:
             raise Conflict("no stage is concerned, and the template names none")
         chosen = self._ranks(act, template.worst)
-        spec = {"run": run, "stages": [act.row["stage"]], **template.order, "steps": "next"}
+        spec = {"run": run, "stages": [act.row["stage"]], **template.request, "steps": "next"}
         spec |= chosen or {"ranks": template.ranks}
         left = budget.bytes_left(cost)
         if left is not None:
-            limits = dict(template.order.get("limits") or {})
+            limits = dict(template.request.get("limits") or {})
             per_rank = max(left // self._count(act, spec["ranks"]), 1)
             given = limits.get("bytes")
             spec["limits"] = {**limits, "bytes": min(per_rank, given) if given else per_rank}

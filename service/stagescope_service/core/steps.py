@@ -130,11 +130,11 @@ def close_due(attempt: Attempt, wall: float) -> list[Instruction]:
     """Close every open step that no process holds open, lowest first."""
     if not attempt.open:
         return []
-    said = attempt.ended_through
+    through = attempt.ended_through
     left = min(attempt.clock) - 1 if attempt.clock else None
     out: list[Instruction] = []
     for number in sorted(attempt.open) if len(attempt.open) > 1 else [*attempt.open]:
-        if said is not None and number <= said:
+        if through is not None and number <= through:
             reason = SAID
         elif left is not None and number <= left:
             reason = WENT_ON
@@ -175,7 +175,7 @@ def _note_silent_roles(attempt: Attempt, step: int, wall: float) -> list[Instruc
     """Return findings of expected roles without any report when a step closes; once an attempt."""
     out: list[Instruction] = []
     for role in sorted(attempt.unheard_roles - attempt.silent_roles.keys()):
-        said = finding(
+        put = finding(
             "silent_ranks",
             f"step {step} closed with what the trainer's process reported alone: no rank of role "
             f"{role} has reported anything",
@@ -188,7 +188,7 @@ def _note_silent_roles(attempt: Attempt, step: int, wall: float) -> list[Instruc
             "and STAGESCOPE_TOKEN_FILE (a path that it can read) or STAGESCOPE_TOKEN in the "
             "environment of `ray start` on its node; over Ray it must have the package",
         )
-        attempt.silent_roles[role] = {**said.row, "over_wall": None}
+        attempt.silent_roles[role] = {**put.row, "over_wall": None}
         out.append(Put("findings", attempt.silent_roles[role]))
     return out
 

@@ -61,6 +61,10 @@ class Check:
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
+_TINY: Final = 1e-8
+"""Below it e^d - 1 is d to eight digits, of which its square, as a difference of sums, has fewer."""
+
+
 class Calibration(NamedTuple):
     """The distance of the mean importance ratio from 1.
 
@@ -82,9 +86,13 @@ def calibration(cell: Cell) -> Calibration:
     if n < 2:
         return Calibration(n, 1.0 + cell.mean(Field.RAW_SUM), math.nan)
     bias = cell.mean(Field.RAW_SUM)
-    # CHI2_SUM is of r^2 - 1 and RAW_SUM of r - 1.
-    square = (cell[Field.CHI2_SUM] - 2.0 * cell[Field.RAW_SUM]) / n
-    variance = (square - bias * bias) * n / (n - 1)
+    if max(abs(cell.extreme(Field.D_MIN)), abs(cell.extreme(Field.D_MAX))) < _TINY:
+        variance = cell[Field.D_M2] / (n - 1)
+        square = variance + bias * bias
+    else:
+        # CHI2_SUM is of r^2 - 1 and RAW_SUM of r - 1.
+        square = (cell[Field.CHI2_SUM] - 2.0 * cell[Field.RAW_SUM]) / n
+        variance = (square - bias * bias) * n / (n - 1)
     # The rounding residue of a constant ratio is not variance.
     if not variance > 1e-12 * square:
         z = math.copysign(math.inf, bias) if bias and not math.isnan(square) else math.nan

@@ -24,12 +24,12 @@ _CAPTURE_FIELDS: Final = (
 class CaptureTemplate:
     """A capture to request: of the affected stage unless `stages` names others, from the next step.
 
-    `order` holds the fields of `stagescope.wire.captures.CAPTURE_FIELDS` as they were given. With
+    `request` holds the fields of `stagescope.wire.captures.CAPTURE_FIELDS` as they were given. With
     `if_allowed` it is requested if the run has a budget, and skipped silently otherwise.
     """
 
     ranks: Any
-    order: Mapping[str, Any]
+    request: Mapping[str, Any]
     if_allowed: bool = False
 
     @classmethod
@@ -60,7 +60,7 @@ class CaptureTemplate:
 
     def wire(self) -> dict[str, Any]:
         """Return the document form that `parse` reads."""
-        document = {"ranks": self.ranks, "steps": "next", **self.order}
+        document = {"ranks": self.ranks, "steps": "next", **self.request}
         return document | ({"if_allowed": True} if self.if_allowed else {})
 
 

@@ -1,4 +1,4 @@
-"""Answers of a recorded catalogue, to the last bit, and of the same events reported now."""
+"""Answers of a recorded catalogue, and of the same events reported now."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_a_recorded_catalogue_answers_as_before(tmp_path: Path, answers: dict[st
     assert found.keys() == answers.keys()
     assert sum(status == 200 for status, _ in answers.values()) > 150
     for path, answer in answers.items():
-        assert list(differences(found[path], answer, PROSE)) == [], path
+        # The last bit of e^x is another on another processor: glibc and numpy use what it has.
+        assert list(differences(found[path], answer, PROSE, relative=1e-15)) == [], path
 
 
 def test_the_same_events_are_answered_as_before(live: Service, answers: dict[str, Any]) -> None:

@@ -252,6 +252,18 @@ def test_the_calibration_is_that_of_the_ratios() -> None:
     assert published["calibration/tokens"] == 1600
 
 
+@pytest.mark.parametrize("noise", [1e-3, 1e-6, 3e-8, 1e-9, 1e-12, 1e-14])
+def test_the_calibration_of_streams_that_hardly_differ(noise: float) -> None:
+    rng = np.random.default_rng(7)
+    q = -np.abs(rng.normal(1.0, 0.1, (1, 500)))
+    p = q + rng.normal(0.1, 1.0, q.shape) * noise
+    found = calibration(summarise(batch_of(p, q, np.ones(q.shape, np.int64))).total)
+    d = p.astype(np.longdouble) - q.astype(np.longdouble)
+    ratios = np.expm1(d)
+    expected = ratios.mean() / (ratios.std(ddof=1) / np.sqrt(np.longdouble(q.size)))
+    assert found.z == pytest.approx(float(expected), rel=1e-7)
+
+
 def test_the_calibration_is_of_the_fresh_tokens_where_versions_are_known() -> None:
     versions = np.repeat([[3], [4], [4], [5]], 500, axis=1)
     summary = summarise(batch_of(P, Q, ON, versions=versions, policy_version=5))

@@ -95,6 +95,8 @@ def assert_same(merged: Summary, whole: Summary) -> None:
         ]
     found, expected = publish(merged), publish(whole)
     assert found.keys() == expected.keys()
+    # Its variance is a difference of sums, which has eight digits where d is about 1e-8.
+    assert_close(found, {"calibration/z": expected.pop("calibration/z")}, 1e-7)
     assert_close(found, {k: v for k, v in expected.items() if "kl" not in k}, 1e-9)
 
 

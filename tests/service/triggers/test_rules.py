@@ -38,7 +38,7 @@ def test_the_defaults_make_findings_pin_and_capture_only_within_a_budget() -> No
         assert rule.actions.capture is not None
         assert rule.actions.capture.if_allowed
         # Level L0 would need the model, which not every stage names.
-        assert rule.actions.capture.order["level"] == "L1"
+        assert rule.actions.capture.request["level"] == "L1"
         assert rule.staleness == (None if rule.name.startswith("non_finite") else 0)
     assert found.runs == {}
     assert "verl's own line" in defaults_text()
