@@ -62,7 +62,7 @@ class Check:
 
 
 _TINY: Final = 1e-8
-"""Below it e^d - 1 is d to eight digits, of which its square, as a difference of sums, has fewer."""
+"""Below it e^d - 1 is d to eight digits, and its variance, as a difference of sums, has fewer."""
 
 
 class Calibration(NamedTuple):
