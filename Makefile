@@ -15,7 +15,7 @@ PYTHON_LOWEST ?= $(shell for python in python3.10 $(HOME)/.pyenv/versions/3.10.*
 LOWEST_INSTALL := $(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-lowest.txt
 LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 
-.PHONY: demo test test-verl test-lowest verl check bench bench-verl format clean help
+.PHONY: demo test test-verl test-lowest verl check check-fast bench bench-verl format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -38,7 +38,7 @@ test: $(VENV)/installed-dev  ## every test (a real Ray cluster, real msprobe, re
 	$(BIN)/python -m pytest -m ray $(RAY_ALONE)
 
 test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our numbers against its own, its tests with us
-	$(VERL)/bin/python -m pytest tests/verl
+	$(VERL)/bin/python -m pytest -n 2 --dist loadfile tests/verl
 	$(VERL)/bin/python tests/verl/own_tests.py
 
 verl: $(VERL)/installed  ## .venv-verl: verl and what its trainers need on CPU
@@ -65,6 +65,16 @@ check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/mypy
 	$(BIN)/pyright
 	$(MAKE) test
+
+# What needs neither Ray, a database, a browser nor msprobe, but the longest searches of hypothesis.
+FAST := tests/test_structure.py tests/client $(addprefix tests/service/,core statistics triggers) \
+	$(addprefix --ignore=tests/,client/engines client/test_against_the_service.py client/test_cli.py \
+	service/core/test_any_order.py service/triggers/test_watch.py)
+
+check-fast: $(VENV)/installed-dev  ## while editing: format, lint, mypy, the tests of pure code
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy & $(BIN)/python -m pytest -q $(PARALLEL) $(FAST); status=$$?; wait $$! && exit $$status
 
 bench: $(VENV)/installed-dev  ## every benchmark; ratios against a reference of the same run
 	@for file in $(filter-out %/bench_verl.py,$(wildcard tests/benchmarks/bench_*.py)); do echo "== $$file"; $(BIN)/python -m "tests.benchmarks.$$(basename $$file .py)" || exit 1; done
