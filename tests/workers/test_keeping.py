@@ -51,6 +51,29 @@ def test_a_stage_asks_before_it_copies(make_probe: MakeProbe) -> None:
     assert not make_probe().wants("prob_ratio", stage="actor_update", step=4)
 
 
+def test_a_misspelt_name_is_never_wanted_and_said_once_per_stage(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe(keep={"every_n_steps": 1, "what": ["is_loss", "lr_of_mine"]})
+    for step in (1, 2):
+        with probe.stage("actor_update", step=step) as stage:
+            assert not stage.wants("prob_ratios")
+            assert not stage.wants("is_los")
+            assert stage.wants("lr_of_mine")
+            assert not stage.wants("hidden_states")  # a name of the training's own
+            assert not stage.wants(5)  # type: ignore[arg-type]
+    wait_for(lambda: len(coordinator.of_kind("end")) == 2)
+    said = [event.fields["message"] for event in coordinator.of_kind("refused")]
+    assert ["prob_ratio," in text for text in said] == [True, False, False, False]
+    assert ["is_loss," in text for text in said] == [False, True, False, False]
+    assert probe.refused["wants"] == 4  # 5 is no name, each time it is asked
+    assert not probe.wants("x", stage=["actor_update"])  # type: ignore[arg-type]
+    strict = make_probe(strict=True, attempt_key="b")
+    for _ in range(2):
+        with pytest.raises(InvalidTensor, match="prob_ratios"):
+            strict.wants("prob_ratios", stage="actor_update", step=1)
+
+
 def test_a_capture_of_the_plan_is_kept_as_soon_as_it_is_heard_of(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:

@@ -322,20 +322,24 @@ def biased(cell: Cell, p: str, q: str) -> Check:
     if found.tokens < MANY or math.isnan(found.z):
         return Check("calibration", "unknown", "too few tokens that differ", values)
     bias = found.mean - 1.0
-    mean = f"the mean of e^({p} - {q}) is {found.mean:.4f}, {abs(found.z):.1f} standard errors "
+    mean = f"the mean of e^({p} - {q}) is {found.mean:.4f}, "
+    if math.isinf(found.z):
+        mean += "of every token the same, and not "
+    else:
+        mean += f"{abs(found.z):.1f} standard errors from "
     if abs(found.z) < CALIBRATION_Z or abs(bias) < CALIBRATION_BIAS:
-        return Check("calibration", "ok", f"{mean}from 1", values)
+        return Check("calibration", "ok", f"{mean}1", values)
     cut = above > 0.5 if bias < 0 else above < 0.5
     if cut:
         high, low = (q, p) if bias < 0 else (p, q)
         text = (
-            f"{mean}from 1, and {high} lies above {low} in {max(above, 1 - above):.0%} of the "
+            f"{mean}1, and {high} lies above {low} in {max(above, 1 - above):.0%} of the "
             f"tokens that differ: {high} was renormalised over a cut vocabulary (top-p, top-k, "
             f"min-p), or holds processed log-probs where {low} holds raw ones"
         )
         return Check("renormalised", "suspect", text, values)
     text = (
-        f"{mean}from 1: {q} is not the distribution that sampled these tokens (a temperature or a "
+        f"{mean}1: {q} is not the distribution that sampled these tokens (a temperature or a "
         "cut that it does not show, another adapter, filled-in values)"
     )
     return Check("calibration", "suspect", text, values)

@@ -264,6 +264,15 @@ def test_the_calibration_of_streams_that_hardly_differ(noise: float) -> None:
     assert found.z == pytest.approx(float(expected), rel=1e-7)
 
 
+def test_a_constant_ratio_is_said_without_an_infinite_number() -> None:
+    q = np.log(np.random.default_rng(3).uniform(0.1, 0.9, (20, 500)))
+    found = examine(summarise(batch_of(q + np.float64(0.25), q, np.ones(q.shape, np.int64))))
+    assert found.verdict == "suspect"
+    texts = [check.text for check in found.checks if check.name in ("calibration", "renormalised")]
+    assert any("1.2840, of every token the same, and not 1" in text for text in texts), texts
+    assert not any("inf " in check.text for check in found.checks)
+
+
 def test_the_calibration_is_of_the_fresh_tokens_where_versions_are_known() -> None:
     versions = np.repeat([[3], [4], [4], [5]], 500, axis=1)
     summary = summarise(batch_of(P, Q, ON, versions=versions, policy_version=5))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from stagescope.wire.keep import is_selected
 from stagescope.wire.schema import (
     END_STEP,
     FINISH,
@@ -273,10 +272,11 @@ class Probe(Reporter):
             name: of a tensor or a scalar, or a section (`stagescope.wire.keep.SECTIONS`).
             stage: the stage that would record it.
             step: its step.
+
+        Raises:
+            InvalidTensor: only when the probe is strict: a misspelt name.
         """
-        if self.is_inert:
-            return False
-        return is_selected(self.plan.keep_selectors(step, stage), stage, name)
+        return not self.is_inert and self.is_kept(name, stage, step)
 
     def record_weights(
         self,

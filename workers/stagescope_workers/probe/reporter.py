@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 
 from stagescope.wire.errors import InvalidTensor, StagescopeError
+from stagescope.wire.keep import is_selected, misspelt_selectors
 from stagescope.wire.schema import REFUSED, Work
 from stagescope_workers.capture.capture_estimate import CaptureReports, StageModels
 from stagescope_workers.capture.msprobe_config import CaptureRequest
@@ -126,6 +127,36 @@ class Reporter:
                 self._reported.add(key)
                 found.append(error)
         return found
+
+    def is_kept(self, name: str, stage: str, step: int | None) -> bool:
+        """Return whether a tensor of this name is kept of a stage; see `Stage.wants`.
+
+        Raises:
+            InvalidTensor: when the probe is strict: a misspelt name.
+        """
+        with self.guard("wants", None):
+            if is_selected(self.plan.keep_selectors(step, stage), stage, name):
+                return True
+            self._check_spelling(name, Work(step, None, stage))
+        return False
+
+    def _check_spelling(self, name: str, work: Work) -> None:
+        """Refuse a name that is no tensor's and no section's, but similar to one; once per stage.
+
+        A name without a similar one may be a tensor of the training's own.
+        """
+        key = (f"wants {name}", work.stage or "")
+        if key in self._reported:
+            return
+        if not self.strict:
+            self._reported.add(key)
+        for _, intended in misspelt_selectors([name]):
+            error = InvalidTensor(
+                f"wants({name!r:.100}): no tensor and no section has this name",
+                expected=f"{intended}, which is the closest",
+                advice="rename it there: until then the answer is False",
+            )
+            self.refuse("wants", error, work)
 
     def _report_refusal(
         self, call: str, error: Exception, work: Work | None, *, is_error: bool = False

@@ -12,7 +12,7 @@ import numpy as np
 
 from stagescope.wire.captures import uses_msprobe
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
-from stagescope.wire.keep import is_selected, kept_sections
+from stagescope.wire.keep import kept_sections
 from stagescope.wire.schema import BEGIN, DUMP, END, LOG, Work
 from stagescope_workers.capture.msprobe_config import CaptureRequest
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, copy_tensor
@@ -155,13 +155,15 @@ class Stage:
         """Return, cheaply, whether a tensor of this name is kept of this stage.
 
         It avoids unnecessary copies: `if stage.wants("prob_ratio"): ...`. `name` may also be that
-        of a section (`"is_loss"`).
+        of a section (`"is_loss"`). A misspelt name is reported once per stage.
+
+        Raises:
+            InvalidTensor: only when the probe is strict: a misspelt name.
         """
         work = self.work
         if work is None or work.stage is None or self._probe.is_inert:
             return False
-        selectors = self._probe.plan.keep_selectors(work.step, work.stage)
-        return is_selected(selectors, work.stage, name)
+        return self._probe.is_kept(name, work.stage, work.step)
 
     def log(self, **scalars: object) -> None:
         """Report named numbers: Python or numpy numbers, or tensors of one element.
