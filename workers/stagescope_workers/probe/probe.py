@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
+from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import (
     END_STEP,
     FINISH,
@@ -242,7 +243,13 @@ class Probe(Reporter):
 
     def end(self, stage: Stage, error: BaseException | None = None) -> None:
         """End a stage that `begin` returned; `error` is what it raised, or None."""
-        stage.end(error)
+        if isinstance(stage, Stage):
+            stage.end(error)
+            return
+        with self.guard("end", None):
+            raise InvalidInput(
+                f"end is given {type(stage).__name__}", expected="the stage that begin returned"
+            )
 
     def as_stage(
         self, name: str, *, model: object = None, step: int | None = None
