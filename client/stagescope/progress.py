@@ -9,7 +9,9 @@ from stagescope.answers import Record
 from stagescope.table import Table
 from stagescope.wire.nonfinite import JsonObject
 
-ENDED: Final = frozenset({"complete", "partial", "given up", "too late", "refused", "withdrawn"})
+ENDED: Final = frozenset(
+    {"complete", "partial", "empty", "given up", "too late", "refused", "withdrawn"}
+)
 """States after which nothing more is collected."""
 
 _REQUEST_FIELDS: Final = ("run", "stages", "ranks", "steps")
@@ -112,8 +114,7 @@ class CaptureProgress(Record):
     def lines(self, *, width: int = 80) -> list[str]:
         """Return the progress as text, one fact per line."""
         agreement = self["agreement"]
-        subject = "it" if self["state"] == "asked" else "the agreed step"
-        lines = [_acknowledgements(self["ranks"], subject)]
+        lines = [_acknowledgements(self["ranks"], self["state"])]
         if unmatched := self.get("unmatched_ranks"):
             lines.append(f"no rank {_numbers(unmatched)} is there: nothing is collected of it")
         if self.is_abandoned:
@@ -123,7 +124,10 @@ class CaptureProgress(Record):
         if agreement["start"] is not None:
             trip = agreement["round_trip"]
             latency = "" if trip is None else f" (acknowledged in {trip:.2f} s)"
-            lines.append(f"starts at step {agreement['start']}{latency}")
+            listed = agreement["steps"]
+            begins = not isinstance(listed, list) or agreement["start"] in listed
+            text = "starts at" if begins else "in force from"
+            lines.append(f"{text} step {agreement['start']}{latency}")
         if agreement["without"]:
             lines.append(f"without {_names(agreement['without'])}")
         if agreement["missed_steps"]:
@@ -144,9 +148,13 @@ def _value(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _acknowledgements(ranks: Sequence[_RequestedRank], subject: str) -> str:
+def _acknowledgements(ranks: Sequence[_RequestedRank], state: str) -> str:
+    if not ranks:
+        return "none of the ranks that it asks has reported yet"
     late = [rank for rank in ranks if not rank["acknowledged"]]
-    text = f"{len(ranks) - len(late)} of {len(ranks)} ranks have acknowledged {subject}"
+    done = {"asked": "acknowledged it", "withdrawn": "let go of it"}
+    text = f"{len(ranks) - len(late)} of {len(ranks)} ranks have "
+    text += done.get(state, "acknowledged the agreed step")
     return text if not late else f"{text}; not {_names(late)}"
 
 
@@ -175,6 +183,8 @@ def _estimate_line(estimate: _Estimate) -> str:
 
 
 def _step_line(step: _StepProgress) -> str:
+    if step["state"] == "empty":
+        return f"step {step['step']}: nothing to collect, no rank did these stages"
     text = f"step {step['step']}: {step['state']}, {step['collected']} ranks collected"
     if step["waiting"]:
         text += f"; waiting for {_names(step['waiting'])}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -258,6 +259,11 @@ class Rank:
         self.service.engine.now = None
         assert not refused, refused
         return self.seq
+
+    def acknowledge(self) -> None:
+        """Have the plan of now in force: what it says next tells so."""
+        revision = self.service.get("/plan")["revision"]
+        self.sender = dataclasses.replace(self.sender, plan_revision=revision)
 
     def stage(
         self, stage: str, step: int | None, payload: Any = None, seconds: float = 1.0, **fields: Any

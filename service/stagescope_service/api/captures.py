@@ -34,7 +34,13 @@ from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
 from stagescope_service.api.rows import dump_row
 from stagescope_service.api.target import LiveRun
-from stagescope_service.core.captures.agreement import AGREED, ASKED, DONE, Agreement, last_step
+from stagescope_service.core.captures.agreement import (
+    AGREED,
+    DONE,
+    Agreement,
+    is_relative,
+    last_step,
+)
 from stagescope_service.core.captures.plan import validate_capture
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Row
@@ -93,7 +99,8 @@ def capture(deps: Deps, capture_id: CaptureId) -> Answer:
     """Return the progress of a capture: who acknowledged it, who collected, missed or failed.
 
     `state` is `asked` (not every rank has acknowledged), `agreed` (it starts at
-    `agreement.start`), `complete`, `partial`, `given up`, `too late`, `refused` or `withdrawn`.
+    `agreement.start`), `complete`, `partial`, `empty` (no rank did these stages), `given up`,
+    `too late`, `refused` or `withdrawn`.
     `ranks` lists the requested ranks, `steps` the result of each step, `dumps` every dump.
     """
     row = deps.catalogue.capture(capture_id)
@@ -362,7 +369,7 @@ def _state(agreement: Agreement, steps: Iterable[CapturedStep]) -> str:
     ends = agreement.phase == DONE or last_step(agreement.steps) is not None
     if not ends or not states or "waiting" in states:
         return agreement.phase
-    return "partial" if "partial" in states else "complete"
+    return next(state for state in ("partial", "complete", "empty") if state in states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,8 +412,9 @@ class _CapturedSteps:
             states |= {
                 rank: RankState(_NOT_ASKED, True) for rank in without if rank not in reported
             }
-            over = bool(states) or (step.closed and not needs_ranks(self.spec))
-            results.append(_result(number, self.numbers.get(attempt_id), states, over))
+            over = bool(states) or step.closed
+            attempt = self.numbers.get(attempt_id)
+            results.append(_result(number, attempt, states, over, needs_ranks(self.spec)))
         return results
 
     def _reports_by_step(
@@ -418,14 +426,18 @@ class _CapturedSteps:
             of_step = by_step.setdefault((dump["attempt_id"], dump["step"]), {})
             of_rank = of_step.setdefault((dump["role"], dump["rank"]), defaultdict(set))
             of_rank[_part_key(dump)].add(dump["state"] or "armed")
-        if self.attempt is None or self.agreement.phase == ASKED:
-            return by_step
+        if self.attempt is None or self.agreement.phase not in (AGREED, DONE):
+            return by_step  # nothing is to come
         collected = {number for _, number in by_step}
         resumed = self.attempt["resumed_from_step"]
+        attempt_id = int(self.attempt["attempt_id"])
+        if is_relative(self.spec["steps"]) and self.agreement.attempt_id is not None:
+            # These steps were agreed on in one attempt; another one agrees anew, or is not asked.
+            attempt_id, resumed = self.agreement.attempt_id, None
         for number in _listed_steps(self.agreement.steps):
             if number in collected and resumed is not None and number <= resumed:
                 continue  # an earlier attempt collected it, and this one will not repeat it
-            by_step.setdefault((int(self.attempt["attempt_id"]), number), {})
+            by_step.setdefault((attempt_id, number), {})
         return by_step
 
 
@@ -522,7 +534,11 @@ def _listed_steps(steps: object) -> list[int]:
 
 
 def _result(
-    step: int, attempt: int | None, states: Mapping[RoleRank, RankState], over: bool
+    step: int,
+    attempt: int | None,
+    states: Mapping[RoleRank, RankState],
+    over: bool,
+    of_ranks: bool,
 ) -> CapturedStep:
     waiting = [rank for rank, (_, final) in states.items() if not final]
     gaps: list[JsonObject] = [
@@ -530,11 +546,18 @@ def _result(
         for (role, rank), (state, final) in sorted(states.items())
         if state not in (_COLLECTED, "armed") and (final or state != _NO_REPORT)
     ]
+    collected = sum(final and state == _COLLECTED for state, final in states.values())
+    if waiting or not over:
+        state = "waiting"
+    elif gaps:
+        state = "partial"
+    else:
+        state = "complete" if collected or not of_ranks else "empty"
     return {
         "step": step,
         "attempt": attempt,
-        "state": "waiting" if waiting or not over else "partial" if gaps else "complete",
-        "collected": sum(final and state == _COLLECTED for state, final in states.values()),
+        "state": state,
+        "collected": collected,
         "waiting": [{"role": role, "rank": rank} for role, rank in sorted(waiting)],
         "gaps": gaps,
     }

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.support.api import Rank, Service
+from tests.support.stores import eventually
 
 from stagescope.progress import CaptureProgress
 from stagescope_service.core.captures.agreement import AGREED
@@ -52,6 +53,47 @@ def test_a_step_that_an_earlier_attempt_captured_is_not_waited_for(live: Service
         (1, 3, "complete"),
         (2, 7, "waiting"),
     ]
+
+
+def test_a_capture_that_was_carried_out_stays_complete_in_the_next_attempt(live: Service) -> None:
+    rank = Rank(live, world_size=1)
+    rank.stage(STAGE, 1)
+    spec = {"run": "r", "stages": [STAGE], "steps": "next", "task": "statistics"}
+    order = live.operate.post("/captures?wait=0", json=spec).json()
+    rank.acknowledge()
+    rank.say("dump", stage=STAGE, capture_id=order["capture_id"], state="estimated", estimate={})
+    step = eventually(lambda: live.get(f"/captures/{order['capture_id']}")["agreement"]["start"])
+    for number in range(2, step):
+        rank.stage(STAGE, number)
+    dump(rank, order["capture_id"], STAGE, step)
+    rank.stage(STAGE, step + 1)
+    rank.begin(STAGE, step + 2)
+    done = "complete", [("complete", 1, 0, 0)]
+    assert come_to(live, order["capture_id"]) == done
+    rank.say("finish")
+    resumed = Rank(live, key="again", world_size=1, start=9_000.0)
+    for number in range(1, step + 3):
+        resumed.stage(STAGE, number)
+        assert come_to(live, order["capture_id"]) == done, number
+
+
+def test_a_stage_that_nobody_did_and_a_withdrawn_request_are_not_waited_for(live: Service) -> None:
+    empty = request_capture(live, stages=["critic_update"], steps=[2])
+    withdrawn = request_capture(live, stages=[STAGE], steps=[2])
+    assert come_to(live, withdrawn)[0] == "agreed"
+    rank = Rank(live, world_size=1)
+    rank.stage(STAGE, 1)
+    assert live.operate.delete(f"/captures/{withdrawn}").status_code == 200
+    for number in (2, 3):
+        rank.stage(STAGE, number)
+    rank.begin(STAGE, 4)
+    assert come_to(live, empty) == ("empty", [("empty", 0, 0, 0)])
+    assert come_to(live, withdrawn) == ("withdrawn", [])
+    text = "\n".join(CaptureProgress(live.get(f"/captures/{empty}")).lines())
+    assert "step 2: nothing to collect, no rank did these stages" in text
+    text = "\n".join(CaptureProgress(live.get(f"/captures/{withdrawn}")).lines())
+    assert "have let go of it" in text
+    assert "waiting" not in text
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2])

@@ -32,7 +32,8 @@ State = Annotated[
     str,
     Field(
         description="`asked` (not every rank has acknowledged), `agreed`, `done`, `complete`, "
-        "`partial`, `given up`, `too late`, `refused` or `withdrawn`.",
+        "`partial`, `empty` (no rank did these stages in its steps), `given up`, `too late`, "
+        "`refused` or `withdrawn`.",
         examples=["agreed"],
     ),
 ]
@@ -214,7 +215,8 @@ class CapturedStep(Model):
 
     step: Step
     attempt: int | None
-    state: Literal["waiting", "partial", "complete"]
+    state: Literal["waiting", "partial", "complete", "empty"]
+    """`empty`: the step is over, and no rank did these stages in it."""
     collected: int
     """Ranks that have collected it."""
     waiting: list[RoleRank]
