@@ -124,7 +124,7 @@ class CaptureProgress(Record):
         if agreement["start"] is not None:
             trip = agreement["round_trip"]
             latency = "" if trip is None else f" (acknowledged in {trip:.2f} s)"
-            listed = agreement["steps"]
+            listed = agreement.get("steps")
             begins = not isinstance(listed, list) or agreement["start"] in listed
             text = "starts at" if begins else "in force from"
             lines.append(f"{text} step {agreement['start']}{latency}")

@@ -224,11 +224,16 @@ class HangWatch:
         for attempt in self._state.registry.attempts.values():
             if attempt.over:
                 continue
-            silent = self._silence.of(attempt, now, before)
+            restarted = self._restarted_roles(attempt)
+            silent = [
+                process
+                for process in self._silence.of(attempt, now, before)
+                if process.role not in restarted
+            ]
             unheard |= {process.incarnation for process in silent}
             out += self._fell_silent(attempt, silent[:MOST_FINDINGS], wall)
             if attempt.open and self._is_quiet(attempt, wall):
-                out += self._judge(attempt, silent, wall, stuck)
+                out += self._judge(attempt, silent, restarted, wall, stuck)
         return out + self._end(stuck, wall) + self._end_silences(unheard, wall)
 
     def watchdog(
@@ -245,6 +250,13 @@ class HangWatch:
             work = Work(process.max_step, None, None)
         return self._state.watchdog(process, fields, work, wall)
 
+    def _restarted_roles(self, attempt: Attempt) -> Collection[str]:
+        """Return the roles that a later attempt of the run has, too: nobody awaits theirs here."""
+        newest = self._state.registry.newest(attempt.run)
+        if newest is None or newest is attempt:
+            return ()
+        return {role for role, _ in newest.by_rank}
+
     def _is_quiet(self, attempt: Attempt, wall: float) -> bool:
         """Return whether a process was quiet for long; makes the check of a busy attempt cheap."""
         quiet = wall - self._rules.min_seconds
@@ -254,11 +266,18 @@ class HangWatch:
         )
 
     def _judge(
-        self, attempt: Attempt, silent: Sequence[Process], wall: float, stuck: set[_Key]
+        self,
+        attempt: Attempt,
+        silent: Sequence[Process],
+        restarted: Collection[str],
+        wall: float,
+        stuck: set[_Key],
     ) -> list[Instruction]:
         out: list[Instruction] = []
         unheard = {(process.role, process.rank) for process in silent}
         for name, role in roles(attempt, {process.incarnation for process in silent}):
+            if name in restarted:
+                continue
             found = judge(role, wall, self._rules)[:MOST_FINDINGS]
             new: list[Stuck] = []
             for each in found:

@@ -471,6 +471,27 @@ def test_a_rank_that_is_made_anew_ends_the_silence_of_its_predecessor(
     assert found["over_wall"] is not None
 
 
+def test_nobody_awaits_the_ranks_of_a_start_that_was_killed_and_made_again(made: Clocked) -> None:
+    worked(made, ranks=3)
+    for rank in (0, 1):
+        made.begin(rank, 4)
+    made.pass_time(3.0, polling=())
+
+    def again(rank: int, step: int) -> None:
+        sender = Sender(f"again-{rank}", "r", "b", "actor", rank, node_id="node", clock_offset=0.0)
+        event = (1, BEGIN, step, made.now, made.now, {"step": step, "stage": "actor_update"})
+        made.run(made.coordinator.intake.record(sender.wire(), [event]))
+
+    for rank in (0, 1):
+        again(rank, 2)
+    for _ in range(12):
+        made.pass_time(10.0, polling=())
+        for rank in (0, 1):
+            made.coordinator.state.renew(f"again-{rank}", made.now, made.now)
+    # Not the third rank either, which was not made again.
+    assert made.findings() == made.findings("process_silent") == []
+
+
 def test_a_service_that_was_held_up_calls_nobody_silent(made: Clocked) -> None:
     worked(made, ranks=2)
     made.now += 300.0
