@@ -35,6 +35,21 @@ def test_serve_says_which_version_may_not_work(
     ]
 
 
+def test_a_misspelt_variable_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))
+    for name in ("RING_BYTE", "STUK_SECONDS", "TOKEN_FILE", "VERL", "OF_MY_OWN"):
+        monkeypatch.setenv(f"STAGESCOPE_{name}", "off")
+    # A setting that is refused: what follows would start a cluster.
+    monkeypatch.setenv("STAGESCOPE_RING_BYTES", "many")
+    said = invoke("serve").stderr.splitlines()
+    assert [line for line in said if "did you mean" in line] == [
+        "note: STAGESCOPE_RING_BYTE is not a setting, and ignored: did you mean "
+        "STAGESCOPE_RING_BYTES?",
+        "note: STAGESCOPE_STUK_SECONDS is not a setting, and ignored: did you mean "
+        "STAGESCOPE_STUCK_SECONDS?",
+    ]
+
+
 @pytest.mark.parametrize("text", [None, "rules: [{name: x}]", "\xff"])
 def test_rules_that_cannot_be_read_are_refused_at_start(
     text: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -14,7 +14,6 @@ from stagescope.wire.errors import InvalidPlan, InvalidTensor
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.payload import datum_columns
 from stagescope_workers.probe.draft import Draft
-from stagescope_workers.probe.options import checked_options
 from stagescope_workers.probe.probe import Probe
 
 MakeProbe = Callable[..., Probe]
@@ -35,9 +34,18 @@ def test_a_configuration_travels_in_the_settings(
     assert (settings["keep"]["every_n_steps"], settings["keep"]["what"]) == (2, ["loss"])
 
 
-def test_a_configuration_that_cannot_be_right_is_refused() -> None:
+def test_a_configuration_that_cannot_be_right_is_refused_and_the_rest_reported(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    keep = {"evry_n_steps": 2, "what": ["loss"]}
+    probe = make_probe(keep=keep)
+    with probe.stage("actor_update", step=2) as stage:
+        assert not stage.wants("loss")
+    wait_for(lambda: coordinator.of_kind("end"))
+    [refused] = coordinator.of_kind("refused")
+    assert "no field 'evry_n_steps'" in refused.fields["message"]
     with pytest.raises(InvalidPlan, match="no field 'evry_n_steps'"):
-        checked_options({"run": "r", "keep": {"evry_n_steps": 2, "what": ["loss"]}})
+        make_probe(keep=keep, strict=True)
 
 
 def test_a_stage_asks_before_it_copies(make_probe: MakeProbe) -> None:

@@ -228,6 +228,39 @@ def test_bad_input_is_raised_when_strict(
     assert sum(probe.refused.values()) == 1
 
 
+def test_each_kind_of_message_is_logged_once(
+    make_probe: MakeProbe, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe = make_probe()
+    for step in (1, 2, 3):
+        with probe.stage("s", step=step) as stage:
+            stage.record(rollout_logprobs=[-1.0])
+        with probe.stage("t", step=step) as stage:
+            stage.record(rollout_log_probs=[-1.0], old_log_probs=[-1.0])
+    for step in (-1, -2, 2**63, 10**400):
+        probe.stage("s", step=step)
+    probe.stage("s", step="9")  # type: ignore[arg-type]
+    lines = [record.getMessage() for record in caplog.records]
+    for word in ("rollout_logprobs", "response_mask", "step is -1", "64 bits", "step is '9'"):
+        assert len([line for line in lines if word in line]) == 1, (word, lines)
+    assert not [line for line in lines if "step is -2" in line]
+    assert probe.refused["stage"] == 5
+
+
+def test_finish_is_false_where_init_was_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        lifecycle, "find_link", lambda *_: pytest.fail("nothing is to be waited for")
+    )
+    monkeypatch.setattr(lifecycle, "_refused", "")
+    refused = lifecycle.init("my run")
+    assert "inert" in repr(refused)
+    assert lifecycle.finish(0.1) is False
+    assert "init was refused here" in caplog.text
+    assert "my run" in caplog.text
+
+
 def test_one_bad_tensor_does_not_cost_the_others(
     make_probe: MakeProbe, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
 ) -> None:

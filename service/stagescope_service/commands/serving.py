@@ -7,6 +7,8 @@ loads neither ray nor pydantic, so that `stagescope --help` stays fast.
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
@@ -15,11 +17,21 @@ from typing_extensions import Unpack
 
 from stagescope import terminal, versions
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.names import closest_field
 
 if TYPE_CHECKING:
     from stagescope_service.serve import ServiceInfo
     from stagescope_service.settings import Settings
 
+_PREFIX: Final = "STAGESCOPE_"
+_OTHER_VARIABLES: Final = tuple(
+    f"{_PREFIX}{name}"
+    for name in (
+        "ATTEMPT", "ENGINE_KEY", "ENGINE_KEY_FILE", "RUN", "TEST_BROWSER", "TOKEN", "TOKEN_FILE",
+        "URL", "VERL", "VERL_FLOAT", "WATCHDOG", "WEIGHT_NAMES",
+    )
+)  # fmt: skip
+"""Variables that are read elsewhere."""
 _CLUSTER: Final = {
     "joined": "joined the Ray cluster at {}",
     "running": "joined the Ray cluster that runs here, at {}",
@@ -119,6 +131,8 @@ def _settings(options: ServeOptions) -> Settings:
         from stagescope_service.settings import Settings
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
+    for name, meant in _misspelt_variables(Settings.model_fields, os.environ):
+        click.echo(f"note: {name} is not a setting, and ignored: did you mean {meant}?", err=True)
     given: dict[str, Any] = {n: v for n, v in options.items() if v is not None}  # pydantic checks
     try:
         return Settings(**given)
@@ -129,6 +143,18 @@ def _settings(options: ServeOptions) -> Settings:
             f"a setting is wrong: {'; '.join(errors)}",
             advice="options, and STAGESCOPE_<NAME> in the environment, are the settings",
         ) from None
+
+
+def _misspelt_variables(
+    fields: Iterable[str], environment: Iterable[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield (variable, similar setting) of variables that are named like no setting."""
+    known = [f"{_PREFIX}{field.upper()}" for field in fields]
+    for name in sorted(environment):
+        if name.startswith(_PREFIX) and name not in (*known, *_OTHER_VARIABLES):
+            meant = closest_field(name.lower(), map(str.lower, known))
+            if meant is not None:
+                yield name, meant.upper()
 
 
 def _as_json(info: ServiceInfo) -> dict[str, object]:

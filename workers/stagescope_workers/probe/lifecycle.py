@@ -37,6 +37,8 @@ _RETRY_SECONDS: Final = 0.5
 _probes: weakref.WeakSet[Probe] = weakref.WeakSet()
 _newest: Probe | None = None
 _runs: set[str] = set()
+_refused = ""
+"""Why the last `init` was refused; empty where it was not."""
 _creation_lock = threading.Lock()
 
 
@@ -117,7 +119,7 @@ def init(
     Raises:
         InvalidInput, InvalidPlan: only when strict.
     """
-    global _newest
+    global _newest, _refused
     arguments = {**locals()}
     try:
         options = checked_options(arguments)
@@ -131,9 +133,10 @@ def init(
             raise
         expected = isinstance(error, StagescopeError)
         _log.warning("init was refused, nothing is reported: %s", error, exc_info=not expected)
-        probe = Probe.inert()
+        probe, _refused = Probe.inert(), str(error)
     else:
         _runs.add(probe.run)
+        _refused = ""
     _newest = probe
     return probe
 
@@ -178,8 +181,12 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
 
     Returns:
         Whether everything was received: False where no service was reached, it knows nothing of
-        the run, or a rank never reported or did not answer. Never raises.
+        the run, `init` was refused here, or a rank never reported or did not answer. Never raises.
     """
+    if _refused:
+        _log.warning("finish: init was refused here, nothing was reported: %.300s", _refused)
+        _close_all(time.monotonic() + timeout)
+        return False
     deadline = time.monotonic() + timeout
     probes = list(_probes)
     with_url = [probe.options for probe in probes if probe.options.url and not probe.is_inert]

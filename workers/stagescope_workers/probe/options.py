@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stagescope.wire.errors import InvalidInput
+from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.keep import validate_keep
 from stagescope.wire.schema import check_run_name
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
@@ -18,6 +18,7 @@ from stagescope_workers.transport.link import NAMESPACE
 from stagescope_workers.transport.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
 
 _YEAR: Final = 365 * 86400.0
+_INT64: Final = 1 << 63
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,8 @@ class ProbeOptions:
     device_events: bool = False
     watchdog: float = DEFAULT_SECONDS
     namespace: str = NAMESPACE
-    problem: InvalidInput | None = None
-    """An argument that was refused; the others are in force."""
+    problems: tuple[StagescopeError, ...] = ()
+    """Of arguments that were refused; the others are in force."""
 
 
 def checked_options(arguments: Mapping[str, Any]) -> ProbeOptions:
@@ -59,9 +60,9 @@ def checked_options(arguments: Mapping[str, Any]) -> ProbeOptions:
 
     Raises:
         InvalidInput: an impossible name or number.
-        InvalidPlan: `keep` is invalid.
     """
     options = {**arguments, "run": check_run_name(arguments["run"])}
+    problems: list[StagescopeError] = []
     variables = {
         "rank": "RANK",
         "world_size": "WORLD_SIZE",
@@ -87,19 +88,24 @@ def checked_options(arguments: Mapping[str, Any]) -> ProbeOptions:
     if size is not None and rank >= size:
         # Its data is valid nevertheless; the number of ranks is then unknown.
         options["world_size"] = None
-        options["problem"] = InvalidInput(
+        problem = InvalidInput(
             f"rank {rank} is not one of the {size} ranks of world_size",
             expected=f"a rank from 0 to {size - 1}" if size > 0 else "a world_size from 1",
             advice="both are those of the role; where they are not given, the variables RANK and "
             "WORLD_SIZE are used. This world_size is ignored",
         )
+        problems.append(problem)
     options["watchdog"] = _seconds("watchdog", options.get("watchdog"), DEFAULT_SECONDS)
     for name in ("layout", "settings"):
         options[name] = dict(options.get(name) or {})
     if options.get("keep") is not None:
         # The service, which does the keeping, receives it with the settings.
-        options["keep"] = options["settings"]["keep"] = validate_keep(options["keep"])
-    return ProbeOptions(**options)
+        try:
+            options["keep"] = options["settings"]["keep"] = validate_keep(options["keep"])
+        except StagescopeError as error:
+            options["keep"] = None
+            problems.append(error)
+    return ProbeOptions(**options, problems=tuple(problems))
 
 
 def _seconds(name: str, value: object, default: float) -> float:
@@ -135,6 +141,11 @@ def index(name: str, value: object) -> int | None:
     try:
         if isinstance(value, bool):
             raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
+        number = operator.index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInput(f"{name} is {value!r:.200}", expected="an int, or None") from error
+    if not -_INT64 <= number < _INT64:
+        raise InvalidInput(
+            f"{name} is an int of {number.bit_length()} bits", expected="at most 63 and a sign"
+        )
+    return number

@@ -76,9 +76,9 @@ class Probe(Reporter):
 
     def _local_plan(self, options: ProbeOptions) -> list[CaptureRequest]:
         """Return the captures of `init`'s plan, and report any problem with its options."""
-        with self.guard("init", None):
-            if options.problem is not None:
-                raise options.problem
+        for problem in options.problems:
+            with self.guard("init", None):
+                raise problem
         with self.guard("init", None):
             if options.plan is not None:
                 return read_plan(options.plan)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import re
 import secrets
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.keep import is_selected, misspelt_selectors
@@ -25,6 +27,11 @@ from stagescope_workers.transport.sender import EventSender
 _log = logging.getLogger("stagescope.workers")
 
 
+_VALUES: Final = re.compile(r"'[^']*'|\d[\d.e+-]*")
+_MOST_LOGGED: Final = 50
+"""Kinds of refusals that a process logs; the service gets each."""
+
+
 class Reporter:
     """One rank's outbox, plan and options; it hides every problem from the training process."""
 
@@ -38,6 +45,7 @@ class Reporter:
         """The number of calls with bad input so far, by the call's name."""
         self.pool = PinnedPool(options.max_pinned_bytes)
         self._reported: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._sender: EventSender | None = None
         self._begin_incarnation(options)
 
@@ -101,7 +109,7 @@ class Reporter:
         quiet: bool = False,
         is_error: bool = False,
     ) -> None:
-        """Report bad input: log each kind once, count it and send it; raise it when strict.
+        """Report bad input: log each kind of message once, count and send it; raise when strict.
 
         Args:
             call: the name of the call that was given the input.
@@ -162,9 +170,10 @@ class Reporter:
         self, call: str, error: Exception, work: Work | None, *, is_error: bool = False
     ) -> None:
         self.refused[call] += 1
-        kind = (call, type(error).__name__)
-        if kind not in self._reported:
-            self._reported.add(kind)
+        # Of messages that differ in numbers and quoted values alone one is logged.
+        kind = (call, _VALUES.sub("_", f"{type(error).__name__} {error!s:.200}"))
+        if kind not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(kind)
             expected = isinstance(error, StagescopeError)
             message = error if expected else repr(error)
             _log.warning("%s: %s", call, message, exc_info=not expected)
