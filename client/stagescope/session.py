@@ -260,7 +260,7 @@ class Session(CaptureRequests, ComparisonRequests):
 
         Usage:
             >>> found = session.exact("my-run")
-            >>> print(found.text)    # steps 1-412 exact (...); 413 first differs: sample ...
+            >>> print(found.text)    # steps 1-412 exact (...); step 413 first differs: sample ...
             >>> found.first          # step, sample_uid, round, position, token_id, p, q
         """
         return Exact(self.get("/exact", run=run, attempt=attempt))

@@ -63,6 +63,7 @@ NOT_MEASURED: Final = "not measured"
 _COPY: Final = "equal, and one stream is a copy, or its producer is unknown"
 _EMPTY: Final = "no token counts"
 _REST_EQUAL: Final = "the others are equal"
+_NAMED_RANGES: Final = 5
 _SUSPECT: Final = "equal, and suspect: the comparability in the step's metrics has the reason"
 
 
@@ -230,12 +231,9 @@ def _text(ranges: Sequence[_Range], first: _FirstDifference | None) -> str:
         of_attempt = f" of attempt {row['attempt']}" if several else ""
         if row["verdict"] == DIFFERS:
             assert first is not None
-            clauses.append(f"{row['from_step']}{of_attempt} first differs: {first.text}")
+            clauses.append(f"step {row['from_step']}{of_attempt} first differs: {first.text}")
             break
-        is_one = row["from_step"] == row["to_step"]
-        steps = (
-            f"step {row['from_step']}" if is_one else f"steps {row['from_step']}-{row['to_step']}"
-        )
+        steps = _steps_text(row)
         reason = f"proved on {row['tokens']} tokens" if row["verdict"] == EXACT else row["reason"]
         clauses.append(f"{steps}{of_attempt} {row['verdict']} ({reason})")
     if first is not None:
@@ -244,5 +242,16 @@ def _text(ranges: Sequence[_Range], first: _FirstDifference | None) -> str:
         since = later_steps + differing[0]["steps"] - 1
         if since:
             differ = sum(row["steps"] for row in differing) - 1
-            clauses.append(f"of the {since} steps since then {differ} differ")
+            steps = "1 step" if since == 1 else f"{since} steps"
+            clauses.append(f"of the {steps} since then {differ} differ")
+        later = [row for row in ranges if row["from_step"] > first.step]
+        exact = [_steps_text(row) for row in later if row["verdict"] == EXACT]
+        if exact:
+            more = f" and {len(exact) - _NAMED_RANGES} more" if len(exact) > _NAMED_RANGES else ""
+            clauses.append(f"exact again: {', '.join(exact[:_NAMED_RANGES])}{more}")
     return "; ".join(clauses)
+
+
+def _steps_text(row: _Range) -> str:
+    first, last = row["from_step"], row["to_step"]
+    return f"step {first}" if first == last else f"steps {first}-{last}"

@@ -80,10 +80,10 @@ def test_exact_says_since_when_not_and_where(live: Service) -> None:
     location = {name: found.first[name] for name in ("step", "sample_uid", "round", "position")}
     assert location == {"step": 4, "sample_uid": "sample-6", "round": 1, "position": 7}
     assert found.text.startswith(
-        "steps 1-3 exact (proved on 264 tokens); 4 first differs: sample sample-6 of actor rank 1, "
-        "round 1, token 7"
+        "steps 1-3 exact (proved on 264 tokens); step 4 first differs: sample sample-6 of actor "
+        "rank 1, round 1, token 7"
     )
-    assert found.text.endswith("of the 1 steps since then 0 differ")
+    assert found.text.endswith("of the 1 step since then 0 differ; exact again: step 5")
     assert [(row["verdict"], row["steps"], row["unequal"]) for row in found["rows"]] == [
         ("exact", 3, 0), ("differs", 1, 2), ("exact", 1, 0)
     ]  # fmt: skip
@@ -170,7 +170,7 @@ def test_a_difference_behind_all_kept_tokens_is_a_finding(live: Service) -> None
     assert "differ in 1 of 396 tokens" in reported["message"]
     assert reported["message"].endswith("none to: in a token that was not kept")
     assert reported["evidence"] == {"unequal": 1}
-    assert found.text == "1 first differs: in a token that was not kept"
+    assert found.text == "step 1 first differs: in a token that was not kept"
 
 
 @pytest.mark.parametrize(
@@ -346,6 +346,6 @@ def test_a_resumed_run_is_judged_over_the_attempts_in_force(live: Service) -> No
             for row in found["rows"]] == [
         (1, 3, 1, "exact"), (4, 4, 1, "differs"), (5, 7, 2, "exact")
     ]  # fmt: skip
-    assert "; 4 of attempt 1 first differs" in found.text
+    assert "; step 4 of attempt 1 first differs" in found.text
     assert Exact(live.get("/exact", attempt=2)).is_exact
     assert Exact(live.get("/exact", attempt=1))["rows"][-1]["to_step"] == 6

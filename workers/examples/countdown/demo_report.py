@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -180,6 +181,8 @@ def show_attempts(session: Session, run: str, resumed_from: int) -> None:
 def show_access(url: str, token_file: Path, step: int) -> None:
     """Print the service's URL and a request; it must be answered, but only with a token."""
     print(f"url    {url}\ntoken  {token_file}\n")
+    if not os.environ.get("KEEP"):
+        print("(the service stops now; `KEEP=1 make demo` leaves it running)\n")
     print(
         f'curl -H "Authorization: Bearer $(cat {token_file})" \\\n     {url}/steps/{step}/metrics'
     )

@@ -137,13 +137,13 @@ class HttpLink:
         if response.status_code == NotFound.status and _code(response) == NotFound.code:
             raise NotFound(str(response.json().get("wrong")))
         if response.status_code == NotReady.status:
-            raise NotReady(f"the service is not ready: {response.text[:500]}")
+            raise NotReady(f"the service is not ready: {_wrong(response)}")
         return self._checked(response)
 
     def _answer(self, path: str, **options: Any) -> Reply:  # httpx's keywords
         response = self._send("POST", path, **options)
         if response.status_code == NotReady.status:
-            return {"coordinator": None, "not_ready": response.text[:500]}
+            return {"coordinator": None, "not_ready": _wrong(response)}
         answer = self._checked(response)
         for name in ("receipts", "refused"):
             answer[name] = {int(seq): text for seq, text in (answer.get(name) or {}).items()}
@@ -235,10 +235,19 @@ class HttpLink:
                 self._client.close()
 
 
-def _code(response: httpx.Response) -> object:
-    """Return the code of an error of this service; None for any other response."""
+def _problem(response: httpx.Response) -> Mapping[str, object]:
+    """Return the problem in an error of this service; empty for any other response."""
     try:
         problem = response.json()
     except ValueError:
-        return None
-    return problem.get("code") if isinstance(problem, dict) else None
+        return {}
+    return problem if isinstance(problem, dict) else {}
+
+
+def _code(response: httpx.Response) -> object:
+    return _problem(response).get("code")
+
+
+def _wrong(response: httpx.Response) -> str:
+    """Return what was wrong, as one line for a log."""
+    return str(_problem(response).get("wrong") or response.text)[:500]
