@@ -21,6 +21,8 @@ _PLAN_ORDER: Final = (
     "capture_id", "state", "start", "run", "steps", "stages", "ranks", "roles", "by", "created",
 )  # fmt: skip
 
+_REQUESTED: Final = ("steps", "stages", "ranks", "roles")
+
 
 class CaptureRequests(Connection):
     """Captures, triggers and pinned steps; most methods need the operate token."""
@@ -41,9 +43,9 @@ class CaptureRequests(Connection):
 
     def captures(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
         """Return all captures that were ever requested, newest first, also withdrawn ones."""
-        return self.table(
-            "/captures", {"run": run}, title="captures", order=_PLAN_ORDER, limit=limit
-        )
+        found = self.table("/captures", {"run": run}, title="captures", limit=limit)
+        rows = [{**_requested_fields(row.get("spec")), **row} for row in found]
+        return Table.from_rows(rows, order=_PLAN_ORDER, title="captures", about=found.about)
 
     def capture(
         self,
@@ -231,6 +233,10 @@ class CaptureRequests(Connection):
         """Allow the files of a pinned step to be deleted again; needs the operate token."""
         path = _pin_path(step, run, attempt)
         return Record(self._transport.change("DELETE", path) or {}, title="unpinned")
+
+
+def _requested_fields(spec: Mapping[str, Json] | None) -> Mapping[str, Json]:
+    return {name: spec.get(name) for name in _REQUESTED} if spec else {}
 
 
 def _state_and_start(capture: JsonObject) -> dict[str, Json]:

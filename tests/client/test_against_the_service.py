@@ -159,7 +159,8 @@ def test_request_and_withdraw_a_capture(session: Session, found: Service) -> Non
     assert caught.value.expected == ""
     with pytest.raises(NotFound, match="no capture 'other' is in force"):
         session.remove_capture("other")
-    assert len(session.captures()) == 1
+    [listed] = session.captures()
+    assert (listed["steps"], listed["stages"], listed["ranks"]) == ([9], [STAGE], "all")
     with pytest.raises(InvalidPlan, match="orders nothing"):
         session.capture(steps=[9], stages="all", keep=[])
     with pytest.raises(Forbidden, match="allowed roots"):

@@ -41,7 +41,9 @@ TENSORS = st.sampled_from(
 NAMED = st.dictionaries(TENSORS, ARGUMENTS, max_size=3)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_odd_arguments_raise_nothing(make_probe: MakeProbe, data: st.DataObject) -> None:
     probe = make_probe(attempt_key=f"k{data.draw(st.integers(0, 10**9))}")

@@ -247,6 +247,19 @@ def test_each_kind_of_message_is_logged_once(
     assert probe.refused["stage"] == 5
 
 
+def test_a_misspelt_role_is_taken_and_said(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe(role="actr")
+    make_probe(role="judge", attempt_key="b")
+    wait_for(lambda: coordinator.of_kind("refused"))
+    assert probe.role == "actr"
+    wait_for(lambda: len(coordinator.of_kind("hello")) == 2)
+    [said] = [event.fields["message"] for event in coordinator.of_kind("refused")]
+    assert "role 'actr' is taken as one of your own" in said
+    assert "actor, the closest" in said
+
+
 def test_finish_is_false_where_init_was_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

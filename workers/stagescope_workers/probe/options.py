@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.keep import validate_keep
-from stagescope.wire.schema import check_run_name
+from stagescope.wire.names import closest_field
+from stagescope.wire.schema import ROLES, check_run_name
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.probe.watchdog import DEFAULT_SECONDS
 from stagescope_workers.transport.link import NAMESPACE
@@ -84,6 +85,11 @@ def checked_options(arguments: Mapping[str, Any]) -> ProbeOptions:
         raise InvalidInput(
             f"role {role!r} and rank {rank!r}", expected="a role's name and a rank from 0"
         )
+    if (meant := closest_field(role, ROLES)) is not None:
+        error = InvalidInput(
+            f"role {role!r:.100} is taken as one of your own", expected=f"{meant}, the closest"
+        )
+        problems.append(error)
     size = options["world_size"]
     if size is not None and rank >= size:
         # Its data is valid nevertheless; the number of ranks is then unknown.
