@@ -22,10 +22,12 @@ from stagescope.wire.errors import CatalogueUnavailable, InvalidPlan, Stagescope
 from stagescope_service.coordinator.retries import retried
 from stagescope_service.coordinator.trigger_actions import Act, Acting, finding_of, finding_place
 from stagescope_service.core.catalogue_rows import row_id
+from stagescope_service.core.findings import NON_FINITE_SCALARS
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.facts import Facts
+from stagescope_service.triggers.names import NONFINITE_SCALAR
 from stagescope_service.triggers.replay import Fired, StepReader
 from stagescope_service.triggers.rules import Rules, defaults, read_yaml
 from stagescope_service.triggers.series import NAMED, pack, unpack
@@ -237,6 +239,10 @@ class Triggers:
                 taken = {"actions": since if act.rule.actions.costs else {}}
                 taken["acted_wall"] = self._wall()
             rows += [Put("firings", {**act.row, **taken}), *finding_of(act)]
+            if act.rule.metric.startswith(NONFINITE_SCALAR) and act.rule.actions.severity:
+                # What was known while the step was open; the rule's finding names every rank.
+                place = {name: act.row[name] for name in ("attempt_id", "step")}
+                rows.append(Delete("findings", {"kind": NON_FINITE_SCALARS, **place}))
         for rule, at in changes.withdrawn:
             key_row = {"attempt_id": followed.ids[at.attempt], "step": at.step, "rule": rule}
             rows.append(Put("firings", {**key_row, "withdrawn_wall": self._wall()}))

@@ -24,7 +24,13 @@ from stagescope_service.core.catalogue_rows import (
     work_columns,
 )
 from stagescope_service.core.entities import Attempt, Process
-from stagescope_service.core.findings import BEGUN_AGAIN, by_message, finding, moved
+from stagescope_service.core.findings import (
+    BEGUN_AGAIN,
+    NON_FINITE_SCALARS,
+    by_message,
+    finding,
+    moved,
+)
 from stagescope_service.core.instructions import Delete, DumpReported, Instruction, Put
 from stagescope_service.core.settings_findings import of_settings
 
@@ -54,7 +60,8 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     """Return the rows of an event's scalars; a value that is not a number makes a finding.
 
     Rules are evaluated when a step closes: a non-finite number that arrives later has the step
-    evaluated again. Work without a step never closes: there it makes a finding at once.
+    evaluated again. A scalar that was finite in the attempt until now makes a finding at once, as
+    does every one in work without a step, which never closes.
     """
     named = event.fields.get("scalars")
     if not named and (named is None or isinstance(named, Mapping)):
@@ -65,9 +72,14 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     out: list[Instruction] = [*rows]
     bad = [row.row["name"] for row in rows if not math.isfinite(row.row["value"])]
     if bad and work.step is None:
-        out.append(_stepless_scalars(attempt, process, event, work, bad))
+        out.append(_non_finite_scalars(attempt, process, event, work, bad))
     elif bad and work.step is not None and work.step not in attempt.open:
         out += steps.form(attempt, work.step, event.wall)
+    elif bad and len(attempt.non_finite_scalars) < _MOST_NON_FINITE:
+        new = {*bad} - attempt.non_finite_scalars
+        attempt.non_finite_scalars |= new
+        if new:
+            out.append(_non_finite_scalars(attempt, process, event, work, sorted(new)))
     if wrong:
         out.append(
             finding(
@@ -86,6 +98,7 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     return out
 
 
+_MOST_NON_FINITE: Final = 1000
 _REFUSED_IN_PART: Final = frozenset({"refused_scalar", "refused_world_size", "unknown_fields"})
 
 
@@ -101,18 +114,20 @@ def refused_in_part(instructions: Iterable[Instruction]) -> str | None:
     return "; ".join(messages) or None
 
 
-def _stepless_scalars(
+def _non_finite_scalars(
     attempt: Attempt, process: Process, event: Event, work: Work, names: list[str]
 ) -> Instruction:
-    where = f"stage {work.stage}, " if work.stage else ""
+    where = "outside any step" if work.step is None else f"in step {work.step}, which is open"
+    stage = f", stage {work.stage}" if work.stage else ""
     return finding(
-        "non_finite_scalars",
-        f"{', '.join(sorted(names))[:1000]} not finite outside any step, "
-        f"{where}{process.role} rank {process.rank}",
+        NON_FINITE_SCALARS,
+        f"{', '.join(sorted(names))[:1000]} not finite {where}{stage}, {process.role} rank "
+        f"{process.rank}",
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=event.wall,
         severity="error",
+        step=work.step,
         stage=work.stage,
         role=process.role,
         rank=process.rank,

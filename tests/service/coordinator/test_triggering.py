@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.measure import payload
@@ -78,6 +79,40 @@ def test_a_scalar_that_is_not_finite_is_found_where_it_was_logged(bench: Bench) 
     assert [(row["name"], row["value"]) for row in finding["evidence"]["scalars"]] == [
         ("kl", "-inf"), ("loss", "nan"),
     ]  # fmt: skip
+
+
+def test_a_scalar_that_is_not_finite_is_said_before_its_step_closes(bench: Bench) -> None:
+    early: list[list[tuple[Any, ...]]] = []
+
+    def now() -> None:
+        rows = bench.findings("non_finite_scalars")
+        early.append([(row["step"], row["rank"], row["severity"]) for row in rows])
+
+    async def log(step: int, rank: int, **scalars: float) -> None:
+        sender = bench._sender("a1", rank)
+        work = {"step": step, "stage": "critic_update"}
+        said = [bench._say(sender, "begin", work)]
+        said.append(bench._say(sender, "end", {**work, "status": "ok", "scalars": scalars}))
+        await bench.local.record(said)
+        now()
+
+    async def work() -> None:
+        await bench.triggers.open()
+        await bench.step(1, scalars={0: {"loss": 0.5}, 1: {"loss": 0.5}})
+        await log(2, 1, loss=math.nan, kl=1.0)
+        await log(2, 0, loss=math.nan)  # nothing new: the rule names every rank
+        await log(2, 0, kl=math.inf)
+        await bench.step(2, scalars={0: {"loss": 0.5}})
+        now()
+        await log(3, 1, loss=math.nan)
+
+    run(work)
+    first, second = (2, 1, "error"), (2, 0, "error")
+    assert [sorted(rows) for rows in early] == [
+        [first], [first], [second, first], [], [],
+    ]  # fmt: skip
+    (finding,) = bench.findings("trigger_non_finite_scalars")
+    assert finding["step"] == 2
 
 
 def test_every_rank_with_something_not_finite_is_named(bench: Bench) -> None:
