@@ -179,7 +179,8 @@ def _estimate_line(estimate: _Estimate) -> str:
     if estimate.get("assumed"):
         basis = f"{basis}, {estimate['tokens']} tokens assumed: no tensor was recorded there yet"
     size, seconds = estimate["bytes"] / 1e6, estimate["seconds"]
-    return f"estimate of {location}: {size:.1f} MB, {seconds:.1f} s a step ({basis})"
+    time = f"{seconds:.1f} s" if seconds >= 0.05 else "less than 0.1 s"
+    return f"estimate of {location}: {size:.1f} MB, {time} a step ({basis})"
 
 
 def _step_line(step: _StepProgress) -> str:
