@@ -110,6 +110,7 @@ class Bench:
         self.triggers = Triggers(
             self.catalogue, self.local.coordinator.effects.write, acting, wall=lambda: self.now
         )
+        self.local.effects.triggers = self.triggers
         return self.triggers
 
     async def pin(self, attempt_id: int, step: int) -> PinAnswer:

@@ -45,6 +45,7 @@ from stagescope_service.core.instructions import (
     Ingest,
     IngestJob,
     Instruction,
+    NonFinite,
     PayloadKey,
     Put,
     ReadWatchdogs,
@@ -181,6 +182,8 @@ class Effects:
         elif isinstance(instruction, CompareWeights):
             if self._weight_comparer.takes(instruction):
                 self._run(self._weight_comparer.compare(instruction))
+        elif isinstance(instruction, NonFinite):
+            self._run(self.triggers.warn_non_finite(instruction))
         elif isinstance(instruction, ReadWatchdogs):
             self._run(self._read_watchdogs(instruction))
 

@@ -23,13 +23,13 @@ from stagescope_service.coordinator.retries import retried
 from stagescope_service.coordinator.trigger_actions import Act, Acting, finding_of, finding_place
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import NON_FINITE_SCALARS
-from stagescope_service.core.instructions import Delete, Put
+from stagescope_service.core.instructions import Delete, NonFinite, Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.names import NONFINITE_SCALAR
 from stagescope_service.triggers.replay import Fired, StepReader
-from stagescope_service.triggers.rules import Rules, defaults, read_yaml
+from stagescope_service.triggers.rules import Rule, Rules, defaults, read_yaml
 from stagescope_service.triggers.series import NAMED, pack, unpack
 from stagescope_service.triggers.watch import REACH, At, Changes, FiringRecord, Watch
 
@@ -107,6 +107,8 @@ class Triggers:
         self.revision = 0
         self._since = Since()
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
+        self._non_finite: OrderedDict[int, set[str]] = OrderedDict()
+        """Attempt -> the scalars of which a finding of an open step said it."""
         self._lock = asyncio.Lock()
 
     # --- rules ----------------------------------------------------------------------------
@@ -172,6 +174,23 @@ class Triggers:
         return revision
 
     # --- steps ----------------------------------------------------------------------------
+    async def warn_non_finite(self, found: NonFinite) -> None:
+        """Write the finding of a scalar that is not finite for the first time in its attempt.
+
+        Rules on it are held against its step when that closes; a training that asserts on a NaN
+        ends before. Never raises.
+        """
+        known = self._non_finite.setdefault(found.attempt_id, set())
+        while len(self._non_finite) > RUNS_FOLLOWED:
+            self._non_finite.popitem(last=False)
+        if not found.names - known or not any(map(_finds_non_finite, self._rules.rules)):
+            return
+        known |= found.names
+        try:
+            await self._write([found.finding])
+        except StagescopeError:
+            logger.exception("a finding of %s was not written", sorted(found.names)[:20])
+
     async def formed(self, attempt_id: int, step: int) -> None:
         """Evaluate the rules for a step that was aggregated (again); never raises."""
         what = f"holding the rules against step {step} of attempt {attempt_id}"
@@ -239,7 +258,7 @@ class Triggers:
                 taken = {"actions": since if act.rule.actions.costs else {}}
                 taken["acted_wall"] = self._wall()
             rows += [Put("firings", {**act.row, **taken}), *finding_of(act)]
-            if act.rule.metric.startswith(NONFINITE_SCALAR) and act.rule.actions.severity:
+            if _finds_non_finite(act.rule):
                 # What was known while the step was open; the rule's finding names every rank.
                 place = {name: act.row[name] for name in ("attempt_id", "step")}
                 rows.append(Delete("findings", {"kind": NON_FINITE_SCALARS, **place}))
@@ -268,6 +287,11 @@ class Triggers:
             "wall": self._wall(),
             "withdrawn_wall": None,
         }
+
+
+def _finds_non_finite(rule: Rule) -> bool:
+    """Return whether a rule makes findings of scalars that are not finite."""
+    return rule.metric.startswith(NONFINITE_SCALAR) and rule.actions.severity is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -299,8 +299,6 @@ class Attempt:
     reporting_roles: set[str] = dataclasses.field(default_factory=set)
     #: (role, stage) whose names were checked.
     stage_names: set[tuple[str, str]] = dataclasses.field(default_factory=set)
-    #: Scalars of which a finding says already that they were not finite.
-    non_finite_scalars: set[str] = dataclasses.field(default_factory=set)
     #: Role -> the open finding that none of its ranks has reported.
     silent_roles: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 

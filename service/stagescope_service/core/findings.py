@@ -16,7 +16,7 @@ NOT_AGGREGATED: Final = "step_not_aggregated"
 """Of a step: its summary could not be aggregated; over with the next try that succeeds."""
 
 NON_FINITE_SCALARS: Final = "non_finite_scalars"
-"""Of the first step in which a scalar is not finite, until a rule on it fires for that step."""
+"""Of work without a step; of a step while it is open, until a rule on it fires."""
 
 BEGUN_AGAIN: Final = "step_begun_again"
 """Of a rank's stage: its process began the step again within the attempt; both goes count."""

@@ -129,6 +129,15 @@ class Aggregate(NamedTuple):
     step: int
 
 
+class NonFinite(NamedTuple):
+    """Scalars of an open step are NaN or infinite; rules are held against it when it closes."""
+
+    attempt_id: int
+    names: frozenset[str]
+    finding: Put
+    """Says so; it is written where a rule on it is in force and it is news."""
+
+
 class CompareWeights(NamedTuple):
     """The recorded weights of a version must be compared (again)."""
 
@@ -145,6 +154,7 @@ Instruction = (
     | Aggregate
     | BuildOperatorTable
     | Ask
+    | NonFinite
     | DumpReported
     | ReadWatchdogs
 )

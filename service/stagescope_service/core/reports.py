@@ -31,7 +31,13 @@ from stagescope_service.core.findings import (
     finding,
     moved,
 )
-from stagescope_service.core.instructions import Delete, DumpReported, Instruction, Put
+from stagescope_service.core.instructions import (
+    Delete,
+    DumpReported,
+    Instruction,
+    NonFinite,
+    Put,
+)
 from stagescope_service.core.settings_findings import of_settings
 
 DUMPS_REMEMBERED: Final = 1024
@@ -60,8 +66,8 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     """Return the rows of an event's scalars; a value that is not a number makes a finding.
 
     Rules are evaluated when a step closes: a non-finite number that arrives later has the step
-    evaluated again. A scalar that was finite in the attempt until now makes a finding at once, as
-    does every one in work without a step, which never closes.
+    evaluated again, and one of an open step is said at once by `NonFinite`. Work without a step
+    never closes: there it makes a finding at once.
     """
     named = event.fields.get("scalars")
     if not named and (named is None or isinstance(named, Mapping)):
@@ -75,11 +81,9 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
         out.append(_non_finite_scalars(attempt, process, event, work, bad))
     elif bad and work.step is not None and work.step not in attempt.open:
         out += steps.form(attempt, work.step, event.wall)
-    elif bad and len(attempt.non_finite_scalars) < _MOST_NON_FINITE:
-        new = {*bad} - attempt.non_finite_scalars
-        attempt.non_finite_scalars |= new
-        if new:
-            out.append(_non_finite_scalars(attempt, process, event, work, sorted(new)))
+    elif bad:
+        found = _non_finite_scalars(attempt, process, event, work, bad)
+        out.append(NonFinite(attempt.attempt_id, frozenset(bad), found))
     if wrong:
         out.append(
             finding(
@@ -98,7 +102,6 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     return out
 
 
-_MOST_NON_FINITE: Final = 1000
 _REFUSED_IN_PART: Final = frozenset({"refused_scalar", "refused_world_size", "unknown_fields"})
 
 
@@ -116,7 +119,7 @@ def refused_in_part(instructions: Iterable[Instruction]) -> str | None:
 
 def _non_finite_scalars(
     attempt: Attempt, process: Process, event: Event, work: Work, names: list[str]
-) -> Instruction:
+) -> Put:
     where = "outside any step" if work.step is None else f"in step {work.step}, which is open"
     stage = f", stage {work.stage}" if work.stage else ""
     return finding(
