@@ -358,7 +358,7 @@ def _distance(x: float, y: float) -> float:
     """|e^x - e^y|; NaN where both overflow (x and y above 709 are no log-probs)."""
     if abs(x - y) < 1.0:
         return math.exp(y) * abs(math.expm1(x - y))
-    return abs(math.expm1(x) - math.expm1(y))
+    return abs(math.exp(x) - math.exp(y))
 
 
 @exact

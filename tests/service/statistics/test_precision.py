@@ -160,6 +160,18 @@ def test_every_name_of_mixtures(reach: float, side: int) -> None:
     assert_precise(*streams(d, rng))
 
 
+@pytest.mark.parametrize("d", [-700.0, -2.0, 1e-6, 0.3, 2.0, 700.0])
+@pytest.mark.parametrize("top", [-20.25, -40.0, -100.0, -650.0])
+def test_differences_of_improbable_tokens(d: float, top: float) -> None:
+    x = top - np.array([0.0, 0.5, 3.0, 30.0])
+    p, q = (x, x - d) if d > 0 else (x + d, x)
+    found = publish(summarise(batch_of(p[None], q[None], np.ones((1, 4), np.int64))))
+    expected = reference(p, q)
+    for name in ("mean", "max"):
+        key = f"training/rollout_probs_diff_{name}"
+        assert found[key] == pytest.approx(expected[key], rel=1e-12, abs=1e-320), (d, top)
+
+
 def test_a_token_far_below_the_others_spoils_none() -> None:
     rng = np.random.default_rng(5)
     p, q = streams(rng.normal(0.0, 1e-9, 30), rng)
