@@ -146,6 +146,12 @@ def place_text(location: JsonObject) -> str:
     return part_text(location) if any(location[name] for name in _PART) else "whole step"
 
 
+def step_text(location: JsonObject) -> str:
+    """Return the step and stage of a location, before its rank: 'step 4, actor_update, '."""
+    step = "" if location["step"] is None else f"step {location['step']}, "
+    return f"{step}{location['stage']}, " if location["stage"] else step
+
+
 def places_text(location: JsonObject) -> str:
     """Return a tensor's location on the first side, and that on the other if it differs."""
     one, other = (place_text(location[side]) for side in "ab")
@@ -283,7 +289,8 @@ class _TextWriter:
             yield from self._wrap("  ", text)
         for letter, side in ((a, location["a"]), (b, location["b"])):
             at = f", at {list(side['coordinate'])}" if side["coordinate"] else ""
-            text = f"{letter} {number_text(side['value'])}  ({place_text(side['place'])}{at})"
+            where = f"{step_text(side['place'])}{place_text(side['place'])}{at}"
+            text = f"{letter} {number_text(side['value'])}  ({where})"
             yield from self._wrap("  ", text)
 
     def _causes(self, pair: JsonObject) -> Iterator[Line]:

@@ -11,8 +11,8 @@ from stagescope.table import Row, Table
 from stagescope.wire.nonfinite import JsonObject
 
 STUCK_ORDER: Final = (
-    "rank", "status", "stage", "seconds", "usual_seconds", "ranks_begun", "ranks", "ranks_ended",
-    "role", "process", "host", "pid", "step", "limit_seconds",
+    "rank", "status", "step", "stage", "seconds", "ranks_begun", "ranks", "usual_seconds",
+    "ranks_ended", "role", "process", "host", "pid", "limit_seconds",
 )  # fmt: skip
 _PROCESS_COLUMNS: Final = ("process", "host", "pid", "role")
 

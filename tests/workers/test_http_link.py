@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, wait_for
 
+from stagescope import discovery
 from stagescope.wire import framing
 from stagescope.wire.errors import Unauthorized, Unreachable
 from stagescope.wire.schema import DTYPE_BYTES
@@ -324,6 +325,19 @@ def test_nothing_connected_is_logged_once_and_finish_is_false(
     for word in (*words, f"{tmp_path / 'service.json'} does not exist", "STAGESCOPE_TOKEN_FILE"):
         assert word in line
     assert lifecycle.finish(0.1) is False  # nor where this process has no probe at all
+
+
+def test_finish_raises_nothing_where_httpx_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ImportError("cannot import name 'HTTPStatus' from 'http'")
+
+    monkeypatch.setattr(links, "_warned_in", set())
+    monkeypatch.setattr(discovery, "find", broken)
+    lifecycle.init("broken")
+    assert lifecycle.finish(0.1) is False
+    assert "ImportError: cannot import name 'HTTPStatus'" in caplog.text
 
 
 def test_a_refused_token_is_logged_once_and_not_sent_again_and_again(

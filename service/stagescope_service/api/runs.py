@@ -243,7 +243,13 @@ def _text(ranges: Sequence[_Range], first: _FirstDifference | None) -> str:
         if since:
             differ = sum(row["steps"] for row in differing) - 1
             steps = "1 step" if since == 1 else f"{since} steps"
-            clauses.append(f"of the {steps} since then {differ} differ")
+            unmeasured = sum(
+                row["steps"]
+                for row in ranges
+                if row["from_step"] > first.step and row["verdict"] not in (EXACT, DIFFERS)
+            )
+            text = f"of the {steps} since then {differ} differ"
+            clauses.append(f"{text}, {unmeasured} not measured" if unmeasured else text)
         later = [row for row in ranges if row["from_step"] > first.step]
         exact = [_steps_text(row) for row in later if row["verdict"] == EXACT]
         if exact:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from stagescope_service.dumps.records import Dump
 
 _SECONDS: Final = 30.0
+_COMPILING_SECONDS: Final = 5.0
+"""After this time the service compiles, or what it compares is large."""
 COULD_NOT: Final = 2
 """Exit status if nothing could be compared, also because of an error."""
 INTERRUPTED: Final = 130
@@ -185,6 +188,10 @@ def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Repor
     targets = [_target(side, options["step"]) for side in sides]
     file = options["token_file"]
     token = None if file is None else discovery.read_token(file)
+    # The service does not say what takes it long.
+    timer = threading.Timer(_COMPILING_SECONDS, _announce_remote_compilation)
+    timer.daemon = True
+    timer.start()
     try:
         with attach(options["url"], token=token, timeout=_SECONDS) as session:
             return dict(session.compare(*targets, tolerances=options["tolerances"]))
@@ -197,6 +204,8 @@ def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Repor
             expected=error.expected,
             advice=error.advice,
         ) from error
+    finally:
+        timer.cancel()
 
 
 def _target(side: str, step: int | None) -> str | dict[str, str]:
@@ -236,6 +245,11 @@ def _compare_locally(dumps: Sequence[Dump], options: OutputOptions) -> _Report:
     pairwise.warm(_announce_compilation)  # before the bar, which is on a line of its own
     with _progress_bar() as update:
         return as_json(compare_sides(dumps, tolerances=tolerances, mapper=mapper, progress=update))
+
+
+def _announce_remote_compilation() -> None:
+    text = "the service compares; its first comparison compiles for half a minute or so ..."
+    click.echo(text, err=True)
 
 
 def _announce_compilation() -> None:

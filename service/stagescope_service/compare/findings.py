@@ -164,8 +164,8 @@ class FindingCollector:
         for section, sides in self._unpaired_numbers.items():
             counts = " and ".join(f"{len(locations)}" for locations in sides)
             text = (
-                f"{section}: the numbers of {counts} parts are not compared: the sides split their "
-                "samples into other parts"
+                f"{section}: the numbers of {counts} parts are not compared: the sides name their "
+                "parts differently, or split their samples into others"
             )
             items = tuple(dict.fromkeys([*sides[0], *sides[1]]))
             self.add(ComparisonFinding("note", text, None, section, items))

@@ -33,4 +33,5 @@ def test_the_exit_status_is_right_if_output_is_not_read(
         )
     finally:
         os.close(write)
-    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stderr.splitlines() if not line.startswith("compiling")]
+    assert (done.returncode, said) == (0, [])

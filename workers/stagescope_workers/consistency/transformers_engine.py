@@ -103,7 +103,16 @@ class TransformersEngine:
 
         For comparison with engines that return such log-probs.
         """
-        return [self._score(check_ids(row), temperature) for row in rows]
+        size = int(self._model.get_input_embeddings().num_embeddings)
+        checked = [check_ids(row) for row in rows]
+        for row in checked:
+            if row and max(row) >= size:
+                raise InvalidInput(
+                    f"token {max(row)} is beyond the model's vocabulary of {size}",
+                    expected="token ids of this model",
+                    advice="was it this model that generated them?",
+                )
+        return [self._score(row, temperature) for row in checked]
 
     def _score(self, row: list[int], temperature: float) -> tuple[float, ...]:
         # One row at a time: padding could make a difference.

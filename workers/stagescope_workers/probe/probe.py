@@ -359,11 +359,16 @@ class Probe(Reporter):
         if not self._arrived and not event_sender.answers:
             self._handshake.warn_unconnected(event_sender.problem)
         if not self._arrived:
+            waiting = sum(each.outbox.waiting for each in starts)
             _log.warning(
-                "closed with %d events and %d payloads of run %s that were not acknowledged",
-                sum(each.outbox.waiting for each in starts),
+                "closed with %d events and %d payloads of run %s that were not acknowledged%s",
+                waiting,
                 sum(each.outbox.payloads for each in starts),
                 self.run,
+                ""
+                if waiting
+                else ": the service has them, and is still reading them (a new "
+                "installation compiles for up to a minute first)",
             )
         return self._arrived
 

@@ -272,6 +272,8 @@ def describe_search(url: str | None, namespace: str) -> str:
         http = f"{service.url}, from {service.found}"
     except StagescopeError as error:
         http = error.wrong
+    except Exception as error:  # httpx that cannot be imported: it ends no training
+        http = f"{type(error).__name__}: {error}"
     if url is not None:
         return http
     ray = _ray()

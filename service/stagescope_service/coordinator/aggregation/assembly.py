@@ -293,8 +293,8 @@ def _not_exact(
             **location,
             severity="error",
             evidence={**evidence, "unequal": unequal},
-            advice="stagescope exact RUN says since which step; a capture of this step and of one "
-            "before (stagescope capture) names the operator",
+            advice=f"stagescope exact {location['run']} says since which step; a capture of this "
+            "step and of one before (stagescope capture) names the operator",
         )
     ]
 
