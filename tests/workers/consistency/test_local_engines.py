@@ -74,6 +74,14 @@ def test_a_score_is_a_log_softmax_in_float64(model: Path) -> None:
         np.testing.assert_allclose(found[1:], expected, rtol=1e-12)
 
 
+def test_a_token_that_the_model_does_not_have_is_named(model: Path) -> None:
+    from stagescope_workers.consistency.transformers_engine import TransformersEngine
+
+    engine = TransformersEngine(model)
+    with pytest.raises(InvalidInput, match="token 1000000 is beyond the model's vocabulary of"):
+        engine.score([[1, 2], [1, 1_000_000]])
+
+
 def test_the_process_s_own_random_numbers_stay(model: Path) -> None:
     import torch
 
