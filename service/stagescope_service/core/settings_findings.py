@@ -15,6 +15,7 @@ from stagescope.wire.names import closest_by_words, misspelt_streams
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import by_message, finding
 from stagescope_service.core.instructions import Instruction
+from stagescope_service.statistics.settings import Settings
 from stagescope_service.triggers.budget import Budget
 
 KNOWN: Final[Mapping[str, str]] = {
@@ -70,6 +71,10 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _budget(settings, is_auto=capture == "auto")
     yield from _producers(settings.get("producers"))
     yield from _kept(settings.get("keep"))
+    try:
+        Settings.of_run(settings)
+    except InvalidInput as error:
+        yield "refused_setting", f"settings.{error}; the weights are published untruncated"
 
 
 def _wrong(name: str, value: object) -> tuple[str, str]:

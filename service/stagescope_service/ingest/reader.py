@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidTensor, StagescopeError
+from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import PayloadKey
@@ -244,12 +244,13 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> I
 def statistics_settings(settings: object) -> Settings:
     """Return the settings of a run that the statistics depend on.
 
-    Raises:
-        InvalidInput: a rollout_is or threshold that verl does not have.
+    Where verl has no such rollout_is or threshold, the weights are those without settings: the
+    finding `refused_setting` says so, and no number is lost.
     """
-    known = settings if isinstance(settings, Mapping) else {}
-    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
-    return Settings(**{name: known[name] for name in names if known.get(name) is not None})
+    try:
+        return Settings.of_run(settings if isinstance(settings, Mapping) else {})
+    except InvalidInput:
+        return Settings()
 
 
 def summarise_once(

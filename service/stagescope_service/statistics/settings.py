@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 
@@ -43,6 +44,16 @@ class Settings:
         if self.rollout_is_threshold == math.inf:  # JSON cannot represent the number
             object.__setattr__(self, "rollout_is_threshold", "inf")
         _ = self.bounds
+
+    @classmethod
+    def of_run(cls, settings: Mapping[str, Any]) -> Settings:
+        """Return those of a run's settings.
+
+        Raises:
+            InvalidInput: a rollout_is or threshold that verl does not have.
+        """
+        names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
+        return cls(**{name: settings[name] for name in names if settings.get(name) is not None})
 
     @property
     def bounds(self) -> tuple[float, float, bool]:

@@ -47,6 +47,12 @@ def said(settings: dict[str, Any]) -> list[tuple[str, str]]:
         ({"keep": {"what": ["trajectores"]}}, "misspelt", "did you mean trajectories?"),
         ({"keep": {"what": ["old_logprobs"]}}, "misspelt", "did you mean old_log_probs?"),
         ({"keep": {"wat": ["loss"]}}, "refused", "keep has no field 'wat'"),
+        ({"rollout_is": "tokn"}, "refused", "settings.rollout_is is 'tokn'"),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": "abc"},
+            "refused",
+            "settings.rollout_is_threshold is 'abc'",
+        ),
     ],
 )
 def test_what_is_meant_to_be_read_and_is_not_is_a_finding(

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.measure import payload
@@ -51,6 +52,26 @@ def test_ids_of_prompts_taken_for_ids_of_samples_lose_no_token(tmp_path: Path) -
     found = [put.row for put in assembly.findings(whole, place) if isinstance(put, Put)]
     assert [row["kind"] for row in found] == ["sample_ids_contradict"]
     assert "group_ids" in found[0]["advice"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rollout_is": "tokn"}, {"rollout_is": "token", "rollout_is_threshold": "abc"}]
+)
+def test_a_setting_that_verl_does_not_have_loses_no_number(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    found, plain = (
+        PayloadReader(tmp_path / name, "node-1", Ring(tmp_path / name, 1 << 20)).take(
+            PayloadKey("i", 1), {**JOB, "settings": given}, payload()
+        )
+        for name, given in (("wrong", settings), ("none", {}))
+    )
+    assert (found.state, found.reason) == ("ingested", None)
+    first, second = (
+        [put.row["summary"] for put in each.rows if put.table == "summaries"]
+        for each in (found, plain)
+    )
+    assert first == second
 
 
 def findings_of(tmp_path: Path, **changed: object) -> list[tuple[str, str]]:
