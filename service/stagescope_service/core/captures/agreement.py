@@ -206,7 +206,7 @@ def look(
     Args:
         pending: in phase ASKED.
         request: the capture as it was requested.
-        crew: the requested ranks with their present state.
+        participants: the requested ranks with their present state.
         elapsed: seconds since it was asked, by the clock that measures `timeout`.
         round_trip: seconds until the last acknowledgement.
         wall: Unix seconds, now.
