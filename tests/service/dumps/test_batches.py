@@ -225,6 +225,17 @@ def test_replicas_count_once_and_are_compared() -> None:
     assert (list(batch.microbatches())[1]["rollout_log_probs"] == changed).all()
 
 
+def test_a_stream_that_the_service_joined_to_a_payload_is_no_second_opinion() -> None:
+    whole = WholeStep([4, 4])
+    changed = whole.tensors["rollout_log_probs"][2].copy()
+    changed[1, 2] = 0.0  # masked there
+    first, second = two(whole, rollout_log_probs=wire(changed))
+    about = {**second.about, "joined_tensors": ["rollout_log_probs"]}
+    batch = join(MemoryDump([first, dataclasses.replace(second, about=about)]), 5)
+    assert batch.gaps == ()
+    assert (batch["rollout_log_probs"] == whole.tensors["rollout_log_probs"][2]).all()
+
+
 def test_another_dtype_disagrees() -> None:
     whole = WholeStep([4, 4])
     wider = whole.tensors["rollout_log_probs"][2].astype(np.float64)

@@ -77,6 +77,8 @@ def read_payload(entry: DumpEntry) -> Record:
             "meta": mapping(metadata, "meta"),
             "settings": mapping(metadata, "settings") or mapping(job, "settings"),
             "job": job,
+            # Of a ring: what the service added from the rollout's payload.
+            "joined_tensors": metadata.get("joined_tensors") or [],
         },
     )
 

@@ -193,6 +193,9 @@ class _Joiner:
         is_accepted = column.accepts(block)
         if is_accepted and part.is_whole and column.write(rows, block):
             return
+        added = part.about.get("joined_tensors")
+        if isinstance(added, list) and name in added:
+            return  # a copy of another part's, with 0 where no token counts
         self._keep_own(index, name, block.tag, block.values)
         if not is_accepted:
             shape = f"{block.tag} {list(block.values.shape[1:])}, that of {column.first} is "
