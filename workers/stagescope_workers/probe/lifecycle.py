@@ -185,8 +185,6 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
     """
     if _refused:
         _log.warning("finish: init was refused here, nothing was reported: %.300s", _refused)
-        _close_all(time.monotonic() + timeout)
-        return False
     deadline = time.monotonic() + timeout
     probes = list(_probes)
     with_url = [probe.options for probe in probes if probe.options.url and not probe.is_inert]
@@ -208,7 +206,8 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
     if drained is None:
         warn_unconnected("finish", url, namespace)
         return complete and any(probe.has_arrived for probe in probes)
-    return complete and drained
+    # The other processes of a driver whose own init was refused have sent theirs meanwhile.
+    return complete and drained and not _refused
 
 
 def _drain_all(

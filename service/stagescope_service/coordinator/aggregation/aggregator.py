@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from stagescope.wire.schema import STREAM_TENSORS
-from stagescope_service.coordinator.aggregation import assembly as assembly
+from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.assembly import StepParts
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import (
