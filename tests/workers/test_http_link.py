@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -256,6 +257,51 @@ def test_finish_waits_for_an_api_that_is_being_restarted(monkeypatch: pytest.Mon
         assert done == [True]
         assert {"begin", "end", "finish"} <= {e.kind for e in second.coordinator.events.values()}
         assert "again" in second.drained
+
+
+@pytest.mark.parametrize("with_probe", [True, False], ids=["rank", "driver"])
+def test_finish_of_a_short_process_waits_for_an_api_that_it_never_reached(
+    monkeypatch: pytest.MonkeyPatch, *, with_probe: bool
+) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    with Service() as first:
+        port, url = first.server_address[1], first.url  # a free port
+    monkeypatch.setenv("STAGESCOPE_URL", url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", "right")
+    if with_probe:
+        with lifecycle.init("born-late", attempt_key="a").stage("s", step=1):
+            pass
+    done: list[bool] = []
+    finishing = threading.Thread(
+        target=lambda: done.append(lifecycle.finish(30.0, run="born-late"))
+    )
+    finishing.start()
+    finishing.join(1.5)  # so long it is away
+    assert not done
+    with Service(port) as second:
+        serving = threading.Thread(target=second.serve_forever, args=(0.02,))
+        serving.start()
+        finishing.join(30.0)
+        second.shutdown()
+        serving.join()
+        assert done == [True]
+        assert "born-late" in second.drained
+        kinds = {event.kind for event in second.coordinator.events.values()}
+        assert ({"begin", "end", "finish"} <= kinds) is with_probe
+
+
+def test_finish_gives_up_in_time_where_a_known_service_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr("stagescope_workers.probe.probe.RESTART_SECONDS", 1.0)
+    probe = lifecycle.init("never", attempt_key="a", url="http://127.0.0.1:9")
+    with probe.stage("s", step=1):
+        pass
+    wait_for(lambda: ": not connected, " in repr(probe))
+    started = time.monotonic()
+    assert not lifecycle.finish(30.0)
+    assert time.monotonic() - started < 15.0
 
 
 def test_a_process_that_ends_before_its_first_search_still_reports(

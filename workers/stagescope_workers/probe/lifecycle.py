@@ -17,7 +17,7 @@ from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.probe import decorator
 from stagescope_workers.probe.options import ProbeOptions, checked_options
-from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.probe import RESTART_SECONDS, Probe
 from stagescope_workers.transport.link import (
     NAMESPACE,
     Link,
@@ -185,7 +185,8 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
     """
     if _refused:
         _log.warning("finish: init was refused here, nothing was reported: %.300s", _refused)
-    deadline = time.monotonic() + timeout
+    started = time.monotonic()
+    deadline = started + timeout
     probes = list(_probes)
     with_url = [probe.options for probe in probes if probe.options.url and not probe.is_inert]
     url, token = (with_url[0].url, with_url[0].token) if with_url else (None, None)
@@ -197,9 +198,13 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
             drained = _drain_all(url, token, namespace, run, key, deadline)
             break
         except Exception as error:
-            # A service that was reached before, or that answers `not ready`, may come back.
-            may_return = reached or isinstance(error, NotReady)
-            if not may_return or time.monotonic() > deadline - _RETRY_SECONDS:
+            # A service that was reached before, or that answers `not ready`, may come back; so may
+            # one that was being restarted during the short life of this process.
+            until = deadline
+            if not (reached or isinstance(error, NotReady)):
+                expected = [probe.answer_expected_until for probe in probes]
+                until = min(deadline, max(expected, default=started + RESTART_SECONDS))
+            if time.monotonic() > until - _RETRY_SECONDS:
                 _log.warning("finish could not wait for the service: %r", error)
                 return False
             time.sleep(_RETRY_SECONDS)

@@ -43,6 +43,8 @@ _log = logging.getLogger("stagescope.workers")
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _SEARCH_SECONDS: Final = 2.0
 """How long `close` waits for a process to join its Ray cluster and find a service there."""
+RESTART_SECONDS: Final = 10.0
+"""The time in which an API that Ray restarts answers again, also on a busy machine."""
 
 
 class Probe(Reporter):
@@ -337,7 +339,8 @@ class Probe(Reporter):
     def close(self, timeout: float = 5.0) -> bool:
         """End the probe: wait, `timeout` seconds at most, until everything is acknowledged.
 
-        The only method that waits. It does not wait where no service was ever reached.
+        The only method that waits. It does not wait where no service is known, nor where one that
+        is known has not answered in the first seconds of this probe.
 
         Returns:
             Whether everything was received, payloads included.
@@ -385,10 +388,16 @@ class Probe(Reporter):
         # The first search comes after the fingerprint, which takes seconds on a busy machine.
         reached = any(each.event_sender.answers for each in starts)  # a dead one may come back
         no_service = unsent[0].has_searched and unsent[0].link is None and not reached
-        may_join = "ray" in sys.modules  # a process that imported ray gets time to join a cluster
-        return no_service and not (
-            may_join and time.monotonic() - self._handshake.created < _SEARCH_SECONDS
-        )
+        return no_service and time.monotonic() > self.answer_expected_until
+
+    @property
+    def answer_expected_until(self) -> float:
+        """The monotonic time until which a service that has never answered may still do so."""
+        if self._sender is not None and self._sender.has_address:
+            patience = RESTART_SECONDS
+        else:  # a process that imported ray gets time to join a cluster
+            patience = _SEARCH_SECONDS if "ray" in sys.modules else 0.0
+        return self._handshake.created + patience
 
     def forget(self) -> None:
         """Become inert in a forked child: the queue and its locks belong to the parent."""

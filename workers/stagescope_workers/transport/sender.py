@@ -104,6 +104,8 @@ class EventSender:
         self.clock = Clock()
         self.coordinator: str | None = None
         self.answers = 0
+        self.has_address = False
+        """Whether a search found where a service should answer; it may be down at the moment."""
         self._search = 1  # the number of the current search
         self._searched = 0  # the number of the last search that ended
         self._condition = threading.Condition()
@@ -282,7 +284,7 @@ class EventSender:
             self._connecting.fail()
             return False
         self._connecting.succeed()
-        self._is_new_link = True
+        self._is_new_link = self.has_address = True
         return True
 
     # --- answers --------------------------------------------------------------------------
