@@ -6,7 +6,7 @@ an invalid value, makes a finding. They are checked once, in a process's HELLO, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stagescope.wire.errors import InvalidInput
@@ -60,7 +60,7 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (kind of finding, message)."""
     wanted = [name for name in KNOWN if name not in settings]
     for name in settings:
-        if name not in KNOWN and (meant := closest_by_words(name, wanted)) is not None:
+        if name not in KNOWN and (meant := _meant(name, wanted)) is not None:
             text = f"settings has {name!r:.100}, which nobody reads: did you mean {meant}?"
             yield "misspelt_setting", text
     expect, capture = settings.get("expect"), settings.get("capture")
@@ -77,6 +77,12 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "refused_setting", f"settings.{error}; the weights are published untruncated"
 
 
+def _meant(name: str, wanted: Sequence[str]) -> str | None:
+    """Return the one of `wanted` of which `name` is a plural or looks like a misspelling."""
+    singular = name.removesuffix("s")
+    return singular if singular in wanted else closest_by_words(name, wanted)
+
+
 def _wrong(name: str, value: object) -> tuple[str, str]:
     return "refused_setting", f"settings.{name} is {value!r:.200}: expected {KNOWN[name]}"
 
@@ -86,7 +92,7 @@ def _budget(settings: Mapping[str, Any], *, is_auto: bool) -> Iterator[tuple[str
     if isinstance(budget, Mapping):
         wanted = [name for name in _BUDGET if name not in budget]
         for name in budget:
-            if name not in _BUDGET and (meant := closest_by_words(str(name), wanted)) is not None:
+            if name not in _BUDGET and (meant := _meant(str(name), wanted)) is not None:
                 text = f"settings.capture_budget has {name!r:.100}: did you mean {meant}?"
                 yield "misspelt_setting", f"{text} Rules order no capture"
                 return
