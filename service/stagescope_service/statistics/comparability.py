@@ -44,6 +44,11 @@ _SAMPLE_GAP: Final = 0.25
 """Minimum mean |d| of a sample, in nats, to report it as unrelated."""
 _MOST: Final = 0.5
 """Minimum share of the sum of |d| in missing tokens for them to explain the difference."""
+_FAR: Final = 1.0
+"""Nats. An exact 0 whose other stream is further away is a missing value: truncation to the only
+token that is left gives at most -log(top_p), and rounding less."""
+_FAR_TOKENS: Final = 5
+"""Minimum of such tokens."""
 _LISTED: Final = 5
 _OF_RATIOS: Final = frozenset({"rounded", "renormalised", "temperature", "calibration"})
 """Checks that one cause may fail in the smaller counts of a rank."""
@@ -83,7 +88,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     producers = _producers(summary)
     found = [_equal(summary.total, *pair, producers=producers)]
     found += _check_cell(summary.total, pair, summary.fresh)
-    found += [_versions(summary)]
+    found += [_missing_values(summary), _versions(summary)]
     drifts = _has_stale_tokens(summary)
     if len(ranks) > 1:
         cells = [(f"{row.role} {row.rank}", row.cell) for row in ranks]
@@ -250,6 +255,29 @@ def _combine(kind: str, where: Sequence[tuple[str, Check]], of: int) -> Check:
     head = where[0][1]
     text = f"in {len(where)} of {of} {kind}s ({listed}{more}): {head.text}"
     return Check(head.name, "suspect", text, {**head.values, f"{kind}s": len(where)})
+
+
+def _missing_values(summary: Summary) -> Check:
+    """Check whether a stream is exactly 0 in most of the tokens that differ by more than `_FAR`.
+
+    The check `coverage` of a cell compares means. A sure model, a coarse format and truncation give
+    many exact zeros close to the other stream, which hide a few that stand for missing values.
+    """
+    p, q = summary.worst.p, summary.worst.q
+    zeros = np.array([(p == 0.0) & (q < -_FAR), (q == 0.0) & (p < -_FAR)]).sum(axis=1)
+    side, count = int(zeros.argmax()), int(zeros.max())
+    far = int((np.abs(p - q) > _FAR).sum())
+    if count < max(_FAR_TOKENS, far / 2, 3 * int(zeros.min())):
+        return Check("coverage", "ok", "both streams cover the mask")
+    stream, other = summary.pair[side], summary.pair[1 - side]
+    text = (
+        f"{stream} is exactly 0 in {count} of the {len(p)} tokens that differ most, where {other} "
+        f"lies below {-_FAR:g}: it was filled with 0 where it lacks a value (or these tokens were "
+        "sampled greedily)"
+    )
+    total = summary.total
+    in_zeros = total[Field.P_LACKS_ABS] + total[Field.Q_LACKS_ABS]
+    return Check("coverage", "suspect", text, {"explains": in_zeros / total[Field.D_ABS_SUM]})
 
 
 def _check_samples(summary: Summary) -> list[Check]:

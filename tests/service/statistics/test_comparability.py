@@ -180,6 +180,38 @@ def test_the_zeros_of_the_padding_hide_no_cause(name: str, model: str) -> None:
     assert who in judged.suspects[0].text
 
 
+def coarse(batch: Batch) -> Batch:
+    """As an engine gives it whose format has no number between 0 and -0.004."""
+    return dataclasses.replace(batch, q=np.where(batch.q > -4e-3, 0.0, batch.q))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3])
+@pytest.mark.parametrize("model", ["usual", "sure"])
+@pytest.mark.parametrize("zeros", ["coarse", "top-p 0.8", "top-p 0.95"])
+def test_exact_zeros_hide_no_missing_values(zeros: str, model: str, share: float) -> None:
+    """A sure token's log-prob is exactly 0 in a coarse format, and where no other token is left."""
+    sampling = SAMPLING[zeros][1] if zeros in SAMPLING else {}
+    batch = draw(np.random.default_rng(7), 32, 100, model=model, **sampling)
+    batch = coarse(batch) if zeros == "coarse" else batch
+    healthy = asked(batch, 4)
+    assert "coverage" not in {check.name for check in healthy.suspects}
+    missing = np.random.default_rng(1).random(batch.q.shape) < share
+    filled = asked(dataclasses.replace(batch, q=np.where(missing, 0.0, batch.q)), 4)
+    assert filled.verdict == "suspect"
+    assert filled.cause == "coverage", filled.suspects
+    assert filled.suspects[0].text.startswith("rollout ")
+
+
+@pytest.mark.parametrize("model", ["usual", "sure", "certain"])
+@pytest.mark.parametrize(
+    "name", ["rows reversed", "shift by one", "shift by minus one", "shift by two"]
+)
+def test_exact_zeros_of_a_coarse_stream_hide_no_cause(name: str, model: str) -> None:
+    cause, damage = DAMAGE[name]
+    batch = damage(coarse(draw(np.random.default_rng(7), 32, 100, model=model)), 4)
+    assert asked(batch, 4).cause == cause
+
+
 def harmless(name: str, model: str) -> bool:
     """Whether nearly no mass lies beyond the cut: then nothing is to be seen."""
     cut = {"top-k 20": ("certain", "sure"), "top-p 0.95": ("certain",)}
