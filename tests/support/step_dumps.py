@@ -1,4 +1,4 @@
-"""One step, dealt out over ranks and parts in any way: what is recorded, and what it was."""
+"""One step, distributed over ranks and parts in any way: what is recorded, and what it was."""
 
 from __future__ import annotations
 

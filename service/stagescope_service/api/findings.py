@@ -29,7 +29,7 @@ from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
 from stagescope_service.api.rows import with_attempt_numbers
 from stagescope_service.store.contract import Row
-from stagescope_service.store.queries.findings import Noticed
+from stagescope_service.store.queries.findings import EventsTable
 
 router = APIRouter(tags=["runs"])
 
@@ -294,7 +294,7 @@ def _attempt_numbers(deps: Dependencies, run: str | None) -> dict[int, int]:
 
 
 def only_filter(
-    deps: Dependencies, table: Noticed, scope: ScopeFilter, only: str | None
+    deps: Dependencies, table: EventsTable, scope: ScopeFilter, only: str | None
 ) -> OnlyFilter:
     """Return the filters that `only` stands for.
 

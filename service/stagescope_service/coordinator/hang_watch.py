@@ -73,11 +73,11 @@ def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str,
 def _open_paces(attempt: Attempt, role: str) -> dict[StageKey, StageTiming]:
     found: dict[StageKey, StageTiming] = {}
     for number in attempt.open:
-        found.update(_paces_of(attempt, number, role))
+        found.update(_timings_of(attempt, number, role))
     return found
 
 
-def _paces_of(attempt: Attempt, number: int, role: str) -> dict[StageKey, StageTiming]:
+def _timings_of(attempt: Attempt, number: int, role: str) -> dict[StageKey, StageTiming]:
     timings = attempt.steps[number].timings.get(role, {})
     return {timing.key: timing for timing in timings.values()}
 
@@ -136,7 +136,7 @@ def _role(
         }
         # A step that all but a few ranks have left shows the durations of its stages just as well.
         left = [number for number in attempt.steps if number < max(attempt.open)]
-        return history([_paces_of(attempt, number, role) for number in left], ranks)
+        return history([_timings_of(attempt, number, role) for number in left], ranks)
 
     return Role(
         positions,

@@ -3,7 +3,8 @@
 If parts carry sample ids, a token is (sample, position) and counts once: replicas, later epochs
 and the driver's copy of the ranks' rows are left out. Rows of different samples that share an id
 are distinguished (`identity`). A part that repeats only some tokens is listed in
-`StepSummary.restate`; the caller recomputes its statistics with `skip_of(...)` and assembles again.
+`StepSummary.to_recompute`; the caller recomputes its statistics with `skip_of(...)` and assembles
+again.
 Without ids the layout decides: of the ranks that hold the same rows (data_rank, else dp and cp
 rank) the one with tp 0 and the last pp counts, in the lowest epoch.
 

@@ -44,12 +44,12 @@ class Scales:
         self.state = State()
         self.orders: list[CompareWeights] = []
 
-    def give(self, *said: Delivery, weigh: bool = True) -> None:
+    def give(self, *said: Delivery, compare: bool = True) -> None:
         for each in said:
             out = self.state.handle(each.sender, each.event, 0.0)
             self.write([order for order in out if isinstance(order, Put | Delete)])
             self.orders = [order for order in out if isinstance(order, CompareWeights)]
-            for order in self.orders if weigh else ():
+            for order in self.orders if compare else ():
                 self.write(judge(self.catalogue, order))
 
     def write(self, rows: Sequence[Put | Delete]) -> None:
@@ -281,7 +281,7 @@ def test_a_coordinator_that_died_before_it_compared_is_caught_up_with(
     said = said_by(chance)
     with opened() as expected, opened() as got:
         expected.give(*said)
-        got.give(*said[:where], weigh=False)  # committed, and then the coordinator was killed
+        got.give(*said[:where], compare=False)  # committed, and then the coordinator was killed
         got.state = State()
 
         async def write(rows: Sequence[Put | Delete]) -> None:
@@ -295,7 +295,7 @@ def test_a_coordinator_that_died_before_it_compared_is_caught_up_with(
 
 def test_while_a_comparison_is_under_way_orders_wait_for_one_more(scales: Scales) -> None:
     sender = trainer()
-    scales.give(*sender.said, weights(sender, GOOD), weigh=False)
+    scales.give(*sender.said, weights(sender, GOOD), compare=False)
     order, written = scales.orders[0], 0
 
     async def several() -> None:
@@ -321,7 +321,7 @@ def test_a_comparison_that_could_not_be_written_is_tried_again(
 ) -> None:
     monkeypatch.setattr(retries, "PAUSES", (0.0, 0.0))
     sender = trainer()
-    scales.give(*sender.said, weights(sender, GOOD), weigh=False)
+    scales.give(*sender.said, weights(sender, GOOD), compare=False)
     errors = [error, error]
 
     async def write(rows: Sequence[Put | Delete]) -> None:
@@ -340,7 +340,7 @@ def test_weights_that_cannot_be_compared_are_said_until_they_can(
     monkeypatch.setattr(retries, "PAUSES", (0.0, 0.0))
     caplog.set_level(logging.CRITICAL)
     sender = trainer()
-    scales.give(*sender.said, weights(sender, GOOD), weigh=False)
+    scales.give(*sender.said, weights(sender, GOOD), compare=False)
     ((name, manifest),) = scales.catalogue.weight_manifests(
         [row["manifest"] for row in scales.catalogue.weights(1, 4)]
     ).items()

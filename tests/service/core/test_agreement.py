@@ -84,7 +84,7 @@ def test_no_resolved_step_comes_before_the_start(steps: Any, start: int) -> None
         assert sorted({*hit, *passed}) == sorted({*steps})
 
 
-def crew(
+def participants(
     *revisions: int | None, top: int | None = 7, step: float | None = 1.0
 ) -> CaptureParticipants:
     members = tuple(Member("actor", n, f"i{n}", each) for n, each in enumerate(revisions))
@@ -99,26 +99,26 @@ def look(
 
 def test_it_waits_for_all_and_names_those_it_goes_without() -> None:
     asked = Agreement(revision=4)
-    assert look(asked, order(), crew(4, 3)) is None
-    assert look(asked, order(), crew(4, None)) is None
-    assert look(asked, order(), crew()) is None
-    assert look(asked, order(), crew(4, 4, top=None)) is None
-    agreed = look(asked, order(), crew(4, 5))
+    assert look(asked, order(), participants(4, 3)) is None
+    assert look(asked, order(), participants(4, None)) is None
+    assert look(asked, order(), participants()) is None
+    assert look(asked, order(), participants(4, 4, top=None)) is None
+    agreed = look(asked, order(), participants(4, 5))
     assert (agreed.phase, agreed.start, agreed.steps) == ("agreed", 8, [8])
     waiting = order(timeout=2.0)
-    assert look(asked, waiting, crew(4, 3), elapsed=500.0) is None
-    without = look(asked, order(timeout=2.0, late="go_on"), crew(4, 3), elapsed=2.0)
+    assert look(asked, waiting, participants(4, 3), elapsed=500.0) is None
+    without = look(asked, order(timeout=2.0, late="go_on"), participants(4, 3), elapsed=2.0)
     assert (without.phase, without.without) == ("agreed", [{"role": "actor", "rank": 1}])
     # Nobody has heard: there is nobody to go on with.
-    assert look(asked, order(timeout=2.0, late="go_on"), crew(3, 3), elapsed=2.0) is None
-    ended = look(asked, order(timeout=2.0, late="give_up"), crew(4, 3), elapsed=2.0)
+    assert look(asked, order(timeout=2.0, late="go_on"), participants(3, 3), elapsed=2.0) is None
+    ended = look(asked, order(timeout=2.0, late="give_up"), participants(4, 3), elapsed=2.0)
     assert (ended.phase, ended.without) == ("given up", [{"role": "actor", "rank": 1}])
 
 
 def test_steps_that_have_all_begun_are_too_late_or_moved() -> None:
     asked = Agreement(revision=4)
-    assert look(asked, order(steps=[8]), crew(4, top=9)).phase == "too late"
-    moved = look(dataclasses.replace(asked, again_left=1), order(steps=[8]), crew(4, top=9))
+    assert look(asked, order(steps=[8]), participants(4, top=9)).phase == "too late"
+    moved = look(dataclasses.replace(asked, again_left=1), order(steps=[8]), participants(4, top=9))
     assert (moved.phase, moved.steps, moved.missed_steps, moved.again_left) == (
         "agreed", [10], [8], 0,
     )  # fmt: skip

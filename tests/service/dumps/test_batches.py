@@ -1,4 +1,4 @@
-"""A step dealt out in any way comes back as it was, and what it lacks is said."""
+"""A step distributed in any way comes back as it was, and what it lacks is said."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bits(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.values.shape, tensor.values.tobytes()
 
 
-def dealt(data: st.DataObject, rows: int) -> list[list[list[int]]]:
+def distributed(data: st.DataObject, rows: int) -> list[list[list[int]]]:
     """Rows by rank and part, each at least one."""
     order = data.draw(st.permutations(range(rows)))
     ranks = data.draw(st.integers(1, rows))
@@ -60,7 +60,7 @@ def test_any_split_over_ranks_and_parts_comes_back_exactly(
     records = [
         record(whole.piece(rows), stage="rollout_generate", role="rollout", **whole.ids(rows))
     ]
-    for rank, parts in enumerate(dealt(data, len(lengths))):
+    for rank, parts in enumerate(distributed(data, len(lengths))):
         for index, piece in enumerate(parts):
             records.append(
                 record(
@@ -90,7 +90,7 @@ def test_rows_of_several_ranks_are_joined_without_a_stage_that_has_all(
     whole = WholeStep(lengths)
     records = []
     order: list[int] = []
-    for rank, parts in enumerate(dealt(data, len(lengths))):
+    for rank, parts in enumerate(distributed(data, len(lengths))):
         for index, piece in enumerate(parts):
             order += piece
             part = Part(microbatch=index)

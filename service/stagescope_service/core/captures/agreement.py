@@ -279,7 +279,7 @@ def refusal(request: Mapping[str, Any], estimates: Iterable[Row]) -> str | None:
         seconds, timeout = each.get("seconds"), each.get("collective_timeout")
         if seconds and timeout and seconds > timeout / 2:
             return (
-                f"{each['role']} rank {each['rank']} reckons {seconds:.0f} s in {each['stage']}, "
+                f"{each['role']} rank {each['rank']} estimates {seconds:.0f} s in {each['stage']}, "
                 f"more than half of the collectives' time limit of {timeout:.0f} s"
             )
         size, free = each.get("bytes"), each.get("free_bytes")
@@ -290,7 +290,7 @@ def refusal(request: Mapping[str, Any], estimates: Iterable[Row]) -> str | None:
     for node, (total, free) in nodes.items():
         if total > free:
             return (
-                f"the ranks of node {node[:12]} reckon {total / 1e9:.1f} GB for {limit} steps, and "
-                f"{free / 1e9:.1f} GB are free there"
+                f"the ranks of node {node[:12]} estimate {total / 1e9:.1f} GB for {limit} steps, "
+                f"and {free / 1e9:.1f} GB are free there"
             )
     return None

@@ -13,7 +13,7 @@ from stagescope_service.store.tables import (
     TABLES,
 )
 
-Noticed = Literal["findings", "losses", "firings"]
+EventsTable = Literal["findings", "losses", "firings"]
 
 _OUTLINES: Final[dict[str, tuple[str, str]]] = {
     "findings": (
@@ -37,7 +37,7 @@ class FindingQueries(Reader):
 
     def outline(
         self,
-        name: Noticed,
+        name: EventsTable,
         *,
         run: Filter = None,
         attempt_id: Filter = None,
@@ -66,7 +66,9 @@ class FindingQueries(Reader):
         query = sa.select(*shown).where(*conditions(name, locals())).order_by(*by)
         return self._rows(query.limit(limit))
 
-    def kinds(self, name: Noticed, *, run: Filter = None, attempt_id: Filter = None) -> list[str]:
+    def kinds(
+        self, name: EventsTable, *, run: Filter = None, attempt_id: Filter = None
+    ) -> list[str]:
         """Return the existing kinds of findings or losses, or the rules with firings."""
         table = TABLES[name]
         column = table.c["rule" if name == "firings" else "kind"]
