@@ -176,9 +176,9 @@ class FakeLink:
 
     address = "the test"
 
-    def __init__(self, place: FakeService) -> None:
-        self._place = place
-        self._coordinator = place.coordinator
+    def __init__(self, location: FakeService) -> None:
+        self._place = location
+        self._coordinator = location.coordinator
 
     def pack(self, payload: dict[str, Any]) -> object:
         self._place.packed += 1

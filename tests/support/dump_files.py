@@ -167,8 +167,8 @@ def nexrl_directory(
             for micro in range(micros):
                 begin = (rank * micros + micro) * rows
                 chosen = slice(begin, begin + rows)
-                place = {"step": step, "rank": rank, "micro_idx": micro}
-                _write_micro(write, place, batch, chosen, mode)
+                location = {"step": step, "rank": rank, "micro_idx": micro}
+                _write_micro(write, location, batch, chosen, mode)
     return path
 
 
@@ -255,11 +255,11 @@ def _parameter(step: int, rank: int, kind: str) -> dict[str, Any]:
 
 
 def _write_micro(
-    write: _Writer, place: dict[str, Any], batch: Batch, rows: slice, mode: str
+    write: _Writer, location: dict[str, Any], batch: Batch, rows: slice, mode: str
 ) -> None:
-    step, rank, micro = place.values()
+    step, rank, micro = location.values()
     forward = {
-        **place,
+        **location,
         "log_probs": batch.padded("log_probs", rows),
         "entropy": batch.padded("entropy", rows),
         "response_mask": batch.padded("response_mask", rows),
@@ -276,11 +276,11 @@ def _write_micro(
     entropy = float((batch.padded("entropy", rows) * inside).sum()) / count
     losses = {"loss": policy - 0.01 * entropy, "pg_loss": policy, "entropy_loss": entropy}
     extra = {"epoch": 0, "batch_idx": micro}
-    write("loss", step, {**place, **losses, "extra_info": extra}, rank, micro)
+    write("loss", step, {**location, **losses, "extra_info": extra}, rank, micro)
     if mode != "weaver":
         return
     debug = {
-        **place,
+        **location,
         "log_probs": batch.padded("log_probs", rows),
         "old_log_probs": batch.padded("old_log_probs", rows),
         "advantages": batch.padded("advantages", rows),
@@ -291,7 +291,7 @@ def _write_micro(
     }
     write("is_loss_debug", step, debug, rank, micro)
     ids = batch.input_ids(rows)
-    inputs = {**place, "input_ids": ids, "attention_mask": (ids != 0).long()}
+    inputs = {**location, "input_ids": ids, "attention_mask": (ids != 0).long()}
     write("batch_inputs", step, inputs, rank, micro)
 
 

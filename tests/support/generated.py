@@ -183,18 +183,20 @@ def completed_without_ends(rows: Rows, training: Training, got: list[Delivery]) 
         if each.event.kind not in ("begin", "end"):
             continue
         fields = each.event.fields
-        place = (each.sender.attempt_key, fields["step"], each.sender.role, fields["stage"])
+        location = (each.sender.attempt_key, fields["step"], each.sender.role, fields["stage"])
         part = (each.sender.rank, fields.get("microbatch"))
-        (begun if each.event.kind == "begin" else ended)[place].add(part)
+        (begun if each.event.kind == "begin" else ended)[location].add(part)
     for row in rows.of("steps", completeness="complete"):
-        for place in {*begun, *ended}:
-            key, step, role, _ = place
+        for location in {*begun, *ended}:
+            key, step, role, _ = location
             if (key, step) != (keys[row["attempt_id"]], row["step"]):
                 continue
-            if begun[place] - ended[place]:
-                wrong.append(f"{place}: {begun[place] - ended[place]} began and never ended")
+            if begun[location] - ended[location]:
+                wrong.append(
+                    f"{location}: {begun[location] - ended[location]} began and never ended"
+                )
             size = worlds.get((key, role))
-            there = {rank for rank, _ in ended[place]}
+            there = {rank for rank, _ in ended[location]}
             if size is not None and not there >= set(range(size)):
-                wrong.append(f"{place}: only {there} of {size} ranks ended")
+                wrong.append(f"{location}: only {there} of {size} ranks ended")
     return wrong

@@ -308,9 +308,9 @@ class World:
         self, row: dict[str, Any], payloads: dict[str, str], counted: set[str], lost: set[str]
     ) -> str | None:
         """Return what the step's answers do not say of payloads that are not in its numbers."""
-        place = (row["attempt_id"], row["step"])
-        listed = self.catalogue.steps(place[0], before=place[1] + 1, limit=1)
-        said = gaps(self.catalogue, listed).get(place)
+        location = (row["attempt_id"], row["step"])
+        listed = self.catalogue.steps(location[0], before=location[1] + 1, limit=1)
+        said = gaps(self.catalogue, listed).get(location)
         if payloads and not counted and not (said or "").startswith("no numbers"):
             return f"has no numbers, and the answers say {said!r}"
         if lost and f"{len(lost)} payload{'' if len(lost) == 1 else 's'} lost" not in (said or ""):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.records import DumpEntry, Place, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
 
 Array = npt.NDArray[Any]
 
@@ -57,14 +57,14 @@ def record(
     **named: Any,
 ) -> Record:
     """A record of padded tensors; bfloat16 ones are uint16 and named in `dtypes`."""
-    place = Place(step, stage, None, rank, Part(microbatch=microbatch))
+    location = Location(step, stage, None, rank, Part(microbatch=microbatch))
     path = Path(f"{section}/step_{step}_rank{rank}_micro{microbatch}.safetensors")
     wire = {
         name: ((dtypes or {}).get(name, str(values.dtype)), values.shape, values, None)
         for name, values in (tensors or {}).items()
     }
     size = sum(values.nbytes for values in (tensors or {}).values())
-    return Record(DumpEntry(section, place, path, size), wire, numbers or {}, **named)
+    return Record(DumpEntry(section, location, path, size), wire, numbers or {}, **named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +126,9 @@ def split(
         for section, make in (("trajectories", _trajectories), ("forward_data", _forward)):
             tensors = make(rows, width, left, ragged)
             size = sum(each[2].nbytes for each in tensors.values())
-            place = Place(0, None, None, rank, Part(microbatch=microbatch))
+            location = Location(0, None, None, rank, Part(microbatch=microbatch))
             path = Path(f"{name}/{section}/rank{rank}_micro{microbatch}")
-            entry = DumpEntry(section, place, path, size)
+            entry = DumpEntry(section, location, path, size)
             made = Record(entry, tensors, samples=texts, mask="response_mask")
             records.append(made if edit is None else edit(made))
     return MemoryDump(records, name)

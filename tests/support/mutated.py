@@ -19,17 +19,17 @@ def mutated(draw: st.DrawFn, value: Any) -> Any:
     """Return JSON in which something, somewhere, is something else or is missing."""
     found = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 3))):
-        place = found
-        while isinstance(place, dict | list) and place:
-            keys = sorted(place) if isinstance(place, dict) else range(len(place))
+        location = found
+        while isinstance(location, dict | list) and location:
+            keys = sorted(location) if isinstance(location, dict) else range(len(location))
             key = draw(st.sampled_from(list(keys)))
-            inner = place[key]
+            inner = location[key]
             if isinstance(inner, dict | list) and inner and draw(st.booleans()):
-                place = inner
+                location = inner
                 continue
-            if isinstance(place, dict) and draw(st.booleans()):
-                del place[key]
+            if isinstance(location, dict) and draw(st.booleans()):
+                del location[key]
             else:
-                place[key] = draw(_JSON)
+                location[key] = draw(_JSON)
             break
     return found

@@ -189,7 +189,7 @@ class Training:
     ) -> None:
         self.trainer_has_rollout = trainer_has_rollout
         self.perturbed = perturbed
-        places = itertools.product(range(DP), range(PP), range(CP), range(TP))
+        locations = itertools.product(range(DP), range(PP), range(CP), range(TP))
         self.ranks = [
             Process(
                 "actor",
@@ -203,7 +203,7 @@ class Training:
                     "cp_rank": cp, "cp_size": CP, "tp_rank": tp, "tp_size": TP,
                 },
             )
-            for rank, (dp, pp, cp, tp) in enumerate(places)
+            for rank, (dp, pp, cp, tp) in enumerate(locations)
         ]  # fmt: skip
         self.rollouts = [
             Process("rollout", rank, rollout_key, nodes[1], world_size=2) for rank in range(2)

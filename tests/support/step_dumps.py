@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.records import DumpEntry, Place, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
 from stagescope_service.store.tensorfile import WireTensor
 
 Array = np.ndarray[Any, Any]
@@ -62,7 +62,7 @@ def record(
     section = more.pop("section", "other")
     name = f"{stage or section}-{role}-{rank}-{part}-{step}"
     about = more.pop("about", {"wall": 0.0})
-    entry = DumpEntry(section, Place(step, stage, role, rank, part), Path(name), 1, name)
+    entry = DumpEntry(section, Location(step, stage, role, rank, part), Path(name), 1, name)
     return Record(
         entry,
         dict(tensors),

@@ -90,10 +90,10 @@ class Rows:
             closed = [row for row in steps if row["closed_wall"] is not None]
             chosen += [row for row in steps if row["closed_wall"] is None]
             chosen += sorted(closed, key=lambda row: row["step"])[-closed_steps:]
-        places = {(row["attempt_id"], row["step"]) for row in chosen}
+        locations = {(row["attempt_id"], row["step"]) for row in chosen}
 
         def kept(row: Row) -> bool:
-            return (row["attempt_id"], row["step"]) in places and row["attempt_id"] in live
+            return (row["attempt_id"], row["step"]) in locations and row["attempt_id"] in live
 
         def is_open(row: Row) -> bool:
             if row["end_wall"] is not None:
@@ -348,7 +348,7 @@ def check_who_answers(attempt: Attempt, step: Step) -> None:
             work = span.work
             version = work.policy_version if work.step is None else None
             stages[span.role, span.rank, work.stage, version].append(span)
-    for place, spans in stages.items():
+    for location, spans in stages.items():
         ages = {name: _age(attempt, name) for name in {span.incarnation for span in spans}}
         for span in spans:
             alike = [s for s in spans if s.incarnation == span.incarnation and s.work == span.work]
@@ -356,7 +356,7 @@ def check_who_answers(attempt: Attempt, step: Step) -> None:
             answers = span.revision == max(s.revision for s in alike) and not any(
                 s.work.part <= span.work.part for s in newer
             )
-            assert bool(span.superseded) != answers, (place, span)
+            assert bool(span.superseded) != answers, (location, span)
 
 
 def _age(attempt: Attempt, incarnation: str) -> tuple[float, str]:

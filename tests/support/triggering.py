@@ -66,10 +66,13 @@ class Orderer:
 
     def end(self, capture_id: str, **dump: Any) -> None:
         """Let a capture come to its end, with one dump of one rank."""
-        place = {"incarnation": "i", "work_key": capture_id, "capture_id": capture_id}
+        location = {"incarnation": "i", "work_key": capture_id, "capture_id": capture_id}
         rows = [
             Put("captures", {"capture_id": capture_id, "state": "done", "removed_wall": 1.0}),
-            Put("dumps", {**place, "attempt_id": 1, "step": 1, "role": "actor", "rank": 0, **dump}),
+            Put(
+                "dumps",
+                {**location, "attempt_id": 1, "step": 1, "role": "actor", "rank": 0, **dump},
+            ),
         ]
         self.store.submit(rows).result(30)
 

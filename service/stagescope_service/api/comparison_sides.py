@@ -27,7 +27,7 @@ from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import FileDump, entry_order, files_of
 from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.importing import KEY_PREFIX
-from stagescope_service.dumps.records import Dump, DumpEntry, Place, Problem, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Location, Problem, Record
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.contract import Row
 
@@ -62,7 +62,7 @@ class Side:
     names_step: bool = False
     path: Path | None = None
     files: tuple[tuple[int, Row], ...] = ()
-    logged: tuple[tuple[Place, Logged], ...] = ()
+    logged: tuple[tuple[Location, Logged], ...] = ()
     left_out: str = ""
 
     @property
@@ -129,7 +129,7 @@ def open_side(deps: Dependencies, side: Side, copies: Path) -> Dump:
     if side.path is not None:
         return open_dump(side.path)
     assert side.target is not None
-    files: dict[str, list[tuple[Path, Place]]] = {"kept": [], "ring": []}
+    files: dict[str, list[tuple[Path, Location]]] = {"kept": [], "ring": []}
     problems: list[Problem] = []
     for step, row in side.files:
         try:
@@ -137,7 +137,7 @@ def open_side(deps: Dependencies, side: Side, copies: Path) -> Dump:
         except StagescopeError as error:
             problems.append(Problem(Path(row["path"]), "missing", str(error)))
             continue
-        location = Place(step, row["stage"], row["role"], row["rank"])
+        location = Location(step, row["stage"], row["role"], row["rank"])
         files[row["kind"]].append((path, location))
     if side.left_out:
         problems.append(Problem(Path(side.name), "gap", side.left_out))
@@ -217,14 +217,14 @@ def _with_files(deps: Dependencies, side: Side) -> Side:
     return dataclasses.replace(side, files=tuple(files), logged=tuple(logged))
 
 
-def _logged(deps: Dependencies, target: Target, step: int) -> list[tuple[Place, Logged]]:
+def _logged(deps: Dependencies, target: Target, step: int) -> list[tuple[Location, Logged]]:
     """Return the scalars of each part of a stage on each rank in a step."""
-    by_location: dict[Place, dict[str, float]] = {}
+    by_location: dict[Location, dict[str, float]] = {}
     rows = deps.catalogue.scalars(target.attempt_id, step, limit=ALL_ROWS)
     for row in sorted(rows, key=lambda row: row["wall"] or 0.0):
         if row["stage"] is not None:
             part = Part(*(row[name] or 0 for name in PART_FIELDS))
-            location = Place(step, row["stage"], row["role"], row["rank"], part)
+            location = Location(step, row["stage"], row["role"], row["rank"], part)
             by_location.setdefault(location, {})[row["name"]] = row["value"]
     return [(location, tuple(scalars.items())) for location, scalars in by_location.items()]
 
@@ -236,11 +236,11 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-def _kept_and_ring(name: str, files: Mapping[str, Sequence[tuple[Path, Place]]]) -> FileDump:
+def _kept_and_ring(name: str, files: Mapping[str, Sequence[tuple[Path, Location]]]) -> FileDump:
     """Return a dump of the kept files, completed by entries of the ring's files."""
     kept, ring = (open_files(name, files[kind]) for kind in ("kept", "ring"))
-    in_kept = {(entry.section, entry.place) for entry in kept.entries}
-    missing = [entry for entry in ring.entries if (entry.section, entry.place) not in in_kept]
+    in_kept = {(entry.section, entry.location) for entry in kept.entries}
+    missing = [entry for entry in ring.entries if (entry.section, entry.location) not in in_kept]
     return dataclasses.replace(
         kept,
         entries=[*kept.entries, *missing],
@@ -251,7 +251,7 @@ def _kept_and_ring(name: str, files: Mapping[str, Sequence[tuple[Path, Place]]])
 
 def _with_logged(dump: FileDump, side: Side) -> FileDump:
     """Return a dump with entries for the scalars that its files do not hold."""
-    in_files = {(entry.section, entry.place) for entry in dump.entries}
+    in_files = {(entry.section, entry.location) for entry in dump.entries}
     scalars: dict[DumpEntry, dict[str, float]] = {}
     for location, logged in side.logged:
         values = dict(logged)

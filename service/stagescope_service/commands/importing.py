@@ -181,7 +181,7 @@ def import_dump(
         refused += _wait_for_payloads(session, batch.sender, accepted)
         events += len(batch.events)
         payloads += len(accepted)
-    steps = {place.step for _, place in found if place.step is not None}
+    steps = {location.step for _, location in found if location.step is not None}
     tables = _wait_for_tables(session, run, steps, len(found))
     refused += [
         Refusal(seq=None, reason=f"{each['dump_path']}: {each['reason']}")

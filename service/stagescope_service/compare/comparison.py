@@ -46,7 +46,7 @@ from stagescope_service.compare.tolerances import (
     Tolerances,
     declared_noise_floor,
 )
-from stagescope_service.dumps.records import Dump, Place, Problem
+from stagescope_service.dumps.records import Dump, Location, Problem
 from stagescope_service.statistics import pairwise
 from stagescope_service.statistics.pairwise import Pairwise
 
@@ -116,7 +116,7 @@ class PairComparer:
         self._findings = FindingCollector(dumps)
         self._keys: dict[str, dict[str, None]] = {}
         self._log_prob_noise: list[Pairwise | None] = [None, None]
-        steps = ({entry.place.step for entry in dump.entries} for dump in dumps)
+        steps = ({entry.location.step for entry in dump.entries} for dump in dumps)
         self._assignment = RowAssignment(several_steps=any(len(each) > 1 for each in steps))
         self._complete_sections: set[str] = set()
         self._incomplete_sections: set[str] = set()
@@ -269,7 +269,7 @@ class PairComparer:
         self, match: SectionMatch, a: list[ShardIndex], b: list[ShardIndex]
     ) -> list[JoinTask]:
         joined = join(a, b, match.common_locations)
-        self._findings.add_join(joined, match, next(iter([*a, *b])).entry.place.step)
+        self._findings.add_join(joined, match, next(iter([*a, *b])).entry.location.step)
         if match.section in flow.SAMPLE_SECTIONS:
             self._assignment.is_reordered |= not is_unmoved(joined, a, match.common_locations)
         sections = self._complete_sections if joined.is_complete else self._incomplete_sections
@@ -304,15 +304,15 @@ class PairComparer:
         missing.
         """
         entry = problem.entry
-        if problem.kind != "missing" or entry is None or entry.place.rank is None:
+        if problem.kind != "missing" or entry is None or entry.location.rank is None:
             return False
-        if any(each.place == entry.place for each in self._dumps[side].entries):
+        if any(each.location == entry.location for each in self._dumps[side].entries):
             return False
         if self._complete_sections or self._incomplete_sections:
             return not self._incomplete_sections
-        return self._has_every_sample(side, entry.place)
+        return self._has_every_sample(side, entry.location)
 
-    def _has_every_sample(self, side: int, location: Place) -> bool:
+    def _has_every_sample(self, side: int, location: Location) -> bool:
         """Return whether a stage holds every trajectory of the step, as other files list them."""
         sampled: set[str] = set()
         held: dict[str, set[str]] = {}
@@ -450,8 +450,8 @@ def _overall(pairs: Sequence[PairResult]) -> tuple[Verdict, str]:
 
 
 def _side_result(dump: Dump) -> SideResult:
-    locations = [entry.place for entry in dump.entries]
-    files = {(entry.path, entry.place): entry.bytes for entry in dump.entries}
+    locations = [entry.location for entry in dump.entries]
+    files = {(entry.path, entry.location): entry.bytes for entry in dump.entries}
     return SideResult(
         name=dump.name, kind=dump.kind, entries=len(locations), bytes=sum(files.values()),
         steps=tuple(sorted({each.step for each in locations if each.step is not None})),

@@ -16,8 +16,8 @@ import plotly.graph_objects as go
 from stagescope.comparison_report import part_text
 from stagescope_service.compare.report.as_json import (
     PairReport,
-    PlaceReport,
     SampleReport,
+    ShardLocationReport,
     StatisticsReport,
     TensorReport,
 )
@@ -235,9 +235,9 @@ def _distance(tensor: TensorReport, value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _rank(place: PlaceReport) -> int:
+def _rank(place: ShardLocationReport) -> int:
     return -1 if place["rank"] is None else int(place["rank"])
 
 
-def _part(place: PlaceReport) -> tuple[int, int, int, int]:
+def _part(place: ShardLocationReport) -> tuple[int, int, int, int]:
     return (place["occurrence"], place["epoch"], place["minibatch"], place["microbatch"])

@@ -13,7 +13,7 @@ from stagescope_service.compare.pairing.shard_index import BY_ROW
 from stagescope_service.compare.pairing.tasks import TaskOutcome
 from stagescope_service.compare.plan import EntryPair, SectionMatch, one_sided_verdict
 from stagescope_service.compare.results import ComparisonFinding, Verdict
-from stagescope_service.dumps.records import Dump, Place, Problem
+from stagescope_service.dumps.records import Dump, Location, Problem
 
 _HARMLESS = ("unknown", "superseded", "gap")
 """Kinds of problems that leave nothing out."""
@@ -39,7 +39,7 @@ class FindingCollector:
         """Step -> trajectories that only one side has."""
         self._unpaired_numbers: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
         """Section -> locations of numbers without a counterpart, of each side."""
-        self._rows_by_location: dict[str, dict[Place, int]] = {}
+        self._rows_by_location: dict[str, dict[Location, int]] = {}
         """Section -> number of rows at each location that were paired by it alone."""
 
     def add(self, finding: ComparisonFinding) -> None:
@@ -89,7 +89,7 @@ class FindingCollector:
             if is_moved:
                 self.add_unpaired_numbers(match, [pair])
             else:
-                location = str(index.entry.place)
+                location = str(index.entry.location)
                 text = f"{', '.join(index.numbers)} of {location}:"
                 self._add_one_sided(text, side, match, [location], Verdict.NOT_COMPARABLE)
 
@@ -99,7 +99,7 @@ class FindingCollector:
             for side, entry in enumerate(pair):
                 if entry is not None:
                     locations = self._unpaired_numbers.setdefault(match.section, ({}, {}))
-                    locations[side][str(entry.place)] = None
+                    locations[side][str(entry.location)] = None
 
     def add_paired_by_location(
         self,

@@ -11,7 +11,7 @@ from stagescope_service.compare.flow import SAMPLE_SECTIONS
 from stagescope_service.compare.results import ComparisonFinding, Verdict
 from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.importing import KEY_PREFIX
-from stagescope_service.dumps.records import SECTIONS, Dump, DumpEntry, Place
+from stagescope_service.dumps.records import SECTIONS, Dump, DumpEntry, Location
 
 COUNTERPART_SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "is_loss": ("forward_data", "old_log_probs", "advantages", "loss"),
@@ -52,12 +52,12 @@ class SectionMatch:
 
     section: str
     entries: tuple[tuple[DumpEntry, ...], tuple[DumpEntry, ...]]
-    common_locations: Mapping[Place, Place]
+    common_locations: Mapping[Location, Location]
     borrowed: str = ""
 
     def pass_of(self, entry: DumpEntry) -> BatchPass:
         """Return the pass to which an entry belongs."""
-        location = self.common_locations[entry.place]
+        location = self.common_locations[entry.location]
         part = location.part
         return BatchPass(location.step, location.stage, part.occurrence, part.epoch)
 
@@ -71,11 +71,11 @@ class SectionMatch:
         """Yield pairs of entries of one location; passes that only one side has are left out."""
         passes = [{self.pass_of(entry) for entry in entries} for entries in self.entries]
         shared = passes[0] & passes[1]
-        by_location: dict[Place, tuple[list[DumpEntry], list[DumpEntry]]] = {}
+        by_location: dict[Location, tuple[list[DumpEntry], list[DumpEntry]]] = {}
         for side in range(2):
             for entry in self.entries[side]:
                 if self.pass_of(entry) in shared:
-                    location = self.common_locations[entry.place]
+                    location = self.common_locations[entry.location]
                     by_location.setdefault(location, ([], []))[side].append(entry)
         for one, other in by_location.values():
             yield from _entry_pairs(one, other)
@@ -142,7 +142,7 @@ def _match_section(
 ) -> SectionMatch:
     def is_unique(coordinate: str) -> bool:
         return all(
-            len({getattr(entry.place, coordinate) for entry in side}) <= 1 for side in (a, b)
+            len({getattr(entry.location, coordinate) for entry in side}) <= 1 for side in (a, b)
         )
 
     # Two frameworks name a stage differently, and step 5 of one run is step 0 of another's replay:
@@ -154,7 +154,7 @@ def _match_section(
             stage=None if any_stage else location.stage,
             role=None if any_role else location.role,
         )
-        for location in (entry.place for entry in (*a, *b))
+        for location in (entry.location for entry in (*a, *b))
     }
     return SectionMatch(section, (tuple(a), tuple(b)), common_locations, borrowed)
 

@@ -12,7 +12,7 @@ import numpy as np
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.token_alignment import ValueLocation
 from stagescope_service.compare.tolerances import NoiseFloor, Tolerance
-from stagescope_service.dumps.records import Place
+from stagescope_service.dumps.records import Location
 from stagescope_service.statistics.pairwise import Pairwise
 
 
@@ -67,7 +67,7 @@ class ShardResult:
     comparison: ShardComparison
 
     @property
-    def location(self) -> Place:
+    def location(self) -> Location:
         """Location of the first side's shard."""
         return self.comparison.locations[0]
 

@@ -61,10 +61,10 @@ def read_batch(
     of_step = [
         PayloadFile(entry.path, checksum=f"sha256:{file_checksum(entry.path)}")
         for entry in dump.entries
-        if entry.path in chosen and entry.place.step == step
+        if entry.path in chosen and entry.location.step == step
     ]
     selected = PayloadFiles(of_step, name=str(source))
-    if stepless := sum(entry.place.step is None for entry in dump.entries):
+    if stepless := sum(entry.location.step is None for entry in dump.entries):
         reason = "only a service knows which of their samples a step consumed"
         gaps.append(Gap("payload", f"{stepless} files are of rollouts without a step: {reason}"))
     gaps += [Gap("file", f"{problem.path}: {problem.message}") for problem in dump.problems]
@@ -84,7 +84,7 @@ def _read_foreign(
 ) -> Batch:
     """Return a step of a dump that another project wrote."""
     dump = open_dump(path, step=step)
-    steps = sorted({e.place.step for e in dump.entries if e.place.step is not None})
+    steps = sorted({e.location.step for e in dump.entries if e.location.step is not None})
     if step is None and len(steps) > 1:
         raise _several_steps(dump.name, steps)
     return join(dump, steps[0] if step is None and steps else step, names=names, stages=stages)
@@ -136,7 +136,7 @@ def _select_attempt(
 
 
 def _only_step(dump: PayloadFiles, chosen: set[Path]) -> int | None:
-    found = {entry.place.step for entry in dump.entries if entry.path in chosen}
+    found = {entry.location.step for entry in dump.entries if entry.path in chosen}
     steps = sorted(step for step in found if step is not None)
     if len(steps) > 1:
         raise _several_steps(dump.name, steps)

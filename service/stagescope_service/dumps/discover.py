@@ -79,8 +79,8 @@ def open_dump(path: Path, *, step: int | None = None, kind: str | None = None) -
         raise InvalidInput(f"kind {kind!r} is not known", expected=f"one of {', '.join(KINDS)}")
     dump = FORMATS[kind].open(path, step=step)
     if step is not None and not dump.entries:
-        places = (entry.place for entry in FORMATS[kind].open(path).entries)
-        steps = sorted({place.step for place in places if place.step is not None})
+        locations = (entry.location for entry in FORMATS[kind].open(path).entries)
+        steps = sorted({location.step for location in locations if location.step is not None})
         raise NotFound(
             f"{path} holds nothing of step {step}",
             expected=f"one of its steps: {', '.join(map(str, steps[:20])) or 'it says none'}",

@@ -22,7 +22,7 @@ from stagescope_service.dumps.formats.msprobe_directory import (
     OPERATOR_FILES,
     rank_dumps,
 )
-from stagescope_service.dumps.records import Dump, DumpEntry, Place, Problem, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Location, Problem, Record
 from stagescope_service.store.artifacts import make_directory, step_directory
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
@@ -97,9 +97,9 @@ def import_key(dump: Dump, run: str) -> str:
     for those of the first.
     """
     files = {entry.path: entry for entry in dump.entries}
-    for directory, place in rank_dumps(dump):
+    for directory, location in rank_dumps(dump):
         for file in _operator_files(directory):
-            files[file] = DumpEntry("other", place, file, file.stat().st_size)
+            files[file] = DumpEntry("other", location, file, file.stat().st_size)
     states = [
         f"{path.resolve()} {entry.bytes} {modified_at(entry.path)}" for path, entry in files.items()
     ]
@@ -128,8 +128,8 @@ def import_events(
     A file that cannot be read becomes a problem of its events; the other files are still imported.
     """
     entries = [*dump.entries, *(each.entry for each in operators)]
-    items = sorted(((_complete_place(entry), entry) for entry in entries), key=_sort_key)
-    processes = sorted({_process(place) for place, _ in items})
+    items = sorted(((_complete_location(entry), entry) for entry in entries), key=_sort_key)
+    processes = sorted({_process(location) for location, _ in items})
     started = min((modified_at(entry.path) for _, entry in items), default=0.0)
     directories = {each.entry: each.directory for each in operators}
     replays: dict[_Process, _ProcessReplay] = {}
@@ -139,11 +139,11 @@ def import_events(
         replays[role, rank] = _ProcessReplay(dump, sender, world_size)
     for replay in replays.values():
         yield replay.hello(keep)
-    for place, group in groupby(items, key=lambda item: item[0]):
+    for location, group in groupby(items, key=lambda item: item[0]):
         held = [entry for _, entry in group]
         tensors = [entry for entry in held if entry not in directories]
         dumps = [directories[entry] for entry in held if entry in directories]
-        yield replays[_process(place)].stage(place, tensors, dumps)
+        yield replays[_process(location)].stage(location, tensors, dumps)
     for replay in replays.values():
         yield replay.finish()
 
@@ -170,12 +170,12 @@ class _ProcessReplay:
         return ProcessEvents(self._sender.wire(), [hello], {})
 
     def stage(
-        self, place: Place, entries: Sequence[DumpEntry], directories: Sequence[Path]
+        self, location: Location, entries: Sequence[DumpEntry], directories: Sequence[Path]
     ) -> ProcessEvents:
         """Return the events of one stage and part, with the contents of its files as a payload."""
         records, problems = self._read(entries)
         self._wall = max([self._wall, *(modified_at(entry.path) for entry in entries)])
-        work = schema.Work(place.step, None, place.stage, place.part).fields()
+        work = schema.Work(location.step, None, location.stage, location.part).fields()
         begin = self._event(schema.BEGIN, **work)
         begin_seq = self._seq
         dumps = [
@@ -257,34 +257,42 @@ def _describe(payload: ImportedPayload) -> dict[str, object]:
     }
 
 
-def _complete_place(entry: DumpEntry) -> Place:
+def _complete_location(entry: DumpEntry) -> Location:
     """Return an entry's place, with defaults for a missing stage, role and rank."""
-    place = entry.place
-    stage = place.stage or STAGE_OF_SECTION.get(entry.section, "actor_update")
-    role = place.role or _ROLE_OF_STAGE.get(stage, _ROLE)
-    if place.role is None and place.rank is None and role == _ROLE:
+    location = entry.location
+    stage = location.stage or STAGE_OF_SECTION.get(entry.section, "actor_update")
+    role = location.role or _ROLE_OF_STAGE.get(stage, _ROLE)
+    if location.role is None and location.rank is None and role == _ROLE:
         # A file of the complete batch belongs to no rank: the others would count as missing.
         role = "driver"
-    rank = 0 if place.rank is None else place.rank
-    return place._replace(stage=stage, role=role, rank=rank)
+    rank = 0 if location.rank is None else location.rank
+    return location._replace(stage=stage, role=role, rank=rank)
 
 
-def _process(place: Place) -> _Process:
-    assert place.role is not None
-    assert place.rank is not None
-    return place.role, place.rank
+def _process(location: Location) -> _Process:
+    assert location.role is not None
+    assert location.rank is not None
+    return location.role, location.rank
 
 
-def _sort_key(items: tuple[Place, DumpEntry]) -> tuple[object, ...]:
-    place, entry = items
+def _sort_key(items: tuple[Location, DumpEntry]) -> tuple[object, ...]:
+    location, entry = items
     stages = {name: index for index, name in enumerate(schema.STAGES)}
-    step = (place.step is None, place.step or 0)
-    stage = stages.get(place.stage or "", len(stages))
-    return (*step, stage, place.stage, place.role, place.rank, place.part, str(entry.path))
+    step = (location.step is None, location.step or 0)
+    stage = stages.get(location.stage or "", len(stages))
+    return (
+        *step,
+        stage,
+        location.stage,
+        location.role,
+        location.rank,
+        location.part,
+        str(entry.path),
+    )
 
 
 def copy_operator_dumps(
-    found: Sequence[tuple[Path, Place]], run: str, key: str, data_dir: Path | None
+    found: Sequence[tuple[Path, Location]], run: str, key: str, data_dir: Path | None
 ) -> list[OperatorDump]:
     """Return the ranks' operator dumps in directories that the service reads.
 
@@ -300,12 +308,12 @@ def copy_operator_dumps(
         StoreError: the disk reported an error.
     """
     dumps = []
-    for directory, place in found:
+    for directory, location in found:
         size = sum(each.stat().st_size for each in _operator_files(directory))
-        entry = DumpEntry("other", place, directory / DUMP_FILES[0], size, CAPTURE)
+        entry = DumpEntry("other", location, directory / DUMP_FILES[0], size, CAPTURE)
         target = directory.absolute()
         if data_dir is not None:
-            work = _complete_place(entry)
+            work = _complete_location(entry)
             step = step_directory(data_dir, run, key, work.step, work.stage or "", work.part)
             target = step / "step0" / f"rank{work.rank}"
             make_directory(target)

@@ -49,7 +49,7 @@ SHIFTED_BY_ONE: Final = "index t is token t + 1"
 """Value in `Record.about["alignment"]` (by tensor name) of a tensor that is shifted by one."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Which step, stage, role, rank and part wrote a record; unknown is None, and `Part()`."""
 
     step: int | None = None
@@ -71,14 +71,14 @@ class DumpEntry:
 
     Attributes:
         section: one of SECTIONS.
-        place: which step, stage, role, rank and part wrote it.
+        location: which step, stage, role, rank and part wrote it.
         path: the file.
         bytes: size of the file; where a file holds several places, the size of this one.
         key: distinguishes the entries of a file; only the reader interprets it.
     """
 
     section: str
-    place: Place
+    location: Location
     path: Path
     bytes: int = 0
     key: str = ""

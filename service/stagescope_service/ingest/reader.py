@@ -34,7 +34,7 @@ from stagescope_service.statistics import (
 )
 from stagescope_service.statistics.batch import producer_of
 from stagescope_service.statistics.codec import summary_to_bytes
-from stagescope_service.statistics.identity import Place, resolve
+from stagescope_service.statistics.identity import RowIdentity, resolve
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.step_summary import REPEATED
@@ -278,7 +278,7 @@ def summarise_once(
     name = part_key(*key)
     summary = summarise(batch, settings, skip=skip, name=name)
     samples = summary.sequences.samples
-    if not all(samples) or not Ledger().claim(summary, None, [*map(Place, samples)]).skips:
+    if not all(samples) or not Ledger().claim(summary, None, [*map(RowIdentity, samples)]).skips:
         return summary, ()
     part = PartRecord(key=name, summary=summary, stage="", role="", rank=0)
     places = resolve([part]).places_of(name, summary)

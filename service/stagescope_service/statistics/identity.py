@@ -37,7 +37,7 @@ _COMPUTED: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RowIdentity:
     """The sample and positions for which a row counts.
 
     Attributes:
@@ -70,17 +70,17 @@ class Identities:
         owners: owner of contradicted ids -> the owner that represents all with the same rows.
     """
 
-    places: Mapping[str, Mapping[int, Place]]
+    places: Mapping[str, Mapping[int, RowIdentity]]
     contradictions: tuple[Contradiction, ...]
     owners: Mapping[GroupKey, GroupKey]
 
-    def places_of(self, key: str, summary: Summary) -> list[Place]:
+    def places_of(self, key: str, summary: Summary) -> list[RowIdentity]:
         """Return the place of each of a part's sequences."""
         sequences, own = summary.sequences, self.places.get(key, {})
         if not own:
-            return [Place(sample) for sample in sequences.samples]
+            return [RowIdentity(sample) for sample in sequences.samples]
         return [
-            own.get(row) or Place(sample)
+            own.get(row) or RowIdentity(sample)
             for row, sample in zip(sequences.row.tolist(), sequences.samples, strict=True)
         ]
 
@@ -315,7 +315,7 @@ class _Resolution:
             for row in rows
         }
         self._canonical = self._replicas()
-        self._places: dict[str, dict[int, Place]] = {}
+        self._places: dict[str, dict[int, RowIdentity]] = {}
 
     def identities(self) -> Identities:
         contradictions = []
@@ -419,8 +419,8 @@ class _Resolution:
                 name = unique
             used.add(name)
             for row in version.rows:
-                place = Place(name, self._first[row.content].first - row.first, row.dropped)
-                if place != Place(sample):
+                place = RowIdentity(name, self._first[row.content].first - row.first, row.dropped)
+                if place != RowIdentity(sample):
                     own = self._places.setdefault(row.rows.record.key, {})
                     own[row.rows.row[row.index]] = place
 

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 from collections.abc import Sequence
 
-from stagescope_service.statistics.identity import Place
+from stagescope_service.statistics.identity import RowIdentity
 from stagescope_service.statistics.summary import Summary
 
 Key = tuple[str, str]
@@ -45,7 +45,7 @@ class Ledger:
     def __init__(self) -> None:
         self._intervals: dict[Key, list[Interval]] = {}
 
-    def claim(self, summary: Summary, cp_rank: object, places: Sequence[Place]) -> Claim:
+    def claim(self, summary: Summary, cp_rank: object, places: Sequence[RowIdentity]) -> Claim:
         """Add a summary's coverage and return the part of it that was counted before.
 
         Args:

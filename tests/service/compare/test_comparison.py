@@ -113,7 +113,7 @@ def test_one_changed_value_is_found_with_its_sample_and_location(
     ):
         kept = next(
             each for each in dump.records
-            if each.entry.section == "forward_data" and each.entry.place == location
+            if each.entry.section == "forward_data" and each.entry.location == location
         )  # fmt: skip
         _, _, array, offsets = kept.tensors["entropy"]
         flat = coordinate if offsets is None else (int(offsets[coordinate[0]]) + coordinate[1],)

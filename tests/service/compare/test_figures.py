@@ -42,11 +42,11 @@ def test_of_tokens_is_counted_where_they_differ() -> None:
     assert titles(figures)[:2] == [
         FLOW, "trajectories/prompts: values that differ by rank and part",
     ]  # fmt: skip
-    flow, places = figures[:2]
+    flow, locations = figures[:2]
     crosses = next(trace for trace in flow["data"] if trace["name"] == "differs, has no distance")
     assert {"trajectories/prompts", "trajectories/responses"} <= set(crosses["x"])
-    assert places["layout"]["yaxis"]["title"]["text"] == "part"
-    assert places["data"][0]["zmin"] == 0
+    assert locations["layout"]["yaxis"]["title"]["text"] == "part"
+    assert locations["data"][0]["zmin"] == 0
 
 
 def test_a_zero_stands_below_the_smallest_difference() -> None:

@@ -66,8 +66,10 @@ def test_the_text_fits_80_columns_and_says_the_verdict_first() -> None:
         for word in ("First difference", "Likely causes", "Trajectories", "Forward data")
     ]
     assert order == sorted(order)
-    places = [line for line in lines if re.match(r" +✗ rank \d, microbatch \d: max \|d\| 1", line)]
-    assert len(places) == 8
+    locations = [
+        line for line in lines if re.match(r" +✗ rank \d, microbatch \d: max \|d\| 1", line)
+    ]
+    assert len(locations) == 8
     assert "      ... 2 more (--all)" in lines
     assert any(line.startswith("      over 10: max 1.0") for line in lines)
     complete = [line.text for line in as_lines(different(), everything=True)]

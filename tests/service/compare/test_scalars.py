@@ -17,7 +17,7 @@ from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.results import PairResult, TensorResult, Verdict
-from stagescope_service.dumps.records import Place, Record
+from stagescope_service.dumps.records import Location, Record
 
 Array = npt.NDArray[np.generic]
 LOG_PROB, UPDATE = "actor_compute_log_prob", "actor_update"
@@ -26,10 +26,10 @@ SAMPLES = [f"s{number}" for number in range(8)]
 
 def at(original: Record, **coordinates: Any) -> Record:
     """The record at another location, in a file of its own."""
-    location = original.entry.place._replace(**coordinates)
+    location = original.entry.location._replace(**coordinates)
     path = Path(f"{original.entry.section}/{location}.safetensors")
     return dataclasses.replace(
-        original, entry=dataclasses.replace(original.entry, place=location, path=path)
+        original, entry=dataclasses.replace(original.entry, location=location, path=path)
     )
 
 
@@ -81,7 +81,7 @@ def tensor(pair: PairResult, name: str) -> TensorResult:
     return next(each for each in pair.tensors if each.name == name)
 
 
-def locations(found: TensorResult) -> set[tuple[Place, Place]]:
+def locations(found: TensorResult) -> set[tuple[Location, Location]]:
     return {each.comparison.locations for each in found.shards}
 
 

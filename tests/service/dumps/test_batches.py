@@ -75,8 +75,8 @@ def test_any_split_over_ranks_and_parts_comes_back_exactly(
     for name, (tag, shape, values, _) in whole.tensors.items():
         assert bits(batch.tensor(name)) == (tag, shape, values.tobytes()), name
     for part, micro in zip(batch.parts_of(), batch.microbatches(), strict=True):
-        (seen,) = [r for r in records if (r.entry.place.rank, r.entry.place.part) ==
-                   (part.rank, part.part) and r.entry.place.stage == part.stage]  # fmt: skip
+        (seen,) = [r for r in records if (r.entry.location.rank, r.entry.location.part) ==
+                   (part.rank, part.part) and r.entry.location.stage == part.stage]  # fmt: skip
         assert micro.sample_ids == seen.samples
         for name, (tag, shape, values, _) in seen.tensors.items():
             assert bits(micro.tensor(name)) == (tag, shape, values.tobytes()), name
@@ -347,7 +347,7 @@ def test_context_parallel_fragments_are_assembled(
     padded_alike(whole, batch)
     # What each rank saw is there, too, as it recorded it.
     for part, micro in zip(batch.parts_of(), batch.microbatches(), strict=True):
-        (seen,) = [each for each in records if each.entry.place.rank == part.rank]
+        (seen,) = [each for each in records if each.entry.location.rank == part.rank]
         for name, (_, _, values, _) in seen.tensors.items():
             assert (micro[name] == values).all(), name
 
@@ -392,7 +392,7 @@ def test_a_saved_batch_of_fragments_is_the_same_as_they_are(tmp_path: Path) -> N
     assert result.verdict is Verdict.SAME, result.reason
     assert all(tensor.samples["compared"] == 4 for tensor in result.pairs[0].tensors)
     whole = open_dump(dataclasses.replace(batch, parts=()).save(tmp_path / "w.safetensors"))
-    assert {entry.place.rank for entry in whole.entries} == {None}
+    assert {entry.location.rank for entry in whole.entries} == {None}
 
 
 def test_fragments_with_holes_and_without_positions_are_no_rows() -> None:

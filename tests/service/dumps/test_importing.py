@@ -12,7 +12,7 @@ import pytest
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
 from stagescope_service.dumps.importing import ProcessEvents, import_events, import_key
-from stagescope_service.dumps.records import DumpEntry, Place, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
 
 KEEP = {"what": ["all"]}
 
@@ -42,10 +42,10 @@ def values(*shape: int) -> tuple[Any, ...]:
     return ("float32", shape, np.zeros(shape, np.float32), None)
 
 
-def entry(tmp_path: Path, section: str, name: str = "f", **place: Any) -> DumpEntry:
+def entry(tmp_path: Path, section: str, name: str = "f", **location: Any) -> DumpEntry:
     path = tmp_path / name
     path.touch()
-    return DumpEntry(section, Place(step=place.pop("step", 0), **place), path)
+    return DumpEntry(section, Location(step=location.pop("step", 0), **location), path)
 
 
 def of_kind(found: Sequence[ProcessEvents], kind: str) -> list[tuple[Sender, Event, ProcessEvents]]:

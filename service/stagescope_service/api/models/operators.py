@@ -45,7 +45,7 @@ Section = Annotated[
 ]
 
 
-class Place(Model):
+class OperatorTableKey(Model):
     """The stage, rank and part of a table of operators."""
 
     stage: Stage
@@ -65,7 +65,7 @@ class _Reading(Model):
     """The content of its DONE.json; null: it has none, the rank did not reach its end."""
 
 
-class Table(Place, _Reading):
+class Table(OperatorTableKey, _Reading):
     """What there is of a dump."""
 
     calls: int | None
@@ -87,7 +87,7 @@ class Table(Place, _Reading):
     node_id: NodeId | None
 
 
-class OperatorRow(Place):
+class OperatorRow(OperatorTableKey):
     """An argument, a result, a parameter or a gradient of a call."""
 
     order: Order
@@ -134,7 +134,7 @@ class Operators(StepHeading, Page[OperatorRow]):
     """A table a dump."""
 
 
-class OperatorStack(StepHeading, Place):
+class OperatorStack(StepHeading, OperatorTableKey):
     """The Python frames of an operator's call."""
 
     stack_id: str
@@ -150,7 +150,7 @@ class BadInput(Model):
     non_finite: NonFinite
 
 
-class FirstNonFinite(Place, _Reading):
+class FirstNonFinite(OperatorTableKey, _Reading):
     """The first operator of a rank with a NaN or infinite result; nulls: there is none."""
 
     order: Order | None

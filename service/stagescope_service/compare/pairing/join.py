@@ -27,7 +27,7 @@ from stagescope_service.compare.pairing.shard_index import (
 )
 from stagescope_service.compare.pairing.tasks import Counterpart
 from stagescope_service.compare.pairing.token_alignment import RowPairing
-from stagescope_service.dumps.records import Place
+from stagescope_service.dumps.records import Location
 
 
 class RowRef(NamedTuple):
@@ -89,7 +89,7 @@ Sides = tuple[Sequence[ShardIndex], Sequence[ShardIndex]]
 
 
 def join(
-    a: Sequence[ShardIndex], b: Sequence[ShardIndex], common_locations: Mapping[Place, Place]
+    a: Sequence[ShardIndex], b: Sequence[ShardIndex], common_locations: Mapping[Location, Location]
 ) -> Join:
     """Pair the rows and named tensors of two sides.
 
@@ -143,13 +143,13 @@ def join(
 
 
 def is_unmoved(
-    joined: Join, a: Sequence[ShardIndex], common_locations: Mapping[Place, Place]
+    joined: Join, a: Sequence[ShardIndex], common_locations: Mapping[Location, Location]
 ) -> bool:
     """Return whether every row is paired with the row of its own location and number."""
     if any((*joined.unmatched, *joined.unidentified)):
         return False
     return all(
-        common_locations[a[at].entry.place] == common_locations[counterpart.entry.place]
+        common_locations[a[at].entry.location] == common_locations[counterpart.entry.location]
         and np.array_equal(counterpart.pairing.rows_a, counterpart.pairing.rows_b)
         for at, counterparts in joined.counterparts
         for counterpart in counterparts
@@ -161,7 +161,7 @@ def _refs_by_key(
     side: Sequence[ShardIndex],
     refs: Iterable[RowRef],
     kind: str,
-    common_locations: Mapping[Place, Place],
+    common_locations: Mapping[Location, Location],
 ) -> dict[str, list[RowRef]]:
     by_key: dict[str, list[RowRef]] = collections.defaultdict(list)
     for ref in sorted(refs):
@@ -171,7 +171,7 @@ def _refs_by_key(
             if has_id and BY_RESPONSE in shard.keys:
                 continue  # its sample is known by id and by content, and has no counterpart
             # Rows pair by their number only between shards with the same number of rows.
-            key = f"{common_locations[shard.entry.place]}|{shard.rows}|{ref.row}"
+            key = f"{common_locations[shard.entry.location]}|{shard.rows}|{ref.row}"
         elif kind in shard.keys:
             key = shard.keys[kind][ref.row]
         else:
@@ -235,7 +235,7 @@ def _label(side: Sequence[ShardIndex], ref: RowRef) -> str:
     for kind in (BY_SAMPLE_ID, BY_GROUP_AND_RUN):
         if kind in shard.keys:
             return shard.keys[kind][ref.row]
-    return row_label(shard.entry.place, ref.row)
+    return row_label(shard.entry.location, ref.row)
 
 
 Boxes = dict[tuple[int, int], list[tuple[str, tuple[Box, Box]]]]

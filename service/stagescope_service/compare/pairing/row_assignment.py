@@ -32,7 +32,7 @@ from stagescope_service.compare.pairing.shard_index import (
 )
 from stagescope_service.compare.pairing.tasks import TaskOutcome
 from stagescope_service.compare.plan import EntryPair
-from stagescope_service.dumps.records import Dump, DumpEntry, Place
+from stagescope_service.dumps.records import Dump, DumpEntry, Location
 
 _IDENTIFYING_KEYS: Final = (BY_SAMPLE_ID, BY_GROUP_AND_RUN, BY_RESPONSE)
 _SAME_ROWS_RATIO: Final = 0.5
@@ -51,7 +51,7 @@ class _RankPart(NamedTuple):
     part: Part
 
 
-_LocationsByKey = dict[tuple[str, str], set[tuple[Place, _RankPart]]]
+_LocationsByKey = dict[tuple[str, str], set[tuple[Location, _RankPart]]]
 """(kind, key) of a row -> its locations."""
 
 
@@ -60,13 +60,13 @@ class RowAssignment:
 
     def __init__(self, *, several_steps: bool = False) -> None:
         self._several_steps = several_steps
-        self._shards: tuple[dict[Place, ShardIndex], dict[Place, ShardIndex]] = ({}, {})
+        self._shards: tuple[dict[Location, ShardIndex], dict[Location, ShardIndex]] = ({}, {})
         self._locations: tuple[_LocationsByKey, _LocationsByKey] = ({}, {})
         self._stages_and_roles: tuple[set[tuple[str | None, str | None]], ...] = (set(), set())
         """(stage, role) of the locations whose rows are known, of each side."""
         self._responses: tuple[dict[str, str], dict[str, str]] = ({}, {})
         """Sample id -> key of its response."""
-        self._confirmed_locations: set[Place] = set()
+        self._confirmed_locations: set[Location] = set()
         self._confirmed_files: set[Path] = set()
         self.is_reordered = False
         """Whether trajectories are known to have other locations, or to be on one side only."""
@@ -75,13 +75,13 @@ class RowAssignment:
         """Record which rows a task found in the shard of each side."""
         one, other = pair
         if outcome.in_order and one is not None and other is not None:
-            self._confirmed_locations |= {one.place, other.place}
+            self._confirmed_locations |= {one.location, other.location}
             self._confirmed_files |= {one.path, other.path}
         for side, index in enumerate(outcome.indexes):
             if index is None or not index.rows:
                 continue
             if any(kind in index.keys for kind in _IDENTIFYING_KEYS):
-                self._shards[side].setdefault(index.entry.place, index)
+                self._shards[side].setdefault(index.entry.location, index)
                 self._add_locations(side, index)
                 ids, responses = (index.keys.get(kind, ()) for kind in (BY_SAMPLE_ID, BY_RESPONSE))
                 self._responses[side].update(zip(ids, responses, strict=False))
@@ -96,7 +96,9 @@ class RowAssignment:
     def is_identified_by_ranks(self, pair: EntryPair) -> bool:
         """Return whether the shards of ranks may identify the rows of two files of a whole step."""
         return all(
-            entry is not None and entry.place.rank is None and self._rank_shards(side, entry.place)
+            entry is not None
+            and entry.location.rank is None
+            and self._rank_shards(side, entry.location)
             for side, entry in enumerate(pair)
         )
 
@@ -121,8 +123,8 @@ class RowAssignment:
         then those of its second, ...: this is assumed only if the log-probs of these shards agree.
         """
         keys = self._keys_of(side, index.entry)
-        if index.entry.place.rank is None and not keys:
-            shards = self._rank_shards(side, index.entry.place)
+        if index.entry.location.rank is None and not keys:
+            shards = self._rank_shards(side, index.entry.location)
             kinds = [
                 kind
                 for kind in _IDENTIFYING_KEYS
@@ -143,7 +145,7 @@ class RowAssignment:
             merged.setdefault(BY_RESPONSE, tuple(responses))
         return dataclasses.replace(index, keys=merged)
 
-    def confirms_order(self, location: Place, pair: EntryPair) -> bool:
+    def confirms_order(self, location: Location, pair: EntryPair) -> bool:
         """Return whether tokens showed the same order of rows on both sides at a location."""
         if all(entry is not None and entry.path in self._confirmed_files for entry in pair):
             return True
@@ -182,7 +184,7 @@ class RowAssignment:
         return any(
             self._is_elsewhere(1 - side, entry, kind, key)
             for side, entry in enumerate(pair)
-            if entry is not None and _is_of_rank(entry.place)
+            if entry is not None and _is_of_rank(entry.location)
             for kind, keys in self._keys_of(side, entry).items()
             for key in keys
         )
@@ -194,7 +196,7 @@ class RowAssignment:
         stages and roles count only if the side does not know the entry's own.
         """
         locations = list(self._locations[side].get((kind, key), ()))
-        stage, role = entry.place.stage, entry.place.role
+        stage, role = entry.location.stage, entry.location.role
         known = self._stages_and_roles[side]
         if any(each == stage for each, _ in known):
             locations = [each for each in locations if each[0].stage == stage]
@@ -245,7 +247,7 @@ class RowAssignment:
         return paired, unpaired
 
     def _add_locations(self, side: int, index: ShardIndex) -> None:
-        location = index.entry.place
+        location = index.entry.location
         if not _is_of_rank(location):
             return
         self._stages_and_roles[side].add((location.stage, location.role))
@@ -255,7 +257,7 @@ class RowAssignment:
                 locations.add((location, self._rank_part(index.entry)))
 
     def _rank_part(self, entry: DumpEntry) -> _RankPart:
-        location = entry.place
+        location = entry.location
         step = location.step if self._several_steps else None
         return _RankPart(step, location.rank, location.part)
 
@@ -283,19 +285,19 @@ class RowAssignment:
 
         A file of a whole step may hold its rows in any order: only itself identifies them.
         """
-        index = self._shards[side].get(entry.place)
-        if index is None or (entry.place.rank is None and entry.path != index.entry.path):
+        index = self._shards[side].get(entry.location)
+        if index is None or (entry.location.rank is None and entry.path != index.entry.path):
             return {}
         return {kind: index.keys[kind] for kind in _IDENTIFYING_KEYS if kind in index.keys}
 
-    def _rank_shards(self, side: int, location: Place) -> list[ShardIndex]:
+    def _rank_shards(self, side: int, location: Location) -> list[ShardIndex]:
         """Return the shards of a step's ranks, ordered by rank and part."""
         shards = self._shards[side]
         of_step = [each for each in shards if each.step == location.step and each.rank is not None]
         return [shards[each] for each in sorted(of_step, key=lambda p: (p.rank or 0, p.part))]
 
 
-def _is_of_rank(location: Place) -> bool:
+def _is_of_rank(location: Location) -> bool:
     return location.rank is not None and location.role != _DRIVER
 
 

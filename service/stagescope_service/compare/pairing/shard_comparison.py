@@ -26,7 +26,7 @@ from stagescope_service.compare.pairing.token_alignment import (
     keeps_of,
 )
 from stagescope_service.compare.tolerances import Tolerances
-from stagescope_service.dumps.records import Place, Record
+from stagescope_service.dumps.records import Location, Record
 from stagescope_service.statistics.pairwise import (
     ElementLocation,
     Number,
@@ -103,7 +103,7 @@ class ShardComparison:
 
     section: str
     name: str
-    locations: tuple[Place, Place]
+    locations: tuple[Location, Location]
     dtypes: tuple[str, str]
     shapes: tuple[Shape, Shape]
     statistics: Pairwise
@@ -227,7 +227,7 @@ class _RowComparer:
                 other.flat if alignment.index_b is None else other.flat[alignment.index_b],
                 dtypes=dtypes, mask=alignment.mask, offsets=alignment.edges, tolerance=bounds,
             )  # fmt: skip
-        locations = (a.record.entry.place, b.record.entry.place)
+        locations = (a.record.entry.location, b.record.entry.location)
         locator = ValueLocator(alignment, pairing, tensors, locations)
         lengths = alignment.lengths
         if lengths is None:
@@ -317,9 +317,9 @@ def _compare_whole(
         starts = [(0,) * len(shape_a)] * 2
         return _compare_arrays(one, other, name, arrays, starts, tolerances)
     return ShardComparison(
-        one.entry.section, name, (one.entry.place, other.entry.place), _dtypes(one, other, name),
-        (shape_a, shape_b), Pairwise.nothing(), key="name", shapes_differ=True,
-        problem=f"shapes {list(shape_a)} and {list(shape_b)}",
+        one.entry.section, name, (one.entry.location, other.entry.location),
+        _dtypes(one, other, name), (shape_a, shape_b), Pairwise.nothing(), key="name",
+        shapes_differ=True, problem=f"shapes {list(shape_a)} and {list(shape_b)}",
     )  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def _compare_arrays(
     tolerances: Tolerances,
 ) -> ShardComparison:
     """Compare arrays of one shape; `starts`: their offsets in the tensors of the records."""
-    section, locations = one.entry.section, (one.entry.place, other.entry.place)
+    section, locations = one.entry.section, (one.entry.location, other.entry.location)
     dtypes = _dtypes(one, other, name)
     tolerance = tolerances.for_tensor(section, name, dtypes)
     bounds = (tolerance.atol, tolerance.rtol)
@@ -356,7 +356,7 @@ def _compare_arrays(
 def _compare_number(
     one: Record, other: Record, name: str, tolerances: Tolerances
 ) -> ShardComparison:
-    section, locations = one.entry.section, (one.entry.place, other.entry.place)
+    section, locations = one.entry.section, (one.entry.location, other.entry.location)
     x, y = (_as_array(record.numbers[name]) for record in (one, other))
     dtypes = (str(x.dtype), str(y.dtype))
     tolerance = tolerances.for_tensor(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from stagescope_service.compare.pairing.record_rows import RecordRows
-from stagescope_service.dumps.records import DumpEntry, Place, Record
+from stagescope_service.dumps.records import DumpEntry, Location, Record
 
 BY_SAMPLE_ID: Final = "sample id"
 BY_GROUP_AND_RUN: Final = "group_id and run_id"
@@ -90,7 +90,7 @@ def named_shard(record: Record, name: str) -> NamedShard:
     return NamedShard(shape, full_shape, offset) if inside else NamedShard(shape)
 
 
-def row_label(location: Place, row: int) -> str:
+def row_label(location: Location, row: int) -> str:
     """Return a name for a row without an id."""
     text = str(location._replace(step=None))
     return f"row {row}" if text == "one file" else f"{text}, row {row}"

@@ -293,7 +293,7 @@ def pair_aligned_rows(a: RecordRows, b: RecordRows) -> RowPairing | None:
         return None
     if a.count != b.count:
         return None
-    labels = tuple(row_label(a.record.entry.place, row) for row in range(a.count))
+    labels = tuple(row_label(a.record.entry.location, row) for row in range(a.count))
     tokens = [name for name in ("responses", *WHOLE_SEQUENCES) if name in a.names]
     tokens = [name for name in tokens if name in b.names]
     if not tokens:

@@ -18,7 +18,7 @@ from stagescope_service.compare.pairing.row_tensors import (
     same_offsets,
     select_values,
 )
-from stagescope_service.dumps.records import Place
+from stagescope_service.dumps.records import Location
 from stagescope_service.statistics.pairwise import ElementLocation, Number, value_of
 
 States = npt.NDArray[np.int8]
@@ -63,7 +63,7 @@ class ValueLocation(NamedTuple):
 
     sample: str | None
     position: int | None
-    locations: tuple[Place, Place]
+    locations: tuple[Location, Location]
     coordinates: tuple[tuple[int, ...], tuple[int, ...]]
     values: tuple[Number | None, Number | None]
 
@@ -158,7 +158,7 @@ class ValueLocator:
     alignment: TokenAlignment
     pairing: RowPairing
     tensors: RowTensorPair
-    locations: tuple[Place, Place]
+    locations: tuple[Location, Location]
 
     def locate(self, element: ElementLocation | None) -> ValueLocation | None:
         """Return the location of an aligned element on both sides."""

@@ -22,7 +22,7 @@ from stagescope_service.compare.results import (
     TensorResult,
 )
 from stagescope_service.compare.tolerances import severity
-from stagescope_service.dumps.records import SECTIONS, Place
+from stagescope_service.dumps.records import SECTIONS, Location
 from stagescope_service.statistics.pairwise import Number, Pairwise
 
 VERSION: Final = 1
@@ -36,7 +36,7 @@ Json = object
 """A JSON value of unknown form."""
 
 
-class PlaceReport(TypedDict):
+class ShardLocationReport(TypedDict):
     """Location of a shard, and its text."""
 
     step: int | None
@@ -53,7 +53,7 @@ class PlaceReport(TypedDict):
 class ValueReport(TypedDict):
     """Location of a value on one side."""
 
-    place: PlaceReport
+    place: ShardLocationReport
     coordinate: list[int]
     value: Number | None
 
@@ -98,8 +98,8 @@ class StatisticsReport(TypedDict):
 class ShardReport(TypedDict):
     """One tensor of one pair of shards."""
 
-    a: PlaceReport
-    b: PlaceReport
+    a: ShardLocationReport
+    b: ShardLocationReport
     verdict: str
     shapes: list[list[int]]
     extent: str
@@ -351,18 +351,18 @@ def _location(location: ValueLocation | None) -> LocationReport | None:
         return None
     sides = zip(location.locations, location.coordinates, location.values, strict=True)
     a, b = (
-        ValueReport(place=_place(place), coordinate=list(coordinate), value=value)
+        ValueReport(place=_shard_location(place), coordinate=list(coordinate), value=value)
         for place, coordinate, value in sides
     )
     return {"sample": location.sample, "position": location.position, "a": a, "b": b}
 
 
-def _place(location: Place) -> PlaceReport:
-    return _cached_place(location).copy()
+def _shard_location(location: Location) -> ShardLocationReport:
+    return _cached_shard_location(location).copy()
 
 
 @functools.lru_cache(maxsize=1024)  # the shards of every tensor have the same locations
-def _cached_place(location: Place) -> PlaceReport:
+def _cached_shard_location(location: Location) -> ShardLocationReport:
     part = location.part
     return {
         "step": location.step, "stage": location.stage, "role": location.role,
@@ -408,8 +408,8 @@ def _tensor(order: int, tensor: TensorResult) -> TensorReport:
 def _shard(shard: ShardResult) -> ShardReport:
     comparison = shard.comparison
     return {
-        "a": _place(comparison.locations[0]),
-        "b": _place(comparison.locations[1]),
+        "a": _shard_location(comparison.locations[0]),
+        "b": _shard_location(comparison.locations[1]),
         "verdict": str(shard.verdict),
         "shapes": [list(shape) for shape in comparison.shapes],
         "extent": comparison.extent,

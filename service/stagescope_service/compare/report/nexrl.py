@@ -28,12 +28,12 @@ from stagescope_service.compare.plan import COUNTERPART_SECTIONS
 from stagescope_service.compare.report.as_json import (
     ComparisonReport,
     PairReport,
-    PlaceReport,
+    ShardLocationReport,
     ShardReport,
     TrajectoryReport,
 )
 from stagescope_service.dumps.formats.nexrl_rows import widened
-from stagescope_service.dumps.records import Dump, DumpEntry, Place, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record
 from stagescope_service.statistics.pairwise import Pairwise, compare_values
 from stagescope_service.store.tensorfile import WireTensor
 
@@ -200,16 +200,16 @@ class _SectionTensors:
         self._dump = dump
         self._sections = (section, *COUNTERPART_SECTIONS.get(section, ()))
         self._entries = {
-            (entry.section, entry.place): entry
+            (entry.section, entry.location): entry
             for entry in dump.entries
             if entry.section in self._sections
         }
         self._records: dict[DumpEntry, Record] = {}
 
-    def tensor(self, name: str, place: PlaceReport) -> WireTensor | None:
+    def tensor(self, name: str, place: ShardLocationReport) -> WireTensor | None:
         """Return the tensor of a location of the report, None if there is none."""
         part = Part(place["occurrence"], place["epoch"], place["minibatch"], place["microbatch"])
-        location = Place(place["step"], place["stage"], place["role"], place["rank"], part)
+        location = Location(place["step"], place["stage"], place["role"], place["rank"], part)
         for section in self._sections:
             entry = self._entries.get((section, location))
             record = None if entry is None else self._read(entry)
@@ -219,7 +219,7 @@ class _SectionTensors:
 
     def _read(self, entry: DumpEntry) -> Record:
         if entry not in self._records:
-            if self._records and next(iter(self._records)).place != entry.place:
+            if self._records and next(iter(self._records)).location != entry.location:
                 self._records.clear()
             self._records[entry] = self._dump.read(entry)
         return self._records[entry]

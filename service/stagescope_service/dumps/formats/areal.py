@@ -26,7 +26,7 @@ from stagescope_service.dumps.formats.listing import (
     unrecognized_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
-from stagescope_service.dumps.records import SHIFTED_BY_ONE, DumpEntry, Place, Record
+from stagescope_service.dumps.records import SHIFTED_BY_ONE, DumpEntry, Location, Record
 
 KIND: Final = "areal"
 
@@ -78,7 +78,7 @@ def open_areal(path: Path, *, step: int | None = None) -> FileDump:
         elif not is_companion(each, names):
             problems.append(unrecognized_file(each, "AReaL's batches"))
     entries = [
-        DumpEntry(section, Place(stage=each.path.stem if len(batches) > 1 else None), each.path,
+        DumpEntry(section, Location(stage=each.path.stem if len(batches) > 1 else None), each.path,
               each.bytes, section)
         for each, values in batches.items()
         for section in _sections_of(values)
@@ -88,7 +88,7 @@ def open_areal(path: Path, *, step: int | None = None) -> FileDump:
             f"{path} holds no batch of AReaL's",
             expected="what torch.save(batch, 'batch_data.pt') wrote: input_ids, loss_mask, ...",
         )
-    chosen = [entry for entry in entries if step in (None, entry.place.step)]
+    chosen = [entry for entry in entries if step in (None, entry.location.step)]
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
 
 

@@ -47,10 +47,17 @@ class FileDump:
 
 def entry_order(entry: DumpEntry) -> tuple[object, ...]:
     """Return the sort key of an entry: step, section, rank, part."""
-    place = entry.place
-    step = (place.step is not None, place.step or 0)
-    rank = (place.role or "", place.rank is not None, place.rank or 0)
-    return (*step, _SECTION_INDEX[entry.section], place.stage or "", *rank, place.part, entry.key)
+    location = entry.location
+    step = (location.step is not None, location.step or 0)
+    rank = (location.role or "", location.rank is not None, location.rank or 0)
+    return (
+        *step,
+        _SECTION_INDEX[entry.section],
+        location.stage or "",
+        *rank,
+        location.part,
+        entry.key,
+    )
 
 
 def files_below(root: Path) -> tuple[list[ListedFile], list[Problem]]:

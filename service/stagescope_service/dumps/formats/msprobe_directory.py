@@ -26,7 +26,7 @@ from stagescope_service.dumps.formats.listing import (
     files_below,
     unknown_file,
 )
-from stagescope_service.dumps.records import Dump, DumpEntry, Place, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record
 
 KIND: Final = "msprobe"
 DUMP_FILES: Final = ("dump.json", "debug.json")
@@ -95,7 +95,7 @@ def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
         and each.path.suffix in (".pt", ".json")
     ]  # fmt: skip
     entries = [_entry_of(each) for each in tensors]
-    chosen = [entry for entry in entries if step in (None, entry.place.step)]
+    chosen = [entry for entry in entries if step in (None, entry.location.step)]
     about = {
         "operators": [str(path / each) for each in directories],
         "operators_are_read_by": "stagescope operators, and the comparison of operators",
@@ -103,7 +103,7 @@ def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry, about)
 
 
-def rank_dumps(dump: Dump, *, step: int | None = None) -> list[tuple[Path, Place]]:
+def rank_dumps(dump: Dump, *, step: int | None = None) -> list[tuple[Path, Location]]:
     """Return the ranks' directories that hold statistics of operators, each with its place.
 
     A process without a distributed group writes `procPID`, which names no rank: those of a step are
@@ -111,27 +111,27 @@ def rank_dumps(dump: Dump, *, step: int | None = None) -> list[tuple[Path, Place
     """
     listed = dump.about.get("operators") if dump.kind == KIND else None
     directories = [Path(each) for each in listed] if isinstance(listed, list) else []
-    found: list[tuple[Path, Place]] = []
-    unnamed: collections.Counter[Place] = collections.Counter()
+    found: list[tuple[Path, Location]] = []
+    unnamed: collections.Counter[Location] = collections.Counter()
     for directory in directories:
-        place = _place_of(directory)
-        if step not in (None, place.step) or not (directory / DUMP_FILES[0]).is_file():
+        location = _place_of(directory)
+        if step not in (None, location.step) or not (directory / DUMP_FILES[0]).is_file():
             continue
-        if place.rank is None:
-            rank = unnamed[place]
-            unnamed[place] += 1
-            place = place._replace(rank=rank)
-        found.append((directory, place))
+        if location.rank is None:
+            rank = unnamed[location]
+            unnamed[location] += 1
+            location = location._replace(rank=rank)
+        found.append((directory, location))
     return found
 
 
 def _entry_of(found: ListedFile) -> DumpEntry:
     section = "gradients" if _GRADIENT in found.path.stem else "other"
-    place = _place_of(found.path.parent.parent)
-    return DumpEntry(section, place, found.path, found.bytes, found.path.stem)
+    location = _place_of(found.path.parent.parent)
+    return DumpEntry(section, location, found.path, found.bytes, found.path.stem)
 
 
-def _place_of(directory: Path) -> Place:
+def _place_of(directory: Path) -> Location:
     """Return the place that the names of a rank's directory and those above it give."""
     step: int | None = None
     stage, part, rank = None, Part(), _RANK.match(directory.name)
@@ -143,7 +143,7 @@ def _place_of(directory: Path) -> Place:
             step, stage = int(match[1]), names[index + 1]
             numbers = _PART.match(names[index + 2])
             part = Part(*map(int, numbers.groups())) if numbers else Part()
-    return Place(step, stage, None, int(rank[1]) if rank else None, part)
+    return Location(step, stage, None, int(rank[1]) if rank else None, part)
 
 
 def read_entry(entry: DumpEntry) -> Record:

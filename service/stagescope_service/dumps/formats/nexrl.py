@@ -40,7 +40,7 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
-from stagescope_service.dumps.records import DumpEntry, Place, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
 from stagescope_service.store.tensorfile import disk_errors
 
 KIND: Final = "nexrl"
@@ -80,7 +80,7 @@ _METADATA: Final = frozenset(
 _ROW_TEXTS: Final = ("group_id", "run_id", "task_id", "uid")
 
 
-def place_of_file(name: str) -> tuple[str, Place] | None:
+def place_of_file(name: str) -> tuple[str, Location] | None:
     """Return the type and place in a file's name below the directory; None for other names."""
     kind, _, file = name.rpartition("/")
     stem, dot, suffix = file.rpartition(".")
@@ -88,7 +88,7 @@ def place_of_file(name: str) -> tuple[str, Place] | None:
     if match is None or kind not in TYPES or dot + suffix not in SUFFIXES:
         return None
     step, rank, micro = match.groups()
-    return kind, Place(
+    return kind, Location(
         step=int(step),
         rank=None if rank is None else int(rank),
         part=Part(microbatch=int(micro or 0)),
@@ -145,7 +145,7 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
     entries, duplicates = _entries_of(nexrl_files)
     index = read_index(root)
     entries = [_with_indexed_place(entry, index) for entry in entries]
-    chosen = [entry for entry in entries if step in (None, entry.place.step)]
+    chosen = [entry for entry in entries if step in (None, entry.location.step)]
     problems += duplicates
     if index and not path.is_file():
         problems += _missing_indexed(root, index, step)
@@ -155,31 +155,31 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
 
 
 def _entries_of(found: Iterable[ListedFile]) -> tuple[list[DumpEntry], list[Problem]]:
-    entries: dict[tuple[str, Place], DumpEntry] = {}
+    entries: dict[tuple[str, Location], DumpEntry] = {}
     problems: list[Problem] = []
     for each in sorted(found, key=lambda each: SUFFIXES.index(each.path.suffix)):
         key = place_of_file(_name_of(each))
         assert key is not None
-        kind, place = key
+        kind, location = key
         if key in entries:
             problems.append(_duplicate(each, entries[key]))
         else:
-            entries[key] = DumpEntry(TYPES[kind], place, each.path, each.bytes, kind)
+            entries[key] = DumpEntry(TYPES[kind], location, each.path, each.bytes, kind)
     return list(entries.values()), problems
 
 
-def _with_indexed_place(entry: DumpEntry, index: Mapping[str, Place]) -> DumpEntry:
+def _with_indexed_place(entry: DumpEntry, index: Mapping[str, Location]) -> DumpEntry:
     """Return an entry of an export with the place that it had in the exported dump."""
-    place = index.get("/".join(entry.path.parts[-2:]))
-    return entry if place is None else dataclasses.replace(entry, place=place)
+    location = index.get("/".join(entry.path.parts[-2:]))
+    return entry if location is None else dataclasses.replace(entry, location=location)
 
 
-def _missing_indexed(root: Path, index: Mapping[str, Place], step: int | None) -> list[Problem]:
+def _missing_indexed(root: Path, index: Mapping[str, Location], step: int | None) -> list[Problem]:
     """Return the files in the index of an export that do not exist."""
     return [
-        _missing(root / name, name.partition("/")[0], place)
-        for name, place in index.items()
-        if step in (None, place.step) and not (root / name).exists()
+        _missing(root / name, name.partition("/")[0], location)
+        for name, location in index.items()
+        if step in (None, location.step) and not (root / name).exists()
     ]
 
 
@@ -201,9 +201,9 @@ def missing_files(root: Path, entries: Iterable[DumpEntry]) -> list[Problem]:
     steps: dict[int, dict[str, set[tuple[int, Part]]]] = defaultdict(lambda: defaultdict(set))
     suffixes: dict[str, str] = {}
     for entry in entries:
-        place = entry.place
-        if place.rank is not None and place.step is not None:
-            steps[place.step][entry.key].add((place.rank, place.part))
+        location = entry.location
+        if location.rank is not None and location.step is not None:
+            steps[location.step][entry.key].add((location.rank, location.part))
             suffixes[entry.key] = entry.path.suffix
     problems: list[Problem] = []
     for step, types in steps.items():
@@ -214,11 +214,11 @@ def missing_files(root: Path, entries: Iterable[DumpEntry]) -> list[Problem]:
                 name = f"step_{step:06d}_rank{rank}"
                 name += f"_micro{part.microbatch}" if kind in MICRO_TYPES else ""
                 file = root / kind / (name + suffixes[kind])
-                problems.append(_missing(file, kind, Place(step, rank=rank, part=part)))
+                problems.append(_missing(file, kind, Location(step, rank=rank, part=part)))
     return problems
 
 
-def _missing(path: Path, kind: str, place: Place) -> Problem:
+def _missing(path: Path, kind: str, location: Location) -> Problem:
     if kind not in TYPES:
         raise InvalidTensor(f"{path.parent.parent / INDEX_NAME} names {kind}/{path.name}")
     return Problem(
@@ -226,7 +226,7 @@ def _missing(path: Path, kind: str, place: Place) -> Problem:
         "missing",
         f"{kind}/{path.name} is not there, though the dump has files of other ranks or "
         "microbatches of that step: look at that rank's log and disk",
-        DumpEntry(TYPES[kind], place, path, 0, kind),
+        DumpEntry(TYPES[kind], location, path, 0, kind),
     )
 
 
@@ -344,16 +344,16 @@ _INDEX_VERSION: Final = 1
 _MOST_INDEX_BYTES: Final = 64 << 20
 
 
-def write_index(directory: Path, places: Mapping[str, Place]) -> None:
+def write_index(directory: Path, locations: Mapping[str, Location]) -> None:
     """Write the place of each file, by its name below the directory, atomically.
 
     Raises:
         StoreError: the disk reported an error.
     """
     files = {
-        name: {"step": place.step, "stage": place.stage, "role": place.role, "rank": place.rank,
-               "part": [*dataclasses.astuple(place.part)]}
-        for name, place in sorted(places.items())
+        name: {"step": location.step, "stage": location.stage, "role": location.role,
+               "rank": location.rank, "part": [*dataclasses.astuple(location.part)]}
+        for name, location in sorted(locations.items())
     }  # fmt: skip
     path = directory / INDEX_NAME
     with disk_errors(path):
@@ -364,7 +364,7 @@ def write_index(directory: Path, places: Mapping[str, Place]) -> None:
         os.replace(temporary, path)
 
 
-def read_index(directory: Path) -> dict[str, Place]:
+def read_index(directory: Path) -> dict[str, Location]:
     """Return the places that `write_index` wrote; empty if the directory is not an export.
 
     Raises:
@@ -389,7 +389,7 @@ def read_index(directory: Path) -> dict[str, Place]:
         raise InvalidTensor(f"{path} cannot be read: {error!r:.200}") from error
 
 
-def _parse_place(fields: Mapping[str, object]) -> Place:
+def _parse_place(fields: Mapping[str, object]) -> Location:
     step, stage, role, rank, part = (
         fields[name] for name in ("step", "stage", "role", "rank", "part")
     )
@@ -399,4 +399,4 @@ def _parse_place(fields: Mapping[str, object]) -> Place:
         raise ValueError(f"numbers {[step, rank]!r}")
     if not isinstance(stage, str | None) or not isinstance(role, str | None):
         raise ValueError(f"names {[stage, role]!r}")
-    return Place(step, stage, role, rank, Part(*part))
+    return Location(step, stage, role, rank, Part(*part))

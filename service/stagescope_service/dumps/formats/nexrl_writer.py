@@ -39,7 +39,7 @@ from stagescope_service.dumps.formats.nexrl_rows import (
 from stagescope_service.dumps.formats.slime import EVAL_STAGE
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, save_torch_file
-from stagescope_service.dumps.records import Dump, DumpEntry, Place, Record, mapping
+from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record, mapping
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
 FORMATS: Final = ("pt", "jsonl")
@@ -95,10 +95,10 @@ def write_nexrl(dump: Dump, directory: Path, format: str = "pt") -> Exported:
     writer = _Writer(dump, directory, format)
     steps: dict[int | None, list[DumpEntry]] = defaultdict(list)
     for entry in dump.entries:
-        steps[entry.place.step].append(entry)
+        steps[entry.location.step].append(entry)
     for step, entries in steps.items():
         writer.write_step(step, entries)
-    write_index(directory, writer.places)
+    write_index(directory, writer.locations)
     if dump.kind == "own":
         writer.exported.left_out.append(_NOT_IN_FILES)
     writer.exported.left_out += [problem.message for problem in dump.problems]
@@ -111,7 +111,7 @@ class _Writer:
         self._directory = directory
         self._format = format
         self.exported = Exported()
-        self.places: dict[str, Place] = {}
+        self.locations: dict[str, Location] = {}
         """Name of a file below the directory -> its place in the dump."""
 
     def write_step(self, step: int | None, entries: Sequence[DumpEntry]) -> None:
@@ -129,7 +129,7 @@ class _Writer:
         self._write_old_log_probs(number, sections["old_log_probs"])
         self._write_rows(number, sections["datums"])
         self._write_trajectories(step, sections["trajectories"])
-        alone = [entry for entry in sections["metrics"] if entry.place.rank is None]
+        alone = [entry for entry in sections["metrics"] if entry.location.rank is None]
         for record in self._read(alone):
             self._save("training_metrics", number, {"metrics": _metrics(record)})
         for section in ("advantages", "other"):
@@ -152,14 +152,14 @@ class _Writer:
         self.exported.left_out.append(message)
 
     def _save(
-        self, folder: str, step: int, data: _Fields, *numbers: int, place: Place | None = None
+        self, folder: str, step: int, data: _Fields, *numbers: int, location: Location | None = None
     ) -> None:
         """Write a file; `numbers` are the rank and the microbatch, as far as it has them."""
         labels = ("rank", "micro")[: len(numbers)]
         name = "".join(f"_{label}{number}" for label, number in zip(labels, numbers, strict=True))
         path = self._directory / folder / f"step_{step:06d}{name}.{self._format}"
-        if place is not None:
-            self.places[f"{folder}/{path.name}"] = place
+        if location is not None:
+            self.locations[f"{folder}/{path.name}"] = location
         data = {"step": step, **dict(zip(("rank", "micro_idx"), numbers, strict=False)), **data}
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ class _Writer:
             if folder == "forward_data":
                 shaped = [name for name in ("log_probs", "entropy") if name in tensors]
                 data |= {f"{name}_shape": [*tensors[name][1]] for name in shaped}
-            key = (record.entry.place.rank or 0, micros[record.entry])
+            key = (record.entry.location.rank or 0, micros[record.entry])
             data |= record.numbers
             if folder == "is_loss_debug":
                 if "response_mask" in data:
@@ -194,7 +194,7 @@ class _Writer:
                 if "loss" in losses.get(key, {}):
                     data.setdefault("loss", losses[key]["loss"])
             data |= _extra_info(record)
-            self._save(folder, step, data, *key, place=record.entry.place)
+            self._save(folder, step, data, *key, location=record.entry.location)
 
     def _write_losses(
         self,
@@ -206,10 +206,10 @@ class _Writer:
         """Write the losses of each rank and microbatch, and the other numbers that it logged."""
         found: dict[_MicroKey, _Fields] = defaultdict(dict)
         logged: dict[_MicroKey, _Fields] = defaultdict(dict)
-        places: dict[_MicroKey, Place] = {}
-        ranked = [entry for entry in metrics if entry.place.rank is not None]
+        locations: dict[_MicroKey, Location] = {}
+        ranked = [entry for entry in metrics if entry.location.rank is not None]
         for record in self._read([*losses, *ranked]):
-            key = (record.entry.place.rank or 0, micros[record.entry])
+            key = (record.entry.location.rank or 0, micros[record.entry])
             data, others = found[key], logged[key]
             for name, value in _metrics(record).items():
                 short = name.rpartition("/")[2]
@@ -219,18 +219,18 @@ class _Writer:
                 else:
                     others[name.removeprefix("metrics/")] = value
             data |= _extra_info(record)
-            places[key] = record.entry.place
+            locations[key] = record.entry.location
         for key, data in sorted(found.items()):
             metrics_field: _Fields = {"metrics": logged[key]} if logged[key] else {}
-            self._save("loss", step, {**metrics_field, **data}, *key, place=places[key])
+            self._save("loss", step, {**metrics_field, **data}, *key, location=locations[key])
         return found
 
     def _write_shards(self, folder: str, step: int, entries: Sequence[DumpEntry]) -> None:
         ranks: dict[int, dict[str, WireTensor]] = defaultdict(dict)
         for record in self._read(entries):
-            place = record.entry.place
-            of_rank = ranks[place.rank or 0]
-            stage, part = place.stage, str(place.part)
+            location = record.entry.location
+            of_rank = ranks[location.rank or 0]
+            stage, part = location.stage, str(location.part)
             suffix = f"{stage}.{part}" if stage else part
             for name, tensor in record.tensors.items():
                 of_rank[name if name not in of_rank else f"{name}@{suffix}"] = tensor
@@ -254,14 +254,14 @@ class _Writer:
         tags: set[str] = set()
         samples: list[str] = []
         seen: set[str] = set()
-        places: list[Place] = []
+        locations: list[Location] = []
         for record in self._read(entries):
             if "old_log_probs" not in record.tensors:
                 self._leave_out(f"{record.entry.path}: {', '.join(record.tensors)}")
                 continue
             tensor = record.tensors["old_log_probs"]
             tags.add(tensor[0])
-            places.append(record.entry.place)
+            locations.append(record.entry.location)
             recorded = record.tensors.get("response_mask")
             mask = [] if recorded is None else values_of(recorded)
             for row, values in enumerate(values_of(tensor)):
@@ -285,7 +285,7 @@ class _Writer:
         if all(samples):
             info["sample_ids"] = [*samples]
         data |= {"shape": [*values.shape], "batch_info": info}
-        self._save("old_log_probs", step, data, place=_shared_place(places))
+        self._save("old_log_probs", step, data, location=_shared_place(locations))
 
     def _write_rows(self, step: int, entries: Sequence[DumpEntry]) -> None:
         datums: list[FileValue] = [
@@ -307,7 +307,7 @@ class _Writer:
                     found = self._joined_trajectories(step)
                     break
                 dropped.update(name for name in record.tensors if name not in TRAJECTORY_TENSORS)
-                is_val = record.entry.place.stage == EVAL_STAGE
+                is_val = record.entry.location.stage == EVAL_STAGE
                 rows = list(rows_of(record))
                 names = record.samples or ("",) * len(rows)
                 for name, row in zip(names, rows, strict=True):
@@ -343,26 +343,26 @@ def _micro_indices(entries: Iterable[DumpEntry]) -> dict[DumpEntry, int]:
     """Return the micro_idx of each entry that has one; see the module's docstring."""
 
     def part_key(entry: DumpEntry) -> tuple[bool, str, bool, str, Part]:
-        place = entry.place
-        role, stage = place.role or "", place.stage or ""
-        return (role not in ("", "actor"), role, stage not in ("", _UPDATE), stage, place.part)
+        location = entry.location
+        role, stage = location.role or "", location.stage or ""
+        return (role not in ("", "actor"), role, stage not in ("", _UPDATE), stage, location.part)
 
     chosen = [entry for entry in entries if entry.section in (*_MICRO, "loss", "metrics")]
     keys = sorted({part_key(entry) for entry in chosen})
     minibatches = {(*key[:4], dataclasses.replace(key[4], microbatch=0)) for key in keys}
     if len(minibatches) <= 1:
-        return {entry: entry.place.part.microbatch for entry in chosen}
+        return {entry: entry.location.part.microbatch for entry in chosen}
     indices = {key: index for index, key in enumerate(keys)}
     return {entry: indices[part_key(entry)] for entry in chosen}
 
 
-def _shared_place(places: Sequence[Place]) -> Place | None:
+def _shared_place(locations: Sequence[Location]) -> Location | None:
     """Return the stage of a complete batch's rows as a place; None if unknown or not unique."""
-    first = places[0]
-    if first.stage is None or any(each.stage != first.stage for each in places):
+    first = locations[0]
+    if first.stage is None or any(each.stage != first.stage for each in locations):
         return None
     part = Part(first.part.occurrence, first.part.epoch)
-    return Place(first.step, first.stage, part=part)
+    return Location(first.step, first.stage, part=part)
 
 
 def _metrics(record: Record) -> _Fields:
@@ -376,9 +376,9 @@ def _extra_info(record: Record) -> _Fields:
     found: _Fields = dict(info) if isinstance(info, dict) else {}
     if record.samples is not None:
         found["sample_ids"] = list(record.samples)
-    place = record.entry.place
-    if place.stage is not None:
-        found |= {"stage": place.stage, "part": str(place.part)}
+    location = record.entry.location
+    if location.stage is not None:
+        found |= {"stage": location.stage, "part": str(location.part)}
     return {"extra_info": found} if found else {}
 
 

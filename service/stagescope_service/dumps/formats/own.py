@@ -31,7 +31,7 @@ from stagescope_service.dumps.formats.own_file import (
     read_section,
     sections_in,
 )
-from stagescope_service.dumps.records import DumpEntry, Place, Problem, mapping
+from stagescope_service.dumps.records import DumpEntry, Location, Problem, mapping
 from stagescope_service.store.tensorfile import describe_file
 
 KIND: Final = "own"
@@ -87,7 +87,7 @@ def open_own(path: Path, *, step: int | None = None) -> FileDump:
     return dataclasses.replace(dump, problems=problems)
 
 
-def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
+def open_files(name: str, files: Iterable[tuple[Path, Location]]) -> FileDump:
     """Make a dump of given files, as the catalogue lists them; reads headers only.
 
     Args:
@@ -95,35 +95,35 @@ def open_files(name: str, files: Iterable[tuple[Path, Place]]) -> FileDump:
         files: each with its place; unknown fields of it are filled from the metadata of the file.
             Of two files of one place the later written is read.
     """
-    entries: dict[tuple[str, Place], DumpEntry] = {}
+    entries: dict[tuple[str, Location], DumpEntry] = {}
     problems: list[Problem] = []
     attempts: dict[str, None] = {}
     settings: Mapping[str, object] = {}
-    for path, place in sorted(files, key=lambda file: modified_at(file[0])):
+    for path, location in sorted(files, key=lambda file: modified_at(file[0])):
         try:
             description = describe_file(path)
         except StagescopeError as error:
-            problems.append(Problem.of(path, error, DumpEntry("other", place, path)))
+            problems.append(Problem.of(path, error, DumpEntry("other", location, path)))
             continue
         job = mapping(description.metadata, "job")
         if job.get("run") is not None:
             attempts[f"{job['run']}@{job.get('attempt_key')}"] = None
-        place = complete_place(place, job)
+        location = complete_place(location, job)
         settings = settings or mapping(job, "settings")
         shapes = (name for name in description.shapes if not name.endswith(ROW_OFFSETS))
         for section in sections_in(description.metadata, shapes):
-            entry = DumpEntry(section, place, path, path.stat().st_size, section)
-            older = entries.get((section, place))
+            entry = DumpEntry(section, location, path, path.stat().st_size, section)
+            older = entries.get((section, location))
             if older is not None:
                 problems.append(_superseded(older, entry))
-            entries[section, place] = entry
+            entries[section, location] = entry
     described = {"attempts": [*attempts], "settings": dict(settings)}
     about = {name: value for name, value in described.items() if value}
     found = sorted(entries.values(), key=entry_order)
     return FileDump(name, KIND, found, problems, read_section, about)
 
 
-def place_of_path(path: Path) -> Place:
+def place_of_path(path: Path) -> Location:
     """Return the place that the path of a kept file names; see `store.artifacts`."""
     match = _FILE.match(path.stem)
     role, rank = (match[1], int(match[2])) if match else (None, None)
@@ -135,14 +135,14 @@ def place_of_path(path: Path) -> Place:
             stage = names[at + 1] if at + 1 < len(names) else None
     if names and (numbers := _PART.match(names[-1])):
         part = Part(*map(int, numbers.groups()))
-    return Place(step, stage, role, rank, part)
+    return Location(step, stage, role, rank, part)
 
 
 def _superseded(older: DumpEntry, newer: DumpEntry) -> Problem:
     return Problem(
         older.path,
         "superseded",
-        f"{older.path.name} and {newer.path.name} are both of {newer.place}: the later written, "
+        f"{older.path.name} and {newer.path.name} are both of {newer.location}: the later written, "
         f"{newer.path.name}, is read",
         older,
     )
@@ -151,19 +151,19 @@ def _superseded(older: DumpEntry, newer: DumpEntry) -> Problem:
 def _missing_entries(entries: Iterable[DumpEntry]) -> list[Problem]:
     works: dict[_WorkKey, dict[str, dict[tuple[int, Part], DumpEntry]]] = {}
     for entry in entries:
-        place = entry.place
-        if place.rank is not None:
-            work = (place.step, place.stage, place.role)
+        location = entry.location
+        if location.rank is not None:
+            work = (location.step, location.stage, location.role)
             of_section = works.setdefault(work, {}).setdefault(entry.section, {})
-            of_section[place.rank, place.part] = entry
+            of_section[location.rank, location.part] = entry
     problems: list[Problem] = []
     for sections in works.values():
         seen = {section: set(parts) for section, parts in sections.items()}
         for section, (rank, part) in missing_parts(seen):
             like = next(iter(sections[section].values()))
-            place = like.place._replace(rank=rank, part=part)
-            path = like.path.with_name(f"{like.place.role}_rank{rank}")
-            entry = DumpEntry(section, place, path, 0, section)
-            message = f"{entry.place} has no {section} here"
+            location = like.location._replace(rank=rank, part=part)
+            path = like.path.with_name(f"{like.location.role}_rank{rank}")
+            entry = DumpEntry(section, location, path, 0, section)
+            message = f"{entry.location} has no {section} here"
             problems.append(Problem(path, "missing", message, entry))
     return problems

@@ -15,7 +15,7 @@ from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.keep import family, sections_of
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
-from stagescope_service.dumps.records import SECTIONS, DumpEntry, Place, Record, mapping
+from stagescope_service.dumps.records import SECTIONS, DumpEntry, Location, Record, mapping
 from stagescope_service.store.tensorfile import WireTensor, map_tensors
 
 ROW_OFFSETS: Final = ".row_offsets"
@@ -83,7 +83,7 @@ def read_payload(entry: DumpEntry) -> Record:
     )
 
 
-def place_of_job(job: object) -> Place:
+def place_of_job(job: object) -> Location:
     """Return the place in the `job` metadata of a file.
 
     Raises:
@@ -101,20 +101,20 @@ def place_of_job(job: object) -> Place:
         raise InvalidTensor(
             f"it says {str(dict(job))[:200]} of its work", expected="names and ints"
         )
-    return Place(job.get("step"), texts[0], texts[1], job.get("rank"), Part(*counts))
+    return Location(job.get("step"), texts[0], texts[1], job.get("rank"), Part(*counts))
 
 
-def complete_place(place: Place, job: Mapping[str, object]) -> Place:
+def complete_place(location: Location, job: Mapping[str, object]) -> Location:
     """Fill the unknown fields of a place from the `job` metadata of its file."""
     stage, role = job.get("stage"), job.get("role")
     counts = [_int(job, name) or 0 for name in PART_FIELDS]
     is_part = all(type(number) is int and number >= 0 for number in counts)
-    return Place(
-        step=_int(job, "step") if place.step is None else place.step,
-        stage=place.stage or (stage if isinstance(stage, str) else None),
-        role=place.role or (role if isinstance(role, str) else None),
-        rank=_int(job, "rank") if place.rank is None else place.rank,
-        part=Part(*counts) if place.part == Part() and is_part else place.part,
+    return Location(
+        step=_int(job, "step") if location.step is None else location.step,
+        stage=location.stage or (stage if isinstance(stage, str) else None),
+        role=location.role or (role if isinstance(role, str) else None),
+        rank=_int(job, "rank") if location.rank is None else location.rank,
+        part=Part(*counts) if location.part == Part() and is_part else location.part,
     )
 
 

@@ -30,7 +30,7 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.formats.own_file import ROW_SECTIONS, mask_in, name_in_record
-from stagescope_service.dumps.records import SECTIONS, DumpEntry, Place, Problem, Record
+from stagescope_service.dumps.records import SECTIONS, DumpEntry, Location, Problem, Record
 from stagescope_service.store.tensorfile import WireTensor, describe_file
 
 KIND: Final = "batch"
@@ -144,17 +144,17 @@ def _entries(batch: Batch, path: Path) -> Iterator[DumpEntry]:
         text = _text(batch, "part")
         part = Part(*map(int, text.split("."))) if text else Part()
         rank = batch.source.get("rank")
-        place = Place(batch.step, _text(batch, "stage"), _text(batch, "role"), rank, part)
+        location = Location(batch.step, _text(batch, "stage"), _text(batch, "role"), rank, part)
         size = sum(batch.tensor(name).values.nbytes for name in batch)
-        for section in _sections(place.stage, [*batch], batch.numbers):
-            yield DumpEntry(section, place, path, size, _NO_PARTS)
+        for section in _sections(location.stage, [*batch], batch.numbers):
+            yield DumpEntry(section, location, path, size, _NO_PARTS)
     for index, recorded in enumerate(batch.parts):
         # A batch joined from another project's dump has sections instead of stages.
         stage = None if recorded.stage in SECTIONS else recorded.stage
-        place = Place(batch.step, stage, recorded.role, recorded.rank, recorded.part)
+        location = Location(batch.step, stage, recorded.role, recorded.rank, recorded.part)
         size = sum(_bytes_of(batch, recorded, name) for name in recorded.names)
         for section in _sections(recorded.stage, recorded.names, recorded.numbers):
-            yield DumpEntry(section, place, path, size, str(index))
+            yield DumpEntry(section, location, path, size, str(index))
 
 
 def _sections(

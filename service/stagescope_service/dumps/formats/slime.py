@@ -28,7 +28,7 @@ from stagescope_service.dumps.formats.listing import (
     unrecognized_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
-from stagescope_service.dumps.records import DumpEntry, Place, Record
+from stagescope_service.dumps.records import DumpEntry, Location, Record
 from stagescope_service.store.tensorfile import WireTensor
 
 KIND: Final = "slime"
@@ -89,7 +89,7 @@ def open_slime(path: Path, *, step: int | None = None) -> FileDump:
             f"{path} holds no debug data of slime's",
             expected="what --save-debug-rollout-data or --save-debug-train-data wrote",
         )
-    chosen = [entry for entry in entries if step in (None, entry.place.step)]
+    chosen = [entry for entry in entries if step in (None, entry.location.step)]
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
 
 
@@ -100,12 +100,12 @@ def _entries_of(found: ListedFile, values: Sequence[str | int]) -> list[DumpEntr
     stage = TRAIN_STAGE if is_train else ROLLOUT_STAGE
     if not is_train and "eval_" in found.path.stem:
         stage = EVAL_STAGE
-    place = Place(step if isinstance(step, int) else None, stage)
+    location = Location(step if isinstance(step, int) else None, stage)
     sections = ["trajectories"]
     if is_train:
         names = {_TRAIN_NAMES.get(str(v), str(v)) for v in first_values(found.path, _PEEKED)}
         sections += [name for name, tensors in _SECTIONS.items() if not names.isdisjoint(tensors)]
-    return [DumpEntry(section, place, found.path, found.bytes, section) for section in sections]
+    return [DumpEntry(section, location, found.path, found.bytes, section) for section in sections]
 
 
 def read_entry(entry: DumpEntry) -> Record:

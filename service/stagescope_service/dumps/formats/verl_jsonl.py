@@ -24,7 +24,7 @@ from stagescope_service.dumps.formats.listing import (
     files_of,
     unknown_file,
 )
-from stagescope_service.dumps.records import DumpEntry, Place, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
 
 KIND: Final = "verl"
 
@@ -64,7 +64,7 @@ def open_verl(path: Path, *, step: int | None = None) -> FileDump:
         for each in found
         if each not in generations
         for problem in [_problem_of(each)]
-        if problem.entry is None or step in (None, problem.entry.place.step)
+        if problem.entry is None or step in (None, problem.entry.location.step)
     ]
     if not generations:
         raise NotFound(
@@ -72,13 +72,13 @@ def open_verl(path: Path, *, step: int | None = None) -> FileDump:
             expected="STEP.jsonl with lines of input, output, score, step",
         )
     every = [_entry_of(each) for each in generations]
-    entries = [entry for entry in every if step in (None, entry.place.step)]
+    entries = [entry for entry in every if step in (None, entry.location.step)]
     return FileDump(str(path), KIND, sorted(entries, key=entry_order), problems, read_entry)
 
 
 def _entry_of(found: ListedFile) -> DumpEntry:
-    place = Place(int(found.path.stem), _stage(found))
-    return DumpEntry("trajectories", place, found.path, found.bytes)
+    location = Location(int(found.path.stem), _stage(found))
+    return DumpEntry("trajectories", location, found.path, found.bytes)
 
 
 def _problem_of(found: ListedFile) -> Problem:

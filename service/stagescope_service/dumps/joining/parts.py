@@ -85,12 +85,12 @@ def find_parts(dump: Dump, step: int | None, stages: Collection[str] | None) -> 
     Raises:
         NotFound: the dump has nothing of this step, or of these stages.
     """
-    entries = [entry for entry in dump.entries if entry.place.step == step]
+    entries = [entry for entry in dump.entries if entry.location.step == step]
     if stages is not None:
         entries = [entry for entry in entries if _stage(entry) in stages]
     if not entries:
-        steps = sorted({e.place.step for e in dump.entries if e.place.step is not None})
-        there = sorted({_stage(entry) for entry in dump.entries if entry.place.step == step})
+        steps = sorted({e.location.step for e in dump.entries if e.location.step is not None})
+        there = sorted({_stage(entry) for entry in dump.entries if entry.location.step == step})
         raise NotFound(
             f"{dump.name} has nothing of step {step}" + (" in these stages" if there else ""),
             expected=f"one of {', '.join(there)}" if there else _list_steps(steps),
@@ -146,21 +146,21 @@ class _Scanner:
 
     def scan(self, entry: DumpEntry) -> None:
         """Add an entry to its part."""
-        place = entry.place
+        location = entry.location
         try:
             record = self._dump.read(entry)
         except StagescopeError as error:
-            self.gaps.append(Gap("file", f"{entry.place}: {error}"))
+            self.gaps.append(Gap("file", f"{entry.location}: {error}"))
             return
         about = record.about
         self._add_file(entry, about)
         job = mapping(about, "job")
-        part_key = (_stage(entry), place.role, place.rank, place.part)
+        part_key = (_stage(entry), location.role, location.rank, location.part)
         payload_key = (part_key, job.get("incarnation"), job.get("seq"))
         part = self._parts.setdefault(payload_key, RecordedPart(*part_key))
         part.entries.append(entry)
         data_rank = job.get("data_rank")
-        part.data_rank = data_rank if isinstance(data_rank, int) else place.rank
+        part.data_rank = data_rank if isinstance(data_rank, int) else location.rank
         part.numbers |= record.numbers
         part.about = {**about, **part.about}
         self._add_rows(part, record)
@@ -168,13 +168,13 @@ class _Scanner:
             self.gaps.append(Gap("tensor", f"{part} left out {name}: {reason}"))
 
     def _add_file(self, entry: DumpEntry, about: Mapping[str, object]) -> None:
-        place = entry.place
+        location = entry.location
         path = str(about.get("path") or entry.path)
         if not any(file["path"] == path for file in self.files):
             self.files.append({
                 "path": path, "bytes": entry.bytes, "checksum": about.get("checksum"),
-                "stage": _stage(entry), "role": place.role, "rank": place.rank,
-                "part": str(place.part),
+                "stage": _stage(entry), "role": location.role, "rank": location.rank,
+                "part": str(location.part),
             })  # fmt: skip
 
     def _add_rows(self, part: RecordedPart, record: Record) -> None:
@@ -309,7 +309,7 @@ def _rows_of(wire: WireTensor) -> int:
 
 
 def _stage(entry: DumpEntry) -> str:
-    return entry.place.stage or entry.section
+    return entry.location.stage or entry.section
 
 
 def _list_steps(steps: Sequence[int]) -> str:

@@ -71,24 +71,24 @@ class PayloadFiles:
             with disk_errors(file.path):
                 size = file.path.stat().st_size
             metadata = describe_file(file.path).metadata
-            place = place_of_job(metadata.get("job"))
+            location = place_of_job(metadata.get("job"))
         except StagescopeError as error:
             self._problems.append(Problem(file.path, "damaged", str(error)))
             return None
         if file.consumed_step is not None:
-            place = place._replace(step=file.consumed_step)
+            location = location._replace(step=file.consumed_step)
         self.jobs[file.path] = mapping(metadata, "job")
-        return DumpEntry("other", place, file.path, size)
+        return DumpEntry("other", location, file.path, size)
 
 
 def _sort_key(entry: DumpEntry) -> tuple[object, ...]:
-    place = entry.place
+    location = entry.location
     return (
-        place.step is None,
-        place.step or 0,
-        place.stage or "",
-        place.role or "",
-        place.rank or 0,
-        place.part,
+        location.step is None,
+        location.step or 0,
+        location.stage or "",
+        location.role or "",
+        location.rank or 0,
+        location.part,
         str(entry.path),
     )

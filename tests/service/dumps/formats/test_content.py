@@ -81,8 +81,8 @@ def test_no_value_of_a_row_is_dropped_silently(rows: list[dict[str, Any]]) -> No
     for name in {name for row in rows for name in row}:
         values = [row.get(name) for row in rows]
         there = sum(value is not None for value in values)
-        places = [name in found.tensors, name in found.texts, name in found.left_out]
-        assert sum(places) == (1 if there else 0)
+        locations = [name in found.tensors, name in found.texts, name in found.left_out]
+        assert sum(locations) == (1 if there else 0)
         if 0 < there < len(values):
             assert mapping(found.about, "missing")[name] == len(values) - there
         if name in found.tensors:

@@ -21,7 +21,11 @@ def test_tensors_by_operator(tmp_path: Path) -> None:
     assert len(operators) == 1
     forward = "Module.lm_head.Linear.forward.0.output.0"
     entry = next(entry for entry in dump.entries if entry.key == forward)
-    assert (entry.section, entry.place.step, entry.place.stage) == ("other", 1, "actor_update")
+    assert (entry.section, entry.location.step, entry.location.stage) == (
+        "other",
+        1,
+        "actor_update",
+    )
     record = dump.read(entry)
     assert list(record.tensors) == [forward]
     assert record.tensors[forward][0] == "float32"
@@ -49,9 +53,9 @@ def test_places(tmp_path: Path, folder: str, expected: tuple[object, ...]) -> No
     (directory / "dump_tensor_data").mkdir(parents=True)
     (directory / "dump.json").write_text("{}")
     torch.save(torch.ones(2), directory / "dump_tensor_data/Torch.add.0.forward.output.0.pt")
-    place = open_dump(tmp_path).entries[0].place
-    assert (place.step, place.stage, place.rank, place.part) == expected
-    assert open_dump(directory).entries[0].place == place
+    location = open_dump(tmp_path).entries[0].location
+    assert (location.step, location.stage, location.rank, location.part) == expected
+    assert open_dump(directory).entries[0].location == location
 
 
 def test_a_tensor_that_is_more_than_one_is_refused(tmp_path: Path) -> None:

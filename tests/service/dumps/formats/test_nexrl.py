@@ -16,14 +16,16 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.nexrl import MICRO_TYPES, place_of_file
-from stagescope_service.dumps.records import Dump, DumpEntry, Place, Record, mapping
+from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record, mapping
 
 PARAMETER = "model.layers.0.self_attn.q_proj.weight"
 
 
 def one(dump: Dump, key: str, rank: int | None = None, micro: int = 0) -> Record:
-    place = (rank, Part(microbatch=micro))
-    found = [e for e in dump.entries if e.key == key and (e.place.rank, e.place.part) == place]
+    location = (rank, Part(microbatch=micro))
+    found = [
+        e for e in dump.entries if e.key == key and (e.location.rank, e.location.part) == location
+    ]
     assert len(found) == 1
     return dump.read(found[0])
 
@@ -33,7 +35,7 @@ def test_a_self_hosted_directory(tmp_path: Path, suffix: str) -> None:
     nexrl_directory(tmp_path, steps=(0, 3), suffix=suffix, tokens=32)
     dump = open_dump(tmp_path, step=3)
     assert (dump.kind, dump.problems) == ("nexrl", [])
-    assert {entry.place.step for entry in dump.entries} == {3}
+    assert {entry.location.step for entry in dump.entries} == {3}
     counts = {key: sum(e.key == key for e in dump.entries) for key in {e.key for e in dump.entries}}
     assert counts == {"trajectory": 1, "old_log_probs": 1, "forward_data": 4, "loss": 4,
                       "gradient": 2, "param": 2}  # fmt: skip
@@ -122,7 +124,7 @@ def test_empty_lists_of_advantages_are_no_advantages(tmp_path: Path) -> None:
 
 def test_entries_are_in_the_order_of_the_data(tmp_path: Path) -> None:
     dump = open_dump(nexrl_directory(tmp_path, steps=(1, 0), mode="self_hosted"))
-    order = [(e.place.step, e.section, e.place.rank, e.place.part) for e in dump.entries]
+    order = [(e.location.step, e.section, e.location.rank, e.location.part) for e in dump.entries]
     assert [step for step, *_ in order] == [0] * 14 + [1] * 14
     assert [section for _, section, *_ in order[:14]] == [
         "trajectories", "old_log_probs", *["forward_data"] * 4, *["loss"] * 4,
@@ -161,25 +163,25 @@ def test_a_dump_can_be_pickled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
+    ("name", "location"),
     [
-        ("loss/step_-00001_rank10_micro3.pt", Place(-1, rank=10, part=Part(microbatch=3))),
-        ("param/step_1234567_rank0.jsonl", Place(1234567, rank=0)),
-        ("trajectory/step_000000.pt", Place(0)),
+        ("loss/step_-00001_rank10_micro3.pt", Location(-1, rank=10, part=Part(microbatch=3))),
+        ("param/step_1234567_rank0.jsonl", Location(1234567, rank=0)),
+        ("trajectory/step_000000.pt", Location(0)),
         ("loss/step_0_rank0_micro0.pt", None),
         ("other/step_000000.pt", None),
         ("loss/step_000000_rank0_micro0.pt.tmp", None),
         ("step_000000.pt", None),
     ],
 )
-def test_names(name: str, place: Place | None) -> None:
+def test_names(name: str, location: Location | None) -> None:
     found = place_of_file(name)
-    assert (None if found is None else found[1]) == place
+    assert (None if found is None else found[1]) == location
 
 
 def test_steps_before_the_first(tmp_path: Path) -> None:
     dump = open_dump(nexrl_directory(tmp_path, steps=(-1,)))
-    assert {entry.place.step for entry in dump.entries} == {-1}
+    assert {entry.location.step for entry in dump.entries} == {-1}
 
 
 def test_files_that_are_missing_are_problems(tmp_path: Path) -> None:

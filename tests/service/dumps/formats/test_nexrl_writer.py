@@ -25,11 +25,11 @@ from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.nexrl_writer import write_nexrl
-from stagescope_service.dumps.records import Dump, DumpEntry, Place, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record
 
 
 def same(one: Record, other: Record) -> None:
-    assert one.entry.place == other.entry.place
+    assert one.entry.location == other.entry.location
     assert {*one.tensors} == {*other.tensors}
     for name, (tag, shape, values, offsets) in one.tensors.items():
         assert other.tensors[name][:2] == (tag, shape), name
@@ -49,33 +49,33 @@ def test_its_own_files_come_back_the_same(tmp_path: Path, mode: str, suffix: str
     assert written.files == len(source.entries)
     again = open_dump(tmp_path / "b")
     assert again.problems == []
-    places = [[(e.section, e.key, e.place) for e in dump.entries] for dump in (source, again)]
-    assert places[0] == places[1]
+    locations = [[(e.section, e.key, e.location) for e in dump.entries] for dump in (source, again)]
+    assert locations[0] == locations[1]
     for one, other in zip(source.entries, again.entries, strict=True):
         same(source.read(one), again.read(other))
 
 
 def test_parts_without_a_name_in_nexrl_are_restored_from_the_index(tmp_path: Path) -> None:
-    places = [
-        Place(3, stage, "actor", rank, Part(epoch=epoch, minibatch=mini))
+    locations = [
+        Location(3, stage, "actor", rank, Part(epoch=epoch, minibatch=mini))
         for stage in ("actor_compute_log_prob", "actor_update")
         for rank in (0, 1)
         for epoch in ((0, 1) if stage == "actor_update" else (0,))
         for mini in ((0, 1) if stage == "actor_update" else (0,))
     ]
     records = []
-    for at, place in enumerate(places):
+    for at, location in enumerate(locations):
         values = np.full((2, 3), at, np.float32)
         tensors = {"log_probs": ("float32", values.shape, values, None)}
-        entry = DumpEntry("forward_data", place, tmp_path / str(at), 1, str(at))
+        entry = DumpEntry("forward_data", location, tmp_path / str(at), 1, str(at))
         records.append(Record(entry, tensors, samples=("g_0", "g_1")))
     source = MemoryDump(records)
     write_nexrl(source, tmp_path / "out")
     again = open_dump(tmp_path / "out")
     assert again.problems == []
-    assert sorted(entry.place for entry in again.entries) == sorted(places)
-    found = {e.place: again.read(e).tensors["log_probs"][2][0, 0] for e in again.entries}
-    assert found == {place: at for at, place in enumerate(places)}
+    assert sorted(entry.location for entry in again.entries) == sorted(locations)
+    found = {e.location: again.read(e).tensors["log_probs"][2][0, 0] for e in again.entries}
+    assert found == {location: at for at, location in enumerate(locations)}
     assert compare([source, again]).verdict is Verdict.SAME
     again.entries[3].path.unlink()
     (lost,) = open_dump(tmp_path / "out").problems
@@ -150,11 +150,11 @@ def test_kept_files_of_this_project(tmp_path: Path) -> None:
     again = open_dump(tmp_path / "out")
     for entry in again.entries:
         if entry.section in ("forward_data", "is_loss"):
-            first = 8 * (entry.place.rank or 0) + 4 * entry.place.part.microbatch
+            first = 8 * (entry.location.rank or 0) + 4 * entry.location.part.microbatch
             assert again.read(entry).samples == tuple(batch.samples[first : first + 4])
         if entry.section == "old_log_probs":
             assert again.read(entry).samples == tuple(batch.samples)
-    entry = next(e for e in again.entries if e.section == "gradients" and e.place.rank == 1)
+    entry = next(e for e in again.entries if e.section == "gradients" and e.location.rank == 1)
     more = "@actor_update.0.0.0.1"
     names = ("lm_head.weight", "lm_head.weight#1")
     assert {*again.read(entry).tensors} == {*names, *(name + more for name in names)}
@@ -245,7 +245,7 @@ def test_old_log_probs_are_those_of_their_stage_again(tmp_path: Path) -> None:
             values = np.arange(6, dtype=np.float32).reshape(2, 3)[:, rank:]  # of two widths
             mask = np.array([[1, 1, 0], [1, 1, 1]])[:, rank:]
             entry = DumpEntry(
-                "old_log_probs", Place(3, stage, "actor", rank), tmp_path / name, 1, stage
+                "old_log_probs", Location(3, stage, "actor", rank), tmp_path / name, 1, stage
             )
             tensors = {
                 f"{name}_log_probs": ("float32", values.shape, values, None),
@@ -256,7 +256,7 @@ def test_old_log_probs_are_those_of_their_stage_again(tmp_path: Path) -> None:
     source = MemoryDump(records)
     write_nexrl(source, tmp_path / "out")
     again = open_dump(tmp_path / "out")
-    assert [e.place for e in again.entries] == [Place(3, "actor_compute_log_prob")]
+    assert [e.location for e in again.entries] == [Location(3, "actor_compute_log_prob")]
     for sides in ([source, again], [again, source]):
         result = compare(sides)
         assert result.verdict is Verdict.SAME, result.reason

@@ -14,13 +14,13 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.own import open_files
-from stagescope_service.dumps.records import Dump, Place, Record
+from stagescope_service.dumps.records import Dump, Location, Record
 from stagescope_service.store.artifacts import write_tensors
 
 
 def one(dump: Dump, section: str, rank: int = 0, micro: int = 0) -> Record:
-    place = (section, rank, Part(microbatch=micro))
-    found = [e for e in dump.entries if (e.section, e.place.rank, e.place.part) == place]
+    location = (section, rank, Part(microbatch=micro))
+    found = [e for e in dump.entries if (e.section, e.location.rank, e.location.part) == location]
     assert len(found) == 1
     return dump.read(found[0])
 
@@ -30,10 +30,10 @@ def test_a_payload_is_split_into_sections(tmp_path: Path) -> None:
     dump = open_dump(attempt, step=1)
     assert (dump.kind, dump.problems) == ("own", [])
     assert dump.about["attempts"] == ["run@first"]
-    first = [entry.section for entry in dump.entries if entry.place.rank == 0]
+    first = [entry.section for entry in dump.entries if entry.location.rank == 0]
     assert sorted(set(first)) == ["advantages", "forward_data", "gradients", "is_loss", "loss",
                                   "metrics", "old_log_probs", "trajectories"]  # fmt: skip
-    assert dump.entries[0].place == Place(1, "actor_update", "actor", 0, Part())
+    assert dump.entries[0].location == Location(1, "actor_update", "actor", 0, Part())
     batch = make_batch(16, 16, step=1)
 
     record = one(dump, "trajectories", 1, 1)
@@ -61,8 +61,8 @@ def test_shards_datums_and_texts(tmp_path: Path) -> None:
         rows = len(data["strings"]["sample_ids"])
         data["tensors"]["datums/loss_fn_inputs.advantages"] = np.ones((rows, 2), np.float32)
         data["strings"] |= {"answers": ["a"] * rows, "datums/kind": ["b"] * rows}
-        place = {"shape": [8, 4], "offset": [4, 0], "placements": ["Shard(0)"], "mesh": [2]}
-        data["meta"]["shards"] = {"gradient/lm_head.weight": place}
+        location = {"shape": [8, 4], "offset": [4, 0], "placements": ["Shard(0)"], "mesh": [2]}
+        data["meta"]["shards"] = {"gradient/lm_head.weight": location}
 
     dump = open_dump(own_directory(tmp_path, edit=edit))
     gradients = one(dump, "gradients")
@@ -83,7 +83,7 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         write_tensors(path, {"loss": wire(np.array(value)), f"x{value}": wire(np.zeros(1))}, {})
         os.utime(path, (value, value))
-        dump = open_files("a", [(path, Place(0))])
+        dump = open_files("a", [(path, Location(0))])
         records = [dump.read(entry) for entry in dump.entries]
         found.append([(dict(record.numbers), [*record.tensors]) for record in records])
     assert found == [
@@ -110,18 +110,20 @@ def test_gradients_of_the_second_update_have_their_number(tmp_path: Path) -> Non
 def test_any_folder_above_the_files(tmp_path: Path, below: str) -> None:
     own_directory(tmp_path)
     dump = open_dump(tmp_path / below)
-    places = {(entry.place.step, entry.place.stage, entry.place.rank) for entry in dump.entries}
-    assert places == {(0, "actor_update", 0), (0, "actor_update", 1)}
+    locations = {
+        (entry.location.step, entry.location.stage, entry.location.rank) for entry in dump.entries
+    }
+    assert locations == {(0, "actor_update", 0), (0, "actor_update", 1)}
 
 
 def test_files_that_the_catalogue_lists(tmp_path: Path) -> None:
     path = tmp_path / "anywhere.safetensors"
     write_tensors(path, {"old_log_probs": wire(np.zeros((2, 3), np.float32))}, {"strings": {}})
-    dump = open_files("run@1:7", [(path, Place(7, "actor_update", "actor", 3))])
+    dump = open_files("run@1:7", [(path, Location(7, "actor_update", "actor", 3))])
     dump = pickle.loads(pickle.dumps(dump))
     assert dump.name == "run@1:7"
     record = dump.read(dump.entries[0])
-    assert record.entry.place == Place(7, "actor_update", "actor", 3)
+    assert record.entry.location == Location(7, "actor_update", "actor", 3)
     assert list(record.tensors) == ["old_log_probs"]
     assert record.mask is None
 
@@ -137,7 +139,7 @@ def test_packed_payloads_have_row_offsets(tmp_path: Path) -> None:
         "rollout_log_probs": wire(np.arange(5, dtype=np.float32), [0, 2, 5]),
     }
     write_tensors(path, tensors, {})
-    dump = open_files("a", [(path, Place(0))])
+    dump = open_files("a", [(path, Location(0))])
     records = {entry.section: dump.read(entry) for entry in dump.entries}
     assert {*records} == {"trajectories", "old_log_probs"}
     for record in records.values():
@@ -152,8 +154,8 @@ def test_the_later_of_two_files_of_one_place_is_read(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.safetensors"
         write_tensors(path, {"loss": wire(np.array(float(number)))}, {"job": 5})
         os.utime(path, (number, number))
-    place = Place(0, "actor_update", "actor", 0)
-    files = [(tmp_path / f"{name}.safetensors", place) for name in ("new", "old")]
+    location = Location(0, "actor_update", "actor", 0)
+    files = [(tmp_path / f"{name}.safetensors", location) for name in ("new", "old")]
     dump = open_files("x", files)
     assert [dump.read(entry).numbers for entry in dump.entries] == [{"loss": 1.0}]
     assert [(p.kind, p.path.stem) for p in dump.problems] == [("superseded", "old")]
@@ -168,7 +170,7 @@ def test_missing_damaged_and_unknown_files_are_problems(tmp_path: Path) -> None:
     dump = open_dump(attempt)
     kinds = {problem.kind for problem in dump.problems}
     assert kinds == {"missing", "damaged", "unknown"} or kinds == {"damaged", "unknown"}
-    assert {entry.place.rank for entry in dump.entries} == {0}
+    assert {entry.location.rank for entry in dump.entries} == {0}
     assert "bytes of tensors" in next(p for p in dump.problems if p.kind == "damaged").message
 
 
@@ -178,7 +180,7 @@ def test_a_microbatch_that_others_have_is_missing(tmp_path: Path) -> None:
     gone.unlink()
     problems = open_dump(attempt).problems
     assert {problem.kind for problem in problems} == {"missing"}
-    assert all(p.entry is not None and p.entry.place.rank == 2 for p in problems)
+    assert all(p.entry is not None and p.entry.location.rank == 2 for p in problems)
     assert len(problems) == 8  # sections
 
 

@@ -26,7 +26,7 @@ from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.records import Place
+from stagescope_service.dumps.records import Location
 
 
 def saved(directory: Path, path: Path, **changes: Any) -> Path:
@@ -49,7 +49,9 @@ def test_a_batch_is_the_same_as_what_it_was_made_of(tmp_path: Path) -> None:
     assert dump.kind == "batch"
     own = open_dump(directory)
     shards = [e for e in own.entries if e.section not in ("gradients", "parameters")]
-    assert {(e.section, e.place) for e in dump.entries} == {(e.section, e.place) for e in shards}
+    assert {(e.section, e.location) for e in dump.entries} == {
+        (e.section, e.location) for e in shards
+    }
     for order in ([own, dump], [dump, own]):
         result = compare(order)
         assert result.verdict is Verdict.SAME, result.reason
@@ -100,15 +102,15 @@ def test_every_pass_and_part_of_a_batch_is_there(tmp_path: Path) -> None:
     batch = step_batch()
     dump = open_dump(batch.save(tmp_path / "b.safetensors"))
     dump = pickle.loads(pickle.dumps(dump))
-    places = {entry.place for entry in dump.entries if entry.section == "forward_data"}
-    assert places == {
-        Place(5, "actor_update", "actor", part.rank, part.part) for part in batch.parts
+    locations = {entry.location for entry in dump.entries if entry.section == "forward_data"}
+    assert locations == {
+        Location(5, "actor_update", "actor", part.rank, part.part) for part in batch.parts
     }
     found = {}
     for part in batch.parts:
         for section in ("forward_data", "loss"):
-            (entry,) = [e for e in dump.entries if e.section == section and e.place ==
-                        Place(5, "actor_update", "actor", part.rank, part.part)]  # fmt: skip
+            (entry,) = [e for e in dump.entries if e.section == section and e.location ==
+                        Location(5, "actor_update", "actor", part.rank, part.part)]  # fmt: skip
             record = dump.read(entry)
             found[section, part.rank, part.part.epoch] = record
             if section == "forward_data":
@@ -127,7 +129,7 @@ def test_every_pass_and_part_of_a_batch_is_there(tmp_path: Path) -> None:
 def test_a_microbatch_keeps_its_part_and_ragged_rows_their_lengths(tmp_path: Path) -> None:
     (micro, *_) = step_batch().microbatches()
     dump = open_dump(micro.save(tmp_path / "m.safetensors"))
-    assert {entry.place for entry in dump.entries} == {Place(5, "actor_update", "actor", 0)}
+    assert {entry.location for entry in dump.entries} == {Location(5, "actor_update", "actor", 0)}
     slime = slime_rollout_file(tmp_path / "s.pt", make_batch(4, 9))
     dump = open_dump(read_batch(slime).save(tmp_path / "s.safetensors"))
     (entry,) = dump.entries

@@ -15,7 +15,7 @@ from stagescope_service.dumps.records import Dump, Record, mapping
 
 
 def read(dump: Dump, section: str, stage: str) -> Record:
-    found = [e for e in dump.entries if (e.section, e.place.stage) == (section, stage)]
+    found = [e for e in dump.entries if (e.section, e.location.stage) == (section, stage)]
     assert len(found) == 1
     return dump.read(found[0])
 
@@ -34,7 +34,7 @@ def batch() -> Batch:
 def test_a_rollout(tmp_path: Path, batch: Batch) -> None:
     dump = open_dump(slime_rollout_file(tmp_path / "data_7.pt", batch, rollout_id=7))
     assert (dump.kind, dump.problems) == ("slime", [])
-    assert [entry.place.step for entry in dump.entries] == [7]
+    assert [entry.location.step for entry in dump.entries] == [7]
     record = read(dump, "trajectories", "rollout_generate")
     assert record.samples == tuple(map(str, range(8)))
     assert record.groups == tuple(str(row // GROUP) for row in range(8))
@@ -80,8 +80,8 @@ def test_a_train_file_pairs_with_its_rollout(tmp_path: Path, batch: Batch) -> No
     slime_train_file(tmp_path / "train_data/3.pt", batch, rollout_id=3)
     slime_rollout_file(tmp_path / "rollout_data/eval_3.pt", batch, rollout_id=3)
     dump = open_dump(tmp_path)
-    places = [(entry.section, entry.place.stage) for entry in dump.entries]
-    assert places == [
+    locations = [(entry.section, entry.location.stage) for entry in dump.entries]
+    assert locations == [
         ("trajectories", "actor_update"), ("trajectories", "eval"),
         ("trajectories", "rollout_generate"), ("old_log_probs", "actor_update"),
         ("advantages", "actor_update"),

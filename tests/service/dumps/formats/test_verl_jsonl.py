@@ -15,7 +15,7 @@ def test_generations(tmp_path: Path) -> None:
     batch = make_batch(8, 8)
     dump = open_dump(verl_directory(tmp_path, batch, steps=(10, 2)))
     assert (dump.kind, dump.problems) == ("verl", [])
-    assert [entry.place.step for entry in dump.entries] == [2, 10]
+    assert [entry.location.step for entry in dump.entries] == [2, 10]
     record = dump.read(dump.entries[0])
     np.testing.assert_array_equal(record.tensors["rewards"][2], batch.rewards)
     assert record.tensors["acc"][0] == "bool"
@@ -43,7 +43,7 @@ def test_other_files_and_lines(tmp_path: Path) -> None:
     (tmp_path / "7.jsonl").write_text("[1]\n")
     (tmp_path / "x.jsonl").write_text(json.dumps({"input": "", "output": ""}))
     dump = open_dump(tmp_path)
-    assert [entry.place.step for entry in dump.entries] == [1]
+    assert [entry.location.step for entry in dump.entries] == [1]
     assert {p.path.name for p in dump.problems} == {"7.jsonl", "x.jsonl"}
 
 

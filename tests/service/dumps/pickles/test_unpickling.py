@@ -41,7 +41,7 @@ def converted(source: Path, target: Path) -> unpickling.Conversion:
 
 
 def same(one: Record, other: Record) -> None:
-    assert one.entry.place == other.entry.place
+    assert one.entry.location == other.entry.location
     assert {*one.tensors} == {*other.tensors}
     for name, (tag, shape, values, offsets) in one.tensors.items():
         assert other.tensors[name][:2] == (tag, shape), name
