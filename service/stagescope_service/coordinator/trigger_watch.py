@@ -27,7 +27,7 @@ from stagescope_service.core.instructions import Delete, NonFinite, Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.facts import Facts
-from stagescope_service.triggers.names import NONFINITE_SCALAR
+from stagescope_service.triggers.names import NONFINITE_SCALAR, scalar_of
 from stagescope_service.triggers.replay import Fired, StepReader
 from stagescope_service.triggers.rules import Rule, Rules, defaults, read_yaml
 from stagescope_service.triggers.series import NAMED, pack, unpack
@@ -108,7 +108,7 @@ class Triggers:
         self._since = Since()
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
         self._non_finite: OrderedDict[int, set[str]] = OrderedDict()
-        """Attempt -> the scalars of which a finding of an open step said it."""
+        """Attempt -> its scalars that a finding reports as not finite."""
         self._lock = asyncio.Lock()
 
     # --- rules ----------------------------------------------------------------------------
@@ -180,7 +180,10 @@ class Triggers:
         Rules on it are held against its step when that closes; a training that asserts on a NaN
         ends before. Never raises.
         """
-        known = self._non_finite.setdefault(found.attempt_id, set())
+        if found.attempt_id not in self._non_finite:
+            before = await asyncio.to_thread(self._found_before, found.attempt_id)
+            self._non_finite.setdefault(found.attempt_id, before)
+        known = self._non_finite[found.attempt_id]
         while len(self._non_finite) > RUNS_FOLLOWED:
             self._non_finite.popitem(last=False)
         if not found.names - known or not any(map(_finds_non_finite, self._rules.rules)):
@@ -190,6 +193,16 @@ class Triggers:
             await self._write([found.finding])
         except StagescopeError:
             logger.exception("a finding of %s was not written", sorted(found.names)[:20])
+
+    def _found_before(self, attempt_id: int) -> set[str]:
+        """Return the scalars of an attempt that an earlier coordinator found to be not finite."""
+        try:
+            rows = self._catalogue.firings(attempt_id=attempt_id, limit=_ALL)
+        except StagescopeError:
+            logger.exception("the firings of attempt %s cannot be read", attempt_id)
+            return set()
+        fired = (series for row in rows for series in _series_state(row).series or ())
+        return set(filter(None, (scalar_of(series.metric) for series in fired)))
 
     async def formed(self, attempt_id: int, step: int) -> None:
         """Evaluate the rules for a step that was aggregated (again); never raises."""

@@ -81,6 +81,30 @@ def test_a_scalar_that_is_not_finite_is_found_where_it_was_logged(bench: Bench) 
     ]  # fmt: skip
 
 
+async def log_open(bench: Bench, step: int, rank: int, **scalars: float) -> None:
+    """Log scalars in a stage of a step that stays open."""
+    sender = bench._sender("a1", rank)
+    work = {"step": step, "stage": "critic_update"}
+    said = [bench._say(sender, "begin", work)]
+    said.append(bench._say(sender, "end", {**work, "status": "ok", "scalars": scalars}))
+    await bench.local.record(said)
+
+
+def test_a_lasting_nan_is_not_said_again_after_a_restart(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.triggers.open()
+        await bench.step(1, scalars={0: {"loss": 0.5}, 1: {"loss": 0.5}})
+        await bench.step(2, scalars={0: {"loss": math.nan}})
+        await bench.restarted().open()
+        await log_open(bench, 3, 0, loss=math.nan)
+        assert bench.findings("non_finite_scalars") == []
+        await log_open(bench, 3, 0, kl=math.nan)
+
+    run(work)
+    (finding,) = bench.findings("non_finite_scalars")
+    assert "kl" in finding["message"]
+
+
 def test_a_scalar_that_is_not_finite_is_said_before_its_step_closes(bench: Bench) -> None:
     early: list[list[tuple[Any, ...]]] = []
 
@@ -89,11 +113,7 @@ def test_a_scalar_that_is_not_finite_is_said_before_its_step_closes(bench: Bench
         early.append([(row["step"], row["rank"], row["severity"]) for row in rows])
 
     async def log(step: int, rank: int, **scalars: float) -> None:
-        sender = bench._sender("a1", rank)
-        work = {"step": step, "stage": "critic_update"}
-        said = [bench._say(sender, "begin", work)]
-        said.append(bench._say(sender, "end", {**work, "status": "ok", "scalars": scalars}))
-        await bench.local.record(said)
+        await log_open(bench, step, rank, **scalars)
         now()
 
     async def work() -> None:
