@@ -49,8 +49,8 @@ class Coverage(Model):
     tokens_left_out: dict[str, int]
     """Reason -> number of tokens that do not count for it."""
     tokens_unaccounted: int | None
-    """tokens_sent less tokens and all tokens_left_out, in tokens: 0 unless the aggregation is
-    wrong; null: aggregated by an earlier release."""
+    """Number of tokens of tokens_sent that are neither in tokens nor in tokens_left_out: 0 unless
+    the aggregation is wrong; null: aggregated by an earlier release."""
     sequences: int
     """Number of sequences: samples, or rows where these have no id."""
     empty_rows: int
@@ -151,8 +151,8 @@ class RolloutIs(Model):
     rollout_is: str | None
     """The run's setting: `token` or `sequence`; null: none."""
     threshold: float | None
-    """The run's setting `rollout_is_threshold`, a bound on the importance weights, which are ratios
-    of probabilities; null: not set."""
+    """The run's setting `rollout_is_threshold`, a bound on the importance weights (each a ratio of
+    probabilities); null: not set."""
     batch_normalize: bool | None
     """The run's setting: whether it divides the weights by their mean."""
     truncated: bool
@@ -177,8 +177,7 @@ class Metrics(Numbers):
     """Index of the round that the numbers are of, from 0; null: of all rounds."""
     metrics: Published
     noise_floor: Published | None
-    """The same numbers, under the same names, of the trainer against itself; null: no recomputed
-    log-probs."""
+    """The same, in the same units, of the trainer against itself; null: no recomputed log-probs."""
     nonfinite: dict[str, dict[str, int]]
     """Stream -> `nan`, `posinf`, `neginf` -> number of tokens under the mask."""
     streams: dict[str, Stream]

@@ -433,7 +433,7 @@ class FiringGroup(Extent):
     wall: float | None
     """Unix seconds: when the first of them fired."""
     withdrawn_wall: float | None
-    """Always null: withdrawn firings are left out."""
+    """Unix seconds; always null: withdrawn firings are left out."""
     firings: int
     """Number of times that it fired."""
     first_wall: float | None

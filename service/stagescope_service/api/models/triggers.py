@@ -45,9 +45,9 @@ class When(Model):
     non_finite: Literal[True] = ABSENT
     """The value is NaN or infinite."""
     median_ratio: float = ABSENT
-    """The value is over so many times the median of the run's steps before."""
+    """The value is over this factor times the median of the run's steps before."""
     noise_ratio: float = ABSENT
-    """The value is over so many times the same metric of the noise floor."""
+    """The value is over this factor times the same metric of the noise floor."""
     z_score: ZScore = ABSENT
     """How far the value is from the last steps."""
 
