@@ -16,6 +16,7 @@ from stagescope_service.api.models import service as models
 from stagescope_service.api.models.bodies import (
     MAX_DRAIN,
     MAX_POLL,
+    SENDER,
     DrainRequest,
     PollRequest,
     Schema,
@@ -35,9 +36,17 @@ _EVENTS_BODY: Final[Schema] = {
                 "type": "object",
                 "required": ["sender", "events"],
                 "properties": {
-                    "sender": {"type": "array", "items": {}},
-                    "events": {"type": "array", "items": {"type": "array", "items": {}}},
-                    "payloads": {"type": "object"},
+                    "sender": {"type": "array", "items": {}, "description": SENDER},
+                    "events": {
+                        "type": "array",
+                        "items": {"type": "array", "items": {}},
+                        "description": "Each [schema, kind, seq, wall, mono, fields]: `seq` counts "
+                        "from 1 in an incarnation, `wall` is in Unix seconds, `mono` in seconds.",
+                    },
+                    "payloads": {
+                        "type": "object",
+                        "description": "seq -> the payload of that event, without tensors.",
+                    },
                 },
             }
         },

@@ -29,9 +29,11 @@ class Problem(Model):
     """What was wrong, after RFC 9457."""
 
     type: Annotated[str, Field(examples=["urn:stagescope:not_found"])]
+    """A URN that names the kind of error: `urn:stagescope:` and `code`."""
     title: Annotated[str, Field(examples=["Not Found"])]
+    """The HTTP status in words."""
     status: Annotated[int, Field(examples=[404])]
-    """The HTTP status."""
+    """The HTTP status, a number."""
     detail: str
     """What was wrong, expected, and advised, as one sentence."""
     instance: str
@@ -39,6 +41,7 @@ class Problem(Model):
     code: Annotated[str, Field(examples=["not_found"])]
     """Stable name of the kind of error."""
     wrong: str
+    """What was wrong."""
     expected: str
     """What would have been right; empty where that is not known."""
     advice: str

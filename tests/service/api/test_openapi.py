@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ ROUTES = {
     "/engines", "/engines/{name}", "/steps/{step}/kept", "/comparisons", "/comparisons/page",
 }  # fmt: skip
 
+UNITS = re.compile(
+    r"\b(seconds|bytes|tokens|nats?|rows|elements|units?|share|ratio|factor|-?[01] to 1|"
+    r"number|index|position|ids?|status|versions?|revision|from [01]|steps?|ranks?|attempts?)\b",
+    re.IGNORECASE,
+)
+"""Of a number: its unit, that it is a count, share or ratio, or what it is the number of."""
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
@@ -59,8 +67,6 @@ def test_every_route_is_there_and_documented(shared: Service) -> None:
         where = f"{method} {path}"
         assert len(operation.get("description", "")) > 20, where
         assert operation.get("tags"), where
-        for parameter in operation.get("parameters", []):
-            assert parameter.get("description"), f"{where}: {parameter['name']}"
         assert "4XX" in operation["responses"], where
         if method == "post":
             assert operation["requestBody"]["content"], where
@@ -103,6 +109,54 @@ def test_every_answer_is_named_field_by_field(shared: Service) -> None:
     for name, schema in schemas.items():
         if "properties" in schema:
             assert schema["additionalProperties"] is False, name
+
+
+def fields_of(schema: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every field that a schema, or a part of the document, names, at any depth."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from fields_of(item, where)
+    elif isinstance(schema, dict):
+        named = schema.get("properties", {})
+        for name, field in named.items():
+            yield f"{where}.{name}", field
+            yield from fields_of(field, f"{where}.{name}")
+        for key, value in schema.items():
+            if key not in ("properties", "examples"):
+                yield from fields_of(value, where)
+
+
+def is_numeric(schema: dict[str, Any]) -> bool:
+    """Return whether a schema has numbers: alone, beside others, in a list or by name."""
+    kinds = schema.get("type", ())
+    if {"integer", "number"} & {*([kinds] if isinstance(kinds, str) else kinds)}:
+        return True
+    if schema.get("$ref", "").endswith("Number"):
+        return True
+    nested = [schema.get("items"), schema.get("additionalProperties")]
+    nested += [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return any(is_numeric(each) for each in nested if isinstance(each, dict))
+
+
+def test_every_field_and_parameter_is_described_and_every_number_names_its_unit(
+    shared: Service,
+) -> None:
+    document = shared.get("/openapi.json")
+    found = [
+        (f"{where}{name}", field, field)
+        for where, part in (*document["components"]["schemas"].items(), *document["paths"].items())
+        for name, field in fields_of(part, "")
+    ]
+    found += [
+        (f"{method} {path} {parameter['name']}", parameter, parameter["schema"])
+        for path, method, operation in operations(document)
+        for parameter in operation.get("parameters", [])
+    ]
+    assert len(found) > 1500
+    assert not [where for where, described, _ in found if not described.get("description")]
+    numbers = [(where, each["description"]) for where, each, schema in found if is_numeric(schema)]
+    assert len(numbers) > 500
+    assert not [number for number in numbers if not UNITS.search(number[1])]
 
 
 @pytest.mark.parametrize("path", sorted(ROUTES))

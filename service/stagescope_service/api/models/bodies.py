@@ -28,6 +28,13 @@ MAX_UNRECEIPTED: Final = 100_000
 MAX_REPLAYED_STEPS: Final = 20_000
 REPLAYED_STEPS: Final = 1000
 
+SENDER: Final = (
+    "The process: [schema, incarnation, run, attempt_key, role, rank, node_id, clock_offset, "
+    "clock_error, started, plan_revision]; the clock's numbers in seconds, `started` in Unix "
+    "seconds, unknown ones null."
+)
+DEFAULT_RUN: Final = "A run's name; default: the run whose training stage began last."
+
 _EXPECTED: Final = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -134,16 +141,29 @@ class RequestBody(BaseModel):
 class PollRequest(RequestBody):
     """A poll of a process."""
 
-    sender: Annotated[list[object], _document(type="array", items={})]
-    revision: int = -1
+    sender: Annotated[list[object], _document(type="array", items={}, description=SENDER)]
+    revision: Annotated[
+        int, Field(description="Revision of the plan that the process has applied; -1: none.")
+    ] = -1
     unreceipted: Annotated[
         list[int],
         Field(max_length=MAX_UNRECEIPTED),
-        _document(type="array", items={"type": "integer"}),
+        _document(
+            type="array",
+            items={"type": "integer"},
+            description="The number (seq) of each payload without a receipt.",
+        ),
     ] = []
-    wait: Annotated[float, Field(ge=0), _document(type="number", minimum=0, maximum=MAX_POLL)] = (
-        MAX_POLL
-    )
+    wait: Annotated[
+        float,
+        Field(ge=0),
+        _document(
+            type="number",
+            minimum=0,
+            maximum=MAX_POLL,
+            description=f"Most seconds to wait for a change; default: {MAX_POLL:g}.",
+        ),
+    ] = MAX_POLL
 
     expected: ClassVar[Mapping[str, str]] = {
         "unreceipted": f"a list of at most {MAX_UNRECEIPTED} integers"
@@ -153,14 +173,29 @@ class PollRequest(RequestBody):
 class DrainRequest(RequestBody):
     """A request to wait until the payloads of a run are read."""
 
-    run: Annotated[object, _document(type=["string", "null"])]
+    run: Annotated[
+        object,
+        _document(type=["string", "null"], description="The run's name; null: every run."),
+    ]
     timeout: Annotated[
-        float, Field(ge=0), _document(type="number", minimum=0, maximum=MAX_DRAIN)
+        float,
+        Field(ge=0),
+        _document(
+            type="number",
+            minimum=0,
+            maximum=MAX_DRAIN,
+            description=f"Most seconds to wait; default: {MAX_DRAIN:g}.",
+        ),
     ] = MAX_DRAIN
     attempt_key: Annotated[
         str | None,
         Field(min_length=1, max_length=500),
-        _document(type=["string", "null"], minLength=1, maxLength=500),
+        _document(
+            type=["string", "null"],
+            minLength=1,
+            maxLength=500,
+            description="Key of the attempts whose processes are asked to finish; null: of none.",
+        ),
     ] = None
 
     expected: ClassVar[Mapping[str, str]] = {"attempt_key": "a name"}
@@ -169,9 +204,15 @@ class DrainRequest(RequestBody):
 class StacksRequest(RequestBody):
     """A request for the stacks of processes."""
 
-    run: Annotated[str | None, _document(type="string")] = None
+    run: Annotated[str | None, _document(type="string", description=DEFAULT_RUN)] = None
     attempt: Annotated[
-        int | None, Field(ge=1, lt=1 << 31), _document(type="integer", minimum=1)
+        int | None,
+        Field(ge=1, lt=1 << 31),
+        _document(
+            type="integer",
+            minimum=1,
+            description="Number of the attempt, from 1; default: the run's newest.",
+        ),
     ] = None
     role: Annotated[str | None, _document(type="string", description="Only this role.")] = None
     ranks: Annotated[
@@ -232,14 +273,15 @@ class SideFields(RequestBody):
         return SideFields(**{**inherited, **self.model_dump(exclude_none=True)})
 
 
-_SIDE: Final = WithJsonSchema(SideFields.schema_of_fields())
+def _side(description: str) -> WithJsonSchema:
+    return _document(**SideFields.schema_of_fields(), description=description)
 
 
 class SidesRequest(RequestBody):
     """Two tables of operators to compare; fields that `b` leaves out are as in `a`."""
 
-    a: Annotated[SideFields, _SIDE]
-    b: Annotated[SideFields, _SIDE]
+    a: Annotated[SideFields, _side("Side `a`, which gives the order of operators.")]
+    b: Annotated[SideFields, _side("Side `b`; fields that it leaves out are as in `a`.")]
 
     expected: ClassVar[Mapping[str, str]] = dict.fromkeys(
         "ab", f"an object of {', '.join(SideFields.model_fields)}"
@@ -273,11 +315,18 @@ class DivergenceRequest(SidesRequest):
     factor: Annotated[
         float | None,
         Field(ge=0, lt=1e300),
-        _document(type="number", description="Threshold in eps; default 4."),
+        _document(
+            type="number",
+            description="The threshold as a factor: times the eps of the coarsest dtype; default: "
+            "4, or 100 where the devices are of two kinds.",
+        ),
     ] = None
     by_dtype: Annotated[
         dict[str, Annotated[float, Field(ge=0, lt=1e300)]] | None,
-        _document(type="object", description="dtype -> threshold."),
+        _document(
+            type="object",
+            description="dtype -> relative difference that counts, instead of factor times eps.",
+        ),
     ] = None
     exact: Annotated[bool, _document(type="boolean", description="Every number must be equal.")] = (
         False
@@ -286,7 +335,15 @@ class DivergenceRequest(SidesRequest):
         False
     )
     limit: Annotated[
-        int, Field(ge=1, le=1000), _document(type="integer", minimum=1, maximum=1000)
+        int,
+        Field(ge=1, le=1000),
+        _document(
+            type="integer",
+            minimum=1,
+            maximum=1000,
+            description="Most rows, and operators of one side alone, to list; default: "
+            f"{MOST_VERDICTS}.",
+        ),
     ] = MOST_VERDICTS
 
 
@@ -294,9 +351,22 @@ class TensorsRequest(SidesRequest):
     """A question for the differences of full tensors."""
 
     limit: Annotated[
-        int, Field(ge=1, le=10_000), _document(type="integer", minimum=1, maximum=10_000)
+        int,
+        Field(ge=1, le=10_000),
+        _document(
+            type="integer",
+            minimum=1,
+            maximum=10_000,
+            description="Most rows to answer; default: 1000.",
+        ),
     ] = 1000
-    offset: Annotated[int, Field(ge=0, le=1 << 31), _document(type="integer", minimum=0)] = 0
+    offset: Annotated[
+        int,
+        Field(ge=0, le=1 << 31),
+        _document(
+            type="integer", minimum=0, description="Number of rows to leave out first; default: 0."
+        ),
+    ] = 0
 
 
 # --- comparisons of steps -------------------------------------------------------------------
@@ -306,23 +376,37 @@ class DirectoryFields(RequestBody):
     directory: str
 
 
-_STEPS_OR_DIRECTORY: Final = _document(
-    oneOf=[
-        {"type": "string", "description": "RUN[@ATTEMPT][:STEP]"},
-        {"type": "object", "properties": {"directory": {"type": "string"}}},
-    ]
-)
+_DIRECTORY: Final = {
+    "type": "string",
+    "description": "Path of a directory or file in the service's allowed roots.",
+}
+
+
+def _steps_or_directory(description: str) -> WithJsonSchema:
+    return _document(
+        oneOf=[
+            {"type": "string", "description": "RUN[@ATTEMPT][:STEP]"},
+            {"type": "object", "properties": {"directory": _DIRECTORY}},
+        ],
+        description=f"{description}: `RUN[@ATTEMPT][:STEP]`, or an object with a `directory`.",
+    )
 
 
 class ComparisonRequest(RequestBody):
     """Two or three things to compare, and what differences are tolerated."""
 
-    a: Annotated[str | DirectoryFields, _STEPS_OR_DIRECTORY]
-    b: Annotated[str | DirectoryFields, _STEPS_OR_DIRECTORY]
-    c: Annotated[str | DirectoryFields | None, _STEPS_OR_DIRECTORY] = None
-    tolerances: Annotated[list[str] | None, _document(type="array", items={"type": "string"})] = (
-        None
-    )
+    a: Annotated[str | DirectoryFields, _steps_or_directory("The first side")]
+    b: Annotated[str | DirectoryFields, _steps_or_directory("The second side")]
+    c: Annotated[str | DirectoryFields | None, _steps_or_directory("A third side")] = None
+    tolerances: Annotated[
+        list[str] | None,
+        _document(
+            type="array",
+            items={"type": "string"},
+            description="What counts as noise, each `PATTERN=ATOL[,RTOL]`: names of tensors, and "
+            "up to which |d|.",
+        ),
+    ] = None
 
     expected: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys("abc", "RUN[@ATTEMPT][:STEP], or {'directory': PATH}"),
@@ -334,7 +418,14 @@ class ComparisonRequest(RequestBody):
 class RulesRequest(RequestBody):
     """Rules of triggers, as data or as YAML; `Rules.parse` validates them."""
 
-    rules: Annotated[object, _document(type="array", items={"type": "object"})] = None
+    rules: Annotated[
+        object,
+        _document(
+            type="array",
+            items={"type": "object"},
+            description="The rules, in the form that `GET /triggers/defaults` has.",
+        ),
+    ] = None
     runs: Annotated[
         object,
         _document(type="object", description="Run or pattern -> {capture: auto, budget}."),
@@ -352,9 +443,15 @@ class RulesRequest(RequestBody):
 class DryRunRequest(RulesRequest):
     """Rules to try on the stored steps of a run."""
 
-    run: Annotated[str | None, _document(type="string")] = None
+    run: Annotated[str | None, _document(type="string", description=DEFAULT_RUN)] = None
     steps: Annotated[
         int | None,
         Field(ge=1, le=MAX_REPLAYED_STEPS),
-        _document(type="integer", minimum=1, maximum=MAX_REPLAYED_STEPS, default=REPLAYED_STEPS),
+        _document(
+            type="integer",
+            minimum=1,
+            maximum=MAX_REPLAYED_STEPS,
+            default=REPLAYED_STEPS,
+            description="Number of closed steps, the newest, to try the rules on.",
+        ),
     ] = REPLAYED_STEPS

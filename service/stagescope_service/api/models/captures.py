@@ -12,7 +12,6 @@ from stagescope_service.api.models.common import (
     ABSENT,
     Attempt,
     DumpRow,
-    Json,
     Model,
     Page,
     Rank,
@@ -61,7 +60,9 @@ class Order(Model):
     late: Literal["wait", "go_on", "give_up"] = _capture_field("late")
     again: int = _capture_field("again")
     capture_id: str
+    """Id of the capture."""
     source: Annotated[str, Field(examples=["http"])]
+    """How it was requested: always `http`."""
     by: str
     """Who requested it: header `X-Stagescope-User`, which token, from where; or which trigger."""
     created: float
@@ -72,31 +73,42 @@ class Gap(RoleRank):
     """A rank that learned late, or failed."""
 
     step: Step | None
+    """The trainer's step; null: not known."""
     stage: Stage | None
+    """The stage's name; null: not known."""
     state: str
+    """State of its dump: `missed`, `failed` or `truncated`."""
 
 
 class Estimate(Model):
     """A rank's estimate of a capture's cost; unknown values are absent or null."""
 
     role: Role | None
+    """The role; null: not known."""
     rank: Rank | None
+    """The rank in its role, from 0; null: not known."""
     step: Step | None
+    """Always null: an estimate is of any one step."""
     stage: Stage | None
+    """The stage that the estimate is of; null: not known."""
     node_id: str | None
+    """Ray's id of the rank's node; null: unknown."""
     error: str | None
     """Why it cannot estimate."""
     bytes: int | None = ABSENT
+    """Size in bytes of the dump of one step; 0 where `basis` is `unknown`."""
     seconds: float | None = ABSENT
+    """Seconds that one step takes longer; 0 where `basis` is `unknown`."""
     basis: str = ABSENT
     """`measured` (earlier dumps), `model` (its size) or `unknown`."""
     tokens: int | None = ABSENT
+    """Number of tokens in the stage for which it is estimated; null: not needed."""
     assumed: bool = ABSENT
     """Whether the number of tokens is assumed, because the rank did not report it."""
     free_bytes: int | None = ABSENT
-    """On the rank's disk."""
+    """Free bytes on the rank's disk, without the reserve; null: unknown."""
     reserve_bytes: int | None = ABSENT
-    """Kept free on it."""
+    """Bytes that stay free on that disk."""
     collective_timeout: float | None = ABSENT
     """Seconds after which the ranks that wait give up; null: not known."""
 
@@ -106,25 +118,30 @@ class Agreement(Model):
 
     phase: State
     number: int
-    """Counts the requests: a step that some rank missed may be agreed again."""
+    """Number of times that it was requested: a step that some rank missed may be agreed again."""
     revision: int
     """A rank that acknowledges this revision of the plan knows the capture."""
     attempt_id: int | None
-    """The catalogue's key of the attempt whose ranks were requested."""
+    """The catalogue's id of the attempt whose ranks were requested; null: not agreed on yet."""
     asked_wall: float
-    """Unix seconds."""
+    """Unix seconds of the request."""
     agreed_wall: float | None
-    """Unix seconds."""
+    """Unix seconds of the agreement; null: there is none."""
     start: Step | None
-    """The step on which it starts; null: not fixed."""
+    """The trainer's step from which on every rank knows it; null: not fixed."""
     round_trip: float | None
     """Seconds from the request to the last acknowledgement."""
     step_seconds: float | None
-    """How long a step takes."""
-    steps: Json
-    """The steps that are captured: numbers, or `{every, start, count}`; null: not fixed."""
+    """Median seconds from the begin of a step to that of the next; null: not known."""
+    steps: Annotated[
+        object,
+        Field(
+            description="The steps that are captured: their numbers, or `{every, start, count}`; "
+            "null: not fixed."
+        ),
+    ]
     missed_steps: list[int]
-    """Requested steps that had begun already."""
+    """Requested steps that had begun already, and are not captured."""
     members: list[RoleRank]
     """The requested ranks."""
     without: list[RoleRank]
@@ -132,16 +149,18 @@ class Agreement(Model):
     missed: list[Gap]
     """Ranks that learned late, or failed, since."""
     again_left: int
-    """How often it may be agreed again."""
+    """Number of times that it may still be agreed again."""
     reason: str | None
     """Why it ended."""
     estimates: list[Estimate]
+    """What the ranks estimate that it costs, by rank and stage; 64 at most, the largest."""
 
 
 class OrderedCapture(Order):
     """A requested capture, and its agreement among ranks."""
 
     agreement: Agreement
+    """The agreement of ranks on it."""
 
 
 class PlannedCapture(OrderedCapture):
@@ -155,7 +174,9 @@ class Plan(Model):
     """The captures in force."""
 
     revision: int
+    """Revision of the plan: each change makes a higher one."""
     captures: list[PlannedCapture]
+    """The captures in force."""
 
 
 class NewCapture(OrderedCapture):
@@ -169,19 +190,22 @@ class CaptureRow(Model):
     """A capture as the catalogue holds it."""
 
     capture_id: str
+    """Id of the capture."""
     run: Run | None
     """Null: every run."""
     spec: OrderedCapture
+    """What was requested, and the agreement on it."""
     state: State
     by: str
+    """Who requested it, as in `spec`."""
     created_wall: float
     """Unix seconds."""
     removed_wall: float | None
     """Unix seconds: when it was withdrawn or ended; null: it is in force."""
     removed_by: str | None
-    """`service` where it ended."""
+    """Who withdrew it; `service` where it ended; null: it is in force."""
     revision: int
-    """Of the plan."""
+    """Revision of the plan from which on ranks know its present state."""
 
 
 class Captures(Model, Page[CaptureRow]):
@@ -200,14 +224,19 @@ class AskedRank(RoleRank):
     last_wall: float | None
     """Unix seconds: when it last reported."""
     node: str | None
+    """Ray's id of its node, or the name that its process gave; null: unknown."""
     host: str | None
+    """Name of its host; null: unknown."""
     pid: int | None
+    """Process id on its host; null: unknown."""
 
 
 class RankGap(RoleRank):
     """A rank that did not collect a step."""
 
     state: Annotated[str, Field(examples=["missed", "failed", "no report", "not asked"])]
+    """State of its dumps: the worst of them, `no report` where some are missing, `not asked` where
+    it was left out."""
 
 
 class CapturedStep(Model):
@@ -215,19 +244,22 @@ class CapturedStep(Model):
 
     step: Step
     attempt: int | None
+    """Number of the attempt; null: not known."""
     state: Literal["waiting", "partial", "complete", "empty"]
     """`empty`: the step is over, and no rank did these stages in it."""
     collected: int
-    """Ranks that have collected it."""
+    """Number of ranks that have collected it."""
     waiting: list[RoleRank]
     """Ranks that may still."""
     gaps: list[RankGap]
+    """Ranks that did not collect it."""
 
 
 class CaptureDump(DumpRow):
     """A dump of a capture."""
 
     attempt: int | None
+    """Number of the attempt; null: not known."""
     step: Step
 
 
@@ -235,22 +267,29 @@ class Capture(Model):
     """The progress of a capture."""
 
     capture_id: str
+    """Id of the capture."""
     run: Run | None
     """Null: every run."""
     attempt: Attempt | None
-    """The run's newest."""
+    """Number of the run's newest attempt; null: it has none."""
     state: State
     reason: str | None
     """Why it ended."""
     order: Order
+    """What was requested."""
     agreement: Agreement
+    """The agreement of ranks on it."""
     created_wall: float
     """Unix seconds."""
     removed_wall: float | None
-    """Unix seconds."""
+    """Unix seconds: when it was withdrawn or ended; null: it is in force."""
     removed_by: str | None
+    """Who withdrew it; `service` where it ended; null: it is in force."""
     ranks: list[AskedRank]
+    """The requested ranks."""
     unmatched_ranks: list[int]
     """Requested ranks that no requested role has: nothing is collected from them."""
     steps: list[CapturedStep]
+    """The result of each step, by attempt and step."""
     dumps: list[CaptureDump]
+    """Every dump that it made."""

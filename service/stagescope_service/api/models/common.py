@@ -37,7 +37,6 @@ Number = TypeAliasType(
         Field(description="A number; one that is not finite is its name, since JSON has none."),
     ],
 )
-Json = Annotated[object, Field(description="Any JSON.")]
 Wall = Annotated[float, Field(description="Unix seconds.", examples=[1_792_000_000.25])]
 """A time of the service's clock, unless a model says otherwise."""
 
@@ -73,9 +72,9 @@ class BegunAgain(Model):
 
     role: Role
     ranks: Annotated[list[int], Field(examples=[[0, 1]])]
-    """Ascending."""
+    """The ranks that began again, ascending."""
     stages: Annotated[list[str], Field(examples=[["actor_update"]])]
-    """Which were seen to begin again."""
+    """The stages that were seen to begin again, by name in ascending order."""
 
 
 BegunAgainIn = Annotated[
@@ -120,7 +119,7 @@ class StepHeading(AttemptHeading):
 
     step: Step
     superseded_by: int | None
-    """The newest attempt that repeats this step."""
+    """Number of the newest attempt that repeats this step; null: none does."""
 
 
 class Page(BaseModel, Generic[T]):
@@ -130,7 +129,7 @@ class Page(BaseModel, Generic[T]):
     # every imported module, 2 of the 7 s of CPU of the API's start.
     model_config = ConfigDict(extra="forbid", json_schema_extra=_tidy)
 
-    rows: list[T]
+    rows: Annotated[list[T], Field(description="The rows of this page, in the list's order.")]
     next: Annotated[
         str | None,
         Field(
@@ -171,38 +170,65 @@ class Layout(Model):
     """Where a rank runs, and its parallel coordinates; unknown fields are absent."""
 
     data_rank: int = ABSENT
-    """Ranks with the same one hold the same rows."""
+    """Number that ranks with the same rows share."""
     world_size: int = ABSENT
-    """Ranks of its role."""
+    """Number of ranks of its role."""
     node_id: str = ABSENT
     """Ray's id of the node."""
     pid: int = ABSENT
+    """Process id on its host."""
     cluster: str = ABSENT
+    """Name of the cluster, as its process reported it."""
     node: str = ABSENT
+    """Ray's id of the node, or the name that its process gave."""
     host: str = ABSENT
+    """Name of the host, as the operating system reports it unless its process gave another."""
     device_kind: Annotated[str, Field(examples=["npu"])] = ABSENT
+    """Kind of the device in use: `npu`, `cuda` or `cpu`, unless its process gave another."""
     device_index: int = ABSENT
+    """Index of the device among those that the process sees, from 0."""
     device_serial: str = ABSENT
+    """Serial number (uuid) of the device."""
     dp_rank: int = ABSENT
+    """Data-parallel rank, from 0."""
     dp_size: int = ABSENT
+    """Number of data-parallel ranks."""
     tp_rank: int = ABSENT
+    """Tensor-parallel rank, from 0."""
     tp_size: int = ABSENT
+    """Number of tensor-parallel ranks."""
     pp_rank: int = ABSENT
+    """Pipeline-parallel rank, from 0."""
     pp_size: int = ABSENT
+    """Number of pipeline-parallel ranks."""
     vpp_rank: int = ABSENT
+    """Virtual pipeline-parallel rank, from 0."""
     vpp_size: int = ABSENT
+    """Number of virtual pipeline-parallel ranks."""
     cp_rank: int = ABSENT
+    """Context-parallel rank, from 0."""
     cp_size: int = ABSENT
+    """Number of context-parallel ranks."""
     sp_rank: int = ABSENT
+    """Sequence-parallel rank, from 0."""
     sp_size: int = ABSENT
+    """Number of sequence-parallel ranks."""
     ep_rank: int = ABSENT
+    """Expert-parallel rank, from 0."""
     ep_size: int = ABSENT
+    """Number of expert-parallel ranks."""
     etp_rank: int = ABSENT
+    """Expert-tensor-parallel rank, from 0."""
     etp_size: int = ABSENT
+    """Number of expert-tensor-parallel ranks."""
     engine: Annotated[str, Field(examples=["vllm"])] = ABSENT
+    """Inference engine that the process runs."""
     engine_version: str = ABSENT
+    """Version of the inference engine."""
     framework: Annotated[str, Field(examples=["verl"])] = ABSENT
+    """Training framework of the process."""
     framework_version: str = ABSENT
+    """Version of the training framework."""
 
 
 class DumpRow(Model):
@@ -213,23 +239,26 @@ class DumpRow(Model):
     role: Role
     rank: Rank
     state: Annotated[str | None, Field(examples=["complete", "missed", "failed", "truncated"])]
-    """`armed` while it collects; null: unknown."""
+    """`complete`, `truncated`, `failed`, `missed` or `skipped`; `armed` while it collects; null:
+    unknown."""
     bytes: int | None
-    """Size of its files."""
+    """Size of its files in bytes."""
     files: int | None
-    """How many there are."""
+    """Number of its files."""
     path: str | None
-    """msprobe's directory on that node."""
+    """msprobe's directory on that node; null: the rank reported none."""
     node_id: NodeId | None
+    """Ray's id of the node of the rank's process; null: unknown."""
     capture_id: str
+    """Id of the capture; `local` where the rank named none."""
     task: Annotated[str | None, Field(examples=["statistics"])]
     """msprobe's task."""
     level: Annotated[str | None, Field(examples=["L1"])]
     """msprobe's level."""
     seconds: float | None
-    """Its share of the rank's stage."""
+    """Seconds of the rank's stage that the capture took."""
     error: str | None
-    """Why it was missed, or failed."""
+    """Why it was missed, failed or cut off."""
     overrides: list[object] | JsonObject | None
     """Fields of msprobe's configuration that the service changed."""
     estimate: JsonObject | None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from stagescope_service.api.models.common import Attempt, Json, Model, Page, Run, Step
+from stagescope_service.api.models.common import Attempt, Model, Page, Run, Step
 from stagescope_service.compare.report import SCHEMA_FILE
 
 COMPARISON: Final = "Comparison"
@@ -29,8 +29,10 @@ class AttemptSide(Model):
     run: Run
     attempt: Attempt
     begun: float | None
-    """Unix seconds."""
+    """Unix seconds: when the first of its processes started."""
     resumed_from_step: Step | None
+    """The trainer's step after which it continued; null: it continued none, or that is not
+    known."""
 
 
 class Difference(Model):
@@ -39,10 +41,12 @@ class Difference(Model):
     area: Literal[
         "git", "config", "layout", "packages", "drivers", "python", "environment", "place"
     ]
+    """The part of the fingerprint, `layout` (parallel coordinates of ranks) or `place` (their nodes
+    and devices)."""
     name: Annotated[str, Field(examples=["torch"])]
-    a: Json
-    """Null: the side does not have it."""
-    b: Json
+    """What differs: dotted names of the area, from `role/rank` on for ranks."""
+    a: Annotated[object, Field(description="Its value on side `a`; null: that side has none.")]
+    b: Annotated[object, Field(description="Its value on side `b`; null: that side has none.")]
     weight: Literal["numbers", "place", "start", "unknown"]
     """What it may mean: other numbers, another machine, only another start; `unknown`: one side
     does not say it."""
@@ -52,9 +56,11 @@ class Diff(Model, Page[Difference]):
     """What differs between two attempts, what decides numbers first."""
 
     a: AttemptSide
+    """The first attempt."""
     b: AttemptSide
+    """The second attempt."""
     counts: dict[str, int]
-    """Weight -> how many differences."""
+    """Weight -> number of differences."""
     unknown: list[Literal["a", "b"]]
     """Sides without a fingerprint."""
 

@@ -28,43 +28,55 @@ class Coverage(Model):
     """Coverage of the numbers: tokens + all tokens_left_out = tokens_sent, else a finding."""
 
     payloads_announced: int
-    """Of the whole step, in any state."""
+    """Number of payloads of the whole step, in any state."""
     payloads_ingested: int
+    """Number of payloads that were read."""
     payloads_lost: int
+    """Number of payloads that were announced and will not arrive."""
     payloads_dropped: int
+    """Number of payloads that their processes dropped."""
     payloads_refused: int
+    """Number of payloads that could not be used."""
     payloads_pending: int
-    """Announced, and not read yet."""
+    """Number of payloads that are announced and not read yet."""
     tokens: int
-    """Tokens that count."""
+    """Number of tokens that count: under the mask, with both values finite."""
     masked_tokens: int
-    """Tokens under the mask of the parts that count, the non-finite ones too."""
+    """Number of tokens under the mask of the parts that count, the non-finite ones too."""
     tokens_sent: int | None
-    """Tokens under the mask in the stage's payloads; null: aggregated by an earlier release."""
+    """Number of tokens under the mask in the stage's payloads; null: aggregated by an earlier
+    release."""
     tokens_left_out: dict[str, int]
-    """Reason -> tokens."""
+    """Reason -> number of tokens that do not count for it."""
     tokens_unaccounted: int | None
-    """What the sum lacks; null: aggregated by an earlier release."""
+    """Number of tokens of tokens_sent that are neither in tokens nor in tokens_left_out: 0 unless
+    the aggregation is wrong; null: aggregated by an earlier release."""
     sequences: int
+    """Number of sequences: samples, or rows where these have no id."""
     empty_rows: int
-    """Rows without a model token; they are left out of means over sequences."""
+    """Number of rows without a model token; they are left out of means over sequences."""
     parts_counted: int
+    """Number of parts (a stage's part on a rank) that count."""
     parts_left_out: dict[str, int]
-    """Reason -> parts."""
+    """Reason -> number of parts that do not count for it."""
     duplicates_left_out: int
-    """Tokens that arrived twice; they count once."""
+    """Number of tokens that arrived more than once; they count once."""
     parts_to_restate: int
-    """Parts that must be read again, because their rows were identified later."""
+    """Number of parts that must be read again, because their rows were identified later."""
     fragmented_sequences: int
-    """Sequences whose fragments have no known order."""
+    """Number of fragments of sequences whose order in their sequence is not known."""
 
 
 class CheckRow(Model):
     """A check of the streams that found a problem."""
 
     code: Annotated[str, Field(examples=["shifted"])]
+    """Name of the check."""
     verdict: Literal["ok", "suspect", "unknown"]
+    """`suspect`: it found a problem; `unknown`: too little to decide; `ok` only beside streams that
+    are `exact`."""
     text: str
+    """What it found, as a sentence."""
 
 
 Comparable = Annotated[
@@ -95,6 +107,7 @@ class Numbers(StepHeading):
     pair: Annotated[list[str], Field(examples=[["old", "rollout"]], min_length=2, max_length=2)]
     """The streams p and q."""
     coverage: Coverage
+    """How many payloads, tokens and parts the numbers rest on, and what they lack."""
     comparable: Comparable
     cause: Cause
     comparability: list[CheckRow]
@@ -105,33 +118,47 @@ class Stream(Model):
     """The attributes of a log-prob series; unknown ones are absent."""
 
     dtypes: list[str]
-    """In which it arrived."""
+    """The dtypes in which it arrived."""
     producer: str = ABSENT
     """Its producer: process, engine or stage."""
     engine: str = ABSENT
+    """The inference engine that made it."""
     engine_version: str = ABSENT
+    """Version of that engine."""
     dtype: str = ABSENT
-    """As reported by its producer."""
+    """The dtype that its producer reported."""
     quantisation: str = ABSENT
+    """The producer's quantisation of weights, as reported."""
     processed: bool = ABSENT
     """Whether they are of the processed distribution (temperature, top-k, top-p)."""
     temperature: float = ABSENT
+    """Sampling temperature, a factor without unit: logits are divided by it."""
     top_p: float = ABSENT
+    """Share of the probability from which was sampled (nucleus sampling), 0 to 1."""
     top_k: int = ABSENT
+    """Number of likeliest tokens from which was sampled."""
     alignment: str = ABSENT
+    """How its values are aligned with the tokens, as its producer reported it."""
     routing: str = ABSENT
+    """How a mixture of experts was routed, as its producer reported it."""
     extra: JsonObject = ABSENT
+    """Further attributes that its producer reported."""
 
 
 class RolloutIs(Model):
     """Whose importance weights `rollout_corr/rollout_is_*` describe."""
 
     rollout_is: str | None
-    """The run's setting; null: none."""
+    """The run's setting: `token` or `sequence`; null: none."""
     threshold: float | None
+    """The run's setting `rollout_is_threshold`, a bound on the importance weights (each a ratio of
+    probabilities); null: not set."""
     batch_normalize: bool | None
+    """The run's setting: whether it divides the weights by their mean."""
     truncated: bool
+    """Whether the weights are limited by the threshold: true where `rollout_is` is set."""
     text: str
+    """All of it as a sentence."""
 
 
 Published = Annotated[
@@ -147,59 +174,62 @@ class Metrics(Numbers):
     """The published numbers of a step, or of a slice of it."""
 
     round: int | None
-    """Null: of all rounds."""
+    """Index of the round that the numbers are of, from 0; null: of all rounds."""
     metrics: Published
     noise_floor: Published | None
-    """The same of the trainer against itself; null: no recomputed log-probs."""
+    """The same, in the same units, of the trainer against itself; null: no recomputed log-probs."""
     nonfinite: dict[str, dict[str, int]]
-    """Stream -> `nan`, `posinf`, `neginf` -> tokens under the mask."""
+    """Stream -> `nan`, `posinf`, `neginf` -> number of tokens under the mask."""
     streams: dict[str, Stream]
+    """Name of a log-prob series -> its attributes."""
     rollout_is: RolloutIs
+    """Whose importance weights the numbers `rollout_corr/rollout_is_*` describe."""
     differing: list[list[str]]
-    """Payloads with the same row ids and different rows."""
+    """Pairs of keys of payloads that should hold the same rows and give other numbers; the second
+    of each counts."""
 
 
 class CellRow(Model):
     """The mismatch of some tokens: d = p - q in nats, of log-probs p (trainer), q (rollout)."""
 
     tokens: int
-    """Tokens with both values finite."""
+    """Number of tokens with both values finite."""
     masked_tokens: int
-    """Tokens under the mask."""
+    """Number of tokens under the mask."""
     abs_diff_mean: Number
-    """Of |d|, nats."""
+    """Mean of |d| in nats."""
     abs_diff_max: Number
-    """Of |d|, nats."""
+    """Maximum of |d| in nats."""
     abs_diff_sum: Number
-    """Of |d|, nats."""
+    """Sum of |d| in nats."""
     diff_sum: Number
-    """Of d, nats."""
+    """Sum of d in nats."""
     probs_diff_mean: Number
-    """Of |e^p - e^q|."""
+    """Mean of |e^p - e^q|, a difference of probabilities, 0 to 1."""
     probs_diff_max: Number
-    """Of |e^p - e^q|."""
+    """Maximum of |e^p - e^q|, a difference of probabilities, 0 to 1."""
     kl: Number
-    """Mean of q - p, nats (k1)."""
+    """Mean of q - p in nats (k1)."""
     k3_kl: Number
-    """Mean of expm1(d) - d, nats."""
+    """Mean of expm1(d) - d in nats."""
     pearson: Number
-    """Of e^p and e^q."""
+    """Pearson's correlation of e^p and e^q, -1 to 1."""
     mult_prob_error: Number
-    """Mean of e^|d|."""
+    """Mean of e^|d|, a ratio of probabilities, from 1."""
     ratio_mean: Number
-    """Mean of e^d, d clamped to 20 nats."""
+    """Mean of e^d, a ratio of probabilities, with d clamped to +-20 nats."""
     calibration_z: Number
-    """(ratio_mean - 1) over its standard error."""
+    """(ratio_mean - 1) as a number of its standard errors."""
     over_0_1: int = Field(alias="over_0.1")
-    """Tokens with |d| over 0.1 nats."""
+    """Number of tokens with |d| over 0.1 nats."""
     over_0_5: int = Field(alias="over_0.5")
-    """Tokens with |d| over 0.5 nats."""
+    """Number of tokens with |d| over 0.5 nats."""
     over_1: int
-    """Tokens with |d| over 1 nat."""
+    """Number of tokens with |d| over 1 nat."""
     over_5: int
-    """Tokens with |d| over 5 nats."""
+    """Number of tokens with |d| over 5 nats."""
     nonfinite: int
-    """Values under the mask that are not finite, of both streams."""
+    """Number of values under the mask that are not finite, of both streams."""
     comparable: Comparable
     cause: Cause
 
@@ -208,19 +238,20 @@ class SliceRow(CellRow):
     """A round, a turn or a staleness, depending on `by`."""
 
     round: int = ABSENT
-    """A mask segment, from 0."""
+    """Index of the round, a mask segment, from 0."""
     turn: int = ABSENT
-    """As given by the caller."""
+    """Number of the true turn, as given by the caller in `turn_ids`."""
     staleness: int = ABSENT
-    """Trainer version - the tokens' own version."""
+    """Trainer version - the tokens' own version, in policy versions."""
 
 
 class Rounds(Numbers, Page[SliceRow]):
     """The mismatch by round, turn or staleness."""
 
     by: Literal["round", "turn", "staleness"]
+    """What the rows are of."""
     whole: CellRow
-    """Of all tokens."""
+    """The same numbers of all tokens."""
 
 
 class RankRow(CellRow, Layout):
@@ -230,9 +261,9 @@ class RankRow(CellRow, Layout):
     role: Role
     rank: Rank
     parts: int
-    """How many parts it handed over."""
+    """Number of parts that it handed over."""
     parts_counted: int
-    """How many of them count in the step's numbers; 0 where a replica counts instead."""
+    """Number of them that count in the step's numbers; 0 where a replica counts instead."""
 
 
 class Ranks(Numbers, Page[RankRow]):
@@ -243,24 +274,29 @@ class TokenRow(Model):
     """One token."""
 
     kind: Literal["worst", "nonfinite"]
+    """`worst`: one of the largest |p - q|; `nonfinite`: p or q is not finite."""
     abs_diff: float | None
     """|p - q| in nats; null where one is not finite."""
     p: Number
-    """The trainer's log-prob, nats."""
+    """The trainer's log-prob in nats."""
     q: Number
-    """The rollout's."""
+    """The rollout's log-prob in nats."""
     round: int
+    """Index of its round, from 0."""
     turn: int | None
-    """Null: the caller gave no turns."""
+    """Number of its true turn, as given in `turn_ids`; null: the caller gave no turns."""
     token_id: int | None
-    """Null: no responses were handed over."""
+    """Its id in the tokenizer's vocabulary; null: no responses were handed over."""
     sample_uid: str | None
+    """Its sample: group_id + sample_index; null: the payload names no samples."""
     row: int
-    """Of the payload."""
+    """Index of its row in the payload, from 0."""
     position: int
-    """Of the row's tokens, from 0, or as given in `positions`."""
+    """Index among the row's tokens, from 0, or the value that `positions` gives."""
     role: Role | None
+    """Role of the rank that handed it over; null: its process is not known."""
     rank: Rank | None
+    """The rank that handed it over, from 0; null: its process is not known."""
 
 
 class Tokens(Numbers, Page[TokenRow]):

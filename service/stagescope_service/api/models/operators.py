@@ -34,13 +34,17 @@ Source = Annotated[
 ]
 NonFinite = Annotated[
     str | None,
-    Field(description="Which of NaN and infinities it holds; null: none.", examples=["nan"]),
+    Field(
+        description="Which of NaN and infinities it holds: `nan` (alone or beside infinities), "
+        "`+inf`, `-inf` or `inf` (both signs); null: none, or not known.",
+        examples=["nan"],
+    ),
 ]
 Section = Annotated[
     str,
     Field(
         description="What of the call it is.",
-        examples=["input_args", "output", "parameters", "parameters_grad"],
+        examples=["input_args", "output", "parameters", "grad"],
     ),
 ]
 
@@ -53,38 +57,44 @@ class OperatorTableKey(Model):
     rank: Rank
     part: Part
     capture_id: str
+    """Id of the capture that made the dump; `local` where the rank named none."""
 
 
 class _Reading(Model):
     state: Annotated[str, Field(examples=["announced", "written"])]
     """`announced`: it is being read; else the table's state, or why it cannot be read."""
     reason: str | None
+    """Why there is no table; null: there is one, or it is being read."""
     truncated: bool | None
     """Whether the dump was cut off."""
     done: bool | None
-    """The content of its DONE.json; null: it has none, the rank did not reach its end."""
+    """`ok` of the rank's DONE.json: false after a crash inside the stage; null: it has none, the
+    rank did not reach its end."""
 
 
 class Table(OperatorTableKey, _Reading):
     """What there is of a dump."""
 
     calls: int | None
-    """Operator calls."""
+    """Number of operator calls; null: not read."""
     rows: int | None
+    """Number of rows of the table; null: not read."""
     non_finite_rows: int | None
+    """Number of rows with NaN or infinities; null: not read."""
     truncated_at: int | None
-    """Byte of dump.json at which it was cut off."""
+    """Number of the byte of dump.json at which it was cut off; null: it is complete."""
     task: str | None
     """msprobe's task."""
     level: str | None
     """msprobe's level."""
     bytes: int | None
-    """Of the table."""
+    """Size of the table in bytes; null: not read."""
     dump_path: str | None
     """msprobe's directory on that node."""
     path: str | None
     """The table's file there."""
     node_id: NodeId | None
+    """Ray's id of the node on which both lie; null: unknown."""
 
 
 class OperatorRow(OperatorTableKey):
@@ -93,38 +103,51 @@ class OperatorRow(OperatorTableKey):
     order: Order
     name: Name
     kind: Annotated[str | None, Field(examples=["Module", "Functional", "Torch", "Tensor"])]
+    """Kind of the call, by its name; null: the name is of an unknown form."""
     operator: str | None
     """The module's path, or the function's name."""
     module_class: str | None
+    """Class of the module; null: it is none."""
     call: int | None
-    """msprobe's counter in the name."""
+    """msprobe's counter in the name: index of the call among those of its operator; null: the name
+    has none."""
     direction: Annotated[str | None, Field(examples=["forward", "backward"])]
+    """Direction in the name: `forward`, `backward`, `parameters_grad` or `debug`; null: the name
+    has none."""
     source: Source
     stack_id: str | None
     """For `/steps/{step}/operators/stack`."""
     parent: str | None
     """The module that called it."""
     section: Section | None
+    """What of the call it is; null: the call has no arguments and results."""
     index: str | None
-    """Of the argument or result."""
+    """Which argument or result of the section: position and keys, joined by dots."""
     type: Annotated[str | None, Field(examples=["torch.Tensor"])]
+    """Type of the value, such as `torch.Tensor`."""
     dtype: Annotated[str | None, Field(examples=["bfloat16"])]
+    """Dtype of the tensor; null: it is none."""
     shape: list[int] | None
+    """Shape of the tensor in elements; null: it is none."""
     min: Number | None
+    """Least value of the tensor's elements; null: unknown."""
     max: Number | None
+    """Largest value of the tensor's elements; null: unknown."""
     mean: Number | None
+    """Mean value of the tensor's elements; null: unknown."""
     norm: Number | None
-    """The L2 norm."""
+    """L2 norm of the tensor's elements; null: unknown."""
     non_finite: NonFinite
     requires_grad: bool | None
+    """Whether the tensor requires a gradient; null: not recorded."""
     checksum: str | None
     """msprobe's checksum, where it was requested."""
     value: str | None
-    """Of what is no tensor."""
+    """Text of the value of what is no tensor; null: it is one."""
     placements: str | None
-    """Of a DTensor."""
+    """Placements of a DTensor; null: it is none."""
     data_name: str | None
-    """The tensor's file, of task `tensor`."""
+    """Name of the tensor's file, of task `tensor`; null: there is none."""
 
 
 class Operators(StepHeading, Page[OperatorRow]):
@@ -138,6 +161,7 @@ class OperatorStack(StepHeading, OperatorTableKey):
     """The Python frames of an operator's call."""
 
     stack_id: str
+    """Id of the stack in the dump."""
     frames: list[str]
     """The innermost first."""
 
@@ -147,6 +171,7 @@ class BadInput(Model):
 
     section: Section
     index: str | None
+    """Which input of the section: position and keys, joined by dots."""
     non_finite: NonFinite
 
 
@@ -154,18 +179,29 @@ class FirstNonFinite(OperatorTableKey, _Reading):
     """The first operator of a rank with a NaN or infinite result; nulls: there is none."""
 
     order: Order | None
+    """Position of the call in the dump, from 0; null: there is none."""
     name: Name | None
+    """msprobe's full name of the call; null: there is none."""
     operator: str | None
+    """The module's path, or the function's name; null: there is none."""
     module_class: str | None
+    """Class of the module; null: it is none."""
     parent: str | None
+    """The module that called it; null: not known."""
     direction: str | None
+    """Direction of the call: `forward`, `backward` or `parameters_grad`."""
     section: Section | None
+    """What of the call is not finite: `output` or `grad`."""
     index: str | None
+    """Which result of the section: position and keys, joined by dots."""
     non_finite: NonFinite
     dtype: str | None
+    """Dtype of that result."""
     shape: list[int] | None
+    """Shape of that result in elements."""
     source: Source
     stack_id: str | None
+    """Id of the call's stack, for `/steps/{step}/operators/stack`; null: none was recorded."""
     bad_inputs: list[BadInput] | None
     """Inputs of that call that were not finite."""
     certain: bool | None
@@ -175,24 +211,28 @@ class FirstNonFinite(OperatorTableKey, _Reading):
     order_differs: bool
     """Whether the order of this rank's calls differs from the others'."""
     culprits: int | None
-    """Calls that made a NaN or an infinity of finite inputs; null: the table is not written."""
+    """Number of calls with NaN or infinite results that are no masks, whatever their inputs; null:
+    the table is not written."""
     masks: int | None
-    """Calls with infinities that are masks."""
+    """Number of calls with infinities that are, or may be, masks; null: the table is not
+    written."""
     not_read: int | None
-    """Calls that passed on memory without reading it: its content is no evidence."""
+    """Number of calls that passed on memory without reading it: its content is no evidence; null:
+    the table is not written."""
 
 
 class EarliestNonFinite(FirstNonFinite):
     """The earliest over ranks."""
 
     together: list[int]
-    """All ranks that found it there."""
+    """All ranks that found it there, ascending."""
 
 
 class NonFiniteOperators(StepHeading, Page[FirstNonFinite]):
     """The first operator with a NaN or infinite result on each rank."""
 
     earliest: EarliestNonFinite | None
+    """The earliest over ranks; null: all results are finite, or masks."""
 
 
 class Side(Table):
@@ -207,6 +247,7 @@ class DeviceSide(Side):
     """One side, and the kind of device that it ran on."""
 
     device: Annotated[str | None, Field(examples=["npu", "cuda", "cpu"])]
+    """Kind of the device that the rank ran on; null: unknown."""
 
 
 class SideCall(Model):
@@ -215,87 +256,116 @@ class SideCall(Model):
     order: Order
     name: Name
     operator: str | None
+    """The module's path, or the function's name."""
     module_class: str | None
+    """Class of the module; null: it is none."""
     direction: str | None
+    """Direction in the name: `forward`, `backward`, `parameters_grad` or `debug`; null: the name
+    has none."""
     source: Source
     stack_id: str | None
+    """Id of the call's stack, for `/steps/{step}/operators/stack`; null: none was recorded."""
     parent: str | None
+    """The module that called it; null: not known."""
 
 
 class SideValue(SideCall):
     """An argument or result of one side."""
 
     shape: list[int] | None
+    """Shape of the tensor in elements; null: it is none."""
     type: str | None
+    """Type of the value, such as `torch.Tensor`."""
     dtype: str | None
+    """Dtype of the tensor; null: it is none."""
     non_finite: NonFinite
     checksum: str | None
+    """msprobe's checksum, where it was requested; null: there is none."""
     value: str | None
+    """Text of the value of what is no tensor; null: it is one."""
     placements: str | None
+    """Placements of a DTensor; null: it is none."""
     min: Number | None
+    """Least value of the tensor's elements; null: unknown."""
     max: Number | None
+    """Largest value of the tensor's elements; null: unknown."""
     mean: Number | None
+    """Mean value of the tensor's elements; null: unknown."""
     norm: Number | None
+    """L2 norm of the tensor's elements; null: unknown."""
 
 
 class DivergentRow(Model):
     """A row that differs."""
 
     verdict: Literal["missing", "type", "shape", "non_finite", "checksum", "value", "statistics"]
+    """In what it differs, the first that holds; `missing`: one side alone has it."""
     section: Section | None
+    """What of the call it is; null: unknown."""
     index: str | None
+    """Which argument or result of the section: position and keys, joined by dots."""
     relative: Number | None
-    """The relative difference of min, max, mean and norm; null: there is none."""
+    """Relative difference of min, max, mean and norm, a ratio; null: one side alone has the row."""
     threshold: float
-    """What it is held against."""
+    """The ratio over which `relative` counts as a difference; 0: values must be equal."""
     a: SideValue | None
     """Null: only the other side has it."""
     b: SideValue | None
+    """Null: only the other side has it."""
 
 
 class Divergence(Model):
     """The first operator in which two dumps differ."""
 
     a: DeviceSide
+    """Side `a`, which gives the order of calls."""
     b: DeviceSide
+    """Side `b`."""
     factor: float | None
-    """Times the eps of the coarsest dtype: the threshold; null with `exact`."""
+    """The threshold as a factor: times the eps of the coarsest dtype up to the row; null with
+    `exact`."""
     exact: bool
     """Whether every number had to be equal."""
     same: bool
     """Whether no row differs and both sides have the same operators."""
     first: DivergentRow | None
+    """The first row that differs, in the order of side `a`; null: none does."""
     first_sections: list[str]
     """The sections of that call with rows that differ."""
     first_note: str | None
     """Where its input differs already: that no recorded call returned it; null: one may have."""
     first_parameter: DivergentRow | None
+    """The first row of parameters that differs; null: none does."""
     first_gradient: DivergentRow | None
-    """The first of parameters' gradients."""
+    """The first row of parameters' gradients that differs; null: none does."""
     rows: list[DivergentRow]
     """The first rows that differ, in execution order."""
     counts: dict[str, int]
-    """Verdict -> rows, of all."""
+    """Verdict -> number of rows, of all."""
     only_a: list[SideCall]
-    """The first operators without a partner."""
+    """The first operators of side `a` without a partner."""
     only_b: list[SideCall]
+    """The first operators of side `b` without a partner."""
     only_a_count: int
+    """Number of operator calls of side `a` without a partner."""
     only_b_count: int
+    """Number of operator calls of side `b` without a partner."""
     paired: int
-    """Pairs of calls."""
+    """Number of pairs of calls."""
     moved: int
-    """Of these, in another order."""
+    """Number of these pairs whose order differs between the sides."""
     compared: int
-    """Rows that both sides have."""
+    """Number of rows that both sides have."""
     parameters_compared: int
-    """Of these; 0 at level L1, which records none."""
+    """Number of these rows that are parameters; 0 at level L1, which records none."""
     gradients_compared: int
+    """Number of these rows that are gradients of parameters; 0 at level L1, which records none."""
     sharded: int
-    """Rows left out because each rank holds another shard."""
+    """Number of rows left out because each rank holds another shard."""
     not_read: int
-    """Rows whose values differ in memory that no call read: no difference."""
+    """Number of rows whose values differ in memory that no call read: no difference."""
     zero_gradients: int
-    """Rows that differ in gradients that are zero but for rounding: no difference."""
+    """Number of rows that differ in gradients that are zero but for rounding: no difference."""
     exact_alignment: bool
     """False where the two differ so much that calls were paired by counting."""
 
@@ -304,37 +374,55 @@ class TensorPair(Model):
     """Two full tensors, as msprobe compares them; values that it does not report are null."""
 
     name: str | None
-    """Of side `a`, msprobe's NPU side."""
+    """Its name on side `a`, msprobe's NPU side."""
     name_b: str | None
-    """Of side `b`, its bench."""
+    """Its name on side `b`, msprobe's bench."""
     dtype_a: str | None
+    """Its dtype on side `a`; of a number its Python type."""
     dtype_b: str | None
+    """Its dtype on side `b`; of a number its Python type."""
     shape_a: str | None
+    """Its shape on side `a`, as msprobe writes it."""
     shape_b: str | None
+    """Its shape on side `b`, as msprobe writes it."""
     cosine: Number | None
+    """Cosine of the angle between the two, -1 to 1."""
     euclidean_distance: Number | None
+    """Euclidean distance of the two, in the unit of the elements."""
     max_abs_error: Number | None
+    """Largest absolute difference of two elements."""
     max_relative_error: Number | None
+    """Largest relative difference of two elements, a ratio."""
     share_within_1e_3: Number | None = Field(alias="share_within_1e-3")
     """Share of elements within a relative error of 1e-3, 0 to 1."""
     share_within_5e_3: Number | None = Field(alias="share_within_5e-3")
-    """Share of elements within 5e-3."""
+    """Share of elements within a relative error of 5e-3, 0 to 1."""
     max_a: Number | None
+    """Largest value of the elements on side `a`."""
     min_a: Number | None
+    """Least value of the elements on side `a`."""
     mean_a: Number | None
+    """Mean value of the elements on side `a`."""
     norm_a: Number | None
+    """L2 norm of the elements on side `a`."""
     max_b: Number | None
+    """Largest value of the elements on side `b`."""
     min_b: Number | None
+    """Least value of the elements on side `b`."""
     mean_b: Number | None
+    """Mean value of the elements on side `b`."""
     norm_b: Number | None
+    """L2 norm of the elements on side `b`."""
 
 
 class TensorPairs(Model):
     """Two dumps of full tensors, compared by msprobe."""
 
     a: Side
+    """Side `a`, msprobe's NPU side."""
     b: Side
+    """Side `b`, msprobe's bench."""
     count: int
-    """How many tensors were compared."""
+    """Number of tensors that were compared."""
     rows: list[TensorPair]
     """In msprobe's order, from `offset` on."""

@@ -34,13 +34,15 @@ class RunRow(Model):
     live: bool
     """Whether one of its attempts has a live process."""
     attempt: Attempt | None
-    """The newest; null: it has none."""
+    """Number of the newest attempt; null: it has none."""
     attempt_key: str | None
+    """Key of the newest attempt; null: it has none."""
     attempts: int
-    """How many it has."""
+    """Number of its attempts."""
     last_closed_step: Step | None
+    """The trainer's highest closed step in the newest attempt; null: none."""
     created_wall: float | None
-    """Unix seconds."""
+    """Unix seconds: when the run was first reported."""
     last_wall: float | None
     """Unix seconds: when one of its processes last reported."""
     settings: JsonObject | None
@@ -54,9 +56,8 @@ class Runs(Model, Page[RunRow]):
 class Superseded(Model):
     """Steps that a later attempt repeats."""
 
-    from_step: Step
-    """From this step on."""
-    by: Attempt
+    from_step: Annotated[int, Field(description="From this step of the trainer on.", examples=[5])]
+    by: Annotated[int, Field(description="Number of the later attempt, from 1.", ge=1)]
 
 
 class AttemptRow(Model):
@@ -66,19 +67,24 @@ class AttemptRow(Model):
     state: Literal["live", "silent", "ended"]
     """`silent`: it did not end, and none of its processes reports."""
     begun: float | None
-    """Unix seconds."""
+    """Unix seconds: when the first of its processes started."""
     ended: float | None
     """Unix seconds; null: it has not."""
     end_reason: str | None
+    """`finished`, or `its processes fell silent`; null: it has not ended."""
     attempt_key: str
     """What the processes of one start have in common."""
     resumed_from_step: Step | None
+    """The trainer's step after which it continued; null: it continued none, or that is not
+    known."""
     first_step: Step | None
+    """The trainer's lowest step in it; null: it has none."""
     last_closed_step: Step | None
+    """The trainer's highest closed step in it; null: none is closed."""
     unkeyed: bool | None
     """Whether raw calls without a key are in it."""
     processes: int
-    """How many have reported."""
+    """Number of processes that have reported."""
     last_wall: float | None
     """Unix seconds: when one of them last reported."""
     fingerprint: JsonObject | None
@@ -99,19 +105,22 @@ class StepRow(Model):
     attempt: Attempt
     complete: Complete
     missing: list[ListedMissing]
+    """Ranks that have not ended a stage in which they were expected."""
     gap: GapText
     begun_again: BegunAgainIn
     superseded_by: int | None
-    """The newest attempt that repeats this step."""
+    """Number of the newest attempt that repeats this step; null: none does."""
     opened_wall: float | None
     """Unix seconds: when the first rank began it."""
     closed_wall: float | None
     """Unix seconds; null: it is open."""
     close_reason: str | None
+    """`everyone went on`, `attempt ended`, `end_step` (a call) or `left behind` (too many steps
+    were open); null: it is open."""
     measured: bool
     """Whether it has numbers."""
     losses: int
-    """How many rows of `/losses` are about it."""
+    """Number of rows of `/losses` about it."""
     pinned: bool
     """Whether its payloads and kept files stay."""
 
@@ -130,29 +139,38 @@ class OneSeries(Model):
     role: Role = ABSENT
     rank: Rank = ABSENT
     round: int = ABSENT
-    """From 0."""
+    """Index of the round, from 0."""
     staleness: int = ABSENT
-    """Trainer version - the tokens' own version."""
+    """Trainer version - the tokens' own version, in policy versions."""
     values: list[Number | None]
-    """Null where the step has none."""
+    """The metric's values in its own unit; of a scalar the mean over ranks and parts. Null where
+    the step has none."""
     low: list[Number | None] = ABSENT
-    """Of a scalar: the lowest over ranks and parts."""
+    """Of a scalar: the lowest of the values over ranks and parts."""
     high: list[Number | None] = ABSENT
-    """Of a scalar: the highest."""
+    """Of a scalar: the highest of the values over ranks and parts."""
 
 
 class Series(ScopeHeading):
     """One number over the steps of a run, as columns with one entry a step, ascending."""
 
     metric: Annotated[str, Field(examples=["rollout_corr/kl"])]
+    """Name of the metric or scalar, as requested."""
     kind: Literal["metric", "scalar"]
+    """`metric`: a published number of the step summary; `scalar`: what ranks logged."""
     by: Literal["rank", "round", "staleness"] | None
+    """What there is a series of; null: one of the whole step."""
     steps: list[Step]
+    """The trainer's steps, ascending."""
     attempts: list[Attempt]
+    """Number of the attempt of each step, from 1."""
     superseded_by: list[int | None]
-    """The newest attempt that repeats the step."""
+    """Number of the newest attempt that repeats the step; null: none does."""
     begun_again: list[BegunAgainIn]
+    """Of each step: who began it again within the attempt, so that both passes count. Mostly
+    empty."""
     complete: list[Complete]
+    """Of each step: whether all expected ranks arrived; `open` where it is not closed."""
     comparable: list[str | None]
     """The verdict on the step's streams; null: it has none."""
     suspects: list[list[str]]
@@ -160,8 +178,9 @@ class Series(ScopeHeading):
     reasons: list[str | None]
     """Why the step has no value; null: it has one."""
     series: list[OneSeries]
+    """The series, each with an entry a step."""
     earlier_to: int | None
-    """The `to` that answers the steps before; null: there are none."""
+    """The step to give as `to` for the steps before; null: there are none."""
 
 
 # --- zero as proof ------------------------------------------------------------------------
@@ -173,19 +192,23 @@ class FirstDifference(Model):
     text: str
     """Where it is, and both values with all digits."""
     sample_uid: str | None = ABSENT
+    """The token's sample: group_id + sample_index; null: the payload names no samples."""
     role: Role = ABSENT
-    rank: Rank = ABSENT
-    """The rank that handed the token over."""
+    rank: Annotated[
+        int, Field(description="The rank that handed the token over, in its role, from 0.", ge=0)
+    ] = ABSENT
     row: int = ABSENT
-    """Of the payload."""
+    """Index of the row in the payload, from 0."""
     round: int = ABSENT
+    """Index of the round in the row, from 0."""
     position: int = ABSENT
-    """Of the row's tokens, from 0, or as given in `positions`."""
+    """Index among the row's tokens, from 0, or the value that `positions` gives."""
     token_id: int | None = ABSENT
+    """The token's id in the tokenizer's vocabulary; null: no responses were handed over."""
     p: Number = ABSENT
-    """The trainer's log-prob, in nats."""
+    """The trainer's log-prob in nats."""
     q: Number = ABSENT
-    """The rollout's."""
+    """The rollout's log-prob in nats."""
     is_first: bool = ABSENT
     """Whether no token of the step before it differs; false: one that was not kept may."""
 
@@ -196,16 +219,17 @@ class ExactRange(Model):
     from_step: Step
     to_step: Step
     steps: int
-    """How many measured steps that is."""
-    attempt: Attempt
-    """Which attempt did them."""
+    """Number of measured steps in the range."""
+    attempt: Annotated[int, Field(description="Number of the attempt that did them.", ge=1)]
     verdict: Literal["exact", "differs", "not measured"]
+    """`exact`: equal in all tokens, from two producers; `differs` in some; `not measured`: equal,
+    which proves nothing (`reason`)."""
     tokens: int
-    """On how many tokens it rests."""
+    """Number of tokens on which it rests."""
     unequal: int
-    """Tokens in which the streams differ, be it that one alone is not finite."""
+    """Number of tokens in which the streams differ, be it that one alone is not finite."""
     non_finite: int
-    """Tokens beside those it rests on: a stream is not finite in them."""
+    """Number of tokens beside those it rests on: a stream is not finite in them."""
     reason: str | None
     """Why it is not measured; null: it is."""
 
@@ -228,15 +252,24 @@ class FindingRow(Model):
     """Something wrong that the service noticed."""
 
     finding_id: str
+    """Id of the finding."""
     run: Run | None
+    """The run's name; null: it is about none."""
     attempt: OnAttempt
     step: Step | None
+    """The trainer's step; null: it is about none, or about several."""
     stage: Stage | None
+    """The stage's name; null: it is about none, or about several."""
     role: Role | None
+    """The role; null: it is about none, or about several."""
     rank: Rank | None
+    """The rank in its role, from 0; null: it is about none, or about several."""
     kind: Annotated[str, Field(examples=["stage_stuck"])]
+    """Name of the kind of problem."""
     severity: Severity
+    """`error`, `warning` or `info`."""
     message: str | None
+    """What is wrong, and where."""
     evidence: JsonObject | None
     """What it rests on, by its kind; non-finite numbers are `nan`, `inf`, `-inf`."""
     advice: str | None
@@ -246,7 +279,7 @@ class FindingRow(Model):
     last_wall: float | None
     """Unix seconds: when it was seen last."""
     count: int | None
-    """How often it was seen; null: once."""
+    """Number of times that it was seen; null: once."""
     over_wall: float | None
     """Unix seconds: since when it is over; null: it persists, or it cannot end."""
 
@@ -261,18 +294,20 @@ class Extent(Model):
     where: Annotated[str, Field(examples=["steps 10-25, rank 3"])]
     """As text."""
     first_step: Step | None
+    """The trainer's lowest step of them; null: they are about none."""
     last_step: Step | None
+    """The trainer's highest step of them; null: they are about none."""
     steps: int
-    """How many steps."""
+    """Number of different steps."""
     ranks: int
-    """How many ranks."""
+    """Number of different rank numbers; those of two roles are not told apart."""
 
 
 class _Grouped(Model):
     groups: int
-    """How many groups there are, on all pages."""
+    """Number of groups, on all pages."""
     grouped: int
-    """How many rows they are made of."""
+    """Number of rows of which they are made."""
     truncated: bool
     """Whether there were more rows than are grouped; the newest are."""
 
@@ -281,7 +316,7 @@ class FindingGroup(FindingRow, Extent):
     """Findings of one attempt with the same cause: the first of them, and their extent."""
 
     findings: int
-    """How many rows of `/findings`."""
+    """Number of rows of `/findings`."""
 
 
 class FindingGroups(ScopeHeading, _Grouped, Page[FindingGroup]):
@@ -292,35 +327,45 @@ class FindingOfGroup(Extent):
     """The findings of an attempt with the cause of one."""
 
     findings: int
-    """How many rows of `/findings`."""
+    """Number of rows of `/findings`."""
     first_id: str
-    """The first of them."""
+    """Id of the first of them."""
 
 
 class Finding(FindingRow):
     """One finding."""
 
     group: FindingOfGroup
+    """The findings of its attempt with the same cause."""
 
 
 class LossRow(Model):
     """Something that was announced and never arrived, or was dropped."""
 
     loss_id: str
+    """Id of the loss."""
     run: Run | None
+    """The run's name; null: unknown."""
     attempt: OnAttempt
     role: Role | None
+    """Role of the rank that lost it; null: unknown."""
     rank: Rank | None
+    """The rank that lost it, in its role, from 0; null: unknown."""
     step: Step | None
+    """The trainer's step; null: it is of none, or that is not known."""
     stage: Stage | None
+    """The stage's name; null: it is of none, or that is not known."""
     kind: Annotated[str, Field(examples=["payload", "event", "stage"])]
+    """What was lost: `payload`, `stage`, `dump`, `event` or `scalar`."""
     reason: str | None
+    """Why it did not arrive."""
     count: int | None
-    """How many; null: one."""
+    """Number of payloads, stages, dumps, events or scalars that were lost; null: one."""
     bytes: int | None
-    """How much; null: unknown."""
+    """Size in bytes of what was lost; null or 0: unknown."""
     wall: float | None
-    """Unix seconds: when the service noticed it."""
+    """Unix seconds: when the service noticed it, or, by the rank's clock, when the rank reported
+    it."""
 
 
 class Losses(ScopeHeading, Page[LossRow]):
@@ -331,26 +376,32 @@ class LossGroup(Extent):
     """Losses of one attempt of one kind, reason, stage and role: the first, and how many."""
 
     loss_id: str
+    """Id of the first loss."""
     attempt: OnAttempt
     role: Role | None
+    """Role of the first; the same in all."""
     rank: Rank | None
+    """Rank of the first in its role, from 0; null: unknown."""
     step: Step | None
+    """The trainer's step of the first; null: it is of none, or that is not known."""
     stage: Stage | None
+    """Stage of the first; the same in all."""
     kind: str
+    """What was lost, as in `/losses`; the same in all."""
     reason: str | None
     """Of the first; numbers in it may be others in the others."""
     wall: float | None
-    """Unix seconds: when the service noticed the first of them."""
+    """Unix seconds: `wall` of the first, that of the lowest step and rank."""
     losses: int
-    """How many rows of `/losses`."""
+    """Number of rows of `/losses`."""
     count: int
-    """How many were lost."""
+    """Number of payloads, stages, dumps, events or scalars that were lost."""
     bytes: int
-    """How much, of those that are known."""
+    """Size in bytes of those of which it is known."""
     first_wall: float | None
-    """Unix seconds."""
+    """Unix seconds: the earliest `wall` of them."""
     last_wall: float | None
-    """Unix seconds."""
+    """Unix seconds: the latest `wall` of them."""
 
 
 class LossGroups(ScopeHeading, _Grouped, Page[LossGroup]):
@@ -364,11 +415,17 @@ class FiringGroup(Extent):
     attempt: OnAttempt
     step: Step
     rule: str
+    """Name of the rule."""
     stage: Stage | None
+    """Stage of the first; the same in all. Null: it concerns none."""
     role: Role | None
+    """Role of the first; the same in all. Null: it concerns none, or several."""
     rank: Rank | None
+    """Rank of the first in its role, from 0; null: it concerns none, or several."""
     round: int | None
+    """Index of the round of the first, from 0; null: it is of none."""
     message: str
+    """Message of the first."""
     actions: JsonObject | None
     """Results of its actions, as in `/triggers/firings`; null: they have not run yet."""
     outcomes: list[str]
@@ -376,13 +433,13 @@ class FiringGroup(Extent):
     wall: float | None
     """Unix seconds: when the first of them fired."""
     withdrawn_wall: float | None
-    """Always null: withdrawn firings are left out."""
+    """Unix seconds; always null: withdrawn firings are left out."""
     firings: int
-    """How often it fired."""
+    """Number of times that it fired."""
     first_wall: float | None
-    """Unix seconds."""
+    """Unix seconds: when one of them fired first."""
     last_wall: float | None
-    """Unix seconds."""
+    """Unix seconds: when one of them fired last."""
 
 
 class FiringGroups(_Grouped, Page[FiringGroup]):

@@ -10,7 +10,6 @@ from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import (
     ABSENT,
     AttemptHeading,
-    Json,
     Model,
     NodeId,
     Page,
@@ -28,40 +27,47 @@ class Healthy(Model):
     """The API's process lives."""
 
     status: Literal["ok"]
+    """That the process answers."""
     version: Annotated[str, Field(examples=["0.1.0"])]
+    """Version of the installed package `stagescope`."""
 
 
 class Ready(Model):
     """Questions and events can be answered."""
 
     status: Literal["ready"]
+    """That requests can be served."""
 
 
 class Load(Model):
     """How the coordinator keeps up with events."""
 
     waiting_events: int
-    """Events that were received and not committed yet."""
+    """Number of events that were received and not committed yet."""
     pushed_back: int
-    """Batches that senders must send again, because the queue was full."""
+    """Number of batches, since the coordinator's start, that senders must send again because the
+    queue was full."""
     lag_seconds: float | None
-    """Average age of events on arrival; null: none arrived recently."""
+    """Mean age, in seconds, of the newest event of each batch on arrival, over the last 5 seconds;
+    null: none arrived in them."""
     pause_seconds: float
-    """Pause between batches that senders are requested to make; 0 where it keeps up."""
+    """Seconds between batches that senders are requested to leave; 0 where the coordinator keeps
+    up."""
 
 
 class Keeping(Model):
     """Whether what is to be kept is kept."""
 
     healthy: bool
+    """Whether everything that is to be kept is kept."""
     reason: str | None
     """Why something is not kept; null where everything is."""
     not_kept: int
-    """Payloads that were to be kept and are not."""
+    """Number of payloads, since the coordinator's start, that were to be kept and are not."""
     bytes: dict[str, int]
-    """Node -> bytes of its kept files."""
+    """Node -> bytes of its kept files; a node has no entry before the coordinator counted them."""
     limit_bytes: int | None
-    """Most bytes of a node; null: no bound."""
+    """Most bytes of kept files on a node; 0: nothing is kept."""
 
 
 class CoordinatorStatus(Model):
@@ -70,39 +76,47 @@ class CoordinatorStatus(Model):
     coordinator: str = ABSENT
     """Its incarnation: another after each restart."""
     pid: int = ABSENT
+    """Process id on the head node."""
     started: float = ABSENT
-    """Unix seconds."""
+    """Unix seconds: when its process started."""
     wall: float = ABSENT
     """Unix seconds of its clock."""
     not_ready: str = ABSENT
     """Why it cannot serve."""
     events_taken: int = ABSENT
+    """Number of events that were recorded since its start, raw calls included."""
     load: Load = ABSENT
+    """How it keeps up with events."""
     memory_bytes: int | None = ABSENT
-    """Memory of its process; null where the system does not report it."""
+    """Resident memory of its process in bytes; null where the system does not report it."""
     live_processes: int = ABSENT
+    """Number of processes whose lease holds."""
     pending_payloads: int = ABSENT
-    """Announced, and not read yet."""
+    """Number of payloads that are announced and not read yet."""
     revision: int = ABSENT
-    """Of the plan."""
+    """Revision of the plan in force."""
     poll_seconds: float = ABSENT
-    """After how long a poll ends."""
+    """Seconds after which a poll ends."""
     keeping: Keeping | None = ABSENT
+    """Whether what is to be kept is kept, and how much of it there is."""
 
 
 class Status(Model):
     """The state of the service."""
 
     ready: bool
+    """Whether requests can be served."""
     reason: str | None
     """Why it is not ready."""
     version: str
+    """Version of the installed package `stagescope`."""
     wall: Wall
     coordinator: CoordinatorStatus
+    """The coordinator's own state."""
     data_dir: str
     """Where files are kept."""
     catalogue_bytes: int | None
-    """Size of the catalogue on disk; null: unknown."""
+    """Size of the catalogue on disk in bytes; null: unknown."""
 
 
 # --- processes without Ray ----------------------------------------------------------------
@@ -110,10 +124,12 @@ class RankPlan(Model):
     """The plan as a rank receives it."""
 
     revision: int
+    """Revision of the plan."""
     captures: list[JsonObject]
     """The captures that concern the run, with `phase`, `agreement` (its number) and `steps`."""
-    keep: Json = ABSENT
-    """The keep policy of the run, from the settings' file."""
+    keep: Annotated[
+        object, Field(description="The keep policy of the run, from the settings' file.")
+    ] = ABSENT
 
 
 class Taken(Model):
@@ -123,7 +139,7 @@ class Taken(Model):
     """Its incarnation: to another one, payloads without a receipt are offered again."""
     wall: Wall
     received: int
-    """Events that were recorded."""
+    """Number of events that were recorded."""
     refused: dict[str, str]
     """seq -> why that event was refused; it need not be sent again."""
     refused_in_part: dict[str, str] = ABSENT
@@ -131,7 +147,7 @@ class Taken(Model):
     receipts: dict[str, str]
     """seq -> the state of its payload: `ingested`, `refused`, `lost` or `dropped`."""
     revision: int
-    """Of the plan."""
+    """Revision of the plan in force."""
     plan: RankPlan = ABSENT
     """The plan, where the sender has another revision in force."""
     pause: float = ABSENT
@@ -142,7 +158,9 @@ class RankRequest(Model):
     """A request to a process."""
 
     what: Annotated[str, Field(examples=["stacks"])]
+    """What is requested: `stacks`, or `finish` (send everything, then leave)."""
     request_id: str
+    """Id of the request, which the answer names."""
 
 
 class News(Model):
@@ -152,7 +170,7 @@ class News(Model):
     """Its incarnation."""
     wall: Wall
     revision: int
-    """Of the plan."""
+    """Revision of the plan in force."""
     plan: RankPlan | None
     """Null where it has not changed."""
     receipts: dict[str, str]
@@ -160,7 +178,7 @@ class News(Model):
     requests: list[RankRequest]
     """Requests that the process must answer."""
     poll_seconds: float
-    """After how long a poll ends."""
+    """Seconds after which a poll ends."""
 
 
 class Drained(Model):
@@ -169,8 +187,10 @@ class Drained(Model):
     run: Run | None
     """Null: any run."""
     drained: bool
+    """Whether no payload is pending and, with an attempt key, its attempts are known and no rank is
+    missing."""
     pending: int
-    """Payloads that are still to be read."""
+    """Number of payloads that are still to be read."""
     known: bool
     """Whether the run, or an attempt of the key, ever reported anything."""
     missing: list[Annotated[str, Field(examples=["actor rank 3"])]]
@@ -182,16 +202,21 @@ class RegisteredEngine(Model):
     """A long-lived inference engine, as it was registered."""
 
     name: Annotated[str, Field(examples=["gpu7-8000"])]
+    """Name of the registration; unless given, host and port of the URL."""
     url: Annotated[str, Field(examples=["http://gpu7:8000"])]
+    """The engine's base URL, without a trailing `/v1`."""
     kind: Annotated[str | None, Field(examples=["vllm", "sglang", "llama.cpp", "openai"])]
+    """Kind of the engine, as it was registered; null: not given."""
     model: str | None
     """What it serves."""
     version: str | None
+    """Version of the engine, as it was registered; null: not given."""
     run: Run | None
     """The run that uses it."""
     note: str | None
+    """What people should know of it; null: nothing was given."""
     settings: JsonObject | None
-    """As reported by the engine."""
+    """As reported by the engine; null: not given."""
     by: str
     """Who registered it."""
     wall: Wall
@@ -208,16 +233,18 @@ class Engine(UsedEngine):
     """A registered engine and its last health check; before the first check only `state`."""
 
     state: Literal["up", "refuses", "unreachable", "not asked"]
+    """The last health check: `up` (status 200 to 299), `refuses` (another status), `unreachable`
+    (no answer); `not asked`: there was none."""
     status: int | None = ABSENT
     """The HTTP status of its answer; null: it gave none."""
     reason: str = ABSENT
-    """Why it is not up."""
+    """Why it is not up; empty where it is."""
     answered_seconds: float = ABSENT
-    """How long its answer took."""
+    """Seconds until its answer, or until the check gave up."""
     checked_wall: float = ABSENT
     """Unix seconds of the check."""
     age_seconds: float = ABSENT
-    """How long ago that is."""
+    """Seconds since the check."""
 
 
 class Engines(Model, Page[Engine]):
@@ -247,19 +274,25 @@ class WeightVersion(Model):
     version: int
     """The policy version."""
     step: Step | None
+    """The trainer's step at which the version was recorded, the highest of several; null:
+    unknown."""
     records: int
-    """How many ranks' records it rests on."""
+    """Number of records on which it rests: one for each call of a rank, repeated ones too."""
     agree: int
+    """Number of weights of verdict `agrees`."""
     differ: int
+    """Number of weights of verdict `differs`."""
     missing: int
+    """Number of weights of verdict `missing`."""
     not_comparable: int
+    """Number of weights of verdict `not comparable`."""
     replicas_differ: int
-    """Weights of which replicas hold something else."""
+    """Number of weights of which replicas hold something else."""
     complete: bool
     """Whether all expected ranks have recorded, or no further one will."""
     ranks: RecordedBy
     names: dict[str, list[str]]
-    """Verdict -> names of the first such weights."""
+    """`differs`, `missing` and `replicas differ` -> names of the first such weights, 20 at most."""
     wall: float | None
     """Unix seconds: when the last of it was recorded."""
 
@@ -275,34 +308,37 @@ class Weight(Model):
     """The name that both sides have, after renaming."""
     verdict: Verdict
     dtype: str | None
+    """Its dtype in the trainer, else in the rollout; null: unknown."""
     shape: list[int] | None
+    """Its shape in the trainer, else in the rollout, in elements; null: unknown."""
     ranks: list[int]
-    """Ranks of the rollout that differ."""
+    """Ranks of the rollout that differ, ascending."""
     odd_ranks: list[RoleRank]
     """Ranks of either side whose replicas hold something else."""
     reason: str | None
     """Why it cannot be compared, or on which side it is missing."""
     trainer: Annotated[str | None, Field(examples=["0123456789abcdef"])]
-    """The trainer's checksum: 16 hexadecimal digits."""
+    """The trainer's checksum: 16 hexadecimal digits; null: none was recorded."""
     rollout: Annotated[str | None, Field(examples=["0123456789abcdef"])]
-    """The rollout's."""
+    """The rollout's checksum, as `trainer`."""
     kind: str
-    """What was recorded, such as `weights`; kinds are compared each for itself."""
+    """What was recorded: `exchanged` (as sent or received) or `held` (as the process holds it);
+    kinds are compared each for itself."""
     trainer_name: str | None
-    """Its own name in the trainer."""
+    """Its own name in the trainer; null: not in the trainer."""
     rollout_name: str | None
-    """Its own name in the rollout engine."""
+    """Its own name in the rollout engine; null: not in the rollout."""
 
 
 class _Weights(Model, Page[Weight]):
     version: int
     """The policy version."""
     versions: list[int]
-    """The versions that were recorded, newest first."""
+    """The policy versions that were recorded, newest first."""
     complete: bool
     """Whether all expected ranks have recorded, or no further one will."""
     counts: dict[str, int]
-    """Verdict -> how many weights; `replicas differ` beside them, where there are some."""
+    """Verdict -> number of weights; `replicas differ` beside them, where there are some."""
     recorded: RecordedBy
 
 
@@ -320,28 +356,36 @@ class Device(Model):
     device: str
     """Its serial, else host/kind and index."""
     odd: int
-    """In how many recorded versions most replicas held something else."""
+    """Number of recorded versions in which most replicas held something else."""
     suspected: int
-    """In how many there was no majority."""
+    """Number of recorded versions in which replicas differed without a majority."""
     runs: list[str]
+    """Runs in which that was seen, by name."""
     attempts: int
-    """How many attempts."""
+    """Number of attempts in which that was seen."""
     last_run: Run
     last_step: Step | None
+    """The trainer's step of the last time; null: unknown."""
     last_version: int
+    """The policy version of the last time."""
     last_role: Role
     last_rank: Rank
     tensors: int
-    """How many tensors were odd the last time."""
+    """Number of tensors that were odd the last time."""
     names: list[str]
-    """The first of them."""
+    """The first of their names, 20 at most."""
     host: str | None
+    """Name of its host; null: unknown."""
     node_id: NodeId | None
+    """Ray's id of its node; null: unknown."""
     device_kind: str | None
+    """Its kind, such as `npu`; null: unknown."""
     device_index: int | None
+    """Its index among those that the process sees, from 0; null: unknown."""
     device_serial: str | None
+    """Its serial number; null: unknown."""
     last_wall: float | None
-    """Unix seconds."""
+    """Unix seconds: when the weights of the last time were recorded."""
 
 
 class Devices(Model, Page[Device]):

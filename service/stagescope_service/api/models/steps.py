@@ -37,6 +37,7 @@ class StageRow(Model):
     rank: Rank
     part: Part
     status: Annotated[str, Field(examples=["open", "ok", "failed", "unfinished"])]
+    """`open`, `ok`, `failed` or `unfinished` (it began, and its process is gone)."""
     seconds: float | None
     """Monotonic seconds of the process; null while it is open."""
     begin_wall: float | None
@@ -44,18 +45,22 @@ class StageRow(Model):
     end_wall: float | None
     """Unix seconds, as `begin_wall`."""
     open_seconds: float | None
-    """How long it has been open; null: it is not."""
+    """Seconds that it has been open, by the service's clock; null: it is not."""
     device_seconds: float | None
-    """By the device's own events, where they are enabled."""
+    """Seconds by the device's own events, where they are enabled; null: they are not."""
     clock_error: float | None
     """Seconds by which `begin_wall` and `end_wall` may be wrong."""
     policy_version: int | None
+    """Version of the policy that it worked with; null: not reported."""
     error_type: str | None
+    """Class of the exception that ended it; null: none did."""
     error_message: str | None
+    """Text of that exception."""
     incarnation: str
-    """The process."""
+    """The process: random, another after each start."""
     revision: int | None
-    """Of the plan that the rank had applied."""
+    """Order of repeated reports of one part by one process, of which the highest answers: the
+    sequence number of its begin; of raw calls Unix microseconds."""
     superseded: bool
     """Whether a newer incarnation or report replaced it."""
 
@@ -67,13 +72,19 @@ class AbsentStage(Model):
     role: Role
     rank: Rank
     part: None
+    """Always null: no part was begun."""
     status: Literal["not begun"]
+    """That the rank has not begun the stage."""
     seconds: None
+    """Always null."""
     begin_wall: None
+    """Always null."""
     end_wall: None
+    """Always null."""
     waited_since: float | None
     """Unix seconds: since the first rank began the stage; null: no rank did."""
     waited_seconds: float | None
+    """Seconds since `waited_since`; null: no rank began the stage."""
 
 
 class Stages(StepHeading, Page[StageRow | AbsentStage]):
@@ -81,6 +92,7 @@ class Stages(StepHeading, Page[StageRow | AbsentStage]):
 
     complete: Complete
     missing: list[Missing]
+    """Ranks that have not ended a stage in which they are expected."""
     gap: GapText
     begun_again: BegunAgainIn
     expected: dict[str, dict[str, list[int]]]
@@ -92,7 +104,9 @@ class ScalarRow(Model):
     """One number that a rank handed over."""
 
     name: Annotated[str, Field(examples=["loss"])]
+    """Name of the scalar, as the rank logged it."""
     value: Number | None
+    """The value, in the unit in which the rank logged it."""
     stage: Stage | None
     """Null: of the step."""
     role: Role
@@ -117,39 +131,47 @@ class StuckRow(Model):
 
     step: Step
     stage: Annotated[str, Field(examples=["actor_update"])]
-    """Empty where it is in none."""
+    """The stage that holds it up; empty where it is in none."""
     role: Role
     rank: Rank
     part: Part
-    status: Annotated[str, Field(examples=["open", "not begun"])]
+    status: Annotated[str, Field(examples=["not ended", "not begun"])]
+    """`not begun` or `not ended`: what it has not done with the stage; `between stages`: its
+    process does not respond, and it is in no stage."""
     process: Annotated[str, Field(examples=["live", "silent", "gone"])]
+    """`live`: it polls; `silent`: it does not, and its lease holds; `gone`: its lease ran out;
+    `unheard`: it never reported."""
     seconds: float
-    """How long it has been quiet."""
+    """Seconds that it has been quiet."""
     limit_seconds: float
-    """After how long it counts as stuck."""
+    """Seconds of quiet after which it counts as stuck."""
     usual_seconds: float | None
-    """How long its stage takes by its role's own past; null: that is not known."""
+    """Median seconds of its role's earlier steps: that the stage took, or that its last rank began
+    it after the first; null: not known."""
     history_steps: int
-    """On how many earlier steps that rests."""
+    """Number of earlier steps on which that rests."""
     ranks: int
-    """Of its role."""
+    """Number of ranks of its role."""
     ranks_begun: int
-    """That began this part."""
+    """Number of ranks that began this part."""
     ranks_ended: int
-    """That ended it."""
+    """Number of ranks that ended this part."""
     whole_role: bool
     """Whether all of them are in the same part."""
     since_wall: Wall
     host: str | None
+    """Name of its host; null: unknown."""
     pid: int | None
+    """Process id on its host; null: unknown."""
     node_id: NodeId | None
+    """Ray's id of its node; null: unknown."""
 
 
 class Stuck(StepHeading, Page[StuckRow]):
     """The ranks that hold up the others."""
 
     closed: bool
-    """Whether the step is."""
+    """Whether the step is closed."""
     wall: Wall
     findings: list[FindingRow]
     """What was found of this step before, also what is over."""
@@ -159,7 +181,9 @@ class Thread(Model):
     """The stack of a thread."""
 
     name: str | None
+    """Name of the thread, as Python has it; null: unknown."""
     ident: int | None
+    """Python's id of the thread; null: unknown."""
     is_training: bool | None
     """Whether it is, or was last, inside a stage."""
     stack: str | None
@@ -171,24 +195,33 @@ class StackRow(Model):
 
     part: Part
     step: Step | None
+    """The trainer's step of the stage that its training thread was in, else the highest that it had
+    begun; null: none."""
     stage: Stage | None
+    """The stage that its training thread was in; null: none, or it has not answered."""
     role: Role | None
+    """Role of the process."""
     rank: Rank | None
+    """Rank of the process in its role, from 0."""
     state: Literal["asked", "answered", "not answered"]
+    """`asked`: its answer may come; `not answered`: its deadline has passed."""
     source: Literal["probe", "watchdog"] | None
+    """`probe`: the process answered; `watchdog`: its watchdog wrote them, because no thread could
+    run Python."""
     reason: str | None
     """Why they were requested."""
     request_id: str
+    """Id of the request, or of the watchdog's file."""
     wall: float | None
-    """Unix seconds of the request."""
+    """Unix seconds of the request, or of the watchdog's file."""
     answered_wall: float | None
-    """Unix seconds."""
+    """Unix seconds: when it answered; null: it has not."""
     truncated: bool | None
     """Whether some of it was left out."""
     threads: list[Thread] | None
     """Null: it has not answered."""
     incarnation: str
-    """The process."""
+    """The process: random, another after each start."""
 
 
 class StepStacks(StepHeading, Page[StackRow]):
@@ -205,14 +238,18 @@ class NoStack(RoleRank):
     role: Role | None  # type: ignore[assignment]
     """Null: there is no such rank."""
     reason: str
+    """Why it did not answer."""
 
 
 class TakenStacks(AttemptHeading):
     """The stacks of the ranks that answered in time."""
 
     request_id: str
+    """Id of the request, for `GET /stacks`."""
     rows: list[StackRow]
+    """The stacks of the processes that answered in time, by role and rank."""
     not_answered: list[NoStack]
+    """The requested ranks that did not answer, or cannot."""
 
 
 # --- kept files ---------------------------------------------------------------------------
@@ -220,19 +257,29 @@ class KeptFile(Model):
     """A file that is kept of a step."""
 
     stage: Stage | None
+    """The stage that handed its content over; null: none."""
     role: Role | None
+    """Role of the rank that handed it over; null: unknown."""
     rank: Rank | None
+    """The rank that handed it over, from 0; null: unknown."""
     part: Part
     sections: Annotated[list[str], Field(examples=[["trajectories", "log_probs"]])]
     """What it holds."""
     state: Literal["kept", "deleted", "missing", "unreachable", "pinned"]
+    """`deleted` by retention; `missing`: removed by somebody else; `unreachable`: its node does not
+    answer; `pinned`: a payload that the pin holds in the ring."""
     bytes: int | None
+    """Size of the file in bytes."""
     checksum: str | None
+    """SHA-256 of the file; null: none was computed."""
     tensors: dict[str, list[object]] | None
-    """Name -> [dtype, shape, rows of a packed one]."""
+    """Name -> [dtype, shape, number of rows of a packed one, else null]."""
     policy_version: int | None
+    """Version of the policy that made its content; null: not reported."""
     node_id: NodeId | None
+    """Ray's id of the node on which it lies; null: unknown."""
     path: str
+    """Path of the file on that node."""
     wall: float | None
     """Unix seconds: when it was written."""
     deleted_wall: float | None
@@ -243,21 +290,24 @@ class Kept(StepHeading, Page[KeptFile]):
     """The files that are kept of a step."""
 
     pinned: bool
+    """Whether the step is pinned."""
     files: int
-    """Of what is not deleted, on all pages."""
+    """Number of files that are not deleted, on all pages."""
     bytes: int
-    """Of what is not deleted, on all pages."""
+    """Size in bytes of the files that are not deleted, on all pages."""
 
 
 class Pin(StepHeading):
     """What a pin holds."""
 
     pinned: bool
+    """Whether the step is pinned now."""
     payloads: int
-    """Payloads and files that it holds now; it also holds later ones."""
+    """Number of payloads and files that it holds now; it also holds later ones."""
     bytes: int
+    """Size in bytes of what it holds now."""
     gone: int
-    """Payloads that had left the ring before."""
+    """Number of payloads that had left the ring before."""
     reasons: list[str]
     """Why something is not pinned."""
 
@@ -266,5 +316,6 @@ class Unpin(StepHeading):
     """The result of removing a pin."""
 
     unpinned: bool
+    """Whether the pin was removed."""
     reason: str | None
     """Why not."""

@@ -26,38 +26,48 @@ class ZScore(Model):
     """Further from the mean of the last steps than so many of their standard deviations."""
 
     over: float
+    """Number of standard deviations (n - 1), to either side."""
     steps: int
+    """Number of last steps whose mean and deviation count."""
 
 
 class When(Model):
     """The conditions of a rule; all that are given must hold."""
 
     above: float = Field(default=ABSENT, alias=">")
+    """The value, in the metric's unit, is more than this number."""
     below: float = Field(default=ABSENT, alias="<")
+    """The value, in the metric's unit, is less than this number."""
     at_least: float = Field(default=ABSENT, alias=">=")
+    """The value, in the metric's unit, is at least this number."""
     at_most: float = Field(default=ABSENT, alias="<=")
+    """The value, in the metric's unit, is at most this number."""
     non_finite: Literal[True] = ABSENT
     """The value is NaN or infinite."""
     median_ratio: float = ABSENT
-    """Over so many times the median of the run's steps before."""
+    """The value is over this factor times the median of the run's steps before."""
     noise_ratio: float = ABSENT
-    """Over so many times the same metric of the noise floor."""
+    """The value is over this factor times the same metric of the noise floor."""
     z_score: ZScore = ABSENT
+    """How far the value is from the last steps."""
 
 
 class RuleFinding(Model):
     """The finding that a rule makes."""
 
     severity: Literal["error", "warning", "info"]
+    """The finding's severity."""
     advice: str
+    """What the finding advises; empty: nothing."""
 
 
 class RuleActions(Model):
     """The actions of a firing; absent ones are not taken."""
 
     finding: RuleFinding = ABSENT
+    """The finding that it makes."""
     pin: int = ABSENT
-    """Of how many last steps the payloads are pinned."""
+    """Number of last steps whose payloads are pinned."""
     webhook: str = ABSENT
     """The host alone: the URL may hold secrets."""
     capture: JsonObject = ABSENT
@@ -68,40 +78,49 @@ class Rule(Model):
     """A rule on a metric."""
 
     name: str
+    """Name of the rule, unique among the rules."""
     metric: str
     """A published name, or a pattern."""
     by: Literal["whole", "round", "rank", "stage"]
+    """Whether a value is of the whole step, or of each round, rank or stage."""
     stage: Stage | None
+    """Only this stage; null: the stage of the step summary, or every stage."""
     staleness: int | None
-    """Only tokens of this staleness."""
+    """Only tokens of this staleness, in policy versions; null: of any."""
     when: When
+    """The conditions on the value."""
     for_: int = Field(alias="for")
-    """In how many measured steps in a row the conditions must hold."""
+    """Number of measured steps in a row in which the conditions must hold."""
     cooldown: int
-    """A series that a firing named fires again after so many steps at the earliest; so do the
-    rule's pins, webhook and capture."""
+    """Number of the run's steps after which a series that a firing named fires again at the
+    earliest, and after which the rule's pins, webhook and capture follow again."""
     actions: RuleActions
+    """What follows of a firing."""
 
 
 class Budget(Model):
     """What triggers may spend on captures of a run; null: no bound."""
 
     captures: int
+    """Largest number of captures of the run, over all its attempts."""
     bytes: int | None = ABSENT
+    """Most bytes of their dumps; null: no bound."""
     share: float | None = ABSENT
-    """Of the run's step time, 0 to 1."""
+    """Largest share of the run's time that they may take, 0 to 1; null: no bound."""
 
 
 class Permission(Model):
     """A run that triggers may capture."""
 
     capture: Literal["auto"]
+    """That triggers may capture."""
     budget: Budget
+    """What they may spend."""
 
 
 class _Rules(Model):
     runs: dict[str, Permission]
-    """Run or pattern -> what triggers may spend."""
+    """Name or pattern of a run -> what triggers may spend."""
 
 
 class PinnedOf(Model):
@@ -109,22 +128,27 @@ class PinnedOf(Model):
 
     step: Step
     payloads: int
+    """Number of payloads and kept files that the pin holds."""
     bytes: int
+    """Size in bytes of what it holds."""
     gone: int
-    """Payloads that had left the rings before."""
+    """Number of payloads that had left the rings before."""
     reasons: list[str]
+    """Why something is not pinned."""
 
 
 class FiredPins(Model):
     """The results of pins."""
 
     steps: list[PinnedOf]
+    """What was pinned of each step; steps that the attempt does not have are left out."""
 
 
 class FiredCapture(Model):
     """The result of a capture; both fields are absent where it does not apply."""
 
     capture_id: str = ABSENT
+    """Id of the capture that was requested."""
     refused: str = ABSENT
     """Why it was not requested."""
 
@@ -133,7 +157,9 @@ class FiredWebhook(Model):
     """The result of a webhook."""
 
     host: str
+    """Host of the webhook."""
     delivered: bool
+    """Whether it answered with a status from 200 to 299."""
     reason: str | None
     """Why not."""
 
@@ -142,10 +168,18 @@ class FiredActions(Model):
     """The results of a firing's actions; those that its rule does not have are absent."""
 
     pin: FiredPins = ABSENT
+    """What was pinned."""
     capture: FiredCapture = ABSENT
+    """Whether a capture was requested."""
     webhook: FiredWebhook = ABSENT
-    cools_since: Step = ABSENT
-    """No action was taken: the rule cools down since its firing at this step."""
+    """Whether the webhook was called."""
+    cools_since: Annotated[
+        int,
+        Field(
+            description="No action was taken: the rule cools down since its firing at this step.",
+            examples=[5],
+        ),
+    ] = ABSENT
 
 
 class Firing(Model):
@@ -153,21 +187,29 @@ class Firing(Model):
 
     run: Run
     attempt: Attempt | None
+    """Number of the attempt, from 1; null: an earlier release did not store it."""
     step: Step
     rule: str
+    """Name of the rule."""
     stage: Stage | None
+    """The stage that it is about; null: it is about none."""
     role: Role | None
+    """Role of the ranks that it concerns; null: none, or several roles."""
     rank: Rank | None
+    """The rank that it concerns, from 0; null: none, or several of which none is worse."""
     round: int | None
+    """Index of the round that it concerns, from 0; null: none."""
     message: str
+    """What fired, where, and the value."""
     wall: float | None
-    """Unix seconds."""
+    """Unix seconds: when it fired."""
     revision: int | None
-    """Of the rules."""
+    """Revision of the rules."""
     actions: FiredActions | None
     """Null: they have not run yet."""
     withdrawn_wall: float | None
-    """Unix seconds: since when it is withdrawn."""
+    """Unix seconds: since when it is withdrawn, because the step was aggregated again with another
+    result; null: it is valid."""
     evidence: JsonObject
     """The numbers, what they were held against, the token, the ranks concerned."""
 
@@ -180,20 +222,23 @@ class RuleStatus(Rule):
     """A rule in force."""
 
     fired: int
-    """How often it fired, of the last 10 000 firings."""
+    """Number of times that it fired, of the last 10 000 firings."""
     last_fired: Firing | None
+    """Its last firing of those; null: there is none."""
 
 
 class Spent(Model):
     """The cost of a run's captures that triggers requested."""
 
     captures: int
+    """Number of captures that triggers requested, without those that were refused, given up or too
+    late."""
     bytes: int
-    """Of their dumps."""
+    """Size of their dumps in bytes."""
     seconds: float
-    """What the slowest rank of each step spent in them."""
+    """Seconds that the slowest rank of each step spent in them."""
     share: float
-    """Of the run's time."""
+    """Those seconds as a share of the duration of the run's attempts, 0 to 1."""
 
 
 class BudgetRow(Model):
@@ -201,11 +246,13 @@ class BudgetRow(Model):
 
     run: Run
     budget: Budget
+    """What triggers may spend."""
     spent: Spent
+    """What their captures have cost."""
     under_way: list[str]
     """Ids of captures that have not ended."""
     refusal: str | None
-    """Why no more; null: there is room."""
+    """Why no further capture may be requested; null: there is room."""
 
 
 class PinnedStep(Model):
@@ -220,30 +267,38 @@ class Triggers(_Rules):
     """The rules in force."""
 
     revision: int
-    """0: the rules that ship, before the coordinator has stored them."""
+    """Number of times that rules were stored; 0: the rules that ship, before the coordinator has
+    stored them."""
     wall: float | None
     """Unix seconds: since when."""
     by: str | None
     """Who set them."""
-    source: Annotated[str, Field(examples=["defaults", "set", "file"])]
+    source: Annotated[str, Field(examples=["defaults", "set", "/etc/stagescope/triggers.yaml"])]
+    """`defaults`, `set` (by `PUT /triggers`), or the path of the file that they were read from."""
     rules: list[RuleStatus]
+    """The rules, and when each fired last."""
     budgets: list[BudgetRow]
+    """The runs that triggers may capture."""
     pinned: list[PinnedStep]
+    """Steps whose payloads stay in the rings, the newest first."""
 
 
 class NewTriggers(_Rules):
     """The rules that were put in force."""
 
     revision: int
+    """Number of times that rules were stored."""
     rules: list[Rule]
+    """The rules in force."""
 
 
 class DefaultTriggers(_Rules):
     """The rules that ship."""
 
     yaml: str
-    """With their comments."""
+    """The rules as YAML, with their comments."""
     rules: list[Rule]
+    """The rules as data."""
 
 
 class WouldFire(Model):
@@ -252,13 +307,21 @@ class WouldFire(Model):
     attempt: Attempt
     step: Step
     rule: str
+    """Name of the rule."""
     value: Number
+    """The value that met the conditions, in the metric's unit; of several the worst."""
     metric: str
+    """Published name of the metric."""
     stage: Stage | None
+    """The stage that it is about; null: it is about none."""
     role: Role | None
+    """Role of the ranks that it concerns; null: none, or several roles."""
     rank: Rank | None
+    """The rank that it concerns, from 0; null: none, or several of which none is worse."""
     round: int | None
+    """Index of the round that it concerns, from 0; null: none."""
     message: str
+    """What would have fired, where, and the value."""
     evidence: JsonObject
     """As of a firing."""
     fired_live: bool
@@ -270,8 +333,10 @@ class DryRun(Model):
 
     run: Run
     also_live: list[LiveRun]
+    """The other runs that are live."""
     steps: int
-    """How many were looked at."""
+    """Number of steps to which the rules were applied."""
     rules: list[str]
     """The rules that were tried."""
     rows: list[WouldFire]
+    """The firings, by attempt and step."""
