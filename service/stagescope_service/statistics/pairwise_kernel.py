@@ -33,8 +33,8 @@ from stagescope_service.statistics.pair_values import (
 )
 
 BLOCK: Final = 512
-ROW: Final = ("pairs", "unequal", "over", "d_abs_max", "d_abs_sum")
-"""Columns of a row's vector; `d_abs_*` are of the pairs that are finite on both sides."""
+ROW: Final = ("pairs", "unequal", "over", "d_abs_max", "d_abs_sum", "finite")
+"""Columns of a row's vector; `d_abs_*` are of the pairs that are finite on both sides: `finite`."""
 
 
 _BYTES: Final = input_type(numba.uint8)
@@ -114,6 +114,7 @@ def accumulate_pairs(
             rows[row, 3] = larger(rows[row, 3], part[AT.D_ABS_MAX])
             if part[AT.D_ABS_SUM] > 0.0:
                 rows[row, 4] += math.ldexp(part[AT.D_ABS_SUM], int(part[AT.EXPONENT]))
+            rows[row, 5] += part[AT.FINITE]
             merge_into(cell, part)
             base += n
 

@@ -57,6 +57,20 @@ def test_the_report_is_strict_json_of_its_schema(make: Callable[[], Report]) -> 
     jsonschema.validate(content, json.loads(SCHEMA_FILE.read_text()))
 
 
+def test_the_mean_of_a_sample_is_of_its_finite_pairs() -> None:
+    samples = batch(8)
+    mask = samples[0].mask != 0
+    first = np.where(mask, samples[0].values["entropy"] + np.float32(1), 0)
+    first[np.argmax(mask)] = math.nan
+    one = dataclasses.replace(samples[0], values={**samples[0].values, "entropy": first})
+    shares = [list(range(8))]
+    (pair,) = report_of(split(samples, shares), split([one, *samples[1:]], shares))["pairs"]
+    tensors = [tensor for section in pair["sections"] for tensor in section["tensors"]]
+    (sample,) = next(t for t in tensors if t["name"] == "entropy")["differing_samples"]
+    assert sample["unequal"] == sample["pairs"] == mask.sum() > 1
+    assert sample["mean_abs"] == pytest.approx(1.0, rel=1e-6)
+
+
 def test_the_text_fits_80_columns_and_says_the_verdict_first() -> None:
     lines = [line.text for line in as_lines(different())]
     assert lines[0] == "✗ DIFFERENT"

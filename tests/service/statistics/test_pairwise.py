@@ -207,6 +207,7 @@ def test_blocks_that_are_equal_add_up_with_those_that_are_not(dtype: str, seed: 
     assert found.largest.at == np.flatnonzero(mask)[finite][np.argmax(np.abs(d))]
     assert rows[:, 0].tolist() == [mask[s:e].sum() for s, e in itertools.pairwise(edges)]
     assert rows[:, 1].sum() == found.unequal_count
+    assert rows[:, 5].sum() == found.finite
 
 
 def test_zeros_of_both_signs_are_equal() -> None:

@@ -150,10 +150,10 @@ class RolloutIs(Model):
 
     rollout_is: str | None
     """The run's setting: `token` or `sequence`; null: none."""
-    threshold: float | None
+    threshold: float | str | None
     """The run's setting `rollout_is_threshold`, a bound on the importance weights (each a ratio of
-    probabilities); null: not set."""
-    batch_normalize: bool | None
+    probabilities): U, the text `L_U` of a lower and an upper bound, or `inf`; null: not set."""
+    batch_normalize: bool
     """The run's setting: whether it divides the weights by their mean."""
     truncated: bool
     """Whether the weights are limited by the threshold: true where `rollout_is` is set."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypedDict
@@ -399,8 +400,10 @@ def _tensor(order: int, tensor: TensorResult) -> TensorReport:
         "places": [_shard(each) for each in tensor.shards],
         "differing_samples": [
             {"sample": label, "pairs": int(pairs), "unequal": int(unequal), "over": int(over),
-             "max_abs": largest, "mean_abs": total / max(int(pairs), 1)}
-            for label, (pairs, unequal, over, largest, total) in tensor.worst_samples(MOST_SAMPLES)
+             "max_abs": largest if finite else math.nan,
+             "mean_abs": total / finite if finite else math.nan}
+            for label, (pairs, unequal, over, largest, total, finite)
+            in tensor.worst_samples(MOST_SAMPLES)
         ],
     }  # fmt: skip
 
