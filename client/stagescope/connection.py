@@ -14,6 +14,7 @@ from urllib.parse import quote
 from typing_extensions import Self
 
 from stagescope import discovery
+from stagescope.advice import AdviceFormat, for_session
 from stagescope.columns import COLUMNS, Kinds
 from stagescope.findings import GROUP_ORDER, FindingRows
 from stagescope.table import Table
@@ -41,9 +42,16 @@ _POLL_INTERVAL: Final = 0.5
 class Connection:
     """A connection to one service; safe to use from several threads."""
 
-    def __init__(self, location: discovery.ServiceLocation, *, timeout: float = 10.0) -> None:
+    def __init__(
+        self,
+        location: discovery.ServiceLocation,
+        *,
+        timeout: float = 10.0,
+        format_advice: AdviceFormat = for_session,
+    ) -> None:
         self._location = location
-        self._transport = Transport(location, timeout=timeout)
+        self._format_advice = format_advice
+        self._transport = Transport(location, timeout=timeout, format_advice=format_advice)
 
     @property
     def url(self) -> str:
@@ -159,7 +167,7 @@ class Connection:
                 (f"{path}/groups", GROUP_ORDER, f"{title}/groups"),
             )
         )
-        return FindingRows.of_answers(rows, groups)
+        return FindingRows.of_answers(rows, groups, format_advice=self._format_advice)
 
     def _poll(self, path: str, body: JsonObject, wait: float) -> Json:
         """Repeat a POST that takes long until it is answered, for `wait` seconds at most."""

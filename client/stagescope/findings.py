@@ -7,10 +7,10 @@ with the steps and ranks, the advice, and the id for `stagescope finding ID`.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 from stagescope import render
+from stagescope.advice import AdviceFormat, for_session
 from stagescope.answers import Record
 from stagescope.render import wrapped
 from stagescope.table import Row, Table
@@ -26,9 +26,6 @@ GROUP_ORDER: Final = (
 _ID: Final = 10
 """Characters of an id that are displayed: enough to identify it."""
 _SHOWN: Final = 50
-
-AdviceFormat: TypeAlias = Callable[[str], str]
-"""Rewrites advice for its reader, such as API paths into commands."""
 
 
 class FindingRows(Table):
@@ -49,23 +46,19 @@ class FindingRows(Table):
     _format_advice: AdviceFormat
 
     @classmethod
-    def of_answers(cls, rows: Table, groups: Table) -> FindingRows:
+    def of_answers(
+        cls, rows: Table, groups: Table, *, format_advice: AdviceFormat = for_session
+    ) -> FindingRows:
         """Return the rows of a route with those of its `/groups`."""
         table = cls.of(rows)
         table._groups = groups
-        table._format_advice = str
+        table._format_advice = format_advice
         return table
 
     @property
     def groups(self) -> Table:
         """One row per group of alike findings; see `GET /findings/groups`."""
         return self._groups
-
-    def saying(self, format_advice: AdviceFormat) -> FindingRows:
-        """Return the same findings with their advice in another format (the command line's)."""
-        table = self.of_answers(self, self._groups)
-        table._format_advice = format_advice
-        return table
 
     @property
     def heading(self) -> str:
@@ -128,14 +121,10 @@ class Finding(Record):
 
     __slots__ = ("_format_advice",)
 
-    def __init__(self, answer: JsonObject, *, format_advice: AdviceFormat = str) -> None:
+    def __init__(self, answer: JsonObject, *, format_advice: AdviceFormat = for_session) -> None:
         severity, kind = answer.get("severity") or "finding", answer.get("kind")
         super().__init__(answer, title=f"{severity}: {kind} ({answer.get('finding_id')})")
         self._format_advice = format_advice
-
-    def saying(self, format_advice: AdviceFormat) -> Finding:
-        """Return the same finding with its advice in another format (the command line's)."""
-        return Finding(self, format_advice=format_advice)
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return it as lines of at most `width` columns; nothing is cut."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from stagescope import discovery
+from stagescope.advice import AdviceFormat, for_session
 from stagescope.answers import Record, Status
 from stagescope.capture_requests import CaptureRequests
 from stagescope.columns import COLUMNS
@@ -71,18 +72,25 @@ def engine(name: str, *, key_file: str | Path | None = None, timeout: float = 12
         return session.engine(name, key_file=key_file, timeout=timeout)
 
 
-def attach(url: str | None = None, *, token: str | None = None, timeout: float = 10.0) -> Session:
+def attach(
+    url: str | None = None,
+    *,
+    token: str | None = None,
+    timeout: float = 10.0,
+    format_advice: AdviceFormat = for_session,
+) -> Session:
     """Connect to the service of this machine's user, or to the one at `url`.
 
     The default of `url` is `STAGESCOPE_URL`, then the URL in `$STAGESCOPE_HOME/service.json`,
     which `stagescope serve` writes. The default of `token` is `STAGESCOPE_TOKEN`, then that file's
     tokens if the URL is the file's. `timeout` is the deadline of each call with its retries [s].
+    `format_advice` rewrites the API's paths in advice, by default into calls of the session.
 
     Raises:
         Unreachable: no service is known, or nothing answers there.
         Unauthorized: the service does not accept the token, or requires one.
     """
-    session = Session(discovery.find(url, token), timeout=timeout)
+    session = Session(discovery.find(url, token), timeout=timeout, format_advice=format_advice)
     try:
         session.check()
     except BaseException:
@@ -308,7 +316,8 @@ class Session(CaptureRequests, ComparisonRequests):
         Raises:
             NotFound: there is none.
         """
-        return Finding(self.get(f"/findings/{segment(finding_id, 'finding_id')}"))
+        answer = self.get(f"/findings/{segment(finding_id, 'finding_id')}")
+        return Finding(answer, format_advice=self._format_advice)
 
     def stacks(
         self,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Final, Protocol
 
 import click
 
 from stagescope import render
+from stagescope.advice import for_command_line
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import (
     Forbidden,
@@ -23,37 +23,6 @@ from stagescope.wire.errors import (
     Unauthorized,
     Unreachable,
 )
-
-_PATH: Final = re.compile(
-    r"(?<![\w./])(?:GET )?/(?:(?P<kind>[a-z]+)/(?P<name>[^\s/;,]+)/)?(?P<noun>[a-z-]+)"
-    r"(?:\?(?P<query>\w+=\w+(?:&\w+=\w+)*))?(?![\w/?])"
-)
-_CAPTURE: Final = re.compile(r"(?<![\w./])/captures/(?P<name>[^\s/;,]+)")
-
-
-def for_command_line(text: str, commands: Container[str]) -> str:
-    """Return `text` with the API's paths replaced by the commands that give the same answers.
-
-    Usage:
-        >>> for_command_line("see /steps/5/stages, /losses", {"stages", "losses"})
-        'see `stagescope stages 5`, `stagescope losses`'
-
-    Args:
-        text: an error's advice.
-        commands: the commands of `stagescope`; any other path is left unchanged.
-    """
-
-    def command(path: re.Match[str]) -> str:
-        noun, kind, name = path["noun"], path["kind"], path["name"]
-        if noun not in commands or kind not in (None, "runs", "steps"):
-            return path[0]
-        target = {None: "", "runs": f" --run {name}", "steps": f" {name}"}[kind]
-        query = [item.split("=") for item in (path["query"] or "").split("&") if item]
-        options = "".join(f" --{option.replace('_', '-')} {value}" for option, value in query)
-        return f"`stagescope {noun}{target}{options}`"
-
-    return _PATH.sub(command, _CAPTURE.sub(r"`stagescope progress \g<name>`", text))
-
 
 EXIT_CODES: Final[Mapping[int, str]] = {
     0: "an answer was given",

@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 
 import httpx
 
+from stagescope.advice import AdviceFormat, for_session
 from stagescope.discovery import ServiceLocation, is_loopback
 from stagescope.wire.errors import (
     Conflict,
@@ -60,10 +61,23 @@ _Retry = Callable[[StagescopeError, int | None], bool]
 
 
 class Transport:
-    """One service's HTTP connections; `timeout` is the deadline of a call with its retries [s]."""
+    """One service's HTTP connections.
 
-    def __init__(self, location: ServiceLocation, *, timeout: float) -> None:
+    Args:
+        location: the service's URL and tokens.
+        timeout: deadline of a call with its retries [s].
+        format_advice: rewrites the API's paths in the advice of errors.
+    """
+
+    def __init__(
+        self,
+        location: ServiceLocation,
+        *,
+        timeout: float,
+        format_advice: AdviceFormat = for_session,
+    ) -> None:
         self.location = location
+        self._format_advice = format_advice
         self.timeout = timeout
         # A cluster's images often set HTTP_PROXY, and a proxy cannot reach this host's loopback.
         is_local = is_loopback(location.url)
@@ -263,7 +277,7 @@ class Transport:
         by_status = _BY_STATUS.get(status, StagescopeError)
         kind = error_of_code(str(body.get("code")), by_status)
         wrong = body.get("wrong") or body.get("detail") or body.get("title")
-        advice = str(body.get("advice") or "")
+        advice = self._format_advice(str(body.get("advice") or ""))
         if not isinstance(wrong, str):
             wrong = f"{self.location.url} answered {status} {response.reason_phrase}".rstrip()
             if status < 400 or not body:

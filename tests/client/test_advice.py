@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from click import Context
 
-from stagescope import cli
-from stagescope.terminal import for_command_line
+from stagescope import advice, cli
+from stagescope.advice import for_command_line, for_session
+from stagescope.session import Session
+from stagescope.step import Step
 
 COMMANDS = cli.main.list_commands(Context(cli.main))
-API = Path(__file__).parents[2] / "service" / "stagescope_service" / "api"
+SERVICE = Path(__file__).parents[2] / "service" / "stagescope_service"
 
 
 @pytest.mark.parametrize(
@@ -36,10 +38,39 @@ def test_paths_become_commands(said: str, meant: str) -> None:
     assert for_command_line(said, COMMANDS) == meant
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("see /steps", "see session.steps()"),
+        ("see /runs/a-1/attempts", 'see session.attempts("a-1")'),
+        ("see /captures for all of them", "see session.captures() for all of them"),
+        ("see /captures/3f0c for who", 'see session.progress("3f0c") for who'),
+        ("see GET /engines", "see session.engines()"),
+        (
+            "see /steps/5/stages for who has arrived, /losses for what was lost",
+            "see session.step(5).stages() for who has arrived, session.losses() for what was lost",
+        ),
+        ("in /steps/latest/metrics.", 'in session.step("latest").metrics().'),
+        ("/steps/5/tokens?kind=nonfinite", 'session.step(5).tokens(kind="nonfinite")'),
+        ("compared by /operators/divergence", "compared by session.divergence(a, b)"),
+        ("look at /tmp/steps or /home", "look at /tmp/steps or /home"),
+    ],
+)
+def test_paths_become_calls_of_a_session(said: str, meant: str) -> None:
+    assert for_session(said) == meant
+
+
+def test_the_calls_exist() -> None:
+    assert all(callable(getattr(Session, name)) for name in advice._OF_SESSION)
+    assert all(callable(getattr(Step, name)) for name in advice._OF_STEP)
+
+
 def test_every_path_that_the_service_advises_has_a_command() -> None:
-    source = "\n".join(path.read_text() for path in API.rglob("*.py"))
-    advised = re.findall(r'advice=\(?\s*f?"([^"]*see (?:GET )?/[^"]*)"', source)
-    assert len(advised) >= 6
+    source = "\n".join(path.read_text() for path in SERVICE.rglob("*.py"))
+    advised = re.findall(r'(?:advice=\(?\s*f?|\+ )"([^"]*[( ](?:GET )?/[a-z][^"]*)"', source)
+    advised += re.findall(r"advice: ([^:]*)\n", (SERVICE / "triggers/defaults.yaml").read_text())
+    assert len(advised) >= 15
     for text in advised:
-        made = for_command_line(re.sub(r"\{[^}]*\}", "x", text), COMMANDS)
-        assert not re.search(r"(^|\s)/", made), made
+        filled = re.sub(r"\{[^}]*\}", "5", text)
+        for made in (for_command_line(filled, COMMANDS), for_session(filled)):
+            assert not re.search(r"(^|[\s(])/", made), made

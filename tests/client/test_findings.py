@@ -159,6 +159,7 @@ def test_other_errors_are_not_hidden_behind_the_first_one(tmp_path: Path) -> Non
         for step, reached in ((1, "0, 2-5"), (2, "1 and 3"), (3, "7")):
             text = (
                 f"sample 'g-{step}' of 0f3a9c{step}b on actor ranks {reached} is off by -0.{step}"
+                f" in {step} value{'' if step == 1 else 's'}"
             )
             puts.append(noticed("off", text, step))
         running.store.submit(puts).result(30)

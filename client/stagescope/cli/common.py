@@ -256,7 +256,8 @@ def question(*options: Option) -> Callable[[Callable[..., Answer]], click.Comman
             **own: OptionValue,
         ) -> None:
             token = None if token_file is None else discovery.read_token(token_file)
-            with attach(url, token=token, timeout=timeout) as session:
+            commands = terminal.in_commands
+            with attach(url, token=token, timeout=timeout, format_advice=commands) as session:
                 _print(query(session, **own), as_json, columns, wide)
             ctx = click.get_current_context()
             ctx.exit(ctx.meta.get("stagescope.exit_code", 0))

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 from typing_extensions import Unpack
 
-from stagescope import terminal
 from stagescope.answers import Metrics, Record
 from stagescope.batch import Batch
 from stagescope.changes import Changes
@@ -187,14 +186,13 @@ def findings(
     session: Session, run: str | None, attempt: int | None, only: str | None, limit: int
 ) -> Table:
     """The problems that the service found, the most severe first; repeated ones are grouped."""
-    answer = session.findings(run, attempt, only=only, limit=limit)
-    return answer.saying(terminal.in_commands)
+    return session.findings(run, attempt, only=only, limit=limit)
 
 
 @question(click.argument("finding_id", metavar="ID"))
 def finding(session: Session, finding_id: str) -> Record:
     """One finding: what, where, what to try, and its evidence (ID as `findings` shows it)."""
-    return session.finding(finding_id).saying(terminal.in_commands)
+    return session.finding(finding_id)
 
 
 class _BatchSummary(Record):

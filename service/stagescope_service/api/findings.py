@@ -42,6 +42,7 @@ _DIGITS: Final = str.maketrans("123456789", "0" * 9)
 _ID: Final = re.compile(r"""'[^']*0[^']*'|"[^"]*0[^"]*"|\b(?=[a-f-]*0)[0a-f]{6}[0a-f-]*\b""")
 """A quoted name with a digit (of a sample), or hex digits (of a capture), in a text of zeros."""
 _NUMBER: Final = re.compile(r"(?:(?<!\w)-)?0+(?:\.0+)?(?:e[-+]?0+)?")
+_PLURAL: Final = re.compile(r"(\b0 [a-z]+?)s\b")
 _LIST: Final = re.compile(r"\b(rank|step)s\b|0(?:(?:, ?| and | ?- ?)0)+\b")
 
 Only = Annotated[
@@ -359,7 +360,7 @@ def _without_values(text: str | None) -> str:
 
 @functools.lru_cache(maxsize=4096)  # messages of one cause often differ in their digits alone
 def _without_numbers(text: str) -> str:
-    plain = _NUMBER.sub("0", _ID.sub("0", text))
+    plain = _PLURAL.sub(r"\1", _NUMBER.sub("0", _ID.sub("0", text)))
     return _LIST.sub(lambda match: match[1] or "0", plain)
 
 

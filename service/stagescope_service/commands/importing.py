@@ -121,7 +121,7 @@ def import_directory(
     name = check_run_name(run or _name_of(directory))
     token = None if token_file is None else discovery.read_token(token_file)
     dump = open_dump(directory.resolve(), step=step, kind=kind)
-    with attach(url, token=token, timeout=timeout) as session:
+    with attach(url, token=token, timeout=timeout, format_advice=terminal.in_commands) as session:
         report = import_dump(session, dump, name, directory, step=step, new_attempt=new_attempt)
     if as_json:
         terminal.show_json(report)

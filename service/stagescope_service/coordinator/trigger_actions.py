@@ -376,7 +376,8 @@ def finding_place(key: Mapping[str, Any]) -> str:
 
 def _advice(act: Act) -> str:
     """Return the advice; if the rank's streams cannot be compared, it starts with that cause."""
-    advice, cause = act.rule.actions.advice, act.row["evidence"].get("cause")
+    advice = act.rule.actions.advice.replace("{step}", str(act.row["step"]))
+    cause = act.row["evidence"].get("cause")
     if cause is None:
         return advice
     first = f"explain first why the streams of {act.row['role']} rank {act.row['rank']} cannot be "

@@ -70,7 +70,7 @@ class Actions:
 
     Attributes:
         severity: of the finding, None for no finding.
-        advice: what to try.
+        advice: what to try; `{step}` in it becomes the step.
         pin: number of last steps whose payloads are pinned in the ring.
         webhook: URL that receives the firing as JSON. It may contain secrets: show only
             `webhook_host`.

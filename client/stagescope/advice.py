@@ -1,0 +1,86 @@
+"""Advice of the service in the words of its reader: API paths become commands or method calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container
+from typing import Final, TypeAlias
+
+AdviceFormat: TypeAlias = Callable[[str], str]
+"""Rewrites the API's paths in advice for its reader."""
+
+_PATH: Final = re.compile(
+    r"(?<![\w./])(?:GET )?/(?:(?P<kind>[a-z]+)/(?P<name>[^\s/;,]+)/)?(?P<noun>[a-z-]+)"
+    r"(?:\?(?P<query>\w+=\w+(?:&\w+=\w+)*))?(?![\w/?])"
+)
+_CAPTURE: Final = re.compile(r"(?<![\w./])(?:GET )?/captures/(?P<name>[^\s/;,]+)")
+_DIVERGENCE: Final = re.compile(r"(?<![\w./])(?:POST )?/operators/divergence\b")
+
+
+def for_command_line(text: str, commands: Container[str]) -> str:
+    """Return `text` with the API's paths replaced by the commands that give the same answers.
+
+    Usage:
+        >>> for_command_line("see /steps/5/stages, /losses", {"stages", "losses"})
+        'see `stagescope stages 5`, `stagescope losses`'
+
+    Args:
+        text: advice.
+        commands: the commands of `stagescope`; any other path is left unchanged.
+    """
+
+    def command(path: re.Match[str]) -> str:
+        noun, kind, name = path["noun"], path["kind"], path["name"]
+        if noun not in commands or kind not in (None, "runs", "steps"):
+            return path[0]
+        target = {None: "", "runs": f" --run {name}", "steps": f" {name}"}[kind]
+        options = "".join(f" --{key.replace('_', '-')} {value}" for key, value in _query(path))
+        return f"`stagescope {noun}{target}{options}`"
+
+    text = _CAPTURE.sub(r"`stagescope progress \g<name>`", text)
+    return _PATH.sub(command, _DIVERGENCE.sub("`stagescope divergence`", text))
+
+
+_OF_SESSION: Final = frozenset(
+    {
+        "captures", "devices", "engines", "findings", "losses", "plan", "runs", "stacks", "status",
+        "steps", "triggers", "weights",
+    }
+)  # fmt: skip
+_OF_STEP: Final = frozenset(
+    {
+        "dumps", "kept", "metrics", "operators", "ranks", "rounds", "scalars", "stacks", "stages",
+        "stuck", "tokens", "weights",
+    }
+)  # fmt: skip
+
+
+def for_session(text: str) -> str:
+    """Return `text` with the API's paths replaced by calls of a `Session`, here `session`.
+
+    Usage:
+        >>> for_session("see /steps/5/stages, /losses")
+        'see session.step(5).stages(), session.losses()'
+
+    Args:
+        text: advice; paths without a method are left unchanged.
+    """
+
+    def call(path: re.Match[str]) -> str:
+        noun, kind, name = path["noun"], path["kind"], path["name"]
+        arguments = [f'{key}="{value}"' for key, value in _query(path)]
+        if kind == "runs" and noun == "attempts":
+            return f'session.attempts("{name}")'
+        if kind == "steps" and noun in _OF_STEP:
+            step = name if name.lstrip("-").isdigit() else f'"{name}"'
+            return f"session.step({step}).{noun}({', '.join(arguments)})"
+        if kind is None and noun in _OF_SESSION:
+            return f"session.{noun}({', '.join(arguments)})"
+        return path[0]
+
+    text = _CAPTURE.sub(r'session.progress("\g<name>")', text)
+    return _PATH.sub(call, _DIVERGENCE.sub("session.divergence(a, b)", text))
+
+
+def _query(path: re.Match[str]) -> list[list[str]]:
+    return [item.split("=") for item in (path["query"] or "").split("&") if item]
