@@ -36,6 +36,7 @@ from stagescope.wire.errors import (
     StoreError,
     TooLarge,
     Unauthorized,
+    UnknownName,
     Unreachable,
 )
 
@@ -76,6 +77,7 @@ __all__ = [
     "Table",
     "TooLarge",
     "Unauthorized",
+    "UnknownName",
     "Unreachable",
     "attach",
     "engine",

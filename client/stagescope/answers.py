@@ -67,7 +67,7 @@ class Metrics(Mapping[str, float]):
         >>> metrics["rollout_corr/k3_kl"]
         >>> metrics.under("per_round/")          # those with this prefix
         >>> metrics.complete, metrics.missing    # may be 'unknown'; ranks that have not arrived
-        >>> metrics.comparable, metrics.comparability    # read them before you trust a number
+        >>> metrics.comparable, metrics.cause    # read them before you trust a number
     """
 
     __slots__ = ("_about", "_values")
@@ -118,6 +118,11 @@ class Metrics(Mapping[str, float]):
     def comparable(self) -> str:
         """Whether the two streams can be compared at all: a verdict such as 'comparable'."""
         return str(self._about.get("comparable") or "unknown")
+
+    @property
+    def cause(self) -> str | None:
+        """The likeliest cause where streams cannot be compared, such as 'shifted'; else None."""
+        return self._about.get("cause")
 
     @property
     def comparability(self) -> list[Row]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, overload
 from stagescope import convert, render
 from stagescope.columns import Kinds
 from stagescope.wire import nonfinite
-from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.errors import InvalidInput, UnknownName
 from stagescope.wire.nonfinite import Json, JsonObject
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ _Table = TypeVar("_Table", bound="Table")
 Row: TypeAlias = dict[str, Json]
 """Column -> value of one row."""
 
-_MAX_LISTED_NAMES: Final = 24
 SHOWN_ROWS: Final = 20
 """Rows in the text representation; HTML shows five times as many."""
 
@@ -285,13 +284,12 @@ class Table:
         )
 
 
-def unknown_name(name: str, names: Sequence[str], *, what: str = "column") -> NotFound:
+def unknown_name(name: str, names: Sequence[str], *, what: str = "column") -> UnknownName:
     """Return the error of a name that does not exist; it suggests similar names."""
     similar = similar_names(name, names)
-    is_short = len(names) <= _MAX_LISTED_NAMES
-    return _UnknownName(
+    return UnknownName(
         f"there is no {what} {name!r}",
-        expected=f"one of {', '.join(names)}" if is_short or not similar else "",
+        expected="" if similar else f"one of {', '.join(names)}",
         advice=f"did you mean {' or '.join(similar)}?" if similar else "",
     )
 
@@ -309,10 +307,6 @@ def similar_names(name: str, names: Sequence[str], most: int = 3) -> list[str]:
     by_last = {other.rpartition("/")[2]: other for other in reversed(names)}
     last_matches = [by_last[end] for end in difflib.get_close_matches(last, [*by_last], n=most)]
     return [*dict.fromkeys([*parts[:most], *matches, *last_matches])][:most]
-
-
-class _UnknownName(NotFound, KeyError):
-    """Also a KeyError, so that `get` and `in` of a mapping work."""
 
 
 def context(about: JsonObject) -> str:

@@ -276,7 +276,7 @@ def test_stacks_to_read(session: Session, hung: tuple[Rank, Rank], found: Servic
 
 
 def test_the_command_line_advises_its_own_commands(session: Session) -> None:
-    with pytest.raises(NotFound, match="see /runs"):
+    with pytest.raises(NotFound, match=r"see session\.runs\(\)"):
         session.step(1, run="nowhere").metrics()
     told = invoke("metrics", "1", "--run", "nowhere")
     assert told.exit_code == 4

@@ -21,7 +21,7 @@ from tests.support.step_batches import step_batch
 from stagescope.batch import Batch, Tensor
 from stagescope.batch.file import describe
 from stagescope.batch.trajectories import keys_of, trajectories
-from stagescope.wire.errors import InvalidTensor, MissingExtra, NotFound
+from stagescope.wire.errors import InvalidTensor, MissingExtra, NotFound, UnknownName
 from stagescope.wire.nonfinite import Json
 
 
@@ -130,6 +130,8 @@ def test_microbatches_are_as_their_stage_saw_them() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(NotFound, match="no tensor 'entropy'; expected one of prompts, responses"):
         step_batch()["entropy"]
+    with pytest.raises(UnknownName, match="'old_logprob'; did you mean old_log_probs"):
+        step_batch()["old_logprob"]
     with pytest.raises(NotFound, match="no response_mask; keep trajectories"):
         next(trajectories(dataclasses.replace(step_batch(), tensors={})))
 
@@ -140,6 +142,10 @@ def test_it_reads_itself_out_with_what_is_missing() -> None:
     assert "bfloat16" in text
     assert "actor_update (4)" in text
     assert "rank: actor_update has nothing of actor 7" in text
+    page = step_batch()._repr_html_()
+    assert all(f">{name}<" in page for name in ("old_log_probs", "bfloat16"))
+    assert "rank: actor_update has nothing of actor 7" in page
+    assert {"old_log_probs", "responses"} <= {*step_batch()._ipython_key_completions_()}
     assert max(map(len, text.splitlines())) <= 80
 
 

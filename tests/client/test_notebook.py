@@ -39,6 +39,11 @@ def test_the_ten_that_matter_come_first_and_the_rest_is_folded() -> None:
     assert "round_74_abs_diff_mean" in folded
 
 
+def test_the_cause_of_streams_that_cannot_be_compared_is_an_attribute() -> None:
+    assert metrics().cause is None
+    assert Metrics({}, {"comparable": "suspect", "cause": "shifted"}).cause == "shifted"
+
+
 def test_a_few_metrics_are_all_shown() -> None:
     metrics_ = Metrics({"per_round/total_rounds": 2.0}, {"run": "r"})
     assert "per_round/total_rounds" in repr(metrics_)

@@ -102,21 +102,33 @@ class Batch(BatchData):
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return tensors, stages and gaps as lines of at most `width` columns."""
+        lines = render.text_table(self._columns(), units={}, width=width)
+        return lines + [line for note in self._notes() for line in render.wrapped("", note, width)]
+
+    def __repr__(self) -> str:
+        return "\n".join([render.clip(self.heading, 80), *self.lines()])
+
+    def _repr_html_(self) -> str:
+        return render.html_table(
+            self._columns(), units={}, caption=self.heading, foot=self._notes()
+        )
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return [*self]
+
+    def _columns(self) -> dict[str, tuple[Json, ...]]:
         shown = sorted(self.tensors, key=lambda name: (flow_index(name), name))
-        columns = {
+        return {
             "tensor": tuple(shown),
             "dtype": tuple(self.tensors[name].dtype for name in shown),
             "shape": tuple(list(self.tensors[name].values.shape) for name in shown),
         }
-        texts = ", ".join(self.strings)
+
+    def _notes(self) -> list[str]:
         counts = {stage: len(self.parts_of(stage)) for stage in self.stages()}
         stages = ", ".join(f"{stage} ({count})" for stage, count in counts.items())
-        lines = render.text_table(columns, units={}, width=width)
-        lines += render.wrapped("", f"strings: {texts or 'none'}", width)
-        lines += render.wrapped("", f"stages (parts): {stages or 'none'}", width)
-        for gap in self.gaps:
-            lines += render.wrapped("", f"{gap.kind}: {gap.message}", width)
-        return lines
-
-    def __repr__(self) -> str:
-        return "\n".join([render.clip(self.heading, 80), *self.lines()])
+        return [
+            f"strings: {', '.join(self.strings) or 'none'}",
+            f"stages (parts): {stages or 'none'}",
+            *(f"{gap.kind}: {gap.message}" for gap in self.gaps),
+        ]

@@ -7,6 +7,7 @@
         * `InvalidPlan` - a plan, a capture or an msprobe configuration (422)
         * `TooLarge` - a request's body over the service's limit (413)
     * `NotFound` - no such run, attempt, step, stage or capture (404)
+        * `UnknownName` - an answer has no such column, metric or field (also a `KeyError`)
     * `Unauthorized` - no token, or a wrong one (401)
     * `Forbidden` - a token that may read but not operate, or a path outside the allowed roots (403)
     * `Conflict` - the request contradicts what is in force (409)
@@ -52,6 +53,7 @@ __all__ = [
     "StoreError",
     "TooLarge",
     "Unauthorized",
+    "UnknownName",
     "Unreachable",
 ]
 
@@ -124,6 +126,15 @@ class NotFound(StagescopeError):
 
     status = 404
     code = "not_found"
+
+
+class UnknownName(NotFound, KeyError):
+    """Raised when an answer has no column, metric, field or tensor of a name.
+
+    It is a KeyError, too, so that `get` and `in` of a mapping work.
+    """
+
+    code = "unknown_name"
 
 
 class Unauthorized(StagescopeError):

@@ -330,9 +330,10 @@ class Effects:
             wall=self.wall(),
             severity="error",
             evidence={"error": reason, "tries": tries},
-            advice="its payloads, scalars and the statistics of its parts are kept (/steps/"
-            f"{step.step}/ranks, /steps/{step.step}/stages); it is tried again when more of it "
-            "arrives and when the service starts anew; the coordinator's log has the traceback",
+            advice="its payloads, scalars and the statistics of its parts are kept "
+            f"(/steps/{step.step}/ranks, /steps/{step.step}/stages); it is tried again when more "
+            "of it arrives and when the service starts anew; the coordinator's log has the "
+            "traceback",
         )
 
     def _unfinished(self, step: Aggregate) -> list[int]:
