@@ -23,7 +23,7 @@ for _name in ("STAGESCOPE_URL", "STAGESCOPE_TOKEN", "STAGESCOPE_TOKEN_FILE"):
 os.environ["STAGESCOPE_HOME"] = tempfile.mkdtemp(prefix="stagescope-tests-")
 atexit.register(shutil.rmtree, os.environ["STAGESCOPE_HOME"], ignore_errors=True)
 
-# Several processes of tests share the cores: OpenMP's threads, which wait busily, would fight for them.
+# Processes of tests share the cores: OpenMP's threads, which wait busily, would fight for them.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -14,6 +14,7 @@ _PATH: Final = re.compile(
     r"(?:\?(?P<query>\w+=\w+(?:&\w+=\w+)*))?(?![\w/?])"
 )
 _CAPTURE: Final = re.compile(r"(?<![\w./])(?:GET )?/captures/(?P<name>[^\s/;,]+)")
+_FINDING: Final = re.compile(r"(?<![\w./])(?:GET )?/findings/(?P<name>[^\s/;,]+)")
 _DIVERGENCE: Final = re.compile(r"(?<![\w./])(?:POST )?/operators/divergence\b")
 
 
@@ -38,6 +39,7 @@ def for_command_line(text: str, commands: Container[str]) -> str:
         return f"`stagescope {noun}{target}{options}`"
 
     text = _CAPTURE.sub(r"`stagescope progress \g<name>`", text)
+    text = _FINDING.sub(r"`stagescope finding \g<name>`", text)
     return _PATH.sub(command, _DIVERGENCE.sub("`stagescope divergence`", text))
 
 
@@ -79,6 +81,7 @@ def for_session(text: str) -> str:
         return path[0]
 
     text = _CAPTURE.sub(r'session.progress("\g<name>")', text)
+    text = _FINDING.sub(r'session.finding("\g<name>")', text)
     return _PATH.sub(call, _DIVERGENCE.sub("session.divergence(a, b)", text))
 
 

@@ -102,7 +102,7 @@ class FindingRows(Table):
         if self._groups.about.get("truncated"):
             notes.append(f"only the newest {self._groups.about['grouped']} were looked at")
         if "finding_id" in self._groups.names:
-            notes.append("one whole, with its evidence: stagescope finding ID")
+            notes.append(f"one of them with its evidence: {self._format_advice('/findings/ID')}")
         return notes
 
     def __repr__(self) -> str:

@@ -24,6 +24,8 @@ _STEP_FIELDS: Final = frozenset({
 })  # fmt: skip
 """Fields of an answer with one entry per step; they become columns."""
 _SHOWN: Final = 64
+_READABLE: Final = 40
+"""Characters of a sparkline beside its summary, unless it has fewer steps."""
 
 Value = float | None
 
@@ -93,7 +95,8 @@ class Series(Table):
         right = max((len(text) for text in facts.values()), default=0)
         indent = left + len(render.GAP) if left else 0
         room = width - left - right - 2 * len(render.GAP)
-        is_narrow = room < 8
+        # A short sparkline hides steps: then its summary stands below it.
+        is_narrow = room < min(max(len(self), 8), _READABLE)
         room = width - indent if is_narrow else room
         lines = []
         for name in shown:
@@ -127,6 +130,8 @@ class Series(Table):
             f"no value at {render.stretches('step', at)}: {reason}"
             for reason, at in by_reason.items()
         ]
+        if self.about["kind"] == "scalar":
+            notes[0] += "; a value is the mean over the ranks and parts that logged it"
         if self.about["kind"] == "metric":
             verdicts: dict[str, list[int]] = {}
             for step, verdict in zip(steps, self["comparable"], strict=True):

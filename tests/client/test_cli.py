@@ -66,9 +66,20 @@ def test_json_spells_what_is_not_finite(service: Answering) -> None:
 def test_metrics_by_name_and_of_the_latest_step(service: Answering) -> None:
     result = ask(service, "metrics", "--only", "per_round/*", "--json")
     assert set(json.loads(result.stdout)["metrics"]) == {n for n in METRICS if "per_round" in n}
-    missing = ask(service, "metrics", "--only", "nothing*")
-    assert missing.exit_code == 4
-    assert "nothing*" in missing.stderr
+    both = ask(service, "metrics", "--only", "per_round/*, rollout_corr/k3_kl", "--json")
+    assert {*json.loads(both.stdout)["metrics"]} == {
+        name for name in METRICS if "per_round" in name or name == "rollout_corr/k3_kl"
+    }
+    for only in ("nothing*", "per_round/*,nothing*"):
+        missing = ask(service, "metrics", "--only", only)
+        assert missing.exit_code == 4
+        assert "'nothing*'" in missing.stderr
+
+
+def test_exact_takes_one_run(service: Answering) -> None:
+    refused = ask(service, "exact", "one", "--run", "two")
+    assert refused.exit_code == 2
+    assert "two runs are named: one and two" in refused.stderr
 
 
 def test_run_and_attempt_reach_the_service(service: Answering) -> None:

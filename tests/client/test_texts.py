@@ -10,6 +10,7 @@ from stagescope.changes import Changes
 from stagescope.connection import segment, step_segment
 from stagescope.findings import Finding
 from stagescope.hangs import STUCK_ORDER, Stuck
+from stagescope.series import Series
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import STAGES
@@ -97,3 +98,33 @@ def test_why_numbers_cannot_be_compared_is_wrapped_not_cut(width: int) -> None:
     lines = Metrics({"rollout_corr/kl": 0.5}, about).lines(width=width)
     assert max(map(len, lines)) <= width
     assert f"shifted: suspect: {text}" in " ".join(" ".join(lines).split())
+
+
+def series(metric: str, kind: str, values: list[float]) -> Series:
+    count = len(values)
+    return Series.from_answer(
+        {
+            "metric": metric, "kind": kind, "by": None, "steps": [*range(count)],
+            "attempts": [1] * count, "superseded_by": [None] * count,
+            "complete": ["complete"] * count, "comparable": ["comparable"] * count,
+            "reasons": [None] * count, "earlier_to": None,
+            "series": [{"name": "", "values": values}],
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [3, 30, 300])
+def test_a_sparkline_has_the_width_that_there_is(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagescope.series._can_encode", lambda text: True)
+    shown = series("rollout_corr/k3_kl", "metric", [1e-4 * at for at in range(steps)])
+    lines = shown.lines(width=80)
+    drawn = sum(character in "▁▂▃▄▅▆▇█" for character in lines[0])
+    assert drawn >= min(steps, 40)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_scalars_series_says_what_a_value_is() -> None:
+    assert "mean over the ranks and parts" in repr(series("loss", "scalar", [0.5, 0.4]))
+    assert "mean over" not in repr(series("rollout_corr/kl", "metric", [0.5, 0.4]))

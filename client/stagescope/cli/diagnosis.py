@@ -40,6 +40,11 @@ def _read_side(_: click.Context, __: click.Parameter, value: str) -> dict[str, s
     return read_side(value)
 
 
+def _of_run(side: dict[str, str | int], run: str | None) -> dict[str, str | int]:
+    """Return a side with the run of --run, unless it names one."""
+    return side if run is None else {"run": run, **side}
+
+
 @step_question(
     CAPTURED, STAGE, ROLE, RANK, PART, CAPTURE,
     click.option("--name", metavar="GLOB", help="Only such names: '*lm_head*', or part of a name."),
@@ -70,6 +75,7 @@ def stack(step: Step, stack_id: str, **filters: OptionValue) -> Record:
 @question(
     click.argument("a", metavar="step=N,rank=N,...", callback=_read_side),
     click.argument("b", metavar="rank=N,...", callback=_read_side),
+    RUN,
     click.option("--factor", type=click.FloatRange(min=0), help="Threshold in eps [default: 4]."),
     click.option("--exact", is_flag=True, help="Every number must be equal."),
     click.option("--skip-sharded", is_flag=True, help="Skip shards."),
@@ -78,6 +84,7 @@ def divergence(
     session: Session,
     a: dict[str, str | int],
     b: dict[str, str | int],
+    run: str | None,
     factor: float | None,
     exact: bool,
     skip_sharded: bool,
@@ -87,7 +94,9 @@ def divergence(
     A side is named by run, attempt, step, stage, role, rank, part and capture; fields that the
     second side lacks are those of the first: `stagescope divergence step=5,rank=0 rank=1`.
     """
-    return session.divergence(a, b, factor=factor, exact=exact, skip_sharded=skip_sharded)
+    return session.divergence(
+        _of_run(a, run), b, factor=factor, exact=exact, skip_sharded=skip_sharded
+    )
 
 
 @question(
@@ -96,13 +105,19 @@ def divergence(
     click.option(
         "--wait", type=click.FloatRange(min=0), default=900.0, show_default=True, metavar="SECONDS"
     ),
+    RUN,
     LIMIT,
 )
 def tensors(
-    session: Session, a: dict[str, str | int], b: dict[str, str | int], wait: float, limit: int
+    session: Session,
+    a: dict[str, str | int],
+    b: dict[str, str | int],
+    wait: float,
+    run: str | None,
+    limit: int,
 ) -> Table:
     """How the full tensors of two dumps differ, compared by msprobe (task tensor)."""
-    return session.tensors(a, b, limit=limit, wait=wait)
+    return session.tensors(_of_run(a, run), b, limit=limit, wait=wait)
 
 
 @step_question(STEP, STAGE, ROLE, RANK, LIMIT)

@@ -31,7 +31,7 @@ from stagescope.cli.common import (
 from stagescope.session import Session, StepName
 from stagescope.step import Step
 from stagescope.table import Table, similar_names
-from stagescope.wire.errors import NotFound
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.keep import SECTIONS
 from stagescope.wire.nonfinite import Json
 
@@ -63,10 +63,12 @@ def steps(session: Session, run: str | None, attempt: int | None, limit: int) ->
     return session.steps(run, attempt, limit=limit)
 
 
-@question(click.argument("run", required=False, metavar="[RUN]"), ATTEMPT)
-def exact(session: Session, run: str | None, attempt: int | None) -> Record:
+@question(click.argument("name", required=False, metavar="[RUN]"), RUN, ATTEMPT)
+def exact(session: Session, name: str | None, run: str | None, attempt: int | None) -> Record:
     """In which steps trainer and rollout are bitwise equal, and where they first are not."""
-    return session.exact(run, attempt)
+    if name and run and name != run:
+        raise InvalidInput(f"two runs are named: {name} and {run}", expected="one of them")
+    return session.exact(name or run, attempt)
 
 
 @step_question(
@@ -76,7 +78,7 @@ def exact(session: Session, run: str | None, attempt: int | None) -> Record:
     RANK,
     ROUND,
     click.option(
-        "--only", metavar="GLOB", help="Only metrics whose names match, such as 'per_round/*'."
+        "--only", metavar="A,B", help="Only metrics whose names match, such as 'per_round/*'."
     ),
 )
 def metrics(step: Step, only: str | None, **filters: OptionValue) -> Metrics:
@@ -84,15 +86,18 @@ def metrics(step: Step, only: str | None, **filters: OptionValue) -> Metrics:
     answer = step.metrics(**filters)
     if only is None:
         return answer
-    matching = {name: value for name, value in answer.items() if fnmatch.fnmatchcase(name, only)}
-    if not matching:
-        similar = similar_names(only.strip("*"), [*answer])
-        raise NotFound(
-            f"no metric of this step matches {only!r}",
-            expected="" if similar else f"one of {', '.join(answer)}",
-            advice=f"did you mean {' or '.join(similar)}?" if similar else "",
-        )
-    return Metrics(matching, answer.about)
+    matching: set[str] = set()
+    for pattern in comma_list(only):
+        found = fnmatch.filter(answer, pattern)
+        if not found:
+            similar = similar_names(pattern.strip("*"), [*answer])
+            raise NotFound(
+                f"no metric of this step matches {pattern!r}",
+                expected="" if similar else f"one of {', '.join(answer)}",
+                advice=f"did you mean {' or '.join(similar)}?" if similar else "",
+            )
+        matching.update(found)
+    return Metrics({n: value for n, value in answer.items() if n in matching}, answer.about)
 
 
 @step_question(

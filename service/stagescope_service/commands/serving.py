@@ -98,6 +98,17 @@ def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -
     info = start_service(settings, address=address)
     if info.passed_over:
         click.echo(_skipped_clusters(info.passed_over), err=True)
+    unused = [
+        f"--{name.replace('_', '-')}"
+        for name, value in options.items()
+        if value is not None and not (name == "port" and (not value or f":{value}" in info.url))
+    ]
+    if info.already_running and unused:
+        click.echo(
+            f"note: the running service keeps the settings that it was started with, without "
+            f"{', '.join(unused)}: `stagescope stop` first",
+            err=True,
+        )
     if as_json:
         terminal.show_json(_as_json(info))
     else:

@@ -375,7 +375,7 @@ def test_ranks_and_roles_that_are_not_there_are_named_in_a_note() -> None:
     named = {"roles": ["actor", "actr"], "ranks": [0]}
     entry = ranks.orders.add(order(run="r", **named), by="me", mono=0.0, wall=0.0)
     said = ranks.orders.notes(entry)
-    assert "nobody has the role actr; there are actor" in said
+    assert "nobody has the role actr (did you mean actor?); there are actor" in said
     assert not any("no rank" in note for note in said)
     kept = {"task": None, "keep": ["old_logprobs"], "ranks": [0, 3]}
     entry = ranks.orders.add(order(run="r", **kept), by="me", mono=0.0, wall=0.0)

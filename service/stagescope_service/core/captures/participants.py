@@ -10,7 +10,7 @@ from typing import Any, Final
 from stagescope.wire.captures import needs_ranks, unmatched_ranks
 from stagescope.wire.errors import Conflict
 from stagescope.wire.keep import misspelt_selectors
-from stagescope.wire.names import closest_by_words, closest_stage
+from stagescope.wire.names import closest_by_words, closest_field, closest_stage
 from stagescope.wire.schema import STAGES
 from stagescope_service.core.captures import agreement as agreement_rules
 from stagescope_service.core.captures.agreement import CaptureParticipants
@@ -115,7 +115,9 @@ def _rank_notes(
     there = {role for role, _ in attempt.by_rank}
     if strange := sorted({*(request["roles"] or ())} - there):
         known = ", ".join(sorted(there)) or "(none yet)"
-        fields.append(f"nobody has the role {', '.join(strange)}; there are {known}")
+        meant = [*filter(None, (closest_field(role, sorted(there)) for role in strange))]
+        suggestion = f" (did you mean {', '.join(meant)}?)" if meant else ""
+        fields.append(f"nobody has the role {', '.join(strange)}{suggestion}; there are {known}")
     members = {(each.role, each.rank) for each in participants.members}
     if not needs_ranks(request):  # what the service does by itself includes raw callers
         members |= {each for each in attempt.by_rank if each[0] in (request["roles"] or there)}

@@ -38,7 +38,12 @@ from stagescope_service.dumps.formats.nexrl_rows import (
 )
 from stagescope_service.dumps.formats.slime import EVAL_STAGE
 from stagescope_service.dumps.joining.join import join
-from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, save_torch_file
+from stagescope_service.dumps.pickles.torch_file import (
+    FileTensor,
+    FileValue,
+    check_torch,
+    save_torch_file,
+)
 from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record, mapping
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
@@ -92,6 +97,8 @@ def write_nexrl(dump: Dump, directory: Path, format: str = "pt") -> Exported:
         raise InvalidInput(f"format {format!r}", expected=f"one of {', '.join(FORMATS)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise Conflict(f"{directory} is there and not empty", expected="a new directory")
+    if format == "pt":
+        check_torch()
     writer = _Writer(dump, directory, format)
     steps: dict[int | None, list[DumpEntry]] = defaultdict(list)
     for entry in dump.entries:

@@ -45,6 +45,7 @@ __all__ = [
     "FileTensor",
     "FileValue",
     "Unreadable",
+    "check_torch",
     "load_running_code",
     "read_torch_file",
     "save_torch_file",
@@ -103,6 +104,21 @@ def load_running_code(path: Path) -> FileValue:
     return _PlainValues(path, size, objects=True)(loaded)
 
 
+def check_torch() -> None:
+    """Check that files can be written by torch.
+
+    Raises:
+        MissingExtra: torch is not installed.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra(
+            "a .pt file is written by torch, which is not installed here",
+            advice="pip install torch, or choose another format",
+        ) from error
+
+
 def save_torch_file(path: Path, content: FileValue) -> None:
     """Write plain values and `FileTensor` as `torch.save` does, with real tensors.
 
@@ -110,13 +126,8 @@ def save_torch_file(path: Path, content: FileValue) -> None:
         MissingExtra: torch is not installed.
         OSError: the disk reported an error.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise MissingExtra(
-            "a .pt file is written by torch, which is not installed here",
-            advice="pip install torch, or choose another format",
-        ) from error
+    check_torch()
+    import torch
 
     def with_tensors(value: FileValue) -> object:
         if isinstance(value, dict):

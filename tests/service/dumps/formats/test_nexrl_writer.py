@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.support.dump_files import (
 )
 from tests.support.step_dumps import MemoryDump
 
-from stagescope.wire.errors import Conflict, InvalidInput, InvalidTensor
+from stagescope.wire.errors import Conflict, InvalidInput, InvalidTensor, MissingExtra
 from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
@@ -53,6 +54,16 @@ def test_its_own_files_come_back_the_same(tmp_path: Path, mode: str, suffix: str
     assert locations[0] == locations[1]
     for one, other in zip(source.entries, again.entries, strict=True):
         same(source.read(one), again.read(other))
+
+
+def test_without_torch_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_dump(nexrl_directory(tmp_path / "a", suffix="jsonl"))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingExtra, match="pip install torch"):
+        write_nexrl(source, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 def test_parts_without_a_name_in_nexrl_are_restored_from_the_index(tmp_path: Path) -> None:
