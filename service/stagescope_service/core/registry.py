@@ -414,6 +414,10 @@ class Registry:
         ]  # fmt: skip
         if left:
             return None
+        # A process that this one lived beside is of its own start: in a short training one rank may
+        # take leave before the first word of another arrives.
+        if older is None and any(process.started <= _last_sign(each) for each in others):
+            return None
         of_role = [each for each in others if each.role == process.role]
         return older or max(of_role, key=lambda each: each.last_contact, default=None)
 
@@ -442,6 +446,12 @@ class Registry:
             mapping.clear()
         attempt.stepless.holders.clear()
         attempt.stepless.ranks.clear()
+
+
+def _last_sign(process: Process) -> float:
+    """Return until when a process certainly lived, by the sender's wall clock."""
+    left = process.left_wall if process.finished else None
+    return process.last_wall if left is None else max(left, process.last_wall)
 
 
 def _adopt_resume(attempt: Attempt, process: Process) -> bool:

@@ -108,6 +108,24 @@ def test_a_rank_that_never_spoke_before_may_be_the_first_of_the_next_start(
     check_memory(bench.state)
 
 
+@pytest.mark.parametrize("steps", [(1, 2), (3,)])
+def test_a_rank_that_took_leave_before_another_spoke_is_of_the_same_start(
+    bench: Bench, steps: tuple[int, ...]
+) -> None:
+    """Two ranks of one short script: all that one has to say arrives before the other's."""
+    ranks = [Rank(0, key=None), Rank(1, key=None, started=1000.001)]
+    for rank in ranks:
+        bench.give(rank.hello(world_size=2))
+        for step in steps:
+            bench.give(*rank.work(step))
+        bench.give(rank.finish())
+    assert [number for number, _ in attempts(bench)] == [1]
+    rows = bench.rows.of("stages", attempt_id=1, superseded=False)
+    assert {(row["rank"], row["step"]) for row in rows} == {(r, s) for r in (0, 1) for s in steps}
+    assert not [row for row in bench.rows.of("findings") if row["kind"] == "started_again"]
+    check_memory(bench.state)
+
+
 def test_a_process_of_another_role_belongs_to_the_training_that_was(bench: Bench) -> None:
     bench.give(*Rank(0, key=None).work(1), *Rank(0, "judge", key=None, started=2000.0).work(1))
     assert [number for number, _ in attempts(bench)] == [1]

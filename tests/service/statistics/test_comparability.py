@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.batches import batch_of, bfloat16, from_bfloat16
-from tests.support.sampler import NOISE, SHARPNESS, Batch, as_is, draw, temperature, top_k, top_p
+from tests.support.sampler import (
+    NOISE,
+    SHARPNESS,
+    Batch,
+    as_is,
+    draw,
+    log_softmax,
+    temperature,
+    top_k,
+    top_p,
+)
 
 from stagescope_service.statistics import (
     Comparability,
@@ -233,6 +243,23 @@ def test_a_sick_batch_is_suspect_by_its_own_cause(name: str) -> None:
     assert found["suspect"] + found["missed"] >= 6
     assert found["missed"] == 0, found
     assert found["right"] >= 0.95 * found["suspect"], found
+
+
+@pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
+def test_a_deep_cut_of_a_flat_vocabulary_makes_no_sample_unrelated(spread: float) -> None:
+    """4 of 64 tokens are left: q of each token lies far above p, and hardly depends on it."""
+    rng = np.random.default_rng(1)
+    scores = log_softmax(spread * rng.standard_normal((16 * 100, 64)))
+    sampled = top_k(4)(scores)
+    token = (sampled + rng.gumbel(size=sampled.shape)).argmax(axis=-1)[:, None]
+    p, q = (
+        np.take_along_axis(stream, token, axis=-1).astype(np.float32).reshape(16, 100)
+        for stream in (scores, sampled)
+    )
+    drawn = Batch(p, q, np.zeros_like(p))
+    assert asked(drawn, 2).cause == "renormalised"
+    mixed = dataclasses.replace(drawn, p=np.concatenate([p[1::-1], p[2:]]))
+    assert "unrelated" in {check.name for check in asked(mixed, 2).suspects}
 
 
 def test_of_200_healthy_batches_none_is_suspect() -> None:
