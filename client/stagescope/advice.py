@@ -11,7 +11,7 @@ AdviceFormat: TypeAlias = Callable[[str], str]
 
 _PATH: Final = re.compile(
     r"(?<![\w./])(?:GET )?/(?:(?P<kind>[a-z]+)/(?P<name>[^\s/;,]+)/)?(?P<noun>[a-z-]+)"
-    r"(?:\?(?P<query>\w+=\w+(?:&\w+=\w+)*))?(?![\w/?])"
+    r"(?:\?(?P<query>\w+=[\w.-]*\w(?:&\w+=[\w.-]*\w)*))?(?![\w/?])"
 )
 _CAPTURE: Final = re.compile(r"(?<![\w./])(?:GET )?/captures/(?P<name>[^\s/;,]+)")
 _FINDING: Final = re.compile(r"(?<![\w./])(?:GET )?/findings/(?P<name>[^\s/;,]+)")
@@ -45,8 +45,8 @@ def for_command_line(text: str, commands: Container[str]) -> str:
 
 _OF_SESSION: Final = frozenset(
     {
-        "captures", "devices", "engines", "findings", "losses", "plan", "runs", "stacks", "status",
-        "steps", "triggers", "weights",
+        "captures", "devices", "engines", "exact", "findings", "losses", "plan", "runs", "stacks",
+        "status", "steps", "triggers", "weights",
     }
 )  # fmt: skip
 _OF_STEP: Final = frozenset(
@@ -74,8 +74,10 @@ def for_session(text: str) -> str:
         if kind == "runs" and noun == "attempts":
             return f'session.attempts("{name}")'
         if kind == "steps" and noun in _OF_STEP:
+            of_run = [each for each in arguments if each.startswith("run=")]
             step = name if name.lstrip("-").isdigit() else f'"{name}"'
-            return f"session.step({step}).{noun}({', '.join(arguments)})"
+            rest = (each for each in arguments if each not in of_run)
+            return f"session.step({', '.join([step, *of_run])}).{noun}({', '.join(rest)})"
         if kind is None and noun in _OF_SESSION:
             return f"session.{noun}({', '.join(arguments)})"
         return path[0]

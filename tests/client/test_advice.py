@@ -53,6 +53,8 @@ def test_paths_become_commands(said: str, meant: str) -> None:
         ("in /steps/latest/metrics.", 'in session.step("latest").metrics().'),
         ("/steps/5/tokens?kind=nonfinite", 'session.step(5).tokens(kind="nonfinite")'),
         ("compared by /operators/divergence", "compared by session.divergence(a, b)"),
+        ("/steps/5/stuck?run=a-1 names", 'session.step(5, run="a-1").stuck() names'),
+        ("/exact?run=a-1 says", 'session.exact(run="a-1") says'),
         ("look at /tmp/steps or /home", "look at /tmp/steps or /home"),
     ],
 )

@@ -395,6 +395,7 @@ def _silent_finding(
         step, stage, part = reached.step, reached.stage, str(reached.part)
     place = f"step {step}" if stage is None else f"{stage} of step {step}"
     where = f"inside {place}" if inside else f"after {place}"
+    path = f"/steps/{'latest' if step is None else step}/stuck?run={attempt.run}"
     quiet = f"not heard for {max(wall - process.last_contact, 0.0):.0f} s"
     if began is not None and process.last_contact < began:
         # Whether the earlier coordinator had requested its stacks is unknown.
@@ -423,7 +424,8 @@ def _silent_finding(
             "node_id": process.node_id,
         },
         advice="look at its process on its node (stopped, swapping, a held interpreter lock, a "
-        "dead host, a cut network): `stagescope stuck` names host and pid",
+        f"dead host, a cut network): {path} names host and "
+        "pid",
     )
 
 
@@ -465,6 +467,6 @@ def _finding(
             "ranks_ended": stuck.ended,
             "request_id": request_id,
         },
-        advice=f"its stacks and those of another rank were asked for: `stagescope stacks "
-        f"{place.step} --run {attempt.run}`",
+        advice=f"its stacks and those of another rank were asked for: /steps/{place.step}/stacks"
+        f"?run={attempt.run}",
     )

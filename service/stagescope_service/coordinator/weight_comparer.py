@@ -237,7 +237,7 @@ def _differ(compared: ComparedVersion) -> dict[str, Any] | None:
         "advice": "no name is on both sides: map them with STAGESCOPE_WEIGHT_NAMES or names="
         if unlike
         else "the engine samples from other weights than were trained: look at this sync of these "
-        "tensors; see `stagescope weights`",
+        "tensors; see /weights",
         "stage": "weight_sync",
         "role": "rollout",
         "rank": ranks[0] if len(ranks) == 1 else None,
@@ -264,7 +264,7 @@ def _replicas_differ(compared: ComparedVersion, processes: Sequence[Row]) -> dic
             "odd": [{**odd._asdict(), "names": odd.names[:NAMED]} for odd in named[:NAMED]],
         },
         "advice": "a device that computes wrong, or a step that these ranks did not take together;"
-        " see `stagescope devices`",
+        " see /devices",
         "role": named[0].role if len({odd.role for odd in named}) == 1 else None,
         "rank": named[0].rank if len(named) == 1 else None,
     }

@@ -244,6 +244,7 @@ def _stood_still(
         role=process.role,
         rank=process.rank,
         evidence={"request_id": row["request_id"]},
-        advice="a call holds the interpreter lock, or the process was stopped; `stagescope stacks` "
-        "shows where every thread stood",
+        advice="a call holds the interpreter lock, or the process was stopped; "
+        f"/steps/{'latest' if row['step'] is None else row['step']}/stacks shows where every "
+        "thread stood",
     )

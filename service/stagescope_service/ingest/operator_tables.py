@@ -110,7 +110,7 @@ def _non_finite(job: Job, found: RankNonFinite, first: Mapping[str, Any]) -> Put
         + (f"not finite before it: {inputs}" if inputs else "its inputs were finite"),
         **about(job),
         severity="error",
-        advice="see `stagescope operators` with --non-finite for what followed",
+        advice=f"see /steps/{job['step']}/operators for what followed",
         evidence={
             **{name: first[name] for name in ("name", "operator", "module_class", "parent",
                "direction", "section", "index", "non_finite", "source", "order", "dtype")},

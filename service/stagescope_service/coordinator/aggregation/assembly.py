@@ -293,7 +293,7 @@ def _not_exact(
             **location,
             severity="error",
             evidence={**evidence, "unequal": unequal},
-            advice=f"stagescope exact {location['run']} says since which step; a capture of this "
+            advice=f"/exact?run={location['run']} says since which step; a capture of this "
             "step and of one before (stagescope capture) names the operator",
         )
     ]
