@@ -115,6 +115,11 @@ class Metrics(Mapping[str, float]):
         return list(self._about.get("missing") or [])
 
     @property
+    def coverage(self) -> JsonObject:
+        """Tokens sent, counted and left out with the reason; gaps by kind. {} where not known."""
+        return dict(self._about.get("coverage") or {})
+
+    @property
     def comparable(self) -> str:
         """Whether the two streams can be compared at all: a verdict such as 'comparable'."""
         return str(self._about.get("comparable") or "unknown")

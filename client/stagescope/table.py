@@ -28,6 +28,7 @@ Row: TypeAlias = dict[str, Json]
 """Column -> value of one row."""
 
 SHOWN_ROWS: Final = 20
+_NAMES_LISTED: Final = 8
 """Rows in the text representation; HTML shows five times as many."""
 
 
@@ -289,9 +290,15 @@ def unknown_name(name: str, names: Sequence[str], *, what: str = "column") -> Un
     similar = similar_names(name, names)
     return UnknownName(
         f"there is no {what} {name!r}",
-        expected="" if similar else f"one of {', '.join(names)}",
+        expected="" if similar else f"one of {_first(names)}",
         advice=f"did you mean {' or '.join(similar)}?" if similar else "",
     )
+
+
+def _first(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_LISTED
+    listed = ", ".join(names[:_NAMES_LISTED])
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
 def similar_names(name: str, names: Sequence[str], most: int = 3) -> list[str]:

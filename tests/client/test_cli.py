@@ -74,6 +74,9 @@ def test_metrics_by_name_and_of_the_latest_step(service: Answering) -> None:
         missing = ask(service, "metrics", "--only", only)
         assert missing.exit_code == 4
         assert "'nothing*'" in missing.stderr
+    assert f"and {len(METRICS) - 8} more" in missing.stderr
+    similar = ask(service, "metrics", "--only", "*k3kl*")
+    assert "did you mean rollout_corr/k3_kl" in similar.stderr
 
 
 def test_exact_takes_one_run(service: Answering) -> None:

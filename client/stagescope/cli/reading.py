@@ -30,7 +30,7 @@ from stagescope.cli.common import (
 )
 from stagescope.session import Session, StepName
 from stagescope.step import Step
-from stagescope.table import Table, similar_names
+from stagescope.table import Table, unknown_name
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.keep import SECTIONS
 from stagescope.wire.nonfinite import Json
@@ -90,12 +90,7 @@ def metrics(step: Step, only: str | None, **filters: OptionValue) -> Metrics:
     for pattern in comma_list(only):
         found = fnmatch.filter(answer, pattern)
         if not found:
-            similar = similar_names(pattern.strip("*"), [*answer])
-            raise NotFound(
-                f"no metric of this step matches {pattern!r}",
-                expected="" if similar else f"one of {', '.join(answer)}",
-                advice=f"did you mean {' or '.join(similar)}?" if similar else "",
-            )
+            raise unknown_name(pattern, [*answer], what="metric of this step like")
         matching.update(found)
     return Metrics({n: value for n, value in answer.items() if n in matching}, answer.about)
 

@@ -32,12 +32,37 @@ from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.summary import Summary
 
-__all__ = ["Check", "Comparability", "RankCause", "causes_of_ranks", "examine", "examine_cell"]
+__all__ = [
+    "WHAT_TO_CHECK",
+    "Check",
+    "Comparability",
+    "RankCause",
+    "causes_of_ranks",
+    "examine",
+    "examine_cell",
+]
 
-LIKELIEST_FIRST: Final = (
-    "bitwise_equal", "constant", "probabilities", "coverage", "padding", "shifted", "unrelated",
-    "rounded", "renormalised", "temperature", "calibration", "versions",
-)  # fmt: skip
+WHAT_TO_CHECK: Final = {
+    "bitwise_equal": "whether the trainer copies the rollout's log-probs (a bypass mode)",
+    "constant": "whether the stream is filled in at all, and by whom",
+    "probabilities": "whether what is handed over is a log-prob, and of the token that was sampled",
+    "coverage": "which tokens the engine returns log-probs for, and what the trainer fills in for "
+    "the others",
+    "padding": "whether the mask ends where the response ends",
+    "shifted": "whether both streams give token t the log-prob of token t: logits at t - 1 score "
+    "token t",
+    "unrelated": "whether rows keep their order between engine and trainer (sample_ids pair them), "
+    "and both score the same token ids",
+    "rounded": "in which dtype the engine returns log-probs, and whether one stream is a copy",
+    "renormalised": "top_p, top_k and min_p of the rollout, and whether the engine returns raw or "
+    "processed log-probs",
+    "temperature": "whether both sides divide logits by the same temperature",
+    "calibration": "sampling parameters, weights and adapters of the engine that sampled",
+    "versions": "which policy version sampled which tokens: the slice of staleness 0 is the "
+    "mismatch alone",
+}
+"""What to look at for each cause, the likeliest cause first."""
+LIKELIEST_FIRST: Final = (*WHAT_TO_CHECK,)
 _SAMPLE_TOKENS: Final = 16
 """Minimum tokens of a sample for its alignment to be checked."""
 _SAMPLE_GAP: Final = 0.25

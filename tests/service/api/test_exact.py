@@ -310,6 +310,7 @@ def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
         "streams_coverage", "streams_shifted"
     }  # fmt: skip
     assert "in 1 of 4 ranks (actor 3)" in found["streams_shifted"]["message"]
+    assert "logits at t - 1 score token t" in found["streams_shifted"]["advice"]
     assert list(map(tuple, found["streams_shifted"]["evidence"]["ranks"])) == [("actor", 3)]
     rules = """
     rules:

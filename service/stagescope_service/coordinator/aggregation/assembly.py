@@ -14,7 +14,7 @@ from stagescope_service.core.findings import NOT_AGGREGATED, finding
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.statistics import PartRecord, Recompute, StepSummary, assemble, examine
 from stagescope_service.statistics.codec import summary_from_bytes
-from stagescope_service.statistics.comparability import Check, causes_of_ranks
+from stagescope_service.statistics.comparability import WHAT_TO_CHECK, Check, causes_of_ranks
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL
@@ -264,7 +264,8 @@ def _suspects(
                 "also": [other.name for other in suspects if other.name != check.name],
                 **({"ranks": places[check.name][:_NAMED_RANKS]} if check.name in places else {}),
             },
-            advice="trust the mismatch of this step only once this is explained",
+            advice=f"check {WHAT_TO_CHECK[check.name]}; until then the mismatch of this step is "
+            "not the engine's numerics",
         )
         for check in named
     ]
