@@ -87,5 +87,29 @@ def for_session(text: str) -> str:
     return _PATH.sub(call, _DIVERGENCE.sub("session.divergence(a, b)", text))
 
 
+_OF_RUN: Final = frozenset(
+    {"devices", "exact", "findings", "losses", "series", "stacks", "steps", "weights"}
+)
+"""Nouns whose answers are of one run."""
+
+
+def of_run(text: str, run: str) -> str:
+    """Return `text` with the run in each of the API's paths that answer for one.
+
+    Usage:
+        >>> of_run("see /steps/5/stages, /losses?kind=dump", "a-1")
+        'see /steps/5/stages?run=a-1, /losses?kind=dump&run=a-1'
+    """
+
+    def named(path: re.Match[str]) -> str:
+        query = path["query"] or ""
+        is_of_run = path["kind"] == "steps" or (path["kind"] is None and path["noun"] in _OF_RUN)
+        if not is_of_run or "run=" in query:
+            return path[0]
+        return f"{path[0]}{'&' if query else '?'}run={run}"
+
+    return _PATH.sub(named, text)
+
+
 def _query(path: re.Match[str]) -> list[list[str]]:
     return [item.split("=") for item in (path["query"] or "").split("&") if item]

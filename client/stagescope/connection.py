@@ -28,13 +28,12 @@ from stagescope.wire.errors import (
     Unreachable,
 )
 from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.schema import MOST_STEPS
 
 LIMIT: Final = 1000
 """Most rows of a table unless `limit` is given."""
 
 _PAGE_ROWS: Final = 500
-_MAX_STEP: Final = 10**18
-"""Absolute values of steps are below this: at most 18 digits."""
 _POLL_INTERVAL: Final = 0.5
 """Seconds between two requests for something that the service is still computing."""
 
@@ -201,7 +200,7 @@ def step_segment(step: object) -> str:
     if step == "latest":
         return "latest"
     if isinstance(step, int) and not isinstance(step, bool):
-        if abs(step) < _MAX_STEP:
+        if abs(step) < MOST_STEPS:
             return str(step)
         raise InvalidInput(f"step is {step!r:.50}", expected="an int of at most 18 digits")
     raise InvalidInput(f"step is {step!r}", expected="an int, 'latest', 'measured' or 'captured'")

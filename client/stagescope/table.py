@@ -375,6 +375,7 @@ _GAP_TEXTS: Final = {
     "payloads_pending": "payloads on their way",
     "parts_to_restate": "parts that overlap others",
     "tokens_unaccounted": "tokens unaccounted for",
+    "fragmented_sequences": "pieces without round_ids: rounds are counted within each",
 }
 
 

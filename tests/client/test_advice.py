@@ -9,7 +9,7 @@ import pytest
 from click import Context
 
 from stagescope import advice, cli
-from stagescope.advice import for_command_line, for_session
+from stagescope.advice import for_command_line, for_session, of_run
 from stagescope.session import Session
 from stagescope.step import Step
 
@@ -60,6 +60,18 @@ def test_paths_become_commands(said: str, meant: str) -> None:
 )
 def test_paths_become_calls_of_a_session(said: str, meant: str) -> None:
     assert for_session(said) == meant
+
+
+def test_paths_name_their_run() -> None:
+    text = of_run("see /steps/5/tokens?kind=worst, /losses, /engines, /steps/5/stuck?run=b", "a-1")
+    assert text == (
+        "see /steps/5/tokens?kind=worst&run=a-1, /losses?run=a-1, /engines, /steps/5/stuck?run=b"
+    )
+    assert for_session(text).startswith('see session.step(5, run="a-1").tokens(kind="worst")')
+    commands = {name: cli.main.get_command(Context(cli.main), name) for name in advice._OF_RUN}
+    for name, command in commands.items():
+        assert command is not None
+        assert "run" in {each.name for each in command.params}, name
 
 
 def test_the_calls_exist() -> None:

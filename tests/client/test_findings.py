@@ -96,7 +96,7 @@ def test_a_message_and_its_advice_are_wrapped_not_cut(
     flat = " ".join(text.split())
     assert OPERATOR in text
     assert ADVICE in flat
-    assert "see `stagescope tokens 10 --kind nonfinite` for which" in flat
+    assert "see `stagescope tokens 10 --kind nonfinite --run r` for which" in flat
     assert flat.count("steps 10-25, actor ranks 0-1") == 1
 
 

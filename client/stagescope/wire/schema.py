@@ -188,6 +188,10 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 }  # fmt: skip
 
 _INT64: Final = 1 << 63
+MOST_STEPS: Final = 10**18
+"""Steps are below this: at most 18 digits, in the API's paths too."""
+_LONGEST_ROLE: Final = 100
+_LONGEST_KEY: Final = 500
 _RUN_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}\Z")
 
 
@@ -196,6 +200,22 @@ def check_run_name(run: object) -> str:
     if isinstance(run, str) and _RUN_NAME.match(run) and run not in {".", ".."}:
         return run
     raise InvalidInput(f"run name {run!r} is not valid", expected="1 to 100 of A-Z a-z 0-9 . _ -")
+
+
+def check_role(role: object) -> str:
+    """Return `role` if it is a valid name of a role, else raise `InvalidInput`."""
+    if isinstance(role, str) and _is_name(role, _LONGEST_ROLE):
+        return role
+    raise InvalidInput(f"role {role!r:.200}", expected="a printable name of 1 to 100 characters")
+
+
+def check_attempt_key(key: object) -> str:
+    """Return `key` if it is a valid attempt key, else raise `InvalidInput`."""
+    if isinstance(key, str) and _is_name(key, _LONGEST_KEY):
+        return key
+    raise InvalidInput(
+        f"attempt_key {key!r:.200}", expected="a printable text of 1 to 500 characters"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -237,14 +257,14 @@ class Sender:
             )
         values = dict(zip(names, wire[1:], strict=False))
         run, role, rank = check_run_name(values["run"]), values["role"], values["rank"]
-        if not _is_name(role, 100) or not _is_int(rank, 0, 1 << 31):
+        if not _is_name(role, _LONGEST_ROLE) or not _is_int(rank, 0, 1 << 31):
             raise InvalidEvent(
                 f"sender with role {role!r:.200} and rank {rank!r:.200}",
                 expected="a role's name and a rank from 0",
             )
         for name, needed in (("incarnation", True), ("attempt_key", False), ("node_id", False)):
             value = values.get(name)
-            if not (_is_name(value, 500) or (value is None and not needed)):
+            if not (_is_name(value, _LONGEST_KEY) or (value is None and not needed)):
                 raise InvalidEvent(
                     f"sender with {name} {values.get(name)!r:.200}",
                     expected="a printable text of 1 to 500 characters",
@@ -372,8 +392,10 @@ class Work:
 @functools.lru_cache(maxsize=8192, typed=True)  # typed, because True equals 1 but is not a step
 def _parse_work(step: Json, policy_version: Json, stage: Json, *part: Json) -> Work:
     # All ranks report the same work in a step and share one object.
-    if step is not None and not _is_int(step, 0, _INT64):
-        raise InvalidEvent(f"step is {step!r:.200}", expected="an int from 0, or None")
+    if step is not None and not _is_int(step, 0, MOST_STEPS):
+        raise InvalidEvent(
+            f"step is {step!r:.200}", expected="an int from 0 of at most 18 digits, or None"
+        )
     if policy_version is not None and not _is_int(policy_version, -_INT64, _INT64):
         raise InvalidEvent(f"policy_version is {policy_version!r:.200}", expected="an int, or None")
     for name, value in zip(PART_FIELDS, part, strict=True):

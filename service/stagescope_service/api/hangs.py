@@ -131,10 +131,8 @@ def _unresponsive_rows(
 ) -> list[Row]:
     """Return the ranks whose processes do not respond, from the coordinator's findings.
 
-    They hold up the newest step, whichever step they were in; the longest silent are first.
+    They hold up the step that they were in and all later ones; the longest silent are first.
     """
-    if catalogue.steps(attempt_id, before=step + 2, limit=1)[0]["step"] != step:
-        return []
     every = [row for ranks in processes.values() for row in ranks.values()]
     if all(row["lapsed_wall"] is not None for row in every):
         return []  # the job is lost, not stuck
@@ -144,6 +142,8 @@ def _unresponsive_rows(
         evidence = finding["evidence"] or {}
         process = by_incarnation.get(str(evidence.get("incarnation")))
         if finding["over_wall"] is not None or process is None:
+            continue
+        if finding["step"] is not None and finding["step"] > step:
             continue
         since = float(evidence["since_wall"])
         begun, ended = _ranks_in_stage(catalogue, attempt_id, finding)

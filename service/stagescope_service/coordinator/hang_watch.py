@@ -38,7 +38,7 @@ from stagescope_service.core.hang_detection import (
 )
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
-from stagescope_service.core.steps import FINISHED
+from stagescope_service.core.steps import took_leave
 
 
 def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str, Role]]:
@@ -371,7 +371,7 @@ class HangWatch:
 
     def _over(self, attempt_id: int, finding_id: str, wall: float) -> list[Instruction]:
         attempt = self._state.attempt(attempt_id)
-        if attempt is None or (attempt.over and attempt.end_reason != FINISHED):
+        if attempt is None or (attempt.over and not took_leave(attempt)):
             return []  # it was stuck until it ended
         columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
         return [Put("findings", {"finding_id": finding_id, **columns})]

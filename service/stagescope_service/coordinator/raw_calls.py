@@ -209,7 +209,7 @@ class RawCalls:
     def _has_finished(self, sender: Sender) -> bool:
         """Return whether the attempt of a call is over because all its processes finished."""
         attempt = self._state.registry.find(sender.run, sender.attempt_key)
-        return attempt is not None and attempt.over and attempt.end_reason == steps.FINISHED
+        return attempt is not None and steps.took_leave(attempt)
 
     def _sender(self, run: str, fields: Mapping[str, Any]) -> Sender:
         """Return the sender of a call, identified by name.

@@ -76,6 +76,7 @@ def _attempt(row: Row) -> Attempt:
         opened_wall=row["opened_wall"] or 0.0,
         ended_wall=row["ended_wall"],
         end_reason=row["end_reason"],
+        crashed=row["end_reason"] == steps.CRASHED,
         first_step=first,
         resumed_from_step=resumed,
         resume_reported=is_reported,

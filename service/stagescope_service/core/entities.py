@@ -301,6 +301,12 @@ class Attempt:
     stage_names: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     #: Role -> the open finding that none of its ranks has reported.
     silent_roles: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    #: Role -> ranks that the open finding says no process reports for, and its row.
+    absent_ranks: dict[str, tuple[frozenset[int], dict[str, Any]]] = dataclasses.field(
+        default_factory=dict
+    )
+    #: One of its processes said that an exception ended it.
+    crashed: bool = False
 
     def add(self, process: Process) -> None:
         """Add a process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from stagescope.advice import of_run
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.instructions import Put
@@ -70,7 +71,7 @@ def finding(
         "severity": severity,
         "message": message,
         "evidence": dict(evidence or {}),
-        "advice": advice,
+        "advice": of_run(advice, run),
         "first_wall": wall,
         "last_wall": wall,
     }

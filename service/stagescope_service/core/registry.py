@@ -449,9 +449,10 @@ class Registry:
 
 
 def _last_sign(process: Process) -> float:
-    """Return until when a process certainly lived, by the sender's wall clock."""
+    """Return until when a process certainly lived; Unix seconds."""
     left = process.left_wall if process.finished else None
-    return process.last_wall if left is None else max(left, process.last_wall)
+    # Its FINISH arrives while it waits for the answer: later than it was made.
+    return max(process.last_wall, process.last_contact, left or 0.0)
 
 
 def _adopt_resume(attempt: Attempt, process: Process) -> bool:

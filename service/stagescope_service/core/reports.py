@@ -376,6 +376,71 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
     return out + operator_tables.follow(attempt, process, event, work, row, reported.get("state"))
 
 
+def failed_stage(attempt: Attempt, process: Process, event: Event, work: Work) -> Put:
+    """Return the finding of a stage that an exception ended."""
+    where = "" if work.step is None else f" of step {work.step}"
+    error = _error(event.fields)
+    return finding(
+        "stage_failed",
+        f"{work.stage}{where} failed on {process.role} rank {process.rank}: {error}",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=event.wall,
+        severity="error",
+        step=work.step,
+        stage=work.stage,
+        role=process.role,
+        rank=process.rank,
+        advice="the first rank that failed is the likeliest cause: other ranks fail of it; its log "
+        "holds the traceback",
+    )
+
+
+def crash(attempt: Attempt, process: Process, event: Event) -> list[Instruction]:
+    """Return the finding of a process that an exception ended, and mark its attempt."""
+    if not event.fields.get("error_type"):
+        return []
+    attempt.crashed = True
+    reached = "before any step" if process.max_step is None else f"in step {process.max_step}"
+    return [
+        finding(
+            "process_crashed",
+            f"the process of {process.role} rank {process.rank} ended {reached} by an exception: "
+            f"{_error(event.fields)}",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=event.wall,
+            severity="error",
+            step=process.max_step,
+            role=process.role,
+            rank=process.rank,
+            advice="its log holds the traceback",
+        )
+    ]
+
+
+def _error(fields: Mapping[str, Any]) -> str:
+    kind = text(fields.get("error_type"), 200) or "an exception"
+    message = " ".join((text(fields.get("error_message"), 500) or "").split())
+    return f"{kind}: {message}" if message else kind
+
+
+def began_alone(attempt: Attempt, left: Attempt, process: Process, wall: float) -> Put:
+    """Return the finding of a rank that opened an attempt without having been in one before."""
+    return finding(
+        "began_alone",
+        f"{process.role} rank {process.rank} reported nothing in attempt {left.number}, and began "
+        "after its ranks had left: without an attempt key that is a start of its own",
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=wall,
+        role=process.role,
+        rank=process.rank,
+        advice="where its ranks run one after the other they are one training: give each of them "
+        "the same attempt_key= or STAGESCOPE_ATTEMPT",
+    )
+
+
 def started_again(attempt: Attempt, process: Process, wall: float) -> Put:
     """Return the finding of a rank that restarted without an attempt key."""
     return by_message(

@@ -34,6 +34,7 @@ from stagescope_service.core import (
 )
 from stagescope_service.core.catalogue_rows import span_row
 from stagescope_service.core.entities import (
+    FAILED,
     OPEN,
     UNFINISHED,
     Attempt,
@@ -106,7 +107,7 @@ class State:
             out += departures.wake(self.registry, process, event.wall)
         if attempt.over:
             out += steps.resume(attempt, process)
-        if attempt.silent_roles:
+        if attempt.silent_roles or attempt.absent_ranks:
             out += steps.end_silence(attempt, event.wall)
         match event.kind:
             case "hello":
@@ -129,6 +130,7 @@ class State:
             case "end_step" if work.step is not None:
                 out += steps.end_step(attempt, work.step, event.wall)
             case "finish" if raw or event.seq > process.begun_seq:
+                out += self._of_start(process, reports.crash(attempt, process, event))
                 out += departures.leave(self.registry, process, event.wall, finished=True)
                 process.finish_seq = None if raw else event.seq
             case "dropped":
@@ -218,6 +220,8 @@ class State:
             out += steps.rejudge_all(left)
             out += steps.end_if_left(left)
             out += steps.close_due(left, wall)
+            if process.unkeyed and not left.by_rank.get((process.role, process.rank)):
+                out.append(reports.began_alone(attempt, left, process, wall))
         elif may_leave:
             out += reports.handshake_fields(attempt, process)
         if left is None and not process.raw and self.registry.stays_without_key(process):
@@ -304,6 +308,8 @@ class State:
         if ended and span.begin_seq is None and work.step is not None:
             out += spans.begun_again(attempt, step, process, span, event.wall)
         stage_timing.note_end(step, process, span, at, event.fields, event.mono)
+        if ended and span.status == FAILED:
+            out += self._of_start(process, [reports.failed_stage(attempt, process, event, work)])
         if len(process.unfinished) < unfinished or process.returned:
             out += departures.take_leave_back(process, work)
         out += reports.scalars(attempt, process, event, work)

@@ -39,6 +39,9 @@ RANKS_SECONDS: Final = 30.0
 """How long after its start an attempt may wait for the first word of ranks that were announced."""
 
 FINISHED: Final = "finished"
+_NAMED_RANKS: Final = 10
+
+CRASHED: Final = "an exception ended one of its processes"
 SILENT: Final = "its processes fell silent"
 
 
@@ -111,11 +114,18 @@ def end_if_left(attempt: Attempt) -> list[Instruction]:
     ended = max((process.left_wall or 0.0 for process in gone), default=attempt.opened_wall)
     probes = any(not process.raw for process in gone)
     last = [each for each in gone if not each.replaced and not (probes and each.raw)]
-    reason = FINISHED if all(process.finished for process in last) else SILENT
+    reason = CRASHED if attempt.crashed else FINISHED
+    if not all(process.finished for process in last):
+        reason = SILENT
     if (attempt.ended_wall, attempt.end_reason) == (ended, reason):
         return []
     attempt.ended_wall, attempt.end_reason = ended, reason
     return [attempt_row(attempt), *_update_top_verdict(attempt)]
+
+
+def took_leave(attempt: Attempt) -> bool:
+    """Return whether the attempt is over because all its processes took leave."""
+    return attempt.over and attempt.end_reason in (FINISHED, CRASHED)
 
 
 def resume(attempt: Attempt, process: Process) -> list[Instruction]:
@@ -167,6 +177,7 @@ def _close(attempt: Attempt, step: Step, wall: float, reason: str) -> list[Instr
         out += form(attempt, step.step, wall)
     if reason == ENDED or wall - attempt.opened_wall > RANKS_SECONDS:
         out += _note_silent_roles(attempt, step.step, wall)
+        out += _note_absent_ranks(attempt, step, wall)
     _forget(attempt)
     return out
 
@@ -193,11 +204,47 @@ def _note_silent_roles(attempt: Attempt, step: int, wall: float) -> list[Instruc
     return out
 
 
+def _note_absent_ranks(attempt: Attempt, step: Step, wall: float) -> list[Instruction]:
+    """Return findings of roles of which ranks are missing that no process reports for."""
+    absent: dict[str, set[int]] = {}
+    for (role, _, rank), status in step.missing.items():
+        if status == NOT_BEGUN and not attempt.by_rank.get((role, rank)):
+            absent.setdefault(role, set()).add(rank)
+    out: list[Instruction] = []
+    for role in sorted(absent.keys() - attempt.silent_roles.keys() - attempt.absent_ranks.keys()):
+        ranks = sorted(absent[role])
+        more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+        put = finding(
+            "absent_ranks",
+            f"step {step.step} closed without {role} rank{'s' if len(ranks) > 1 else ''} "
+            f"{', '.join(map(str, ranks[:_NAMED_RANKS]))}{more}, which no process reports for: of "
+            f"{attempt.world_size(role) or 'an unknown number of'} ranks {len(ranks)} are missing",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=wall,
+            severity="error",
+            role=role,
+            evidence={"ranks": ranks[:1000]},
+            advice="the log of such a rank says whether it found the service; where it is not "
+            "meant to report, give init the world_size of those that do",
+        )
+        attempt.absent_ranks[role] = (frozenset(ranks), dict(put.row))
+        out.append(put)
+    return out
+
+
 def end_silence(attempt: Attempt, wall: float) -> list[Instruction]:
-    """End the findings about roles of which a rank has reported since."""
-    heard = attempt.silent_roles.keys() & attempt.reporting_roles
+    """End the findings about roles, or ranks, that have reported since."""
     columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
-    return [Put("findings", {**attempt.silent_roles.pop(role), **columns}) for role in heard]
+    over = [
+        attempt.silent_roles.pop(role)
+        for role in attempt.silent_roles.keys() & attempt.reporting_roles
+    ]
+    for role, (ranks, row) in [*attempt.absent_ranks.items()]:
+        if all(attempt.by_rank.get((role, rank)) for rank in ranks):
+            del attempt.absent_ranks[role]
+            over.append(row)
+    return [Put("findings", {**row, **columns}) for row in over]
 
 
 # --- judging ----------------------------------------------------------------------------------

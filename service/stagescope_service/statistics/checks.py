@@ -31,6 +31,9 @@ UNRELATED: Final = 0.75
 """Correlation of p and q below which they are different quantities."""
 FLAT: Final = 0.1
 """Standard deviation of both streams, in nats, below which noise alone may decorrelate them."""
+FAR_TOKENS: Final = 8
+FAR_SHARE: Final = 0.01
+"""Minimum number and share of tokens with |d| over 0.5 in streams of different tokens."""
 SCALED_CORRELATION: Final = 0.4
 """Minimum |corr(d, q)| of a temperature; noise alone stays below 0.2 in the smallest batches."""
 SCALED_SLOPE: Final = 0.02
@@ -252,7 +255,10 @@ def unrelated(cell: Cell, p: str, q: str) -> Check:
         cell.std(Field.P_M2, Field.P_MIN, Field.P_MAX),
         cell.std(Field.Q_M2, Field.Q_MIN, Field.Q_MAX),
     )
-    if correlation < UNRELATED and spread > FLAT:
+    # A few tokens far off spoil any correlation, and say nothing about the others.
+    far = cell[Field.ABS_OVER_1]
+    is_general = far >= max(FAR_TOKENS, FAR_SHARE * cell.tokens)
+    if correlation < UNRELATED and spread > FLAT and is_general:
         text = (
             f"{p} correlates with {q} by {correlation:.3f} alone: rows in another order, other "
             "tokens, or another quantity (an entropy?)"

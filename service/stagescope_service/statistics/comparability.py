@@ -329,7 +329,7 @@ def _check_samples(summary: Summary) -> list[Check]:
         # Without its largest token: one outlier must not make a shift.
         rest = (column["d_abs_sum"] - column["d_abs_max"]) / n
         moved = judged & (least < 0.35 * rest)
-        strange = judged & (n >= 2 * _SAMPLE_TOKENS) & (own > _SAMPLE_GAP) & ~moved
+        strange = judged & (n >= 2 * _SAMPLE_TOKENS) & (rest > _SAMPLE_GAP) & ~moved
         strange &= own > 0.7 * least
         # Of a cut vocabulary every d has one sign, in all samples: that is no sample's own fault.
         lean = np.abs(column["d_sum"]) / column["d_abs_sum"]

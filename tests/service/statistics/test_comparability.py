@@ -262,6 +262,16 @@ def test_a_deep_cut_of_a_flat_vocabulary_makes_no_sample_unrelated(spread: float
     assert "unrelated" in {check.name for check in asked(mixed, 2).suspects}
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("value", [-20.0, -50.0, -100.0])
+@pytest.mark.parametrize("model", ["usual", "sure"])
+def test_a_few_tokens_far_off_make_no_other_rows(tokens: int, value: float, model: str) -> None:
+    drawn = draw(np.random.default_rng(2), 32, 46, model=model)
+    p = drawn.p.copy()
+    p.reshape(-1)[7 : 7 + 400 * tokens : 400] = value
+    assert asked(dataclasses.replace(drawn, p=p), 4).verdict == "comparable"
+
+
 def test_of_200_healthy_batches_none_is_suspect() -> None:
     rng = np.random.default_rng(3)
     shapes, kinds = SHAPES + SMALL, list(itertools.product(SHARPNESS, NOISE))

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -277,8 +278,18 @@ def _close_all(deadline: float) -> bool:
 
 @atexit.register
 def _close_at_exit() -> None:
+    crash = _unhandled_exception()
     for probe in list(_probes):
-        probe.close(_EXIT_SECONDS)  # at once where there is no service
+        probe.close(_EXIT_SECONDS, crash=crash)  # at once where there is no service
+
+
+def _unhandled_exception() -> BaseException | None:
+    """Return the exception that ends this process, None where none does."""
+    # An interactive interpreter goes on after an exception, and keeps it in the same variable.
+    if hasattr(sys, "ps1") or sys.flags.interactive or "IPython" in sys.modules:
+        return None
+    found = getattr(sys, "last_value", None)
+    return found if isinstance(found, BaseException) else None
 
 
 def _forget_probes() -> None:

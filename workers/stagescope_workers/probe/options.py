@@ -12,7 +12,13 @@ from typing import Any, Final
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.keep import validate_keep
 from stagescope.wire.names import closest_field
-from stagescope.wire.schema import ROLES, check_run_name
+from stagescope.wire.schema import (
+    MOST_STEPS,
+    ROLES,
+    check_attempt_key,
+    check_role,
+    check_run_name,
+)
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.probe.watchdog import DEFAULT_SECONDS
 from stagescope_workers.transport.link import NAMESPACE
@@ -72,7 +78,7 @@ def checked_options(arguments: Mapping[str, Any]) -> ProbeOptions:
         "watchdog": "STAGESCOPE_WATCHDOG",
     }
     for name, variable in variables.items():
-        if options.get(name) is None:
+        if options.get(name) is None or options[name] == "":
             options[name] = os.environ.get(variable) or None
     if options["rank"] is None:
         options["rank"] = 0
@@ -80,11 +86,11 @@ def checked_options(arguments: Mapping[str, Any]) -> ProbeOptions:
         value: object = options.get(name)
         is_number = isinstance(value, str) and value.isascii() and value.isdigit()
         options[name] = index(name, int(str(value)) if is_number else value)
-    role, rank = options.get("role", "actor"), options["rank"]
-    if not isinstance(role, str) or not role or rank < 0:
-        raise InvalidInput(
-            f"role {role!r} and rank {rank!r}", expected="a role's name and a rank from 0"
-        )
+    role, rank = check_role(options.get("role", "actor")), options["rank"]
+    if rank < 0:
+        raise InvalidInput(f"rank is {rank!r}", expected="a rank from 0")
+    if options.get("attempt_key") is not None:
+        check_attempt_key(options["attempt_key"])
     if (meant := closest_field(role, ROLES)) is not None:
         error = InvalidInput(
             f"role {role!r:.100} is taken as one of your own", expected=f"{meant}, the closest"
@@ -128,11 +134,13 @@ def step_index(value: object) -> int | None:
     """Return a trainer's step as an int, or None.
 
     Raises:
-        InvalidInput: it is not an integer, or negative.
+        InvalidInput: it is not an integer, negative, or of more than 18 digits.
     """
     step = index("step", value)
-    if step is not None and step < 0:
-        raise InvalidInput(f"step is {step}", expected="an int from 0, or None")
+    if step is not None and not 0 <= step < MOST_STEPS:
+        raise InvalidInput(
+            f"step is {step}", expected="an int from 0 of at most 18 digits, or None"
+        )
     return step
 
 

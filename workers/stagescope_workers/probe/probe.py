@@ -32,7 +32,7 @@ from stagescope_workers.probe.numbering import (
 from stagescope_workers.probe.options import ProbeOptions, index, step_index
 from stagescope_workers.probe.plan import read_plan
 from stagescope_workers.probe.reporter import Reporter
-from stagescope_workers.probe.stage import Stage, log_scalars
+from stagescope_workers.probe.stage import Stage, error_fields, log_scalars
 from stagescope_workers.probe.weights import NamedTensors, Names, WeightsInfo, record_weights
 from stagescope_workers.transport.link import Link
 from stagescope_workers.transport.outbox import Outbox
@@ -336,7 +336,7 @@ class Probe(Reporter):
         with self.guard("end_step", None):
             self.outbox.put(END_STEP, {"step": step_index(step)})
 
-    def close(self, timeout: float = 5.0) -> bool:
+    def close(self, timeout: float = 5.0, *, crash: BaseException | None = None) -> bool:
         """End the probe: wait, `timeout` seconds at most, until everything is acknowledged.
 
         The only method that waits. It does not wait where no service is known, nor where one that
@@ -348,7 +348,7 @@ class Probe(Reporter):
         event_sender = self._sender
         if self.is_inert or event_sender is None:
             return self._arrived
-        self.outbox.put(FINISH, {})
+        self.outbox.put(FINISH, {} if crash is None else error_fields(crash))
         self.is_inert = True
         starts = self._starts(event_sender)
         for each in starts:

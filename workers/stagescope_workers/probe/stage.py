@@ -218,8 +218,7 @@ class Stage:
             "begin_wall": wall,
             "begin_mono": mono,
             "status": "ok" if error is None else "failed",
-            "error_type": None if error is None else type(error).__name__,
-            "error_message": None if error is None else _message(error),
+            **error_fields(error),
             "scalars": dict(self._scalars),
             "payload": None if draft is None else draft.description(reported=self._has_errors),
             "device_seconds": None,
@@ -412,6 +411,14 @@ def settle_scalars(fields: dict[str, object]) -> None:
     for name, value in scalars.items():
         if isinstance(value, HostCopy):
             scalars[name] = float(value.finish()[2].reshape(-1)[0])
+
+
+def error_fields(error: BaseException | None) -> dict[str, object]:
+    """Return the fields `error_type` and `error_message` of an event; None where there is none."""
+    return {
+        "error_type": None if error is None else type(error).__name__,
+        "error_message": None if error is None else _message(error),
+    }
 
 
 def _message(error: BaseException) -> str:

@@ -39,10 +39,11 @@ def findings(step_summary: StepSummary, location: Mapping[str, Any]) -> list[Put
         "tokens_missing": _missing(step_summary),
         "tokens_of_other_streams": _other_streams(step_summary),
         "tokens_unaccounted": _unaccounted(step_summary),
+        "rounds_fragmented": _fragmented(step_summary),
     }
     rows: list[Put | Delete] = []
     for kind, reported in found.items():
-        put = finding(kind, **location, severity="error", **(reported or {"message": ""}))
+        put = finding(kind, **location, **({"message": "", "severity": "error"} | (reported or {})))
         taken_back = Delete("findings", {"finding_id": put.row["finding_id"]})
         rows.append(taken_back if reported is None else put)
     return rows
@@ -116,6 +117,20 @@ def _unaccounted(step_summary: StepSummary) -> dict[str, Any] | None:
         },
         "advice": "do not trust this step's numbers; this is a fault of the service: please report "
         "it with the step's exported batch",
+    }
+
+
+def _fragmented(step_summary: StepSummary) -> dict[str, Any] | None:
+    if not step_summary.fragmented:
+        return None
+    return {
+        "message": f"{step_summary.fragmented} pieces of samples say neither round_ids nor a "
+        "round_offset: rounds, and values of sequences, are counted within each piece",
+        "severity": "warning",
+        "evidence": {"pieces": step_summary.fragmented},
+        "advice": "where several ranks or calls hold parts of one sample (context parallelism), "
+        "record round_ids, or token_offset and round_offset; numbers of tokens are right as they "
+        "are",
     }
 
 
@@ -294,7 +309,7 @@ def _not_exact(
             **location,
             severity="error",
             evidence={**evidence, "unequal": unequal},
-            advice=f"/exact?run={location['run']} says since which step; a capture of this "
+            advice="/exact says since which step; a capture of this "
             "step and of one before (stagescope capture) names the operator",
         )
     ]
