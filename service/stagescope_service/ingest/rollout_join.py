@@ -172,7 +172,6 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
 
     by_position, hit = rollout.index.find(code[row], batch.positions_of(at, row))
     every = np.bincount(row[~hit], minlength=batch.rows) == 0
-    in_order = slice_indexes(rollout.starts[code], counts)
     as_many = known & (counts == rollout.sizes[code])
 
     placed = batch.has_positions
@@ -182,7 +181,10 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
     aligned = sure | order | verified
 
     use = aligned[row]
-    source = np.where(order[row], in_order, by_position)[use]
+    source = by_position
+    in_order = slice_indexes(rollout.starts[code[order]], counts[order])
+    source[order[row]] = rollout.tokens[in_order]
+    source = source[use]
     other = np.zeros(batch.rows, bool)
     if ids is not None and rollout.token_ids is not None:
         differ = (rollout.token_ids[source] != ids[use]) & rollout.has_ids[code[row[use]]]
@@ -218,8 +220,10 @@ class _Rollout:
 
     codes: dict[str, int]
     index: TokenIndex
+    tokens: Int64
+    """Its tokens, by sample and position."""
     starts: Int64
-    """[samples + 1 unknown one]: the first token of each."""
+    """[samples + 1 unknown one]: the first of each among `tokens`."""
     sizes: Int64
     placed: Bools
     has_ids: Bools
@@ -240,9 +244,9 @@ class _Rollout:
         index = TokenIndex.of(code, position, len(codes))
         mixed = np.zeros(len(codes) + 1, bool)
         mixed[code[index.repeats[0]][_contradict(ordered, index.repeats)]] = True
-        order = index.tokens
+        tokens = index.tokens
         # One more entry of each, for unknown samples (code -1).
-        sizes = np.bincount(code[order], minlength=len(codes) + 1)
+        sizes = np.bincount(code[tokens], minlength=len(codes) + 1)
         placed, has_ids = np.ones(len(codes) + 1, bool), np.ones(len(codes) + 1, bool)
         placed[-1] = has_ids[-1] = False
         for rows in ordered:
@@ -257,15 +261,16 @@ class _Rollout:
         return cls(
             codes=codes,
             index=index,
+            tokens=tokens,
             starts=cumulative(sizes)[:-1],
             sizes=sizes,
             placed=placed,
             has_ids=has_ids,
             mixed=mixed,
-            q=np.concatenate(q)[order] if q else np.empty(0, np.float32),
+            q=np.concatenate(q) if q else np.empty(0, np.float32),
             dtype=dtypes[0] if same else ("float64" if dtypes else "float32"),
-            token_ids=_joined(ids)[order] if has_ids.any() else None,
-            versions=_joined([r.versions for r in ordered])[order] if has_versions else None,
+            token_ids=_joined(ids) if has_ids.any() else None,
+            versions=_joined([r.versions for r in ordered]) if has_versions else None,
         )
 
 

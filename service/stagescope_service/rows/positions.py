@@ -7,6 +7,7 @@ each row's first token; see `schema.PAYLOAD_TENSORS`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -17,23 +18,25 @@ from stagescope.wire.errors import InvalidTensor
 from stagescope_service.rows.ragged import Bools, Int64, RowBlock, is_in_row, row_block
 
 POSITION_TENSORS: Final = frozenset({"positions", "token_offset"})
+_SPARSE: Final = 8
+"""Places of a token in a table of all positions, above which only those of the tokens are kept."""
 
 
-class TokenIndex(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenIndex:
     """Finds tokens by sample and position.
 
     Attributes:
-        tokens: int64 [keys], which token counts for each (sample, position), in their order.
         repeats: int64 [2, repeats], tokens of the same sample and position: each with the next one.
-        keys: int64 [keys]: sample * span + position - low, ascending.
-        low, span: the lowest position, and the number of positions from there to the highest.
     """
 
-    tokens: Int64
     repeats: Int64
-    keys: Int64
-    low: int
-    span: int
+    _low: int
+    _span: int
+    _keys: Int64 | None
+    """sample * span + position - low of the tokens, ascending; None: every key has a place."""
+    _table: Int64
+    """[keys] or [samples * span], the token that counts, or -1."""
 
     @classmethod
     def of(cls, sample: Int64, position: Int64, samples: int, *, newest: bool = True) -> TokenIndex:
@@ -48,30 +51,68 @@ class TokenIndex(NamedTuple):
         Raises:
             InvalidTensor: positions outside of any sample.
         """
-        low = int(position.min()) if position.size else 0
-        span = int(position.max()) - low + 1 if position.size else 1
+        count = len(position)
+        low = int(position.min()) if count else 0
+        span = int(position.max()) - low + 1 if count else 0
         if span * (samples + 1) >= 1 << 62:
             raise InvalidTensor(f"positions from {low} to {low + span - 1}", expected="< 2^32")
-        keys = sample * span + position - low
-        order = np.argsort(keys, kind="stable")
-        ordered = keys[order]
-        repeated = ordered[1:] == ordered[:-1]
-        counts = np.ones(len(order), bool)
-        counts[slice(-1) if newest else slice(1, None)] = ~repeated
-        repeats = np.stack([order[:-1][repeated], order[1:][repeated]])
-        return cls(order[counts], repeats, ordered[counts], low, span)
+        at, keys, size = sample * span + (position - low), None, samples * span
+        if size > _SPARSE * count:
+            keys, at = np.unique(at, return_inverse=True)
+            size = len(keys)
+        table, repeats = _place(np.arange(count), at, max(size, 1), newest=newest)
+        return cls(repeats, low, span, keys, table)
+
+    @property
+    def tokens(self) -> Int64:
+        """The tokens that count, by sample and then by position."""
+        return self._table[self._table >= 0]
 
     def find(self, sample: Int64, position: Int64) -> tuple[Int64, Bools]:
-        """Return the index in `tokens` of each (sample, position), and whether it exists.
+        """Return the token of each (sample, position), and whether there is one.
 
         A negative sample is unknown.
         """
-        inside = (sample >= 0) & (position >= self.low) & (position < self.low + self.span)
-        if not len(self.keys):
-            return np.zeros(len(sample), np.int64), np.zeros(len(sample), bool)
-        wanted = np.where(inside, sample * self.span + position - self.low, 0)
-        at = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
-        return at, inside & (self.keys[at] == wanted)
+        at, inside = self._places(sample, position)
+        token = self._table[at]
+        return token, inside & (token >= 0)
+
+    def pair(self, sample: Int64, position: Int64) -> tuple[Int64, Int64]:
+        """Return which of other tokens are there, too, and the token of each in the index.
+
+        They are in the order of their samples and positions; of a repeated position of the others
+        the first token counts.
+        """
+        at, inside = self._places(sample, position)
+        others = np.flatnonzero(inside)
+        table, _ = _place(others, at[others], len(self._table), newest=False)
+        both = (table >= 0) & (self._table >= 0)
+        return table[both], self._table[both]
+
+    def _places(self, sample: Int64, position: Int64) -> tuple[Int64, Bools]:
+        """Return the place of each (sample, position) in the table, and whether it has one."""
+        column = position - self._low
+        inside = (sample >= 0) & (column >= 0) & (column < self._span)
+        at = np.where(inside, sample * self._span + column, 0)
+        if self._keys is not None:
+            wanted, last = at, len(self._keys) - 1
+            at = np.minimum(np.searchsorted(self._keys, wanted), last)
+            inside &= self._keys[at] == wanted
+        return at, inside
+
+
+def _place(tokens: Int64, at: Int64, size: int, *, newest: bool) -> tuple[Int64, Int64]:
+    """Return a table [size] of the tokens at their places, -1 elsewhere, and the repeats."""
+    table = np.full(size, -1, np.int64)
+    table[at] = tokens
+    if np.count_nonzero(table >= 0) == len(tokens):
+        return table, np.empty((2, 0), np.int64)
+    order = np.argsort(at, kind="stable")
+    again = at[order][1:] == at[order][:-1]
+    counts = np.ones(len(at), bool)
+    counts[slice(-1) if newest else slice(1, None)] = ~again
+    table[at[order[counts]]] = tokens[order[counts]]
+    return table, np.stack([tokens[order[:-1][again]], tokens[order[1:][again]]])
 
 
 class TokenPositions(NamedTuple):

@@ -25,10 +25,11 @@ def arrays(keys: list[Key]) -> tuple[Int64, Int64]:
 
 
 @settings(deadline=None)
-@given(TOKENS, TOKENS, st.booleans())
+@given(TOKENS, TOKENS, st.sampled_from([1, 1 << 40]), st.booleans())
 def test_tokens_are_found_by_sample_and_position(
-    keys: list[Key], others: list[Key], newest: bool
+    keys: list[Key], others: list[Key], far: int, newest: bool
 ) -> None:
+    keys, others = ([(s, far * at) for s, at in each] for each in (keys, others))
     index = TokenIndex.of(*arrays(keys), SAMPLES, newest=newest)
     expected: dict[Key, int] = {}
     repeats = []
@@ -42,28 +43,22 @@ def test_tokens_are_found_by_sample_and_position(
     assert index.tokens.tolist() == [expected[key] for key in sorted(expected)]
     assert sorted(zip(*index.repeats.tolist(), strict=True)) == sorted(repeats)
     unknown = [(-1, position) for _, position in others]
-    at, found = index.find(*arrays([*others, *unknown, (0, -9), (SAMPLES - 1, 99)]))
+    tokens, found = index.find(*arrays([*others, *unknown, (0, -9), (SAMPLES - 1, 99)]))
     assert found.tolist() == [key in expected for key in others] + [False] * (len(others) + 2)
-    hits = [key for key in others if key in expected]
-    assert index.tokens[at[found]].tolist() == [expected[key] for key in hits]
+    assert tokens[found].tolist() == [expected[key] for key in others if key in expected]
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=SAMPLES, max_size=SAMPLES), st.data())
-def test_zigzag_fragments_of_two_sides_pair_token_by_token(
-    lengths: list[int], data: st.DataObject
+@given(TOKENS, TOKENS, st.sampled_from([1, 1 << 40]))
+def test_tokens_of_two_sides_pair_in_the_order_of_their_positions(
+    keys: list[Key], others: list[Key], far: int
 ) -> None:
-    sides = []
-    for _ in range(2):
-        keys = [(sample, at) for sample, length in enumerate(lengths) for at in range(length)]
-        held = [key for key in keys if data.draw(st.booleans())]
-        sides.append(data.draw(st.permutations(held)))
-    one, other = (TokenIndex.of(*arrays(keys), SAMPLES) for keys in sides)
-    sample, position = arrays(sides[0])
-    at, found = other.find(sample[one.tokens], position[one.tokens])
-    pairs = zip(one.tokens[found].tolist(), other.tokens[at[found]].tolist(), strict=True)
+    sides = [[(s, far * at) for s, at in each] for each in (keys, others)]
+    index = TokenIndex.of(*arrays(sides[1]), SAMPLES, newest=False)
+    one, other = index.pair(*arrays(sides[0]))
     common = sorted(set(sides[0]) & set(sides[1]))
-    assert list(pairs) == [(sides[0].index(key), sides[1].index(key)) for key in common]
+    assert one.tolist() == [sides[0].index(key) for key in common]
+    assert other.tolist() == [sides[1].index(key) for key in common]
 
 
 def test_positions_outside_of_any_sample_are_refused() -> None:
