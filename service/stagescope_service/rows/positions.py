@@ -19,7 +19,7 @@ from stagescope_service.rows.ragged import Bools, Int64, RowBlock, is_in_row, ro
 
 POSITION_TENSORS: Final = frozenset({"positions", "token_offset"})
 _SPARSE: Final = 8
-"""Places of a token in a table of all positions, above which only those of the tokens are kept."""
+"""Slots a token in a table of all positions, above which the table has only those in use."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class TokenIndex:
     _low: int
     _span: int
     _keys: Int64 | None
-    """sample * span + position - low of the tokens, ascending; None: every key has a place."""
+    """sample * span + position - low of the tokens, ascending; None: every key has a slot."""
     _table: Int64
     """[keys] or [samples * span], the token that counts, or -1."""
 
@@ -60,7 +60,7 @@ class TokenIndex:
         if size > _SPARSE * count:
             keys, at = np.unique(at, return_inverse=True)
             size = len(keys)
-        table, repeats = _place(np.arange(count), at, max(size, 1), newest=newest)
+        table, repeats = _table_of(np.arange(count), at, max(size, 1), newest=newest)
         return cls(repeats, low, span, keys, table)
 
     @property
@@ -73,7 +73,7 @@ class TokenIndex:
 
         A negative sample is unknown.
         """
-        at, inside = self._places(sample, position)
+        at, inside = self._slots(sample, position)
         token = self._table[at]
         return token, inside & (token >= 0)
 
@@ -83,14 +83,14 @@ class TokenIndex:
         They are in the order of their samples and positions; of a repeated position of the others
         the first token counts.
         """
-        at, inside = self._places(sample, position)
+        at, inside = self._slots(sample, position)
         others = np.flatnonzero(inside)
-        table, _ = _place(others, at[others], len(self._table), newest=False)
+        table, _ = _table_of(others, at[others], len(self._table), newest=False)
         both = (table >= 0) & (self._table >= 0)
         return table[both], self._table[both]
 
-    def _places(self, sample: Int64, position: Int64) -> tuple[Int64, Bools]:
-        """Return the place of each (sample, position) in the table, and whether it has one."""
+    def _slots(self, sample: Int64, position: Int64) -> tuple[Int64, Bools]:
+        """Return the slot of each (sample, position) in the table, and whether it has one."""
         column = position - self._low
         inside = (sample >= 0) & (column >= 0) & (column < self._span)
         at = np.where(inside, sample * self._span + column, 0)
@@ -101,8 +101,8 @@ class TokenIndex:
         return at, inside
 
 
-def _place(tokens: Int64, at: Int64, size: int, *, newest: bool) -> tuple[Int64, Int64]:
-    """Return a table [size] of the tokens at their places, -1 elsewhere, and the repeats."""
+def _table_of(tokens: Int64, at: Int64, size: int, *, newest: bool) -> tuple[Int64, Int64]:
+    """Return a table [size] of the tokens in their slots `at`, -1 elsewhere, and the repeats."""
     table = np.full(size, -1, np.int64)
     table[at] = tokens
     if np.count_nonzero(table >= 0) == len(tokens):
