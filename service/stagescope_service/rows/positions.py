@@ -39,14 +39,13 @@ class TokenIndex:
     """[keys] or [samples * span], the token that counts, or -1."""
 
     @classmethod
-    def of(cls, sample: Int64, position: Int64, samples: int, *, newest: bool = True) -> TokenIndex:
-        """Index tokens.
+    def of(cls, sample: Int64, position: Int64, samples: int) -> TokenIndex:
+        """Index tokens; of those with the same sample and position the last counts.
 
         Args:
             sample: int64 [tokens], number of each token's sample, from 0.
             position: int64 [tokens], its position in the sample.
             samples: number of samples.
-            newest: of a repeated position the last token counts, else the first.
 
         Raises:
             InvalidTensor: positions outside of any sample.
@@ -60,7 +59,7 @@ class TokenIndex:
         if size > _SPARSE * count:
             keys, at = np.unique(at, return_inverse=True)
             size = len(keys)
-        table, repeats = _table_of(np.arange(count), at, max(size, 1), newest=newest)
+        table, repeats = _table_of(np.arange(count), at, max(size, 1))
         return cls(repeats, low, span, keys, table)
 
     @property
@@ -80,12 +79,16 @@ class TokenIndex:
     def pair(self, sample: Int64, position: Int64) -> tuple[Int64, Int64]:
         """Return which of other tokens are there, too, and the token of each in the index.
 
-        They are in the order of their samples and positions; of a repeated position of the others
-        the first token counts.
+        They are in the order of their samples and positions.
+
+        Raises:
+            InvalidTensor: a sample of either side has a position twice, as padding may have.
         """
         at, inside = self._slots(sample, position)
         others = np.flatnonzero(inside)
-        table, _ = _table_of(others, at[others], len(self._table), newest=False)
+        table, repeats = _table_of(others, at[others], len(self._table))
+        if repeats.size or self.repeats.size:
+            raise InvalidTensor("positions repeat in a row", expected="each position once")
         both = (table >= 0) & (self._table >= 0)
         return table[both], self._table[both]
 
@@ -101,7 +104,7 @@ class TokenIndex:
         return at, inside
 
 
-def _table_of(tokens: Int64, at: Int64, size: int, *, newest: bool) -> tuple[Int64, Int64]:
+def _table_of(tokens: Int64, at: Int64, size: int) -> tuple[Int64, Int64]:
     """Return a table [size] of the tokens in their slots `at`, -1 elsewhere, and the repeats."""
     table = np.full(size, -1, np.int64)
     table[at] = tokens
@@ -109,9 +112,8 @@ def _table_of(tokens: Int64, at: Int64, size: int, *, newest: bool) -> tuple[Int
         return table, np.empty((2, 0), np.int64)
     order = np.argsort(at, kind="stable")
     again = at[order][1:] == at[order][:-1]
-    counts = np.ones(len(at), bool)
-    counts[slice(-1) if newest else slice(1, None)] = ~again
-    table[at[order[counts]]] = tokens[order[counts]]
+    last = order[np.append(~again, True)]
+    table[at[last]] = tokens[last]
     return table, np.stack([tokens[order[:-1][again]], tokens[order[1:][again]]])
 
 

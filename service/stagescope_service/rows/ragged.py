@@ -1,4 +1,4 @@
-"""Rows of tensors, flat with offsets or padded: index arithmetic, no loop over rows or tokens."""
+"""Rows of tensors, flat with offsets or padded: index arithmetic without loops over rows."""
 
 from __future__ import annotations
 

@@ -25,21 +25,18 @@ def arrays(keys: list[Key]) -> tuple[Int64, Int64]:
 
 
 @settings(deadline=None)
-@given(TOKENS, TOKENS, st.sampled_from([1, 1 << 40]), st.booleans())
+@given(TOKENS, TOKENS, st.sampled_from([1, 1 << 40]))
 def test_tokens_are_found_by_sample_and_position(
-    keys: list[Key], others: list[Key], far: int, newest: bool
+    keys: list[Key], others: list[Key], far: int
 ) -> None:
     keys, others = ([(s, far * at) for s, at in each] for each in (keys, others))
-    index = TokenIndex.of(*arrays(keys), SAMPLES, newest=newest)
+    index = TokenIndex.of(*arrays(keys), SAMPLES)
     expected: dict[Key, int] = {}
     repeats = []
-    last: dict[Key, int] = {}
     for token, key in enumerate(keys):
-        if key in last:
-            repeats.append((last[key], token))
-        if newest or key not in expected:
-            expected[key] = token
-        last[key] = token
+        if key in expected:
+            repeats.append((expected[key], token))
+        expected[key] = token
     assert index.tokens.tolist() == [expected[key] for key in sorted(expected)]
     assert sorted(zip(*index.repeats.tolist(), strict=True)) == sorted(repeats)
     unknown = [(-1, position) for _, position in others]
@@ -49,16 +46,24 @@ def test_tokens_are_found_by_sample_and_position(
 
 
 @settings(deadline=None)
-@given(TOKENS, TOKENS, st.sampled_from([1, 1 << 40]))
+@given(TOKENS.map(set).map(list), TOKENS.map(set).map(list), st.sampled_from([1, 1 << 40]))
 def test_tokens_of_two_sides_pair_in_the_order_of_their_positions(
     keys: list[Key], others: list[Key], far: int
 ) -> None:
     sides = [[(s, far * at) for s, at in each] for each in (keys, others)]
-    index = TokenIndex.of(*arrays(sides[1]), SAMPLES, newest=False)
-    one, other = index.pair(*arrays(sides[0]))
+    one, other = TokenIndex.of(*arrays(sides[1]), SAMPLES).pair(*arrays(sides[0]))
     common = sorted(set(sides[0]) & set(sides[1]))
     assert one.tolist() == [sides[0].index(key) for key in common]
     assert other.tolist() == [sides[1].index(key) for key in common]
+
+
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_a_position_that_a_sample_has_twice_pairs_with_nothing(repeats: int) -> None:
+    sides = [[(0, 0), (0, 1)], [(0, 0), (0, 1)]]
+    sides[repeats].append((0, 1))
+    index = TokenIndex.of(*arrays(sides[1]), 1)
+    with pytest.raises(InvalidTensor, match="positions repeat"):
+        index.pair(*arrays(sides[0]))
 
 
 def test_positions_outside_of_any_sample_are_refused() -> None:

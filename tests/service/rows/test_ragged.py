@@ -128,8 +128,9 @@ def test_flat_rows_are_views_with_offsets(tensor: WireTensor) -> None:
     assert row_tensor(tensor, rows + 1, "x") is None
     of_rows = row_tensor((tag, shape, values, None), shape[0], "x")
     assert of_rows is not None
-    assert of_rows.width == int(np.prod(shape[1:]))
-    assert of_rows.offsets.tolist() == [row * of_rows.width for row in range(shape[0] + 1)]
+    width = int(np.prod(shape[1:]))
+    assert of_rows.width == width
+    assert of_rows.offsets.tolist() == [row * width for row in range(shape[0] + 1)]
     assert of_rows.flat.tobytes() == values.tobytes()
 
 
