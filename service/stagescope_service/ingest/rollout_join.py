@@ -181,15 +181,16 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
     aligned = sure | order | verified
 
     use = aligned[row]
-    source = by_position
     in_order = slice_indexes(rollout.starts[code[order]], counts[order])
+    source = by_position
     source[order[row]] = rollout.tokens[in_order]
     source = source[use]
     other = np.zeros(batch.rows, bool)
     if ids is not None and rollout.token_ids is not None:
         differ = (rollout.token_ids[source] != ids[use]) & rollout.has_ids[code[row[use]]]
         other = np.bincount(row[use][differ], minlength=batch.rows) > 0
-    q, q_dtype = _filled(batch.tokens, at[use], rollout, source)
+    q = np.zeros(batch.tokens, rollout.q.dtype)
+    q[at[use]] = rollout.q[source]
     versions = batch.versions
     if versions is None and rollout.versions is not None:
         versions = np.zeros(batch.tokens, np.int64)
@@ -200,7 +201,7 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
     out = np.union1d(left, np.flatnonzero(~known))
     return Joined(
         batch=dataclasses.replace(
-            batch, pair=(batch.pair[0], "rollout"), q=q, q_dtype=q_dtype, versions=versions
+            batch, pair=(batch.pair[0], "rollout"), q=q, q_dtype=rollout.dtype, versions=versions
         ),
         left_out=tuple(int(index) for index in out),
         why={
@@ -298,14 +299,6 @@ def _codes(rows: RolloutRows, codes: Mapping[str, int]) -> Int64:
 def _joined(arrays: Sequence[Int64 | None]) -> Int64:
     there = [array for array in arrays if array is not None]
     return np.concatenate(there).astype(np.int64) if there else np.empty(0, np.int64)
-
-
-def _filled(
-    tokens: int, at: Int64, rollout: _Rollout, source: Int64
-) -> tuple[npt.NDArray[Any], str]:
-    q = np.zeros(tokens, rollout.q.dtype)
-    q[at] = rollout.q[source]
-    return q, rollout.dtype
 
 
 def _versions(batch: TokenBatch, row: Int64, at: Int64) -> Int64 | None:
