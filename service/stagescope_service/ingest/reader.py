@@ -7,7 +7,6 @@ refused with a reason; the usable parts are kept all the same.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
 from stagescope_service.ingest.payload_values import Payload, read_value
+from stagescope_service.rows.ragged import count_by_row, hash_rows
 from stagescope_service.statistics import (
     PartRecord,
     Settings,
@@ -401,9 +401,5 @@ def _token_hashes(payload: Payload, rows: int) -> list[tuple[str, int]] | None:
         return None
     tokens = responses[2].reshape(-1).astype(np.int64, copy=False)
     on = mask[2].reshape(-1) != 0
-    found = []
-    for row in range(rows):
-        begin, end = int(offsets[row]), int(offsets[row + 1])
-        own = tokens[begin:end][on[begin:end]]
-        found.append((hashlib.blake2b(own.tobytes(), digest_size=12).hexdigest(), len(own)))
-    return found
+    hashes, counts = hash_rows(tokens, offsets, on), count_by_row(on, offsets)
+    return list(zip(hashes, counts.tolist(), strict=True))

@@ -17,12 +17,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.wire.errors import InvalidTensor
+from stagescope_service.rows.positions import TokenIndex
+from stagescope_service.rows.ragged import Bools, Int64, cumulative, row_of_each, slice_indexes
 from stagescope_service.statistics import TokenBatch, WireTensor
 from stagescope_service.statistics.summarise import widened
-
-Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 
 MISSING: Final = "no rollout of the sample"
 UNALIGNED: Final = "other positions"
@@ -118,15 +116,16 @@ def rollout_rows(
     mine = np.array([sample in wanted for sample in ids], bool)
     if not mine.any():
         return None
-    row = _rows(batch)
+    row = row_of_each(batch.row_offsets)
     at = np.flatnonzero((batch.mask == batch.mask_one) & mine[row])
+    row = row[at]
     chosen = np.flatnonzero(mine)
-    counts = np.bincount(row[at], minlength=batch.rows)[chosen]
+    counts = np.bincount(row, minlength=batch.rows)[chosen]
     return RolloutRows(
         samples=tuple(ids[index] for index in chosen),
-        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        positions=_positions(batch, row, at),
-        placed=_has_positions(batch),
+        offsets=cumulative(counts),
+        positions=batch.positions_of(at, row),
+        placed=batch.has_positions,
         q=batch.q[at],
         dtype=batch.q_dtype,
         token_ids=None if batch.token_ids is None else batch.token_ids[at].astype(np.int64),
@@ -162,9 +161,8 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
         InvalidTensor: positions outside of any sample.
     """
     rollout = _Rollout.of(found)
-    row = _rows(batch)
     at = np.flatnonzero(batch.mask == batch.mask_one)
-    row = row[at]
+    row = row_of_each(batch.row_offsets)[at]
     counts = np.bincount(row, minlength=batch.rows)
     code = np.array([rollout.codes.get(s, -1) for s in batch.sample_ids or ()], np.int64)
     if batch.sample_ids is None:
@@ -172,25 +170,27 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
     known = code >= 0
     ids = None if batch.token_ids is None else batch.token_ids[at].astype(np.int64)
 
-    by_position, hit = rollout.find(code[row], _positions(batch, row, at))
+    by_position, hit = rollout.index.find(code[row], batch.positions_of(at, row))
     every = np.bincount(row[~hit], minlength=batch.rows) == 0
-    first = np.concatenate([[0], np.cumsum(counts)[:-1]]) if batch.rows else counts
-    in_order = rollout.starts[code[row]] + np.arange(len(at)) - first[row]
     as_many = known & (counts == rollout.sizes[code])
 
-    placed = _has_positions(batch)
+    placed = batch.has_positions
     sure = known & every & placed & rollout.placed[code]
     order = as_many & ~sure & ~np.full(batch.rows, split and placed)
     verified = known & every & ~sure & ~order & (ids is not None) & rollout.has_ids[code]
     aligned = sure | order | verified
 
     use = aligned[row]
-    source = np.where(order[row], in_order, by_position)[use]
+    in_order = slice_indexes(rollout.starts[code[order]], counts[order])
+    source = by_position
+    source[order[row]] = rollout.tokens[in_order]
+    source = source[use]
     other = np.zeros(batch.rows, bool)
     if ids is not None and rollout.token_ids is not None:
         differ = (rollout.token_ids[source] != ids[use]) & rollout.has_ids[code[row[use]]]
         other = np.bincount(row[use][differ], minlength=batch.rows) > 0
-    q, q_dtype = _filled(batch.tokens, at[use], rollout, source)
+    q = np.zeros(batch.tokens, rollout.q.dtype)
+    q[at[use]] = rollout.q[source]
     versions = batch.versions
     if versions is None and rollout.versions is not None:
         versions = np.zeros(batch.tokens, np.int64)
@@ -201,7 +201,7 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
     out = np.union1d(left, np.flatnonzero(~known))
     return Joined(
         batch=dataclasses.replace(
-            batch, pair=(batch.pair[0], "rollout"), q=q, q_dtype=q_dtype, versions=versions
+            batch, pair=(batch.pair[0], "rollout"), q=q, q_dtype=rollout.dtype, versions=versions
         ),
         left_out=tuple(int(index) for index in out),
         why={
@@ -220,16 +220,15 @@ class _Rollout:
     """Tokens of many payloads, by (sample, position), each position once."""
 
     codes: dict[str, int]
-    keys: Int64
-    """code * span + position - low, ascending."""
-    low: int
-    span: int
+    index: TokenIndex
+    tokens: Int64
+    """Its tokens, by sample and position."""
     starts: Int64
-    """[samples + 1 unknown one]: the first token of each."""
+    """[samples + 1 unknown one]: the first of each among `tokens`."""
     sizes: Int64
-    placed: Bool
-    has_ids: Bool
-    mixed: Bool
+    placed: Bools
+    has_ids: Bools
+    mixed: Bools
     """[samples + 1]: whether payloads of one version hold other tokens at the same positions."""
     q: npt.NDArray[Any]
     dtype: str
@@ -243,19 +242,12 @@ class _Rollout:
         codes = {s: i for i, s in enumerate(dict.fromkeys(s for r in ordered for s in r.samples))}
         code = _joined([_codes(rows, codes) for rows in ordered])
         position = _joined([rows.positions for rows in ordered])
-        low = int(position.min()) if position.size else 0
-        span = int(position.max()) - low + 1 if position.size else 1
-        if span * (len(codes) + 1) >= 1 << 62:
-            raise InvalidTensor(f"positions from {low} to {low + span - 1}", expected="< 2^32")
-        keys = code * span + position - low
-        order = np.argsort(keys, kind="stable")
-        last = np.ones(len(order), bool)
-        last[:-1] = keys[order][1:] != keys[order][:-1]
+        index = TokenIndex.of(code, position, len(codes))
         mixed = np.zeros(len(codes) + 1, bool)
-        mixed[code[order[:-1][~last[:-1]]][_contradict(ordered, order, last)]] = True
-        order = order[last]
+        mixed[code[index.repeats[0]][_contradict(ordered, index.repeats)]] = True
+        tokens = index.tokens
         # One more entry of each, for unknown samples (code -1).
-        sizes = np.bincount(code[order], minlength=len(codes) + 1)
+        sizes = np.bincount(code[tokens], minlength=len(codes) + 1)
         placed, has_ids = np.ones(len(codes) + 1, bool), np.ones(len(codes) + 1, bool)
         placed[-1] = has_ids[-1] = False
         for rows in ordered:
@@ -269,44 +261,33 @@ class _Rollout:
         ids = [np.full(len(r.q), -1) if r.token_ids is None else r.token_ids for r in ordered]
         return cls(
             codes=codes,
-            keys=keys[order],
-            low=low,
-            span=span,
-            starts=np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64),
+            index=index,
+            tokens=tokens,
+            starts=cumulative(sizes)[:-1],
             sizes=sizes,
             placed=placed,
             has_ids=has_ids,
             mixed=mixed,
-            q=np.concatenate(q)[order] if q else np.empty(0, np.float32),
+            q=np.concatenate(q) if q else np.empty(0, np.float32),
             dtype=dtypes[0] if same else ("float64" if dtypes else "float32"),
-            token_ids=_joined(ids)[order] if has_ids.any() else None,
-            versions=_joined([r.versions for r in ordered])[order] if has_versions else None,
+            token_ids=_joined(ids) if has_ids.any() else None,
+            versions=_joined([r.versions for r in ordered]) if has_versions else None,
         )
 
-    def find(self, code: Int64, position: Int64) -> tuple[Int64, Bool]:
-        """Return the index of each (sample, position), and whether it exists."""
-        inside = (code >= 0) & (position >= self.low) & (position < self.low + self.span)
-        wanted = np.where(inside, code * self.span + position - self.low, 0)
-        place = np.searchsorted(self.keys, wanted)
-        if not len(self.keys):
-            return place.astype(np.int64), np.zeros(len(code), bool)
-        place = np.minimum(place, len(self.keys) - 1)
-        return place.astype(np.int64), inside & (self.keys[place] == wanted)
 
-
-def _contradict(ordered: Sequence[RolloutRows], order: Int64, last: Bool) -> Bool:
+def _contradict(ordered: Sequence[RolloutRows], repeats: Int64) -> Bools:
     """Return, for tokens at a repeated position, whether the next one is a different token.
 
     Under a later version it may be: an aborted sample was generated again.
     """
-    one, other = order[:-1][~last[:-1]], order[1:][~last[:-1]]
+    one, other = repeats
     version = _joined([np.full(len(rows.q), rows.age[0]) for rows in ordered])
     payload = _joined([np.full(len(rows.q), rows.age[1]) for rows in ordered])
     ids = _joined([np.full(len(r.q), -1) if r.token_ids is None else r.token_ids for r in ordered])
     q = np.concatenate([np.empty(0), *(widened(rows.q, rows.dtype) for rows in ordered)])
     known = (ids[one] >= 0) & (ids[other] >= 0)
     differ = np.where(known, ids[one] != ids[other], abs(q[one] - q[other]) > _RECOMPUTED)
-    found: Bool = (version[one] == version[other]) & (payload[one] != payload[other]) & differ
+    found: Bools = (version[one] == version[other]) & (payload[one] != payload[other]) & differ
     return found
 
 
@@ -320,38 +301,12 @@ def _joined(arrays: Sequence[Int64 | None]) -> Int64:
     return np.concatenate(there).astype(np.int64) if there else np.empty(0, np.int64)
 
 
-def _filled(
-    tokens: int, at: Int64, rollout: _Rollout, source: Int64
-) -> tuple[npt.NDArray[Any], str]:
-    q = np.zeros(tokens, rollout.q.dtype)
-    q[at] = rollout.q[source]
-    return q, rollout.dtype
-
-
-def _rows(batch: TokenBatch) -> Int64:
-    """Return the row of each token."""
-    return np.repeat(np.arange(batch.rows, dtype=np.int64), np.diff(batch.row_offsets))
-
-
-def _has_positions(batch: TokenBatch) -> bool:
-    return batch.positions is not None or batch.token_offset is not None
-
-
-def _positions(batch: TokenBatch, row: Int64, at: Int64) -> Int64:
-    """Return the positions of the tokens `at`; `row`: of each token, or of each of `at`."""
-    if batch.positions is not None:
-        return batch.positions[at]
-    own = row if len(row) == len(at) else row[at]
-    shift: Int64 = at - batch.row_offsets[own]
-    return shift if batch.token_offset is None else shift + batch.token_offset[own]
-
-
 def _versions(batch: TokenBatch, row: Int64, at: Int64) -> Int64 | None:
     if batch.versions is None:
         version = batch.policy_version
         return None if version is None else np.full(len(at), version, np.int64)
     by_token = batch.versions.size == batch.tokens
-    return (batch.versions[at] if by_token else batch.versions[row[at]]).astype(np.int64)
+    return (batch.versions[at] if by_token else batch.versions[row]).astype(np.int64)
 
 
 def _masked(tensors: Mapping[str, WireTensor]) -> Mapping[str, WireTensor]:

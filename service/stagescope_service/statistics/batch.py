@@ -71,6 +71,19 @@ class TokenBatch:
         """Number of tokens, including masked ones."""
         return int(self.row_offsets[-1])
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether the payload says where its tokens lie in their samples."""
+        return self.positions is not None or self.token_offset is not None
+
+    def positions_of(self, token: Int64, row: Int64) -> Int64:
+        """Return the positions of tokens in their samples; `row`: of each of them."""
+        if self.positions is not None:
+            return self.positions[token]
+        offset = self.token_offset
+        shift: Int64 = token - self.row_offsets[row]
+        return shift if offset is None else shift + offset[row]
+
     @classmethod
     def from_tensors(
         cls,

@@ -212,14 +212,7 @@ def _keys(batch: TokenBatch, table: Int64) -> Int64:
     if batch.sample_ids is not None:
         _, places = np.unique(np.array(batch.sample_ids, dtype=object), return_inverse=True)
         order = places.reshape(-1)[row]
-    return np.stack([order, _positions(batch, row, start)], axis=1).astype(np.int64)
-
-
-def _positions(batch: TokenBatch, row: Int64, token: Int64) -> Int64:
-    if batch.positions is not None:
-        return batch.positions[token]
-    shift: Int64 = token - batch.row_offsets[row]
-    return shift if batch.token_offset is None else shift + batch.token_offset[row]
+    return np.stack([order, batch.positions_of(start, row)], axis=1).astype(np.int64)
 
 
 def _sequences(
@@ -234,13 +227,12 @@ def _sequences(
     named = batch.sample_ids is not None
     marks, mark_values = _marks(batch, cover) if named else (np.empty((0, 3), np.int64), None)
     ids = batch.sample_ids
-    positions = batch.positions is not None or batch.token_offset is not None
     rounds = batch.round_ids is not None or batch.round_offset is not None
     return Sequences(
         samples=tuple(ids[row] for row in rows) if ids is not None else ("",) * len(rows),
         source=np.zeros(len(rows), np.int64),
         row=rows,
-        placed=np.tile(np.array([positions, rounds]), (len(rows), 1)),
+        placed=np.tile(np.array([batch.has_positions, rounds]), (len(rows), 1)),
         values=values[rows],
         cover=_limited(cover),
         marks=marks,
@@ -305,7 +297,7 @@ def _tokens(ids: Int64, batch: TokenBatch, table: Int64, index: Int64) -> Tokens
     unknown = np.full(len(token), UNKNOWN, np.int64)
     return Tokens(
         sequence=index[segment[:, _ROW]],
-        position=_positions(batch, segment[:, _ROW], token),
+        position=batch.positions_of(token, segment[:, _ROW]),
         round=segment[:, _ROUND],
         turn=segment[:, _TURN],
         token_id=unknown if batch.token_ids is None else batch.token_ids[token].astype(np.int64),

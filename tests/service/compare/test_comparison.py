@@ -247,6 +247,20 @@ def test_fragments_of_a_sample_join_by_position() -> None:
     assert "coverage" in kinds(result.pairs[0])
 
 
+def test_fragments_whose_padding_repeats_a_position_are_named_and_not_compared() -> None:
+    values, positions = np.arange(12.0).reshape(2, 6), np.tile(np.arange(6), (2, 1))
+
+    def fragment(rank: int, at: list[int], padding: int) -> Record:
+        tensors = {"entropy": values[:, at], "positions": positions[:, at]}
+        padded = {name: np.pad(each, ((0, 0), (0, padding))) for name, each in tensors.items()}
+        return record("forward_data", padded, rank=rank, samples=("a", "b"))
+
+    whole = MemoryDump([fragment(0, [0, 1, 2, 3, 4, 5], 0)])
+    result = compare([whole, MemoryDump([fragment(0, [0, 1, 5], 2), fragment(1, [2, 3, 4], 2)])])
+    assert result.verdict is Verdict.NOT_COMPARABLE
+    assert "positions repeat" in result.reason
+
+
 def test_a_trajectory_counts_once_however_often_it_was_compared() -> None:
     mask = np.ones((2, 4), np.int64)
     positions = np.tile(np.arange(4), (2, 1))

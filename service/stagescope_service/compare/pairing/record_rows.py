@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import itertools
-import math
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidTensor
 from stagescope_service.compare.flow import (
     MASKS,
     NAMED_SECTIONS,
@@ -25,18 +21,22 @@ from stagescope_service.compare.flow import (
     TOKENS,
     is_structural,
 )
-from stagescope_service.compare.pairing.row_tensors import (
+from stagescope_service.dumps.records import SHIFTED_BY_ONE, Record
+from stagescope_service.rows.positions import POSITION_TENSORS
+from stagescope_service.rows.ragged import (
     Bools,
     Int64,
     RowTensor,
     before_first,
     count_by_row,
-    cumulative,
+    hash_rows,
+    row_tensor,
     same_offsets,
     shift_right,
+    slice_indexes,
     spans,
 )
-from stagescope_service.dumps.records import SHIFTED_BY_ONE, Record
+from stagescope_service.statistics.batch import mask_bits
 
 WHOLE_SEQUENCES: Final = ("tokens", "input_ids", TARGETS, "input_tokens")
 """Tensors of prompt and response together; the mask of a datum is aligned with its targets."""
@@ -80,7 +80,7 @@ class RecordRows:
     @property
     def has_fragments(self) -> bool:
         """Whether its rows may be fragments of samples: they give the positions of their tokens."""
-        return "positions" in self.names or "token_offset" in self.names
+        return not POSITION_TENSORS.isdisjoint(self.names)
 
     def find(self, name: str) -> RowTensor | None:
         """Return a tensor by row, None if it is absent or not by row."""
@@ -98,26 +98,14 @@ class RecordRows:
         tensor = self.record.tensors.get(name)
         if tensor is None or self.count is None:
             return None
-        tag, shape, values, offsets = tensor
-        flat = np.ascontiguousarray(values).reshape(-1)
-        if offsets is not None:
-            bounds = np.asarray(offsets, np.int64)
-            if len(bounds) != self.count + 1:
-                return None
-            if bounds[0] != 0 or bounds[-1] != len(flat) or (np.diff(bounds) < 0).any():
-                raise InvalidTensor(f"{self.record.entry.path}: rows of {name} overlap or lack")
-            return RowTensor(tag, flat, bounds, None, shape)
-        if not shape or shape[0] != self.count:
-            return None
-        width = math.prod(shape[1:])
-        return RowTensor(tag, flat, np.arange(self.count + 1, dtype=np.int64) * width, width, shape)
+        return row_tensor(tensor, self.count, f"{self.record.entry.path}: rows of {name}")
 
     def ones(self, name: str) -> Bools:
         """Return where a mask is 1, as bools in memory order; cached."""
         if name not in self._ones:
             tensor = self.tensor(name)
-            one = 0x3F80 if tensor.dtype == "bfloat16" else 1
-            self._ones[name] = tensor.flat == one
+            bits, one = mask_bits(tensor.flat, tensor.dtype)
+            self._ones[name] = bits == one
         return self._ones[name]
 
     def share_ones(self, other: RecordRows, name: str) -> None:
@@ -177,10 +165,8 @@ class RecordRows:
         if (mask.lengths > tensor.lengths).any():
             return None
         ones = np.zeros(len(tensor.flat), bool)
-        starts = tensor.offsets[1:] - mask.lengths - mask.offsets[:-1]
-        ones[np.arange(len(mask.flat)) + np.repeat(starts, mask.lengths)] = self.ones(
-            "response_mask"
-        )
+        starts = tensor.offsets[1:] - mask.lengths
+        ones[slice_indexes(starts, mask.lengths)] = self.ones("response_mask")
         return ones
 
     def repeat_by_token(self, name: str, other: RecordRows) -> bool:
@@ -252,17 +238,10 @@ class RecordRows:
 
     def _hashes(self, name: str, keep: Bools | None) -> list[str]:
         tensor = self.tensor(name)
-        flat, offsets = tensor.flat, tensor.offsets
+        flat = tensor.flat
         if name in TOKENS | MASKS and tensor.dtype not in ("bfloat16", "float16"):
             flat = flat.astype(np.int64, copy=False)  # int32 and int64 ids are the same tokens
-        if keep is not None:
-            flat, offsets = flat[keep], cumulative(count_by_row(keep, offsets))
-        data, size = flat.view(np.uint8), flat.dtype.itemsize
-        bounds = (offsets * size).tolist()
-        return [
-            hashlib.blake2b(data[start:stop].data, digest_size=12).hexdigest()
-            for start, stop in itertools.pairwise(bounds)
-        ]
+        return hash_rows(flat, tensor.offsets, keep)
 
 
 def _unshifted(record: Record) -> Record:

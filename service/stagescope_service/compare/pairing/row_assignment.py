@@ -21,7 +21,6 @@ from stagescope.batch import Tensor, widened
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import Part
 from stagescope_service.compare.pairing.record_rows import RecordRows
-from stagescope_service.compare.pairing.row_tensors import RowTensor
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.shard_index import (
     BY_GROUP_AND_RUN,
@@ -33,6 +32,7 @@ from stagescope_service.compare.pairing.shard_index import (
 from stagescope_service.compare.pairing.tasks import TaskOutcome
 from stagescope_service.compare.plan import EntryPair
 from stagescope_service.dumps.records import Dump, DumpEntry, Location
+from stagescope_service.rows.ragged import RowTensor
 
 _IDENTIFYING_KEYS: Final = (BY_SAMPLE_ID, BY_GROUP_AND_RUN, BY_RESPONSE)
 _SAME_ROWS_RATIO: Final = 0.5

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.record_rows import RecordRows
-from stagescope_service.compare.pairing.row_tensors import Bools, Int64, Values
 from stagescope_service.compare.pairing.token_alignment import (
     LENGTHS_DIFFER,
     RowPairing,
@@ -27,6 +26,7 @@ from stagescope_service.compare.pairing.token_alignment import (
 )
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Location, Record
+from stagescope_service.rows.ragged import Bools, Int64, Values
 from stagescope_service.statistics.pairwise import (
     ElementLocation,
     Number,

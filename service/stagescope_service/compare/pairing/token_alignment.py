@@ -10,15 +10,18 @@ import numpy.typing as npt
 
 from stagescope_service.compare.flow import is_structural
 from stagescope_service.compare.pairing.record_rows import Extent, RecordRows
-from stagescope_service.compare.pairing.row_tensors import (
+from stagescope_service.dumps.records import Location
+from stagescope_service.rows.positions import TokenIndex
+from stagescope_service.rows.ragged import (
     Bools,
     Int64,
     RowTensor,
     cumulative,
+    row_of_each,
     same_offsets,
     select_values,
+    slice_indexes,
 )
-from stagescope_service.dumps.records import Location
 from stagescope_service.statistics.pairwise import ElementLocation, Number, value_of
 
 States = npt.NDArray[np.int8]
@@ -263,30 +266,22 @@ def _equal(one: Bools | None, other: Bools | None) -> bool:
 
 def _first_of(index: Int64, edges: Int64, lengths: Int64) -> Int64:
     """Return the first `lengths` indexes of each row."""
-    counts = np.diff(edges)
-    if np.array_equal(counts, lengths):
+    if np.array_equal(np.diff(edges), lengths):
         return index
-    position = np.arange(len(index)) - np.repeat(edges[:-1], counts)
-    kept: Int64 = index[position < np.repeat(lengths, counts)]
-    return kept
+    return index[slice_indexes(edges[:-1], lengths)]
 
 
 def _pair_by_position(
     a: _SelectedValues, b: _SelectedValues, pairing: RowPairing
 ) -> tuple[Int64, Int64, Int64]:
     """Return the flat indexes of tokens whose positions both fragments have, and their bounds."""
-    positions_a, positions_b = _positions(a, pairing.rows_a), _positions(b, pairing.rows_b)
-    found_a, found_b, counts = [], [], []
-    for pair in range(len(pairing.labels)):
-        in_a, in_b = slice(*a.edges[pair : pair + 2]), slice(*b.edges[pair : pair + 2])
-        _, at_a, at_b = np.intersect1d(
-            positions_a[in_a], positions_b[in_b], assume_unique=True, return_indices=True
-        )
-        found_a.append(a.flat_index[in_a][at_a])
-        found_b.append(b.flat_index[in_b][at_b])
-        counts.append(len(at_a))
-    empty = [np.empty(0, np.int64)]
-    return np.concatenate(found_a or empty), np.concatenate(found_b or empty), cumulative(counts)
+    count = len(pairing.labels)
+    pair_a, pair_b = row_of_each(a.edges), row_of_each(b.edges)
+    position_a, position_b = _positions(a, pairing.rows_a), _positions(b, pairing.rows_b)
+    index = TokenIndex.of(pair_b, position_b, count)
+    tokens_a, tokens_b = index.pair(pair_a, position_a)
+    edges = np.searchsorted(pair_a[tokens_a], np.arange(count + 1))
+    return a.flat_index[tokens_a], b.flat_index[tokens_b], edges
 
 
 def _positions(selected: _SelectedValues, rows: Int64) -> Int64:
@@ -299,12 +294,10 @@ def _positions(selected: _SelectedValues, rows: Int64) -> Int64:
     positions = selected.rows.find("positions")
     if positions is not None and np.array_equal(positions.offsets, tensor.offsets):
         return np.asarray(positions.flat[index], np.int64)
-    from_first = np.arange(len(index)) - np.repeat(edges[:-1], np.diff(edges))
-    offset = selected.rows.find("token_offset")
-    if offset is None:
-        return from_first
-    shift = np.asarray(offset.flat[rows], np.int64)
-    return np.asarray(from_first + np.repeat(shift, np.diff(edges)), np.int64)
+    first, offset = np.zeros(len(rows), np.int64), selected.rows.find("token_offset")
+    if offset is not None:
+        first = offset.flat[rows].astype(np.int64)
+    return slice_indexes(first, np.diff(edges))
 
 
 def coordinate_in(shape: tuple[int, ...], flat: int) -> tuple[int, ...]:

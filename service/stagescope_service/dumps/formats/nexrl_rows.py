@@ -49,15 +49,6 @@ def values_of(tensor: WireTensor, *, exact: bool = True) -> Sequence[Array]:
     return [values[a:b] for a, b in itertools.pairwise(offsets)]
 
 
-def padded(rows: Sequence[Array]) -> Array:
-    """Return rows as one array [rows, width], padded on the right with 0."""
-    width = max((len(row) for row in rows), default=0)
-    found = np.zeros((len(rows), width), rows[0].dtype if rows else np.float32)
-    for row, values in enumerate(rows):
-        found[row, : len(values)] = values
-    return found
-
-
 def rows_of(record: Record) -> Iterator[dict[str, RowValue]]:
     """Yield each row of a record: name -> array, number or text; `group_id` and `run_id` too."""
     columns: dict[str, Sequence[RowValue]] = {

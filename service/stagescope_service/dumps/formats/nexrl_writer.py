@@ -30,7 +30,6 @@ from stagescope_service.dumps.formats.nexrl_rows import (
     TRAJECTORY_TENSORS,
     datum,
     lists_in,
-    padded,
     rows_of,
     trajectory,
     values_of,
@@ -45,6 +44,7 @@ from stagescope_service.dumps.pickles.torch_file import (
     save_torch_file,
 )
 from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record, mapping
+from stagescope_service.rows.ragged import cumulative, padded
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
 FORMATS: Final = ("pt", "jsonl")
@@ -283,10 +283,11 @@ class _Writer:
         if len(tags) > 1:
             self._leave_out(f"step {step}: old_log_probs of several dtypes: {', '.join(tags)}")
             return
-        values = padded(rows)
+        offsets = cumulative([*map(len, rows)])
+        values = padded(np.concatenate(rows), offsets, "right")
         data: _Fields = {"old_log_probs": FileTensor(_as_wire(tags.pop(), values))}
         if [*map(len, masks)] == [*map(len, rows)]:
-            counted = padded(masks).astype(np.int64)
+            counted = padded(np.concatenate(masks), offsets, "right").astype(np.int64)
             data["response_mask"] = FileTensor(_as_wire("int64", counted))
         info: _Fields = {"batch_size": len(rows)}
         if all(samples):
@@ -392,7 +393,7 @@ def _extra_info(record: Record) -> _Fields:
 def _padded(record: Record) -> dict[str, WireTensor]:
     """Return the tensors of a record, ragged rows padded on the right with 0."""
     return {
-        name: wire if wire[3] is None else _as_wire(wire[0], padded(values_of(wire)))
+        name: wire if wire[3] is None else _as_wire(wire[0], padded(wire[2], wire[3], "right"))
         for name, wire in record.tensors.items()
     }
 

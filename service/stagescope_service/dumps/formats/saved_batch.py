@@ -13,10 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from stagescope.batch import Batch, BatchPart, Tensor
-from stagescope.tensorfile import Array
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.keep import sections_of
 from stagescope.wire.schema import Part
@@ -31,7 +28,8 @@ from stagescope_service.dumps.formats.listing import (
 )
 from stagescope_service.dumps.formats.own_file import ROW_SECTIONS, mask_in, name_in_record
 from stagescope_service.dumps.records import SECTIONS, DumpEntry, Location, Problem, Record
-from stagescope_service.store.tensorfile import WireTensor, describe_file
+from stagescope_service.rows.ragged import unpadded
+from stagescope_service.store.tensorfile import describe_file
 
 KIND: Final = "batch"
 
@@ -192,17 +190,10 @@ def _add_value(found: Columns, micro: Batch, name: str, own: Mapping[str, Tensor
         if values.ndim == 0:
             found.numbers[target] = number_of(tag, values)
         elif name in micro.lengths and name not in own and values.ndim == 2:
-            found.tensors[target] = _ragged(tag, values, micro.lengths[name], micro.side(name))
+            flat, offsets = unpadded(values, micro.lengths[name], micro.side(name))
+            found.tensors[target] = (tag, flat.shape, flat, offsets)
         else:
             found.tensors[target] = (tag, values.shape, values, None)
-
-
-def _ragged(tag: str, values: Array, lengths: Array, side: str) -> WireTensor:
-    """Return rows as they were recorded, without padding."""
-    token = np.arange(values.shape[1])
-    token = token[::-1] if side == "left" else token
-    flat = values[token < lengths[:, None]]
-    return tag, flat.shape, flat, np.cumsum([0, *lengths], dtype=np.int64)
 
 
 def _source(batch: Batch) -> dict[str, object]:

@@ -14,7 +14,6 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.tensorfile import Array
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import Columns, RowIds, collect_rows, unique_samples
 from stagescope_service.dumps.formats.content import first_values, read_shared
@@ -29,7 +28,7 @@ from stagescope_service.dumps.formats.listing import (
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import DumpEntry, Location, Record
-from stagescope_service.store.tensorfile import WireTensor
+from stagescope_service.rows.ragged import cumulative, slice_indexes
 
 KIND: Final = "slime"
 ROLLOUT_STAGE: Final = "rollout_generate"
@@ -176,23 +175,17 @@ def _length(row: Mapping[str, FileValue]) -> int:
 
 def _add_responses(found: Columns, rows: list[dict[str, FileValue]]) -> None:
     """Add `responses`: the last `response_length` of each row's tokens."""
-    tokens = found.tensors.get("tokens")
-    if tokens is None or tokens[3] is None:
+    if "tokens" not in found.tensors:
         return
-    flat, offsets = tokens[2], tokens[3]
+    tag, _, flat, offsets = found.tensors["tokens"]
+    if offsets is None:
+        return
     lengths = np.array([_length(row) for row in rows], np.int64)
     if (lengths > np.diff(offsets)).any():
         found.left_out["responses"] = "a response is longer than the tokens of its sample"
         return
-    found.tensors["responses"] = tails(tokens[0], flat, offsets, lengths)
-
-
-def tails(tag: str, flat: Array, offsets: Array, lengths: Array) -> WireTensor:
-    """Return the last `lengths` values of each row as ragged rows."""
-    ends = np.cumsum([0, *lengths], dtype=np.int64)
-    begins = offsets[1:] - lengths - ends[:-1]
-    chosen = np.repeat(begins, lengths) + np.arange(ends[-1])
-    return tag, (int(ends[-1]),), flat[chosen], ends
+    responses = flat[slice_indexes(offsets[1:] - lengths, lengths)]
+    found.tensors["responses"] = (tag, responses.shape, responses, cumulative(lengths))
 
 
 def _add_versions(found: Columns, rows: list[dict[str, FileValue]]) -> None:

@@ -1,62 +1,26 @@
-"""One tensor of a step, assembled from blocks of rows of different widths. Arrays in and out."""
+"""One tensor of a step, assembled from blocks of rows or fragments of them. Arrays in and out."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from stagescope.batch import Padding, Tensor, widened
 from stagescope.tensorfile import CODES, Array
-from stagescope_service.store.tensorfile import WireTensor
+from stagescope_service.rows.positions import TokenPositions
+from stagescope_service.rows.ragged import Bools, Int64, RowBlock, is_in_row
 
-Bools: TypeAlias = npt.NDArray[np.bool_]
-Int64: TypeAlias = npt.NDArray[np.int64]
 Allocate: TypeAlias = "Callable[[tuple[int, ...], np.dtype[Any]], Array]"
 """Returns an array of this shape and of any dtype; its values are undefined."""
 
 _NAN: Final = {"bfloat16": 0x7FC0}
 
-
-class RowBlock(NamedTuple):
-    """Rows of one tensor, side by side: `[rows]`, `[rows, width]` or `[rows, width, ...]`."""
-
-    tag: str
-    values: Array
-    lengths: Int64 | None
-    """Of ragged rows, which are padded here."""
-
-    @property
-    def width(self) -> int:
-        """Tokens of the widest row; 1 where a row is one value."""
-        return int(self.values.shape[1]) if self.values.ndim > 1 else 1
-
-
-def row_block(wire: WireTensor, rows: int, side: str) -> RowBlock | None:
-    """Return a tensor as rows, ragged ones padded on `side`; None if its row count differs."""
-    tag, shape, values, offsets = wire
-    if offsets is not None:
-        if len(offsets) != rows + 1:
-            return None
-        lengths = np.diff(offsets)
-        return RowBlock(tag, _pad(values, offsets, lengths, side), lengths.astype(np.int64))
-    if not shape or shape[0] != rows:
-        return None
-    return RowBlock(tag, values.reshape(shape), None)
-
-
-def _pad(values: Array, offsets: Int64, lengths: Int64, side: str) -> Array:
-    width = int(lengths.max(initial=0))
-    out = np.zeros((len(lengths), width, *values.shape[1:]), values.dtype)
-    row = np.repeat(np.arange(len(lengths)), lengths)
-    token = np.arange(int(lengths.sum())) - np.repeat(offsets[:-1] - offsets[0], lengths)
-    if side == "left":
-        token = token + np.repeat(width - lengths, lengths)
-    out[row, token] = values[offsets[0] : offsets[-1]]
-    return out
+_FILLED: Final = 1
+_COUNTED: Final = 2
+"""States of a token of an `Assembly`."""
 
 
 class Column:
@@ -86,7 +50,7 @@ class Column:
     def accepts(self, block: RowBlock) -> bool:
         """Whether a block has the column's dtype and dimensions."""
         return (
-            block.tag == self.tag
+            block.dtype == self.tag
             and block.values.shape[2:] == self.values.shape[2:]
             and (block.values.ndim == self.values.ndim)
         )
@@ -117,7 +81,7 @@ class Column:
         if not differ.any():
             return 0, 0.0
         a = widened(Tensor(self.tag, ours))[differ].astype(np.float64)
-        b = widened(Tensor(block.tag, theirs))[differ].astype(np.float64)
+        b = widened(Tensor(block.dtype, theirs))[differ].astype(np.float64)
         with np.errstate(invalid="ignore"):
             largest = np.abs(a - b)
         return int(differ.sum()), float(largest.max())
@@ -161,9 +125,7 @@ class Column:
         """Return which of `values` are among the first (or last) `counts` tokens of their row."""
         if values.ndim == 1:
             return counts > 0
-        token = np.arange(values.shape[1])
-        token = token[::-1] if self._is_left else token
-        inside: Bools = token < counts[:, None]
+        inside = is_in_row(counts, values.shape[1], self.side)
         return inside if flat else inside.reshape(*inside.shape, *[1] * (values.ndim - 2))
 
     def _store(self, rows: Int64, values: Array) -> None:
@@ -192,6 +154,47 @@ class Column:
     @property
     def _is_left(self) -> bool:
         return self.side == "left"
+
+
+class Assembly:
+    """One tensor of one pass, assembled from fragments; begins as zeros.
+
+    Args:
+        tag: dtype tag.
+        values: [rows, span, ...] of all samples; is overwritten.
+    """
+
+    def __init__(self, tag: str, values: Array) -> None:
+        self.tag = tag
+        self.values = values
+        self.values[...] = 0
+        self._state = np.zeros(values.shape[:2], np.uint8)
+        self.differing = 0
+        """Values of tokens that two fragments hold and that differ."""
+
+    def write(self, rows: Int64, tokens: TokenPositions, values: Array) -> None:
+        """Write the tokens of a part's rows; counted tokens replace others."""
+        uncounted = tokens.present & ~tokens.counted
+        for selected, state in ((tokens.counted, _COUNTED), (uncounted, _FILLED)):
+            row, token = np.nonzero(selected)
+            target, position = rows[row], tokens.positions[row, token]
+            state_before = self._state[target, position]
+            again = state_before == state
+            ours = self.values[target[again], position[again]]
+            differ = bits(ours) != bits(np.ascontiguousarray(values[row[again], token[again]]))
+            self.differing += int(differ.sum())
+            free = state_before < state
+            self.values[target[free], position[free]] = values[row[free], token[free]]
+            self._state[target[free], position[free]] = state
+
+    def finish(self) -> tuple[Int64, RowBlock, Int64]:
+        """Return the rows that were written, their values with lengths, and the rows with holes."""
+        present = self._state > 0
+        rows = np.flatnonzero(present.any(axis=1))
+        ends = np.arange(present.shape[1]) + 1
+        lengths = (present * ends).max(axis=1, initial=0)[rows].astype(np.int64)
+        holes = rows[present[rows].sum(axis=1) < lengths]
+        return rows, RowBlock(self.tag, self.values[rows], lengths), holes
 
 
 def bits(values: Array) -> Array:

@@ -16,16 +16,12 @@ from stagescope.batch import Batch, BatchPart, Gap, Tensor
 from stagescope.batch.data import flow_index
 from stagescope.tensorfile import Array
 from stagescope.wire.errors import NotFound, StagescopeError
-from stagescope_service.dumps.joining.column import Allocate, Column, RowBlock, row_block
-from stagescope_service.dumps.joining.fragments import (
-    POSITION_TENSORS,
-    Assembly,
-    TokenPositions,
-    token_positions,
-)
+from stagescope_service.dumps.joining.column import Allocate, Assembly, Column
 from stagescope_service.dumps.joining.parts import StepParts, find_parts
 from stagescope_service.dumps.joining.rows import RecordedPart
 from stagescope_service.dumps.records import Dump, Record
+from stagescope_service.rows.positions import POSITION_TENSORS, TokenPositions, token_positions
+from stagescope_service.rows.ragged import RowBlock, row_block
 
 _RECOMPUTED: Final = ("entropy", "values", "loss")
 """Values that every pass over the rows computes anew, beside `log_probs` and what follows it."""
@@ -180,8 +176,7 @@ class _Joiner:
                 self._keep_own(index, name, wire[0], wire[2].reshape(wire[1]))
                 continue
             if part.consumed is not None:
-                lengths = None if block.lengths is None else block.lengths[part.consumed]
-                block = RowBlock(block.tag, block.values[part.consumed], lengths)
+                block = block.take(part.consumed)
             self._recorded[index][name] = block.width if block.values.ndim > 1 else None
             if tokens is not None:
                 self._write_fragments(part, name, block, tokens)
@@ -196,9 +191,9 @@ class _Joiner:
         added = part.about.get("joined_tensors")
         if isinstance(added, list) and name in added:
             return  # a copy of another part's, with 0 where no token counts
-        self._keep_own(index, name, block.tag, block.values)
+        self._keep_own(index, name, block.dtype, block.values)
         if not is_accepted:
-            shape = f"{block.tag} {list(block.values.shape[1:])}, that of {column.first} is "
+            shape = f"{block.dtype} {list(block.values.shape[1:])}, that of {column.first} is "
             text = f"{shape}{column.tag} {list(column.values.shape[1:])}"
             self._gaps.append(Gap("disagrees", f"{name} of {part} is {text}"))
         elif part.is_whole and not _is_recomputed(name):
@@ -222,7 +217,7 @@ class _Joiner:
             return
         if block.values.ndim == 1:
             first = np.unique(rows, return_index=True)[1]
-            if not column.write(rows[first], RowBlock(block.tag, block.values[first], None)):
+            if not column.write(rows[first], block.take(first)):
                 self._gaps.append(
                     Gap("disagrees", f"{name} of {part} is not that of its other pieces")
                 )
@@ -244,9 +239,7 @@ class _Joiner:
                     Gap("rows", f"the pieces of {name} in {stage} have holes: {listed}")
                 )
             complete = ~np.isin(rows, holes)
-            assert block.lengths is not None
-            found = RowBlock(block.tag, block.values[complete], block.lengths[complete])
-            same = column.write(rows[complete], found, assembled=True)
+            same = column.write(rows[complete], block.take(complete), assembled=True)
             if assembly.differing or not (same or _is_recomputed(name)):
                 other = "its other pieces" if assembly.differing else column.first
                 self._gaps.append(Gap("disagrees", f"{name} of {stage} is not that of {other}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -12,10 +13,10 @@ from stagescope.batch import Gap
 from stagescope.batch.data import flow_index
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.schema import STAGES, Part
-from stagescope_service.dumps.joining.column import Bools
-from stagescope_service.dumps.joining.fragments import POSITION_TENSORS, checksum, token_positions
 from stagescope_service.dumps.joining.rows import RecordedPart, RowIndex, rows_lacking_ranks
 from stagescope_service.dumps.records import Dump, DumpEntry, Record, mapping
+from stagescope_service.rows.positions import POSITION_TENSORS, token_positions
+from stagescope_service.rows.ragged import Bools
 from stagescope_service.store.tensorfile import WireTensor
 
 _SAMPLING: Final = (
@@ -197,7 +198,7 @@ class _Scanner:
         part.texts |= {name: each for name, each in texts.items() if len(each) == count}
         has_positions = not POSITION_TENSORS.isdisjoint(tensors)
         if part.context_ranks > 1 and not has_positions:
-            part.checksum = checksum(part.checksum, tensors)
+            part.checksum = _checksum(part.checksum, tensors)
         if has_positions and (tokens := token_positions(tensors, count)) is not None:
             part.span = max(part.span or 0, tokens.span)
         for name, (tag, shape, values, offsets) in tensors.items():
@@ -301,6 +302,15 @@ def _count_rows(record: Record, tensors: Mapping[str, WireTensor]) -> int:
         if tensors[name][1] or tensors[name][3] is not None:
             return _rows_of(tensors[name])
     return 0
+
+
+def _checksum(before: str, tensors: Mapping[str, WireTensor]) -> str:
+    """Return a hash of tensors that continues the hash `before`; replicas have the same."""
+    found = hashlib.blake2b(before.encode(), digest_size=12)
+    for name in sorted(tensors):
+        found.update(name.encode())
+        found.update(np.ascontiguousarray(tensors[name][2]).view(np.uint8).data)
+    return found.hexdigest()
 
 
 def _rows_of(wire: WireTensor) -> int:

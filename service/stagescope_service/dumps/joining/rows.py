@@ -9,9 +9,9 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.joining.column import Int64
-from stagescope_service.dumps.joining.fragments import POSITION_TENSORS
 from stagescope_service.dumps.records import DumpEntry, Record, mapping
+from stagescope_service.rows.positions import POSITION_TENSORS
+from stagescope_service.rows.ragged import Int64
 from stagescope_service.store.tensorfile import WireTensor
 
 Shape: TypeAlias = "tuple[str, tuple[int, ...]]"
