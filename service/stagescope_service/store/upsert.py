@@ -11,8 +11,10 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from stagescope.wire.errors import StoreError
+from stagescope_service.store import compact
 from stagescope_service.store.columns import Flag, StrictJson, dump_json, nonfinite_name
-from stagescope_service.store.contract import Put, Write
+from stagescope_service.store.contract import Delete, Put, Write
+from stagescope_service.store.ids import Ids
 from stagescope_service.store.tables import TABLES
 
 _COLUMNS: Final = {name: frozenset(table.columns.keys()) for name, table in TABLES.items()}
@@ -54,43 +56,81 @@ class Batch:
     """Writes in the order of their submission, executed with as few statements as possible.
 
     Rows of one key become one row, later columns replacing earlier ones, as if upserted one after
-    the other. A delete separates the writes before it from those after it.
+    the other. A delete separates the writes to its table before it from those after it; tables
+    are independent of each other.
     """
 
     def __init__(self, writes: Iterable[Write]) -> None:
-        self._phases: list[dict[str, dict[Any, Mapping[str, Any]]] | sa.Delete] = [{}]
+        self._tables: dict[str, list[dict[Any, Mapping[str, Any]] | list[Delete]]] = {}
         for write in writes:
+            phases = self._tables.setdefault(write.table, [])
             if isinstance(write, Put):
-                self._put(write.table, write.row)
+                if not phases or not isinstance(phases[-1], dict):
+                    phases.append({})
+                _merge(phases[-1], write.table, write.row)
+            elif phases and isinstance(phases[-1], list):
+                phases[-1].append(write)
             else:
-                self._phases += [_delete(write.table, write.where), {}]
+                phases.append([write])
 
-    def _put(self, name: str, row: Mapping[str, Any]) -> None:
-        phase = self._phases[-1]
-        assert isinstance(phase, dict)
-        rows = phase.setdefault(name, {})
-        if name in _NUMBERED:
-            rows[len(rows)] = row
-            return
-        if name == "scalars" and "value" in row:
-            row = {**row, **split_value(row["value"])}
-        key = _GET_KEY[name](row)
-        before = rows.get(key)
-        rows[key] = row if before is None else {**before, **row}
+    def execute(self, connection: sa.Connection, ids: Ids | None = None) -> None:
+        """Run the statements; errors of the database propagate.
 
-    def execute(self, connection: sa.Connection) -> None:
-        """Run the statements; errors of the database propagate."""
-        for phase in self._phases:
-            if isinstance(phase, sa.Delete):
-                connection.execute(phase)
-                continue
-            for name, rows in phase.items():
-                groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-                for row in rows.values():
-                    groups.setdefault(tuple(row), []).append(row)
-                for columns, group in groups.items():
-                    statement = _statement(connection.dialect, name, columns)
-                    connection.exec_driver_sql(statement.text, statement.parameters(group))
+        Args:
+            connection: in a transaction.
+            ids: those that the writer knows; to be cleared where the transaction fails.
+        """
+        ids = ids or Ids()
+        ids.forget_many()
+        for name, phases in self._tables.items():
+            for phase in phases:
+                if isinstance(phase, list):
+                    _delete(connection, name, phase)
+                else:
+                    _put(connection, ids, name, phase)
+
+
+def _merge(rows: Any, name: str, row: Mapping[str, Any]) -> None:
+    if name in _NUMBERED:
+        rows[len(rows)] = row
+        return
+    if name == "scalars" and "value" in row:
+        row = {**row, **split_value(row["value"])}
+    key = _GET_KEY[name](row)
+    before = rows.get(key)
+    rows[key] = row if before is None else {**before, **row}
+
+
+def _put(
+    connection: sa.Connection, ids: Ids, name: str, rows: Mapping[Any, Mapping[str, Any]]
+) -> None:
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows.values():
+        groups.setdefault(tuple(row), []).append(row)
+    for columns, group in groups.items():
+        if name in compact.COMPACT_VIEWS:
+            compact.write(connection, ids, name, columns, group)
+            continue
+        statement = _statement(connection.dialect, name, columns)
+        connection.exec_driver_sql(statement.text, statement.parameters(group))
+
+
+def _delete(connection: sa.Connection, name: str, deletes: Iterable[Delete]) -> None:
+    columns = TABLES[name].columns
+    groups: dict[tuple[tuple[str, bool], ...], list[dict[str, Any]]] = {}
+    for one in deletes:
+        kind = tuple((key, value is None) for key, value in one.where.items())
+        values = {f"w_{key}": value for key, value in one.where.items() if value is not None}
+        groups.setdefault(kind, []).append(values)
+    for kind, rows in groups.items():
+        where = [
+            columns[key].is_(None) if is_none else columns[key] == sa.bindparam(f"w_{key}")
+            for key, is_none in kind
+        ]
+        if name in compact.COMPACT_VIEWS:
+            connection.execute(compact.delete(name, where), rows)
+        else:
+            connection.execute(sa.delete(TABLES[name]).where(*where), rows)
 
 
 def split_value(value: float | None) -> dict[str, Any]:
@@ -100,11 +140,6 @@ def split_value(value: float | None) -> dict[str, Any]:
     value = float(value)  # database drivers do not accept numpy scalars as floats
     name = nonfinite_name(value)
     return {"value": None if name else value, "nonfinite": name}
-
-
-def _delete(name: str, where: Mapping[str, Any]) -> sa.Delete:
-    columns = TABLES[name].columns
-    return sa.delete(TABLES[name]).where(*(columns[key] == value for key, value in where.items()))
 
 
 class _Statement:

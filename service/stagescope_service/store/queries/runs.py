@@ -10,7 +10,7 @@ from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import overview
-from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, of_few
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import TABLES, stages
 
@@ -178,7 +178,7 @@ class RunQueries(Reader):
     def open_stages(self, attempt_id: Filter = None, *, limit: int = LIMIT) -> list[Row]:
         """Return stages that began and did not end, oldest first."""
         table = TABLES["stages"]
-        where = [*conditions("stages", {"attempt_id": attempt_id}), table.c.end_wall.is_(None)]
+        where = [*of_few("stages", attempt_id), table.c.end_wall.is_(None)]
         where.append(sa.func.coalesce(table.c.status, "open") == "open")
         return self._page("stages", where, "begin_wall rank", limit, 0)
 

@@ -17,6 +17,7 @@ from stagescope_service.store.tables.declare import (
     partial_index,
     place,
     table,
+    view,
 )
 
 runs = table(
@@ -159,7 +160,7 @@ class StepRow(TypedDict):
     whole_mark: int | None
 
 
-stages = table(
+stages = view(
     "stages",
     key("incarnation", Text),
     key("work_key", Text),
@@ -175,10 +176,6 @@ stages = table(
     Column("superseded", Flag()),
     # `begin_wall` on the service's clock, and never ahead of it
     Column("begun_wall", Real),
-    Index(None, "attempt_id", "step"),
-    partial_index("ix_stages_open", "attempt_id", where="end_wall IS NULL"),
-    # answers: whose training stage began last
-    partial_index("ix_stages_begun", "begun_wall", where="stage <> 'rollout_generate'"),
 )
 
 
