@@ -30,6 +30,7 @@ from stagescope_service.store.tables.compact import (
     scalar_rows,
     stage_rows,
     training_begins,
+    works,
 )
 from stagescope_service.store.tables.declare import views
 
@@ -146,15 +147,28 @@ def _is_whole(compact: _Compact, group: frozenset[str], given: frozenset[str]) -
     return own == group or (not own and not is_key)
 
 
-def delete(name: str, where: Sequence[sa.ColumnElement[bool]]) -> sa.Delete:
-    """Return the deletion of the rows of a view for which conditions hold."""
+def delete(
+    name: str, where: Sequence[sa.ColumnElement[bool]], limit: int | None = None
+) -> sa.Delete:
+    """Return the deletion of the rows of a view for which conditions hold, at most `limit`."""
     compact = COMPACT_VIEWS[name]
     ids: list[sa.ColumnElement[int]] = [
         sa.literal_column(f"{name}.{column}", sa.BigInteger()) for column in compact.ids
     ]
-    found = sa.select(*ids).select_from(compact.view).where(*where)
+    found = sa.select(*ids).select_from(compact.view).where(*where).limit(limit)
     own = sa.tuple_(*(compact.table.c[column] for column in compact.ids))
     return sa.delete(compact.table).where(own.in_(found))
+
+
+def remove_works(connection: sa.Connection, ids: Ids, attempt_id: int, step: int) -> None:
+    """Delete the works of a step to which no row refers any more."""
+    used = [
+        sa.exists().where(compact.table.c.work_id == works.c.work_id)
+        for compact in COMPACT_VIEWS.values()
+    ]
+    own = (works.c.attempt_id == attempt_id) & (works.c.step == step)
+    connection.execute(sa.delete(works).where(own, ~sa.or_(*used)))
+    ids.clear()
 
 
 # --- rows whose ids may differ from those of the stored row ---------------------------------------

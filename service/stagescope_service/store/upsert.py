@@ -13,7 +13,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from stagescope.wire.errors import StoreError
 from stagescope_service.store import compact
 from stagescope_service.store.columns import Flag, StrictJson, dump_json, nonfinite_name
-from stagescope_service.store.contract import Delete, Put, Write
+from stagescope_service.store.contract import Delete, Put, RemoveRows, Write
 from stagescope_service.store.ids import Ids
 from stagescope_service.store.tables import TABLES
 
@@ -35,6 +35,8 @@ def check(write: Write) -> None:
     columns = _COLUMNS.get(write.table)
     if columns is None:
         raise StoreError(f"no table {write.table!r}", expected=f"one of {', '.join(_COLUMNS)}")
+    if isinstance(write, RemoveRows):
+        return
     given = write.row if isinstance(write, Put) else write.where
     if not given.keys() <= columns:
         raise StoreError(
@@ -57,13 +59,18 @@ class Batch:
 
     Rows of one key become one row, later columns replacing earlier ones, as if upserted one after
     the other. A delete separates the writes to its table before it from those after it; tables
-    are independent of each other.
+    are independent of each other. The removal of a step's rows separates all writes.
     """
 
     def __init__(self, writes: Iterable[Write]) -> None:
-        self._tables: dict[str, list[dict[Any, Mapping[str, Any]] | list[Delete]]] = {}
+        tables: dict[str, list[dict[Any, Mapping[str, Any]] | list[Delete]]] = {}
+        self._parts: list[Any] = [tables]
         for write in writes:
-            phases = self._tables.setdefault(write.table, [])
+            if isinstance(write, RemoveRows):
+                tables = {}
+                self._parts += [write, tables]
+                continue
+            phases = tables.setdefault(write.table, [])
             if isinstance(write, Put):
                 if not phases or not isinstance(phases[-1], dict):
                     phases.append({})
@@ -82,12 +89,16 @@ class Batch:
         """
         ids = ids or Ids()
         ids.forget_many()
-        for name, phases in self._tables.items():
-            for phase in phases:
-                if isinstance(phase, list):
-                    _delete(connection, name, phase)
-                else:
-                    _put(connection, ids, name, phase)
+        for part in self._parts:
+            if isinstance(part, RemoveRows):
+                _remove(connection, ids, part)
+                continue
+            for name, phases in part.items():
+                for phase in phases:
+                    if isinstance(phase, list):
+                        _delete(connection, name, phase)
+                    else:
+                        _put(connection, ids, name, phase)
 
 
 def _merge(rows: Any, name: str, row: Mapping[str, Any]) -> None:
@@ -131,6 +142,38 @@ def _delete(connection: sa.Connection, name: str, deletes: Iterable[Delete]) -> 
             connection.execute(compact.delete(name, where), rows)
         else:
             connection.execute(sa.delete(TABLES[name]).where(*where), rows)
+
+
+STEP_ROWS: Final = (
+    "stages", "scalars", "payloads", "summaries", "samples", "weights", "artifacts",
+)  # fmt: skip
+"""The tables whose rows of old steps are removed; of artifacts those whose file is gone."""
+
+
+def step_rows(name: str, attempt_id: int, step: int) -> list[sa.ColumnElement[bool]]:
+    """Return the condition of a step's rows in one of `STEP_ROWS`."""
+    columns = TABLES[name].columns
+    where = [columns["attempt_id"] == attempt_id, columns["step"] == step]
+    return [*where, columns["deleted_wall"].is_not(None)] if name == "artifacts" else where
+
+
+def _remove(connection: sa.Connection, ids: Ids, one: RemoveRows) -> None:
+    left = one.limit
+    for name in STEP_ROWS:
+        if left <= 0:
+            return
+        where = step_rows(name, one.attempt_id, one.step)
+        if name in compact.COMPACT_VIEWS:
+            statement = compact.delete(name, where, left)
+        else:
+            table = TABLES[name]
+            key = list(table.primary_key)
+            found = sa.select(*key).where(*where).limit(left)
+            # With the condition twice: by the key alone, SQLite searches all of the attempt.
+            statement = sa.delete(table).where(*where, sa.tuple_(*key).in_(found))
+        left -= connection.execute(statement).rowcount
+    if left > 0:
+        compact.remove_works(connection, ids, one.attempt_id, one.step)
 
 
 def split_value(value: float | None) -> dict[str, Any]:

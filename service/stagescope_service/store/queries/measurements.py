@@ -20,7 +20,7 @@ from stagescope_service.store.tables.compact import scalar_names
 
 _STEP_STATE: Final = (
     "attempt_id", "step", "closed_wall", "completeness", "superseded_by", "whole_wall",
-    "parts_mark", "whole_mark",
+    "parts_mark", "whole_mark", "rows_removed",
 )  # fmt: skip
 
 

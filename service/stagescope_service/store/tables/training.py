@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Final, TypedDict
 
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
@@ -118,6 +118,8 @@ class ProcessRow(LayoutRow):
     plan_revision: int | None
 
 
+REMOVABLE: Final = "rows_removed IS NOT TRUE AND pinned IS NOT TRUE"
+
 steps = table(
     "steps",
     key("attempt_id", Int),
@@ -133,7 +135,10 @@ steps = table(
     Column("pinned", Flag()),
     # What the summary must hold, and what it was made of: where they differ, it is aggregated.
     *columns(Int, "parts_mark whole_mark"),
+    # Of a step whose rows retention removes: false while it does, true afterwards; else null.
+    Column("rows_removed", Flag()),
     partial_index("ix_steps_open", "attempt_id", where="closed_wall IS NULL"),
+    partial_index("ix_steps_removable", "attempt_id", "step", where=REMOVABLE),
     partial_index("ix_steps_pinned", "attempt_id", where="pinned"),
     partial_index(
         "ix_steps_unformed", "attempt_id", where="coalesce(whole_mark, -1) <> parts_mark"
@@ -158,6 +163,7 @@ class StepRow(TypedDict):
     pinned: bool | None
     parts_mark: int | None
     whole_mark: int | None
+    rows_removed: bool | None
 
 
 stages = view(
