@@ -161,6 +161,14 @@ class Settings(BaseSettings):
         "keep their summary, with its rounds, ranks and worst tokens.",
     )
 
+    keep_row_steps: int = Field(
+        default=20_000,
+        ge=100,
+        description="Newest steps of a run that keep their rows (stages, scalars, payloads, "
+        "samples, weight checksums); older ones keep their summary, rounds and findings. Pinned "
+        "steps keep everything.",
+    )
+
     weight_names: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(
         default=(),
         description="Rules `pattern -> replacement` (regular expressions, joined by `;`), by which "

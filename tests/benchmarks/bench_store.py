@@ -58,18 +58,25 @@ def opened(directory: Path, name: str) -> SqlStore:
 
 
 def plain_executemany(directory: Path, puts: list[Put], *, upsert: bool) -> float:
-    """The same rows into the same table by sqlite3 alone, in one transaction."""
+    """The same rows into the table that holds them by sqlite3 alone, in one transaction."""
     store = opened(directory, f"plain-{upsert}")
     store.close()
     connection = sqlite3.connect(directory / f"plain-{upsert}" / "catalogue.db")
     connection.execute("PRAGMA synchronous=FULL")
-    columns = list(puts[0].row)
-    key = ("incarnation", "work_key", "revision")
+    key = ("work_id", "sender_id", "revision")
+    columns = (*key, "begin_after", "begin_wall", "begin_mono", "reserved")
     sets = ", ".join(f"{name} = excluded.{name}" for name in columns if name not in key)
     conflict = f" ON CONFLICT ({', '.join(key)}) DO UPDATE SET {sets}" if upsert else ""
     marks = ", ".join("?" * len(columns))
-    statement = f"INSERT INTO stages ({', '.join(columns)}) VALUES ({marks}){conflict}"
-    values = [tuple(put.row.values()) for put in puts]
+    statement = f"INSERT INTO stage_rows ({', '.join(columns)}) VALUES ({marks}){conflict}"
+    rows = [put.row for put in puts]
+    values = [
+        (
+            2 * row["step"] + row["microbatch"], row["rank"], row["revision"], row["begin_seq"],
+            row["begin_wall"], row["begin_mono"], bytes(20),
+        )
+        for row in rows
+    ]  # fmt: skip
     began = time.perf_counter()
     with connection:
         connection.executemany(statement, values)

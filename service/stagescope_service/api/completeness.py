@@ -22,6 +22,10 @@ StepKey = tuple[int, int]
 """(attempt_id, step)."""
 
 OPEN: Final = "open"
+ROWS_REMOVED: Final = (
+    "the rows of its ranks were removed by retention (STAGESCOPE_KEEP_ROW_STEPS); its summary, "
+    "rounds and findings remain"
+)
 ALL_ROWS: Final = 1_000_000
 """A limit above the rows of any step: sums need all of them."""
 
@@ -103,7 +107,7 @@ def gaps(catalogue: Catalogue, steps: Iterable[Row]) -> dict[StepKey, str]:
     texts = {
         key: gap(row, states[key], errors.get(key))
         for key, row in closed.items()
-        if key in states or key in errors
+        if key in states or key in errors or row["rows_removed"] is not None
     }
     return {key: text for key, text in texts.items() if text is not None}
 
@@ -176,6 +180,8 @@ def gap(step: Row, states: Sequence[Row], error: str | None = None) -> str | Non
         states: its rows of `Catalogue.payload_states`.
         error: why its last aggregation failed; None where it did not.
     """
+    if step["rows_removed"] is not None:
+        return ROWS_REMOVED if step["has_whole"] else f"no numbers: {ROWS_REMOVED}"
     if error is not None:
         lack = "numbers without what came last" if step["has_whole"] else "no numbers"
         return f"{lack}: the aggregation failed: {error:.300}"

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query
 from stagescope.table import similar_names
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.api.completeness import (
+    ROWS_REMOVED,
     BegunAgain,
     aggregation_errors,
     begun_again,
@@ -281,6 +282,8 @@ def _why_unmeasured(row: Row, error: str | None, loss: str | None) -> str:
     """
     if row["closed_wall"] is None:
         return OPEN
+    if row["rows_removed"] is not None:
+        return ROWS_REMOVED
     if is_behind(row):
         return BEHIND if error is None else f"its aggregation failed: {error:.300}"
     return loss or UNMEASURED
@@ -310,7 +313,9 @@ def _scalar_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
         requested.attempt_ids, version=VERSION, **requested.window, numbers=None
     ):
         logged = by_step.get((row["attempt_id"], row["step"]), [])
-        point = Point(row, {}, None if logged else OPEN if not row["closed_wall"] else NOT_LOGGED)
+        removed = row["rows_removed"] is not None
+        why = OPEN if not row["closed_wall"] else ROWS_REMOVED if removed else NOT_LOGGED
+        point = Point(row, {}, None if logged else why)
         for value in logged:
             key = (value["stage"], value["role"], value.get("rank"))
             point.values[key] = _mean(value)

@@ -18,7 +18,7 @@ from cachetools import LRUCache
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.names import misspelt
 from stagescope.wire.schema import STEP_SUMMARY_STAGES, STREAM_TENSORS
-from stagescope_service.api.completeness import ALL_ROWS, missing_payloads
+from stagescope_service.api.completeness import ALL_ROWS, ROWS_REMOVED, missing_payloads
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
@@ -206,6 +206,12 @@ class StepSummaries:
 
     def _unmeasured(self, version: StepVersion, parts: Sequence[PartRecord]) -> NotFound:
         """Return the error for a step without numbers, with the reason."""
+        row = self._catalogue.step(version.attempt_id, version.step)
+        if row is not None and row["rows_removed"] is not None:
+            return NotFound(
+                f"step {version.step} has no numbers of that: {ROWS_REMOVED}",
+                advice="raise STAGESCOPE_KEEP_ROW_STEPS for later steps, or pin them",
+            )
         measured = sorted({part.stage for part in parts if part.summary.pair in MISMATCH_PAIRS})
         if measured:
             return NotFound(

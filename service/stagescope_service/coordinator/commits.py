@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from stagescope.wire.errors import NotReady
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.core.state import State
-from stagescope_service.store.contract import Delete, Put, Store
+from stagescope_service.store.contract import Store, Write
 
 
 class Commits:
@@ -32,9 +32,7 @@ class Commits:
                 advice="nothing was taken in; the same call may be made again",
             )
 
-    async def commit(
-        self, rows: Sequence[Put | Delete], settled: Sequence[PayloadKey] = ()
-    ) -> None:
+    async def commit(self, rows: Sequence[Write], settled: Sequence[PayloadKey] = ()) -> None:
         """Write rows, among them the ends of the `settled` payloads; return after the commit."""
         if not rows:
             return

@@ -55,6 +55,7 @@ from stagescope_service.core.operator_tables import refusal
 from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Write
 from stagescope_service.triggers.watch import REACH
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,9 @@ class Effects:
         self.catalogue = catalogue = Catalogue(settings.catalogue_url)
         self.commits = commits
         self.wall = wall
-        limits = Limits(settings.kept_bytes, settings.kept_days, settings.kept_steps)
+        limits = Limits(
+            settings.kept_bytes, settings.kept_days, settings.kept_steps, settings.keep_row_steps
+        )
         self.retention = Retention(catalogue, ingestors, self.write, limits)
         acting = Acting(catalogue, self.pin, request_capture, Webhooks())
         self.triggers = Triggers(catalogue, self.write, acting)
@@ -161,7 +164,7 @@ class Effects:
             self._due -= Counter(due)
         self.commits.notify(names)
 
-    async def write(self, rows: Sequence[Put | Delete], settled: Sequence[PayloadKey] = ()) -> None:
+    async def write(self, rows: Sequence[Write], settled: Sequence[PayloadKey] = ()) -> None:
         """Commit rows."""
         await self.commits.commit(rows, settled)
 

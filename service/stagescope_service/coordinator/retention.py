@@ -1,4 +1,6 @@
-"""Retention of kept files by bytes, age and steps, node by node; pinned steps stay. No Ray here.
+"""Retention of kept files by bytes, age and steps, and of rows by steps; pinned steps stay.
+
+No Ray here. Files are deleted node by node, the rows of old steps in small transactions.
 
 The catalogue lists every kept file; a node's ingestor deletes files. Files without a row (after a
 crash between the two), and files whose node has a new id, are adopted at the start.
@@ -18,15 +20,21 @@ from stagescope.wire.errors import StagescopeError
 from stagescope_service.core.findings import NOT_KEPT
 from stagescope_service.core.instructions import IngestJob, Put
 from stagescope_service.ingest.ingestors import IngestorClient
+from stagescope_service.store import contract
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import RemoveRows
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-Write = Callable[[Sequence[Put]], Awaitable[None]]
+Write = Callable[[Sequence[contract.Write]], Awaitable[None]]
 
 _LOOK_SECONDS: Final = 60.0
 _BATCH: Final = 1000
+_ROWS: Final = 2000
+"""Rows that are removed in one transaction."""
+_STEPS: Final = 100
+_MOST_RUNS: Final = 100_000
 _DAY: Final = 86_400.0
 _SLACK: Final = 50
 """A deletion frees 1/50 of the limit beyond what is needed, so that not every payload deletes."""
@@ -39,6 +47,8 @@ class Limits:
     bytes: int
     days: float | None = None
     steps: int | None = None
+    row_steps: int | None = None
+    """Newest steps of a run that keep their rows in the catalogue; None keeps all."""
 
 
 class Retention:
@@ -77,6 +87,7 @@ class Retention:
         self._open: dict[int, str] = {}
         self._newest: dict[int, int] = {}
         self._changing = asyncio.Lock()
+        self._removing = asyncio.Lock()
 
     def adopt_findings(self, findings: Iterable[Mapping[str, Any]]) -> None:
         """Adopt the open findings of an earlier coordinator about files that were not kept."""
@@ -181,11 +192,48 @@ class Retention:
 
     # --- age ------------------------------------------------------------------------------
     async def look(self) -> None:
-        """Delete files that are too old; called often, checks once a minute."""
-        if self._limits.days is None or self._mono() < self._looked + _LOOK_SECONDS:
+        """Delete files that are too old, and rows of old steps; checks once a minute."""
+        if self._mono() < self._looked + _LOOK_SECONDS:
             return
         self._looked = self._mono()
-        await self._retire(before_wall=self._wall() - self._limits.days * _DAY)
+        if self._limits.days is not None:
+            await self._retire(before_wall=self._wall() - self._limits.days * _DAY)
+        if self._limits.row_steps is not None and not self._removing.locked():
+            try:
+                await self.remove_rows()
+            except StagescopeError:
+                logger.exception("rows of old steps could not be removed; it is tried again")
+
+    # --- rows of the catalogue --------------------------------------------------------------
+    async def remove_rows(self) -> None:
+        """Remove the rows of old steps; what a kill interrupts, the next call continues."""
+        async with self._removing:
+            for run in await asyncio.to_thread(self._runs):
+                while steps := await asyncio.to_thread(self._removable, run):
+                    for row in steps:
+                        await self._remove_rows_of(row)
+
+    def _runs(self) -> list[str]:
+        return [str(row["run"]) for row in self._catalogue.runs(limit=_MOST_RUNS)]
+
+    def _removable(self, run: str) -> list[Row]:
+        keep = self._limits.row_steps
+        return [] if keep is None else self._catalogue.removable_steps(run, keep, limit=_STEPS)
+
+    async def _remove_rows_of(self, row: Row) -> None:
+        """Remove a step's rows in small transactions, between which others have their turn."""
+        key = {"attempt_id": row["attempt_id"], "step": row["step"]}
+        if row["rows_removed"] is None:
+            # From here on answers say so. What was not aggregated never will be.
+            begun = {**key, "rows_removed": False, "whole_mark": row["parts_mark"]}
+            await self._write([Put("steps", begun)])
+        while await asyncio.to_thread(self._catalogue.has_removable_rows, *key.values()):
+            began = self._mono()
+            await self._write([RemoveRows(**key, limit=_ROWS)])
+            await asyncio.sleep(min(1.0, max(0.0, self._mono() - began)))
+        # The last removal deletes the works to which its rows referred, too.
+        done = Put("steps", {**key, "rows_removed": True})
+        await self._write([RemoveRows(**key, limit=_ROWS), done])
 
     async def _retire(self, **which: Any) -> None:
         async with self._changing:

@@ -32,7 +32,24 @@ class Delete(NamedTuple):
     where: Mapping[str, Any]
 
 
-Write = Put | Delete
+class RemoveRows(NamedTuple):
+    """Delete rows of a step, at most `limit`: of the tables in `upsert.STEP_ROWS`.
+
+    What outlives them are the step's own row with its summary, its metrics, findings, losses,
+    dumps, and files that still exist.
+    """
+
+    attempt_id: int
+    step: int
+    limit: int
+
+    @property
+    def table(self) -> str:
+        """The table of the step."""
+        return "steps"
+
+
+Write = Put | Delete | RemoveRows
 
 
 class Health(NamedTuple):

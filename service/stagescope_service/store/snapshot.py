@@ -10,6 +10,7 @@ from stagescope_service.store.contract import Row, Snapshot
 from stagescope_service.store.tables import (
     attempts,
     captures,
+    compact,
     dumps,
     findings,
     meta,
@@ -23,6 +24,9 @@ from stagescope_service.store.tables import (
 )
 
 Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
+
+ANNOUNCED: Final = sa.text(f"payloads.state_id = {compact.ANNOUNCED}")
+"""The condition that a payload is announced, in the text of its partial index."""
 
 _STEP_COLUMNS: Final = [column for column in steps.columns if column.name != "whole"]
 
@@ -73,7 +77,7 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
         ),
     ]
     kept_payloads = [
-        sa.select(payloads).where(_literal_state("announced")),
+        sa.select(payloads).where(ANNOUNCED),
         sa.select(payloads)
         .join(
             chosen,
@@ -114,9 +118,9 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
     )
 
 
-def _text(condition: str) -> sa.ColumnElement[bool]:
+def _text(condition: str) -> sa.TextClause:
     """Return the condition of a partial index, which must match the index's text exactly."""
-    return sa.literal_column(condition, sa.Boolean())
+    return sa.text(condition)  # a literal column of this type would end in "= 1"
 
 
 def _not_aggregated() -> Query:
@@ -124,14 +128,9 @@ def _not_aggregated() -> Query:
     return sa.select(steps.c.attempt_id, steps.c.step).where(due, steps.c.closed_wall.is_not(None))
 
 
-def _literal_state(state: str) -> sa.ColumnElement[bool]:
-    # A literal, not a parameter: SQLite uses the partial index only for identical text.
-    return payloads.c.state == sa.literal_column(f"'{state}'")
-
-
 def _processes(live: Query) -> Query:
     gone = processes.c.finished_wall.is_not(None) | processes.c.lapsed_wall.is_not(None)
-    unread = sa.select(payloads.c.incarnation).where(_literal_state("announced"))
+    unread = sa.select(payloads.c.incarnation).where(ANNOUNCED)
     return (
         sa.select(processes)
         .where(

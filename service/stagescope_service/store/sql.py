@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from stagescope.wire.errors import CatalogueUnavailable, StoreError
 from stagescope_service.store import connect, migrate
 from stagescope_service.store.contract import Health, Snapshot, Write
+from stagescope_service.store.ids import Ids
 from stagescope_service.store.snapshot import read_snapshot
 from stagescope_service.store.upsert import Batch, check
 
@@ -60,6 +61,7 @@ class SqlStore:
         self._opening = threading.Lock()
         self._queue: deque[_Submission] = deque()
         self._changed = threading.Condition()
+        self._ids = Ids()
         self._closed = False
         self._give_up_at: float | None = None
         self._health = Health(False, "the catalogue is not open yet")
@@ -180,10 +182,12 @@ class SqlStore:
         self._check_file()
         try:
             with self._begin() as connection:
-                Batch(write for one in group for write in one.writes).execute(connection)
+                every = Batch(write for one in group for write in one.writes)
+                every.execute(connection, self._ids)
                 self._check_file()
             return [None] * len(group)
         except Exception as error:
+            self._ids.clear()
             if connect.is_transient(error):
                 self._forget_connections(error)
                 raise
@@ -194,14 +198,16 @@ class SqlStore:
                 self._check_file()
             return failures
         except Exception as error:
+            self._ids.clear()
             self._forget_connections(error)
             raise
 
     def _apply_separately(self, connection: sa.Connection, one: _Submission) -> StoreError | None:
         try:
             with connection.begin_nested():
-                Batch(one.writes).execute(connection)
+                Batch(one.writes).execute(connection, self._ids)
         except Exception as error:
+            self._ids.clear()
             if connect.is_transient(error):
                 raise
             cause = getattr(error, "orig", None) or error
@@ -244,6 +250,7 @@ class SqlStore:
 
     def _connect(self) -> None:
         self._dispose()
+        self._ids.clear()
         with connect.catalogue_errors(self._where):
             writer = connect.writer_engine(self.url)
             try:

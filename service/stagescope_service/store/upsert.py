@@ -11,8 +11,10 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from stagescope.wire.errors import StoreError
+from stagescope_service.store import compact
 from stagescope_service.store.columns import Flag, StrictJson, dump_json, nonfinite_name
-from stagescope_service.store.contract import Put, Write
+from stagescope_service.store.contract import Delete, Put, RemoveRows, Write
+from stagescope_service.store.ids import Ids
 from stagescope_service.store.tables import TABLES
 
 _COLUMNS: Final = {name: frozenset(table.columns.keys()) for name, table in TABLES.items()}
@@ -33,6 +35,8 @@ def check(write: Write) -> None:
     columns = _COLUMNS.get(write.table)
     if columns is None:
         raise StoreError(f"no table {write.table!r}", expected=f"one of {', '.join(_COLUMNS)}")
+    if isinstance(write, RemoveRows):
+        return
     given = write.row if isinstance(write, Put) else write.where
     if not given.keys() <= columns:
         raise StoreError(
@@ -54,43 +58,122 @@ class Batch:
     """Writes in the order of their submission, executed with as few statements as possible.
 
     Rows of one key become one row, later columns replacing earlier ones, as if upserted one after
-    the other. A delete separates the writes before it from those after it.
+    the other. A delete separates the writes to its table before it from those after it; tables
+    are independent of each other. The removal of a step's rows separates all writes.
     """
 
     def __init__(self, writes: Iterable[Write]) -> None:
-        self._phases: list[dict[str, dict[Any, Mapping[str, Any]]] | sa.Delete] = [{}]
+        tables: dict[str, list[dict[Any, Mapping[str, Any]] | list[Delete]]] = {}
+        self._parts: list[Any] = [tables]
         for write in writes:
-            if isinstance(write, Put):
-                self._put(write.table, write.row)
-            else:
-                self._phases += [_delete(write.table, write.where), {}]
-
-    def _put(self, name: str, row: Mapping[str, Any]) -> None:
-        phase = self._phases[-1]
-        assert isinstance(phase, dict)
-        rows = phase.setdefault(name, {})
-        if name in _NUMBERED:
-            rows[len(rows)] = row
-            return
-        if name == "scalars" and "value" in row:
-            row = {**row, **split_value(row["value"])}
-        key = _GET_KEY[name](row)
-        before = rows.get(key)
-        rows[key] = row if before is None else {**before, **row}
-
-    def execute(self, connection: sa.Connection) -> None:
-        """Run the statements; errors of the database propagate."""
-        for phase in self._phases:
-            if isinstance(phase, sa.Delete):
-                connection.execute(phase)
+            if isinstance(write, RemoveRows):
+                tables = {}
+                self._parts += [write, tables]
                 continue
-            for name, rows in phase.items():
-                groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-                for row in rows.values():
-                    groups.setdefault(tuple(row), []).append(row)
-                for columns, group in groups.items():
-                    statement = _statement(connection.dialect, name, columns)
-                    connection.exec_driver_sql(statement.text, statement.parameters(group))
+            phases = tables.setdefault(write.table, [])
+            if isinstance(write, Put):
+                if not phases or not isinstance(phases[-1], dict):
+                    phases.append({})
+                _merge(phases[-1], write.table, write.row)
+            elif phases and isinstance(phases[-1], list):
+                phases[-1].append(write)
+            else:
+                phases.append([write])
+
+    def execute(self, connection: sa.Connection, ids: Ids | None = None) -> None:
+        """Run the statements; errors of the database propagate.
+
+        Args:
+            connection: in a transaction.
+            ids: those that the writer knows; to be cleared where the transaction fails.
+        """
+        ids = ids or Ids()
+        ids.forget_many()
+        for part in self._parts:
+            if isinstance(part, RemoveRows):
+                _remove(connection, ids, part)
+                continue
+            for name, phases in part.items():
+                for phase in phases:
+                    if isinstance(phase, list):
+                        _delete(connection, name, phase)
+                    else:
+                        _put(connection, ids, name, phase)
+
+
+def _merge(rows: Any, name: str, row: Mapping[str, Any]) -> None:
+    if name in _NUMBERED:
+        rows[len(rows)] = row
+        return
+    if name == "scalars" and "value" in row:
+        row = {**row, **split_value(row["value"])}
+    key = _GET_KEY[name](row)
+    before = rows.get(key)
+    rows[key] = row if before is None else {**before, **row}
+
+
+def _put(
+    connection: sa.Connection, ids: Ids, name: str, rows: Mapping[Any, Mapping[str, Any]]
+) -> None:
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows.values():
+        groups.setdefault(tuple(row), []).append(row)
+    for columns, group in groups.items():
+        if name in compact.COMPACT_VIEWS:
+            compact.write(connection, ids, name, columns, group)
+            continue
+        statement = _statement(connection.dialect, name, columns)
+        connection.exec_driver_sql(statement.text, statement.parameters(group))
+
+
+def _delete(connection: sa.Connection, name: str, deletes: Iterable[Delete]) -> None:
+    columns = TABLES[name].columns
+    groups: dict[tuple[tuple[str, bool], ...], list[dict[str, Any]]] = {}
+    for one in deletes:
+        kind = tuple((key, value is None) for key, value in one.where.items())
+        values = {f"w_{key}": value for key, value in one.where.items() if value is not None}
+        groups.setdefault(kind, []).append(values)
+    for kind, rows in groups.items():
+        where = [
+            columns[key].is_(None) if is_none else columns[key] == sa.bindparam(f"w_{key}")
+            for key, is_none in kind
+        ]
+        if name in compact.COMPACT_VIEWS:
+            connection.execute(compact.delete(name, where), rows)
+        else:
+            connection.execute(sa.delete(TABLES[name]).where(*where), rows)
+
+
+STEP_ROWS: Final = (
+    "stages", "scalars", "payloads", "summaries", "samples", "weights", "artifacts",
+)  # fmt: skip
+"""The tables whose rows of old steps are removed; of artifacts those whose file is gone."""
+
+
+def step_rows(name: str, attempt_id: int, step: int) -> list[sa.ColumnElement[bool]]:
+    """Return the condition of a step's rows in one of `STEP_ROWS`."""
+    columns = TABLES[name].columns
+    where = [columns["attempt_id"] == attempt_id, columns["step"] == step]
+    return [*where, columns["deleted_wall"].is_not(None)] if name == "artifacts" else where
+
+
+def _remove(connection: sa.Connection, ids: Ids, one: RemoveRows) -> None:
+    left = one.limit
+    for name in STEP_ROWS:
+        if left <= 0:
+            return
+        where = step_rows(name, one.attempt_id, one.step)
+        if name in compact.COMPACT_VIEWS:
+            statement = compact.delete(name, where, left)
+        else:
+            table = TABLES[name]
+            key = list(table.primary_key)
+            found = sa.select(*key).where(*where).limit(left)
+            # With the condition twice: by the key alone, SQLite searches all of the attempt.
+            statement = sa.delete(table).where(*where, sa.tuple_(*key).in_(found))
+        left -= connection.execute(statement).rowcount
+    if left > 0:
+        compact.remove_works(connection, ids, one.attempt_id, one.step)
 
 
 def split_value(value: float | None) -> dict[str, Any]:
@@ -100,11 +183,6 @@ def split_value(value: float | None) -> dict[str, Any]:
     value = float(value)  # database drivers do not accept numpy scalars as floats
     name = nonfinite_name(value)
     return {"value": None if name else value, "nonfinite": name}
-
-
-def _delete(name: str, where: Mapping[str, Any]) -> sa.Delete:
-    columns = TABLES[name].columns
-    return sa.delete(TABLES[name]).where(*(columns[key] == value for key, value in where.items()))
 
 
 class _Statement:

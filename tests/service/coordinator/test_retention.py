@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Iterator, Sequence
+import sqlite3
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,6 +14,9 @@ from tests.support.measure import payload
 from tests.support.stores import url_of
 
 from stagescope.wire.errors import Unreachable
+from stagescope_service.api.completeness import ROWS_REMOVED, gaps, is_behind
+from stagescope_service.coordinator import retention
+from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.retention import Limits, Retention
 from stagescope_service.core.instructions import IngestJob, PayloadKey, Put
 from stagescope_service.ingest import kept_files
@@ -20,6 +24,7 @@ from stagescope_service.ingest.ingestors import IngestWorker, LocalIngestors
 from stagescope_service.ingest.kept_files import Keeper
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import RemoveRows, Write
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.sql import SqlStore
 
@@ -67,11 +72,11 @@ class Node(LocalIngestors):
             raise Unreachable("the node is gone")
         return await super().discard(node_id, paths)
 
-    async def write(self, rows: Sequence[Put]) -> None:
+    async def write(self, rows: Sequence[Write]) -> None:
         self.write_now(rows)
 
     # --- what tests do ------------------------------------------------------------------------
-    def write_now(self, rows: Sequence[Put]) -> None:
+    def write_now(self, rows: Sequence[Write]) -> None:
         self.store.submit(rows).result(30)
 
     def keep(self, step: int, seq: int = 0, *, commit: bool = True, **job: Any) -> str:
@@ -292,3 +297,150 @@ def test_only_kept_files_below_the_data_directory_are_deleted(tmp_path: Path) ->
     assert kept_files.discard(data, [str(outside), str(other), str(link), "a\0b"]) == []
     assert outside.exists()
     assert other.exists()
+
+
+# --- rows of old steps ------------------------------------------------------------------------
+_WORK = {"policy_version": None, "occurrence": 0, "epoch": 0, "minibatch": 0, "microbatch": 0}
+
+
+def rows_of_step(attempt_id: int, step: int, ranks: int = 3) -> list[Put]:
+    """A closed step of some ranks, with a row of each kind that grows."""
+    rows = [
+        Put("steps", {"attempt_id": attempt_id, "step": step, "closed_wall": 1.0 + step,
+                      "completeness": "complete", "whole": b"w", "parts_mark": 2, "whole_mark": 1})
+    ]  # fmt: skip
+    for rank in range(ranks):
+        incarnation = f"{attempt_id}-{rank}"
+        place = {"attempt_id": attempt_id, "role": "actor", "rank": rank, "step": step, **_WORK}
+        place |= {"incarnation": incarnation, "stage": "actor_update"}
+        work = {**place, "work_key": f"{step}||actor_update|0.0.0.0"}
+        file = {**place, "artifact_id": f"ring/{incarnation}/{step}", "seq": step, "kind": "ring"}
+        rows += [
+            Put("stages", {**work, "revision": step, "begin_wall": 1.0, "end_wall": 2.0}),
+            Put("scalars", {**work, "name": "loss", "value": 1.0}),
+            Put("payloads", {**work, "seq": step, "state": "ingested", "tensors": {"a": [1]}}),
+            Put("summaries", {**place, "seq": step, "pair": "old/rollout", "summary": b"s"}),
+            Put("artifacts", {**file, "deleted_wall": 3.0 if rank else None}),
+            Put("samples", {"attempt_id": attempt_id, "clock": f"s{step}", "step": step,
+                            "sample_uid": f"{rank}"}),
+        ]  # fmt: skip
+    rows.append(
+        Put("findings", {"finding_id": f"{attempt_id}/{step}", "run": "r",
+                         "attempt_id": attempt_id, "step": step, "kind": "k"})
+    )  # fmt: skip
+    return rows
+
+
+def attempts_with_steps(node: Node, *steps: int) -> None:
+    for number, count in enumerate(steps, 1):
+        row = {"attempt_id": number, "run": "r", "number": number, "key": f"k{number}"}
+        node.write_now([Put("runs", {"run": "r"}), Put("attempts", row)])
+        for step in range(1, count + 1):
+            node.write_now(rows_of_step(number, step))
+
+
+def remaining(node: Node) -> list[tuple[int, int]]:
+    """The steps of which there are rows."""
+    catalogue = node.catalogue
+    rows: list[Callable[[int], list[dict[str, Any]]]] = [
+        catalogue.stages,
+        catalogue.scalars,
+        catalogue.payloads,
+        catalogue.summaries,
+    ]
+    found = [
+        [(each["attempt_id"], each["step"]) for number in (1, 2) for each in read(number)]
+        for read in rows
+    ]
+    steps = sorted({*found[0]})
+    assert all(sorted({*each}) == steps for each in found)
+    return steps
+
+
+def test_rows_of_old_steps_go_and_what_was_learned_of_them_stays(tmp_path: Path) -> None:
+    node = Node(tmp_path, Limits(1 << 30, row_steps=4))
+    attempts_with_steps(node, 5, 3)
+    node.write_now([Put("steps", {"attempt_id": 1, "step": 2, "pinned": True})])
+    node.write_now([Put("steps", {"attempt_id": 1, "step": 1, "closed_wall": None})])
+    run(node.retention.remove_rows())
+    # The newest four of the run: all of attempt 2, and one of attempt 1; 2 is pinned, 1 is open.
+    assert remaining(node) == [(1, 1), (1, 2), (1, 5), (2, 1), (2, 2), (2, 3)]
+    step = node.catalogue.step(1, 3)
+    assert step is not None
+    assert (step["whole"], step["rows_removed"], step["whole_mark"]) == (b"w", True, 2)
+    assert len(node.catalogue.findings(attempt_id=1, step=3)) == 1
+    # A file that exists keeps its row, with all that it says.
+    (kept,) = node.catalogue.artifacts(1, 3, deleted=None)
+    assert (kept["rank"], kept["stage"], kept["deleted_wall"]) == (0, "actor_update", None)
+    assert node.catalogue.scalar_names([1, 2]) == {"loss": 5}
+    before = node.catalogue.step(1, 4)
+    run(node.retention.remove_rows())
+    assert node.catalogue.step(1, 4) == before
+    # The pin is taken back, and the step closes.
+    node.write_now([Put("steps", {"attempt_id": 1, "step": 2, "pinned": False})])
+    node.write_now([Put("steps", {"attempt_id": 1, "step": 1, "closed_wall": 9.0})])
+    run(node.retention.remove_rows())
+    assert remaining(node) == [(1, 5), (2, 1), (2, 2), (2, 3)]
+
+
+def test_answers_say_that_rows_were_removed(tmp_path: Path) -> None:
+    node = Node(tmp_path, Limits(1 << 30, row_steps=1))
+    attempts_with_steps(node, 2)
+    node.write_now([Put("steps", {"attempt_id": 1, "step": 1, "whole": None})])
+    run(node.retention.remove_rows())
+    found = gaps(node.catalogue, node.catalogue.steps(1))
+    assert found[1, 1] == f"no numbers: {ROWS_REMOVED}"
+    assert not is_behind(node.catalogue.steps(1)[1])
+    assert node.store.snapshot().unformed == [(1, 2)]
+    # What comes that late is no step of its own.
+    node.write_now(rows_of_step(1, 1)[1:5])
+    late = assembly.too_late(node.catalogue, 1, 1, "r")
+    assert late == [Put("steps", {"attempt_id": 1, "step": 1, "whole_mark": 2})]
+
+
+def test_a_removal_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    node = Node(tmp_path, Limits(1 << 30, row_steps=1))
+    attempts_with_steps(node, 3)
+    written: list[Write] = []
+
+    async def killed(rows: Sequence[Write]) -> None:
+        if len(written) >= 3:
+            raise Unreachable("killed")
+        written.extend(rows)
+        node.write_now(rows)
+
+    node.retention._write = killed
+    with pytest.raises(Unreachable):
+        run(node.retention.remove_rows())
+    node.write_now([RemoveRows(1, 2, 4)])  # and a part of the next
+    assert node.catalogue.step(1, 1)["rows_removed"] is True  # type: ignore[index]
+    assert node.catalogue.step(1, 2)["rows_removed"] is None  # type: ignore[index]
+    node.retention = node.made(Limits(1 << 30, row_steps=1))
+    run(node.retention.remove_rows())
+    assert remaining(node) == [(1, 3)]
+    with sqlite3.connect(tmp_path / "catalogue.db") as connection:
+        works = connection.execute("SELECT DISTINCT step FROM works ORDER BY step").fetchall()
+        rows = connection.execute("SELECT count(*) FROM stage_rows").fetchone()
+    connection.close()
+    assert works == [(1,), (2,), (3,)]  # of steps 1 and 2 for the files that exist
+    assert rows == (3,)
+
+
+def test_removal_is_in_small_transactions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "_ROWS", 4)
+    node = Node(tmp_path, Limits(1 << 30, row_steps=1))
+    attempts_with_steps(node, 2)
+    written: list[Sequence[Write]] = []
+
+    async def write(rows: Sequence[Write]) -> None:
+        written.append(rows)
+        node.write_now(rows)
+
+    node.retention._write = write
+    node.retention._mono = lambda: node.now + len(written) / 1e3
+    run(node.retention.remove_rows())
+    assert len(written) > 17 / 4
+    assert remaining(node) == [(1, 2)]
+    # A row that comes later finds its work anew.
+    node.write_now(rows_of_step(1, 1)[1:2])
+    assert [row["step"] for row in node.catalogue.stages(1)] == [1, 2, 2, 2]

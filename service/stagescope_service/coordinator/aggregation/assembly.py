@@ -327,11 +327,14 @@ def too_late(
         None if the step never had parts: then it is aggregated from these payloads.
     """
     row = catalogue.step(attempt_id, step)
+    key = {"attempt_id": attempt_id, "step": step}
+    if row is not None and row["rows_removed"] is not None and row["whole"] is None:
+        # What came alone would pass for all of the step.
+        return [Put("steps", {**key, "whole_mark": row["parts_mark"]})]
     if row is None or row["whole"] is None:
         # After a failed aggregation the remaining parts would pass for all of the step.
         failed = catalogue.findings(kind=NOT_AGGREGATED, attempt_id=attempt_id, step=step, limit=1)
         return [] if failed else None
-    key = {"attempt_id": attempt_id, "step": step}
     came = catalogue.payloads(attempt_id, step, state="ingested", limit=_ALL)
     step_summary = StepSummary.from_bytes(row["whole"])
     known = {*step_summary.counted, *step_summary.left_out}

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import sqlalchemy as sa
 
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import rollouts
-from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, of_few
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import (
     TABLES,
     SampleRow,
     StreamRow,
 )
+from stagescope_service.store.tables.compact import scalar_names
 
 _STEP_STATE: Final = (
     "attempt_id", "step", "closed_wall", "completeness", "superseded_by", "whole_wall",
-    "parts_mark", "whole_mark",
+    "parts_mark", "whole_mark", "rows_removed",
 )  # fmt: skip
 
 
@@ -45,7 +46,11 @@ class MeasurementQueries(Reader):
         """
         found = self._page(
             "scalars",
-            [*conditions("scalars", locals()), _answers(), *self._of_newest(attempt_id)],
+            [
+                *conditions("scalars", locals()),
+                *self._answers(attempt_id),
+                *self._of_newest(attempt_id),
+            ],
             "step name role rank work_key",
             limit,
             offset,
@@ -157,7 +162,7 @@ class MeasurementQueries(Reader):
             .where(
                 table.c.attempt_id.in_(list(attempts)),
                 table.c.name == name,
-                _answers(),
+                *self._answers(attempts),
                 *self._of_newest(attempts),
                 *_between(table.c.step, first, last),
                 *conditions("scalars", {"stage": stage, "role": role, "rank": rank}),
@@ -166,6 +171,20 @@ class MeasurementQueries(Reader):
             .order_by(table.c.step.desc(), table.c.attempt_id.desc())
         )
         yield from self._each(query)
+
+    def _answers(self, attempts: Filter) -> list[sa.ColumnElement[bool]]:
+        """Return the condition that a scalar's stage is not known to be replaced.
+
+        The list is empty if no stage of the attempts is, the usual case.
+        """
+        superseded = _superseded(attempts, "incarnation", "work_key")
+        if self._first(superseded) is None:
+            return []
+        scalars, stages = TABLES["scalars"].c, TABLES["stages"].c
+        own = (stages.incarnation == scalars.incarnation) & (stages.work_key == scalars.work_key)
+        answering = stages.superseded.is_(None) | (stages.superseded == sa.false())
+        key = sa.tuple_(scalars.incarnation, scalars.work_key)
+        return [sa.or_(key.not_in(superseded), sa.exists().where(own, answering))]
 
     def _of_newest(self, attempts: Filter) -> list[sa.ColumnElement[bool]]:
         """Return the condition that a scalar outside a stage is not from a replaced process.
@@ -227,13 +246,12 @@ class MeasurementQueries(Reader):
             steps: the steps.
             whole: steps of which to select only the payloads that are not ingested (few).
         """
-        columns, stages = TABLES["payloads"].c, TABLES["stages"].c
-        replaced = sa.exists().where(
-            stages.incarnation == columns.incarnation,
-            stages.work_key == columns.work_key,
-            stages.end_seq == columns.seq,
-            stages.superseded == sa.true(),
-        )
+        columns = TABLES["payloads"].c
+        superseded = _superseded(attempts, "incarnation", "work_key", "end_seq")
+        replaced: sa.ColumnElement[bool] = sa.literal(value=False)
+        if self._first(superseded) is not None:
+            key = (columns.incarnation, columns.work_key, columns.seq)
+            replaced = sa.func.coalesce(sa.tuple_(*key).in_(superseded), sa.false())
         chosen = (
             sa.select(
                 columns.attempt_id,
@@ -311,13 +329,13 @@ class MeasurementQueries(Reader):
         return self._rows(rollouts.rollout_payloads(attempts, step, versions))
 
 
-def _answers() -> sa.ColumnElement[bool]:
-    """Return the condition that a scalar's stage is not known to be replaced."""
-    scalars, stages = TABLES["scalars"].c, TABLES["stages"].c
-    own = (stages.incarnation == scalars.incarnation) & (stages.work_key == scalars.work_key)
-    replaced = stages.superseded == sa.true()
-    answering = stages.superseded.is_(None) | (stages.superseded == sa.false())
-    return sa.or_(~sa.exists().where(own, replaced), sa.exists().where(own, answering))
+def _superseded(attempts: Filter, *names: str) -> Query:
+    """Select columns of the superseded stages of attempts, which are few."""
+    columns = TABLES["stages"].c
+    # The text of the partial index, by which they are found.
+    where: list[Any] = [sa.text("stages.superseded"), *of_few("stages", attempts)]
+    found = [columns[name] for name in names]
+    return sa.select(*found).where(*where, *(column.is_not(None) for column in found))
 
 
 def _between(
@@ -329,22 +347,15 @@ def _between(
 
 
 def _scalar_names(attempt_id: int) -> Query:
-    """Select the distinct `name`s of an attempt's scalars, and the `last` step of each.
+    """Select the `name`s of an attempt's scalars, and the `last` step of each.
 
-    A loose index scan: each name is found by seeking past the previous one, regardless of the
-    number of its rows.
+    They are in a table of their own, regardless of the number of scalars. Where the last one was
+    deleted since, those of earlier steps are searched.
     """
-    table = TABLES["scalars"].c
-    first = sa.select(sa.func.min(table.name).label("name")).where(table.attempt_id == attempt_id)
-    names = first.cte("names", recursive=True)
-    following = sa.select(sa.func.min(table.name)).where(
-        table.attempt_id == attempt_id, table.name > names.c.name
-    )
-    there = names.c.name.is_not(None)
-    names = names.union_all(sa.select(following.scalar_subquery()).where(there))
-    last = sa.select(sa.func.max(table.step)).where(
-        table.attempt_id == attempt_id, table.name == names.c.name
-    )
-    return sa.select(names.c.name, last.scalar_subquery().label("last")).where(
-        names.c.name.is_not(None)
-    )
+    names, table = scalar_names.c, TABLES["scalars"].c
+    own = (table.attempt_id == names.attempt_id) & (table.name == names.name)
+    of_last = sa.exists().where(own, table.step.is_not_distinct_from(names.last_step))
+    before = sa.select(sa.func.max(table.step)).where(own).scalar_subquery()
+    return sa.select(
+        names.name, sa.case((of_last, names.last_step), else_=before).label("last")
+    ).where(names.attempt_id == attempt_id, of_last | sa.exists().where(own))

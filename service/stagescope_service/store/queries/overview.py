@@ -8,8 +8,9 @@ from typing import Final
 import sqlalchemy as sa
 
 from stagescope_service.store import tables
-from stagescope_service.store.snapshot import Query
+from stagescope_service.store.snapshot import ANNOUNCED, Query
 from stagescope_service.store.tables import dumps, findings, losses, payloads, processes, stages
+from stagescope_service.store.tables.compact import training_begins
 
 _ALIVE: Final = sa.and_(processes.c.finished_wall.is_(None), processes.c.lapsed_wall.is_(None))
 
@@ -155,7 +156,14 @@ def _runs() -> Query:
 def _last_begun(attempt_id: sa.ColumnElement[int]) -> sa.ScalarSelect[float]:
     """Select the latest begin of a stage of an attempt's highest step, on the service's clock."""
     other = stages.alias()
-    top = sa.select(sa.func.max(other.c.step)).where(other.c.attempt_id == attempt_id)
+    # Ordered, not max(): the first one found by the index of works is the highest.
+    top = (
+        sa.select(other.c.step)
+        .where(other.c.attempt_id == attempt_id, other.c.step.is_not(None))
+        .order_by(other.c.step.desc())
+        .limit(1)
+        .correlate_except(other)
+    )
     return (
         sa.select(sa.func.max(stages.c.begun_wall))
         .where(stages.c.attempt_id == attempt_id, stages.c.step == top.scalar_subquery())
@@ -170,14 +178,9 @@ def training_attempt() -> Query:
     By the service's clock: otherwise a sender whose clock is ahead would always be the last.
     """
     return (
-        sa.select(*_ATTEMPT, stages.c.begin_wall, stages.c.step)
-        .join(stages, stages.c.attempt_id == tables.attempts.c.attempt_id)
-        .where(
-            # A literal: SQLite uses the partial index only for identical text.
-            stages.c.stage != sa.literal_column("'rollout_generate'"),
-            stages.c.begun_wall.is_not(None),
-        )
-        .order_by(stages.c.begun_wall.desc())
+        sa.select(*_ATTEMPT, training_begins.c.begin_wall, training_begins.c.step)
+        .join(training_begins, training_begins.c.attempt_id == tables.attempts.c.attempt_id)
+        .order_by(training_begins.c.begun_wall.desc())
     )
 
 
@@ -234,7 +237,7 @@ def counts() -> dict[str, Query]:
     def by_run(
         table: sa.Table,
         *labels: sa.Column[str],
-        where: sa.ColumnElement[bool] | None = None,
+        where: sa.ColumnElement[bool] | sa.TextClause | None = None,
         sums: tuple[sa.Label[int], ...] = (),
     ) -> Query:
         # Grouped by attempt first: otherwise every row would be joined before it is counted.
@@ -250,7 +253,6 @@ def counts() -> dict[str, Query]:
             .order_by(run, *names)
         )
 
-    announced = payloads.c.state == sa.literal_column("'announced'")
     is_open = stages.c.end_wall.is_(None) & (sa.func.coalesce(stages.c.status, "open") == "open")
     lost = sa.func.sum(sa.func.coalesce(losses.c.count, 1)).label("count")
     seen = sa.func.sum(sa.func.coalesce(findings.c.count, 1)).label("count")
@@ -259,7 +261,7 @@ def counts() -> dict[str, Query]:
         "stages_open": by_run(stages, stages.c.stage, where=is_open),
         "steps_open": by_run(tables.steps, where=tables.steps.c.closed_wall.is_(None)),
         "payloads_announced": by_run(
-            payloads, where=announced, sums=(sa.func.sum(payloads.c.bytes).label("bytes"),)
+            payloads, where=ANNOUNCED, sums=(sa.func.sum(payloads.c.bytes).label("bytes"),)
         ),
         "losses": sa.select(losses.c.run, losses.c.kind, lost).group_by(
             losses.c.run, losses.c.kind

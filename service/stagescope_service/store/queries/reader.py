@@ -114,3 +114,15 @@ def conditions(name: str, filters: Mapping[str, object]) -> list[sa.ColumnElemen
         for key, value in filters.items()
         if key in columns and value is not None
     ]
+
+
+def of_few(name: str, attempts: Filter) -> list[sa.ColumnElement[bool]]:
+    """Return the condition on `attempt_id` of a query that finds few rows by a partial index.
+
+    The sum keeps SQLite from the index of attempts, which it would prefer.
+    """
+    if attempts is None:
+        return []
+    attempt_id = TABLES[name].c.attempt_id + 0
+    several = [attempts] if isinstance(attempts, str | int) else list(attempts)
+    return [attempt_id.in_(several)]

@@ -10,9 +10,11 @@ from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import overview
-from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, of_few
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import TABLES, stages
+from stagescope_service.store.tables.training import REMOVABLE
+from stagescope_service.store.upsert import STEP_ROWS, step_rows
 
 
 def timings(attempt_id: int, steps: Sequence[int]) -> Query:
@@ -119,6 +121,38 @@ class RunQueries(Reader):
         """
         return self._rows(overview.steps(attempt_id, run, before).limit(limit))
 
+    def removable_steps(self, run: str, keep: int, *, limit: int = LIMIT) -> list[Row]:
+        """Return the steps of a run whose rows may be removed, of each attempt the oldest first.
+
+        Excludes the newest `keep` steps of the newest attempts, pinned ones, open ones, and those
+        whose rows are removed.
+
+        Returns:
+            `attempt_id`, `step`, `parts_mark`, `rows_removed` of each.
+        """
+        table, left = TABLES["steps"].c, keep
+        found: list[Row] = []
+        for attempt in self._rows(overview.attempts(run)):
+            own = [table.attempt_id == attempt["attempt_id"], sa.text(REMOVABLE)]
+            count = int(self._rows(sa.select(sa.func.count().label("n")).where(*own))[0]["n"])
+            over, left = max(0, count - left), max(0, left - count)
+            columns = (table.attempt_id, table.step, table.parts_mark, table.rows_removed)
+            oldest = sa.select(table.step).where(*own).order_by(table.step).limit(min(over, limit))
+            if over:
+                chosen = table.step.in_([row["step"] for row in self._rows(oldest)])
+                closed = table.closed_wall.is_not(None)
+                query = sa.select(*columns).where(own[0], chosen, closed).order_by(table.step)
+                found += self._rows(query)
+        return found[:limit]
+
+    def has_removable_rows(self, attempt_id: int, step: int) -> bool:
+        """Return whether a step has rows that `RemoveRows` would delete."""
+        exists = (
+            sa.exists(sa.select(TABLES[name].c.step).where(*step_rows(name, attempt_id, step)))
+            for name in STEP_ROWS
+        )
+        return bool(self._rows(sa.select(sa.or_(*exists).label("found")))[0]["found"])
+
     def step(self, attempt_id: int, step: int) -> Row | None:
         """Return one step with its blob `whole`, or None."""
         return self._one("steps", attempt_id=attempt_id, step=step)
@@ -178,7 +212,7 @@ class RunQueries(Reader):
     def open_stages(self, attempt_id: Filter = None, *, limit: int = LIMIT) -> list[Row]:
         """Return stages that began and did not end, oldest first."""
         table = TABLES["stages"]
-        where = [*conditions("stages", {"attempt_id": attempt_id}), table.c.end_wall.is_(None)]
+        where = [*of_few("stages", attempt_id), table.c.end_wall.is_(None)]
         where.append(sa.func.coalesce(table.c.status, "open") == "open")
         return self._page("stages", where, "begin_wall rank", limit, 0)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from stagescope_service.store.tables.declare import metadata
+from stagescope_service.store.tables.compact import COMPACT
+from stagescope_service.store.tables.declare import metadata, views
 from stagescope_service.store.tables.findings import (
     FindingRow,
     FiringRow,
@@ -133,4 +134,9 @@ __all__ = [
     "weights",
 ]
 
-TABLES: Final = metadata.tables
+TABLES: Final = {
+    name: table
+    for name, table in (*metadata.tables.items(), *views.tables.items())
+    if table.name not in COMPACT
+}
+"""The tables that are written and read by their names; those of `compact` are behind views."""

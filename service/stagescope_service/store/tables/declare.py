@@ -18,6 +18,9 @@ metadata: Final = sa.MetaData(
     }
 )
 
+views: Final = sa.MetaData()
+"""Views under which the rows of `tables.compact` are read: what they declare is logical."""
+
 _INT_LAYOUT: Final = ("_rank", "_size", "_index")
 
 
@@ -46,10 +49,15 @@ def place(*extra: str) -> list[Column[Any]]:
     ]
 
 
-def table(name: str, *parts: Any) -> sa.Table:
+def table(name: str, *parts: Any, **options: Any) -> sa.Table:
     """Declare a table."""
     # With a rowid: WITHOUT ROWID repeats these long keys in every index, and was half as fast.
-    return sa.Table(name, metadata, *parts, sqlite_strict=True)
+    return sa.Table(name, metadata, *parts, sqlite_strict=True, **options)
+
+
+def view(name: str, *parts: Any) -> sa.Table:
+    """Declare the logical rows of a compact table: their key and columns."""
+    return sa.Table(name, views, *parts)
 
 
 def partial_index(name: str, *names: str, where: str) -> Index:

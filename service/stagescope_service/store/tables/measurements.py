@@ -11,12 +11,12 @@ from stagescope_service.store.tables.declare import (
     WorkRow,
     columns,
     key,
-    partial_index,
     place,
     table,
+    view,
 )
 
-scalars = table(
+scalars = view(
     "scalars",
     key("incarnation", Text),
     key("work_key", Text),
@@ -26,9 +26,6 @@ scalars = table(
     Column("value", Real),
     Column("nonfinite", Text),
     Column("wall", Real),
-    Index(None, "attempt_id", "step"),
-    # answers: which scalars an attempt logged, and a scalar's values over its steps
-    Index(None, "attempt_id", "name", "step"),
 )
 
 
@@ -43,7 +40,7 @@ class ScalarRow(WorkRow):
     wall: float | None
 
 
-payloads = table(
+payloads = view(
     "payloads",
     key("incarnation", Text),
     key("seq", Int),
@@ -55,10 +52,6 @@ payloads = table(
     *columns(Real, "announced_wall settled_wall"),
     Column("digest", Text),
     Column("consumed_step", Int),
-    Index(None, "attempt_id", "step"),
-    partial_index("ix_payloads_announced", "node_id", where="state = 'announced'"),
-    # answers: which rollouts of a version may a step have consumed
-    partial_index("ix_payloads_stepless", "attempt_id", "policy_version", where="step IS NULL"),
 )
 
 

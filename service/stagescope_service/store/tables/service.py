@@ -15,6 +15,7 @@ from stagescope_service.store.tables.declare import (
     partial_index,
     place,
     table,
+    view,
 )
 
 captures = table(
@@ -133,7 +134,7 @@ class OperatorTableRow(WorkRow):
     wall: float | None
 
 
-artifacts = table(
+artifacts = view(
     "artifacts",
     key("artifact_id", Text),
     Column("incarnation", Text),
@@ -148,7 +149,6 @@ artifacts = table(
     *columns(Int, f"policy_version {' '.join(PART_FIELDS)}"),
     # Of a kept file: section -> names, and tensor -> [dtype, shape, rows or None].
     *columns(StrictJson(), "sections tensors"),
-    Index(None, "attempt_id", "step"),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Final, TypedDict
 
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
@@ -17,6 +17,7 @@ from stagescope_service.store.tables.declare import (
     partial_index,
     place,
     table,
+    view,
 )
 
 runs = table(
@@ -117,6 +118,8 @@ class ProcessRow(LayoutRow):
     plan_revision: int | None
 
 
+REMOVABLE: Final = "rows_removed IS NOT TRUE AND pinned IS NOT TRUE"
+
 steps = table(
     "steps",
     key("attempt_id", Int),
@@ -132,7 +135,10 @@ steps = table(
     Column("pinned", Flag()),
     # What the summary must hold, and what it was made of: where they differ, it is aggregated.
     *columns(Int, "parts_mark whole_mark"),
+    # Of a step whose rows retention removes: false while it does, true afterwards; else null.
+    Column("rows_removed", Flag()),
     partial_index("ix_steps_open", "attempt_id", where="closed_wall IS NULL"),
+    partial_index("ix_steps_removable", "attempt_id", "step", where=REMOVABLE),
     partial_index("ix_steps_pinned", "attempt_id", where="pinned"),
     partial_index(
         "ix_steps_unformed", "attempt_id", where="coalesce(whole_mark, -1) <> parts_mark"
@@ -157,9 +163,10 @@ class StepRow(TypedDict):
     pinned: bool | None
     parts_mark: int | None
     whole_mark: int | None
+    rows_removed: bool | None
 
 
-stages = table(
+stages = view(
     "stages",
     key("incarnation", Text),
     key("work_key", Text),
@@ -175,10 +182,6 @@ stages = table(
     Column("superseded", Flag()),
     # `begin_wall` on the service's clock, and never ahead of it
     Column("begun_wall", Real),
-    Index(None, "attempt_id", "step"),
-    partial_index("ix_stages_open", "attempt_id", where="end_wall IS NULL"),
-    # answers: whose training stage began last
-    partial_index("ix_stages_begun", "begun_wall", where="stage <> 'rollout_generate'"),
 )
 
 

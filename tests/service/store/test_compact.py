@@ -1,0 +1,298 @@
+"""Compact tables: their rows are what upserts by key leave, on SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.stores import rows_of, url_of, write
+
+from stagescope.wire.schema import PART_FIELDS
+from stagescope_service.store import connect, migrate
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.columns import Flag, StrictJson
+from stagescope_service.store.compact import COMPACT_VIEWS
+from stagescope_service.store.contract import Delete, Put, RemoveRows, Write
+from stagescope_service.store.ids import Ids
+from stagescope_service.store.snapshot import rows
+from stagescope_service.store.sql import SqlStore
+from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables.declare import views
+from stagescope_service.store.upsert import Batch, split_value
+
+_INTS = st.none() | st.integers(0, 3) | st.just(1 << 61)
+_REALS = st.none() | st.floats() | st.just(1.8e9 + 1 / 3)
+_TEXTS = st.none() | st.sampled_from(["a", "b", "ingested", "announced", "nan"])
+_JSON = st.none() | st.sampled_from([{"a": [1, math.nan]}, {}, "x" * 30]) | st.integers()
+_KEYS: dict[str, st.SearchStrategy[Any]] = {
+    "incarnation": st.sampled_from(["i", "k"]),
+    "work_key": st.sampled_from(["1||a|0.0.0.0", "2||a|0.0.0.0"]),
+    "revision": st.integers(1, 2),
+    "name": st.sampled_from(["loss", "nan"]),
+    "seq": st.sampled_from([1, 2, 1 << 62]),
+    "artifact_id": st.sampled_from(
+        ["ring/i/1", "ring/i/2", "ring/a/b/1", "ring/i/01", "odd", f"kept/i/{1 << 62}", "/", "x//1"]
+    ),
+}
+_GROUPS = (
+    ("attempt_id", "role", "rank", "step", "policy_version", "stage", *PART_FIELDS),
+    ("clock_offset", "clock_error"),
+)
+_PATHS = st.sampled_from([None, "/d/1~1~i.bin", "/d/1~i", "/d/{payload}/1~i", "/other", "1~i1~i"])
+
+
+def _values(table: sa.Table) -> dict[str, st.SearchStrategy[Any]]:
+    found: dict[str, st.SearchStrategy[Any]] = {}
+    for column in table.columns:
+        if column.primary_key:
+            continue
+        kind = column.type
+        found[column.name] = (
+            _JSON if isinstance(kind, StrictJson)
+            else st.none() | st.booleans() if isinstance(kind, Flag)
+            else _PATHS if column.name == "path"
+            else _INTS if isinstance(kind, sa.BigInteger)
+            else _REALS if isinstance(kind, sa.Double)
+            else _TEXTS
+        )  # fmt: skip
+    found.pop("nonfinite", None)
+    if table.name == "payloads":
+        found["work_key"] = _KEYS["work_key"]
+    if table.name == "artifacts":
+        found["incarnation"] = _KEYS["incarnation"]
+    return found
+
+
+@st.composite
+def _put(draw: st.DrawFn, name: str) -> Put:
+    table = views.tables[name]
+    values = _values(table)
+    keys = {column.name: draw(_KEYS[column.name]) for column in table.primary_key}
+    chosen = set(draw(st.sets(st.sampled_from(sorted(values)), max_size=6)))
+    if draw(st.integers(0, 3)):  # what the service always gives together
+        for group in _GROUPS:
+            together = {each for each in (*group, "work_key", "incarnation") if each in values}
+            chosen = chosen | together if draw(st.booleans()) else chosen - together
+    return Put(name, {**keys, **{each: draw(values[each]) for each in sorted(chosen)}})
+
+
+_PUT = st.sampled_from(sorted(COMPACT_VIEWS)).flatmap(_put)
+_DELETES: list[Write] = [
+    Delete("stages", {"incarnation": "i", "revision": 1}),
+    Delete("scalars", {"step": 1}),
+    Delete("scalars", {"step": None}),
+    Delete("payloads", {"attempt_id": 1, "step": 2}),
+    Delete("artifacts", {"artifact_id": "ring/i/1"}),
+    RemoveRows(1, 1, 1000),
+]
+_WRITES = st.lists(st.one_of(*([_PUT] * 9), st.sampled_from(_DELETES)), max_size=25)
+
+
+def _reference(writes: list[Write]) -> dict[str, list[str]]:
+    """The old meaning of rows: upserted by key, one after the other."""
+    tables: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {name: {} for name in COMPACT_VIEWS}
+    for one in writes:
+        if isinstance(one, RemoveRows):
+            keep = {"artifacts": lambda row: row["deleted_wall"] is None}
+            for name, found in tables.items():
+                for key, row in [*found.items()]:
+                    own = (row["attempt_id"], row["step"]) == (one.attempt_id, one.step)
+                    if own and not keep.get(name, lambda _: False)(row):
+                        del found[key]
+            continue
+        held, table = tables[one.table], views.tables[one.table]
+        if isinstance(one, Delete):
+            for key in [*held]:
+                if all(held[key][name] == value for name, value in one.where.items()):
+                    del held[key]
+            continue
+        row = {name: _stored(table.c[name], value) for name, value in one.row.items()}
+        if one.table == "scalars" and "value" in one.row:
+            row |= split_value(one.row["value"])
+        key = tuple(row[column.name] for column in table.primary_key)
+        held[key] = {**dict.fromkeys(table.c.keys()), **held.get(key, {}), **row}
+    return {name: _shown(held.values()) for name, held in tables.items()}
+
+
+def _stored(column: Any, value: Any) -> Any:
+    if isinstance(column.type, StrictJson) and value is not None:
+        return json.loads(json.dumps(value).replace("NaN", '"nan"'))
+    if isinstance(value, float):
+        return None if math.isnan(value) else value + 0.0 if value else 0.0
+    return value
+
+
+def _alike(value: Any) -> Any:
+    """SQLite stores NaN as null and -0.0 as 0, PostgreSQL stores both."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else value + 0.0
+    return value
+
+
+def _shown(found: Any) -> list[str]:
+    shown = [{name: _alike(value) for name, value in row.items()} for row in found]
+    return sorted(repr(sorted(row.items())) for row in shown)
+
+
+def _read(connection: sa.Connection) -> dict[str, list[str]]:
+    return {name: _shown(rows(connection, TABLES[name].select())) for name in COMPACT_VIEWS}
+
+
+@contextlib.contextmanager
+def _server(directory: Path) -> Iterator[str]:
+    """The URL of a PostgreSQL server of its own, where there is one."""
+    pytest.importorskip("psycopg")
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    if not found or (os.getuid() == 0 and not shutil.which("runuser")):
+        pytest.skip("no PostgreSQL server here")
+    data, tools = directory / "pg", found[-1].parent
+    data.mkdir()
+    prefix: list[str] = []
+    if os.getuid() == 0:  # it refuses to run as root
+        prefix = ["runuser", "-u", "postgres", "--"]
+        for folder in (data, *data.parents):
+            if folder == data or (folder.stat().st_mode & 0o001) == 0:
+                folder.chmod(folder.stat().st_mode | 0o011)
+        shutil.chown(data, "postgres")
+
+    def run(*arguments: str) -> None:
+        subprocess.run([*prefix, *arguments], check=True, capture_output=True, cwd="/")
+
+    run(str(tools / "initdb"), "-D", str(data), "-U", "tester", "-A", "trust", "-E", "UTF8")
+    options = f"-k {data} -c listen_addresses='' -c fsync=off"
+    control = str(tools / "pg_ctl")
+    run(control, "-D", str(data), "-w", "-o", options, "-l", str(data / "log"), "start")
+    try:
+        yield f"postgresql+psycopg://tester@/postgres?host={data}"
+    finally:
+        run(control, "-D", str(data), "-m", "immediate", "stop")
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("compact")
+    if request.param == "sqlite":
+        yield url_of(directory)
+    else:
+        with _server(directory) as found:
+            yield found
+
+
+@pytest.fixture(scope="module")
+def engine(url: str) -> Iterator[sa.Engine]:
+    engine = connect.writer_engine(url)
+    with engine.begin() as connection:
+        migrate.upgrade(connection)
+    yield engine
+    engine.dispose()
+
+
+@settings(max_examples=200, deadline=None)
+@given(_WRITES, st.integers(1, 12))
+def test_rows_are_what_upserts_by_key_leave(
+    engine: sa.Engine, writes: list[Write], size: int
+) -> None:
+    ids = Ids()
+    expected = _reference(writes)
+    with engine.connect() as connection, connection.begin() as transaction:
+        for start in range(0, len(writes), size):
+            Batch(writes[start : start + size]).execute(connection, ids)
+        found = _read(connection)
+        assert found == expected
+        Batch(writes[-size:]).execute(connection, Ids())  # by a writer that knows no ids
+        assert _read(connection) == _reference([*writes, *writes[-size:]])
+        transaction.rollback()
+
+
+def _old_catalogue(url: str, writes: list[Write]) -> None:
+    """A catalogue of the revision before, with what the writes leave."""
+    engine = connect.writer_engine(url)
+    with engine.begin() as connection:
+        config = Config(attributes={"connection": connection})
+        config.set_main_option("script_location", str(migrate._FOLDER))
+        command.upgrade(config, "0007")
+        for name, table in views.tables.items():
+            old = table.to_metadata(sa.MetaData())
+            puts = [one for one in writes if isinstance(one, Put) and one.table == name]
+            held: dict[Any, dict[str, Any]] = {}
+            for one in puts:
+                row = {each: _stored(table.c[each], value) for each, value in one.row.items()}
+                if name == "scalars" and "value" in row:
+                    row |= split_value(one.row["value"])
+                key = tuple(row[column.name] for column in table.primary_key)
+                held[key] = {**dict.fromkeys(table.c.keys()), **held.get(key, {}), **row}
+            if held:
+                connection.execute(old.insert(), [*held.values()])
+    engine.dispose()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_upgraded_catalogue_has_every_row(seed: int, url: str, tmp_path: Path) -> None:
+    writes: list[Write] = []
+
+    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @given(_PUT)
+    def collect(put: Put) -> None:
+        writes.append(put)
+
+    collect()
+    clock = {"clock_offset": 0.5, "clock_error": 0.25, "attempt_id": 1, "step": 1}
+    for incarnation in "ik":  # the same clock in many rows
+        for revision in range(10):
+            key = {"incarnation": incarnation, "work_key": "3||a|0.0.0.0", "revision": revision}
+            writes.append(Put("stages", {**key, **clock}))
+    random.Random(seed).shuffle(writes)
+    old, more = writes[: len(writes) * 2 // 3], writes[len(writes) // 2 :]
+    if not url.startswith("sqlite"):
+        fresh = connect.writer_engine(url)
+        with fresh.begin() as connection:
+            connection.exec_driver_sql("DROP SCHEMA public CASCADE")
+            connection.exec_driver_sql("CREATE SCHEMA public")
+        fresh.dispose()
+    own = url_of(tmp_path) if url.startswith("sqlite") else url
+    _old_catalogue(own, old)
+    store = SqlStore(own)
+    store.open()
+    assert store._reader is not None
+    with store._reader.begin() as connection:
+        assert _read(connection) == _reference(old)
+    write(store, *[one for one in more if isinstance(one, Put)])
+    with store._reader.begin() as connection:
+        assert _read(connection) == _reference([*old, *more])
+    catalogue = Catalogue(own)
+    scalars = [row for row in rows_of(store, "scalars") if row["attempt_id"] == 1]
+    assert set(catalogue.scalar_names([1])) == {row["name"] for row in scalars}
+    assert catalogue.runs() == []
+    catalogue.counts()
+    catalogue.close()
+    store.snapshot()
+    store.close()
+
+
+def test_a_failed_transaction_leaves_no_ids(tmp_path: Path) -> None:
+    store = SqlStore(url_of(tmp_path))
+    store.open()
+    whole = dict.fromkeys(("attempt_id", "role", "rank", *PART_FIELDS))
+    work = {**whole, "incarnation": "i", "work_key": "w", "step": 1, "policy_version": None}
+    good = Put("scalars", {**work, "stage": "s", "name": "loss", "value": 1.0})
+    bad = Put("scalars", {**work, "stage": "t", "name": "new", "value": 1.0, "wall": "noon"})
+    failed = store.submit([bad, good])
+    assert failed.exception(30) is not None
+    write(store, good)
+    (row,) = rows_of(store, "scalars")
+    assert (row["stage"], row["name"], row["value"]) == ("s", "loss", 1.0)
+    store.close()
