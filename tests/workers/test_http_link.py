@@ -324,6 +324,27 @@ def test_a_process_that_ends_before_its_first_search_still_reports(
     }
 
 
+@pytest.mark.parametrize(("ending", "crashed"), [("raise ValueError('no')", True), ("", False)])
+def test_a_process_that_an_exception_ends_says_so(
+    server: Service, tmp_path: Path, ending: str, crashed: bool
+) -> None:
+    program = (
+        "from stagescope_workers import init\n"
+        "probe = init('crash', attempt_key='a', url={!r}, token='right')\n"
+        "with probe.stage('rollout', step=1):\n"
+        "    pass\n{}\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program.format(server.url, ending)],
+        check=False, timeout=60, capture_output=True, text=True,
+        env={**os.environ, "STAGESCOPE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert (ended.returncode != 0) is crashed
+    [finish] = [e for e in server.coordinator.events.values() if e.kind == "finish"]
+    expected = {"error_type": "ValueError", "error_message": "no"} if crashed else {}
+    assert finish.fields == expected
+
+
 def test_where_and_when_a_service_is_searched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -431,6 +431,24 @@ def test_a_process_that_stops_between_stages_is_named(
     assert "after actor_update of step 3" in found["message"]
 
 
+def test_a_silent_process_holds_up_its_step_and_those_that_the_others_went_on_to(
+    made: Clocked, catalogue: Catalogue
+) -> None:
+    worked(made, steps=4)
+    heard = made.now
+    for step in (5, 6):
+        for rank in (0, 2):
+            made.begin(rank, step)
+        made.pass_time(20.0, polling=(0, 2))
+        for rank in (0, 2):
+            made.end(rank, step)
+    [found] = made.findings("process_silent")
+    assert "/steps/4/stuck?run=r names host and pid" in found["advice"]
+    for step in (4, 5, 6):
+        assert stuck_now(made, catalogue, step) == [(1, "between stages", "silent", heard)]
+    assert stuck_now(made, catalogue, 3) == []
+
+
 def test_a_process_that_stops_inside_a_stage_keeps_its_first_clock(
     made: Clocked, catalogue: Catalogue
 ) -> None:

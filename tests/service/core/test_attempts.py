@@ -126,6 +126,25 @@ def test_a_rank_that_took_leave_before_another_spoke_is_of_the_same_start(
     check_memory(bench.state)
 
 
+@pytest.mark.parametrize("arrived", [1000.4, 1000.6])
+def test_a_rank_lives_until_its_leave_arrives(bench: Bench, arrived: float) -> None:
+    """Its FINISH is made at 1000.25 ... and acknowledged later; the other starts at 1000.5."""
+    ranks = [Rank(0, key=None), Rank(1, key=None, started=1000.5)]
+    for rank in ranks:
+        rank.wall -= 0.9  # of the events; what counts is when they arrive
+        for each in (rank.hello(world_size=2), *rank.work(1), rank.finish()):
+            bench.now += 0.001
+            bench.carry_out(
+                bench.state.handle(
+                    each.sender, each.event, bench.now, arrived=max(arrived, rank.wall)
+                )
+            )
+    one_start = arrived > 1000.5
+    assert [number for number, _ in attempts(bench)] == ([1] if one_start else [1, 2])
+    alone = [row["rank"] for row in bench.rows.of("findings", kind="began_alone")]
+    assert alone == ([] if one_start else [1])
+
+
 def test_a_process_of_another_role_belongs_to_the_training_that_was(bench: Bench) -> None:
     bench.give(*Rank(0, key=None).work(1), *Rank(0, "judge", key=None, started=2000.0).work(1))
     assert [number for number, _ in attempts(bench)] == [1]

@@ -93,6 +93,49 @@ def test_a_short_training_without_its_ranks_says_so_at_its_end(bench: Bench) -> 
     assert bench.step(1)["completeness"] == "unknown"
 
 
+def test_a_rank_that_no_process_reports_for_is_a_finding(bench: Bench) -> None:
+    first = Rank(0)
+    bench.give(first.hello(world_size=3), *first.work(1), *first.work(2))
+    assert bench.rows.of("findings") == []  # they may still be on their way
+    first.wall += 60.0
+    bench.give(*first.work(3), first.begin(4))
+    [found] = bench.rows.of("findings")
+    assert (found["kind"], found["role"], found["over_wall"]) == ("absent_ranks", "actor", None)
+    assert "step 2 closed without actor ranks 1, 2, which no process reports" in found["message"]
+    for rank in (1, 2):
+        late = Rank(rank)
+        bench.give(late.hello(world_size=3), *late.work(3))
+        [found] = bench.rows.of("findings", kind="absent_ranks")
+        assert (found["over_wall"] is not None) is (rank == 2)
+
+
+def test_a_rank_that_left_is_not_absent(bench: Bench) -> None:
+    ranks = [Rank(0), Rank(1)]
+    hello(bench, ranks, 2)
+    bench.give(*ranks[1].work(1), ranks[1].finish(), *ranks[0].work(1))
+    ranks[0].wall += 60.0
+    bench.give(*ranks[0].work(2), ranks[0].finish())
+    assert bench.rows.of("findings", kind="absent_ranks") == []
+
+
+def test_a_stage_that_failed_and_a_process_that_crashed_are_findings(bench: Bench) -> None:
+    ranks = [Rank(0), Rank(1)]
+    hello(bench, ranks, 2)
+    error = {"error_type": "RuntimeError", "error_message": "CUDA error:\nassert"}
+    for rank in ranks:
+        bench.give(rank.end(rank.begin(3), status="failed", **error))
+    failed = sorted(bench.rows.of("findings", kind="stage_failed"), key=lambda row: row["rank"])
+    assert [row["rank"] for row in failed] == [0, 1]
+    assert failed[0]["message"] == (
+        "actor_update of step 3 failed on actor rank 0: RuntimeError: CUDA error: assert"
+    )
+    bench.give(ranks[0].say("finish", **error), ranks[1].finish())
+    [crash] = bench.rows.of("findings", kind="process_crashed")
+    assert (crash["step"], crash["rank"], crash["severity"]) == (3, 0, "error")
+    assert bench.attempt()["end_reason"] == "an exception ended one of its processes"
+    check_memory(bench.state)
+
+
 def test_a_first_step_stays_unknown_when_something_of_it_comes_late(bench: Bench) -> None:
     rank = Rank(0)
     begun = rank.begin(1)
