@@ -14,7 +14,7 @@ from stagescope.table import (
     Table,
     begun_again,
     context,
-    coverage_gaps,
+    coverage_notes,
     token_accounting,
     unknown_name,
 )
@@ -214,11 +214,9 @@ class Metrics(Mapping[str, float]):
         if self.complete != "complete":
             missing = f", missing {render.format_value(self.missing)}" if self.missing else ""
             notes.append(f"complete: {self.complete}{missing}")
-        gaps = coverage_gaps(self._about.get("coverage") or {})
         if tokens := token_accounting(self._about.get("coverage") or {}):
             notes.append(tokens)
-        if gaps:
-            notes.append(f"not in these numbers: {', '.join(gaps)}; see losses and findings")
+        notes += coverage_notes(self._about.get("coverage") or {})
         notes += begun_again(self._about)
         if "comparable" in self._about:
             notes.append(f"comparable: {self.comparable}")

@@ -256,8 +256,8 @@ class Table:
         about = self._about
         if "coverage" in about and about.get("complete") not in (None, "complete"):
             foot.append(f"the step is {render.format_value(about['complete'])}")
-        if "coverage" in about and (gaps := coverage_gaps(about["coverage"])):
-            foot.append(f"not in these numbers: {', '.join(gaps)}; see losses and findings")
+        if "coverage" in about and (notes := coverage_notes(about["coverage"])):
+            foot += notes
         elif about.get("gap"):
             foot.append(str(about["gap"]))
         foot += comparability_notes(about)
@@ -375,13 +375,19 @@ _GAP_TEXTS: Final = {
     "payloads_pending": "payloads on their way",
     "parts_to_restate": "parts that overlap others",
     "tokens_unaccounted": "tokens unaccounted for",
-    "fragmented_sequences": "pieces without round_ids: rounds are counted within each",
 }
 
 
-def coverage_gaps(coverage: JsonObject) -> list[str]:
-    """Return what was announced but is not in the numbers, such as `1 refused payloads`."""
-    return [f"{coverage[name]} {text}" for name, text in _GAP_TEXTS.items() if coverage.get(name)]
+def coverage_notes(coverage: JsonObject) -> list[str]:
+    """Return what was announced but is not in the numbers, and what they do not tell apart."""
+    gaps = [f"{coverage[name]} {text}" for name, text in _GAP_TEXTS.items() if coverage.get(name)]
+    notes = [f"not in these numbers: {', '.join(gaps)}; see losses and findings"] if gaps else []
+    if pieces := coverage.get("fragmented_sequences"):
+        notes.append(
+            f"rounds and sequences: counted within each of {pieces} pieces of samples, which say "
+            "no round_ids; see findings"
+        )
+    return notes
 
 
 def token_accounting(coverage: JsonObject) -> str | None:

@@ -241,7 +241,9 @@ def end_silence(attempt: Attempt, wall: float) -> list[Instruction]:
         for role in attempt.silent_roles.keys() & attempt.reporting_roles
     ]
     for role, (ranks, row) in [*attempt.absent_ranks.items()]:
-        if all(attempt.by_rank.get((role, rank)) for rank in ranks):
+        # One that has not begun a step may still turn out to be of the next attempt.
+        reporting = (attempt.by_rank.get((role, rank), ()) for rank in ranks)
+        if all(any(process.bound for process in processes) for processes in reporting):
             del attempt.absent_ranks[role]
             over.append(row)
     return [Put("findings", {**row, **columns}) for row in over]

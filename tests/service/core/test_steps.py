@@ -121,7 +121,7 @@ def test_a_rank_that_left_is_not_absent(bench: Bench) -> None:
 def test_a_stage_that_failed_and_a_process_that_crashed_are_findings(bench: Bench) -> None:
     ranks = [Rank(0), Rank(1)]
     hello(bench, ranks, 2)
-    error = {"error_type": "RuntimeError", "error_message": "CUDA error:\nassert"}
+    error: dict[str, Any] = {"error_type": "RuntimeError", "error_message": "CUDA error:\nassert"}
     for rank in ranks:
         bench.give(rank.end(rank.begin(3), status="failed", **error))
     failed = sorted(bench.rows.of("findings", kind="stage_failed"), key=lambda row: row["rank"])
