@@ -15,7 +15,9 @@ import pytest
 ray = pytest.importorskip("ray")
 from tests.support.cluster import Service, answer, eventually  # noqa: E402
 
+from stagescope_service.store.contract import Delete  # noqa: E402
 from stagescope_service.store.kept import Kept, read_kept  # noqa: E402
+from stagescope_service.store.sql import SqlStore  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
@@ -169,12 +171,14 @@ def forget(service: Service, path: str) -> None:
     import sqlalchemy as sa
 
     engine = sa.create_engine(service.settings.catalogue_url)
-    with engine.begin() as connection:
-        deleted = connection.execute(
-            sa.text("DELETE FROM artifacts WHERE path = :path"), {"path": path}
-        )
-        assert deleted.rowcount == 1
+    with engine.connect() as connection:
+        select = sa.text("SELECT artifact_id FROM artifacts WHERE path = :path")
+        artifact_id = connection.execute(select, {"path": path}).scalar_one()
     engine.dispose()
+    store = SqlStore(service.settings.catalogue_url)
+    store.open()
+    store.submit([Delete("artifacts", {"artifact_id": artifact_id})]).result(30)
+    store.close()
 
 
 def test_bytes_are_bounded_and_pinned_steps_stay(address: str, tmp_path: Path) -> None:

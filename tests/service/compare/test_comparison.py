@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import pickle
 import threading
@@ -245,6 +246,26 @@ def test_fragments_of_a_sample_join_by_position() -> None:
     result = compare([whole, MemoryDump(zigzag.records[:1])])
     assert result.verdict is Verdict.DIFFERENT
     assert "coverage" in kinds(result.pairs[0])
+
+
+def test_fragments_with_an_offset_join_over_tokens_of_the_environment() -> None:
+    mask, values = np.array([[1, 1, 0, 1, 1, 1, 0, 1]]), np.arange(8.0)[None]
+
+    def split_at(*edges: int) -> MemoryDump:
+        bounds = [0, *edges, 8]
+        return MemoryDump([
+            record(
+                "forward_data",
+                {"response_mask": mask[:, start:stop], "entropy": values[:, start:stop],
+                 "token_offset": np.array([start])},
+                rank=rank, samples=("a",), mask="response_mask",
+            )
+            for rank, (start, stop) in enumerate(itertools.pairwise(bounds))
+        ])  # fmt: skip
+
+    for one, other in itertools.product(((), (3,), (4,), (2, 5)), repeat=2):
+        result = compare([split_at(*one), split_at(*other)])
+        assert result.verdict is Verdict.SAME, (one, other, result.reason)
 
 
 def test_fragments_whose_padding_repeats_a_position_are_named_and_not_compared() -> None:

@@ -287,17 +287,19 @@ def _pair_by_position(
 def _positions(selected: _SelectedValues, rows: Int64) -> Int64:
     """Return the token positions of the selected values of one side.
 
-    Without `positions`, a value's position is its index in the row, from the first value that
-    counts, plus the row's `token_offset`.
+    Without `positions`, a value's position is its column plus the row's `token_offset`, as in the
+    statistics; without that, its column from the first value of the row that counts, since a whole
+    row may be padded on the left.
     """
     tensor, index, edges = selected.tensor, selected.flat_index, selected.edges
     positions = selected.rows.find("positions")
     if positions is not None and np.array_equal(positions.offsets, tensor.offsets):
         return np.asarray(positions.flat[index], np.int64)
-    first, offset = np.zeros(len(rows), np.int64), selected.rows.find("token_offset")
+    row = row_of_each(edges)
+    offset = selected.rows.find("token_offset")
     if offset is not None:
-        first = offset.flat[rows].astype(np.int64)
-    return slice_indexes(first, np.diff(edges))
+        return index - tensor.offsets[rows][row] + offset.flat[rows].astype(np.int64)[row]
+    return index - index[edges[:-1][row]]
 
 
 def coordinate_in(shape: tuple[int, ...], flat: int) -> tuple[int, ...]:
