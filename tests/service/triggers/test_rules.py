@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.stores import opened, write
 
 from stagescope.wire.errors import InvalidPlan
+from stagescope_service.store.contract import Put
 from stagescope_service.triggers.budget import Budget, Spent
+from stagescope_service.triggers.budget import spent as spent_by
 from stagescope_service.triggers.rules import Rules, defaults, defaults_text, read_yaml
 
 RULE: dict[str, Any] = {
@@ -222,3 +226,20 @@ def test_no_budget_is_spent_twice(budget: Budget, asked: list[tuple[int, float, 
         spent = dataclasses.replace(spent, under_way=())
     assert spent.captures <= budget.captures
     assert budget.bytes is None or spent.bytes <= budget.bytes
+
+
+def test_the_seconds_of_a_run_are_those_of_its_attempts(tmp_path: Path) -> None:
+    walls = ((100.0, 150.0, 140.0), (200.0, None, 260.0))
+    with opened(tmp_path) as (store, catalogue):
+        rows = [
+            Put("attempts", {"attempt_id": number, "run": "r", "number": number,
+                             "key": str(number), "opened_wall": began, "ended_wall": ended})
+            for number, (began, ended, _) in enumerate(walls, 1)
+        ]  # fmt: skip
+        rows += [
+            Put("processes", {"incarnation": str(number), "attempt_id": number, "role": "actor",
+                              "rank": 0, "last_wall": last})
+            for number, (_, _, last) in enumerate(walls, 1)
+        ]  # fmt: skip
+        write(store, Put("runs", {"run": "r", "created_wall": 0.0}), *rows)
+        assert spent_by(catalogue, "r").run_seconds == 50.0 + 60.0

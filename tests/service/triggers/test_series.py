@@ -90,3 +90,21 @@ def test_what_no_rule_asks_for_is_not_read() -> None:
     assert needs(stage="actor_update") == Needs(stages=frozenset({"actor_update"}))
     assert needs(when={"noise_ratio": 3}) == Needs(noise=True)
     assert needs(metric="stage_seconds", stage="actor_update") == Needs(seconds=True)
+
+
+def test_a_rule_on_missing_ranks_sees_its_stage_alone() -> None:
+    missing = [
+        {"role": "actor", "rank": rank, "stage": stage, "status": "open"}
+        for rank, stage in ((0, "actor_update"), (1, "actor_update"), (2, "weight_sync"))
+    ]
+    facts = Facts("r", 1, 1, 5, {}, {}, missing, {})
+
+    def seen(**rule: Any) -> dict[Series, float]:
+        one = {"name": "r", "metric": "missing_ranks", "when": {">": 0}, **rule}
+        found = Publisher(facts).values(Rules.parse({"rules": [one]}).rules[0])
+        return dict(zip(found.series, found.values.tolist(), strict=True))
+
+    assert set(seen(stage="weight_sync").values()) == {1.0}
+    assert set(seen(stage="actor_update").values()) == {2.0}
+    by_rank = seen(stage="actor_update", by="rank")
+    assert {(each.role, each.rank) for each in by_rank} == {("actor", 0), ("actor", 1)}
