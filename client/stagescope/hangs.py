@@ -130,7 +130,8 @@ class Stacks(Record):
             stack = str(thread.get("stack") or "(no Python frame)")
             lines += [f"  {render.printable(line)}" for line in stack.splitlines()]
         if len(shown) < len(threads):
-            lines.append(f"  and {len(threads) - len(shown)} other threads")
+            others = len(threads) - len(shown)
+            lines.append(f"  and {others} other thread{'' if others == 1 else 's'}")
         return lines
 
 

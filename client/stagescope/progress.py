@@ -186,7 +186,8 @@ def _estimate_line(estimate: _Estimate) -> str:
 def _step_line(step: _StepProgress) -> str:
     if step["state"] == "empty":
         return f"step {step['step']}: nothing to collect, no rank did these stages"
-    text = f"step {step['step']}: {step['state']}, {step['collected']} ranks collected"
+    ranks = f"{step['collected']} rank{'' if step['collected'] == 1 else 's'}"
+    text = f"step {step['step']}: {step['state']}, {ranks} collected"
     if step["waiting"]:
         text += f"; waiting for {_names(step['waiting'])}"
     gaps = [f"{gap['role']} {gap['rank']} {gap['state']}" for gap in step["gaps"][:_MAX_NAMED]]

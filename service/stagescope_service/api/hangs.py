@@ -143,7 +143,8 @@ def _unresponsive_rows(
         process = by_incarnation.get(str(evidence.get("incarnation")))
         if finding["over_wall"] is not None or process is None:
             continue
-        if finding["step"] is not None and finding["step"] > step:
+        reached = finding["step"]
+        if reached is not None and reached > step:
             continue
         since = float(evidence["since_wall"])
         begun, ended = _ranks_in_stage(catalogue, attempt_id, finding)

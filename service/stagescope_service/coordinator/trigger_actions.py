@@ -380,8 +380,8 @@ def _advice(act: Act) -> str:
     cause = act.row["evidence"].get("cause")
     if cause is None:
         return advice
-    first = f"explain first why the streams of {act.row['role']} rank {act.row['rank']} cannot be "
-    first += f"compared ({cause['name']}): {cause['text']}"
+    first = f"explain first why the streams cannot be compared ({cause['name']}, on "
+    first += f"{act.row['role']} rank {act.row['rank']}): {cause['text']}"
     return f"{first}; once that is mended: {advice}" if advice else first
 
 

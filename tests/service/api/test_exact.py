@@ -324,7 +324,9 @@ def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
     row = {"run": "r", "attempt_id": 1, "step": 1, "rule": "pearson", "wall": 1.0, **location}
     (put,) = finding_of(Act(fired.rule, {**row, "evidence": fired.evidence.evidence()}))
     advice = put.row["advice"]
-    assert advice.startswith("explain first why the streams of actor rank 3 cannot be compared")
+    assert advice.startswith(
+        "explain first why the streams cannot be compared (shifted, on actor rank 3)"
+    )
     assert "1 token before" in advice or "1 token after" in advice
     assert advice.endswith("once that is mended: compare weights")
 

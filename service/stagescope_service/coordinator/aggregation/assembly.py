@@ -43,7 +43,8 @@ def findings(step_summary: StepSummary, location: Mapping[str, Any]) -> list[Put
     }
     rows: list[Put | Delete] = []
     for kind, reported in found.items():
-        put = finding(kind, **location, **({"message": "", "severity": "error"} | (reported or {})))
+        described: dict[str, Any] = {"message": "", "severity": "error", **(reported or {})}
+        put = finding(kind, **location, **described)
         taken_back = Delete("findings", {"finding_id": put.row["finding_id"]})
         rows.append(taken_back if reported is None else put)
     return rows
