@@ -2,8 +2,8 @@
 
 A NaN that persists makes a finding for each rank and step. Rows of one attempt with the same stage
 and role, whose texts are equal apart from numbers and ids, make one group. Groups of findings are
-sorted by severity, then by how much they name: an operator, a rank, a round. The row of a group is
-its first finding, where the problem began.
+sorted by severity, then by how much they name: an operator, why streams cannot be compared, a rank,
+a round. The row of a group is its first finding, where the problem began.
 """
 
 from __future__ import annotations
@@ -378,6 +378,10 @@ def _firing_key(row: Row) -> GroupKey:
     return (row["rule"], row["stage"], row["role"])
 
 
+_CAUSE: Final = "streams_"
+"""Begins the kind of a finding that says why streams cannot be compared."""
+
+
 def _finding_order(group: Group) -> tuple[int, bool, int, int, tuple[bool, int], str, str]:
     """Return the sort key of a group: severity, whether it persists, how much it names, ..."""
     first = group[0]
@@ -386,6 +390,8 @@ def _finding_order(group: Group) -> tuple[int, bool, int, int, tuple[bool, int],
     named = (4 if _subject(first)[0] else 0) + sum(
         first[name] is not None for name in ("rank", "stage", "step")
     )
+    if str(first["kind"]).startswith(_CAUSE):
+        named += 3  # what rules say of the same streams follows from it
     return (
         rank, _over(group) is not None, -named, -(first["attempt_id"] or 0),
         _last_if_none(first["step"]), first["kind"], first["finding_id"],

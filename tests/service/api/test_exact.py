@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from tests.support.api import Rank, Service
 from tests.support.measure import payload
+from tests.support.stores import write
 
 from stagescope.series import Exact
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.trigger_actions import Act, finding_of
+from stagescope_service.core.findings import finding
 from stagescope_service.store.contract import Put
 from stagescope_service.triggers.replay import replay
 from stagescope_service.triggers.rules import read_yaml
@@ -288,6 +290,11 @@ def test_a_shifted_rank_is_in_every_answer(live: Service) -> None:
     assert 'metric="calibration/z"' in text
     found = findings(live, 1)
     assert "streams_shifted" in found
+    # What a rule says of these streams follows from it, and stands behind it.
+    where = {"run": "r", "attempt_id": 1, "step": 1, "stage": LOG_PROB, "role": "actor", "rank": 1}
+    write(live.store, finding("trigger_pearson", "below 0.9", wall=1.0, **where))
+    kinds = [row["kind"] for row in live.get("/findings/groups")["rows"]]
+    assert kinds.index("streams_shifted") < kinds.index("trigger_pearson")
 
 
 def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
