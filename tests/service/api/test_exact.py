@@ -291,7 +291,14 @@ def test_a_shifted_rank_is_in_every_answer(live: Service) -> None:
     found = findings(live, 1)
     assert "streams_shifted" in found
     # What a rule says of these streams follows from it, and stands behind it.
-    where = {"run": "r", "attempt_id": 1, "step": 1, "stage": LOG_PROB, "role": "actor", "rank": 1}
+    where: dict[str, Any] = {
+        "run": "r",
+        "attempt_id": 1,
+        "step": 1,
+        "stage": LOG_PROB,
+        "role": "actor",
+        "rank": 1,
+    }
     write(live.store, finding("trigger_pearson", "below 0.9", wall=1.0, **where))
     kinds = [row["kind"] for row in live.get("/findings/groups")["rows"]]
     assert kinds.index("streams_shifted") < kinds.index("trigger_pearson")
