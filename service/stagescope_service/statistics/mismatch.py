@@ -2,10 +2,24 @@
 
 All are over the finite tokens under the mask; `nonfinite/*` counts the others. p is the trainer's
 log-prob, q the rollout's, d = p - q, all natural logarithms. If no token counts, means are NaN and
-counts 0. The names that other projects define are in the design's table; ours:
+counts 0. <> is a mean over tokens, [] one over sequences.
 
 | name | unit | formula |
 | --- | --- | --- |
+| `training/rollout_probs_diff_{valid,max,mean,std}` | 1 | of abs(e^p - e^q); std with n - 1; valid 0 if no token counts (verl) |
+| `training/rollout_actor_probs_pearson_corr` | 1 | of e^p and e^q (verl) |
+| `per_round/round_{i}_{abs_diff_mean,token_count}` | nat, tokens | mean of abs(d) over the i-th round's tokens in the whole batch |
+| `per_round/{total_rounds,max_round_diff,max_diff_value}` | rounds, index, nat | number of rounds, the one with the largest mean of abs(d) (ties: the lowest), that mean |
+| `rollout_corr/kl` | nat | <q - p> (verl; AReaL's has the other sign) |
+| `rollout_corr/k3_kl` | nat | <e^d - 1 - d>, not clamped (verl; prime-rl's mismatch_kl) |
+| `rollout_corr/{training,rollout}_ppl` | 1 | [e^-p'], [e^-q'] with p', q' the sequence's means (verl) |
+| `rollout_corr/{training,rollout}_log_ppl` | nat | [-p'], [-q'] |
+| `rollout_corr/log_ppl_{diff,abs_diff,diff_max,diff_min}` | nat | of q' - p': mean, mean of its absolute value, extremes (verl) |
+| `rollout_corr/ppl_ratio` | 1 | [e^(q' - p')] |
+| `rollout_corr/chi2_{token,seq}` | 1 | <e^(2 clamp(d, ±20)) - 1>, [e^(2 clamp(sum of d, ±20)) - 1] (verl) |
+| `rollout_corr/rollout_is_*` | 1 | of verl's weights, by the run's `rollout_is` and threshold; without them e^clamp(d, ±20) |
+| `train_rollout_logprob_abs_diff` | nat | [the sequence's mean of abs(d)] (slime, miles) |
+| `token_mult_prob_error` | 1 | <e^abs(d)> (NeMo-RL, whose alarm is at 1.05) |
 | `logprob/{stream}_{mean,std,min,max}` | nat | over tokens; std with n - 1 |
 | `logprob/{stream}_seq_{mean,max}` | nat | of the sequences' token means |
 | `logprob_abs_diff/{mean,max}` | nat | of abs(d) over tokens |
@@ -22,7 +36,7 @@ counts 0. The names that other projects define are in the design's table; ours:
 | `rounding/abs_diff_floor` | nat | about what rounding alone adds to the mean of abs(d), by the dtypes in which the streams arrived (bfloat16 is seen in values, too) |
 | `rollout_corr/rollout_is_truncated` | 0 or 1 | whether the weights are those of the run's settings; 0: untruncated e^clamp(d, ±20) |
 
-`{stream}` is the pair's own name, `old` and `rollout` by default. A sequence is a sample with at
+`{stream}` is the pair's own name, `old` and `rollout` by default. A sequence is a sample with
 at least one counted token: rows without one are in no mean (verl counts them as log-prob 0).
 
 A number is within 1e-9 of its definition for |d| <= 700. Means of weights are stored as means of

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from stagescope_service.statistics import (
     Field,
     Settings,
     Summary,
+    mismatch,
     publish,
     publish_cell,
     summarise,
@@ -391,3 +393,31 @@ def test_rounds_turns_and_versions_without_end_are_bounded() -> None:
     assert not len(summary.staleness.keys)
     assert summary.total.tokens == tokens // 2
     assert publish(summary)["per_round/total_rounds"] == 4096
+
+
+def test_the_table_of_names_has_every_published_one() -> None:
+    p, q, mask = random_streams(np.random.default_rng(0), 6, 40)
+    cells = re.findall(r"^\| (`.*?) \|", mismatch.__doc__ or "", re.MULTILINE)
+
+    def pattern(name: str) -> str:
+        name = re.escape(name.replace("{stream}", "{old,rollout}").replace("{i}", "*"))
+        name = name.replace(r"\.\.\.", ".*").replace(r"\*", ".*")
+        return re.sub(r"\\{(.*?)\\}", lambda of: f"({of[1].replace(',', '|')})", name)
+
+    patterns = [pattern(name) for cell in cells for name in re.findall(r"`(.*?)`", cell)]
+    published = publish(summarise(batch_of(p, q, mask)))
+    unnamed = [name for name in published if not any(re.fullmatch(one, name) for one in patterns)]
+    assert unnamed == []
+
+
+def test_a_rounds_numbers_are_those_of_its_tokens() -> None:
+    p, q, mask = random_streams(np.random.default_rng(12), 9, 300)
+    tokens, _ = tokens_of(p.astype(float), q.astype(float), mask)
+    rounds = dict(summarise(batch_of(p, q, mask)).rounds.items())
+    assert len(rounds) > 3
+    for number in (0, 1, 2):
+        found = publish_cell(rounds[number])
+        expected = reference([token for token in tokens if token.round == number])
+        own = {name: value for name, value in expected.items() if name in found}
+        assert len(own) > 10
+        assert_close(found, own, 1e-9)
