@@ -151,7 +151,7 @@ class Bench:
         formed, self.local.effects.aggregated = self.local.effects.aggregated, []
         if not hold:
             for order in formed:
-                await self.triggers.formed(order.attempt_id, order.step)
+                await self.triggers.aggregated(order.attempt_id, order.step)
 
     async def hand_over(self, number: int, rank: int) -> None:
         """Have a rank end its stage of a step with a payload, however late."""

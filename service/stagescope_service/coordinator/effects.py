@@ -316,8 +316,8 @@ class Effects:
 
     def _check_rules(self, step: Aggregate) -> None:
         attempt_id, unfinished = step.attempt_id, self._unfinished(step)
-        for number in self._step_ordering.formed(attempt_id, step.step, unfinished):
-            self._run(self.triggers.formed(attempt_id, number))
+        for number in self._step_ordering.aggregated(attempt_id, step.step, unfinished):
+            self._run(self.triggers.aggregated(attempt_id, number))
 
     def _not_aggregated(
         self, step: Aggregate, error: Exception | None = None, tries: int = 0

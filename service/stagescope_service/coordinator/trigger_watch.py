@@ -45,7 +45,7 @@ class StepOrdering:
         self._most = most
         self._waiting: dict[int, list[int]] = {}
 
-    def formed(self, attempt_id: int, step: int, owed: Iterable[int]) -> list[int]:
+    def aggregated(self, attempt_id: int, step: int, owed: Iterable[int]) -> list[int]:
         """Add an aggregated step; return the steps whose turn it is, in order.
 
         Args:
@@ -204,7 +204,7 @@ class Triggers:
         fired = (series for row in rows for series in _series_state(row).series or ())
         return set(filter(None, (scalar_of(series.metric) for series in fired)))
 
-    async def formed(self, attempt_id: int, step: int) -> None:
+    async def aggregated(self, attempt_id: int, step: int) -> None:
         """Evaluate the rules for a step that was aggregated (again); never raises."""
         what = f"holding the rules against step {step} of attempt {attempt_id}"
         try:

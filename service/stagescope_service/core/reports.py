@@ -80,7 +80,7 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     if bad and work.step is None:
         out.append(_non_finite_scalars(attempt, process, event, work, bad))
     elif bad and work.step is not None and work.step not in attempt.open:
-        out += steps.form(attempt, work.step, event.wall)
+        out += steps.aggregate(attempt, work.step, event.wall)
     elif bad:
         found = _non_finite_scalars(attempt, process, event, work, bad)
         out.append(NonFinite(attempt.attempt_id, frozenset(bad), found))

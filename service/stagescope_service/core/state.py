@@ -278,10 +278,10 @@ class State:
             return out
         out += steps.rejudge_rank(attempt, step, span)
         if repeated and step.closed_wall is not None and not attempt.pending.get(step.step):
-            out += steps.form(attempt, step.step, wall)
+            out += steps.aggregate(attempt, step.step, wall)
         if step.evicted and span.status != OPEN:
             # Its verdict has left memory: aggregation corrects it from the catalogue.
-            out += steps.form(attempt, step.step, wall)
+            out += steps.aggregate(attempt, step.step, wall)
         # The BEGIN may be lost: the END shows the position of this rank as well.
         out += steps.advance(attempt, process, step.step)
         if attempt.over:

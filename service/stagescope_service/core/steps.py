@@ -174,7 +174,7 @@ def _close(attempt: Attempt, step: Step, wall: float, reason: str) -> list[Instr
         attempt.last_closed_step = step.step
         out.append(attempt_row(attempt))
     if not attempt.pending.get(step.step):
-        out += form(attempt, step.step, wall)
+        out += aggregate(attempt, step.step, wall)
     if reason == ENDED or wall - attempt.opened_wall > RANKS_SECONDS:
         out += _note_silent_roles(attempt, step.step, wall)
         out += _note_absent_ranks(attempt, step, wall)
@@ -359,10 +359,10 @@ def payload_settled(
         del attempt.pending[number]
     if number is None or number in attempt.open:
         return []
-    return form(attempt, number, wall)
+    return aggregate(attempt, number, wall)
 
 
-def form(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
+def aggregate(attempt: Attempt, number: int, wall: float) -> list[Instruction]:
     """Return the instruction to aggregate a closed step (again).
 
     The mark is committed with the rows that make it due, so that a restarted coordinator finds the

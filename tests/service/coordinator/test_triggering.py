@@ -362,11 +362,11 @@ def test_what_follows_happens_once_however_often_a_whole_is_formed(bench: Bench)
             await bench.step(1, 0.01)
             await bench.step(2, 1.0)
             for _ in range(3):
-                await bench.triggers.formed(1, 2)
+                await bench.triggers.aggregated(1, 2)
             for _ in range(2):
                 await bench.restarted().open()
-                await bench.triggers.formed(1, 2)
-                await bench.triggers.formed(1, 1)
+                await bench.triggers.aggregated(1, 2)
+                await bench.triggers.aggregated(1, 1)
 
         run(work)
         assert len(server.told) == len(bench.orders.specs) == 1
@@ -418,7 +418,7 @@ def test_a_whole_that_no_longer_says_so_takes_its_firing_back(bench: Bench) -> N
         await bench.local.coordinator.effects.write(
             [Put("steps", {"attempt_id": 1, "step": 1, "missing": []})]
         )
-        await bench.triggers.formed(1, 1)
+        await bench.triggers.aggregated(1, 1)
 
     run(work)
     assert bench.fired() == []
@@ -452,7 +452,7 @@ def test_a_dry_run_says_what_the_live_service_fired(bench: Bench, seed: int) -> 
             await bench.leave(key)
         for attempt_id, late in ((1, [*range(1, 13)]), (2, [*range(8, 18)])):
             for step in chance.sample(late, len(late)):  # what was held back comes late
-                await bench.triggers.formed(attempt_id, step)
+                await bench.triggers.aggregated(attempt_id, step)
 
     run(work)
     fired, looked = replay(bench.catalogue, "r", rules, most=1000)
@@ -471,7 +471,7 @@ def test_rules_that_are_given_later_hold_for_later_steps(bench: Bench) -> None:
         await bench.triggers.put(rules_of(), by="me")
         await bench.step(1, 1.0)
         await bench.triggers.put(rules_of(rule()), by="me")
-        await bench.triggers.formed(1, 1)
+        await bench.triggers.aggregated(1, 1)
         await bench.step(2, 1.0)
 
     run(work)
@@ -483,12 +483,12 @@ def test_no_step_is_looked_at_before_its_turn(bench: Bench) -> None:
         await bench.triggers.put(rules_of(rule(cooldown=9)), by="me")
         for step, noise in ((1, 0.01), (2, 0.01), (3, 1.0), (4, 0.01), (5, 1.0), (6, 1.0)):
             await bench.step(step, noise, hold=True)
-        await bench.triggers.formed(1, 2)  # of the later ones a payload may still be on its way
+        await bench.triggers.aggregated(1, 2)  # of the later ones a payload may still be on its way
         assert bench.fired() == []
-        await bench.triggers.formed(1, 4)
+        await bench.triggers.aggregated(1, 4)
         assert bench.fired() == [(1, 3, "mean")]
         await bench.restarted().open()
-        await bench.triggers.formed(1, 6)
+        await bench.triggers.aggregated(1, 6)
 
     run(work)
     assert [row["step"] for row in bench.catalogue.firings(run="r")] == [3]
@@ -613,7 +613,7 @@ def test_a_share_of_the_step_time(bench: Bench) -> None:
         await bench.step(2, 1.0)
         assert len(bench.orders.specs) == 1
         await bench.leave()
-        await bench.triggers.formed(1, 2)
+        await bench.triggers.aggregated(1, 2)
 
     run(work)
     assert "over the share of 0.2" in bench.findings("capture_refused")[0]["message"]
@@ -630,7 +630,7 @@ def test_an_order_that_is_refused_and_an_attempt_that_is_over(bench: Bench) -> N
         bench.orders.error = None
         await bench.step(2, 1.0, hold=True)
         await bench.leave()
-        await bench.triggers.formed(1, 2)
+        await bench.triggers.aggregated(1, 2)
 
     run(work)
     reasons = [row["message"] for row in bench.findings("capture_refused")]

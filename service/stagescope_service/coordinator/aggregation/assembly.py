@@ -234,9 +234,9 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
         if step_parts.step_summary is None
         else step_parts.step_summary.besides(step_parts.unmatched)
     )
-    formed = {**key, "whole_wall": step_parts.wall, "whole_mark": step_parts.mark}
+    aggregated = {**key, "whole_wall": step_parts.wall, "whole_mark": step_parts.mark}
     if step_summary is None:
-        return [Put("steps", {**formed, "whole": None})]
+        return [Put("steps", {**aggregated, "whole": None})]
     location: dict[str, Any] = {"run": run, **key, "stage": step_summary.stage, "wall": time.time()}
     found = examine(step_summary.summary, step_summary.ranks)
     suspects = [check.name for check in found.suspects]
@@ -244,7 +244,7 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
         step_summary, verdict=found.verdict, suspects=suspects, whole_wall=step_parts.wall
     )
     puts: list[Put | Delete] = [
-        Put("steps", {**formed, "whole": step_summary.to_bytes()}),
+        Put("steps", {**aggregated, "whole": step_summary.to_bytes()}),
         Put("step_metrics", {**key, **columns}),
     ]
     puts += _suspects(found.suspects, step_summary, location)

@@ -1,4 +1,4 @@
-"""Wholes that a coordinator had no time to form: the catalogue says which, however old they are."""
+"""Steps that a coordinator had no time to aggregate: the catalogue says which, however old."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_what_was_not_aggregated_before_a_crash_is_aggregated_after(
     unformed = live.store.snapshot().unformed
     assert set(unformed) == every
 
-    async def form() -> None:
+    async def aggregate() -> None:
         for key in unformed:
             start_now(Aggregate(*key))
         await local.effects.settled()
 
-    asyncio.run(form())
+    asyncio.run(aggregate())
     assert live.store.snapshot().unformed == []
     for step in (1, STEPS):
         row = live.catalogue.step(attempt_id, step)
