@@ -182,7 +182,8 @@ def expect_stages(service: Service, run: str, step: int) -> None:
     def seen() -> bool:
         rows = service.stages(run, step)
         found = {(r["stage"], r["role"], r["rank"], minibatch(r)) for r in rows}
-        assert all(row["status"] in ("ok", "open") for row in rows), rows
+        wrong = [row for row in rows if row["status"] not in ("ok", "open")]
+        assert not wrong, wrong
         return (
             len(rows) == len(found) and found == wanted and all(r["status"] == "ok" for r in rows)
         )
