@@ -84,7 +84,7 @@ class EngineHealth:
             status = await asyncio.wait_for(self._request(url), DEADLINE_SECONDS)
             state = "up" if 200 <= status < 300 else "refuses"
             reason = "" if state == "up" else f"{HEALTH_PATH} answers {status}"
-        except asyncio.TimeoutError:
+        except (asyncio.TimeoutError, httpx.TimeoutException):
             reason = f"no answer within {DEADLINE_SECONDS:g} s"
         except (httpx.HTTPError, OSError) as error:
             reason = (str(error) or type(error).__name__)[:200]
