@@ -1,4 +1,4 @@
-"""Find the service: from arguments, then the environment, then the file that `serve` wrote.
+"""Find the service: by arguments, this process's Ray cluster, the environment, the file of `serve`.
 
 `$STAGESCOPE_HOME/service.json` (default `~/.stagescope/service.json`, mode 0600) holds
 `{"url", "host", "read_token_file", "operate_token_file", "cluster_address", "started"}`. Its
@@ -11,18 +11,26 @@ find none.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import socket
+import sys
+import threading
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from stagescope.wire.errors import InvalidInput, Unauthorized, Unreachable
 from stagescope.wire.nonfinite import JsonObject
 
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+NAMESPACE: Final = "stagescope"
+"""Ray's namespace of the service's actors."""
+API_NAME: Final = "ApiServer"
+"""Name of the actor that serves the API in Ray."""
+_RAY_SECONDS: Final = 5.0
 _PASSWORD: Final = re.compile(r"//[^/@\s]*@")
 
 
@@ -52,10 +60,6 @@ def find(url: str | None = None, token: str | None = None) -> ServiceLocation:
     """
     path = service_file()
     written, problem = _read(path)
-    token = token or os.environ.get("STAGESCOPE_TOKEN") or None
-    note = ""
-    if token is None:
-        token, note = _token(os.environ.get("STAGESCOPE_TOKEN_FILE"))
     if url is not None:
         found = "the URL given"
     elif os.environ.get("STAGESCOPE_URL"):
@@ -68,18 +72,64 @@ def find(url: str | None = None, token: str | None = None) -> ServiceLocation:
             expected="one of the three",
             advice="start one with `stagescope serve`, or name one: http://HOST:8700",
         )
-    base = check_url(url)
+    problem = f"{path} has tokens for another URL" if written else problem
+    return _with_tokens(ServiceLocation(check_url(url), found, note=problem), token, written)
+
+
+def find_in_ray(token: str | None = None) -> ServiceLocation | None:
+    """Return the service of the Ray cluster that this process has joined; it never joins one.
+
+    None: it has joined none, no service answers there, or its API serves another host alone.
+    """
+    ray = sys.modules.get("ray")
+    is_initialized = getattr(ray, "is_initialized", None)
+    if is_initialized is None or not is_initialized():
+        return None
+    found: list[JsonObject] = []
+    # In a forked child of a process that joined a cluster, calls of Ray never return.
+    asking = threading.Thread(target=_ask_ray, args=(ray, found), daemon=True)
+    asking.start()
+    asking.join(_RAY_SECONDS)
+    if not found or not found[0].get("url"):
+        return None
+    url, home = str(found[0]["url"]), Path(str(found[0]["home"]))
+    if found[0]["host"] != socket.gethostname() and is_loopback(url):
+        return None
+    found_in = "the Ray cluster that this process has joined"
+    written, problem = _read(home / "service.json")
+    return _with_tokens(ServiceLocation(check_url(url), found_in, note=problem), token, written)
+
+
+def _with_tokens(
+    location: ServiceLocation, token: str | None, written: JsonObject | None
+) -> ServiceLocation:
+    """Return a location with `token`, else the environment's, else those of its service.json.
+
+    `location.note` says why the file has none for it.
+    """
+    token = token or os.environ.get("STAGESCOPE_TOKEN") or None
+    note = ""
+    if token is None:
+        token, note = _token(os.environ.get("STAGESCOPE_TOKEN_FILE"))
     if token is not None:
-        return ServiceLocation(base, found, token, token)
-    if written and _same_service(base, written["url"]):
+        return dataclasses.replace(location, read_token=token, operate_token=token, note="")
+    if written and _same_service(location.url, written["url"]):
         read, read_problem = _token(written.get("read_token_file"))
         operate, operate_problem = _token(written.get("operate_token_file"))
         # Both tokens allow reading: an operator's machine may hold the operate token alone.
         if not (read and operate):
             note = note or read_problem or operate_problem
-        return ServiceLocation(base, found, read or operate, operate, note)
-    other = f"{path} has tokens for another URL" if written else problem
-    return ServiceLocation(base, found, note=note or other)
+        return dataclasses.replace(
+            location, read_token=read or operate, operate_token=operate, note=note
+        )
+    return dataclasses.replace(location, note=note or location.note)
+
+
+def _ask_ray(ray: Any, found: list[JsonObject]) -> None:
+    """Append where the API of the cluster's service serves, if there is one."""
+    with contextlib.suppress(Exception):  # Ray's errors: the service is looked for elsewhere
+        api = ray.get_actor(API_NAME, namespace=NAMESPACE)
+        found.append(ray.get(api.where.remote(), timeout=_RAY_SECONDS))
 
 
 def check_url(url: str) -> str:

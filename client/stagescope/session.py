@@ -81,8 +81,9 @@ def attach(
 ) -> Session:
     """Connect to the service of this machine's user, or to the one at `url`.
 
-    The default of `url` is `STAGESCOPE_URL`, then the URL in `$STAGESCOPE_HOME/service.json`,
-    which `stagescope serve` writes. The default of `token` is `STAGESCOPE_TOKEN`, then that file's
+    The default of `url` is that of the service in the Ray cluster that this process has joined, as
+    `init` has it; then `STAGESCOPE_URL`, then the URL in `$STAGESCOPE_HOME/service.json`, which
+    `stagescope serve` writes. The default of `token` is `STAGESCOPE_TOKEN`, then that file's
     tokens if the URL is the file's. `timeout` is the deadline of each call with its retries [s].
     `format_advice` rewrites the API's paths in advice, by default into calls of the session.
 
@@ -90,7 +91,9 @@ def attach(
         Unreachable: no service is known, or nothing answers there.
         Unauthorized: the service does not accept the token, or requires one.
     """
-    session = Session(discovery.find(url, token), timeout=timeout, format_advice=format_advice)
+    location = discovery.find_in_ray(token) if url is None else None
+    location = location or discovery.find(url, token)
+    session = Session(location, timeout=timeout, format_advice=format_advice)
     try:
         session.check()
     except BaseException:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 import ray
 from ray import exceptions
 
+from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import NotReady, StagescopeError, Unreachable
 from stagescope_service import service_file
 from stagescope_service.api.auth import Tokens
 from stagescope_service.api.server import ApiServer as HttpServer
 from stagescope_service.api.server import raise_file_limit
 from stagescope_service.coordinator import control_socket
-from stagescope_service.coordinator.actor import COMMANDS, NAME, NAMESPACE
+from stagescope_service.coordinator.actor import COMMANDS, NAME
 from stagescope_service.ingest.actor import Ingestors
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue

@@ -7,21 +7,25 @@ import dataclasses
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 import ray
 from ray._private import services, utils
 
+from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import Unreachable
 from stagescope_service import embedded, service_file
-from stagescope_service.coordinator.actor import NAMESPACE
 from stagescope_service.settings import Settings
 
 LOCAL: Final = "local"
 """As an address: start a cluster for the service, whatever else runs on the machine."""
 Kind = Literal["joined", "running", "embedded"]
 _CONNECT_SECONDS: Final = 1.0
+_RETRY_SECONDS: Final = 0.25
+_HEAD_SECONDS: Final = 5.0
+"""How long a head node may take to listen; Ray itself waits for minutes, and logs each try."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +100,7 @@ def joined(address: str) -> Iterator[str]:
         yield _current_address()
         return
     try:
+        _await_head(address)
         _use_token()
         ray.init(
             address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
@@ -150,10 +155,29 @@ def _started_by_ray_start(local: frozenset[str]) -> str | None:
     return address if address in local else None
 
 
+def _await_head(address: str) -> None:
+    """Wait until something listens at host:port; addresses of another form are Ray's to judge.
+
+    Raises:
+        ConnectionError: nothing does.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    # Ray takes a loopback address as this node's own.
+    local = host in ("localhost", "127.0.0.1")
+    own = [f"{ray.util.get_node_ip_address()}:{port}"] if local else []  # type: ignore[no-untyped-call]
+    deadline = time.monotonic() + _HEAD_SECONDS
+    while not any(map(_answers, [address, *own])):
+        if time.monotonic() > deadline:
+            raise ConnectionError(f"nothing listens there ({_HEAD_SECONDS:.0f} s)")
+        time.sleep(_RETRY_SECONDS)
+
+
 def _answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, ValueError, OverflowError):
         return False
     return True

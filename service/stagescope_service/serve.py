@@ -16,18 +16,18 @@ from typing import Any, Final, TypeAlias
 import ray
 from ray import exceptions
 
+from stagescope.discovery import API_NAME, NAMESPACE
 from stagescope.wire.errors import Conflict, InvalidInput, NotReady, Unreachable
 from stagescope_service import clusters, embedded, service_file
 from stagescope_service.api.auth import Tokens, check_bind, token_path
 from stagescope_service.api.server import bind
 from stagescope_service.api_actor import ApiLocation, ApiServer
-from stagescope_service.coordinator.actor import NAME, NAMESPACE, DebugCoordinator
+from stagescope_service.coordinator.actor import NAME, DebugCoordinator
 from stagescope_service.core.captures.keep_policy import read_keep_policy
 from stagescope_service.ingest.actor import ingestor_name
 from stagescope_service.settings import Settings
 from stagescope_service.triggers.rules import read_yaml
 
-API_NAME: Final = "ApiServer"
 CONCURRENCY: Final = 20_000
 """Pending calls of the coordinator: every process has a poll pending."""
 _HEAD: Final = "node:__internal_head__"

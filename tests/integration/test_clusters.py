@@ -155,11 +155,25 @@ def taken() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_an_address_without_a_cluster_is_said_at_once(machine: Machine, host: str) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # it does not listen
+        done = machine.call("nowhere", "serve", "--address", f"{host}:{unused.getsockname()[1]}")
+    assert done.returncode != 0
+    assert "nothing listens there" in done.stderr
+    assert machine.file("nowhere") is None
+
+
 def test_no_cluster_of_a_driver_is_joined_unasked(machine: Machine, private: str) -> None:
     assert not machine.left.exists()
+    data = machine.home("fresh") / "data"
+    data.mkdir(mode=0o755, parents=True)
     done = machine.call("fresh", "serve", "--port", "0", "--json")
     try:
         assert done.returncode == 0, done.stderr
+        assert f"note: others may read {data} (mode 755)" in done.stderr
+        assert {file.stat().st_mode & 0o777 for file in data.glob("catalogue.db*")} == {0o600}
         assert json.loads(done.stdout)["cluster"] == "embedded"
         assert json.loads(done.stdout)["address"] != private
         (note,) = [line for line in done.stderr.splitlines() if "not joined" in line]

@@ -19,11 +19,12 @@ import ray
 from ray import exceptions
 
 import stagescope
+from stagescope.discovery import API_NAME, NAMESPACE
 from stagescope.session import Session
 from stagescope.wire.errors import NotReady, StagescopeError
-from stagescope_service.coordinator.actor import NAME, NAMESPACE
+from stagescope_service.coordinator.actor import NAME
 from stagescope_service.ingest.actor import ingestor_name
-from stagescope_service.serve import API_NAME, ServiceInfo, start_service, stop_service
+from stagescope_service.serve import ServiceInfo, start_service, stop_service
 from stagescope_service.settings import Settings
 
 T = TypeVar("T")

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -324,22 +325,37 @@ def test_a_process_that_ends_before_its_first_search_still_reports(
     }
 
 
-@pytest.mark.parametrize(("ending", "crashed"), [("raise ValueError('no')", True), ("", False)])
+_FINALLY = "try:\n    raise ValueError('no')\nfinally:\n    finish(20)\n"
+_WITH = "with probe:\n    raise ValueError('no')\n"
+_FALLBACK = "    finish(20)\n"  # goes on inside of the handler in which init was called
+_EXHAUSTED = "try:\n    next(iter([]))\nexcept StopIteration:\n    finish(20)\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "crashed"),
+    [
+        ("raise ValueError('no')", True), (_FINALLY, True), (_WITH, True),
+        ("", False), (_EXHAUSTED, False), ("finish(20)", False), (_FALLBACK, False),
+    ],
+)  # fmt: skip
 def test_a_process_that_an_exception_ends_says_so(
     server: Service, tmp_path: Path, ending: str, crashed: bool
 ) -> None:
-    program = (
-        "from stagescope_workers import init\n"
-        "probe = init('crash', attempt_key='a', url={!r}, token='right')\n"
+    body = (
+        f"probe = init('crash', attempt_key='a', url={server.url!r}, token='right')\n"
         "with probe.stage('rollout', step=1):\n"
-        "    pass\n{}\n"
+        f"    pass\n{ending.strip()}\n"
     )
+    if ending is _FALLBACK:
+        body = "try:\n    import nothing_of_this_name\nexcept ImportError:\n" + textwrap.indent(
+            body, "    "
+        )
     ended = subprocess.run(
-        [sys.executable, "-c", program.format(server.url, ending)],
+        [sys.executable, "-c", f"from stagescope_workers import finish, init\n{body}"],
         check=False, timeout=60, capture_output=True, text=True,
         env={**os.environ, "STAGESCOPE_HOME": str(tmp_path)},
     )  # fmt: skip
-    assert (ended.returncode != 0) is crashed
+    assert (ended.returncode != 0) is crashed, ended.stderr
     [finish] = [e for e in server.coordinator.events.values() if e.kind == "finish"]
     expected = {"error_type": "ValueError", "error_message": "no"} if crashed else {}
     assert finish.fields == expected

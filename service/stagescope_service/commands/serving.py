@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict
@@ -109,6 +110,12 @@ def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -
             f"{', '.join(unused)}: `stagescope stop` first",
             err=True,
         )
+    if (mode := _others_mode(settings.data_path)) is not None:
+        click.echo(
+            f"note: others may read {settings.data_path} (mode {mode:o}), with the tensors, texts "
+            f"and dumps in it: chmod 700 {settings.data_path}",
+            err=True,
+        )
     if as_json:
         terminal.show_json(_as_json(info))
     else:
@@ -133,6 +140,15 @@ def stop(address: str | None, as_json: bool) -> None:
         terminal.show_json({"stopped": stopped})
     else:
         click.echo("stopped" if stopped else "no service was running")
+
+
+def _others_mode(directory: Path) -> int | None:
+    """Return the mode of a directory that others than its owner may read, else None."""
+    try:
+        mode = stat.S_IMODE(directory.stat().st_mode)
+    except OSError:  # it is on the head node
+        return None
+    return mode if mode & (stat.S_IRGRP | stat.S_IROTH) else None
 
 
 def _settings(options: ServeOptions) -> Settings:

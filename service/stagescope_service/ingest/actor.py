@@ -19,6 +19,7 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import Unreachable
 from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import IngestJob, PayloadKey, StepJob
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NAMESPACE: Final = "stagescope"
 _NICE: Final = 10
 _NODES_SECONDS: Final = 2.0
 _READ_SECONDS: Final = 120.0

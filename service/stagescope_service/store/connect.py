@@ -112,6 +112,8 @@ def writer_engine(url: str) -> sa.Engine:
         )
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_local(path)
+    # In a directory that others may read; SQLite's other files take the mode of this one.
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     engine = _sqlite_engine(path, mode="rwc")
 
     @event.listens_for(engine, "connect")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.keep import validate_keep
 from stagescope.wire.names import closest_field
@@ -21,7 +22,6 @@ from stagescope.wire.schema import (
 )
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.probe.watchdog import DEFAULT_SECONDS
-from stagescope_workers.transport.link import NAMESPACE
 from stagescope_workers.transport.outbox import DEFAULT_MAX_BYTES, DEFAULT_MAX_EVENTS
 
 _YEAR: Final = 365 * 86400.0

@@ -19,13 +19,12 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, NamedTuple, Protocol
 
 from stagescope import discovery
+from stagescope.discovery import API_NAME, NAMESPACE
 from stagescope.wire.errors import StagescopeError, Unreachable
 from stagescope_workers.transport.calls import Reply, in_thread
 from stagescope_workers.transport.http_link import HttpLink
 
 COORDINATOR: Final = "DebugCoordinator"
-API: Final = "ApiServer"
-NAMESPACE: Final = "stagescope"
 _JOIN_SECONDS: Final = 5.0
 _READ_SECONDS: Final = 30.0
 
@@ -200,7 +199,7 @@ class RayLink:
 
     def _metrics(self, run: str, attempt_key: str | None, step: int) -> Reply:
         try:
-            api = self._ray.get_actor(API, namespace=self._namespace)
+            api = self._ray.get_actor(API_NAME, namespace=self._namespace)
         except ValueError as error:
             raise Unreachable("no API runs on this Ray cluster") from error
         # Ray would queue a call to an actor that restarts; here the caller retries instead.
@@ -294,12 +293,12 @@ def warn_unconnected(name: str, url: str | None, namespace: str, problem: str = 
         return
     _warned_in.add(os.getpid())
     _log.warning(
-        "%s: nothing is reported, for no service has answered; looked for: %s%s. Set "
+        "%s: nothing is reported, for %s; looked for: %s. Set "
         "STAGESCOPE_URL and STAGESCOPE_TOKEN_FILE, or join the service's Ray cluster (`stagescope "
         "serve` prints how). The search continues until the process ends",
         name,
+        problem or "no service has answered",
         describe_search(url, namespace),
-        f" ({problem})" if problem else "",
     )
 
 

@@ -204,8 +204,9 @@ class EventSender:
             activity = "looking for a service" if link is None else f"calling {link.address}"
             return f"not connected yet, {activity}"
         lost = "the service answers no more" if self.answers else "no service was found"
-        problem = lost if link is None else f"no answer from {link.address}"
-        return f"not connected, {problem}" + (f" ({self.problem})" if self.problem else "")
+        if link is None:
+            return f"not connected, {self.problem or lost}"
+        return f"not connected to {link.address}: {self.problem or 'no answer'}"
 
     @property
     def link(self) -> Link | None:

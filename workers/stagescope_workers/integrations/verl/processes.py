@@ -13,11 +13,12 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from stagescope import discovery
+from stagescope.discovery import NAMESPACE
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.transport.calls import Reply, in_thread
-from stagescope_workers.transport.link import NAMESPACE, RayLink, warn_unconnected
+from stagescope_workers.transport.link import RayLink, warn_unconnected
 
 _SEARCH_INTERVAL: Final = 5.0
 _WARN_SECONDS: Final = 10.0
