@@ -109,11 +109,23 @@ class FindingRows(Table):
         return "\n".join([render.clip(self.heading, 80), *self.lines()])
 
     def _repr_html_(self) -> str:
-        body = "".join(_html_group(group, self._titled(group)) for group in self._groups[:_SHOWN])
+        body = "".join(self._html_group(group) for group in self._groups[:_SHOWN])
         lines = self._notes(None) if len(self._groups) else []
         notes = "".join(f"<div>{_escaped(note)}</div>" for note in lines)
         empty = "" if len(self._groups) else "<div>(none)</div>"
         return render.html_block(self.heading, f"{body}{empty}{notes}")
+
+    def _html_group(self, group: Row) -> str:
+        colour = _COLOURS.get(str(group.get("severity")), "inherit")
+        lines = [str(group.get("message") or group.get("reason") or "")]
+        lines += [str(outcome) for outcome in group.get("outcomes") or ()]
+        text = "".join(f"<div>{_escaped(line)}</div>" for line in lines)
+        advice = self._format_advice(str(group["advice"])) if group.get("advice") else ""
+        text += f"<div><i>{_escaped(advice)}</i></div>" if advice else ""
+        return (
+            f'<div style="border-left:3px solid {colour};padding-left:.6em;margin:.4em 0">'
+            f"<b>{_escaped(self._titled(group))}</b>{text}</div>"
+        )
 
 
 class Finding(Record):
@@ -192,19 +204,6 @@ def _title(group: JsonObject, run: str) -> str:
 
 
 _COLOURS: Final = {"error": "#d13438", "warning": "#b8860b"}
-
-
-def _html_group(group: JsonObject, title: str) -> str:
-    colour = _COLOURS.get(str(group.get("severity")), "inherit")
-    text = group.get("message") or group.get("reason") or ""
-    outcomes = "".join(
-        f"<div>{_escaped(str(outcome))}</div>" for outcome in group.get("outcomes") or ()
-    )
-    advice = f"<div><i>{_escaped(str(group['advice']))}</i></div>" if group.get("advice") else ""
-    return (
-        f'<div style="border-left:3px solid {colour};padding-left:.6em;margin:.4em 0">'
-        f"<b>{_escaped(title)}</b><div>{_escaped(str(text))}</div>{outcomes}{advice}</div>"
-    )
 
 
 def _escaped(text: str) -> str:

@@ -215,9 +215,9 @@ class Table:
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return the table as lines of text of at most `width` columns, without its title."""
         columns = self._displayed_columns(rows)
-        if not columns or not self._length:
-            return ["(no rows)"]
         foot = [piece for line in self._foot(rows) for piece in textwrap.wrap(line, width)]
+        if not columns or not self._length:
+            return ["(no rows)", *foot]
         return [*render.text_table(columns, units=self._units, width=width), *foot]
 
     @property
@@ -234,7 +234,8 @@ class Table:
         rows = 5 * SHOWN_ROWS
         columns = self._displayed_columns(rows)
         if not columns or not self._length:
-            return render.html_table({}, units={}, caption=self.heading, foot=["(no rows)"])
+            foot = ["(no rows)", *self._foot(rows)]
+            return render.html_table({}, units={}, caption=self.heading, foot=foot)
         foot = self._foot(rows)
         return render.html_table(columns, units=self._units, caption=self.heading, foot=foot)
 
@@ -264,6 +265,8 @@ class Table:
         foot += begun_again(about)
         if "begun_again" in self._columns and "step" in self._columns:
             foot += begun_again_steps(self)
+        if about.get("note"):
+            foot.append(str(about["note"]))
         if about.get("superseded_by") is not None:
             foot.append(f"superseded by {render.format_value(about['superseded_by'])}")
         return foot

@@ -36,6 +36,8 @@ def test_every_field_is_filled_in() -> None:
     ("change", "field"),
     [
         ({"steps": None}, "steps"), ({"steps": []}, "steps"), ({"steps": "5-"}, "steps"),
+        ({"steps": [2**63]}, "steps"), ({"steps": {"every": 1, "start": 2**63}}, "steps"),
+        ({"ranks": [2**63]}, "ranks"), ({"ranks": {"worst": 2**63}}, "ranks"),
         ({"steps": [-1]}, "steps"), ({"steps": [True]}, "steps"), ({"steps": [1.0]}, "steps"),
         ({"steps": {"every": 0}}, "steps"), ({"steps": {"start": 1}}, "steps"),
         ({"steps": {"every": 2, "count": 0}}, "steps"), ({"steps": {"every": 2, "x": 0}}, "steps"),

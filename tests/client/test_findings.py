@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -104,6 +105,15 @@ def test_only_some(session: stagescope.Session) -> None:
     assert len(session.findings(only="error").groups) == 2
     assert set(session.findings(only="warning,error")["severity"]) == {"error", "warning"}
     assert session.findings(only="streams_*").groups["kind"] == ("streams_temperature",)
+    either = session.findings(only="error,streams_*")
+    assert {*either["kind"]} == {
+        "non_finite_operator",
+        "nonfinite_log_probs",
+        "streams_temperature",
+    }
+    assert len(either) == 34
+    assert len(either.groups) == 3
+    assert {*session.findings(only="error,none_*")["severity"]} == {"error"}
     assert not len(session.findings(only="info"))
     with pytest.raises(NotFound, match="streams_temperature"):
         session.findings(only="stream")
@@ -140,6 +150,8 @@ def test_a_notebook_shows_the_groups_too(session: stagescope.Session) -> None:
     assert page.count("steps 10-25") == 1
     assert page.index("down_proj") < page.index("old_nan of 96") < page.index("0.6 a nat")
     assert ADVICE in page
+    call = "see session.step(10, run='r').tokens(kind='nonfinite')"
+    assert call in html.unescape(page).replace('"', "'")
 
 
 def test_other_errors_are_not_hidden_behind_the_first_one(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def expect_stages(service: Service, run: str, step: int) -> None:
     wanted |= {("rollout_generate", "rollout", rank, 0) for rank in (0, 1)}
     wanted |= {(stage, "driver", 0, 0) for stage in ("actor_compute_log_prob", "compute_advantage")}
 
-    # On a busy machine a lease may lapse: a stage is unfinished until its process is heard again.
+    # Where one rank's events arrive before another's, the other is `not begun` until its own do.
     rows: list[dict[str, Any]] = []
 
     def seen() -> bool:

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 from stagescope.wire.errors import Forbidden, InvalidPlan
 from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import check_run_name
+from stagescope.wire.schema import MOST_STEPS, check_run_name
 
 StoredRanks: TypeAlias = "str | list[int] | dict[str, int]"
 """'all', numbers, or {'worst': k}."""
@@ -153,7 +153,9 @@ def _flag(spec: JsonObject, field: str) -> bool:
 
 
 def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return least <= value < MOST_STEPS  # larger ones do not fit into the catalogue
 
 
 def read_ranks(value: object) -> StoredRanks:

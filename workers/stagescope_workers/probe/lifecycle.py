@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
+from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_workers.device import DEFAULT_PINNED_BYTES
 from stagescope_workers.probe import decorator
 from stagescope_workers.probe.options import ProbeOptions, checked_options
 from stagescope_workers.probe.probe import RESTART_SECONDS, Probe
 from stagescope_workers.transport.link import (
-    NAMESPACE,
     Link,
     find_link,
     ray_process,
@@ -173,7 +173,8 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
     Call it where training ends. It closes the probes of this process, and waits for the receipts of
     every other process of the run. On the driver of a Ray job, whose actors end with it (Ray runs
     no atexit in them), it requests each of them to send what it has and to finish; any later event
-    of a process revokes that.
+    of a process revokes that. Where it is called while an exception is handled (in `finally` or
+    `except`), that exception is reported as what ended the process.
 
     Args:
         timeout: seconds.

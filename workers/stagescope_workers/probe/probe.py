@@ -58,6 +58,7 @@ class Probe(Reporter):
     def __init__(self, options: ProbeOptions) -> None:
         self._arrived = False
         self._users = 1
+        self._handled_before = sys.exc_info()[1]
         self._earlier_starts: list[Start] = []
         self._starting = threading.Lock()
         super().__init__(options)
@@ -342,14 +343,21 @@ class Probe(Reporter):
         The only method that waits. It does not wait where no service is known, nor where one that
         is known has not answered in the first seconds of this probe.
 
+        Args:
+            timeout: seconds.
+            crash: the exception that ends this process; by default the one that is being handled
+                (`finish` in `finally`), unless it was handled already when the probe was made.
+
         Returns:
             Whether everything was received, payloads included.
         """
         event_sender = self._sender
         if self.is_inert or event_sender is None:
             return self._arrived
+        crash = self._handled_exception() if crash is None else crash
         self.outbox.put(FINISH, {} if crash is None else error_fields(crash))
         self.is_inert = True
+        self._handled_before = None  # it holds its traceback's frames
         starts = self._starts(event_sender)
         for each in starts:
             each.handshake.is_leaving = True
@@ -374,6 +382,13 @@ class Probe(Reporter):
                 "installation compiles for up to a minute first)",
             )
         return self._arrived
+
+    def _handled_exception(self) -> BaseException | None:
+        """Return the exception that the caller is handling, where it ends the training."""
+        error = sys.exc_info()[1]
+        if error is self._handled_before or isinstance(error, (StopIteration, StopAsyncIteration)):
+            return None
+        return error if isinstance(error, (Exception, KeyboardInterrupt)) else None
 
     def _starts(self, event_sender: EventSender) -> list[Start]:
         """Return the starts that may have something to send, in order."""
