@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.support.measure import payload
 
+import stagescope
 from stagescope.wire.errors import NotFound, Unreachable
 from stagescope_workers import init
 from stagescope_workers.metrics_feed import MetricsFeed
@@ -69,6 +71,20 @@ def over_http(service: Service, path: str, **params: str) -> Any:
     found = httpx.get(f"{service.info.url}{path}", params=params, headers=headers, timeout=30)
     assert found.status_code == 200, found.text
     return found.json()
+
+
+def test_attach_finds_the_service_of_the_cluster_that_the_process_has_joined(
+    service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))  # where no service.json is
+    monkeypatch.setenv("STAGESCOPE_URL", "http://127.0.0.1:9")  # as `init`, which asks Ray first
+    with stagescope.attach() as session:
+        assert session.url == service.info.url
+        assert "the Ray cluster that this process has joined" in repr(session)
+        assert session.status()["ready"]
+        assert service.token not in repr(session)
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9"):
+        stagescope.attach("http://127.0.0.1:9", timeout=5.0)
 
 
 def test_numbers_of_an_open_step_are_those_of_the_route(

@@ -29,7 +29,7 @@ from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
 from stagescope_service.api.rows import with_attempt_numbers
 from stagescope_service.store.contract import Row
-from stagescope_service.store.queries.findings import EventsTable
+from stagescope_service.store.queries.findings import AnyOf, EventsTable
 
 router = APIRouter(tags=["runs"])
 
@@ -76,14 +76,6 @@ class Scope(NamedTuple):
     """First fields of the answer."""
 
 
-class OnlyFilter(NamedTuple):
-    """Filters of a query that `only` stands for; None: no filter."""
-
-    severities: list[str] | None = None
-    kinds: list[str] | None = None
-    """Kinds of findings or losses, rules of firings."""
-
-
 class Extent(TypedDict):
     """The steps and ranks of a group; see `models.runs.Extent`."""
 
@@ -110,9 +102,13 @@ def losses(
 ) -> Answer:
     """List what was announced and never arrived, or was dropped, with the reason; last first."""
     scope = scope_of(deps, run, attempt)
-    kinds = [kind] if kind is not None else only_filter(deps, "losses", scope.filters, only).kinds
     rows = deps.catalogue.losses(
-        **scope.filters, step=step, kind=kinds, limit=page.limit + 1, offset=page.offset
+        **scope.filters,
+        step=step,
+        kind=kind,
+        any_of=only_filter(deps, "losses", scope.filters, only),
+        limit=page.limit + 1,
+        offset=page.offset,
     )
     return Answer({**scope.heading, **page.first_of(with_attempt_numbers(rows, scope.numbers))})
 
@@ -130,12 +126,12 @@ def findings(
 ) -> Answer:
     """List what the service noticed to be wrong, with evidence and advice; last seen first."""
     scope = scope_of(deps, run, attempt)
-    filters = only_filter(deps, "findings", scope.filters, only)
     rows = deps.catalogue.findings(
         **scope.filters,
         step=step,
-        kind=filters.kinds if kind is None else [kind],
-        severity=filters.severities if severity is None else [severity],
+        kind=kind,
+        severity=severity,
+        any_of=only_filter(deps, "findings", scope.filters, only),
         limit=page.limit + 1,
         offset=page.offset,
     )
@@ -153,14 +149,8 @@ def finding_groups(
     and `count` (how often seen). `truncated`: there were more findings than are grouped.
     """
     scope = scope_of(deps, run, attempt)
-    filters = only_filter(deps, "findings", scope.filters, only)
-    outline = deps.catalogue.outline(
-        "findings",
-        **scope.filters,
-        kind=filters.kinds,
-        severity=filters.severities,
-        limit=MAX_GROUPED,
-    )
+    any_of = only_filter(deps, "findings", scope.filters, only)
+    outline = deps.catalogue.outline("findings", **scope.filters, any_of=any_of, limit=MAX_GROUPED)
     groups = sorted(_group(outline, _finding_key), key=_finding_order)
     shown = groups[page.offset : page.offset + page.limit]
     ids = [group[0]["finding_id"] for group in shown]
@@ -223,10 +213,8 @@ def loss_groups(
 ) -> Answer:
     """List what never arrived, a row for each kind, reason, stage and role; most lost first."""
     scope = scope_of(deps, run, attempt)
-    filters = only_filter(deps, "losses", scope.filters, only)
-    outline = deps.catalogue.outline(
-        "losses", **scope.filters, kind=filters.kinds, limit=MAX_GROUPED
-    )
+    any_of = only_filter(deps, "losses", scope.filters, only)
+    outline = deps.catalogue.outline("losses", **scope.filters, any_of=any_of, limit=MAX_GROUPED)
     groups = _group(outline, _loss_key)
     rows: list[Row] = [
         {
@@ -259,8 +247,8 @@ def firing_groups(
 ) -> Answer:
     """List what fired, a row for each rule, stage and role, without withdrawn firings."""
     scope: ScopeFilter = {} if run is None else {"run": deps.finder.attempt(run).run}
-    filters = only_filter(deps, "firings", scope, only)
-    outline = deps.catalogue.outline("firings", **scope, rule=filters.kinds, limit=MAX_GROUPED)
+    any_of = only_filter(deps, "firings", scope, only)
+    outline = deps.catalogue.outline("firings", **scope, any_of=any_of, limit=MAX_GROUPED)
     outline = [row for row in outline if row["withdrawn_wall"] is None]
     groups = _group(outline, _firing_key)
     rows: list[Row] = [
@@ -296,8 +284,8 @@ def _attempt_numbers(deps: Dependencies, run: str | None) -> dict[int, int]:
 
 def only_filter(
     deps: Dependencies, table: EventsTable, scope: ScopeFilter, only: str | None
-) -> OnlyFilter:
-    """Return the filters that `only` stands for.
+) -> AnyOf | None:
+    """Return what `only` stands for: severities of findings, and kinds (rules of firings).
 
     Args:
         deps: the catalogue's holder.
@@ -306,23 +294,24 @@ def only_filter(
         only: severities and patterns of kinds, joined by commas; None: no filter.
 
     Raises:
-        NotFound: no kind matches; names those that exist.
+        NotFound: patterns alone were given and match no kind; names those that exist.
     """
     terms = [term.strip() for term in (only or "").split(",") if term.strip()]
     severities = [term for term in terms if table == "findings" and term in SEVERITIES]
     patterns = [term for term in terms if term not in severities]
     if not patterns:
-        return OnlyFilter(severities or None)
+        return {"severity": severities} if severities else None
     existing = deps.catalogue.kinds(table, **scope)
     kinds = [kind for kind in existing if any(fnmatch.fnmatchcase(kind, p) for p in patterns)]
-    if existing and not kinds:
+    if existing and not (kinds or severities):
         noun = {"findings": "finding", "losses": "loss", "firings": "firing"}[table]
         raise NotFound(
             f"no {noun} is of {', '.join(patterns)!r:.200}",
             expected=f"one of {', '.join(existing[:30])}"
             + (f", or {', '.join(SEVERITIES)}" if table == "findings" else ""),
         )
-    return OnlyFilter(severities or None, kinds)
+    any_of = {"rule" if table == "firings" else "kind": kinds}
+    return {**any_of, "severity": severities} if severities else any_of
 
 
 # --- groups ---------------------------------------------------------------------------------

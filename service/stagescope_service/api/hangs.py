@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Query, Request
@@ -290,10 +290,10 @@ def _role(
     )
 
 
-def _participants(role: str, steps: Iterable[Row]) -> dict[str, set[int]]:
-    """Return stage -> the ranks that began it in the last closed step that has it."""
-    participants: dict[str, set[int]] = {}
+def _participants(role: str, steps: Iterable[Row]) -> Iterator[dict[str, set[int]]]:
+    """Yield stage -> the ranks that began it, for each closed step."""
     for step in steps:
+        participants: dict[str, set[int]] = {}
         absent = {
             (item["stage"], item["rank"])
             for item in step["missing"] or []
@@ -301,7 +301,7 @@ def _participants(role: str, steps: Iterable[Row]) -> dict[str, set[int]]:
         }
         for stage, ranks in ((step["expected"] or {}).get(role) or {}).items():
             participants[stage] = {rank for rank in ranks if (stage, rank) not in absent}
-    return participants
+        yield participants
 
 
 def _position(process: Row, stages: list[Row], timings: Timings, silent: bool) -> RankPosition:
@@ -370,14 +370,32 @@ def stuck(
         if rank in (None, row["rank"])
     ]
     findings = deps.catalogue.findings(attempt_id=target.attempt_id, step=step, kind="stage_stuck")
+    closed = target.step_row["closed_wall"] is not None
+    note = f"step {step} is closed: nobody is waited for in it" if closed and not rows else None
     return Answer(
         {
             **target.heading(),
-            "closed": target.step_row["closed_wall"] is not None,
+            "closed": closed,
             "wall": now,
+            "note": _nobody_left(deps.catalogue, target.attempt_id) or note,
             "findings": with_attempt_numbers(findings, {target.attempt_id: target.number}),
             **page.cut(rows),
         }
+    )
+
+
+def _nobody_left(catalogue: Catalogue, attempt_id: int) -> str | None:
+    """Return that all processes of an attempt are gone, where that is so."""
+    rows = catalogue.processes(attempt_id)
+    if not rows or any(row["finished_wall"] is row["lapsed_wall"] is None for row in rows):
+        return None
+    lost = sum(map(len, _newest_processes(rows).values()))
+    if not lost:
+        return "no process is left: all of them finished"
+    ranks = len({(row["role"], row["rank"]) for row in rows})
+    return (
+        f"no process is left, so nobody is waited for: {lost} of {ranks} ranks fell silent without "
+        "a finish; the stages that they left open are unfinished, and listed as losses"
     )
 
 

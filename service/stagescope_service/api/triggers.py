@@ -97,8 +97,10 @@ def firings(
     result.
     """
     scope: ScopeFilter = {} if run is None else {"run": run}
-    rules = [rule] if rule is not None else only_filter(deps, "firings", scope, only).kinds
-    rows = deps.catalogue.firings(**scope, rule=rules, limit=page.limit + 1, offset=page.offset)
+    any_of = only_filter(deps, "firings", scope, only)
+    rows = deps.catalogue.firings(
+        **scope, rule=rule, any_of=any_of, limit=page.limit + 1, offset=page.offset
+    )
     return Answer(page.first_of([_firing_row(row) for row in rows]))
 
 

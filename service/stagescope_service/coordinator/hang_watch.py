@@ -128,12 +128,14 @@ def _role(
     @functools.cache
     def earlier() -> Mapping[str, History]:
         closed = sorted(number for number in attempt.steps if number not in attempt.open)
-        ranks = {
-            stage: found.keys()
+        ranks = [
+            {
+                stage: found.keys()
+                for (its_role, stage), found in attempt.steps[number].ranks.items()
+                if its_role == role
+            }
             for number in closed
-            for (its_role, stage), found in attempt.steps[number].ranks.items()
-            if its_role == role
-        }
+        ]
         # A step that all but a few ranks have left shows the durations of its stages just as well.
         left = [number for number in attempt.steps if number < max(attempt.open)]
         return history([_timings_of(attempt, number, role) for number in left], ranks)

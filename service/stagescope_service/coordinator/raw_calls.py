@@ -159,17 +159,27 @@ class RawCalls:
 
         Raises:
             NotFound: no such run or attempt.
+            InvalidEvent: the attempt has no such role or rank.
         """
         attempt = self._state.registry.find(run, fields.get("attempt_key"))
         if attempt is None:
             raise NotFound(f"no run {run!r} has reported, or no attempt of that key")
-        left = [
+        named = [
             process
             for process in attempt.processes.values()
-            if process.raw and not process.finished
-            and fields.get("role", process.role) == process.role
+            if fields.get("role", process.role) == process.role
             and fields.get("rank", process.rank) == process.rank
-        ]  # fmt: skip
+        ]
+        if not named:
+            known = sorted({(process.role, process.rank) for process in attempt.processes.values()})
+            error = InvalidEvent(
+                f"finish of {_named(fields)}: nobody of attempt {attempt.number} is that",
+                expected=f"one of {', '.join(f'{role} {rank}' for role, rank in known[:8])}"
+                + (f" and {len(known) - 8} more" if len(known) > 8 else ""),
+            )
+            await self._effects.carry_out([self._refusal(run, FINISH, fields, error)])
+            raise error
+        left = [process for process in named if process.raw and not process.finished]
         out: list[Instruction] = []
         for process in left:
             sender = Sender(process.incarnation, run, None, process.role, process.rank)
@@ -217,7 +227,7 @@ class RawCalls:
         Raises:
             InvalidEvent: an invalid role, rank or attempt_key.
         """
-        role, rank = fields.get("role") or "actor", fields.get("rank") or 0
+        role, rank = _role(fields), fields.get("rank") or 0
         attempt_key = fields.get("attempt_key")
         newest = self._state.registry.newest(run)
         key = attempt_key or (newest.key if newest else UNKEYED)
@@ -229,7 +239,7 @@ class RawCalls:
     ) -> Instruction:
         """Return the finding of a refused call: many callers never read the answer."""
         attempt = self._state.registry.newest(run)
-        role, rank = fields.get("role") or "actor", fields.get("rank") or 0
+        role, rank = _role(fields), fields.get("rank") or 0
         return finding(
             "refused_call",
             f"{kind} of {text(role, 100)} rank {text(rank, 100)}: {error}"[:2000],
@@ -248,6 +258,16 @@ class RawCalls:
 
 def _name(kind: str) -> str:
     return _CALLS.get(kind, kind)
+
+
+def _role(fields: Mapping[str, Any]) -> Any:
+    role = fields.get("role")
+    return "actor" if role in (None, "") else role
+
+
+def _named(fields: Mapping[str, Any]) -> str:
+    """Return `role actr, rank 55`, of a call that names one or both."""
+    return ", ".join(f"{n} {text(fields[n], 100)}" for n in ("role", "rank") if n in fields)
 
 
 def _unknown_fields(kind: str, fields: Mapping[str, Any]) -> list[str]:

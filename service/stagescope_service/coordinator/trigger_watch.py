@@ -109,6 +109,7 @@ class Triggers:
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
         self._non_finite: OrderedDict[int, set[str]] = OrderedDict()
         """Attempt -> its scalars that a finding reports as not finite."""
+        self._reading_found = asyncio.Lock()
         self._lock = asyncio.Lock()
 
     # --- rules ----------------------------------------------------------------------------
@@ -180,9 +181,10 @@ class Triggers:
         Rules on it are held against its step when that closes; a training that asserts on a NaN
         ends before. Never raises.
         """
-        if found.attempt_id not in self._non_finite:
-            before = await asyncio.to_thread(self._found_before, found.attempt_id)
-            self._non_finite.setdefault(found.attempt_id, before)
+        async with self._reading_found:  # in the order of arrival: the first one is said
+            if found.attempt_id not in self._non_finite:
+                before = await asyncio.to_thread(self._found_before, found.attempt_id)
+                self._non_finite[found.attempt_id] = before
         known = self._non_finite[found.attempt_id]
         while len(self._non_finite) > RUNS_FOLLOWED:
             self._non_finite.popitem(last=False)

@@ -70,6 +70,8 @@ class History(NamedTuple):
     """How long after the first rank the last one began."""
     ranks: Collection[int] | None = None
     """Who took part when it was done last; None where it is new."""
+    ever: Collection[int] = ()
+    """Who took part in any of the steps: a step closes without the ranks that are gone."""
 
 
 class RankPosition(NamedTuple):
@@ -286,8 +288,10 @@ class _Judgement:
         return known
 
     def _takes_part(self, rank: int, key: StageKey) -> bool:
-        ranks = self._role.history(key.stage).ranks
-        return ranks is None or rank in ranks
+        known = self._role.history(key.stage)
+        if known.ranks is None or rank in known.ranks:
+            return True
+        return rank in known.ever and self._role.positions[rank].process in (SILENT, GONE)
 
     def _of(self, key: StageKey) -> tuple[Collection[int], Collection[int]]:
         found = self._members.get(key)
@@ -322,14 +326,21 @@ class _Judgement:
 
 
 def history(
-    steps: Iterable[Mapping[StageKey, StageTiming]], ranks: Mapping[str, Collection[int]]
+    steps: Iterable[Mapping[StageKey, StageTiming]],
+    ranks: Iterable[Mapping[str, Collection[int]]],
 ) -> Mapping[str, History]:
     """Return the history of each stage of a role.
 
     Args:
         steps: the timings of the role in each earlier step.
-        ranks: stage -> participants when it ran last.
+        ranks: stage -> participants, of each closed step in order.
     """
+    latest_ranks: dict[str, Collection[int]] = {}
+    ever: dict[str, set[int]] = {}
+    for participants in ranks:
+        for stage, found in participants.items():
+            latest_ranks[stage] = found
+            ever.setdefault(stage, set()).update(found)
     longest: dict[str, list[float]] = {}
     latest: dict[str, list[float]] = {}
     for timings in steps:
@@ -345,6 +356,11 @@ def history(
         for stage, seconds in late.items():
             latest.setdefault(stage, []).append(seconds)
     return {
-        stage: History(longest.get(stage, ()), latest.get(stage, ()), ranks.get(stage))
+        stage: History(
+            longest.get(stage, ()),
+            latest.get(stage, ()),
+            latest_ranks.get(stage),
+            ever.get(stage, ()),
+        )
         for stage in {*longest, *latest}
     }

@@ -120,7 +120,7 @@ def refused_in_part(instructions: Iterable[Instruction]) -> str | None:
 def _non_finite_scalars(
     attempt: Attempt, process: Process, event: Event, work: Work, names: list[str]
 ) -> Put:
-    where = "outside any step" if work.step is None else f"in step {work.step}, which is open"
+    where = "outside any step" if work.step is None else f"in step {work.step}, before it closed"
     stage = f", stage {work.stage}" if work.stage else ""
     return finding(
         NON_FINITE_SCALARS,
@@ -135,7 +135,7 @@ def _non_finite_scalars(
         role=process.role,
         rank=process.rank,
         evidence={"scalars": sorted(names)[:20], "policy_version": work.policy_version},
-        advice="a capture of that stage on that rank (msprobe L0, statistics) names the operator",
+        advice="a capture of that stage on that rank (msprobe L1, statistics) names the operator",
     )
 
 

@@ -168,8 +168,16 @@ class _Message:
 
     def _of_scalars(self, rows: Sequence[Row]) -> str:
         first, *_ = rows
-        text = f"{first['name']} is {first['value']}" + self._where()
-        others = list(dict.fromkeys(row["name"] for row in rows if row["name"] != first["name"]))
+        ranks: dict[str, dict[RoleRank, None]] = {}
+        for row in rows:
+            ranks.setdefault(row["name"], {})[row["role"], row["rank"]] = None
+        own = ranks.pop(first["name"])
+        others = [*ranks]
+        where = self._where()
+        if any(each.keys() != own.keys() for each in ranks.values()):  # each with its own
+            where = dataclasses.replace(self, role=None, rank=None, affected=[*own])._where()
+            others = [f"{name} ({ranks_text(ranks[name])})" for name in ranks]
+        text = f"{first['name']} is {first['value']}{where}"
         if others:
             more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
             text += f"; also not finite: {', '.join(others[:LISTED])}{more}"

@@ -11,7 +11,7 @@ from tests.support.api import Rank, Service
 from tests.support.stores import eventually
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import STACKS
+from stagescope.wire.schema import FINISH, STACKS
 
 THREADS = [
     {"name": "trainer", "ident": 7, "is_training": True, "stack": '  File "t.py", line 1, in f'},
@@ -52,6 +52,24 @@ def test_stuck_ranks_are_listed(live: Service, ranks: tuple[Rank, Rank]) -> None
     closed = live.get("/steps/1/stuck")
     assert closed["closed"]
     assert closed["rows"] == []
+
+
+def test_why_nobody_can_be_stuck_is_said(live: Service, ranks: tuple[Rank, Rank]) -> None:
+    live.now = ranks[0].clock
+    assert live.get("/steps/2/stuck")["note"] is None
+    assert live.get("/steps/1/stuck")["note"] == "step 1 is closed: nobody is waited for in it"
+    for rank in ranks:
+        live.engine.fall_silent(rank)
+    answer = live.get("/steps/2/stuck")
+    assert answer["rows"] == []
+    assert answer["note"] == (
+        "no process is left, so nobody is waited for: 2 of 2 ranks fell silent without a finish; "
+        "the stages that they left open are unfinished, and listed as losses"
+    )
+    ranks[0].say(FINISH)
+    assert "1 of 2 ranks fell silent" in live.get("/steps/2/stuck")["note"]
+    ranks[1].say(FINISH)
+    assert live.get("/steps/2/stuck")["note"] == "no process is left: all of them finished"
 
 
 def ask(live: Service, answer: Callable[[str], object], **body: Any) -> Any:

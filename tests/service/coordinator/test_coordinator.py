@@ -91,6 +91,18 @@ def test_finish_of_a_raw_run_ends_its_newest_attempt_for_all_its_ranks(made: Clo
     assert (again["finished"], again["over"]) == ([], True)
 
 
+@pytest.mark.parametrize("named", [{"rank": 55}, {"role": "actr"}, {"role": "critic", "rank": 0}])
+def test_finish_of_somebody_who_is_not_there_is_refused(
+    made: Clocked, named: dict[str, Any]
+) -> None:
+    made.raw("begin", "begin", rank=0)
+    with pytest.raises(InvalidEvent, match="expected one of actor 0"):
+        made.run(made.coordinator.raw_calls.take("finish", "x", {"run": "r", **named}))
+    [found] = rows_of(made.store, "findings")
+    assert found["kind"] == "refused_call"
+    assert all(str(value) in found["message"] for value in named.values())
+
+
 def test_what_raw_callers_begin_after_their_finish_is_the_next_attempt(made: Clocked) -> None:
     for rank, step in ((0, 1), (1, 1), (0, 2)):
         made.raw("begin", f"begin {rank} {step}", rank=rank, step=step)

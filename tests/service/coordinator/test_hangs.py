@@ -449,6 +449,27 @@ def test_a_silent_process_holds_up_its_step_and_those_that_the_others_went_on_to
     assert stuck_now(made, catalogue, 3) == []
 
 
+def test_who_waits_for_a_process_that_is_gone_is_not_named_with_it(
+    made: Clocked, catalogue: Catalogue
+) -> None:
+    worked(made, steps=4)
+    heard = made.now
+    # What rank 1 did in step 5 was never sent: the step closes without it once its lease ends.
+    for rank in (0, 2):
+        made.begin(rank, 5)
+    made.pass_time(2.0, polling=(0, 2))
+    for rank in (0, 2):
+        made.end(rank, 5)
+        made.begin(rank, 6)
+    made.pass_time(100.0, polling=(0, 2))
+    assert stuck_now(made, catalogue, 6) == [(1, "between stages", "gone", heard)]
+    made.renew()
+    made.pass_time(60.0, polling=(0, 2))
+    assert stuck_now(made, catalogue, 6) == [(1, "between stages", "gone", heard)]
+    # All of them stood still in one part until it was known that one of them was silent.
+    assert all(row["over_wall"] is not None for row in made.findings())
+
+
 def test_a_process_that_stops_inside_a_stage_keeps_its_first_clock(
     made: Clocked, catalogue: Catalogue
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from tests.support.triggering import Bench, hook, rule, rules_of, run, training
 from stagescope.wire.errors import Conflict
 from stagescope_service.api.findings import outcomes
 from stagescope_service.api.models.triggers import FiredActions
+from stagescope_service.coordinator.trigger_watch import Triggers
 from stagescope_service.core.captures import agreement
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import NonFinite
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import RingEntry
 from stagescope_service.triggers import budget
@@ -133,6 +137,49 @@ def test_a_scalar_that_is_not_finite_is_said_before_its_step_closes(bench: Bench
     ]  # fmt: skip
     (finding,) = bench.findings("trigger_non_finite_scalars")
     assert finding["step"] == 2
+
+
+def test_the_first_scalar_that_arrived_is_said_also_where_many_arrive_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, is_second = Triggers._found_before, threading.Event()
+
+    def overtaken(watch: Triggers, attempt_id: int) -> set[str]:
+        reads.append(attempt_id)
+        is_second.wait(0.5) if len(reads) == 1 else is_second.set()
+        return reading(watch, attempt_id)
+
+    reads: list[int] = []
+    monkeypatch.setattr(Triggers, "_found_before", overtaken)
+
+    async def work() -> None:
+        await bench.triggers.open()
+        await bench.step(1, scalars={0: {"loss": 0.5}, 1: {"loss": 0.5}})
+        said = [
+            finding("non_finite_scalars", "loss", run="r", attempt_id=1, wall=1.0, step=step)
+            for step in (2, 3, 4)
+        ]
+        await asyncio.gather(
+            *(
+                bench.triggers.warn_non_finite(NonFinite(1, frozenset({"loss"}), each))
+                for each in said
+            )
+        )
+
+    run(work)
+    assert [row["step"] for row in bench.findings("non_finite_scalars")] == [2]
+
+
+def test_each_scalar_that_is_not_finite_is_said_with_its_own_ranks(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.triggers.open()
+        await bench.step(
+            1, scalars={0: {"grad_norm": math.nan}, 1: {"grad_norm": 0.5, "kl": -math.inf}}
+        )
+
+    run(work)
+    (finding,) = bench.findings("trigger_non_finite_scalars")
+    assert "actor rank 0; also not finite: kl (actor rank 1)" in finding["message"]
 
 
 def test_every_rank_with_something_not_finite_is_named(bench: Bench) -> None:

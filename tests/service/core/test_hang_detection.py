@@ -216,7 +216,7 @@ def _history(ranks: list[dict[str, tuple[float, float]]], steps: int) -> Mapping
                 timings.setdefault(place, StageTiming(place)).begun(begun)
                 timings[place].took(ended - begun)
         earlier.append(timings)
-    return history(earlier, {stage: range(len(ranks)) for stage in ranks[0]})
+    return history(earlier, [{stage: range(len(ranks)) for stage in ranks[0]}])
 
 
 def _at(

@@ -173,6 +173,8 @@ class Stuck(StepHeading, Page[StuckRow]):
     closed: bool
     """Whether the step is closed."""
     wall: Wall
+    note: str | None
+    """Why nobody can be stuck: the step is closed, or no process is left; null: somebody can."""
     findings: list[FindingRow]
     """What was found of this step before, also what is over."""
 

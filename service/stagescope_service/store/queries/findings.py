@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
 
 import sqlalchemy as sa
 
@@ -14,6 +14,8 @@ from stagescope_service.store.tables import (
 )
 
 EventsTable = Literal["findings", "losses", "firings"]
+AnyOf: TypeAlias = Mapping[str, Sequence[str]]
+"""Column -> values; a row with one of the values of any of the columns is found."""
 
 _OUTLINES: Final[dict[str, tuple[str, str]]] = {
     "findings": (
@@ -44,7 +46,7 @@ class FindingQueries(Reader):
         step: Filter = None,
         kind: Filter = None,
         severity: Filter = None,
-        rule: Filter = None,
+        any_of: AnyOf | None = None,
         limit: int = LIMIT,
     ) -> list[Row]:
         """Return the findings, losses or firings without their advice, the newest first.
@@ -63,7 +65,8 @@ class FindingQueries(Reader):
             table.c[column[1:]].desc() if column.startswith("-") else table.c[column]
             for column in order.split()
         ]
-        query = sa.select(*shown).where(*conditions(name, locals())).order_by(*by)
+        where = _conditions(name, locals())
+        query = sa.select(*shown).where(*where).order_by(*by)
         return self._rows(query.limit(limit))
 
     def kinds(
@@ -90,13 +93,14 @@ class FindingQueries(Reader):
         step: Filter = None,
         kind: Filter = None,
         severity: Filter = None,
+        any_of: AnyOf | None = None,
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
         """Return findings, the most recently seen first."""
         return self._page(
             "findings",
-            conditions("findings", locals()),
+            _conditions("findings", locals()),
             "-last_wall finding_id",
             limit,
             offset,
@@ -135,11 +139,12 @@ class FindingQueries(Reader):
         attempt_id: Filter = None,
         step: Filter = None,
         kind: Filter = None,
+        any_of: AnyOf | None = None,
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
         """Return losses, the newest first."""
-        return self._page("losses", conditions("losses", locals()), "-wall loss_id", limit, offset)
+        return self._page("losses", _conditions("losses", locals()), "-wall loss_id", limit, offset)
 
     def lost_payloads(
         self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
@@ -183,14 +188,22 @@ class FindingQueries(Reader):
         attempt_id: Filter = None,
         step: Filter = None,
         rule: Filter = None,
+        any_of: AnyOf | None = None,
         limit: int = LIMIT,
         offset: int = 0,
     ) -> list[Row]:
         """Return firings, the newest first, including withdrawn ones."""
         return self._page(
             "firings",
-            conditions("firings", locals()),
+            _conditions("firings", locals()),
             "-wall -attempt_id -step rule",
             limit,
             offset,
         )
+
+
+def _conditions(name: EventsTable, arguments: Mapping[str, Any]) -> list[sa.ColumnElement[bool]]:
+    """Return the conditions of a query's arguments: its filters, and `any_of`."""
+    columns, any_of = TABLES[name].c, arguments["any_of"]
+    chosen = [] if any_of is None else [columns[key].in_([*any_of[key]]) for key in any_of]
+    return [*conditions(name, arguments), *([sa.or_(*chosen)] if chosen else [])]
