@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from stagescope.comparison_report import ONE_SIDED_KINDS
 from stagescope.render import counted
+from stagescope_service.compare.pairing.row_assignment import SAME_LENGTHS
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
 from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.records import Dump
@@ -156,6 +157,12 @@ def _length_causes(result: PairResult) -> list[Cause]:
     if not short:
         return []
     named = ", ".join(f"{t.section}/{t.name}" for t in short[:3])
+    if all(SAME_LENGTHS in t.reason for t in short):
+        return [Cause(
+            "the rows are in another order", f"{named}: {short[0].reason}",
+            ("dump the batch with its ids or tokens: rows are then paired by them",
+             "the seed of the data's order, and whether batches are sorted or balanced by length"),
+        )]  # fmt: skip
     return [Cause(
         "sequence lengths differ", f"{named}: {short[0].reason}",
         ("padding: is its strategy, side and width the same?",

@@ -248,12 +248,7 @@ class PairComparer:
         self._findings.add_paired_by_location(comparisons, pair, match, self._assignment)
         by_name = (*flow.SAMPLE_SECTIONS, *flow.NAMED_SECTIONS, _OTHER_SECTION)
         if match.section not in by_name:
-            comparisons = tuple(
-                _with_unproven(
-                    each, self._assignment.unproven_reason(each, pair, is_uneven=is_uneven)
-                )
-                for each in comparisons
-            )
+            comparisons = self._assignment.with_unproven(comparisons, pair, is_uneven=is_uneven)
         if match.borrowed:  # its tokens and masks are compared in their own section
             comparisons = tuple(e for e in comparisons if not flow.is_structural(e.name))
         self._comparisons += comparisons
@@ -420,10 +415,6 @@ def _is_reordered(outcome: TaskOutcome) -> bool:
         each.rows is not None and each.key != BY_ROW for each in outcome.comparisons
     )
     return is_identified and not outcome.in_order
-
-
-def _with_unproven(comparison: ShardComparison, reason: str) -> ShardComparison:
-    return dataclasses.replace(comparison, unproven=reason) if reason else comparison
 
 
 def _waves(matches: Sequence[SectionMatch]) -> Iterator[list[SectionMatch]]:

@@ -177,6 +177,10 @@ def producer_of(meta: Mapping[str, object] | None, stream: str) -> str | None:
     return next((name for name in declared if isinstance(name, str) and name), None)
 
 
+EMPTY_ID: Final = "(empty)"
+"""The id of a row whose id is an empty text."""
+
+
 def _sample_ids(strings: Mapping[str, Sequence[str]], rows: int) -> tuple[str, ...] | None:
     ids = strings.get("sample_ids")
     if ids is None:
@@ -185,7 +189,8 @@ def _sample_ids(strings: Mapping[str, Sequence[str]], rows: int) -> tuple[str, .
         raise InvalidTensor(
             f"sample_ids has {len(ids)} entries", expected=f"one a row: {rows}"
         )  # fmt: skip
-    return tuple(str(name) for name in ids)
+    # A summary without ids has empty ones: several rows with an empty id contradict, as others do.
+    return tuple(str(name) or EMPTY_ID for name in ids)
 
 
 class _Reader:

@@ -24,6 +24,9 @@ MANY: Final = 128
 """Minimum tokens for a calibration or a temperature to be meaningful."""
 POSITIVE_BOUND: Final = 1e-3
 """Rounding can leave a log-prob slightly above 0."""
+FEW_ZEROS: Final = 8
+ROUNDED_TO_ONE: Final = 0.02
+"""Nats: a probability nearer to 1 rounds to 1 in bfloat16, and a little further with its noise."""
 LACKING_SHARE: Final = 0.01
 SHIFTED_RATIO: Final = 0.5
 """mean |d| at another lag over that at lag 0, below which the streams are shifted."""
@@ -191,7 +194,10 @@ def _filled(cell: Cell, side: str, zeros: float) -> bool:
         return True
     others = cell.tokens - zeros
     rest = abs(cell[Field.Q_SUM if side == "P" else Field.P_SUM]) - others_at_zeros
-    return not others or others_at_zeros / zeros > 0.5 * max(rest, 0.0) / others
+    if not others:
+        # A slice of few tokens, such as a round: a sure model's probability rounds to 1, too.
+        return zeros >= FEW_ZEROS or others_at_zeros / zeros > ROUNDED_TO_ONE
+    return others_at_zeros / zeros > 0.5 * max(rest, 0.0) / others
 
 
 def padding(cell: Cell) -> Check:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,23 @@ def test_one_changed_value_is_found_in_another_order(
     assert result.first.location.coordinates == ((2, 0), (2, 0))
     ranks = [(each.rank, each.part.microbatch) for each in result.first.location.locations]
     assert ranks == [(1, 0), (1, 1)]
+
+
+def test_unidentified_rows_in_another_order_are_no_difference(tmp_path: Path) -> None:
+    def edit(kind: str, name: str, data: Content) -> None:
+        for key, value in data.items():
+            if kind == "is_loss_debug" and isinstance(value, torch.Tensor) and value.ndim == 2:
+                data[key] = value.flip(0)
+
+    a = nexrl_directory(tmp_path / "a", mode="weaver")
+    b = nexrl_directory(tmp_path / "b", mode="weaver", edit=edit)
+    for side in (a, b):
+        for kind in ("forward_data", "batch_inputs"):
+            shutil.rmtree(side / kind)
+    result = compare([open_dump(a), open_dump(b)])
+    assert result.verdict is Verdict.NOT_COMPARABLE, result.reason
+    assert "the same lengths in another order" in result.pairs[0].causes[0].evidence
+    assert result.pairs[0].causes[0].title == "the rows are in another order"
 
 
 def test_unidentified_rows_are_reported_as_paired_by_location(tmp_path: Path) -> None:

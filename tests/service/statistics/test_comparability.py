@@ -374,6 +374,17 @@ def test_a_mask_over_tokens_that_one_stream_lacks() -> None:
     assert {"constant", "coverage"} <= found(P, np.zeros_like(Q))[1]
 
 
+@pytest.mark.parametrize(("p", "suspects"), [(-1e-3, set()), (-0.5, {"coverage"})])
+def test_a_probability_that_rounds_to_one_in_a_short_round_is_no_missing_value(
+    p: float, suspects: set[str]
+) -> None:
+    mask, old, rollout = ON.copy(), P.copy(), Q.copy()
+    mask[:, [248, 250]] = 0  # a round of one token a row
+    old[:, 249], rollout[:, 249] = p, 0.0
+    result = examine(summarise(batch_of(old, rollout, mask)))
+    assert {check.name for check in result.suspects} == suspects
+
+
 def test_an_endless_repetition_is_no_padding() -> None:
     batch = draw(np.random.default_rng(2), 16, 200)
     batch.p[0, 20:] = batch.q[0, 20:] = 0.0

@@ -138,6 +138,16 @@ def test_ranks_that_number_their_rows_from_0_lose_nothing(
     assert found["evidence"]["samples"]["0"] == [f"actor {rank}" for rank in range(ranks)]
 
 
+def test_empty_ids_lose_nothing_and_are_named() -> None:
+    rng = np.random.default_rng(5)
+    ids = ["", "", "0", "1", "2"]
+    held = [[sample(rng, int(rng.integers(5, 60))) for _ in ids] for _ in range(3)]
+    records = [record(str(rank), ragged(own, ids), rank) for rank, own in enumerate(held)]
+    whole = formed(records, {})
+    assert_counts(whole, [one for own in held for one in own])
+    assert {found.sample for found in whole.contradictions} == {"(empty)", "0", "1", "2"}
+
+
 def findings(whole: StepSummary) -> dict[str, Any]:
     """The findings about a whole's tokens, by kind."""
     place = {"run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0}

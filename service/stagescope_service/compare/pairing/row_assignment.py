@@ -32,11 +32,14 @@ from stagescope_service.compare.pairing.shard_index import (
 from stagescope_service.compare.pairing.tasks import TaskOutcome
 from stagescope_service.compare.plan import EntryPair
 from stagescope_service.dumps.records import Dump, DumpEntry, Location
-from stagescope_service.rows.ragged import RowTensor
+from stagescope_service.rows.ragged import Int64, RowTensor
 
 _IDENTIFYING_KEYS: Final = (BY_SAMPLE_ID, BY_GROUP_AND_RUN, BY_RESPONSE)
 _SAME_ROWS_RATIO: Final = 0.5
 """Log-probs of the same rows differ by at most this share of the distance to the next row's."""
+SAME_LENGTHS: Final = "paired by place, and the rows have the same lengths in another order"
+"""Why rows without ids and tokens may be of other samples."""
+
 _DRIVER: Final = "driver"
 """Role of a process that holds whole steps: it does not show how ranks split them."""
 
@@ -157,16 +160,31 @@ class RowAssignment:
         )
         return has_ranks and not self._rank_shards(0, location)
 
-    def unproven_reason(
-        self, comparison: ShardComparison, pair: EntryPair, *, is_uneven: bool
-    ) -> str:
-        """Return why the two sides of a comparison may be of other samples; empty if they are not.
+    def with_unproven(
+        self, comparisons: Sequence[ShardComparison], pair: EntryPair, *, is_uneven: bool
+    ) -> tuple[ShardComparison, ...]:
+        """Return comparisons with why their two sides may be of other samples, where they may.
 
         Args:
-            comparison: what was compared; numbers are of all rows of their location.
+            comparisons: of one pair of records; numbers are of all rows of their location.
             pair: the entries that were compared directly; (None, None) of joined rows.
             is_uneven: whether the sides have other ranks, parts or numbers of rows there.
         """
+        is_permuted = any(
+            each.rows is not None and each.key == BY_ROW and _is_permuted(each.rows.lengths)
+            for each in comparisons
+        )
+        reasons = [
+            self._unproven_reason(each, pair, is_uneven, is_permuted) for each in comparisons
+        ]
+        return tuple(
+            dataclasses.replace(each, unproven=reason) if reason else each
+            for each, reason in zip(comparisons, reasons, strict=True)
+        )
+
+    def _unproven_reason(
+        self, comparison: ShardComparison, pair: EntryPair, is_uneven: bool, is_permuted: bool
+    ) -> str:
         if comparison.rows is None:
             by_location = comparison.locations[0].rank is not None and not self.is_identified(pair)
         else:
@@ -177,7 +195,7 @@ class RowAssignment:
             return "paired by place, and the sides have other ranks, parts or numbers of rows"
         if self.is_reordered:
             return "paired by place, and the trajectories are others or in another order"
-        return ""
+        return SAME_LENGTHS if is_permuted and comparison.rows is not None else ""
 
     def is_moved(self, pair: EntryPair) -> bool:
         """Return whether samples of these entries have only other locations on the other side."""
@@ -295,6 +313,12 @@ class RowAssignment:
         shards = self._shards[side]
         of_step = [each for each in shards if each.step == location.step and each.rank is not None]
         return [shards[each] for each in sorted(of_step, key=lambda p: (p.rank or 0, p.part))]
+
+
+def _is_permuted(lengths: Int64) -> bool:
+    """Return whether lengths ([rows, 2], of each side) are the same ones in another order."""
+    one, other = lengths.T
+    return bool((one != other).any() and (np.sort(one) == np.sort(other)).all())
 
 
 def _is_of_rank(location: Location) -> bool:
