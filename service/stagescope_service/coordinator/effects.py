@@ -222,11 +222,11 @@ class Effects:
 
     async def _ingest(self, instruction: Ingest, payload: object) -> None:
         key, node_id, job = instruction
-        keeps = bool(job.get("keep"))
-        if keeps:
+        reservation = None
+        if job.get("keep"):
             self._adopt_files(self._ingestors.node_of(node_id))
-            room = await self.retention.make_room(node_id, job)
-            job = cast("IngestJob", {**job, "no_room": room})
+            reservation = await self.retention.make_room(node_id, job)
+            job = cast("IngestJob", {**job, "no_room": reservation.refused})
         outcome = await self._ingestors.ingest(node_id, key, job, payload)
         try:
             await self.settle(key, outcome.state, outcome.reason, outcome.rows, **outcome.columns)
@@ -235,9 +235,9 @@ class Effects:
             logger.exception("the outcome of %s was refused", key)
             reason = f"the catalogue refused what came of it: {describe(error)}"
             await self.settle(key, "refused", reason)
-        if keeps:
+        if reservation is not None:
             try:
-                await self.retention.settled(node_id, job, outcome.rows)
+                await self.retention.settled(reservation, outcome.rows)
             except StagescopeError:
                 logger.exception("old kept files could not be deleted")
         for again in self._aggregator.arrived(job, outcome.rows):

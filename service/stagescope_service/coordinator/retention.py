@@ -51,6 +51,17 @@ class Limits:
     """Newest steps of a run that keep their rows in the catalogue; None keeps all."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Reservation:
+    """Bytes for the kept parts of a payload that is under way; none where `refused` says why."""
+
+    node: str
+    bytes: int
+    refused: str
+    counts: int
+    """Counts of the kept bytes that began before."""
+
+
 class Retention:
     """Makes room for kept files, and reports if there is none; used from one event loop only.
 
@@ -81,6 +92,7 @@ class Retention:
         self._mono = mono
         self._looked = mono()
         self._bytes: Counter[str] | None = None
+        self._counts = 0
         self._reserved: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
         self._not_kept = 0
@@ -107,26 +119,26 @@ class Retention:
         }
 
     # --- payloads -------------------------------------------------------------------------
-    async def make_room(self, node_id: str | None, job: IngestJob) -> str:
-        """Make room for the kept parts of a payload; return why there is none, or ''.
+    async def make_room(self, node_id: str | None, job: IngestJob) -> Reservation:
+        """Reserve room for the kept parts of a payload, or say why there is none.
 
-        `settled` releases what this reserves.
+        `settled` releases it.
         """
-        node, needed = self._ingestors.node_of(node_id), _size(job)
+        node, needed = self._ingestors.node_of(node_id), int(job.get("bytes") or 0)
         try:
             async with self._changing:
-                reason = await self._room(node, needed, (job["attempt_id"], job["step"]))
+                refused = await self._room(node, needed, (job["attempt_id"], job["step"]))
         except StagescopeError:
             logger.exception("whether there is room for kept files of node %s is not known", node)
-            reason = ""
-        if not reason:
-            self._reserved[node] += needed
-        return reason
+            refused = ""
+        reservation = Reservation(node, 0 if refused else needed, refused, self._counts)
+        self._reserved[node] += reservation.bytes
+        return reservation
 
     async def _room(self, node: str, needed: int, own: tuple[int, int | None]) -> str:
         most = self._limits.bytes
         if self._bytes is None or self._excess(node, needed) > 0:
-            self._bytes = await self._counted()
+            await self._count()
         if (excess := self._excess(node, needed)) > 0:
             await self._free(node, excess + most // _SLACK, own)
         if self._excess(node, needed) <= 0:
@@ -141,9 +153,14 @@ class Retention:
         held = 0 if self._bytes is None else self._bytes[node]
         return held + self._reserved[node] + needed - self._limits.bytes
 
-    async def _counted(self) -> Counter[str]:
-        rows = await asyncio.to_thread(self._catalogue.kept_bytes)
-        return Counter({str(row["node_id"]): int(row["bytes"]) for row in rows})
+    async def _count(self) -> None:
+        self._counts += 1
+        try:
+            rows = await asyncio.to_thread(self._catalogue.kept_bytes)
+        except StagescopeError:
+            self._bytes = None
+            raise
+        self._bytes = Counter({str(row["node_id"]): int(row["bytes"]) for row in rows})
 
     async def _free(self, node: str, excess: int, own: tuple[int, int | None]) -> None:
         """Delete the oldest steps of a node, each completely, except the one that is being kept."""
@@ -158,22 +175,35 @@ class Retention:
             excess -= row["bytes"] or 0
         await self._delete(node, chosen)
 
-    async def settled(self, node_id: str | None, job: IngestJob, rows: Sequence[Put]) -> None:
-        """Account for a payload for which there was room, after the commit of its rows."""
-        node = self._ingestors.node_of(node_id)
-        if not job.get("no_room"):
-            self._reserved[node] -= _size(job)
+    async def settled(self, reservation: Reservation, rows: Sequence[Put]) -> None:
+        """Account for a payload for which room was reserved, after the commit of its rows."""
+        node = reservation.node
+        kept = [put for put in rows if put.table == "artifacts" and put.row.get("kind") == "kept"]
+        try:
+            await self._add(reservation, sum(put.row["bytes"] for put in kept))
+        finally:
+            self._reserved[node] -= reservation.bytes
+        for put in kept:
+            self._reasons[node] = ""
+            await self._close(put.row["attempt_id"])
+            await self._retire_steps(put.row["attempt_id"], put.row["step"])
         for put in rows:
-            if put.table == "artifacts" and put.row.get("kind") == "kept":
-                if self._bytes is not None:
-                    self._bytes[node] += put.row["bytes"]
-                self._reasons[node] = ""
-                await self._close(put.row["attempt_id"])
-                await self._retire_steps(put.row["attempt_id"], put.row["step"])
-            elif put.table == "findings" and put.row.get("kind") == NOT_KEPT:
+            if put.table == "findings" and put.row.get("kind") == NOT_KEPT:
                 self._reasons[node] = str(put.row["message"])
                 self._open[put.row["attempt_id"]] = put.row["finding_id"]
                 self._not_kept += 1
+
+    async def _add(self, reservation: Reservation, size: int) -> None:
+        began = self._counts
+        if began == reservation.counts:
+            if self._bytes is not None:
+                self._bytes[reservation.node] += size
+            return
+        # A count since the reservation has these rows or not, as they were committed before it or
+        # after it; one that begins now has them, and those of all who wait for the lock.
+        async with self._changing:
+            if self._counts == began:
+                await self._count()
 
     async def _close(self, attempt_id: int) -> None:
         """End the findings about files of an attempt that were not kept."""
@@ -268,7 +298,7 @@ class Retention:
             rows += await self._orphans(node, [path for path in found if path not in known])
             if rows:
                 await self._write(rows)
-            self._bytes = None
+            await self._count()
 
     def _stored_rows(self) -> list[Row]:
         return self._catalogue.kept_places()
@@ -301,10 +331,6 @@ class Retention:
                 if attempt_id is not None:
                     rows.append(Put("artifacts", {**row, "attempt_id": attempt_id}))
         return rows
-
-
-def _size(job: IngestJob) -> int:
-    return int(job.get("bytes") or 0)
 
 
 def _step_of(row: Row) -> tuple[Any, Any]:

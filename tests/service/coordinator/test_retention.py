@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -83,13 +83,23 @@ class Node(LocalIngestors):
         """Have a payload kept; return its path, '' where there was no room."""
         return run(self.keeping(step, seq, commit=commit, **job))
 
-    async def keeping(self, step: int, seq: int = 0, *, commit: bool = True, **job: Any) -> str:
+    async def keeping(
+        self,
+        step: int,
+        seq: int = 0,
+        *,
+        commit: bool = True,
+        between: Callable[[], Awaitable[object]] | None = None,
+        **job: Any,
+    ) -> str:
+        """As `keep`; `between` is awaited between the commit and the accounting of its bytes."""
         work = cast(IngestJob, {
             "run": "r", "attempt_id": 1, "attempt_key": "k", "role": "actor", "rank": 0,
             "step": step, "stage": "actor_update", "occurrence": 0, "epoch": 0, "minibatch": 0,
             "microbatch": seq, "bytes": SIZE, "keep": ["old_log_probs"], "scalars": {}, **job,
         })  # fmt: skip
-        work["no_room"] = await self.retention.make_room(self.node_id, work)
+        reservation = await self.retention.make_room(self.node_id, work)
+        work["no_room"] = reservation.refused
         outcome = self.intake.take(PayloadKey("i", 100 * step + seq), work, payload())
         rows = [
             Put(put.table, {**put.row, "wall": self.now} if put.table == "artifacts" else put.row)
@@ -98,7 +108,9 @@ class Node(LocalIngestors):
         ]
         if commit:
             self.write_now(rows)
-            await self.retention.settled(self.node_id, work, rows)
+            if between is not None:
+                await between()
+            await self.retention.settled(reservation, rows)
         paths = [put.row["path"] for put in rows if put.table == "artifacts"]
         self.now += 1.0
         return paths[0] if paths else ""
@@ -210,9 +222,27 @@ def test_payloads_under_way_are_counted(node: Node) -> None:
     async def together() -> list[str]:
         job = cast("IngestJob", {"attempt_id": 1, "step": 1, "bytes": size})
         asked = [node.retention.make_room(node.node_id, job) for _ in range(5)]
-        return list(await asyncio.gather(*asked))
+        return [room.refused for room in await asyncio.gather(*asked)]
 
     assert [reason == "" for reason in run(together())] == [True] * 3 + [False] * 2
+
+
+def test_bytes_that_are_counted_while_a_payload_is_under_way_count_once(node: Node) -> None:
+    size = file_bytes(node)
+    node.retention = node.made(Limits(3 * size))
+
+    async def refuse() -> None:
+        """Ask for more than there is: the kept bytes are counted anew."""
+        job = cast("IngestJob", {"attempt_id": 1, "step": 2, "bytes": 1 << 40})
+        assert (await node.retention.make_room(node.node_id, job)).refused
+
+    async def together() -> None:
+        await asyncio.gather(*(node.keeping(2, seq, between=refuse) for seq in range(3)))
+
+    run(node.keeping(2, 9, between=refuse))
+    assert node.retention.health()["bytes"] == {node.node_id: node.bytes()}
+    run(together())
+    assert node.retention.health()["bytes"] == {node.node_id: node.bytes()}
 
 
 def test_old_files_go_by_age_but_pinned_ones(node: Node) -> None:
