@@ -37,6 +37,14 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
         "kind abs_diff:float p:float q:float round:int turn:int? token_id:int? sample_uid row:int "
         "position:int role rank:int?"
     ),
+    "samples": _read(
+        "sample_uid group_id role rank:int? row:int fragments:int rounds:int? tokens:int "
+        "mean_abs:float max_abs:float nonfinite:int reward:float"
+    ),
+    "loss": _read(
+        "fate gradient:bool tokens:int share_of_tokens:float abs_diff_sum:float "
+        "abs_diff_mean:float share_of_mismatch:float"
+    ),
     "stages": _read(
         "stage role rank:int part status seconds:float begin_wall:float end_wall:float "
         "open_seconds:float device_seconds:float clock_error:float policy_version:int? error_type "

@@ -10,9 +10,10 @@ from stagescope.answers import Metrics, Record
 from stagescope.batch import Batch
 from stagescope.batch.file import DownloadBuffer, atomic_file, load, parse
 from stagescope.columns import COLUMNS
-from stagescope.connection import LIMIT
+from stagescope.connection import LIMIT, segment
 from stagescope.hangs import STUCK_ORDER, Stacks, Stuck
 from stagescope.operators import NonFiniteOperators, Operators, Stack
+from stagescope.samples import SampleTokens
 from stagescope.table import Table
 from stagescope.transport import QueryValue
 from stagescope.weights import WEIGHT_ORDER, Weights
@@ -30,6 +31,12 @@ _RANK_ORDER: Final = (
     "parts", "nonfinite",
 )  # fmt: skip
 _TOKEN_ORDER: Final = ("abs_diff", "p", "q", "round", "token_id", "sample_uid", "position", "rank")
+_SAMPLE_ORDER: Final = (
+    "sample_uid", "max_abs", "mean_abs", "tokens", "rounds", "reward", "rank", "nonfinite",
+)  # fmt: skip
+_LOSS_ORDER: Final = (
+    "fate", "tokens", "share_of_tokens", "share_of_mismatch", "abs_diff_mean", "gradient",
+)  # fmt: skip
 _STAGE_ORDER: Final = (
     "stage",
     "role",
@@ -130,6 +137,36 @@ class Step:
         """Return the worst tokens, the largest |p - q| first, then the non-finite ones."""
         filters = {"kind": kind, "stage": stage, "role": role, "rank": rank, "round": round}
         return self._table("tokens", _TOKEN_ORDER, limit, **filters)
+
+    def samples(
+        self,
+        *,
+        sort: Literal["max_abs", "mean_abs", "tokens", "sample_uid"] | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+        limit: int = LIMIT,
+    ) -> Table:
+        """Return the step's samples with their mismatch, the largest |p - q| first."""
+        return self._table("samples", _SAMPLE_ORDER, limit, sort=sort, role=role, rank=rank)
+
+    def sample(self, sample_uid: str) -> SampleTokens:
+        """Return the tokens of a sample: both log-probs, and what the loss did to each.
+
+        Raises:
+            NotFound: its tensors are not kept, or there is no such sample.
+        """
+        path = self._path(f"samples/{segment(sample_uid, 'sample_uid')}")
+        return SampleTokens.of_answer(self._session.get(path, **self._params()))
+
+    def loss(self, *, limit: int = LIMIT) -> Table:
+        """Return how much of the mismatch sits in tokens that the loss trains on, or leaves out.
+
+        `about["note"]` is the sentence; `about["unrecorded"]` names what is not known.
+
+        Raises:
+            NotFound: the step's tensors are not kept.
+        """
+        return self._table("loss", _LOSS_ORDER, limit)
 
     def stages(
         self,

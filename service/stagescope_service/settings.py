@@ -154,6 +154,11 @@ class Settings(BaseSettings):
         ge=0,
         description="What kept files and the ring leave free on the disk for others.",
     )
+    tokenizer: Path | None = Field(
+        default=None,
+        description="A tokenizer.json, or a directory that holds one: samples of runs that name no "
+        "tokenizer of their own are shown as its texts.",
+    )
     keep_steps: int = Field(
         default=2000,
         ge=1,
@@ -180,7 +185,7 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
 
-    @field_validator("data_dir", "triggers", "keep", mode="after")
+    @field_validator("data_dir", "triggers", "keep", "tokenizer", mode="after")
     @classmethod
     def _absolute_or_none(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()

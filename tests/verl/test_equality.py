@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from stagescope_service.statistics import TokenBatch, publish, summarise
 from stagescope_service.statistics.settings import Settings
 from stagescope_workers import calculate_debug_metrics
+from stagescope_workers.integrations.verl import minibatches
 from stagescope_workers.payload import owned_tensor
 
 pytest.importorskip("verl")
@@ -345,3 +346,40 @@ def is_spread(batch: Tensors) -> bool:
     on = batch["response_mask"].bool()
     probs = [batch[name][on].exp() for name in ("old_log_probs", "rollout_log_probs")]
     return all(len(x) > 1 and bool(x.std() > 1e-4 * x.mean()) for x in probs)
+
+
+# --- tokens that the policy loss clips --------------------------------------------------------
+class _ActorConfig(dict[str, Any]):
+    """The fields that verl's vanilla policy loss reads."""
+
+    global_batch_info: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_tokens_that_are_clipped_have_no_gradient_in_verl_s_loss(seed: int) -> None:
+    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
+    generator = torch.Generator().manual_seed(seed)
+    shape = (64, 128)
+    old = -torch.rand(shape, generator=generator) * 5
+    current = (old + 1.5 * torch.randn(shape, generator=generator)).requires_grad_()
+    advantages = torch.randn(shape, generator=generator).round(decimals=0)
+    config = _ActorConfig(
+        clip_ratio=0.2, clip_ratio_low=0.1 * (seed + 1), clip_ratio_high=0.28, clip_ratio_c=3.0,
+        policy_loss={"loss_mode": "vanilla"},
+    )  # fmt: skip
+    loss, _ = core_algos.compute_policy_loss_vanilla(
+        old_log_prob=old, log_prob=current, advantages=advantages,
+        response_mask=torch.ones(shape), config=config,
+    )  # fmt: skip
+    loss.backward()
+    bounds = minibatches._clip_bounds(config)
+    assert bounds is not None
+    found = minibatches.clipped(current.detach(), old, advantages, bounds)
+    assert current.grad is not None
+    has_none = current.grad == 0
+    # An advantage of 0 has no gradient for that reason, and beyond ±20 verl clamps the ratio.
+    assert torch.equal(has_none & (advantages != 0), found != 0)
+    assert {int(value) for value in found.unique()} == {-1, 0, 1}

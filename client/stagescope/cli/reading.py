@@ -132,6 +132,33 @@ def tokens(step: Step, **filters: OptionValue) -> Table:
     return step.tokens(**filters)
 
 
+@step_question(
+    MEASURED,
+    click.option(
+        "--sort", type=click.Choice(["max_abs", "mean_abs", "tokens", "sample_uid"]),
+        help="Order [default: max_abs].",
+    ),
+    ROLE,
+    RANK,
+    LIMIT,
+)  # fmt: skip
+def samples(step: Step, **filters: OptionValue) -> Table:
+    """A step's samples with their mismatch, the worst first."""
+    return step.samples(**filters)
+
+
+@step_question(MEASURED, click.argument("sample_uid", metavar="SAMPLE"))
+def sample(step: Step, sample_uid: str) -> Table:
+    """The tokens of a sample: both log-probs, and what the loss did to each."""
+    return step.sample(sample_uid)
+
+
+@step_question(MEASURED, LIMIT)
+def loss(step: Step, limit: int) -> Table:
+    """How much of a step's mismatch sits in tokens that no gradient sees, and why."""
+    return step.loss(limit=limit)
+
+
 @step_question(STEP, STAGE, ROLE, RANK, LIMIT)
 def stages(step: Step, **filters: Unpack[RankFilters]) -> Table:
     """Which ranks were in which stage of a step, and which have not arrived."""

@@ -136,6 +136,9 @@ PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "round_offset": "[rows] round of a row's first run in its sample",
     "rewards": "[rows] or as wide as the mask",
     "advantages": "as wide as the mask",
+    "rollout_is_weights": "the importance weights that the loss applies, as wide as the mask",
+    "clipped": "-1, 1 = the policy loss cuts this token's ratio at its lower, upper bound, so that "
+    "it has no gradient; 0 = it does not; as wide as the mask",
     "cu_seqlens": "[rows + 1] makes every other tensor of the payload packed [tokens]",
     "tokens": "token ids of whole trajectories, prompt included",
     "prompts": "token ids of the prompts",
@@ -153,14 +156,14 @@ PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
 """The known tensor names; other tensors may also be recorded, and kept by their names."""
 PER_TOKEN: Final = (
     *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
-    "round_ids", "turn_ids", "advantages",
+    "round_ids", "turn_ids", "advantages", "rollout_is_weights", "clipped",
 )  # fmt: skip
 """Tensors with one value per token: those of a payload have the same rows and tokens."""
 INTEGER_TENSORS: Final = frozenset(
     {
         "responses", "positions", "round_ids", "turn_ids", "versions", "token_offset",
         "round_offset", "cu_seqlens", "tokens", "prompts", "input_ids", "attention_mask",
-        "position_ids",
+        "position_ids", "clipped",
     }
 )  # fmt: skip
 """Tensors of integers; an empty list under one of these names is also one of integers."""
@@ -168,7 +171,7 @@ RECENT_TENSORS: Final = frozenset(
     {
         *STREAM_TENSORS.values(), "ref_log_prob", "response_mask", "responses", "positions",
         "round_ids", "turn_ids", "versions", "token_offset", "round_offset", "rewards",
-        "advantages", "cu_seqlens",
+        "advantages", "rollout_is_weights", "clipped", "cu_seqlens",
     }
 )  # fmt: skip
 """The tensors that statistics read; the ring keeps them for the last steps without a request."""

@@ -26,6 +26,7 @@ from stagescope_service.api.kept import KEEP_ADVICE, local_file, payload_artifac
 from stagescope_service.api.requests import pattern
 from stagescope_service.api.steps import progress_of
 from stagescope_service.api.target import Target
+from stagescope_service.dumps.formats.own_file import holds_sample
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
 from stagescope_service.store.contract import Row
@@ -101,7 +102,7 @@ PayloadKey = tuple[str, int]
 """(incarnation, sequence number)."""
 
 
-class _Selection(NamedTuple):
+class Selection(NamedTuple):
     """The requested tensors and stages; None: all."""
 
     names: Sequence[str] | None
@@ -146,7 +147,7 @@ async def batch(
     the recorded bits. Its metadata list the source of each row, what is missing (ranks, payloads,
     tensors that were not kept) and what disagrees; `stagescope.Batch.load` reads it.
     """
-    selection = _Selection(_split_names(names), _split_names(stages))
+    selection = Selection(_split_names(names), _split_names(stages))
     joined = await deps.computations.run(batch_of, deps, target, selection)
     size, stream = _stream(joined)
     name = f"{target.run}-{target.number}-step{target.step_number}.safetensors"
@@ -157,8 +158,16 @@ async def batch(
     return StreamingResponse(stream, media_type=MEDIA_TYPE, headers=headers)
 
 
-def batch_of(deps: Dependencies, target: Target, selection: _Selection) -> Batch:
+def batch_of(
+    deps: Dependencies, target: Target, selection: Selection, *, sample: str | None = None
+) -> Batch:
     """Return a step's batch.
+
+    Args:
+        deps: find and fetch the files.
+        target: the step.
+        selection: which tensors and stages.
+        sample: read only the files that hold this sample, by its id; None: all.
 
     Raises:
         NotFound: none of its tensors are kept, or no such tensor or stage.
@@ -169,6 +178,13 @@ def batch_of(deps: Dependencies, target: Target, selection: _Selection) -> Batch
         artifacts = payload_artifacts(deps, target, step)
         numbers = _scalars(deps, target)
         files, gaps = _payload_files(deps, target, artifacts, numbers, Path(copies))
+        if sample is not None:
+            there, files = files, [file for file in files if holds_sample(file.path, sample)]
+            if there and not files:
+                raise NotFound(
+                    f"what is kept of step {step} has no sample {sample!r:.200}",
+                    expected=f"a sample_uid of /steps/{step}/samples",
+                )
         if not files:
             reasons = "; ".join(gap.message for gap in gaps)
             raise NotFound(
@@ -229,7 +245,7 @@ def _scalars(deps: Dependencies, target: Target) -> Numbers:
 
 
 def _gaps_of_numbers(
-    numbers: Numbers, artifacts: Sequence[Row], selection: _Selection
+    numbers: Numbers, artifacts: Sequence[Row], selection: Selection
 ) -> Iterator[Gap]:
     """Yield the numbers of parts without a kept tensor, which belong to no row of the batch."""
     kept = {_part_key(row) for row in artifacts}
@@ -247,7 +263,7 @@ def _gaps_of_numbers(
 
 
 def _catalogue_gaps(
-    deps: Dependencies, target: Target, artifacts: Sequence[Row], selection: _Selection
+    deps: Dependencies, target: Target, artifacts: Sequence[Row], selection: Selection
 ) -> Iterator[Gap]:
     """Yield the gaps that the catalogue lists: missing ranks, payloads and tensors."""
     step = target.step_number
@@ -271,7 +287,7 @@ def _catalogue_gaps(
 
 
 def _gaps_of_tensors(
-    payloads: Sequence[Row], artifacts: Sequence[Row], selection: _Selection
+    payloads: Sequence[Row], artifacts: Sequence[Row], selection: Selection
 ) -> Iterator[Gap]:
     """Yield the recorded tensors that are in no file."""
     kept: dict[PayloadKey, set[str]] = {}

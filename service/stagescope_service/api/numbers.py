@@ -241,11 +241,11 @@ def _context(measured: MeasuredStep) -> JsonObject:
         "role": _roles(measured),
         "pair": list(summary.summary.pair),
         "coverage": coverage(measured),
-        **_comparability_fields(measured.comparability),
+        **comparability_fields(measured.comparability),
     }
 
 
-def _comparability_fields(result: Comparability) -> ComparabilityFields:
+def comparability_fields(result: Comparability) -> ComparabilityFields:
     """Return whether two streams can be compared, and the reasons against, likeliest first."""
     return {
         "comparable": result.verdict,

@@ -27,6 +27,7 @@ KNOWN: Final[Mapping[str, str]] = {
     "rollout_is": "'token' or 'sequence'",
     "rollout_is_threshold": "U, or 'L_U'",
     "rollout_is_batch_normalize": "a bool",
+    "tokenizer": "path of a tokenizer.json, or of a directory that holds one",
 }
 """Name of a setting -> what it may be."""
 _BUDGET: Final = ("captures", "bytes", "share")

@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from stagescope.wire import nonfinite
-from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.keep import family, sections_of
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
 from stagescope_service.dumps.records import SECTIONS, DumpEntry, Location, Record, mapping
-from stagescope_service.store.tensorfile import WireTensor, map_tensors
+from stagescope_service.store.tensorfile import WireTensor, describe_file, map_tensors
 
 ROW_OFFSETS: Final = ".row_offsets"
 
@@ -81,6 +82,18 @@ def read_payload(entry: DumpEntry) -> Record:
             "joined_tensors": metadata.get("joined_tensors") or [],
         },
     )
+
+
+def holds_sample(path: Path, sample_uid: str) -> bool:
+    """Return whether a file has a row of this sample; reads only its header.
+
+    A file that cannot be read may hold it: reading it says what is wrong.
+    """
+    try:
+        ids = _strings(describe_file(path).metadata).get("sample_ids", ())
+    except StagescopeError:
+        return True
+    return sample_uid in ids
 
 
 def place_of_job(job: object) -> Location:

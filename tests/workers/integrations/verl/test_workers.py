@@ -348,3 +348,47 @@ def test_verl_s_own_debugger_steps_aside_for_ours(verl: Modules, seen: Seen) -> 
     theirs, ours = "the result of annotate", hooks._unchanged
     assert annotated == [theirs, ours, ours, theirs, ours]
     assert hooks._unchanged(annotate) is annotate
+
+
+@pytest.mark.skipif(not pads_jagged_rows(), reason="this torch pads no jagged rows, as verl does")
+def test_the_loss_of_every_epoch_says_which_tokens_it_clips(
+    verl: Modules, seen: Seen, ended: Read
+) -> None:
+    batch = data(notes={"epochs": 2, "num_mini_batch": 1})
+    batch["advantages"] = torch.tensor([[1.0, -1.0, 1.0]] * 4)
+    old = batch["old_log_probs"]
+    config = {"clip_ratio": 0.2, "clip_ratio_high": 0.3, "policy_loss": {"loss_mode": "vanilla"}}
+    worker = verl_fakes.inner_worker(verl)
+    seen.outcomes["train_batch"] = {"metrics": {}}
+    ratios = [torch.tensor([1.31, 0.79, 0.1]), torch.tensor([1.29, 3.1, 1.31])]
+
+    def train(*_: Any) -> None:
+        for ratio in ratios:
+            verl[LOSSES].ppo_loss(config, {"log_probs": old + ratio.log()}, batch)
+            worker.train_batch(batch)
+
+    seen.outcomes["train_mini_batch"] = train
+    worker.train_mini_batch(batch)
+    found = [np.asarray(end.payload["tensors"]["clipped"][2]).reshape(4, 3) for end in ended(2)]
+    # A gradient vanishes above 1.3 and below 0.8, but not where the advantage pulls back.
+    assert found[0].tolist() == [[1, -1, 0]] * 4
+    assert found[1].tolist() == [[0, 1, 1]] * 4  # 3.1: dual clipping, at 3 by default
+
+
+@pytest.mark.parametrize("mode", ["gspo", "cispo"])
+def test_a_loss_with_other_bounds_says_nothing_of_clipping(
+    mode: str, verl: Modules, seen: Seen, ended: Read
+) -> None:
+    batch = data(notes={"num_mini_batch": 1})
+    batch["advantages"] = torch.ones(4, 3)
+    config = {"clip_ratio": 0.2, "policy_loss": {"loss_mode": mode}}
+    worker = verl_fakes.inner_worker(verl)
+    seen.outcomes["train_batch"] = {"metrics": {}}
+
+    def train(*_: Any) -> None:
+        verl[LOSSES].ppo_loss(config, {"log_probs": batch["old_log_probs"]}, batch)
+        worker.train_batch(batch)
+
+    seen.outcomes["train_mini_batch"] = train
+    worker.train_mini_batch(batch)
+    assert [end.payload for end in ended(1)] == [None]

@@ -95,13 +95,13 @@ def _tensors(tensors: Any) -> Tensors:  # a dict or a TensorDict
 
 
 def advantages(batch: Any) -> Tensors:
-    """Return the advantages, returns, mask and rewards of a DataProto.
+    """Return the advantages, returns, mask, importance weights and rewards of a DataProto.
 
     `response_mask` is the one that the update uses, without the tokens that verl rejected; rewards
     are summed over the tokens of a row.
     """
     tensors = _tensors(batch.batch)
-    names = ("advantages", "returns", "response_mask")
+    names = ("advantages", "returns", "response_mask", "rollout_is_weights")
     found = {name: tensors[name] for name in names if name in tensors}
     scores = next((n for n in ("token_level_scores", "token_level_rewards") if n in tensors), None)
     if scores is not None:

@@ -77,7 +77,16 @@ def settings(config: object) -> dict[str, Any]:
     50 kB.
     """
     leaves = dict(sorted(visible_leaves(to_container(config) or {}).items())[:_MAX_LEAVES])
-    return {**statistics_settings(config), "verl": leaves}
+    return {**statistics_settings(config), **_tokenizer(config), "verl": leaves}
+
+
+def _tokenizer(config: object) -> dict[str, object]:
+    """Return the directory of the model's tokenizer, where it is on this machine."""
+    model = lookup(config, "actor_rollout_ref", "model")
+    named = lookup(model, "tokenizer_path") or lookup(model, "path")
+    directory = _absolute(named)
+    has_one = directory is not None and (Path(directory) / "tokenizer.json").is_file()
+    return {"tokenizer": directory} if has_one else {}
 
 
 def statistics_settings(config: object) -> dict[str, object]:

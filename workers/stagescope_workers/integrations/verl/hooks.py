@@ -224,7 +224,7 @@ def _numbers() -> list[Patch]:
         Patch("verl.utils.tracking", "Tracking.log", keep_name(trainer_calls.wrap_log),
               "numbers in verl's log, and verl's scalars", _ANY),
         Patch("verl.workers.utils.losses", "ppo_loss", keep_name(minibatches.wrap_ppo_loss),
-              "the log-probs of bypass mode", _WITH_METRICS),
+              "which tokens the loss clips, and the log-probs of bypass mode", _WITH_METRICS),
     ]  # fmt: skip
 
 

@@ -7,13 +7,14 @@ import contextvars
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from stagescope.wire.errors import StagescopeError
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl import context as contexts
+from stagescope_workers.integrations.verl.configuration import lookup
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.guard import guarded
 from stagescope_workers.probe.probe import Probe
@@ -21,7 +22,7 @@ from stagescope_workers.probe.stage import Stage
 
 
 class MicrobatchBuffer:
-    """The log-probs that the loss received in the micro-batches of one mini-batch."""
+    """What the loss did in the micro-batches of one mini-batch: log-probs, clipped tokens."""
 
     def __init__(self) -> None:
         self._tensors: list[dict[str, torch.Tensor]] = []
@@ -55,6 +56,9 @@ def _widths(tensor: torch.Tensor) -> list[int]:
     rows, width = tensor.shape
     return [int(width)] * int(rows)
 
+
+STREAMS: Final = "streams"
+CLIPPED: Final = "clipped"
 
 _current: Final[contextvars.ContextVar[Minibatches | None]] = contextvars.ContextVar(
     "stagescope_minibatches", default=None
@@ -93,7 +97,7 @@ class Minibatches:
         model: object,
         batches_per_epoch: int | None,
         epochs: int,
-        collects: bool,
+        collects: frozenset[str],
     ) -> None:
         """Prepare the parts of an update.
 
@@ -104,8 +108,9 @@ class Minibatches:
             model: the module, or Megatron's chunks.
             batches_per_epoch: mini-batches in an epoch, where that is known.
             epochs: the number of epochs.
-            collects: whether the loss records the two log-prob streams (bypass mode).
+            collects: what the loss records of each token: STREAMS (bypass mode), CLIPPED.
         """
+        self.collects = collects
         self.buffer = MicrobatchBuffer() if collects else None
         self.is_reported = context.stages
         """False where stages are not reported, and this one only transports the log-probs."""
@@ -187,35 +192,89 @@ def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
 
 
 def wrap_ppo_loss(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap verl's `ppo_loss`: it collects both log-prob streams."""
+    """Wrap verl's `ppo_loss`: it collects which tokens are clipped, and in bypass mode streams."""
 
     def run(config: Any, model_output: Any, data: Any, *args: object, **kwargs: object) -> object:
         result = function(config, model_output, data, *args, **kwargs)
-        with guarded("the log-probs of the loss"):
-            _collect(model_output, data)
+        with guarded("the tokens of the loss"):
+            _collect(config, model_output, data)
         return result
 
     return run
 
 
-def _collect(model_output: Any, data: Any) -> None:
+def _collect(config: Any, model_output: Any, data: Any) -> None:
     update = current()
-    if update is None or update.buffer is None or not update.is_first_epoch:
+    if update is None or update.buffer is None:
         return
     from verl.workers.utils.padding import no_padding_2_padding  # pyright: ignore[reportMissingImports]
 
-    optional = [name for name in ("rollout_log_probs", "responses") if name in data.keys()]  # noqa: SIM118
+    has_streams = STREAMS in update.collects and update.is_first_epoch
+    bounds = _clip_bounds(config) if CLIPPED in update.collects else None
+    if not has_streams and bounds is None:
+        return
+    optional = [
+        name
+        for name in ("rollout_log_probs", "responses", "advantages")
+        if name in data.keys()  # noqa: SIM118
+    ]
     with torch.no_grad():
         padded = data.select("response_mask", "old_log_probs", *optional).to_padded_tensor()
-        mask = padded["response_mask"]
-        rollout = padded[
-            "rollout_log_probs" if "rollout_log_probs" in optional else "old_log_probs"
-        ]
-        tensors = {
-            "log_probs": no_padding_2_padding(model_output["log_probs"].detach(), data),
-            "rollout_log_probs": rollout,
-            "response_mask": mask,
-        }
-        if "responses" in optional and padded["responses"].shape == mask.shape:
-            tensors["responses"] = padded["responses"]
-    update.buffer.add(tensors, contexts.row_strings(data, contexts.SAMPLES))
+        mask, old = padded["response_mask"], padded["old_log_probs"]
+        log_probs = no_padding_2_padding(model_output["log_probs"].detach(), data)
+        tensors = {"response_mask": mask}
+        if has_streams:
+            tensors["log_probs"] = log_probs
+            rollout = "rollout_log_probs" if "rollout_log_probs" in optional else "old_log_probs"
+            tensors["rollout_log_probs"] = padded[rollout]
+            if "responses" in optional and padded["responses"].shape == mask.shape:
+                tensors["responses"] = padded["responses"]
+        if bounds is not None and "advantages" in optional:
+            tensors["clipped"] = clipped(log_probs, old, padded["advantages"], bounds)
+    if len(tensors) > 1:
+        update.buffer.add(tensors, contexts.row_strings(data, contexts.SAMPLES))
+
+
+class ClipBounds(NamedTuple):
+    """Bounds on the ratio exp(log_prob - old_log_prob) beyond which a token has no gradient."""
+
+    low: float
+    """With a negative advantage."""
+    high: float
+    """With a positive advantage."""
+    dual: float
+    """The upper one with a negative advantage (dual clipping, arXiv 1912.09729)."""
+
+
+def _clip_bounds(config: Any) -> ClipBounds | None:
+    """Return the bounds of verl's vanilla policy loss; None: another loss, or not readable."""
+    mode = lookup(config, "policy_loss", "loss_mode")
+    if config is None or mode not in (None, "vanilla"):
+        return None
+    ratio = lookup(config, "clip_ratio")
+    low, high = (lookup(config, f"clip_ratio_{side}") for side in ("low", "high"))
+    dual = lookup(config, "clip_ratio_c")
+    low, high = (ratio if bound is None else bound for bound in (low, high))
+    if low is None or high is None:
+        return None
+    return ClipBounds(1.0 - float(low), 1.0 + float(high), 3.0 if dual is None else float(dual))
+
+
+def clipped(
+    log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, bounds: ClipBounds
+) -> torch.Tensor:
+    """Return which tokens the clipped policy loss leaves without a gradient.
+
+    Args:
+        log_probs, old, advantages: [rows, tokens].
+        bounds: on the ratio.
+
+    Returns:
+        int8 [rows, tokens]: -1 where the ratio is cut at the lower bound, 1 at an upper one.
+    """
+    # As verl's compute_policy_loss_vanilla: the loss is constant in the ratio beyond the bound.
+    ratio = torch.exp(torch.clamp(log_probs - old, -20.0, 20.0))
+    is_negative = advantages < 0
+    low = is_negative & (ratio < bounds.low)
+    high = (advantages > 0) & (ratio > bounds.high) | is_negative & (ratio > bounds.dual)
+    return high.to(torch.int8) - low.to(torch.int8)

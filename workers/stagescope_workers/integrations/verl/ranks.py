@@ -294,8 +294,14 @@ def _update(worker: Any, data: Any) -> Minibatches | None:
         model=getattr(worker.engine, "module", None),
         batches_per_epoch=None if count is None else int(count),
         epochs=int(contexts.non_tensor(data, "epochs") or 1),
-        collects=context.bypass and not critic,
+        collects=_collected(context, critic=critic),
     )
+
+
+def _collected(context: Context, *, critic: bool) -> frozenset[str]:
+    """Return what the loss of an update records of each token."""
+    wanted = {minibatches.STREAMS: context.bypass, minibatches.CLIPPED: context.stages}
+    return frozenset(name for name, is_wanted in wanted.items() if is_wanted and not critic)
 
 
 def _weight_sync(

@@ -1,0 +1,153 @@
+"""Answers about single samples of a step: the list, the tokens of one, and the loss's view."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stagescope_service.api.models.common import Model, Number, Page, Rank, Role, StepHeading
+from stagescope_service.api.models.numbers import Cause, CheckRow, Comparable
+
+FateName = Annotated[
+    Literal[
+        "environment", "rejected", "zero weight", "zero advantage", "clipped low", "clipped high",
+        "trained",
+    ],
+    Field(
+        description="What the loss did: `trained` where nothing that is recorded says otherwise, "
+        "`environment` where the mask is 0."
+    ),
+]  # fmt: skip
+
+
+class Unrecorded(Model):
+    """Something that is not known of the loss."""
+
+    name: Annotated[str, Field(examples=["clipped"])]
+    """`in_loss`, `weight`, `advantage` or `clipped`."""
+    record: str
+    """What is not known without it, and how to record it."""
+
+
+class SampleRow(Model):
+    """A sample, or a row without an id, as the step's numbers count it."""
+
+    sample_uid: str | None
+    """The sample's id; null: the row has none."""
+    group_id: str | None
+    """The group (of one prompt) that it belongs to; null: not reported."""
+    role: Role | None
+    """The role that handed it over; null: its process is not known."""
+    rank: Rank | None
+    """The rank that handed it over; null: its process is not known."""
+    row: int
+    """The row of its first fragment in the rank's payload, from 0."""
+    fragments: int
+    """Number of pieces (microbatches, context-parallel parts) that its tokens came in."""
+    rounds: int | None
+    """Number of its rounds; null: not reported."""
+    tokens: int
+    """Number of its tokens that count."""
+    mean_abs: Number
+    """Mean of |p - q| in nats."""
+    max_abs: Number
+    """Maximum of |p - q| in nats."""
+    nonfinite: int
+    """Number of its tokens with a value that is not finite."""
+    reward: Number | None
+    """Its reward; null: not reported."""
+
+
+class Samples(StepHeading, Page[SampleRow]):
+    """The samples of a step."""
+
+    comparable: Comparable
+    cause: Cause
+    comparability: list[CheckRow]
+    """What the checks of the step's streams found."""
+    kept: bool
+    """Whether tensors of the step are still there, so that tokens can be shown."""
+
+
+class Sample(StepHeading):
+    """The tokens of one sample, as aligned columns; d = p - q."""
+
+    sample_uid: str | None
+    """The sample's id; null: the row has none."""
+    group_id: str | None
+    """The group that it belongs to; null: not reported."""
+    positions: list[int]
+    """Each token's position in its sample, from 0."""
+    mask: list[int]
+    """1 = model token, 0 = environment or padding."""
+    token_ids: list[int] | None
+    """Token ids; null: not recorded, or not as wide as the mask."""
+    texts: list[str] | None
+    """Texts of the ids, spaces included; null: see `texts_reason`."""
+    texts_reason: str | None
+    """Why there are no texts; null: there are."""
+    round: list[int | None]
+    """Each model token's round, from 0; null: no model token."""
+    turn: list[int] | None
+    """True turns; null: not recorded."""
+    p: list[Number | None]
+    """The trainer's log-probs in nats; null: no model token."""
+    q: list[Number | None]
+    """The rollout's log-probs in nats; null: no model token."""
+    p_stream: Annotated[str, Field(examples=["old_log_probs"])]
+    """The tensor that p is of."""
+    d: list[Number]
+    """p - q in nats, of tokens of the environment too where both are recorded."""
+    advantage: list[Number] | None
+    """Advantages; null: not recorded."""
+    weight_raw: list[Number | None]
+    """Importance weights before they are cut: exp(d), or of the sequence; null: no model token."""
+    weight: list[Number | None] | None
+    """Importance weights that the loss applies; null: it applies none, or they are not known; of a
+    token: no model token."""
+    clipped: list[Literal["low", "high"] | None] | None
+    """The bound at which the loss cuts the ratio in every pass; null: not recorded."""
+    fate: list[FateName]
+    """What the loss did to each token."""
+    unrecorded: list[Unrecorded]
+    """What is not recorded of the loss, so that it excludes nothing from `trained`."""
+    notes: list[str]
+    """How columns were derived, and what is missing or disagrees in what is kept."""
+
+
+class LossRow(Model):
+    """The tokens of one fate."""
+
+    fate: FateName
+    gradient: bool
+    """Whether these tokens have a gradient, as far as that is recorded."""
+    tokens: int
+    """Number of model tokens."""
+    share_of_tokens: Number
+    """Share of all model tokens."""
+    abs_diff_sum: Number
+    """Sum of |p - q| in nats over the tokens whose p and q are finite."""
+    abs_diff_mean: Number
+    """Mean of |p - q| in nats over these."""
+    share_of_mismatch: Number
+    """Share of the sum of |p - q|; NaN where that is 0."""
+
+
+class Loss(StepHeading, Page[LossRow]):
+    """How the mismatch of a step is distributed over what the loss did to its tokens."""
+
+    comparable: Comparable
+    cause: Cause
+    comparability: list[CheckRow]
+    """What the checks of the step's streams found."""
+    tokens: int
+    """Number of model tokens that are kept: what the rows rest on."""
+    tokens_counted: int
+    """Number of tokens under the mask that the step's numbers rest on."""
+    unrecorded: list[Unrecorded]
+    """What is not recorded of the loss, so that it excludes nothing from `trained`."""
+    note: str
+    """How much of the mismatch sits in tokens that no gradient sees, as a sentence."""
+    notes: list[str]
+    """How rows were derived, and what is missing or disagrees in what is kept."""

@@ -1,0 +1,130 @@
+"""What the loss did to each token: trained on it, or left it without a gradient, and why.
+
+Arrays in, codes and sums out. A token has one fate, the first that applies in the order of `Fate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Final
+
+import numpy as np
+
+from stagescope_service.statistics.cell import Bool, Float64, UInt8
+from stagescope_service.statistics.settings import Settings, clamped_exp
+
+
+class Fate(enum.IntEnum):
+    """What the loss did to a token, in the order in which it is decided."""
+
+    NOT_MODEL = 0
+    """Environment or padding: the mask is 0."""
+    REJECTED = 1
+    """Under the mask of the streams and not under that of the update, or not in the loss."""
+    ZERO_WEIGHT = 2
+    """The importance weight that the loss applies is 0 (IcePop)."""
+    ZERO_ADVANTAGE = 3
+    CLIPPED_LOW = 4
+    """The ratio of the policy loss is cut at its lower bound in every pass: no gradient."""
+    CLIPPED_HIGH = 5
+    """The same at its upper bound, that of dual clipping included."""
+    TRAINED = 6
+
+
+NAMES: Final[dict[Fate, str]] = {
+    Fate.NOT_MODEL: "environment",
+    Fate.REJECTED: "rejected",
+    Fate.ZERO_WEIGHT: "zero weight",
+    Fate.ZERO_ADVANTAGE: "zero advantage",
+    Fate.CLIPPED_LOW: "clipped low",
+    Fate.CLIPPED_HIGH: "clipped high",
+    Fate.TRAINED: "trained",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTokens:
+    """What is recorded of the loss's tokens, [rows, tokens] each; None: it is not recorded.
+
+    Attributes:
+        mask: 1 = model token.
+        in_loss: whether the token is under the mask of the update and counts in the loss.
+        weight: the importance weight that the loss applies.
+        advantage: the token's advantage.
+        clipped: -1, 1: cut at the lower, upper bound in every pass over the row; 0: not.
+    """
+
+    mask: Bool
+    in_loss: Bool | None = None
+    weight: Float64 | None = None
+    advantage: Float64 | None = None
+    clipped: np.ndarray[tuple[int, ...], np.dtype[np.int8]] | None = None
+
+    def unrecorded(self) -> list[str]:
+        """Return the names of the fields that are not recorded."""
+        names = ("in_loss", "weight", "advantage", "clipped")
+        return [name for name in names if getattr(self, name) is None]
+
+    def fates(self) -> UInt8:
+        """Return the `Fate` of each token; what is not recorded excludes nothing."""
+        fates = np.full(self.mask.shape, Fate.TRAINED, np.uint8)
+        # The last assignment wins: from the last fate to the first.
+        if self.clipped is not None:
+            fates[self.clipped > 0] = Fate.CLIPPED_HIGH
+            fates[self.clipped < 0] = Fate.CLIPPED_LOW
+        if self.advantage is not None:
+            fates[self.advantage == 0.0] = Fate.ZERO_ADVANTAGE
+        if self.weight is not None:
+            fates[self.weight == 0.0] = Fate.ZERO_WEIGHT
+        if self.in_loss is not None:
+            fates[~self.in_loss] = Fate.REJECTED
+        fates[~self.mask] = Fate.NOT_MODEL
+        return fates
+
+
+@dataclasses.dataclass(frozen=True)
+class FateSum:
+    """The tokens of one fate."""
+
+    fate: Fate
+    tokens: int
+    finite: int
+    """Of these, tokens whose p and q are finite: those of `abs_diff_sum`."""
+    abs_diff_sum: float
+    """Sum of |p - q| in nats."""
+
+
+def sums(fates: UInt8, d: Float64) -> list[FateSum]:
+    """Return the tokens and the mismatch of each fate of model tokens that occurs.
+
+    Args:
+        fates: of `LossTokens.fates`.
+        d: p - q in nats; not finite where one of them is not.
+    """
+    finite = np.isfinite(d)
+    size = np.where(finite, np.abs(d), 0.0)
+    found = []
+    for fate in Fate:
+        chosen = fates == fate
+        if fate is not Fate.NOT_MODEL and chosen.any():
+            tokens, counted = int(chosen.sum()), int((chosen & finite).sum())
+            found.append(FateSum(fate, tokens, counted, float(size[chosen].sum())))
+    return found
+
+
+def raw_weights(d: Float64, mask: Bool, settings: Settings) -> Float64:
+    """Return the importance weights before they are cut, [rows, tokens].
+
+    exp(d) of a token, or where the run weighs sequences exp of the sum of d over the row's model
+    tokens; both clamped as verl does.
+
+    Args:
+        d: p - q in nats.
+        mask: the model's tokens.
+        settings: whether the run weighs tokens or sequences.
+    """
+    if settings.rollout_is != "sequence":
+        return clamped_exp(d)
+    of_row = np.where(mask, d, 0.0).sum(axis=1, keepdims=True)
+    return np.broadcast_to(clamped_exp(of_row), d.shape)
