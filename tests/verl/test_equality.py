@@ -352,8 +352,6 @@ def is_spread(batch: Tensors) -> bool:
 class _ActorConfig(dict[str, Any]):
     """The fields that verl's vanilla policy loss reads."""
 
-    global_batch_info: dict[str, Any] = {}
-
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
@@ -368,7 +366,7 @@ def test_the_tokens_that_are_clipped_have_no_gradient_in_verl_s_loss(seed: int) 
     advantages = torch.randn(shape, generator=generator).round(decimals=0)
     config = _ActorConfig(
         clip_ratio=0.2, clip_ratio_low=0.1 * (seed + 1), clip_ratio_high=0.28, clip_ratio_c=3.0,
-        policy_loss={"loss_mode": "vanilla"},
+        policy_loss={"loss_mode": "vanilla"}, global_batch_info={},
     )  # fmt: skip
     loss, _ = core_algos.compute_policy_loss_vanilla(
         old_log_prob=old, log_prob=current, advantages=advantages,
