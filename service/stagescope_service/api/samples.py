@@ -26,9 +26,9 @@ from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.target import Target
 from stagescope_service.api.tokenizers import Tokenizers
 from stagescope_service.statistics import loss_fate
-from stagescope_service.statistics.cell import Array, Bool, Float64, Int64
+from stagescope_service.statistics.cell import Bool, Float64, Int64
 from stagescope_service.statistics.kernel import ROW
-from stagescope_service.statistics.loss_fate import NAMES, Fate, LossTokens
+from stagescope_service.statistics.loss_fate import NAMES, Fate, Int8, LossTokens
 from stagescope_service.statistics.settings import Settings
 from stagescope_service.statistics.summary import Sequences
 from stagescope_service.store.parts import incarnation_of
@@ -333,7 +333,7 @@ class StepTokens:
     notes: Sequence[str]
 
     @classmethod
-    def of(cls, batch: Batch, masks: Array | None, passes: Sequence[Array]) -> StepTokens:
+    def of(cls, batch: Batch, masks: Bool | None, passes: Sequence[Int8]) -> StepTokens:
         """Read the rows of a batch.
 
         Args:
@@ -447,11 +447,11 @@ def _loss_masks(batch: Batch, rows: Int64) -> Bool | None:
     return masks if known.all() and len(rows) else None
 
 
-def _passes(batch: Batch) -> list[Array]:
+def _passes(batch: Batch) -> list[Int8]:
     """Return `clipped` int8 [rows, tokens] of each pass of the update, the recorded ones."""
     if "clipped" not in batch:
         return []
-    passes: dict[int, Array] = {}
+    passes: dict[int, Int8] = {}
     for part in _parts_with(batch, "clipped", ["actor_update"]):
         own = part.own.get("clipped")
         number = part.part.epoch
@@ -462,7 +462,7 @@ def _passes(batch: Batch) -> list[Array]:
     return list(passes.values())
 
 
-def _clipped_always(passes: Sequence[Array], shape: tuple[int, ...]) -> Array:
+def _clipped_always(passes: Sequence[Int8], shape: tuple[int, ...]) -> Int8:
     """Return the side on which a token is clipped in every pass, else 0; int8 of `shape`."""
     found = np.zeros(shape, np.int8)
     width = min(shape[1], *(each.shape[1] for each in passes))

@@ -10,9 +10,12 @@ import enum
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope_service.statistics.cell import Bool, Float64, UInt8
 from stagescope_service.statistics.settings import Settings, clamped_exp
+
+Int8 = npt.NDArray[np.int8]
 
 
 class Fate(enum.IntEnum):
@@ -59,7 +62,7 @@ class LossTokens:
     in_loss: Bool | None = None
     weight: Float64 | None = None
     advantage: Float64 | None = None
-    clipped: np.ndarray[tuple[int, ...], np.dtype[np.int8]] | None = None
+    clipped: Int8 | None = None
 
     def unrecorded(self) -> list[str]:
         """Return the names of the fields that are not recorded."""
