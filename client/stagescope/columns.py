@@ -37,6 +37,10 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
         "kind abs_diff:float p:float q:float round:int turn:int? token_id:int? sample_uid row:int "
         "position:int role rank:int?"
     ),
+    "diagnosis": _read(
+        "rule family title verdict sure:float since_step:int? where for:texts against:texts "
+        "meaning next:texts figure record sources:texts"
+    ),
     "stages": _read(
         "stage role rank:int part status seconds:float begin_wall:float end_wall:float "
         "open_seconds:float device_seconds:float clock_error:float policy_version:int? error_type "

@@ -13,12 +13,22 @@ from pydantic import BaseModel
 from stagescope import Table
 from stagescope.columns import COLUMNS
 from stagescope.wire.nonfinite import Json
-from stagescope_service.api.models import common, numbers, operators, runs, service, steps, triggers
+from stagescope_service.api.models import (
+    common,
+    diagnosis,
+    numbers,
+    operators,
+    runs,
+    service,
+    steps,
+    triggers,
+)
 
 MODELS: Final[Mapping[str, type[BaseModel]]] = {
     "rounds": numbers.SliceRow,
     "ranks": numbers.RankRow,
     "tokens": numbers.TokenRow,
+    "diagnosis": diagnosis.Symptom,
     "stages": steps.StageRow,
     "scalars": steps.ScalarRow,
     "stuck": steps.StuckRow,

@@ -17,6 +17,7 @@ SLOW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_
 THERE = {"run": "r", "attempt": 1, "attempt_key": "a1", "step": "5", "role": "actor", "rank": 0,
          "stage": "actor_compute_log_prob", "a": "r@1", "b": "r"}  # fmt: skip
 ROUTES = {
+    "/runs/{run}/diagnosis",
     "/healthz", "/readyz", "/status", "/metrics", "/runs", "/runs/{run}/attempts", "/steps",
     "/steps/{step}/metrics", "/steps/{step}/rounds", "/steps/{step}/ranks",
     "/steps/{step}/stages", "/steps/{step}/tokens", "/steps/{step}/dumps",
