@@ -184,7 +184,7 @@ class History:
             return []
         first, last = newest[0].step, newest[-1].step
         wanted = {(step.attempt_id, step.step): step for step in newest}
-        found = []
+        found: list[tuple[Step, Mapping[SliceKey, float]]] = []
         for row in self._catalogue.step_metrics(
             self._ids, version=VERSION, first=first, last=last, numbers="slices"
         ):

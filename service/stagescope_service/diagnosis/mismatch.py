@@ -182,9 +182,9 @@ def stale(history: History, *, metric: str = ABS_DIFF, factor: float = 1.5) -> E
     if not rows:
         return not_found("all tokens were sampled by the trainer's own version")
     share = float(np.median([row[1] for row in rows]))
-    step, _, mean, fresh = rows[-1]
+    newest, _, mean, fresh = rows[-1]
     text = (
-        f"{share:.0%} of the tokens are of an older version; in step {step} their mean |d| is "
+        f"{share:.0%} of the tokens are of an older version; in step {newest} their mean |d| is "
         f"{short(mean)}, that of fresh ones {short(fresh)}"
     )
     larger = [row for row in rows if not row[3] * factor > row[2]]
