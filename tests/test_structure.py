@@ -17,8 +17,8 @@ SERVICE: Final = ROOT / "service/stagescope_service"
 ROOTS: Final = (CLIENT, WORKERS, SERVICE)
 
 LAYERS: Final = (
-    "statistics", "rows", "store", "dumps", "compare", "triggers", "core", "ingest", "coordinator",
-    "api",
+    "statistics", "rows", "store", "dumps", "compare", "triggers", "diagnosis", "core", "ingest",
+    "coordinator", "api",
 )  # fmt: skip
 """Rooms of the service, the ground first: each may import itself and those before it."""
 TOP: Final = (

@@ -45,6 +45,10 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
         "fate gradient:bool tokens:int share_of_tokens:float abs_diff_sum:float "
         "abs_diff_mean:float share_of_mismatch:float"
     ),
+    "diagnosis": _read(
+        "rule family title verdict sure:float since_step:int? where for:texts against:texts "
+        "meaning next:texts figure record sources:texts"
+    ),
     "stages": _read(
         "stage role rank:int part status seconds:float begin_wall:float end_wall:float "
         "open_seconds:float device_seconds:float clock_error:float policy_version:int? error_type "

@@ -24,6 +24,7 @@ from stagescope.capture_requests import CaptureRequests
 from stagescope.columns import COLUMNS
 from stagescope.comparison_requests import ComparisonRequests
 from stagescope.connection import LIMIT, segment, step_segment
+from stagescope.doctor import DIAGNOSIS_ORDER, Diagnosis
 from stagescope.engines.http import engine_url
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
 from stagescope.hangs import Stacks
@@ -287,6 +288,26 @@ class Session(CaptureRequests, ComparisonRequests):
         """Return what was announced and never arrived, with the reasons, as `findings` does."""
         params = {"run": run, "attempt": attempt, "only": only}
         return self._findings_table("/losses", params, "losses", LOSS_ORDER, limit)
+
+    def doctor(
+        self, run: str | None = None, attempt: int | None = None, *, step: int | None = None
+    ) -> Diagnosis:
+        """Hold the rulebook against a run: what is sick, since when, and how sure that is.
+
+        Args:
+            run: its name; default: the run whose training stage began last.
+            attempt: only this attempt; default: the attempts in force.
+            step: look at the steps up to this one alone.
+        """
+        name = run or self.step("latest").run
+        table = self.table(
+            f"/runs/{segment(name, 'run')}/diagnosis",
+            {"attempt": attempt, "step": step},
+            title="diagnosis",
+            order=DIAGNOSIS_ORDER,
+            columns=COLUMNS["diagnosis"],
+        )
+        return Diagnosis.of(table)
 
     def findings(
         self,

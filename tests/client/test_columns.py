@@ -15,6 +15,7 @@ from stagescope.columns import COLUMNS
 from stagescope.wire.nonfinite import Json
 from stagescope_service.api.models import (
     common,
+    diagnosis,
     numbers,
     operators,
     runs,
@@ -30,6 +31,7 @@ MODELS: Final[Mapping[str, type[BaseModel]]] = {
     "tokens": numbers.TokenRow,
     "samples": samples.SampleRow,
     "loss": samples.LossRow,
+    "diagnosis": diagnosis.Symptom,
     "stages": steps.StageRow,
     "scalars": steps.ScalarRow,
     "stuck": steps.StuckRow,

@@ -216,6 +216,21 @@ def findings(
     return session.findings(run, attempt, only=only, limit=limit)
 
 
+@question(
+    click.argument("name", required=False, metavar="[RUN]"),
+    RUN,
+    ATTEMPT,
+    click.option("--step", type=int, help="Look at the steps up to this one alone."),
+)
+def doctor(
+    session: Session, name: str | None, run: str | None, attempt: int | None, step: int | None
+) -> Table:
+    """What is sick in a run, since when, how sure that is, and what to do next."""
+    if name and run and name != run:
+        raise InvalidInput(f"two runs are named: {name} and {run}", expected="one of them")
+    return session.doctor(name or run, attempt, step=step)
+
+
 @question(click.argument("finding_id", metavar="ID"))
 def finding(session: Session, finding_id: str) -> Record:
     """One finding: what, where, what to try, and its evidence (ID as `findings` shows it)."""

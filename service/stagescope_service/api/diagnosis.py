@@ -1,0 +1,106 @@
+"""The route of the doctor: the rulebook held against a run's history."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+
+from stagescope_service.api.dependencies import RUN_PATTERN, AttemptNumber, Dependencies, Deps
+from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.models import diagnosis as models
+from stagescope_service.api.requests import Answer, PageOf, pattern
+from stagescope_service.diagnosis.doctor import Diagnosis, diagnose, mismatch_parts
+from stagescope_service.diagnosis.history import History
+
+router = APIRouter(tags=["runs"])
+
+
+@router.get("/runs/{run}/diagnosis", response_model=models.Diagnosis)
+async def diagnosis(
+    deps: Deps,
+    page: PageOf,
+    run: Annotated[
+        str, Path(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
+    ],
+    attempt: AttemptNumber = None,
+    step: Annotated[
+        int | None,
+        Query(gt=-(10**18), lt=10**18, description="Look at the steps up to this one alone."),
+    ] = None,
+) -> Answer:
+    """Hold the rulebook against the newest 2000 steps of a run: what is sick, and how sure that is.
+
+    Each row is a symptom: `found`, `not found` or `not measured`, with the evidence for and against
+    it in numbers, the first step that shows it, where, what it means, what to do next, and what to
+    record where it is not measured. What was found comes first: what is wrong with the
+    service's own data, then precision, mismatch, reward, time and settings. `mismatch` takes the
+    newest measured step's mismatch apart.
+    """
+    found, rows = await deps.computations.run(_diagnosis_of, deps, run, attempt, step)
+    return Answer({**found, **page.cut(rows)})
+
+
+def _diagnosis_of(
+    deps: Dependencies, run: str, attempt: int | None, step: int | None
+) -> tuple[JsonObject, list[JsonObject]]:
+    """Return the fields of the answer, and its rows."""
+    target = deps.finder.attempt(run, attempt)
+    history = History(deps.catalogue, target.run, attempt=attempt, last=step)
+    rows = diagnose(history)
+    steps = [each.step for each in history.steps]
+    newest = history.newest
+    found = sum(each.evidence.verdict == "found" for each in rows)
+    unknown = sum(each.evidence.verdict == "not measured" for each in rows)
+    fields: JsonObject = {
+        **target.heading(),
+        "attempt": attempt,
+        "from_step": steps[0] if steps else None,
+        "to_step": steps[-1] if steps else None,
+        "steps": len(steps),
+        "measured": len(history.measured),
+        "measured_step": None if newest is None else newest.step.step,
+        "text": f"{found} of {len(rows)} symptoms found, {unknown} not measured, in {len(steps)} "
+        f"closed steps of run {target.run}",
+        "mismatch": [
+            {"name": part.name, "share": part.share, "text": part.text, "counted": part.counted}
+            for part in mismatch_parts(history)
+        ],
+    }
+    return fields, [_row(history, each) for each in rows]
+
+
+def _row(history: History, found: Diagnosis) -> JsonObject:
+    rule, evidence = found.rule, found.evidence
+    newest = history.newest
+    last = history.steps[-1] if history.steps else None
+    step = evidence.since_step
+    if step is None:
+        step = newest.step.step if newest is not None else None if last is None else last.step
+    attempts = {each.step: each.attempt for each in history.steps}
+    attempt = attempts.get(step, last.attempt if last else 1) if step is not None else 1
+    words = {"{run}": history.run, "{step}": "STEP" if step is None else str(step),
+             "{attempt}": str(attempt), "{before}": str(max(attempt - 1, 1))}  # fmt: skip
+    return {
+        "rule": rule.name,
+        "family": rule.family,
+        "title": rule.title,
+        "verdict": evidence.verdict,
+        "sure": evidence.sure,
+        "since_step": evidence.since_step,
+        "where": evidence.where or None,
+        "for": list(evidence.supports),
+        "against": list(evidence.against),
+        "meaning": rule.meaning,
+        "next": [_filled(text, words) for text in rule.next],
+        "figure": None if rule.figure is None or step is None else _filled(rule.figure, words),
+        "record": rule.record if evidence.verdict == "not measured" else None,
+        "sources": list(rule.sources),
+    }
+
+
+def _filled(text: str, words: dict[str, str]) -> str:
+    """Replace the placeholders of a rule; other braces stay."""
+    for word, value in words.items():
+        text = text.replace(word, value)
+    return text

@@ -1,0 +1,77 @@
+"""The answer of the doctor: symptoms with the evidence for and against them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from stagescope_service.api.models.common import Model, Number, Page, RunHeading, Step
+
+
+class MismatchPart(Model):
+    """A part of the newest measured step's mismatch."""
+
+    name: Annotated[str, Field(examples=["noise floor"])]
+    """`stale tokens`, `noise floor`, `rounding`, `worst tokens` or `unexplained`."""
+    share: Number | None
+    """Its share of the sum of |p - q|, 0 to 1; null: not measured."""
+    text: str
+    """What it rests on, or why it is not measured."""
+    counted: bool
+    """Whether `unexplained` is without it; parts that are not counted overlap others."""
+
+
+class Symptom(Model):
+    """A rule of the rulebook, and what was found."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    rule: Annotated[str, Field(examples=["rank_apart"])]
+    """The rule's name: its file in the rulebook."""
+    family: Literal["service", "precision", "mismatch", "reward", "time", "settings"]
+    """What the rule looks at."""
+    title: str
+    """The symptom, as a sentence."""
+    verdict: Literal["found", "not found", "not measured"]
+    """`not measured`: the run does not record what the rule needs; `record` says what."""
+    sure: Number
+    """Share of the examined steps, ranks or samples that show the symptom, 0 to 1."""
+    since_step: int | None
+    """The first step that shows it; null: not found, or not a matter of steps."""
+    where: str | None
+    """The rank, round, stage or operator; null: the whole step."""
+    supports: Annotated[list[str], Field(alias="for", description="Evidence for it, in numbers.")]
+    against: list[str]
+    """Evidence against it, in numbers; or why it is not measured."""
+    meaning: str
+    """What the symptom means."""
+    next: list[str]
+    """What to do, the first thing first; commands begin with `stagescope`."""
+    figure: str | None
+    """Path of a figure that shows it; null: there is none."""
+    record: str | None
+    """What to record, so that it is measured; null: it is, or nothing can be recorded."""
+    sources: list[str]
+    """Where the field met it."""
+
+
+class Diagnosis(RunHeading, Page[Symptom]):
+    """What is sick in a run, the surest first."""
+
+    attempt: int | None
+    """The requested attempt; null: the attempts in force."""
+    from_step: Step | None
+    """The first step that was looked at; null: no step is closed."""
+    to_step: Step | None
+    """The last one; null: no step is closed."""
+    steps: int
+    """Number of closed steps that were looked at."""
+    measured: int
+    """Number of these that have numbers."""
+    measured_step: Step | None
+    """The newest of these, which `mismatch` is of; null: none."""
+    text: str
+    """How many symptoms were found, as a sentence."""
+    mismatch: list[MismatchPart]
+    """The mismatch taken apart; empty: no step has both streams, or they are equal."""

@@ -1,0 +1,256 @@
+"""The rulebook as data: rules read from YAML, and held against a run's history.
+
+A rule names a function of `evidence` and its parameters, and says what a symptom means: what to do
+next, what to record where the evidence is lacking, and where the field met it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope.wire.errors import InvalidPlan, StagescopeError
+from stagescope_service.diagnosis import mismatch, reports, trends
+from stagescope_service.diagnosis.evidence import ABS_DIFF, Evidence, not_measured
+from stagescope_service.diagnosis.history import History
+from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.summary import Summary
+from stagescope_service.triggers.rules import load_yaml
+
+FAMILIES: Final = ("service", "precision", "mismatch", "reward", "time", "settings")
+"""What is looked at, in the order in which it has to be trusted."""
+EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
+    function.__name__: function
+    for function in (
+        trends.jump, trends.growth, trends.above, trends.scalar_above, trends.scalar_falls,
+        trends.scalar_flat, trends.scalar_spike,
+        mismatch.rank_apart, mismatch.rounds_rise, mismatch.suspect, mismatch.noise_floor,
+        mismatch.rounded, mismatch.hidden_tails, mismatch.stale,
+        reports.groups, reports.truncated, reports.finding, reports.scalars_not_finite,
+        reports.lost, reports.partial, reports.straggler, reports.settings,
+    )
+}  # fmt: skip
+"""Name in a rule -> the function."""
+_REQUIRED: Final = ("title", "family", "evidence", "meaning", "next", "sources")
+_OPTIONAL: Final = ("figure", "record")
+_ORDER: Final = {"found": 0, "not measured": 1, "not found": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A symptom.
+
+    Attributes:
+        name: the name of its file.
+        title: the symptom, as a sentence without a full stop.
+        family: one of `FAMILIES`.
+        function: the name of the function of `evidence`.
+        parameters: its keyword arguments.
+        meaning: what the symptom means.
+        next: what to do, the first thing first; commands begin with `stagescope`.
+        sources: where the field met it.
+        figure: the path of a figure, with {run}, {attempt} and {step}; None: there is none.
+        record: what to record where it is not measured; None: nothing can be done.
+    """
+
+    name: str
+    title: str
+    family: str
+    function: str
+    parameters: Mapping[str, Any]  # as the YAML has them; checked against the function
+    meaning: str
+    next: tuple[str, ...]
+    sources: tuple[str, ...]
+    figure: str | None = None
+    record: str | None = None
+
+    @classmethod
+    def parse(cls, name: str, value: object) -> Rule:
+        """Parse the content of a file.
+
+        Raises:
+            InvalidPlan: names the file and the field that is wrong.
+        """
+        if not isinstance(value, Mapping):
+            raise InvalidPlan(f"rule {name} is {value!r:.100}", expected="a table")
+        missing = [field for field in _REQUIRED if not value.get(field)]
+        unknown = sorted(set(value) - {*_REQUIRED, *_OPTIONAL})
+        if missing or unknown:
+            wrong = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown)}"
+            raise InvalidPlan(
+                f"rule {name} {wrong}", expected=f"{', '.join(_REQUIRED)} ({', '.join(_OPTIONAL)})"
+            )
+        if value["family"] not in FAMILIES:
+            raise InvalidPlan(
+                f"rule {name} is of family {value['family']!r:.50}",
+                expected=f"one of {', '.join(FAMILIES)}",
+            )
+        parameters = dict(value["evidence"])
+        function = parameters.pop("function", None)
+        if function not in EVIDENCE:
+            raise InvalidPlan(
+                f"rule {name} has evidence {function!r:.50}",
+                expected=f"function: one of {', '.join(sorted(EVIDENCE))}",
+            )
+        known = inspect.signature(EVIDENCE[function]).parameters
+        wrong_names = sorted(set(parameters) - (set(known) - {"history"}))
+        lacking = [
+            each.name
+            for each in known.values()
+            if each.default is each.empty and each.name != "history" and each.name not in parameters
+        ]
+        if wrong_names or lacking:
+            raise InvalidPlan(
+                f"rule {name}: {function} has no parameter {', '.join(wrong_names)}"
+                if wrong_names
+                else f"rule {name}: {function} needs {', '.join(lacking)}",
+                expected=", ".join(each for each in known if each != "history"),
+            )
+        return cls(
+            name=name,
+            title=str(value["title"]),
+            family=str(value["family"]),
+            function=function,
+            parameters=parameters,
+            meaning=str(value["meaning"]),
+            next=tuple(map(str, value["next"])),
+            sources=tuple(map(str, value["sources"])),
+            figure=None if value.get("figure") is None else str(value["figure"]),
+            record=None if value.get("record") is None else str(value["record"]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """A rule and what was found for and against it."""
+
+    rule: Rule
+    evidence: Evidence
+
+
+@cache
+def rulebook() -> tuple[Rule, ...]:
+    """Return the rules that ship, by family and name.
+
+    Raises:
+        InvalidPlan: a rule is wrong.
+    """
+    directory = resources.files("stagescope_service.diagnosis").joinpath("rules")
+    files = [file for file in directory.iterdir() if file.name.endswith(".yaml")]
+    rules = [
+        Rule.parse(file.name.removesuffix(".yaml"), load_yaml(file.read_text(encoding="utf-8")))
+        for file in files
+    ]
+    return tuple(sorted(rules, key=lambda rule: (FAMILIES.index(rule.family), rule.name)))
+
+
+def diagnose(history: History, rules: Sequence[Rule] | None = None) -> list[Diagnosis]:
+    """Hold rules against a history; what was found comes first, the surest first.
+
+    A rule whose evidence cannot be computed is 'not measured', with the error: one damaged step
+    must not hide what the others say.
+    """
+    found = [
+        Diagnosis(rule, _evidence(rule, history))
+        for rule in (rulebook() if rules is None else rules)
+    ]
+    return sorted(
+        found,
+        key=lambda each: (
+            _ORDER[each.evidence.verdict],
+            FAMILIES.index(each.rule.family),
+            -each.evidence.sure,
+            each.rule.name,
+        ),
+    )
+
+
+def _evidence(rule: Rule, history: History) -> Evidence:
+    try:
+        return EVIDENCE[rule.function](history, **rule.parameters)
+    except StagescopeError as error:
+        return not_measured(f"it cannot be computed: {error}")
+
+
+# --- the mismatch taken apart -------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class MismatchPart:
+    """A part of the newest measured step's sum of |d|.
+
+    Attributes:
+        name: 'stale tokens', 'noise floor', 'rounding', 'worst tokens' or 'unexplained'.
+        share: its share of the sum of |d|, 0 to 1; None: not measured.
+        text: what it rests on, or why it is not measured.
+        counted: whether `unexplained` is without it; parts that are not counted overlap others.
+    """
+
+    name: str
+    share: float | None
+    text: str
+    counted: bool = True
+
+
+def mismatch_parts(history: History) -> list[MismatchPart]:
+    """Take the mismatch of the newest measured step apart; [] where no step has both streams.
+
+    The noise floor (the trainer against itself) and rounding are means of |d| of the same kind as
+    the mismatch, so that the larger of them is the share that either explains of the fresh tokens.
+    """
+    newest = history.newest
+    if newest is None:
+        return []
+    summary, total = newest.summary.summary, newest.summary.total
+    size = newest.published[ABS_DIFF]
+    if not (total.tokens and size > 0.0):
+        return []
+    stale = _stale_share(summary, total)
+    noise = None if newest.noise is None else min(1.0, newest.noise[ABS_DIFF] / size)
+    rounding = min(1.0, newest.published["rounding/abs_diff_floor"] / size)
+    sizes = np.abs(summary.worst.p - summary.worst.q)
+    worst = float(sizes.sum()) / total[Field.D_ABS_SUM]
+    explained = max(noise or 0.0, rounding)
+    rest = (1.0 - (stale or 0.0)) * (1.0 - explained)
+    larger_is_noise = noise is not None and noise >= rounding
+    return [
+        MismatchPart(
+            "stale tokens",
+            stale,
+            "the policy versions of tokens are not recorded"
+            if stale is None
+            else "tokens of older policy versions, whose |d| is drift and mismatch",
+        ),
+        MismatchPart(
+            "noise floor",
+            noise,
+            "no recomputed_log_probs"
+            if noise is None
+            else "mean |d| of the trainer against itself over that of the mismatch",
+            counted=larger_is_noise,
+        ),
+        MismatchPart(
+            "rounding",
+            rounding,
+            "what the dtypes of the streams add to mean |d|",
+            counted=not larger_is_noise,
+        ),
+        MismatchPart(
+            "worst tokens",
+            worst,
+            f"the {len(sizes)} tokens with the largest |d| of {total.tokens}",
+            counted=False,
+        ),
+        MismatchPart("unexplained", rest, "1 without the parts that are counted", counted=False),
+    ]
+
+
+def _stale_share(summary: Summary, total: Cell) -> float | None:
+    if not summary.staleness.keys.size:
+        return None
+    old = [cell[Field.D_ABS_SUM] for age, cell in summary.staleness.items() if age > 0]
+    return sum(old) / total[Field.D_ABS_SUM]

@@ -1,0 +1,95 @@
+"""Evidence for and against a symptom, and the statistics that it rests on.
+
+The functions of `trends`, `mismatch` and `reports` return it: each is pure in a run's history, and
+its keyword parameters are what a rule's `evidence` may give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Final, Literal
+
+import numpy as np
+
+from stagescope_service.statistics.cell import Float64
+
+Verdict = Literal["found", "not found", "not measured"]
+ABS_DIFF: Final = "logprob_abs_diff/mean"
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What a rule found.
+
+    Attributes:
+        verdict: 'not measured' where the history lacks what the rule needs.
+        sure: the share of what was examined that shows the symptom, 0 to 1.
+        since_step: the first step that shows it; None: not a matter of steps.
+        where: the round, rank, operator or stage; '' if it is of the whole step.
+        supports: sentences with the numbers that speak for it.
+        against: those that speak against it.
+    """
+
+    verdict: Verdict
+    sure: float = 0.0
+    since_step: int | None = None
+    where: str = ""
+    supports: tuple[str, ...] = ()
+    against: tuple[str, ...] = ()
+
+
+def not_measured(reason: str) -> Evidence:
+    """Return that the history lacks what is needed."""
+    return Evidence("not measured", against=(reason,))
+
+
+def not_found(*against: str) -> Evidence:
+    """Return that the symptom is not there, and why."""
+    return Evidence("not found", against=against)
+
+
+def kendall(values: Float64) -> float:
+    """Return Kendall's tau of values and their order, ties counted as neither; NaN below two."""
+    count = len(values)
+    if count < 2:
+        return math.nan
+    if count > 500:  # of every k-th value: the sum is quadratic
+        values = values[:: -(-count // 500)]
+        count = len(values)
+    signs = np.sign(values[None, :] - values[:, None])
+    upper = np.triu_indices(count, 1)
+    return float(signs[upper].sum() / (count * (count - 1) / 2))
+
+
+def spearman(values: Float64) -> float:
+    """Return Spearman's rank correlation of values and their order, ties at their mean rank."""
+    order = np.arange(len(values), dtype=np.float64)
+    ranks = _mean_ranks(values)
+    spread = float(ranks.std() * order.std())
+    if spread == 0.0:
+        return 0.0
+    return float(((ranks - ranks.mean()) * (order - order.mean())).mean() / spread)
+
+
+def _mean_ranks(values: Float64) -> Float64:
+    _unique, where, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    means = ends - (counts + 1) / 2
+    ranks: Float64 = means[where.reshape(-1)].astype(np.float64)
+    return ranks
+
+
+def spread(values: Float64) -> float:
+    """Return a robust standard deviation: 1.4826 times the median absolute deviation."""
+    return 1.4826 * float(np.median(np.abs(values - np.median(values)))) if len(values) else 0.0
+
+
+def short(value: float) -> str:
+    """Return a number with four significant digits."""
+    return f"{value:.4g}"
+
+
+def times(large: float, small: float) -> str:
+    """Return how many times one number is another, as text."""
+    return f"{large / small:.1f} times" if small else "from 0"

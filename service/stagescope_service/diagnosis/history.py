@@ -1,0 +1,334 @@
+"""What a diagnosis rests on: the history of one run, read from the catalogue as it is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from stagescope.wire.errors import InvalidInput
+from stagescope_service.statistics.cell import Float64, Int64
+from stagescope_service.statistics.comparability import Comparability, examine
+from stagescope_service.statistics.mismatch import publish
+from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
+from stagescope_service.statistics.step_summary import NOISE_PAIR, StepSummary, assemble
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.columns import NON_FINITE_NAMES
+from stagescope_service.store.contract import Row
+from stagescope_service.store.parts import pair_name, part_records
+from stagescope_service.store.tables.measurements import SampleRow
+
+STEPS: Final = 2000
+"""Newest steps that a diagnosis looks at."""
+NEWEST: Final = 10
+"""Newest measured steps that are looked at by rank, by round, and by sample."""
+_ROWS: Final = 20_000
+_NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class Step(NamedTuple):
+    """A step in force: no later attempt repeats it."""
+
+    step: int
+    attempt_id: int
+    attempt: int
+    """The attempt's number in its run."""
+    verdict: str | None
+    """The comparability of its streams; None: it was not measured."""
+    suspects: tuple[str, ...]
+    """The checks of its streams that failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A number over the steps that have it, ascending; arrays of one length.
+
+    Attributes:
+        name: of the metric or scalar.
+        steps: the steps.
+        attempts: the number of each step's attempt.
+        values: float64, NaN and infinities included.
+    """
+
+    name: str
+    steps: Int64
+    attempts: Int64
+    values: Float64
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def finite(self) -> Series:
+        """The steps whose value is finite."""
+        return self.where(np.isfinite(self.values))
+
+    def where(self, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Series:
+        """Return the steps for which `chosen` (bool, of the same length) is true."""
+        return Series(self.name, self.steps[chosen], self.attempts[chosen], self.values[chosen])
+
+    def of_attempt(self, attempt: int) -> Series:
+        """Return the steps of one attempt."""
+        return self.where(self.attempts == attempt)
+
+    def newest(self, count: int) -> Series:
+        """Return the newest `count` steps."""
+        return Series(self.name, self.steps[-count:], self.attempts[-count:], self.values[-count:])
+
+
+class MeasuredStep(NamedTuple):
+    """The newest step with numbers."""
+
+    step: Step
+    summary: StepSummary
+    published: Mapping[str, float]
+    comparability: Comparability
+    noise: Mapping[str, float] | None
+    """Published numbers of the trainer against itself; None: not recorded."""
+
+
+class History:
+    """The history of a run, or of one attempt of it, in the steps that are in force.
+
+    Args:
+        catalogue: the reading side of the store.
+        run: the run's name.
+        attempt: only this attempt, by its number; None: the attempts in force.
+        last: the last step to look at; None: the newest.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        run: str,
+        *,
+        attempt: int | None = None,
+        last: int | None = None,
+    ) -> None:
+        self.run = run
+        self._catalogue = catalogue
+        self._last = last
+        rows = catalogue.attempts(run)
+        self.attempts = sorted(
+            (row for row in rows if attempt in (None, row["number"])), key=lambda row: row["number"]
+        )
+        self._ids = [int(row["attempt_id"]) for row in self.attempts]
+        self._number = {int(row["attempt_id"]): int(row["number"]) for row in self.attempts}
+        self._series = lru_cache(maxsize=None)(self._read_series)
+
+    # --- steps ----------------------------------------------------------------------------------
+    @cached_property
+    def _rows(self) -> list[Row]:
+        """The newest `STEPS` closed steps in force, ascending, with their published numbers."""
+        found: list[Row] = []
+        resumed = {
+            int(row["number"]): int(row["resumed_from_step"])
+            for row in self.attempts
+            if row["resumed_from_step"] is not None
+        }
+        seen: set[int] = set()
+        for row in self._catalogue.step_metrics(self._ids, version=VERSION, last=self._last):
+            step, number = int(row["step"]), self._number[row["attempt_id"]]
+            repeated = (
+                any(step > before for later, before in resumed.items() if later > number)
+                or step in seen
+            )
+            if row["closed_wall"] is None or repeated:
+                continue
+            seen.add(step)
+            found.append(row)
+            if len(found) >= STEPS:
+                break
+        return found[::-1]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The closed steps in force, ascending."""
+        return [
+            Step(
+                int(row["step"]),
+                int(row["attempt_id"]),
+                self._number[row["attempt_id"]],
+                row["verdict"] if row["metrics"] is not None else None,
+                tuple(row["suspects"] or ()),
+            )
+            for row in self._rows
+        ]
+
+    @cached_property
+    def measured(self) -> list[Step]:
+        """The steps that have numbers, ascending."""
+        return [step for step in self.steps if step.verdict is not None]
+
+    def partial(self) -> Series:
+        """Return 1 for each step that closed without some of its ranks, else 0."""
+        values = [float(row["completeness"] == "partial") for row in self._rows]
+        return self._as_series("partial steps", self._rows, values)
+
+    # --- numbers --------------------------------------------------------------------------------
+    def metric(self, name: str) -> Series:
+        """Return a published number of the steps that have it."""
+        rows = [row for row in self._rows if name in (row["metrics"] or {})]
+        return self._as_series(name, rows, [number(row["metrics"][name]) for row in rows])
+
+    def slices(self, by: Dimension, name: str) -> list[tuple[Step, Mapping[SliceKey, float]]]:
+        """Return a published number of the slices of each of the newest measured steps."""
+        newest = self.measured[-NEWEST:]
+        if not newest:
+            return []
+        first, last = newest[0].step, newest[-1].step
+        wanted = {(step.attempt_id, step.step): step for step in newest}
+        found: list[tuple[Step, Mapping[SliceKey, float]]] = []
+        for row in self._catalogue.step_metrics(
+            self._ids, version=VERSION, first=first, last=last, numbers="slices"
+        ):
+            step = wanted.get((row["attempt_id"], row["step"]))
+            if step is not None and row["slices"] is not None:
+                found.append((step, SliceMetrics.from_bytes(row["slices"]).column(by, name)))
+        return found[::-1]
+
+    @cached_property
+    def scalar_names(self) -> list[str]:
+        """The names of all scalars that were logged."""
+        return sorted(self._catalogue.scalar_names(self._ids)) if self._ids else []
+
+    def scalars(self, patterns: Sequence[str]) -> list[Series]:
+        """Return the series of every scalar whose name matches a pattern, the first one first.
+
+        A value is the mean over the ranks and parts that logged it; NaN where one of them is.
+        """
+        names = [
+            name
+            for pattern in patterns
+            for name in self.scalar_names
+            if fnmatch.fnmatchcase(name, pattern)
+        ]
+        found = [self._series(name) for name in dict.fromkeys(names)]
+        return [series for series in found if len(series)]
+
+    def _read_series(self, name: str) -> Series:
+        in_force = {(step.attempt_id, step.step) for step in self.steps}
+        sums: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+        for row in self._catalogue.scalar_values(self._ids, name, by_rank=False, last=self._last):
+            key = (row["attempt_id"], row["step"])
+            if key in in_force:
+                bad = row["nan"] or row["posinf"] or row["neginf"]
+                mean = math.nan if bad or row["mean"] is None else float(row["mean"])
+                sums[key].append((mean, int(row["count"])))
+        rows = [row for row in self._rows if (row["attempt_id"], row["step"]) in sums]
+        values = [_weighted_mean(sums[row["attempt_id"], row["step"]]) for row in rows]
+        return self._as_series(name, rows, values)
+
+    def _as_series(self, name: str, rows: Sequence[Row], values: Sequence[float]) -> Series:
+        return Series(
+            name,
+            np.array([row["step"] for row in rows], np.int64),
+            np.array([self._number[row["attempt_id"]] for row in rows], np.int64),
+            np.array(values, np.float64),
+        )
+
+    # --- the newest measured step ---------------------------------------------------------------
+    @cached_property
+    def newest(self) -> MeasuredStep | None:
+        """The newest step with numbers; None: no step has any, or only an older version's."""
+        for step in reversed(self.measured):
+            row = self._catalogue.step(step.attempt_id, step.step)
+            if row is None or row["whole"] is None:
+                continue
+            try:
+                summary = StepSummary.from_bytes(row["whole"])
+            except InvalidInput:
+                continue
+            verdict = examine(summary.summary, summary.ranks)
+            noise = self._noise(step, summary)
+            return MeasuredStep(step, summary, publish(summary.summary), verdict, noise)
+        return None
+
+    def _noise(self, step: Step, summary: StepSummary) -> Mapping[str, float] | None:
+        rows = self._catalogue.summaries(step.attempt_id, step.step, pair=pair_name(NOISE_PAIR))
+        parts = part_records(
+            rows,
+            self._catalogue.processes(step.attempt_id),
+            self._catalogue.replaced(step.attempt_id, step.step),
+        )
+        own = [part for part in parts if part.stage == summary.stage]
+        if not own:
+            return None
+        return publish(assemble(own, stage=summary.stage, pairs=[NOISE_PAIR]).summary)
+
+    @cached_property
+    def samples(self) -> list[SampleRow]:
+        """The samples of the newest steps that have some, the newest step first."""
+        found: list[SampleRow] = []
+        for step in reversed(self.steps[-NEWEST:]):
+            found += self._catalogue.samples(step.attempt_id, step.step, limit=_ROWS - len(found))
+            if len(found) >= _ROWS:
+                break
+        return found
+
+    # --- what else the service knows --------------------------------------------------------------
+    @cached_property
+    def findings(self) -> list[Row]:
+        """The findings of these attempts, the most recently seen first."""
+        return self._catalogue.findings(attempt_id=self._ids, limit=_ROWS) if self._ids else []
+
+    @cached_property
+    def losses(self) -> list[Row]:
+        """What was announced and never arrived."""
+        return self._catalogue.losses(attempt_id=self._ids, limit=_ROWS) if self._ids else []
+
+    @cached_property
+    def non_finite_scalars(self) -> list[Row]:
+        """The logged numbers that are NaN or infinite, by step, up to the last one."""
+        if not self._ids:
+            return []
+        rows = self._catalogue.scalars(self._ids, nonfinite=NON_FINITE_NAMES, limit=_ROWS)
+        in_force = {(step.attempt_id, step.step) for step in self.steps}
+        return [row for row in rows if (row["attempt_id"], row["step"]) in in_force]
+
+    @cached_property
+    def streams(self) -> list[Mapping[str, object]]:
+        """The log-prob series of the newest measured step's attempt and stage."""
+        if self.newest is None:
+            return []
+        stage, attempt_id = self.newest.summary.stage, self.newest.step.attempt_id
+        return [dict(row) for row in self._catalogue.streams(attempt_id, stage=stage)]
+
+    def settings(self, name: str) -> Mapping[str, object]:
+        """Return a table among the settings of the newest attempt that has one."""
+        for attempt_id in reversed(self._ids):
+            for settings in self._catalogue.settings_with(attempt_id, name):
+                table = settings.get(name)
+                if isinstance(table, Mapping):
+                    return table
+        return {}
+
+    def stage_seconds(self) -> dict[tuple[str, str], dict[int, dict[int, float]]]:
+        """Return (stage, role) -> step -> rank -> seconds, of the newest steps."""
+        found: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
+        for step in self.steps[-NEWEST:]:
+            rows = self._catalogue.stages(step.attempt_id, step.step, limit=_ROWS)
+            for row in rows:
+                if row["end_mono"] is None or row["begin_mono"] is None:
+                    continue
+                by_rank = found.setdefault((row["stage"], row["role"]), {}).setdefault(
+                    step.step, {}
+                )
+                seconds = float(row["end_mono"]) - float(row["begin_mono"])
+                by_rank[row["rank"]] = by_rank.get(row["rank"], 0.0) + seconds
+        return found
+
+
+def number(value: object) -> float:
+    """Return a stored number; a spelled one stands for one that is not finite."""
+    return _NON_FINITE[value] if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+
+
+def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
+    return sum(mean * count for mean, count in values) / sum(count for _, count in values)

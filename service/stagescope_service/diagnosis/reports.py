@@ -1,0 +1,201 @@
+"""Evidence of what was reported: samples, findings, losses, times, settings."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from stagescope_service.diagnosis.evidence import Evidence, not_found, not_measured, short
+from stagescope_service.diagnosis.history import NEWEST, History
+from stagescope_service.diagnosis.trends import beyond
+
+
+def groups(
+    history: History, *, kind: Literal["equal", "low", "high", "single"], share: float = 0.5
+) -> Evidence:
+    """Return whether many groups of samples teach nothing.
+
+    Args:
+        history: of the run.
+        kind: 'equal': all rewards of a group are equal, so that its advantages are 0; 'low' or
+            'high': they are equal to the lowest or highest reward of all; 'single': a group has
+            one sample.
+        share: least share of the groups.
+    """
+    by_group: dict[tuple[int | None, str], list[float]] = defaultdict(list)
+    for row in history.samples:
+        if row["group_id"] is not None:
+            reward = row["reward"]
+            by_group[row["step"], row["group_id"]].append(math.nan if reward is None else reward)
+    if not by_group:
+        return not_measured("samples have no group_id")
+    if kind == "single":
+        single = [key for key, rewards in by_group.items() if len(rewards) == 1]
+        text = f"{len(single)} of {len(by_group)} groups have one sample"
+        if len(single) < share * len(by_group):
+            return not_found(text)
+        return Evidence("found", len(single) / len(by_group), _first_step(single), "", (text,))
+    rewarded = {
+        key: rewards
+        for key, rewards in by_group.items()
+        if len(rewards) > 1 and not any(map(math.isnan, rewards))
+    }
+    if not rewarded:
+        return not_measured("samples have no rewards, or groups of one sample")
+    every = [reward for rewards in rewarded.values() for reward in rewards]
+    edge = {"low": min(every), "high": max(every)}.get(kind)
+    marked = [
+        key
+        for key, rewards in rewarded.items()
+        if min(rewards) == max(rewards) and edge in (None, rewards[0])
+    ]
+    what = {"equal": "have equal rewards", "low": "have the lowest reward alone",
+            "high": "have the highest reward alone"}[kind]  # fmt: skip
+    text = f"{len(marked)} of {len(rewarded)} groups {what}" + (
+        "" if edge is None else f" ({short(edge)})"
+    )
+    if len(marked) < share * len(rewarded) or (min(every) == max(every) and kind != "equal"):
+        return not_found(text)
+    return Evidence("found", len(marked) / len(rewarded), _first_step(marked), "", (text,))
+
+
+def truncated(
+    history: History, *, names: Sequence[str], bound: float = 0.1, share: float = 0.2
+) -> Evidence:
+    """Return whether many responses end at the longest length: by the trainer's own scalar, else
+    by the share of samples that have exactly the largest number of tokens."""
+    logged = history.scalars(names)
+    if logged:
+        return beyond(logged[0], bound, NEWEST, 0.5)
+    lengths = [int(row["tokens"]) for row in history.samples if row["tokens"]]
+    if len(lengths) < 32:
+        return not_measured("neither a scalar of it nor 32 samples with their tokens")
+    longest = max(lengths)
+    cut = sum(length == longest for length in lengths) / len(lengths)
+    text = f"{cut:.0%} of {len(lengths)} samples have exactly {longest} tokens, the most"
+    if cut < share:
+        return not_found(text)
+    return Evidence("found", cut, None, "", (text,))
+
+
+def _first_step(keys: Sequence[tuple[int | None, str]]) -> int | None:
+    return min((step for step, _ in keys if step is not None), default=None)
+
+
+def finding(history: History, *, kinds: Sequence[str], open_only: bool = False) -> Evidence:
+    """Return the findings of some kinds (patterns with `*`)."""
+    rows = [
+        row
+        for row in history.findings
+        if any(fnmatch.fnmatchcase(row["kind"], kind) for kind in kinds)
+        and not (open_only and row["over_wall"] is not None)
+    ]
+    if not rows:
+        return not_found(f"no finding {' or '.join(kinds)}")
+    rows.sort(key=lambda row: (row["step"] is None, row["step"] or 0, row["first_wall"]))
+    first = rows[0]
+    ranks = sorted({f"{row['role']} {row['rank']}" for row in rows if row["rank"] is not None})
+    shown = ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
+    lines = [str(row["message"]) for row in rows[:3]]
+    if len(rows) > 3:
+        lines.append(f"and {len(rows) - 3} more findings")
+    return Evidence("found", 1.0, first["step"], shown, tuple(lines))
+
+
+def scalars_not_finite(history: History) -> Evidence:
+    """Return which logged numbers are NaN or infinite, on which ranks, and where first."""
+    rows = history.non_finite_scalars
+    if not history.scalar_names:
+        return not_measured("no scalar is logged")
+    if not rows:
+        return not_found(f"{len(history.scalar_names)} scalars are finite in every step")
+    first = rows[0]["step"]
+    by_name: dict[str, set[int]] = defaultdict(set)
+    for row in rows:
+        by_name[row["name"]].add(row["step"])
+    lines = [
+        f"{name} is not finite in {len(steps)} steps, first in {min(steps)}"
+        for name, steps in sorted(by_name.items(), key=lambda item: min(item[1]))
+    ]
+    ranks = sorted({f"{row['role']} {row['rank']}" for row in rows if row["step"] == first})
+    shown = ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
+    return Evidence("found", 1.0, int(first), shown, tuple(lines[:6]))
+
+
+def lost(history: History) -> Evidence:
+    """Return what was announced and never arrived."""
+    if not history.losses:
+        return not_found("nothing was lost")
+    kinds: Counter[str] = Counter()
+    for row in history.losses:
+        kinds[row["kind"]] += int(row["count"] or 1)
+    steps = [row["step"] for row in history.losses if row["step"] is not None]
+    text = ", ".join(f"{count} of kind {kind}" for kind, count in kinds.most_common())
+    reason = str(history.losses[0]["reason"])
+    return Evidence("found", 1.0, min(steps, default=None), "", (text, f"the newest: {reason}"))
+
+
+def partial(history: History, *, share: float = 0.1) -> Evidence:
+    """Return whether steps close without some of their ranks."""
+    series = history.partial()
+    if not len(series):
+        return not_measured("no step is closed")
+    text = f"{int(series.values.sum())} of {len(series)} steps closed without some of their ranks"
+    if series.values.mean() < share:
+        return not_found(text)
+    since = int(series.steps[series.values > 0][0])
+    return Evidence("found", float(series.values.mean()), since, "", (text,))
+
+
+def straggler(history: History, *, factor: float = 1.5, least: float = 0.05) -> Evidence:
+    """Return the rank that takes `factor` times the others' median in a stage, step after step."""
+    worst: Evidence | None = None
+    examined = 0
+    for (stage, role), by_step in history.stage_seconds().items():
+        several = {step: ranks for step, ranks in by_step.items() if len(ranks) >= 3}
+        if len(several) < 3:
+            continue
+        examined += 1
+        slow: Counter[int] = Counter()
+        ratios: dict[int, list[float]] = defaultdict(list)
+        for ranks in several.values():
+            slowest = max(ranks, key=lambda rank: ranks[rank])
+            others = [value for rank, value in ranks.items() if rank != slowest]
+            usual = float(np.median(others))
+            if ranks[slowest] > max(factor * usual, usual + least):
+                slow[slowest] += 1
+                ratios[slowest].append(ranks[slowest] / usual if usual else math.inf)
+        if not slow:
+            continue
+        rank, count = slow.most_common(1)[0]
+        sure = count / len(several)
+        if sure >= 0.5 and (worst is None or sure > worst.sure):
+            text = (
+                f"{role} {rank} takes {np.median(ratios[rank]):.1f} times the others' median in "
+                f"{stage}, in {count} of {len(several)} steps"
+            )
+            since = min(several)
+            worst = Evidence("found", sure, since, f"{role} rank {rank}, {stage}", (text,))
+    if not examined:
+        return not_measured("no stage has three ranks in three steps")
+    return worst or not_found(f"no rank is slow step after step in {examined} stages")
+
+
+def settings(history: History, *, table: str, values: Mapping[str, object]) -> Evidence:
+    """Return which settings of a trainer are not those with which runs can be compared."""
+    recorded = history.settings(table)
+    if not recorded:
+        return not_measured(f"the run's settings hold no {table!r}")
+    known = {name: value for name, value in values.items() if name in recorded}
+    others = {
+        name: recorded[name] for name, value in known.items() if str(recorded[name]) != str(value)
+    }
+    listed = tuple(f"{name} is {recorded[name]}, not {values[name]}" for name in others)
+    if not others:
+        return not_found(f"{len(known)} settings are as they have to be")
+    return Evidence("found", len(others) / len(known), None, "", listed)

@@ -1,0 +1,267 @@
+"""Evidence of numbers over the steps: jumps, growth, bounds, and what does not rise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from stagescope_service.diagnosis.evidence import (
+    ABS_DIFF,
+    Evidence,
+    kendall,
+    not_found,
+    not_measured,
+    short,
+    spread,
+    times,
+)
+from stagescope_service.diagnosis.history import NEWEST, History, Series
+from stagescope_service.statistics.cell import Int64
+
+
+def jump(
+    history: History,
+    *,
+    at: str,
+    metric: str = ABS_DIFF,
+    factor: float = 2.0,
+    least: float = 0.0,
+    steps: int = 5,
+) -> Evidence:
+    """Return whether a metric rises at once where an attempt begins, or after its first step.
+
+    Args:
+        history: of the run.
+        at: 'attempt', or 'first sync': between the first step of an attempt, which samples with
+            the weights that the engine loaded, and the next ones.
+        metric: a published name.
+        factor: least ratio of the medians after and before.
+        least: least median after.
+        steps: most steps on either side.
+    """
+    series = history.metric(metric).finite
+    if at == "first sync":
+        return _jump_at_first_sync(series, factor, least, steps)
+    numbers = sorted({int(number) for number in series.attempts})
+    if len(numbers) < 2:
+        return not_measured(f"{metric} is measured in {len(numbers) or 'no'} attempt: no restart")
+    found: list[Evidence] = []
+    against = []
+    for number in numbers[1:]:
+        after = series.of_attempt(number)
+        first = int(after.steps[0])
+        before = series.where((series.steps < first) & (series.attempts < number)).newest(steps)
+        if len(before) < 2 or len(after) < 2:
+            against.append(f"attempt {number}: too few steps on one side of its begin")
+            continue
+        head = after.where(np.arange(len(after)) < steps)
+        low, high = float(np.median(before.values)), float(np.median(head.values))
+        text = (
+            f"{metric} is {short(low)} in the {len(before)} steps before attempt {number} and "
+            f"{short(high)} in its first {len(head)}"
+        )
+        if high > max(least, factor * low, low + 4 * spread(before.values)):
+            beyond = float((head.values > before.values.max()).mean())
+            lasts = after.newest(steps).values
+            supports = [f"{text} ({times(high, low)})"]
+            if len(after) > 2 * steps and float(np.median(lasts)) < factor * low:
+                against.append(
+                    f"it is back at {short(float(np.median(lasts)))} in the newest steps"
+                )
+            found.append(Evidence("found", beyond, first, f"attempt {number}", tuple(supports)))
+        else:
+            against.append(text)
+    if not found:
+        return not_found(*against)
+    return dataclasses.replace(found[-1], against=tuple(against))
+
+
+def _jump_at_first_sync(series: Series, factor: float, least: float, steps: int) -> Evidence:
+    found, against = None, []
+    for number in sorted({int(number) for number in series.attempts}):
+        own = series.of_attempt(number)
+        if len(own) < 3:
+            continue
+        first, later = float(own.values[0]), own.values[1 : steps + 1]
+        high, step = float(np.median(later)), int(own.steps[1])
+        text = f"attempt {number}: {short(first)} in its first step, {short(high)} after it"
+        if high > max(least, factor * first) and float(later.min()) > first:
+            sure = float((later > factor * first).mean())
+            found = Evidence("found", sure, step, f"attempt {number}", (text,))
+        else:
+            against.append(text)
+    if found is None:
+        return not_found(*against) if against else not_measured("no attempt has three steps")
+    return dataclasses.replace(found, against=tuple(against))
+
+
+def growth(
+    history: History,
+    *,
+    metric: str = ABS_DIFF,
+    factor: float = 2.0,
+    least: float = 0.0,
+    steps: int = 12,
+) -> Evidence:
+    """Return whether a metric grows step by step since its attempt began.
+
+    Kendall's tau of value and step is at least 0.5, and the median of the last quarter of the steps
+    at least `factor` times that of the first (and at least `least`).
+    """
+    series = history.metric(metric).finite
+    if not len(series):
+        return not_measured(f"no step has {metric}")
+    own = series.of_attempt(int(series.attempts[-1]))
+    if len(own) < steps:
+        return not_measured(f"attempt {own.attempts[-1]} has {len(own)} steps, {steps} are needed")
+    quarter = max(len(own) // 4, 1)
+    first, last = (float(np.median(part)) for part in (own.values[:quarter], own.values[-quarter:]))
+    tau = kendall(own.values)
+    text = (
+        f"{metric} grows from {short(first)} to {short(last)} over the {len(own)} steps of attempt "
+        f"{own.attempts[-1]} (Kendall's tau {tau:.2f})"
+    )
+    if tau < 0.5 or last < max(factor * first, least):
+        return not_found(text.replace("grows", "goes"))
+    earlier = [
+        f"attempt {number} began at {short(float(series.of_attempt(number).values[0]))} again"
+        for number in sorted({int(number) for number in series.attempts})[1:]
+    ]
+    return Evidence("found", tau, int(own.steps[0]), "", (text, *earlier))
+
+
+def above(
+    history: History, *, metric: str, bound: float, steps: int = NEWEST, share: float = 0.5
+) -> Evidence:
+    """Return whether a metric is over a bound in at least a share of the newest steps."""
+    return beyond(history.metric(metric), bound, steps, share)
+
+
+def scalar_above(
+    history: History, *, names: Sequence[str], bound: float, steps: int = NEWEST, share: float = 0.5
+) -> Evidence:
+    """The same of the first logged scalar whose name matches a pattern."""
+    found = history.scalars(names)
+    if not found:
+        return no_scalar(names)
+    return beyond(found[0], bound, steps, share)
+
+
+def beyond(series: Series, bound: float, steps: int, share: float) -> Evidence:
+    """Return whether a number is over a bound in at least a share of the newest steps."""
+    finite = series.finite
+    if not len(finite):
+        return not_measured(f"no step has a finite {series.name}")
+    newest = finite.newest(steps)
+    over = newest.values > bound
+    text = (
+        f"{series.name} is over {short(bound)} in {int(over.sum())} of the newest {len(newest)} "
+        f"steps (median {short(float(np.median(newest.values)))}, largest "
+        f"{short(float(newest.values.max()))} in step {newest.steps[newest.values.argmax()]})"
+    )
+    if over.mean() < share or not over.any():
+        return not_found(text)
+    return Evidence(
+        "found", float(over.mean()), since_step(finite, finite.values > bound), "", (text,)
+    )
+
+
+def scalar_falls(
+    history: History, *, names: Sequence[str], share: float = 0.2, steps: int = 10
+) -> Evidence:
+    """Return whether a scalar fell below a share of its first steps' median, and stays there."""
+    found = history.scalars(names)
+    if not found:
+        return no_scalar(names)
+    series = found[0].finite
+    if len(series) < steps:
+        return not_measured(f"{series.name} has {len(series)} finite steps, {steps} are needed")
+    quarter = max(len(series) // 4, 3)
+    first = float(np.median(series.values[:quarter]))
+    last = float(np.median(series.values[-quarter:]))
+    text = f"{series.name} goes from {short(first)} to {short(last)} over {len(series)} steps"
+    low = series.values < share * first
+    if not (first > 0 and last < share * first):
+        return not_found(text)
+    return Evidence("found", float(low[-quarter:].mean()), since_step(series, low), "", (text,))
+
+
+def scalar_flat(
+    history: History, *, names: Sequence[str], steps: int = 20, rise: float = 0.5
+) -> Evidence:
+    """Return whether a scalar does not rise: a training's reward.
+
+    It rises where the median of the last quarter of the steps exceeds that of the first by at
+    least `rise` times the spread (1.48 MAD) of the steps around their local median.
+    """
+    found = history.scalars(names)
+    if not found:
+        return no_scalar(names)
+    series = found[0].finite
+    if len(series) < steps:
+        return not_measured(f"{series.name} has {len(series)} finite steps, {steps} are needed")
+    quarter = len(series) // 4
+    first, last = (
+        float(np.median(part)) for part in (series.values[:quarter], series.values[-quarter:])
+    )
+    noise = spread(np.diff(series.values)) / math.sqrt(2)
+    tau = kendall(series.values)
+    text = (
+        f"{series.name} goes from {short(first)} to {short(last)} over {len(series)} steps; one "
+        f"step differs from the next by about {short(noise)} (Kendall's tau {tau:.2f})"
+    )
+    if last - first > rise * noise and tau > 0.1:
+        return not_found(text)
+    return Evidence("found", min(1.0, max(0.0, 0.5 * (1.0 - tau))), None, "", (text,))
+
+
+def scalar_spike(
+    history: History, *, names: Sequence[str], factor: float = 10.0, steps: int = 50
+) -> Evidence:
+    """Return whether a scalar exceeds `factor` times its median in one of the newest steps."""
+    found = history.scalars(names)
+    if not found:
+        return no_scalar(names)
+    series = found[0].newest(steps)
+    finite = series.finite
+    bad = len(series) - len(finite)
+    if len(finite) < 5 and not bad:
+        return not_measured(f"{series.name} has {len(finite)} steps, 5 are needed")
+    median = float(np.median(np.abs(finite.values))) if len(finite) else math.nan
+    over = np.abs(finite.values) > factor * median
+    where = [f"step {step}" for step in finite.steps[over][:5]]
+    lines = []
+    if bad:
+        first = int(series.steps[~np.isfinite(series.values)][0])
+        lines.append(f"{series.name} is not finite in {bad} of {len(series)} steps, from {first}")
+    if over.any():
+        largest = float(np.abs(finite.values).max())
+        lines.append(
+            f"{series.name} is up to {short(largest)}, {times(largest, median)} its median "
+            f"({', '.join(where)})"
+        )
+    if not lines:
+        return not_found(f"{series.name} stays below {factor:g} times its median {short(median)}")
+    marked = [*series.steps[~np.isfinite(series.values)].tolist(), *finite.steps[over].tolist()]
+    sure = min(1.0, (bad + int(over.sum())) / 3)
+    return Evidence("found", sure, min(marked), "", tuple(lines))
+
+
+def since_step(series: Series, marks: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:
+    """Return the first step of the last stretch of marked steps; of short gaps it goes on."""
+    steps: Int64 = series.steps
+    marked = np.flatnonzero(marks)
+    since = int(marked[-1])
+    for index in marked[::-1]:
+        if since - index > 3:
+            break
+        since = int(index)
+    return int(steps[since])
+
+
+def no_scalar(names: Sequence[str]) -> Evidence:
+    """Return that no scalar of these names is logged."""
+    return not_measured(f"no scalar {' or '.join(names[:4])} is logged")

@@ -1,0 +1,463 @@
+"""The rulebook against planted faults, and against healthy runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.api import Rank, Service, service
+from tests.support.command_line import invoke
+
+import stagescope
+from stagescope.wire.errors import InvalidPlan
+from stagescope_service.diagnosis import evidence
+from stagescope_service.diagnosis.doctor import FAMILIES, Rule, diagnose, rulebook
+from stagescope_service.diagnosis.history import History
+
+STAGE: Final = "actor_compute_log_prob"
+ROWS, ROUNDS, TOKENS = 4, 3, 32
+
+
+@dataclasses.dataclass
+class Batch:
+    """One rank's rows of one step before they are handed over; p and q are [rows, tokens]."""
+
+    step: int
+    rank: int
+    q: Any
+    p: Any
+    rounds: Any
+    """The round of each token, -1 between rounds."""
+    random: np.random.Generator
+    dtype: str = "float32"
+    groups: int = 2
+    """Samples of one group."""
+    rewards: Any = None
+    versions: Any = None
+    recomputed: Any = None
+
+    def add(self, size: float, where: Any = True) -> None:
+        """Add a mismatch of mean |d| `size`, that keeps E[p/q] = 1, where `where` is true."""
+        d = self.random.normal(0.0, size * 1.2533, self.p.shape)
+        self.p = np.where(where, self.p + d - d.var() / 2, self.p)
+
+
+Change = Callable[[Batch], None]
+Scalars = Callable[[int], dict[str, float]]
+
+
+def train(
+    live: Service,
+    run: str,
+    change: Change = lambda batch: None,
+    *,
+    steps: range = range(1, 25),
+    key: str = "a1",
+    start: float = 1_000.0,
+    ranks: int = 4,
+    scalars: Scalars | None = None,
+    seconds: Callable[[int, int], float] = lambda step, rank: 1.0,
+    settings: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> None:
+    """Report a training of healthy numbers, changed by `change`, `scalars` and `seconds`."""
+    processes = [
+        Rank(live, run=run, rank=rank, key=key, world_size=ranks, start=start,
+             settings=settings or {})
+        for rank in range(ranks)
+    ]  # fmt: skip
+    for step in steps:
+        for rank in processes:
+            number = rank.sender.rank
+            assert number is not None
+            batch = make_batch(step, number, seed)
+            change(batch)
+            payload = wire(batch, run)
+            logged = (scalars or healthy_scalars)(step)
+            rank.stage(
+                STAGE, step, payload, seconds=seconds(step, number), scalars=logged,
+                **({"policy_version": step} if batch.versions is not None else {}),
+            )  # fmt: skip
+    for rank in processes:
+        rank.begin(STAGE, steps.stop)
+
+
+def make_batch(step: int, rank: int, seed: int) -> Batch:
+    random = np.random.default_rng([seed, step, rank])
+    width = ROUNDS * TOKENS + ROUNDS - 1
+    rounds = np.full((ROWS, width), -1)
+    for number in range(ROUNDS):
+        begin = number * (TOKENS + 1)
+        rounds[:, begin : begin + TOKENS] = number
+    q = -1.0 - random.exponential(1.0, (ROWS, width))
+    batch = Batch(step, rank, q, q.copy(), rounds, random)
+    batch.add(0.01)
+    batch.p = np.minimum(batch.p, -1e-6)
+    batch.rewards = random.integers(0, 2, ROWS).astype(float)
+    batch.rewards[0], batch.rewards[1] = 0.0, 1.0  # no group is of one reward alone
+    batch.rewards[2], batch.rewards[3] = 1.0, 0.0
+    return batch
+
+
+def wire(batch: Batch, run: str) -> dict[str, Any]:
+    q, p = batch.q.astype(np.float32), batch.p.astype(np.float32)
+    tensors: dict[str, Any] = {
+        "rollout_log_probs": ("float32", q.shape, q, None),
+        "response_mask": ("int64", q.shape, (batch.rounds >= 0).astype(np.int64), None),
+        "rewards": ("float64", (ROWS,), np.asarray(batch.rewards, np.float64), None),
+    }
+    if batch.dtype == "bfloat16":
+        bits = ((p.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+        tensors["old_log_probs"] = ("bfloat16", p.shape, bits, None)
+    else:
+        tensors["old_log_probs"] = ("float32", p.shape, p, None)
+    if batch.versions is not None:
+        versions = np.asarray(batch.versions, np.int64)
+        tensors["versions"] = ("int64", versions.shape, versions, None)
+    if batch.recomputed is not None:
+        again = batch.recomputed.astype(np.float32)
+        tensors["recomputed_log_probs"] = ("float32", again.shape, again, None)
+    samples = [f"{run}-{batch.step}-{batch.rank}-{row}" for row in range(ROWS)]
+    groups = [f"{batch.step}-{batch.rank}-{row // batch.groups}" for row in range(ROWS)]
+    strings = {"sample_ids": samples, "group_ids": groups}
+    return {"schema": 1, "tensors": tensors, "strings": strings, "meta": {}}
+
+
+def healthy_scalars(step: int) -> dict[str, float]:
+    random = np.random.default_rng(step)
+    return {
+        "reward": 0.02 * step + random.normal(0.0, 0.02),
+        "entropy": 1.0 - 0.01 * step + random.normal(0.0, 0.01),
+        "grad_norm": float(np.exp(random.normal(0.0, 0.3))),
+        "kl_loss": 0.01,
+        "clip_fraction": 0.02,
+        "response_length/clip_ratio": 0.01,
+    }
+
+
+def and_scalars(**changed: Callable[[int], float]) -> Scalars:
+    return lambda step: {
+        **healthy_scalars(step), **{name: value(step) for name, value in changed.items()}
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(tmp_path_factory.mktemp("doctor") / "home", page_size=200) as running:
+        yield running
+
+
+def rows_of(live: Service, run: str, **params: Any) -> dict[str, dict[str, Any]]:
+    answer = live.get(f"/runs/{run}/diagnosis", **params)
+    return {row["rule"]: row for row in answer["rows"]}
+
+
+def found_in(rows: dict[str, dict[str, Any]]) -> set[str]:
+    return {name for name, row in rows.items() if row["verdict"] == "found"}
+
+
+# --- planted faults ---------------------------------------------------------------------------
+def grow(batch: Batch) -> None:
+    batch.add(0.004 * batch.step)
+
+
+def after_first(batch: Batch) -> None:
+    if batch.step > 1:
+        batch.add(0.1)
+
+
+def late_rounds(batch: Batch) -> None:
+    batch.add(0.06, batch.rounds == 2)
+    batch.add(0.02, batch.rounds == 1)
+
+
+def rank_two(batch: Batch) -> None:
+    if batch.rank == 2 and batch.step >= 10:
+        batch.add(0.1)
+
+
+def shift(batch: Batch) -> None:
+    batch.p = np.roll(batch.p, 1, axis=1)
+
+
+def other_rows(batch: Batch) -> None:
+    batch.p = np.where(batch.rounds >= 0, batch.p[::-1], batch.p)
+
+
+def cut_vocabulary(batch: Batch) -> None:
+    batch.q = np.minimum(batch.q + 0.1, -1e-6)
+
+
+def bfloat16(batch: Batch) -> None:
+    batch.p = batch.q + batch.random.normal(0.0, 1e-4, batch.q.shape)
+    batch.dtype = "bfloat16"
+
+
+def tails(batch: Batch) -> None:
+    batch.q[:, 5], batch.p[:, 5] = -9.0, -15.5
+
+
+def old_versions(batch: Batch) -> None:
+    batch.versions = np.where(np.arange(ROWS)[:, None] < 2, batch.step, batch.step - 2)
+    batch.versions = np.broadcast_to(batch.versions, batch.q.shape).copy()
+    batch.add(0.1, batch.versions < batch.step)
+
+
+def noisy_trainer(batch: Batch) -> None:
+    batch.recomputed = batch.p + batch.random.normal(0.0, 0.0125, batch.p.shape)
+
+
+def not_finite(batch: Batch) -> None:
+    if batch.step == 12 and batch.rank == 1:
+        batch.p[0, 3] = np.nan
+
+
+def equal_rewards(batch: Batch) -> None:
+    batch.rewards = np.repeat(batch.random.integers(0, 2, ROWS // 2), 2).astype(float)
+
+
+def all_wrong(batch: Batch) -> None:
+    batch.rewards = np.zeros(ROWS)
+    if batch.step % 5 == 0 and batch.rank == 0:
+        batch.rewards[0] = 1.0
+
+
+def all_right(batch: Batch) -> None:
+    batch.rewards = np.ones(ROWS)
+    if batch.step % 5 == 0 and batch.rank == 0:
+        batch.rewards[0] = 0.0
+
+
+def single(batch: Batch) -> None:
+    batch.groups = 1
+
+
+PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
+    "mismatch_grows": ({"change": grow}, {"mismatch_jump_at_first_sync"}),
+    "mismatch_jump_at_first_sync": ({"change": after_first}, set()),
+    "mismatch_rises_with_rounds": ({"change": late_rounds}, set()),
+    "rank_apart": ({"change": rank_two}, set()),
+    "streams_shifted": ({"change": shift}, {"streams_unrelated", "sampling_differs"}),
+    "streams_unrelated": ({"change": other_rows}, {"sampling_differs"}),
+    "sampling_differs": ({"change": cut_vocabulary}, {"streams_unrelated"}),
+    "rounded_stream": ({"change": bfloat16}, set()),
+    "hidden_tails": ({"change": tails}, {"streams_unrelated"}),
+    "staleness": ({"change": old_versions}, set()),
+    "within_noise_floor": ({"change": noisy_trainer}, set()),
+    "groups_equal": ({"change": equal_rewards}, {"groups_all_wrong", "groups_all_right"}),
+    "groups_all_wrong": ({"change": all_wrong}, {"groups_equal"}),
+    "groups_all_right": ({"change": all_right}, {"groups_equal"}),
+    "groups_of_one": ({"change": single}, set()),
+    "non_finite_log_probs": ({"change": not_finite}, {"streams_unrelated"}),
+    "reward_flat": (
+        {"scalars": and_scalars(reward=lambda step: 0.5 + 0.02 * (-1) ** step)}, set(),
+    ),
+    "entropy_collapse": ({"scalars": and_scalars(entropy=lambda step: 0.8**step)}, set()),
+    "kl_to_reference": ({"scalars": and_scalars(kl_loss=lambda step: 0.1 * step)}, set()),
+    "clip_fraction": ({"scalars": and_scalars(clip_fraction=lambda step: 0.4)}, set()),
+    "gradient_spikes": (
+        {"scalars": and_scalars(grad_norm=lambda step: 80.0 if step == 17 else 1.0)}, set(),
+    ),
+    "non_finite_scalars": (
+        {"scalars": and_scalars(loss=lambda step: float("nan") if step == 9 else 1.0)}, set(),
+    ),
+    "responses_truncated": (
+        {"scalars": and_scalars(**{"response_length/clip_ratio": lambda step: 0.4})}, set(),
+    ),
+    "straggler": ({"seconds": lambda step, rank: 2.5 if rank == 3 else 1.0}, set()),
+    "verl_settings": (
+        {"settings": {"verl": {"data.shuffle": True, "critic.shuffle": False}}}, set(),
+    ),
+}  # fmt: skip
+"""Rule -> how its symptom is planted, and what else the same fault may be called."""
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_a_planted_fault_is_found(rule: str, live: Service) -> None:
+    arguments, also = PLANTED[rule]
+    train(live, f"sick-{rule}", **arguments)
+    rows = rows_of(live, f"sick-{rule}")
+    row = rows[rule]
+    assert row["verdict"] == "found", row
+    assert found_in(rows) <= {rule, *also}, {name: rows[name]["for"] for name in found_in(rows)}
+    assert row["for"]
+    assert row["next"]
+    assert 0.0 < row["sure"] <= 1.0
+
+
+def test_where_and_since_when_are_said(live: Service) -> None:
+    train(live, "where-rank", rank_two)
+    row = rows_of(live, "where-rank")["rank_apart"]
+    assert row["where"] == "actor rank 2"
+    assert row["since_step"] is not None
+    assert 10 <= row["since_step"] <= 15  # of the newest steps alone
+    train(live, "where-nan", scalars=and_scalars(loss=lambda s: float("nan") if s == 9 else 1.0))
+    assert rows_of(live, "where-nan")["non_finite_scalars"]["since_step"] == 9
+
+
+def test_a_jump_at_a_restart_names_the_attempt(live: Service) -> None:
+    train(live, "restarted", steps=range(1, 13))
+
+    def worse(batch: Batch) -> None:
+        batch.add(0.05)
+
+    train(live, "restarted", worse, steps=range(11, 23), key="a2", start=9_000.0)
+    rows = rows_of(live, "restarted")
+    row = rows["mismatch_jump_at_restart"]
+    assert row["verdict"] == "found"
+    assert (row["since_step"], row["where"]) == (11, "attempt 2")
+    assert row["next"][0] == "stagescope diff restarted@1 restarted@2"
+    # Of the first attempt alone there is nothing to say.
+    of_first = rows_of(live, "restarted", attempt=1)["mismatch_jump_at_restart"]
+    assert of_first["verdict"] == "not measured"
+    before = rows_of(live, "restarted", step=10)
+    assert "mismatch_jump_at_restart" not in found_in(before)
+
+
+def test_missing_ranks_losses_and_hangs_are_found(live: Service) -> None:
+    train(live, "partial")
+    rank = Rank(live, run="partial", rank=0, key="b1", world_size=2, start=20_000.0)
+    for step in range(30, 40):
+        rank.stage(STAGE, step)
+    rank.begin(STAGE, 40)
+    rows = rows_of(live, "partial", attempt=2)
+    assert rows["ranks_missing"]["verdict"] == "found"
+    rank.say("dropped", stage=STAGE, step=39, what="payload", count=3, reason="no room")
+    lost = rows_of(live, "partial", attempt=2)["payloads_lost"]
+    assert lost["verdict"] == "found"
+    failing = Rank(live, run="failing", world_size=1)
+    failing.begin(STAGE, 1)
+    failing.end(STAGE, 1, status="failed", error_type="ValueError", error_message="no")
+    failed = rows_of(live, "failing")["processes_failed"]
+    assert failed["verdict"] == "found"
+    assert "ValueError" in failed["for"][0]
+
+
+# --- false alarms -----------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(4))
+def test_a_healthy_run_has_no_symptom(seed: int, live: Service) -> None:
+    train(live, f"well-{seed}", steps=range(1, 51), seed=seed)
+    rows = rows_of(live, f"well-{seed}")
+    assert not found_in(rows), {name: rows[name]["for"] for name in found_in(rows)}
+    unknown = {name for name, row in rows.items() if row["verdict"] == "not measured"}
+    assert unknown == {
+        "mismatch_jump_at_restart", "staleness", "within_noise_floor", "verl_settings",
+    }  # fmt: skip
+    assert all(rows[name]["against"] for name in unknown)
+    assert rows["staleness"]["record"].startswith("record versions")
+
+
+def test_every_rule_has_a_planted_fault_or_a_finding_behind_it() -> None:
+    elsewhere = {
+        "mismatch_jump_at_restart", "ranks_missing", "payloads_lost", "processes_failed",
+    }  # fmt: skip
+    of_findings = {rule.name for rule in rulebook() if rule.function == "finding"}
+    assert {rule.name for rule in rulebook()} == {*PLANTED, *elsewhere, *of_findings}
+
+
+# --- the rulebook -----------------------------------------------------------------------------
+def test_the_rulebook_is_complete() -> None:
+    rules = rulebook()
+    assert len({rule.title for rule in rules}) == len(rules) > 30
+    for rule in rules:
+        assert rule.family in FAMILIES
+        assert not rule.title.endswith(".")
+        assert rule.meaning.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"title": ""}, "lacks title"),
+        ({"extra": 1}, "has extra"),
+        ({"family": "weather"}, "of family 'weather'"),
+        ({"evidence": {"function": "guess"}}, "has evidence 'guess'"),
+        ({"evidence": {"function": "above", "metric": "x"}}, "needs bound"),
+        ({"evidence": {"function": "lost", "bound": 1}}, "no parameter bound"),
+    ],
+)
+def test_a_wrong_rule_is_refused_with_its_name(change: dict[str, Any], wrong: str) -> None:
+    rule = {
+        "title": "t", "family": "service", "evidence": {"function": "lost"}, "meaning": "m.",
+        "next": ["n"], "sources": ["s"],
+    }  # fmt: skip
+    assert Rule.parse("mine", rule).function == "lost"
+    with pytest.raises(InvalidPlan, match=f"mine.*{wrong}"):
+        Rule.parse("mine", {**rule, **change})
+
+
+def test_a_run_without_closed_steps_is_not_measured(live: Service) -> None:
+    Rank(live, run="young").begin(STAGE, 1)
+    answer = live.get("/runs/young/diagnosis")
+    assert answer["steps"] == 0
+    assert answer["mismatch"] == []
+    assert not found_in({row["rule"]: row for row in answer["rows"]})
+
+
+def test_the_mismatch_is_taken_apart(live: Service) -> None:
+    def both(batch: Batch) -> None:
+        old_versions(batch)
+        noisy_trainer(batch)
+
+    train(live, "apart", both)
+    parts = {each["name"]: each for each in live.get("/runs/apart/diagnosis")["mismatch"]}
+    # Half of the tokens have a mean |d| of about 0.1, the other half of 0.01.
+    assert 0.8 < parts["stale tokens"]["share"] < 0.95
+    assert 0.1 < parts["noise floor"]["share"] < 0.4
+    rest = parts["unexplained"]["share"]
+    stale, noise = parts["stale tokens"]["share"], parts["noise floor"]["share"]
+    assert rest == pytest.approx((1 - stale) * (1 - noise), rel=1e-9)
+
+
+def test_notebook_and_terminal_show_the_same(live: Service) -> None:
+    assert live.tokens is not None
+    train(live, "shown", rank_two)
+    with stagescope.attach(live.server.url, token=live.tokens.read) as session:
+        table = session.doctor("shown")
+    assert [row["rule"] for row in table.found] == ["rank_apart"]
+    assert "One rank's mismatch stands apart" in repr(table)
+    assert "-> stagescope ranks" in repr(table)
+    assert "<details open>" in table._repr_html_()
+    environment = {"STAGESCOPE_URL": live.server.url, "STAGESCOPE_TOKEN": live.tokens.read}
+    shown = invoke("doctor", "shown", env=environment)
+    assert shown.exit_code == 0
+    assert "actor rank 2" in " ".join(shown.stdout.split())
+    assert all(len(line) <= 80 for line in shown.stdout.splitlines())
+
+
+# --- statistics of the evidence ---------------------------------------------------------------
+@given(st.lists(st.integers(-5, 5), min_size=2, max_size=40))
+def test_rank_correlations_are_those_of_their_definitions(values: list[int]) -> None:
+    numbers = np.array(values, np.float64)
+    count = len(values)
+    pairs = [
+        (later > earlier) - (later < earlier)
+        for index, earlier in enumerate(values)
+        for later in values[index + 1 :]
+    ]
+    assert evidence.kendall(numbers) == pytest.approx(sum(pairs) / (count * (count - 1) / 2))
+    ranks = [
+        sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2
+        for value in values
+    ]
+    if len(set(values)) > 1:
+        expected = np.corrcoef(ranks, np.arange(count))[0, 1]
+        assert evidence.spearman(numbers) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_damaged_rule_hides_no_other(live: Service, tmp_path: Path) -> None:
+    train(live, "still", steps=range(1, 5))
+    history = History(live.catalogue, "still")
+    broken = Rule.parse(
+        "broken",
+        {"title": "t", "family": "service", "meaning": "m.", "next": ["n"], "sources": ["s"],
+         "evidence": {"function": "finding", "kinds": ["x"]}},
+    )  # fmt: skip
+    found = diagnose(history, [broken, *rulebook()[:3]])
+    assert len(found) == 4
