@@ -67,8 +67,9 @@ class Check:
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-_TINY: Final = 1e-8
-"""Below it e^d - 1 is d to eight digits, and its variance, as a difference of sums, has fewer."""
+_RESIDUE: Final = 1e-13
+"""Standard deviation of equal ratios that rounding leaves, relative to their mean, or to mean - 1
+where that is the smaller."""
 
 
 class Calibration(NamedTuple):
@@ -88,22 +89,26 @@ class Calibration(NamedTuple):
 
 def calibration(cell: Cell) -> Calibration:
     """Return the calibration of a cell's tokens, before any rejection or truncation."""
-    n = cell.tokens
+    n, mean, bias = cell.tokens, cell.mean_weight(Field.RAW_SUM), cell.mean(Field.RAW_SUM)
     if n < 2:
-        return Calibration(n, 1.0 + cell.mean(Field.RAW_SUM), math.nan)
-    bias = cell.mean(Field.RAW_SUM)
-    if max(abs(cell.extreme(Field.D_MIN)), abs(cell.extreme(Field.D_MAX))) < _TINY:
-        variance = cell[Field.D_M2] / (n - 1)
-        square = variance + bias * bias
-    else:
-        # CHI2_SUM is of r^2 - 1 and RAW_SUM of r - 1.
-        square = (cell[Field.CHI2_SUM] - 2.0 * cell[Field.RAW_SUM]) / n
-        variance = (square - bias * bias) * n / (n - 1)
-    # The rounding residue of a constant ratio is not variance.
-    if not variance > 1e-12 * square:
-        z = math.copysign(math.inf, bias) if bias and not math.isnan(square) else math.nan
-        return Calibration(n, 1.0 + bias, z)
-    return Calibration(n, 1.0 + bias, bias / math.sqrt(variance / n))
+        return Calibration(n, mean, math.nan)
+    variance, residue = cell[Field.RATIO_M2] / (n - 1), _RESIDUE * min(mean, abs(bias))
+    if math.isnan(variance):
+        variance, residue = _variance_of_earlier(cell)
+    if not variance > residue * residue:
+        return Calibration(n, mean, math.copysign(math.inf, bias) if bias else math.nan)
+    return Calibration(n, mean, bias / math.sqrt(variance / n))
+
+
+def _variance_of_earlier(cell: Cell) -> tuple[float, float]:
+    """Return the variance of a cell's ratios from the sums of earlier versions, and its residue."""
+    n, bias = cell.tokens, cell.mean(Field.RAW_SUM)
+    if cell.abs_max < 1e-8:
+        # e^d - 1 is d to eight digits, and its variance, as a difference of sums, has fewer.
+        return cell[Field.D_M2] / (n - 1), 1e-6 * abs(bias)
+    # CHI2_SUM is of r^2 - 1 and RAW_SUM of r - 1.
+    square = (cell[Field.CHI2_SUM] - 2.0 * cell[Field.RAW_SUM]) / n
+    return (square - bias * bias) * n / (n - 1), 1e-6 * math.sqrt(max(square, 0.0))
 
 
 def constant(cell: Cell, p: str, q: str) -> Check:

@@ -15,7 +15,7 @@ from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
-from stagescope_service.statistics.kernel import ROW, ROW_1
+from stagescope_service.statistics.kernel import ROW, ROW_WIDTHS
 from stagescope_service.statistics.settings import Settings
 from stagescope_service.statistics.summary import NO_TOKENS, Sequences, Slices, Summary, Tokens
 
@@ -217,7 +217,7 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
 
 def _row_values(values: Float64, layout: int) -> Float64:
     """Return row vectors as `[rows, len(ROW)]`; columns that a version lacks are NaN."""
-    width = ROW_1 if layout == 1 else len(ROW)
+    width = ROW_WIDTHS[layout]
     if values.shape[1] != width:
         raise ValueError(f"sequence_values are {values.shape}")
     missing = np.full((len(values), len(ROW) - width), np.nan)
