@@ -37,13 +37,21 @@ FLAT: Final = 0.1
 FAR_TOKENS: Final = 8
 FAR_SHARE: Final = 0.01
 """Minimum number and share of tokens with |d| over 0.5 in streams of different tokens."""
+ONE_SIGN: Final = 0.98
+"""Minimum |sum of d| over sum of |d| where all d have one sign, but for noise."""
+CUT_UNRELATED: Final = 0.18
+"""The same where all d have one sign: of a nearly flat distribution a cut keeps tokens of similar
+log-probs, d is the mass of the others, and the correlation of one token's p and q 0.35 to 0.8."""
+FITS: Final = 0.5
+"""mean |d| over that at the other lags, below which tokens certainly fit their own."""
 SCALED_CORRELATION: Final = 0.4
 """Minimum |corr(d, q)| of a temperature; noise alone stays below 0.2 in the smallest batches."""
 SCALED_SLOPE: Final = 0.02
 SCALED_Z: Final = 4.0
 """Standard errors of corr(d, q), counting as many tokens as share d's variance."""
 NOISE_RATIO: Final = 1.3
-"""|cov(d, q)| / var(d): noise of q itself makes at most 1."""
+STRONG_RATIO: Final = 1.15
+"""|cov(d, q)| / var(d): noise of q itself makes at most 1. The second of strong correlations."""
 CALIBRATION_Z: Final = 6.0
 CALIBRATION_BIAS: Final = 1e-3
 ROUNDED_SHARE: Final = 0.98
@@ -256,6 +264,15 @@ def lag_means(cell: Cell) -> tuple[float, list[tuple[float, str]]]:
     return cell.mean(Field.D_ABS_SUM), others
 
 
+def fits(cell: Cell) -> bool:
+    """Return whether p certainly fits q token by token; False also if it may."""
+    own, others = lag_means(cell)
+    if others and own < FITS * min(others)[0]:
+        return True
+    correlation = cell.correlation(Field.P_M2, Field.Q_M2, Field.PQ_C)
+    return cell.tokens >= MANY and correlation > UNRELATED
+
+
 def unrelated(cell: Cell, p: str, q: str) -> Check:
     """Check whether p and q describe the same tokens."""
     correlation = cell.correlation(Field.P_M2, Field.Q_M2, Field.PQ_C)
@@ -269,7 +286,9 @@ def unrelated(cell: Cell, p: str, q: str) -> Check:
     # A few tokens far off spoil any correlation, and say nothing about the others.
     far = cell[Field.ABS_OVER_1]
     is_general = far >= max(FAR_TOKENS, FAR_SHARE * cell.tokens)
-    if correlation < UNRELATED and spread > FLAT and is_general:
+    is_cut = abs(cell[Field.D_SUM]) > ONE_SIGN * cell[Field.D_ABS_SUM]
+    least = CUT_UNRELATED if is_cut else UNRELATED
+    if correlation < least and spread > FLAT and is_general:
         text = (
             f"{p} correlates with {q} by {correlation:.3f} alone: rows in another order, other "
             "tokens, or another quantity (an entropy?)"
@@ -315,11 +334,13 @@ def scaled(cell: Cell, p: str, q: str) -> Check:
     squares = spread + cell[Field.D_SUM] ** 2 / cell.tokens
     z = correlation * math.sqrt(cell[Field.D_ABS_SUM] ** 2 / squares)
     values = {"slope": 1.0 + slope, "correlation": correlation}
+    # Where noise of q is most of d, d falls with q by as much as it varies.
+    is_strong = abs(correlation) > 0.6 and (slope > 0.0 or -covariance > STRONG_RATIO * spread)
     if (
         abs(correlation) >= SCALED_CORRELATION
         and abs(z) >= SCALED_Z
         and abs(slope) >= SCALED_SLOPE
-        and (abs(covariance) >= NOISE_RATIO * spread or abs(correlation) > 0.6)
+        and (abs(covariance) >= NOISE_RATIO * spread or is_strong)
     ):
         text = (
             f"{p} grows by {1.0 + slope:.3f} for each nat of {q}, and {correlation**2:.0%} of "

@@ -8,19 +8,22 @@ cause precedes the ones that it explains.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from stagescope_service.statistics.cell import Cell, Field, empty
+from stagescope_service.statistics.cell import Bool, Cell, Field, Float64, empty
 from stagescope_service.statistics.checks import (
+    CUT_UNRELATED,
     ENOUGH,
+    FITS,
+    UNRELATED,
     Check,
     biased,
     constant,
     coverage,
+    fits,
     padding,
     probabilities,
     rounded,
@@ -65,12 +68,21 @@ WHAT_TO_CHECK: Final = {
 LIKELIEST_FIRST: Final = (*WHAT_TO_CHECK,)
 _SAMPLE_TOKENS: Final = 16
 """Minimum tokens of a sample for its alignment to be checked."""
-_SAMPLE_GAP: Final = 0.25
-"""Minimum mean |d| of a sample, in nats, to report it as unrelated."""
-_ONE_SIGN: Final = 0.98
-"""Minimum |sum of d| over sum of |d| of a sample whose d all have one sign, but for noise."""
-_ONE_SIGN_POOL: Final = 0.9
-"""The same of all samples: a cut vocabulary moves all of them."""
+_SAMPLE_FAR: Final = 6
+_SAMPLE_FAR_SHARE: Final = 0.12
+"""Minimum number and share of a sample's tokens with |d| over 0.5 to report it as unrelated: a few
+far off are no other sample's."""
+_ONE_SIGN: Final = 0.9
+"""Minimum |sum of d| over sum of |d|, without the largest, of a sample of a cut vocabulary and of
+the median sample."""
+_CUT_Z: Final = 8.0
+"""Standard errors by which the correlation of a sample of a cut vocabulary lies below the median
+sample's, to report it as unrelated; by Fisher's z = artanh(correlation), whose error is
+1 / sqrt(tokens - 3) (Probable Error of a Coefficient of Correlation, 1921)."""
+_R: Final = 0.999
+"""Maximum |correlation|, where z is finite."""
+_OUTLIER: Final = 0.3
+"""Share of a sample's sum of squared deviations of d that one token must not exceed."""
 _MOST: Final = 0.5
 """Minimum share of the sum of |d| in missing tokens for them to explain the difference."""
 _FAR: Final = 1.0
@@ -78,6 +90,9 @@ _FAR: Final = 1.0
 token that is left gives at most -log(top_p), and rounding less."""
 _FAR_TOKENS: Final = 5
 """Minimum of such tokens."""
+_REST: Final = 0.2
+"""Minimum share of tokens that certainly fit in what a broader check covers, for a narrower one to
+explain it."""
 _LISTED: Final = 5
 _OF_RATIOS: Final = frozenset({"rounded", "renormalised", "temperature", "calibration"})
 """Checks that one cause may fail in the smaller counts of a rank."""
@@ -113,20 +128,59 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
         summary: The statistics of all tokens.
         ranks: The cell of each rank, if the summary covers several.
     """
-    pair = summary.pair
+    pair, total = summary.pair, summary.total
     producers = _producers(summary)
-    found = [_equal(summary.total, *pair, producers=producers)]
-    found += _check_cell(summary.total, pair, summary.fresh)
+    found = [_equal(total, *pair, producers=producers)]
+    found += _check_cell(total, pair, summary.fresh)
     found += [_missing_values(summary), _versions(summary)]
+    scopes = [_Scope(check, total.tokens, 0) for check in found]
     drifts = _has_stale_tokens(summary)
     if len(ranks) > 1:
         cells = [(f"{row.role} {row.rank}", row.cell) for row in ranks]
-        found += _check_slices("rank", cells, pair, producers, drifts=drifts)
+        scopes += _check_slices("rank", cells, pair, producers, drifts=drifts)
     rounds = [(str(key), cell) for key, cell in summary.rounds.items()]
     if len(rounds) > 1:
-        found += _check_slices("round", rounds, pair, producers, drifts=drifts)
-    found += _check_samples(summary)
-    return _rank_checks(summary.total, found)
+        scopes += _check_slices("round", rounds, pair, producers, drifts=drifts)
+    scopes += _check_samples(summary)
+    return _rank_checks(total, _without_explained(scopes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """A check of all tokens, of some ranks, rounds or samples.
+
+    Attributes:
+        check: Its result.
+        tokens: Number of tokens that it covers: if it failed, of the failing slices.
+        unknown: Number of tokens of other slices that do not certainly fit either.
+    """
+
+    check: Check
+    tokens: float
+    unknown: float
+
+    def explains(self, broader: _Scope) -> bool:
+        """Return whether enough of what a failed broader check covers certainly fits."""
+        rest = broader.tokens - self.tokens - self.unknown
+        return rest >= _REST * broader.tokens
+
+
+def _without_explained(scopes: Sequence[_Scope]) -> list[Check]:
+    """Return the checks without those that fail only because a slice of their tokens fails.
+
+    Tokens out of place in two samples spoil the correlation of all.
+    """
+    kept = [scope.check for scope in scopes]
+    for name in ("shifted", "unrelated"):
+        failed = [s for s in scopes if s.check.name == name and s.check.status == "suspect"]
+        # Of checks of as many tokens the first one, made of all of them at once, is the broadest.
+        failed.reverse()
+        failed.sort(key=lambda scope: scope.tokens)
+        for broader in failed[1:]:
+            explained = failed[0].explains(broader)
+            kept.remove(broader.check if explained else failed[0].check)
+            failed[0] = failed[0] if explained else broader
+    return kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,14 +311,21 @@ def _check_slices(
     producers: tuple[str, str] | None,
     *,
     drifts: bool,
-) -> list[Check]:
+) -> list[_Scope]:
     """Check each slice and report the ones that failed."""
-    by_name: dict[str, list[tuple[str, Check]]] = {}
+    by_name: dict[str, dict[str, Check]] = {}
     for name, cell in cells:
         for check in _check_slice(cell, pair, producers, drifts=drifts):
             if check.status == "suspect":
-                by_name.setdefault(check.name, []).append((name, check))
-    return [_combine(kind, where, len(cells)) for where in by_name.values()]
+                by_name.setdefault(check.name, {})[name] = check
+    return [
+        _Scope(
+            _combine(kind, [*where.items()], len(cells)),
+            tokens=sum(cell.tokens for name, cell in cells if name in where),
+            unknown=sum(c.tokens for name, c in cells if name not in where and not fits(c)),
+        )
+        for where in by_name.values()
+    ]
 
 
 def _check_slice(
@@ -309,7 +370,7 @@ def _missing_values(summary: Summary) -> Check:
     return Check("coverage", "suspect", text, {"explains": in_zeros / total[Field.D_ABS_SUM]})
 
 
-def _check_samples(summary: Summary) -> list[Check]:
+def _check_samples(summary: Summary) -> list[_Scope]:
     """Check the alignment of each sample; a mean hides a single misplaced one."""
     keys, values = summary.sequences.by_sample()
     if not len(values):
@@ -327,33 +388,65 @@ def _check_samples(summary: Summary) -> list[Check]:
     with np.errstate(invalid="ignore", divide="ignore"):
         least, own = lags.min(axis=0), column["d_abs_sum"] / n
         # Without its largest token: one outlier must not make a shift.
-        rest = (column["d_abs_sum"] - column["d_abs_max"]) / n
-        moved = judged & (least < 0.35 * rest)
-        strange = judged & (n >= 2 * _SAMPLE_TOKENS) & (rest > _SAMPLE_GAP) & ~moved
+        moved = judged & (least < 0.35 * (own - column["d_abs_max"] / n))
+        far = column["over_1"]
+        strange = judged & ~moved & (far >= np.maximum(_SAMPLE_FAR, _SAMPLE_FAR_SHARE * n))
         strange &= own > 0.7 * least
-        # Of a cut vocabulary every d has one sign, in all samples: that is no sample's own fault.
-        lean = np.abs(column["d_sum"]) / column["d_abs_sum"]
-        pool = abs(np.nansum(column["d_sum"])) / np.nansum(column["d_abs_sum"])
-        strange &= ~((lean > _ONE_SIGN) & (pool > _ONE_SIGN_POOL))
+        correlation, is_cut, is_odd = _of_cut_vocabulary(column, judged)
+        strange = np.where(is_cut, is_odd, strange)
+        fitting = judged & ((own < FITS * least) | (correlation > UNRELATED))
     p, q = summary.pair
     names = [sample or f"row {row}" for sample, _, row in keys]
-    return [
-        _sample_check(
+    checks = (
+        (moved, _sample_check(
             "shifted", moved, judged, names,
             f"{p} of a token fits {q} of one 1 or 2 tokens away, not its own",
-        ),
-        _sample_check(
+        )),
+        (strange, _sample_check(
             "unrelated", strange, judged, names,
             f"{p} of a token fits its own {q} no better than its neighbours': rows in another "
             "order, or other tokens",
-        ),
-    ]  # fmt: skip
+        )),
+    )  # fmt: skip
+    return [
+        _Scope(check, float(n[chosen].sum()), float(n[~chosen & ~fitting].sum()))
+        for chosen, check in checks
+    ]
+
+
+def _of_cut_vocabulary(column: Mapping[str, Float64], judged: Bool) -> tuple[Float64, Bool, Bool]:
+    """Return each sample's correlation, whether its vocabulary is cut, and whether it is then odd.
+
+    Of a cut vocabulary every d has one sign, in all samples: that is no sample's own fault. At any
+    lag |p - q| is then the mass that was cut, and only the correlation of p and q tells whether
+    they are of the same tokens. In rows of earlier versions it is NaN, and none is odd.
+    """
+    n, p, q, size = (column[name] for name in ("tokens", "p_sum", "q_sum", "d_abs_sum"))
+    pp, qq, pq = column["pp_sum"] - p * p / n, column["qq_sum"] - q * q / n, column["pq_sum"]
+    pq = pq - p * q / n
+    correlation = pq / np.sqrt(pp * qq)
+    largest = column["d_abs_max"]
+    lean = (np.abs(column["d_sum"]) - largest) / (size - largest)
+    is_cut = judged & (lean > _ONE_SIGN) & (_median(lean[judged]) > _ONE_SIGN)
+    z, usual = (
+        np.arctanh(np.clip(x, -_R, _R)) for x in (correlation, _median(correlation[judged]))
+    )
+    is_odd = (usual - z) * np.sqrt(n - 3.0) > _CUT_Z
+    # One token far off spoils any correlation, and says nothing about the others.
+    has_outlier = (largest - size / n) ** 2 > _OUTLIER * (pp + qq - 2.0 * pq)
+    return correlation, is_cut, is_odd & (correlation < CUT_UNRELATED) & ~has_outlier
+
+
+def _median(values: Float64) -> float:
+    """Return the median of the values that are not NaN; NaN if there is none."""
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if known.size else np.nan
 
 
 def _sample_check(
     name: str,
-    chosen: npt.NDArray[np.bool_],
-    judged: npt.NDArray[np.bool_],
+    chosen: Bool,
+    judged: Bool,
     names: Sequence[str],
     text: str,
 ) -> Check:

@@ -42,8 +42,10 @@ ROW: Final = (
     "tokens", "p_sum", "q_sum", "d_sum", "d_abs_sum", "d_abs_max", "over_0", "over_1", "over_2",
     "over_3", "ratio_0", "ratio_1", "raw_sum", "w_sum", "non_finite",
     "lag1_n", "lag2_n", "ahead_1", "behind_1", "ahead_2", "behind_2", "weight_sum",
+    "pp_sum", "qq_sum", "pq_sum",
 )  # fmt: skip
-"""Columns of a row's vector, defined as in a cell; `raw_sum` and `w_sum` are of weight minus 1."""
+"""Columns of a row's vector, defined as in a cell; `raw_sum` and `w_sum` are of weight minus 1, the
+last three of products."""
 ROW_1: Final = 15
 ROW_WIDTHS: Final = {1: ROW_1, 2: 21, _cell.VERSION: len(ROW)}
 """Version of a cell -> columns of the rows stored beside it; the others are NaN once read."""
@@ -212,6 +214,11 @@ def _row_add(row: Float64, cell: Float64) -> None:
     for i in range(4):
         row[17 + i] += cell[AT.AHEAD_1 + i]
     row[21] += cell[AT.WEIGHT_SUM]
+    if cell[_N] > 0.0:
+        p_mean, q_mean = cell[AT.P_SUM] / cell[_N], cell[AT.Q_SUM] / cell[_N]
+        row[22] += cell[AT.P_M2] + p_mean * cell[AT.P_SUM]
+        row[23] += cell[AT.Q_M2] + q_mean * cell[AT.Q_SUM]
+        row[24] += cell[AT.PQ_C] + p_mean * cell[AT.Q_SUM]
 
 
 @exact
