@@ -30,7 +30,7 @@ from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import calibration
 from stagescope_service.statistics.comparability import Comparability, examine_cell
 from stagescope_service.statistics.mismatch import non_finite, publish_cell
-from stagescope_service.statistics.summary import UNKNOWN, Slices, Summary, Tokens
+from stagescope_service.statistics.summary import UNKNOWN, Produced, Slices, Summary, Tokens
 from stagescope_service.store.contract import Row
 from stagescope_service.store.parts import incarnation_of
 
@@ -222,14 +222,20 @@ def _heading(deps: Dependencies, target: Target) -> JsonObject:
     }
 
 
-def cell_row(cell: Cell, summary: Summary) -> JsonObject:
-    """Return the numbers of a cell of a summary's tokens, as the columns of a row."""
+def cell_row(cell: Cell, summary: Summary, produced: Produced | None = None) -> JsonObject:
+    """Return the numbers of a cell of a summary's tokens, as the columns of a row.
+
+    Args:
+        cell: the tokens.
+        summary: holds them.
+        produced: who computed them; by default, those of all tokens of the summary.
+    """
     row: JsonObject = {
         name: int(column(cell)) if name in COUNTS else column(cell)
         for name, column in COLUMNS.items()
     }
     row["nonfinite"] = int(sum(non_finite(cell, *summary.pair).values()))
-    checked = examine_cell(cell, summary.pair, summary)
+    checked = examine_cell(cell, summary.pair, produced or summary.produced)
     return {**row, "comparable": checked.verdict, "cause": checked.cause}
 
 
@@ -363,7 +369,7 @@ def rank_rows(measured: MeasuredStep, processes: Iterable[Row]) -> list[JsonObje
             "rank": rank.rank,
             "parts": rank.parts,
             "parts_counted": rank.counted_parts,
-            **cell_row(rank.cell, summary.summary),
+            **cell_row(rank.cell, summary.summary, rank.produced),
             **layout_of(newest.get((rank.role, rank.rank), {})),
         }
         for rank in summary.ranks

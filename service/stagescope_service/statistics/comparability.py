@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -31,9 +31,10 @@ from stagescope_service.statistics.checks import (
     shifted,
     unrelated,
 )
+from stagescope_service.statistics.exact import are_equal, bitwise_equal
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.part import RankRow
-from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.summary import Produced, Summary
 
 __all__ = [
     "WHAT_TO_CHECK",
@@ -129,20 +130,30 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
         ranks: The cell of each rank, if the summary covers several.
     """
     pair, total = summary.pair, summary.total
-    producers = _producers(summary)
-    found = [_equal(total, *pair, producers=producers)]
+    found = [bitwise_equal(total, pair, summary.produced, ranks)]
     found += _check_cell(total, pair, summary.fresh)
     found += [_missing_values(summary), _versions(summary)]
     scopes = [_Scope(check, total.tokens, 0) for check in found]
     drifts = _has_stale_tokens(summary)
     if len(ranks) > 1:
-        cells = [(f"{row.role} {row.rank}", row.cell) for row in ranks]
-        scopes += _check_slices("rank", cells, pair, producers, drifts=drifts)
-    rounds = [(str(key), cell) for key, cell in summary.rounds.items()]
+        of_ranks = [
+            _Part(f"{row.role} {row.rank}", row.cell, row.produced or summary.produced)
+            for row in ranks
+        ]
+        scopes += _check_slices("rank", of_ranks, pair, drifts=drifts)
+    rounds = [_Part(str(key), cell, summary.produced) for key, cell in summary.rounds.items()]
     if len(rounds) > 1:
-        scopes += _check_slices("round", rounds, pair, producers, drifts=drifts)
+        scopes += _check_slices("round", rounds, pair, drifts=drifts)
     scopes += _check_samples(summary)
     return _rank_checks(total, _without_explained(scopes))
+
+
+class _Part(NamedTuple):
+    """A rank or a round: its name, its tokens, and who computed them, or those of the step."""
+
+    name: str
+    cell: Cell
+    produced: Produced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,12 +216,11 @@ def causes_of_ranks(
         besides: A cause that is already reported: ranks with it, or with a related check, are
             excluded.
     """
-    drifts, producers = _has_stale_tokens(summary), _producers(summary)
+    drifts = _has_stale_tokens(summary)
     found: dict[str, list[tuple[RankRow, Check]]] = {}
     for row in ranks:
-        judged = _rank_checks(
-            row.cell, _check_slice(row.cell, summary.pair, producers, drifts=drifts)
-        )
+        part = _Part("", row.cell, row.produced or summary.produced)
+        judged = _rank_checks(row.cell, _check_slice(part, summary.pair, drifts=drifts))
         names = {check.name for check in judged.suspects}
         if not names or besides in names or {besides, judged.cause} <= _OF_RATIOS:
             continue
@@ -233,18 +243,15 @@ def _has_stale_tokens(summary: Summary) -> bool:
     return bool((summary.staleness.keys != 0).any())
 
 
-def examine_cell(cell: Cell, pair: tuple[str, str], full: Summary | None = None) -> Comparability:
+def examine_cell(cell: Cell, pair: tuple[str, str], produced: Produced) -> Comparability:
     """Run the checks that need one cell alone: of a rank, a round, a turn or a staleness.
 
     Args:
         cell: The cell.
         pair: Names of p and q.
-        full: The summary that contains its tokens; it holds the streams' producers.
+        produced: Who computed its tokens; of a round, a turn or a staleness, those of the step.
     """
-    producers = None if full is None else _producers(full)
-    return _rank_checks(
-        cell, [_equal(cell, *pair, producers=producers), *_check_cell(cell, pair, cell)]
-    )
+    return _rank_checks(cell, [bitwise_equal(cell, pair, produced), *_check_cell(cell, pair, cell)])
 
 
 def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
@@ -268,11 +275,11 @@ def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
         by_name.values(), key=lambda check: (check.status != "suspect", order[check.name])
     )
     suspects = {check.name for check in checks if check.status == "suspect"}
-    if "bitwise_equal" in suspects and _all_equal(cell):
+    if "bitwise_equal" in suspects and are_equal(cell):
         verdict = "not measured"
-    elif suspects - ({"versions"} if _all_equal(cell) else set()):
+    elif suspects - ({"versions"} if are_equal(cell) else set()):
         verdict = "suspect"
-    elif _all_equal(cell) and cell.masked == cell.tokens:
+    elif are_equal(cell) and cell.masked == cell.tokens:
         verdict = "exact"
     else:
         verdict = "comparable" if cell.tokens >= ENOUGH else "unknown"
@@ -306,35 +313,35 @@ def _check_cell(cell: Cell, pair: tuple[str, str], fresh: Cell) -> list[Check]:
 
 def _check_slices(
     kind: str,
-    cells: Sequence[tuple[str, Cell]],
+    parts: Sequence[_Part],
     pair: tuple[str, str],
-    producers: tuple[str, str] | None,
     *,
     drifts: bool,
 ) -> list[_Scope]:
     """Check each slice and report the ones that failed."""
     by_name: dict[str, dict[str, Check]] = {}
-    for name, cell in cells:
-        for check in _check_slice(cell, pair, producers, drifts=drifts):
+    for part in parts:
+        for check in _check_slice(part, pair, drifts=drifts):
             if check.status == "suspect":
-                by_name.setdefault(check.name, {})[name] = check
+                by_name.setdefault(check.name, {})[part.name] = check
     return [
         _Scope(
-            _combine(kind, [*where.items()], len(cells)),
-            tokens=sum(cell.tokens for name, cell in cells if name in where),
-            unknown=sum(c.tokens for name, c in cells if name not in where and not fits(c)),
+            _combine(kind, [*where.items()], len(parts)),
+            tokens=sum(part.cell.tokens for part in parts if part.name in where),
+            unknown=sum(
+                part.cell.tokens for part in parts if part.name not in where and not fits(part.cell)
+            ),
         )
         for where in by_name.values()
     ]
 
 
-def _check_slice(
-    cell: Cell, pair: tuple[str, str], producers: tuple[str, str] | None, *, drifts: bool
-) -> list[Check]:
+def _check_slice(part: _Part, pair: tuple[str, str], *, drifts: bool) -> list[Check]:
     """Run the checks that the tokens of a slice allow."""
+    cell = part.cell
     found = _check_cell(cell, pair, Cell(empty()) if drifts else cell)
-    if cell.tokens >= ENOUGH and _all_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
-        found.append(_equal(cell, *pair, producers=producers))
+    if cell.tokens >= ENOUGH and are_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
+        found.append(bitwise_equal(cell, pair, part.produced))
     return found
 
 
@@ -457,49 +464,6 @@ def _sample_check(
     more = ", ..." if places.size > _LISTED else ""
     message = f"in {places.size} of {int(judged.sum())} samples ({listed}{more}): {text}"
     return Check(name, "suspect", message, {"samples": float(places.size)})
-
-
-def _all_equal(cell: Cell) -> bool:
-    return cell.tokens > 0 and int(cell[Field.EQUAL]) == cell.tokens
-
-
-def _producers(summary: Summary) -> tuple[str, str] | None:
-    """Return the producers of p and q: None if unknown for a part, ('', names) if shared."""
-    found = [set(summary.producers.get(stream, ("",))) for stream in summary.pair]
-    if any("" in names or not names for names in found):
-        return None
-    if found[0] & found[1]:
-        return "", ", ".join(sorted(found[0] & found[1]))
-    p, q = (", ".join(sorted(names)) for names in found)
-    return p, q
-
-
-def _equal(cell: Cell, p: str, q: str, producers: tuple[str, str] | None = None) -> Check:
-    share = cell.share(Field.EQUAL)
-    values = {"share": share}
-    if not cell.tokens:
-        return Check("bitwise_equal", "unknown", "no token counts", values)
-    if not _all_equal(cell):
-        text = f"{p} and {q} are the same number in {share:.1%} of the tokens"
-        return Check("bitwise_equal", "ok", text, values)
-    same = f"{p} and {q} are the same numbers in all {cell.tokens} tokens"
-    if producers is None:
-        text = (
-            f"{same}, and nobody said who computed them: one may be a copy of the other "
-            "(synchronous and bypass modes do that), so nothing was measured; hand over "
-            "producers={...} to have equality count"
-        )
-    elif not producers[0]:
-        text = f"{same}, and both come from {producers[1]}: one is a copy, nothing was measured"
-    else:
-        text = (
-            f"{same}, and two producers computed them ({p}: {producers[0]}; {q}: {producers[1]}): "
-            f"exact, proved on {cell.tokens} tokens"
-        )
-        if cell.masked > cell.tokens:
-            text += f", but for {cell.masked - cell.tokens} more that are not finite"
-        return Check("bitwise_equal", "ok", text, values)
-    return Check("bitwise_equal", "suspect", text, values)
 
 
 def _versions(summary: Summary) -> Check:

@@ -33,7 +33,7 @@ from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
 from stagescope_service.statistics.ledger import Claim, Ledger
 from stagescope_service.statistics.part import GroupKey, PartRecord, RankRow, Recompute, role_order
-from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.summary import Summary, merge_produced
 
 MISMATCH_PAIRS: Final = tuple(pair for pair in PAIRS if "recomputed" not in pair)
 NOISE_PAIR: Final = ("old", "recomputed")
@@ -115,7 +115,10 @@ class StepSummary:
         arrays, document = codec.flatten(self.summary)
         vectors = [row.cell.vector for row in self.ranks]
         arrays["rank_cells"] = np.stack(vectors) if vectors else cells.empty(0)
-        ranks = [[row.role, row.rank, row.parts, row.counted_parts] for row in self.ranks]
+        ranks = [
+            [row.role, row.rank, row.parts, row.counted_parts, codec.produced_to_json(row.produced)]
+            for row in self.ranks
+        ]
         return codec.save(
             arrays,
             {
@@ -157,8 +160,15 @@ class StepSummary:
                 stage=str(document["stage"]),
                 summary=codec.restore(arrays, document["summary"]),
                 ranks=tuple(
-                    RankRow(str(role), int(rank), Cell(vector), int(parts), int(counted))
-                    for (role, rank, parts, counted), vector in zip(
+                    RankRow(
+                        str(role),
+                        int(rank),
+                        Cell(vector),
+                        int(parts),
+                        int(counted),
+                        codec.produced_from_json(produced[0] if produced else ()),
+                    )
+                    for (role, rank, parts, counted, *produced), vector in zip(
                         document["ranks"], vectors, strict=True
                     )
                 ),
@@ -413,12 +423,12 @@ def _rank_rows(
     to_recompute: list[Recompute] = []
     for (role, rank), own in sorted(by_rank.items()):
         ledger, epoch = Ledger(), min(record.part.epoch for record in own)
-        vectors = []
+        taken: list[Summary] = []
         for record in own:
             summary = record.ranked or record.full_summary
             if not record.has_ids:
                 if record.part.epoch == epoch:
-                    vectors.append(summary.total.vector)
+                    taken.append(summary)
                 continue
             places = identities.places_of(record.key, summary)
             own_places = [dataclasses.replace(place, dropped=False) for place in places]
@@ -426,9 +436,10 @@ def _rank_rows(
             if claim.skips and not claim.is_all_repeated:
                 to_recompute.append(Recompute(record.key, claim.skips))
             elif not claim.is_all_repeated:
-                vectors.append(summary.total.vector)
+                taken.append(summary)
+        vectors = [summary.total.vector for summary in taken]
         cell = Cell(cells.merge(np.stack(vectors) if vectors else cells.empty(0)))
-        rows.append(
-            RankRow(role[1], rank, cell, len(own), sum(record.key in counted for record in own))
-        )
+        counted_parts = sum(record.key in counted for record in own)
+        produced = merge_produced(summary.produced for summary in taken)
+        rows.append(RankRow(role[1], rank, cell, len(own), counted_parts, produced))
     return tuple(rows), tuple(to_recompute)

@@ -68,6 +68,20 @@ def test_one_producer_or_an_unknown_one_measures_nothing(live: Service) -> None:
     assert "nobody said" in answer["comparability"][0]["text"]
 
 
+def test_the_copies_of_one_rank_are_told_from_what_the_others_measured(live: Service) -> None:
+    ranks = [Rank(live, rank=rank) for rank in (0, 1)]
+    same = {"rollout": "trainer", "old": "trainer"}
+    for index, rank in enumerate(ranks):
+        rank.stage(LOG_PROB, 1, handed(1, index, producers=TWO if index else same))
+    answer = live.get("/steps/1/metrics")
+    text = answer["comparability"][0]["text"]
+    assert answer["comparable"] == "not measured"
+    assert "both come from trainer in 50.0% of them (44 tokens: actor 0)" in text
+    assert "exact, proved on 44 tokens" in text
+    rows = live.get("/steps/1/ranks")["rows"]
+    assert [row["comparable"] for row in rows] == ["not measured", "exact"]
+
+
 def test_one_rank_of_an_unknown_producer_makes_the_step_unknown(live: Service) -> None:
     ranks = [Rank(live, rank=rank) for rank in (0, 1)]
     for index, rank in enumerate(ranks):

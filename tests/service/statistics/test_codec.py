@@ -70,7 +70,9 @@ def as_version(version: int, summary: Summary) -> bytes:
     if version == 1:
         for name in ("unequal_where", "unequal_values"):
             arrays.pop(name)
-        document.pop("producers")
+    document.pop("produced")
+    if version == 2:
+        document["producers"] = {"old": ["trainer"], "rollout": ["engine", "trainer"]}
     return codec.save(arrays, {**document, "cell": version})
 
 
@@ -83,6 +85,8 @@ def test_what_an_earlier_version_wrote_is_read(version: int, far: float) -> None
     assert publish(old) == pytest.approx(publish(summary), nan_ok=True)
     assert np.isnan(old.total[Field.AHEAD_1]) == (version == 1)
     assert len(old.unequal) == version - 1
+    names = ("trainer", "trainer") if version == 2 else ("", "")
+    assert old.produced == {names: summary.total.tokens}
     merged = Summary.merge([old, summary.named("other")])
     assert merged.total.tokens == 2 * summary.total.tokens
     assert np.isnan(merged.total[Field.AHEAD_1]) == (version == 1)

@@ -467,7 +467,8 @@ def test_who_is_shifted_is_named() -> None:
     assert "in 1 of 128 samples (s3)" in asked(batch, 8).suspects[0].text
     whole = assembled(moved(draw(np.random.default_rng(1), 128, 60), 1, slice(0, 16)), 8)
     assert "in 1 of 8 ranks (actor 0)" in examine(whole.summary, whole.ranks).suspects[0].text
-    verdicts = [examine_cell(row.cell, whole.summary.pair).verdict for row in whole.ranks]
+    pair = whole.summary.pair
+    verdicts = [examine_cell(row.cell, pair, row.produced).verdict for row in whole.ranks]
     assert verdicts == ["suspect", *["comparable"] * 7]
 
 
@@ -480,6 +481,70 @@ def test_bitwise_equal_streams_are_not_measured() -> None:
     verdict, names = found(Q, Q)
     assert verdict == "not measured"
     assert "bitwise_equal" in names
+
+
+PRODUCERS = {
+    "copied": ("trainer", "trainer"), "two": ("trainer", "engine"), "unknown": ("trainer", None),
+}  # fmt: skip
+
+
+def told(*of_ranks: str, differing: bool = False) -> StepSummary:
+    """Equal streams of 2000 tokens a rank, of the producers that it named."""
+    parts = []
+    for rank, name in enumerate(of_ranks):
+        batch = batch_of(
+            Q if not differing or rank else P, Q, ON, samples=[f"{rank}-{i}" for i in range(4)]
+        )
+        summary = summarise(dataclasses.replace(batch, producers=PRODUCERS[name]))
+        parts.append(PartRecord(f"{rank}:1", summary, "s", "actor", rank, data_rank=rank))
+    return StepSummary.from_bytes(assemble(parts).to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "verdict", "texts"),
+    [
+        (("copied", "copied"), "not measured", ["both come from trainer: one is a copy"]),
+        (("two", "two"), "exact", ["computed them (old: trainer; rollout: engine): exact, proved on 4000"]),
+        (("copied", "two", "two", "two"), "not measured", [
+            "both come from trainer in 25.0% of them (2000 tokens: actor 0)",
+            "two producers computed them in 75.0% of them (6000 tokens: actor 1, actor 2, actor 3) "
+            "(old: trainer; rollout: engine): exact, proved on 6000 tokens",
+        ]),
+        (("two", "unknown"), "not measured", [
+            "nobody said who computed them in 50.0% of them (2000 tokens: actor 1)",
+            "proved on 2000 tokens",
+        ]),
+    ],
+)  # fmt: skip
+def test_equal_tokens_are_copies_where_their_own_rank_said_so(
+    of_ranks: tuple[str, ...], verdict: str, texts: list[str]
+) -> None:
+    whole = told(*of_ranks)
+    judged = examine(whole.summary, whole.ranks)
+    assert judged.verdict == verdict
+    said = next(check for check in judged.checks if check.name == "bitwise_equal")
+    for text in texts:
+        assert text in said.text
+    own = {"copied": "not measured", "two": "exact", "unknown": "not measured"}
+    for row, name in zip(whole.ranks, of_ranks, strict=True):
+        assert examine_cell(row.cell, whole.summary.pair, row.produced).verdict == own[name]
+
+
+def test_a_rank_of_two_producers_is_no_copy_because_another_one_is() -> None:
+    whole = told("copied", "two", "two", differing=True)  # the rank that would copy differs
+    judged = examine(whole.summary, whole.ranks)
+    assert (judged.verdict, judged.suspects) == ("comparable", ())
+    other = told("copied", "copied", "two", differing=True)
+    (found,) = examine(other.summary, other.ranks).suspects
+    assert found.text.startswith("in 1 of 3 ranks (actor 1): ")
+    assert found.text.endswith("both come from trainer: one is a copy, nothing was measured")
+
+
+def test_a_round_says_that_the_producers_are_those_of_the_step() -> None:
+    whole = told("copied", "two")
+    cell = whole.ranks[0].cell
+    (found,) = examine_cell(cell, whole.summary.pair, whole.summary.produced).suspects
+    assert "in 50.0% of the step's tokens (2000 tokens)" in found.text
 
 
 def test_too_few_tokens_say_nothing() -> None:
