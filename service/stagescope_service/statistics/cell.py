@@ -76,7 +76,7 @@ class Field(enum.IntEnum):
     SAME_BF16 = enum.auto()
     """p and q are the same number once both are rounded to bfloat16."""
     EQUAL = enum.auto()
-    """p and q are the same number."""
+    """p and q are the same number, in whatever dtypes; -0.0 and 0.0 are."""
     Q_GREATER = enum.auto()
     ABS_OVER_0 = enum.auto()
     ABS_OVER_1 = enum.auto()

@@ -1,5 +1,8 @@
 """Equality of the two streams, which is exact if two producers computed them, and the first token
 in which they differ.
+
+Equal are numbers, not bits: the streams may arrive in different dtypes, and -0.0 equals 0.0, since
+both are the log of 1 (one framework writes the one, another the other). NaN equals nothing.
 """
 
 from __future__ import annotations

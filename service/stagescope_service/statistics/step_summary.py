@@ -25,12 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
+from stagescope.wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES, Part
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
 from stagescope_service.statistics.batch import TokenBatch
-from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
+from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.ledger import Claim, Ledger
 from stagescope_service.statistics.part import GroupKey, PartRecord, RankRow, Recompute, role_order
 from stagescope_service.statistics.summary import Summary, merge_produced
@@ -69,6 +70,8 @@ class StepSummary:
         ranks_to_recompute: The same for the numbers of single ranks; stored nowhere.
         fragmented: Number of sequences in pieces without an offset: their sequence and round
             values describe the pieces.
+        same_rows: Groups of (role, rank) that handed over the same rows and each count, since some
+            name neither samples nor what rows they share.
     """
 
     stage: str
@@ -83,6 +86,7 @@ class StepSummary:
     sent: int | None = None
     contradictions: tuple[Contradiction, ...] = ()
     ranks_to_recompute: tuple[Recompute, ...] = ()
+    same_rows: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @property
     def total(self) -> Cell:
@@ -140,6 +144,7 @@ class StepSummary:
                 "differing": [list(pair) for pair in self.differing],
                 "restate": [[r.key, [list(skip) for skip in r.skips]] for r in self.to_recompute],
                 "fragmented": self.fragmented,
+                "same_rows": [[list(rank) for rank in group] for group in self.same_rows],
             },
         )
 
@@ -186,6 +191,10 @@ class StepSummary:
                     for key, skips in document["restate"]
                 ),
                 fragmented=int(document["fragmented"]),
+                same_rows=tuple(
+                    tuple((str(role), int(rank)) for role, rank in group)
+                    for group in document.get("same_rows", ())
+                ),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(
@@ -242,6 +251,7 @@ def assemble(
         sent=sum(map(_tokens_sent, [*chosen, *others])),
         contradictions=identities.contradictions,
         ranks_to_recompute=ranks_to_recompute,
+        same_rows=_same_rows(accounting.counted),
     )
 
 
@@ -257,6 +267,41 @@ def skip_of(batch: TokenBatch, skips: Sequence[tuple[int, int, int]]) -> npt.NDA
             shift = begin - (0 if batch.token_offset is None else batch.token_offset[row])
             skip[max(first + shift, begin) : max(min(last + shift, end), begin)] = 1
     return skip
+
+
+_ROW_CONTENT: Final = [ROW.index(name) for name in ("tokens", "q_sum", "qq_sum", "non_finite")]
+_ENOUGH_ROWS: Final = 32
+"""Minimum tokens of a rank for equal sums of the rollout's log-probs to show equal rows."""
+
+
+def _same_rows(counted: Sequence[PartRecord]) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """Return the ranks that handed over the same rows and each count.
+
+    The rollout's log-probs of two samples are never equal in every bit, and neither are their sums;
+    those of a stream that is constant are. Ranks that name samples, a data_rank or a dp_rank said
+    which rows they hold; a group has at least one rank that did not.
+    """
+    contents: dict[tuple[str, int], list[tuple[Part, bytes]]] = {}
+    cells_of: dict[tuple[str, int], list[Cell]] = {}
+    silent: set[tuple[str, int]] = set()
+    for record in counted:
+        place, summary = (record.role, record.rank), record.full_summary
+        rows = summary.sequences.values[:, _ROW_CONTENT].tobytes()
+        contents.setdefault(place, []).append((record.part, rows))
+        cells_of.setdefault(place, []).append(summary.total)
+        if not record.has_ids and record.data_rank is None and "dp_rank" not in record.layout:
+            silent.add(place)
+    groups: dict[tuple[tuple[Part, bytes], ...], list[tuple[str, int]]] = {}
+    for place, parts in contents.items():
+        tokens = sum(cell.tokens for cell in cells_of[place])
+        varies = any(cell[Field.Q_MIN] < cell[Field.Q_MAX] for cell in cells_of[place])
+        if tokens >= _ENOUGH_ROWS and varies:
+            groups.setdefault(tuple(parts), []).append(place)
+    return tuple(
+        tuple(sorted(group))
+        for group in groups.values()
+        if len(group) > 1 and not silent.isdisjoint(group)
+    )
 
 
 def _contribution(record: PartRecord, identities: Identities) -> Summary:

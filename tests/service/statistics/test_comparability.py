@@ -35,6 +35,7 @@ from stagescope_service.statistics import (
     summarise,
 )
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
+from stagescope_service.statistics.exact import first_difference, unequal_tokens
 
 RNG = np.random.default_rng(0)
 Q = -RNG.exponential(1.0, (4, 500)) - 1e-3
@@ -504,7 +505,9 @@ def told(*of_ranks: str, differing: bool = False) -> StepSummary:
     ("of_ranks", "verdict", "texts"),
     [
         (("copied", "copied"), "not measured", ["both come from trainer: one is a copy"]),
-        (("two", "two"), "exact", ["computed them (old: trainer; rollout: engine): exact, proved on 4000"]),
+        (("two", "two"), "exact", [
+            "two producers computed them (old: trainer; rollout: engine): exact, proved on 4000"
+        ]),
         (("copied", "two", "two", "two"), "not measured", [
             "both come from trainer in 25.0% of them (2000 tokens: actor 0)",
             "two producers computed them in 75.0% of them (6000 tokens: actor 1, actor 2, actor 3) "
@@ -528,6 +531,28 @@ def test_equal_tokens_are_copies_where_their_own_rank_said_so(
     own = {"copied": "not measured", "two": "exact", "unknown": "not measured"}
     for row, name in zip(whole.ranks, of_ranks, strict=True):
         assert examine_cell(row.cell, whole.summary.pair, row.produced).verdict == own[name]
+
+
+@pytest.mark.parametrize(("zero", "other"), [(0.0, -0.0), (-0.0, 0.0)])
+def test_equal_are_numbers_whatever_the_sign_of_a_zero_and_the_dtype(
+    zero: float, other: float
+) -> None:
+    held = from_bfloat16(bfloat16(Q)).astype(np.float32)
+    p, q = held.copy(), bfloat16(held)
+    p[:, ::7] = zero
+    q[:, ::7] = bfloat16(np.array(other))
+    batch = dataclasses.replace(batch_of(p, q, ON), producers=PRODUCERS["two"])
+    assert (batch.p_dtype, batch.q_dtype) == ("float32", "bfloat16")
+    summary = summarise(batch)
+    assert examine(summary).verdict == "exact"
+    assert unequal_tokens(summary.total) == 0
+    assert first_difference(summary) is None
+    p[2, 8] = np.nextafter(p[2, 8], np.float32(0))
+    summary = summarise(dataclasses.replace(batch_of(p, q, ON), producers=PRODUCERS["two"]))
+    found = first_difference(summary)
+    assert found is not None
+    assert (found.row, found.position) == (2, 8)
+    assert examine(summary).verdict != "exact"
 
 
 def test_a_rank_of_two_producers_is_no_copy_because_another_one_is() -> None:
