@@ -15,6 +15,7 @@ from stagescope.table import (
     begun_again,
     context,
     coverage_notes,
+    step_verdict_notes,
     token_accounting,
     unknown_name,
 )
@@ -130,6 +131,11 @@ class Metrics(Mapping[str, float]):
         return self._about.get("cause")
 
     @property
+    def step_comparable(self) -> str:
+        """The same of the whole step: that of one rank or role may hide what the others show."""
+        return str(self._about.get("step_comparable") or self.comparable)
+
+    @property
     def comparability(self) -> list[Row]:
         """The reasons against comparing the two streams: code, verdict, text."""
         return list(self._about.get("comparability") or [])
@@ -223,6 +229,7 @@ class Metrics(Mapping[str, float]):
         for item in self.comparability:
             text = ": ".join(str(item[n]) for n in ("code", "verdict", "text") if item.get(n))
             notes.append(f"  {text}")
+        notes += step_verdict_notes(self._about)
         bad = {stream: kinds for stream, kinds in self.nonfinite.items() if _any_counted(kinds)}
         if bad:
             notes.append(f"non-finite under the mask: {json.dumps(bad)}")

@@ -24,14 +24,14 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
         "tokens:int masked_tokens:int abs_diff_mean:float abs_diff_max:float abs_diff_sum:float "
         "diff_sum:float probs_diff_mean:float probs_diff_max:float kl:float k3_kl:float "
         "pearson:float mult_prob_error:float ratio_mean:float calibration_z:float over_0.1:int "
-        "over_0.5:int over_1:int over_5:int nonfinite:int comparable cause"
+        "over_0.5:int over_1:int over_5:int nonfinite:int comparable cause step_comparable"
     ),
     "ranks": _read(
         "tokens:int masked_tokens:int abs_diff_mean:float abs_diff_max:float abs_diff_sum:float "
         "diff_sum:float probs_diff_mean:float probs_diff_max:float kl:float k3_kl:float "
         "pearson:float mult_prob_error:float ratio_mean:float calibration_z:float over_0.1:int "
-        "over_0.5:int over_1:int over_5:int nonfinite:int comparable cause stage role rank:int "
-        "parts:int parts_counted:int"
+        "over_0.5:int over_1:int over_5:int nonfinite:int comparable cause step_comparable stage "
+        "role rank:int parts:int parts_counted:int"
     ),
     "tokens": _read(
         "kind abs_diff:float p:float q:float round:int turn:int? token_id:int? sample_uid row:int "

@@ -234,7 +234,7 @@ def _summary(steps: Sequence[int], values: Sequence[Value]) -> str:
 
 
 class Exact(Record):
-    """The steps of a run in which trainer and rollout agree bitwise; `ranges` is the table."""
+    """The steps of a run in which trainer and rollout are equal; `ranges` is the table."""
 
     __slots__ = ()
 

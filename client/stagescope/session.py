@@ -266,7 +266,9 @@ class Session(CaptureRequests, ComparisonRequests):
         )
 
     def exact(self, run: str | None = None, attempt: int | None = None) -> Exact:
-        """Return the steps in which trainer and rollout agree bitwise, and the first difference.
+        """Return the steps in which trainer and rollout are equal, and the first difference.
+
+        Equal is the same number in every token: -0.0 equals 0.0.
 
         Without `attempt`, each step counts in the latest attempt that computed it.
 

@@ -108,7 +108,9 @@ class Step:
     ) -> Table:
         """Return the mismatch per round, or per true turn or staleness.
 
-        `about["whole"]` has the same columns for the step, to which the rows add up.
+        `about["whole"]` has the same columns for the step, to which the rows add up. `comparable`
+        is of a row's own tokens, `step_comparable` of the whole step: the text marks rows with `*`
+        where these can be compared and the step cannot.
         """
         filters = {"by": by, "stage": stage, "role": role, "rank": rank}
         return self._table("rounds", _ROUND_ORDER, limit, **filters)
@@ -121,7 +123,10 @@ class Step:
         rank: int | None = None,
         limit: int = LIMIT,
     ) -> Table:
-        """Return the mismatch per rank, with each rank's placement."""
+        """Return the mismatch per rank, with each rank's placement.
+
+        `comparable` and `step_comparable` are as in `rounds`.
+        """
         return self._table("ranks", _RANK_ORDER, limit, stage=stage, role=role, rank=rank)
 
     def tokens(

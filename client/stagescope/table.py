@@ -246,7 +246,19 @@ class Table:
             for name, value in self._about.items()
             if name in ("run", "attempt", "step") and set(self._columns.get(name, ())) == {value}
         }
-        return {n: v[:rows] for n, v in self._columns.items() if n not in in_heading}
+        columns = {n: v[:rows] for n, v in self._columns.items() if n not in in_heading}
+        if self._has_step_verdicts:
+            of_steps = columns.pop("step_comparable")
+            columns["comparable"] = tuple(
+                f"{own}{MARK}" if is_misleading(own, step) else own
+                for own, step in zip(columns["comparable"], of_steps, strict=True)
+            )
+        return columns
+
+    @property
+    def _has_step_verdicts(self) -> bool:
+        """Whether rows have a verdict of their own beside that of their step."""
+        return {"comparable", "step_comparable"} <= self._columns.keys()
 
     def _foot(self, rows: int | None) -> list[str]:
         foot = []
@@ -262,6 +274,10 @@ class Table:
         elif about.get("gap"):
             foot.append(str(about["gap"]))
         foot += comparability_notes(about)
+        if self._has_step_verdicts:
+            pairs = zip(self["comparable"], self["step_comparable"], strict=True)
+            steps = dict.fromkeys(step for own, step in pairs if is_misleading(own, step))
+            foot += [f"{MARK} its own tokens: the step is {step}" for step in steps]
         foot += begun_again(about)
         if "begun_again" in self._columns and "step" in self._columns:
             foot += begun_again_steps(self)
@@ -329,17 +345,36 @@ def context(about: JsonObject) -> str:
     return ", ".join(map(render.printable, parts))
 
 
+MARK: Final = "*"
+"""Behind a verdict that would mislead without that of its step."""
+_TRUSTED: Final = ("comparable", "exact")
+
+
+def is_misleading(own: Json, step: Json) -> bool:
+    """Return whether a row or slice can be compared by itself, and its step cannot."""
+    return own in _TRUSTED and step is not None and step not in _TRUSTED
+
+
+def step_verdict_notes(about: JsonObject) -> list[str]:
+    """Return the verdict on the whole step, where that of an answer's own numbers misleads."""
+    step, cause = about.get("step_comparable"), about.get("step_cause")
+    if not is_misleading(about.get("comparable"), step):
+        return []
+    return [f"the whole step is {step}{f': {cause}' if cause else ''}; see its metrics"]
+
+
 def comparability_notes(about: JsonObject) -> list[str]:
     """Return why the numbers of an answer cannot be trusted, the most likely cause first."""
     verdict = about.get("comparable")
     if verdict in (None, "comparable"):
-        return []
+        return step_verdict_notes(about)
     reasons = [
         ": ".join(str(item[n]) for n in ("code", "verdict", "text") if item.get(n))
         for item in about.get("comparability") or ()
         if item.get("verdict") != "unknown"
     ]
-    return [f"comparable: {verdict}", *(f"  {reason}" for reason in reasons)]
+    own = [f"comparable: {verdict}", *(f"  {reason}" for reason in reasons)]
+    return [*own, *step_verdict_notes(about)]
 
 
 def begun_again(about: JsonObject) -> list[str]:

@@ -100,6 +100,31 @@ def test_why_numbers_cannot_be_compared_is_wrapped_not_cut(width: int) -> None:
     assert f"shifted: suspect: {text}" in " ".join(" ".join(lines).split())
 
 
+def test_a_row_that_can_be_compared_is_marked_where_its_step_cannot() -> None:
+    rows = [
+        {"rank": 0, "comparable": "comparable", "cause": None, "step_comparable": "suspect"},
+        {"rank": 1, "comparable": "suspect", "cause": "shifted", "step_comparable": "suspect"},
+    ]
+    table = Table.from_rows(rows, about={"comparable": "comparable", "step_comparable": "suspect",
+                                         "step_cause": "shifted"})  # fmt: skip
+    text, html = "\n".join(table.lines()), table._repr_html_()
+    for shown in (text, html):
+        assert "comparable*" in shown
+        assert "suspect*" not in shown
+        assert "step_comparable" not in shown
+        assert "* its own tokens: the step is suspect" in shown
+        assert "the whole step is suspect: shifted" in shown
+    assert table["comparable"] == ("comparable", "suspect")
+    assert table["step_comparable"] == ("suspect", "suspect")
+    healthy = Table.from_rows([{**rows[0], "comparable": "exact", "step_comparable": "comparable"}])
+    assert "*" not in "\n".join(healthy.lines())
+    about = {"comparable": "comparable", "step_comparable": "suspect", "step_cause": "shifted"}
+    metrics = Metrics({"rollout_corr/kl": 0.5}, about)
+    assert metrics.step_comparable == "suspect"
+    assert "the whole step is suspect: shifted" in "\n".join(metrics.notes())
+    assert Metrics({}, {"comparable": "suspect"}).step_comparable == "suspect"
+
+
 def series(metric: str, kind: str, values: list[float]) -> Series:
     count = len(values)
     return Series.from_answer(

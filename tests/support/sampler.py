@@ -22,7 +22,7 @@ Scores = Callable[[Array], Array]
 
 CONTEXTS: Final = 1024
 VOCABULARY: Final = 128
-SHARPNESS: Final = {"certain": 30.0, "sure": 9.0, "usual": 4.0, "unsure": 1.6}
+SHARPNESS: Final = {"certain": 30.0, "sure": 9.0, "usual": 4.0, "unsure": 1.6, "vague": 0.1}
 """Median factor on the logits of a context."""
 NOISE: Final = {"float32": 1e-5, "bf16": 0.02, "int8": 0.08}
 """Standard deviation of an engine's logits around the exact ones."""

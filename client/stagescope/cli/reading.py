@@ -65,7 +65,7 @@ def steps(session: Session, run: str | None, attempt: int | None, limit: int) ->
 
 @question(click.argument("name", required=False, metavar="[RUN]"), RUN, ATTEMPT)
 def exact(session: Session, name: str | None, run: str | None, attempt: int | None) -> Record:
-    """In which steps trainer and rollout are bitwise equal, and where they first are not."""
+    """In which steps trainer and rollout are equal in every token, and where they first are not."""
     if name and run and name != run:
         raise InvalidInput(f"two runs are named: {name} and {run}", expected="one of them")
     return session.exact(name or run, attempt)

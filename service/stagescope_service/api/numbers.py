@@ -30,7 +30,7 @@ from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import calibration
 from stagescope_service.statistics.comparability import Comparability, examine_cell
 from stagescope_service.statistics.mismatch import non_finite, publish_cell
-from stagescope_service.statistics.summary import UNKNOWN, Slices, Summary, Tokens
+from stagescope_service.statistics.summary import UNKNOWN, Produced, Slices, Summary, Tokens
 from stagescope_service.store.contract import Row
 from stagescope_service.store.parts import incarnation_of
 
@@ -110,8 +110,8 @@ def metrics(
     `open`: its numbers are assembled from what has arrived so far, and `missing` names the ranks
     that have not. With `rank`, `role`, `stage` or `round` the numbers are of that slice. Read
     `comparable` and `comparability` before you trust a number: `not measured` means that one
-    stream is a copy. `begun_again` names ranks that repeated the step within the attempt: both
-    passes count.
+    stream is a copy; `step_comparable` is the verdict of the whole step. `begun_again` names ranks
+    that repeated the step within the attempt: both passes count.
     """
     return Answer(metrics_of(deps, target, Slice(stage, role, rank), round))
 
@@ -129,16 +129,19 @@ def rounds(
         Query(description="Mask segments, true turns, or trainer version - token's version."),
     ] = "round",
 ) -> Answer:
-    """List the mismatch by round; `tokens`, `abs_diff_sum` and `diff_sum` add up to `whole`."""
-    measured = _measure(deps, target, Slice(stage, role, rank))
+    """List the mismatch by round; `tokens`, `abs_diff_sum` and `diff_sum` add up to `whole`.
+
+    A row's `comparable` is of its own tokens: read it with the row's `step_comparable`.
+    """
+    measured, step = _measure(deps, target, Slice(stage, role, rank))
     summary = measured.summary.summary
     return Answer(
         {
             **_heading(deps, target),
-            **_context(measured),
+            **_context(measured, step),
             "by": by,
-            "whole": cell_row(summary.total, summary),
-            **page.cut(slice_rows(summary, by)),
+            "whole": cell_row(summary.total, summary, step),
+            **page.cut(slice_rows(summary, step, by)),
         }
     )
 
@@ -154,12 +157,13 @@ def ranks(
 ) -> Answer:
     """List the mismatch by rank, with where each ran.
 
-    The numbers of a rank are its own, even if a replica counts in its place (`parts_counted` 0).
+    The numbers of a rank are its own, even if a replica counts in its place (`parts_counted` 0),
+    and so is its verdict: read `comparable` with the row's `step_comparable`.
     """
-    measured = _measure(deps, target, Slice(stage))
-    rows = rank_rows(measured, deps.catalogue.processes(target.attempt_id))
+    measured, step = _measure(deps, target, Slice(stage))
+    rows = rank_rows(measured, step, deps.catalogue.processes(target.attempt_id))
     rows = matching(rows, f"step {target.step_number}", role=role, rank=rank)
-    return Answer({**_heading(deps, target), **_context(measured), **page.cut(rows)})
+    return Answer({**_heading(deps, target), **_context(measured, step), **page.cut(rows)})
 
 
 @router.get("/tokens", response_model=models.Tokens)
@@ -177,13 +181,13 @@ def tokens(
 
     As many of each as a summary keeps (64): of the step, or of the requested rank.
     """
-    measured = _measure(deps, target, Slice(stage, role, rank))
+    measured, step = _measure(deps, target, Slice(stage, role, rank))
     rows = token_rows(measured, deps.catalogue.processes(target.attempt_id))
     if kind is not None:
         rows = [row for row in rows if row["kind"] == kind]
     if round is not None:
         rows = [row for row in rows if row["round"] == round]
-    return Answer({**_heading(deps, target), **_context(measured), **page.cut(rows)})
+    return Answer({**_heading(deps, target), **_context(measured, step), **page.cut(rows)})
 
 
 def metrics_of(
@@ -197,12 +201,17 @@ def metrics_of(
     Raises:
         NotFound: nothing of that stage, role, rank or round was measured (yet).
     """
-    measured = _measure(deps, target, part)
-    return {**_heading(deps, target), **metrics_fields(measured, round)}
+    measured, step = _measure(deps, target, part)
+    return {**_heading(deps, target), **metrics_fields(measured, step, round)}
 
 
-def _measure(deps: Dependencies, target: Target, part: Slice) -> MeasuredStep:
-    return deps.step_summaries.measure(target.attempt_id, target.step_row, part)
+def _measure(deps: Dependencies, target: Target, part: Slice) -> tuple[MeasuredStep, Comparability]:
+    """Return the statistics of a part of a step, and whether the step's streams can be compared."""
+    measured = deps.step_summaries.measure(target.attempt_id, target.step_row, part)
+    if part == Slice():
+        return measured, measured.comparability
+    of_step = deps.step_summaries.measure(target.attempt_id, target.step_row)
+    return measured, of_step.comparability
 
 
 def _heading(deps: Dependencies, target: Target) -> JsonObject:
@@ -222,18 +231,32 @@ def _heading(deps: Dependencies, target: Target) -> JsonObject:
     }
 
 
-def cell_row(cell: Cell, summary: Summary) -> JsonObject:
-    """Return the numbers of a cell of a summary's tokens, as the columns of a row."""
+def cell_row(
+    cell: Cell, summary: Summary, step: Comparability, produced: Produced | None = None
+) -> JsonObject:
+    """Return the numbers of a cell of a summary's tokens, as the columns of a row.
+
+    Args:
+        cell: the tokens.
+        summary: holds them.
+        step: whether the streams of their step can be compared.
+        produced: who computed them; by default, those of all tokens of the summary.
+    """
     row: JsonObject = {
         name: int(column(cell)) if name in COUNTS else column(cell)
         for name, column in COLUMNS.items()
     }
     row["nonfinite"] = int(sum(non_finite(cell, *summary.pair).values()))
-    checked = examine_cell(cell, summary.pair, summary)
-    return {**row, "comparable": checked.verdict, "cause": checked.cause}
+    checked = examine_cell(cell, summary.pair, produced or summary.produced)
+    return {
+        **row,
+        "comparable": checked.verdict,
+        "cause": checked.cause,
+        "step_comparable": step.verdict,
+    }
 
 
-def _context(measured: MeasuredStep) -> JsonObject:
+def _context(measured: MeasuredStep, step: Comparability) -> JsonObject:
     """Return the fields that accompany every answer about a step's numbers."""
     summary = measured.summary
     return {
@@ -242,6 +265,8 @@ def _context(measured: MeasuredStep) -> JsonObject:
         "pair": list(summary.summary.pair),
         "coverage": coverage(measured),
         **comparability_fields(measured.comparability),
+        "step_comparable": step.verdict,
+        "step_cause": step.cause,
     }
 
 
@@ -258,7 +283,9 @@ def comparability_fields(result: Comparability) -> ComparabilityFields:
     }
 
 
-def metrics_fields(measured: MeasuredStep, round: int | None = None) -> JsonObject:
+def metrics_fields(
+    measured: MeasuredStep, step: Comparability, round: int | None = None
+) -> JsonObject:
     """Return the published numbers of a step, or of one of its rounds, and what they rest on.
 
     Raises:
@@ -268,7 +295,7 @@ def metrics_fields(measured: MeasuredStep, round: int | None = None) -> JsonObje
     cell = summary.total if round is None else _cell_of_round(summary, round)
     published = measured.published if round is None else publish_cell(cell, summary.pair)
     return {
-        **_context(measured),
+        **_context(measured, step),
         "round": round,
         "metrics": published,
         "noise_floor": measured.noise_floor,
@@ -338,17 +365,19 @@ def nonfinite_counts(cell: Cell, pair: tuple[str, str]) -> dict[str, dict[str, i
     return counts
 
 
-def slice_rows(summary: Summary, by: SliceBy) -> list[JsonObject]:
+def slice_rows(summary: Summary, step: Comparability, by: SliceBy) -> list[JsonObject]:
     """Return a row for each round, turn or staleness."""
     slices: Slices = {
         "round": summary.rounds,
         "turn": summary.turns,
         "staleness": summary.staleness,
     }[by]
-    return [{by: key, **cell_row(cell, summary)} for key, cell in slices.items()]
+    return [{by: key, **cell_row(cell, summary, step)} for key, cell in slices.items()]
 
 
-def rank_rows(measured: MeasuredStep, processes: Iterable[Row]) -> list[JsonObject]:
+def rank_rows(
+    measured: MeasuredStep, step: Comparability, processes: Iterable[Row]
+) -> list[JsonObject]:
     """Return the numbers of each rank, even of those that do not count, and where it ran."""
     summary = measured.summary
     newest: dict[tuple[str, int], Row] = {}
@@ -363,7 +392,7 @@ def rank_rows(measured: MeasuredStep, processes: Iterable[Row]) -> list[JsonObje
             "rank": rank.rank,
             "parts": rank.parts,
             "parts_counted": rank.counted_parts,
-            **cell_row(rank.cell, summary.summary),
+            **cell_row(rank.cell, summary.summary, step, rank.produced),
             **layout_of(newest.get((rank.role, rank.rank), {})),
         }
         for rank in summary.ranks

@@ -106,13 +106,15 @@ class _FirstDifference(NamedTuple):
 
 @router.get("/exact", response_model=models.Exact)
 def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
-    """List the steps in which trainer and rollout agree in every bit, and the first difference.
+    """List the steps in which trainer and rollout are equal, and the first difference.
 
-    `exact` needs streams of two producers that are equal in all tokens. Where one producer, or an
-    unknown one, made both streams, the step is `not measured`. `rows` holds a row for each range
-    of steps of one verdict (and one `reason`), with the number of tokens it rests on. `first` is
-    the first step that differs, with the first token in it by sample and position, as far as
-    tokens that are not finite were kept (`is_first`). `text` summarises all of it.
+    Equal is the same number in every token: a value in bfloat16 and the same in float32 are, and
+    so are -0.0 and 0.0. `exact` needs streams of two producers that are equal in all tokens. Where
+    one producer, or an unknown one, made both streams, the step is `not measured`. `rows` holds a
+    row for each range of steps of one verdict (and one `reason`), with the number of tokens it
+    rests on. `first` is the first step that differs, with the first token in it by sample and
+    position, as far as tokens that are not finite were kept (`is_first`). `text` says
+    all of it.
 
     Without `attempt`, the attempts in force: a step that a later attempt repeats is of that one.
     """

@@ -24,6 +24,11 @@ FLOAT16: Final = 3
 CLAMP_HIGH: Final = math.expm1(_cell.CLAMP)
 CLAMP_LOW: Final = math.expm1(-_cell.CLAMP)
 """e^x - 1 at the bounds of the clamp."""
+WEIGHT_HIGH: Final = math.exp(_cell.CLAMP)
+WEIGHT_LOW: Final = math.exp(-_cell.CLAMP)
+"""e^x there."""
+FAR_BELOW: Final = math.log(_cell.SMALL)
+"""If no d of a block is larger, e^d has more digits than e^d - 1."""
 
 
 @exact
@@ -136,10 +141,10 @@ def exponentials_of_q(x: Float64, n: int, em1: Float64, exp: Float64) -> None:
 
 
 @exact
-def exponentials_of_d_wide(x: Float64, n: int, em1: Float64, k3: Float64) -> None:
+def exponentials_of_d_wide(x: Float64, n: int, em1: Float64, k3: Float64, exp: Float64) -> None:
     """The same for any finite x; rare, so it calls the C library."""
     for i in range(n):
-        em1[i] = math.expm1(x[i])
+        em1[i], exp[i] = math.expm1(x[i]), math.exp(x[i])
         k3[i] = em1[i] - x[i]
 
 
@@ -329,16 +334,13 @@ def probability_sums(
         sv += y
         svv += y * y
         suv += x * y
-    third = chi2 = raw = absolute = sw = sww = 0.0
-    w0 = smaller(larger(em1[0], CLAMP_LOW), CLAMP_HIGH)
+    third = chi2 = raw = absolute = 0.0
     for i in range(n):
         e = em1[i]
         # Select instead of clamping: the exponential of a clamped d is one of two constants.
         w = CLAMP_HIGH if e > CLAMP_HIGH else (CLAMP_LOW if e < CLAMP_LOW else e)
         third += k3[i]
         raw += w
-        sw += w - w0
-        sww += (w - w0) * (w - w0)
         chi2 += w * (w + 2.0)
         absolute += 1.0 / exp_d[i] if e < 0.0 else exp_d[i]
     count = float(n)
@@ -349,8 +351,32 @@ def probability_sums(
     out[AT.UV_C] = suv - su * sv / count
     out[AT.K3_SUM], out[AT.CHI2_SUM], out[AT.RAW_SUM] = third, chi2, raw
     out[AT.EXP_ABS_SUM] = absolute
+    ratio_sums(em1, exp_d, n, out)
+
+
+@reduction
+def ratio_sums(em1: Float64, exp_d: Float64, n: int, out: Float64) -> None:
+    """Sum and second moment of e^clamp(d), of which `em1` is e^d - 1; RAW_SUM is known."""
+    ratio = sw = sww = 0.0
+    for i in range(n):
+        x = exp_d[i]
+        ratio += WEIGHT_HIGH if x > WEIGHT_HIGH else (WEIGHT_LOW if x < WEIGHT_LOW else x)
+    if out[AT.D_MAX] < FAR_BELOW:
+        x0 = larger(exp_d[0], WEIGHT_LOW)
+        for i in range(n):
+            z = larger(exp_d[i], WEIGHT_LOW) - x0
+            sw += z
+            sww += z * z
+    else:
+        w0 = smaller(larger(em1[0], CLAMP_LOW), CLAMP_HIGH)
+        for i in range(n):
+            e = em1[i]
+            z = (CLAMP_HIGH if e > CLAMP_HIGH else (CLAMP_LOW if e < CLAMP_LOW else e)) - w0
+            sw += z
+            sww += z * z
+    out[AT.RATIO_SUM], out[AT.RATIO_M2] = ratio, sww - sw * sw / float(n)
     # The applied weights are the raw ones until `weights` changes them.
-    out[AT.W_SUM], out[AT.W_M2] = raw, sww - sw * sw / count
+    out[AT.W_SUM], out[AT.WEIGHT_SUM], out[AT.W_M2] = out[AT.RAW_SUM], ratio, out[AT.RATIO_M2]
 
 
 @exact
@@ -363,7 +389,7 @@ def _distance(x: float, y: float) -> float:
 
 @exact
 def probability_sums_wide(
-    p: Float64, q: Float64, em1: Float64, k3: Float64, n: int, out: Float64
+    p: Float64, q: Float64, em1: Float64, k3: Float64, exp_d: Float64, n: int, out: Float64
 ) -> None:
     """`probability_sums` for values where e^q * e^d differs from e^p in float64; rare."""
     su = sv = sa = 0.0
@@ -377,15 +403,13 @@ def probability_sums_wide(
         third, raw, chi2 = third + k3[i], raw + w, chi2 + w * (w + 2.0)
         absolute += math.exp(abs(p[i] - q[i]))
     count = float(n)
-    suu = svv = suv = saa = sww = 0.0
+    suu = svv = suv = saa = 0.0
     for i in range(n):
         u, v = math.expm1(p[i]), math.expm1(q[i])
         x, y, z = u - su / count, v - sv / count, _distance(p[i], q[i]) - sa / count
-        w = smaller(larger(em1[i], CLAMP_LOW), CLAMP_HIGH) - raw / count
-        sww += w * w
         suu, svv, suv, saa = suu + x * x, svv + y * y, suv + x * y, saa + z * z
     out[AT.A_SUM], out[AT.A_M2], out[AT.A_MIN], out[AT.A_MAX] = sa, saa, low, high
     out[AT.U_SUM], out[AT.U_M2], out[AT.V_SUM], out[AT.V_M2] = su, suu, sv, svv
     out[AT.UV_C], out[AT.K3_SUM], out[AT.CHI2_SUM] = suv, third, chi2
     out[AT.RAW_SUM], out[AT.EXP_ABS_SUM] = raw, absolute
-    out[AT.W_SUM], out[AT.W_M2] = raw, sww
+    ratio_sums(em1, exp_d, n, out)

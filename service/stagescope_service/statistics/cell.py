@@ -6,6 +6,8 @@ Algorithm for Computing Sample Variances, 1979). The mean of a moment is its sum
 
 d = p - q. `U` and `V` are e^p - 1 and e^q - 1: near certainty (1 - e^p ~ 1e-8) the moments of
 e^p itself would be rounding noise. `A` is |e^p - e^q|, `W` the applied importance weight minus 1.
+Weights also have a sum of their own (`WEIGHT_SUM`, `RATIO_SUM`): far below 1 a weight minus 1 has
+few digits of the weight, as near 1 the weight has few of the difference.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Incremented with every change of `Field`: a stored vector is read by its own version."""
 
 Float64 = npt.NDArray[np.float64]
@@ -74,7 +76,7 @@ class Field(enum.IntEnum):
     SAME_BF16 = enum.auto()
     """p and q are the same number once both are rounded to bfloat16."""
     EQUAL = enum.auto()
-    """p and q are the same number."""
+    """p and q are the same number, in whatever dtypes; -0.0 and 0.0 are."""
     Q_GREATER = enum.auto()
     ABS_OVER_0 = enum.auto()
     ABS_OVER_1 = enum.auto()
@@ -97,6 +99,10 @@ class Field(enum.IntEnum):
     W_SUM = enum.auto()
     RAW_SUM = enum.auto()
     """Of e^clamp(d) - 1: the raw weight minus 1."""
+    WEIGHT_SUM = enum.auto()
+    """Of the applied weight."""
+    RATIO_SUM = enum.auto()
+    """Of e^clamp(d): the raw weight."""
     K3_SUM = enum.auto()
     CHI2_SUM = enum.auto()
     EXP_ABS_SUM = enum.auto()
@@ -144,6 +150,7 @@ class Field(enum.IntEnum):
     U_M2 = enum.auto()
     V_M2 = enum.auto()
     W_M2 = enum.auto()
+    RATIO_M2 = enum.auto()
     PQ_C = enum.auto()
     UV_C = enum.auto()
     NEXT_P_M2 = enum.auto()
@@ -173,6 +180,7 @@ MOMENTS: Final = (
     (Field.TOKENS, Field.U_SUM, Field.U_SUM, Field.U_M2),
     (Field.TOKENS, Field.V_SUM, Field.V_SUM, Field.V_M2),
     (Field.TOKENS, Field.W_SUM, Field.W_SUM, Field.W_M2),
+    (Field.TOKENS, Field.RAW_SUM, Field.RAW_SUM, Field.RATIO_M2),
     (Field.TOKENS, Field.P_SUM, Field.Q_SUM, Field.PQ_C),
     (Field.TOKENS, Field.U_SUM, Field.V_SUM, Field.UV_C),
     (Field.NEXT_N, Field.NEXT_P_SUM, Field.NEXT_P_SUM, Field.NEXT_P_M2),
@@ -186,6 +194,11 @@ MOMENTS: Final = (
 
 _N, _X, _Y, _M = (np.array(column) for column in zip(*MOMENTS, strict=True))
 
+SMALL: Final = 0.5
+"""Mean weight below which the weights' own sums are merged, not those of weight - 1."""
+SUM_OF_WEIGHTS: Final = {Field.W_SUM: Field.WEIGHT_SUM, Field.RAW_SUM: Field.RATIO_SUM}
+_OWN: Final = np.array([SUM_OF_WEIGHTS.get(Field(x), x) for x in _X])
+
 
 _SINCE_2: Final = frozenset(
     {
@@ -194,8 +207,10 @@ _SINCE_2: Final = frozenset(
         Field.BEHIND_2, Field.SEGMENTS, Field.EDGE_ZERO, Field.EDGE_CAPPED,
     }
 )  # fmt: skip
+_SINCE_3: Final = frozenset({Field.WEIGHT_SUM, Field.RATIO_SUM, Field.RATIO_M2})
 LAYOUTS: Final[dict[int, tuple[Field, ...]]] = {
-    1: tuple(field for field in Field if field not in _SINCE_2),
+    1: tuple(field for field in Field if field not in _SINCE_2 | _SINCE_3),
+    2: tuple(field for field in Field if field not in _SINCE_3),
     VERSION: tuple(Field),
 }
 """Version -> the fields of its vectors, in their order."""
@@ -236,8 +251,11 @@ def merge(cells: Float64) -> Float64:
         merged[MINIMA] = cells[:, MINIMA].min(axis=0)
         merged[MAXIMA] = cells[:, MAXIMA].max(axis=0)
         counts, total = cells[:, _N], merged[_N]
-        x = _deviations(cells[:, _X], merged[_X], counts, total)
-        y = _deviations(cells[:, _Y], merged[_Y], counts, total)
+        # False for NaN, which cells of earlier versions have.
+        of_x = np.where(merged[_OWN] < SMALL * total, _OWN, _X)
+        of_y = np.where(_Y == _X, of_x, _Y)
+        x = _deviations(cells[:, of_x], merged[of_x], counts, total)
+        y = _deviations(cells[:, of_y], merged[of_y], counts, total)
         merged[_M] = cells[:, _M].sum(axis=0) + (counts * x * y).sum(axis=0)
     return merged
 
@@ -279,6 +297,12 @@ class Cell:
     def mean(self, total: Field) -> float:
         """Mean over the counted tokens of the quantity whose sum is `total`."""
         return self[total] / self.tokens if self.tokens else math.nan
+
+    def mean_weight(self, above_1: Field) -> float:
+        """Mean of the weights, given the sum of those minus 1: W_SUM or RAW_SUM."""
+        mean = self.mean(SUM_OF_WEIGHTS[above_1])
+        # Cells of earlier versions have no sum of the weights themselves.
+        return 1.0 + self.mean(above_1) if math.isnan(mean) else mean
 
     def std(self, second: Field, low: Field, high: Field) -> float:
         """Standard deviation with n - 1; NaN below two tokens, as torch.std; 0 where min = max."""

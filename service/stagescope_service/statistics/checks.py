@@ -37,13 +37,21 @@ FLAT: Final = 0.1
 FAR_TOKENS: Final = 8
 FAR_SHARE: Final = 0.01
 """Minimum number and share of tokens with |d| over 0.5 in streams of different tokens."""
+ONE_SIGN: Final = 0.98
+"""Minimum |sum of d| over sum of |d| where all d have one sign, but for noise."""
+CUT_UNRELATED: Final = 0.18
+"""The same where all d have one sign: of a nearly flat distribution a cut keeps tokens of similar
+log-probs, d is the mass of the others, and the correlation of one token's p and q 0.35 to 0.8."""
+FITS: Final = 0.5
+"""mean |d| over that at the other lags, below which tokens certainly fit their own."""
 SCALED_CORRELATION: Final = 0.4
 """Minimum |corr(d, q)| of a temperature; noise alone stays below 0.2 in the smallest batches."""
 SCALED_SLOPE: Final = 0.02
 SCALED_Z: Final = 4.0
 """Standard errors of corr(d, q), counting as many tokens as share d's variance."""
 NOISE_RATIO: Final = 1.3
-"""|cov(d, q)| / var(d): noise of q itself makes at most 1."""
+STRONG_RATIO: Final = 1.15
+"""|cov(d, q)| / var(d): noise of q itself makes at most 1. The second of strong correlations."""
 CALIBRATION_Z: Final = 6.0
 CALIBRATION_BIAS: Final = 1e-3
 ROUNDED_SHARE: Final = 0.98
@@ -67,8 +75,9 @@ class Check:
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-_TINY: Final = 1e-8
-"""Below it e^d - 1 is d to eight digits, and its variance, as a difference of sums, has fewer."""
+_RESIDUE: Final = 1e-13
+"""Standard deviation of equal ratios that rounding leaves, relative to their mean, or to mean - 1
+where that is the smaller."""
 
 
 class Calibration(NamedTuple):
@@ -88,22 +97,26 @@ class Calibration(NamedTuple):
 
 def calibration(cell: Cell) -> Calibration:
     """Return the calibration of a cell's tokens, before any rejection or truncation."""
-    n = cell.tokens
+    n, mean, bias = cell.tokens, cell.mean_weight(Field.RAW_SUM), cell.mean(Field.RAW_SUM)
     if n < 2:
-        return Calibration(n, 1.0 + cell.mean(Field.RAW_SUM), math.nan)
-    bias = cell.mean(Field.RAW_SUM)
-    if max(abs(cell.extreme(Field.D_MIN)), abs(cell.extreme(Field.D_MAX))) < _TINY:
-        variance = cell[Field.D_M2] / (n - 1)
-        square = variance + bias * bias
-    else:
-        # CHI2_SUM is of r^2 - 1 and RAW_SUM of r - 1.
-        square = (cell[Field.CHI2_SUM] - 2.0 * cell[Field.RAW_SUM]) / n
-        variance = (square - bias * bias) * n / (n - 1)
-    # The rounding residue of a constant ratio is not variance.
-    if not variance > 1e-12 * square:
-        z = math.copysign(math.inf, bias) if bias and not math.isnan(square) else math.nan
-        return Calibration(n, 1.0 + bias, z)
-    return Calibration(n, 1.0 + bias, bias / math.sqrt(variance / n))
+        return Calibration(n, mean, math.nan)
+    variance, residue = cell[Field.RATIO_M2] / (n - 1), _RESIDUE * min(mean, abs(bias))
+    if math.isnan(variance):
+        variance, residue = _variance_of_earlier(cell)
+    if not variance > residue * residue:
+        return Calibration(n, mean, math.copysign(math.inf, bias) if bias else math.nan)
+    return Calibration(n, mean, bias / math.sqrt(variance / n))
+
+
+def _variance_of_earlier(cell: Cell) -> tuple[float, float]:
+    """Return the variance of a cell's ratios from the sums of earlier versions, and its residue."""
+    n, bias = cell.tokens, cell.mean(Field.RAW_SUM)
+    if cell.abs_max < 1e-8:
+        # e^d - 1 is d to eight digits, and its variance, as a difference of sums, has fewer.
+        return cell[Field.D_M2] / (n - 1), 1e-6 * abs(bias)
+    # CHI2_SUM is of r^2 - 1 and RAW_SUM of r - 1.
+    square = (cell[Field.CHI2_SUM] - 2.0 * cell[Field.RAW_SUM]) / n
+    return (square - bias * bias) * n / (n - 1), 1e-6 * math.sqrt(max(square, 0.0))
 
 
 def constant(cell: Cell, p: str, q: str) -> Check:
@@ -251,6 +264,15 @@ def lag_means(cell: Cell) -> tuple[float, list[tuple[float, str]]]:
     return cell.mean(Field.D_ABS_SUM), others
 
 
+def fits(cell: Cell) -> bool:
+    """Return whether p certainly fits q token by token; False also if it may."""
+    own, others = lag_means(cell)
+    if others and own < FITS * min(others)[0]:
+        return True
+    correlation = cell.correlation(Field.P_M2, Field.Q_M2, Field.PQ_C)
+    return cell.tokens >= MANY and correlation > UNRELATED
+
+
 def unrelated(cell: Cell, p: str, q: str) -> Check:
     """Check whether p and q describe the same tokens."""
     correlation = cell.correlation(Field.P_M2, Field.Q_M2, Field.PQ_C)
@@ -264,7 +286,9 @@ def unrelated(cell: Cell, p: str, q: str) -> Check:
     # A few tokens far off spoil any correlation, and say nothing about the others.
     far = cell[Field.ABS_OVER_1]
     is_general = far >= max(FAR_TOKENS, FAR_SHARE * cell.tokens)
-    if correlation < UNRELATED and spread > FLAT and is_general:
+    is_cut = abs(cell[Field.D_SUM]) > ONE_SIGN * cell[Field.D_ABS_SUM]
+    least = CUT_UNRELATED if is_cut else UNRELATED
+    if correlation < least and spread > FLAT and is_general:
         text = (
             f"{p} correlates with {q} by {correlation:.3f} alone: rows in another order, other "
             "tokens, or another quantity (an entropy?)"
@@ -310,11 +334,13 @@ def scaled(cell: Cell, p: str, q: str) -> Check:
     squares = spread + cell[Field.D_SUM] ** 2 / cell.tokens
     z = correlation * math.sqrt(cell[Field.D_ABS_SUM] ** 2 / squares)
     values = {"slope": 1.0 + slope, "correlation": correlation}
+    # Where noise of q is most of d, d falls with q by as much as it varies.
+    is_strong = abs(correlation) > 0.6 and (slope > 0.0 or -covariance > STRONG_RATIO * spread)
     if (
         abs(correlation) >= SCALED_CORRELATION
         and abs(z) >= SCALED_Z
         and abs(slope) >= SCALED_SLOPE
-        and (abs(covariance) >= NOISE_RATIO * spread or abs(correlation) > 0.6)
+        and (abs(covariance) >= NOISE_RATIO * spread or is_strong)
     ):
         text = (
             f"{p} grows by {1.0 + slope:.3f} for each nat of {q}, and {correlation**2:.0%} of "

@@ -6,6 +6,7 @@ Input is untrusted: names, dtypes, shapes and indexes are validated before use.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -15,9 +16,16 @@ from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
-from stagescope_service.statistics.kernel import ROW, ROW_1
+from stagescope_service.statistics.kernel import ROW, ROW_WIDTHS
 from stagescope_service.statistics.settings import Settings
-from stagescope_service.statistics.summary import NO_TOKENS, Sequences, Slices, Summary, Tokens
+from stagescope_service.statistics.summary import (
+    NO_TOKENS,
+    Produced,
+    Sequences,
+    Slices,
+    Summary,
+    Tokens,
+)
 
 VERSION: Final = 1
 _KEY: Final = "stagescope"
@@ -111,7 +119,7 @@ def flatten(summary: Summary) -> tuple[Arrays, Document]:
         "pair": list(summary.pair),
         "settings": summary.settings.to_json(),
         "dtypes": {stream: list(dtypes) for stream, dtypes in summary.dtypes.items()},
-        "producers": {stream: list(names) for stream, names in summary.producers.items()},
+        "produced": produced_to_json(summary.produced),
         "samples": list(sequences.samples) if any(sequences.samples) else None,
         "sources": list(summary.sources),
         "empty_samples": list(summary.empty_samples),
@@ -190,11 +198,12 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
         mark_values=arrays.optional("sequence_mark_values", np.float32, len(marks)),
     )
     p, q = (str(stream) for stream in document["pair"])
+    rounds = _slices(arrays, "rounds", layout)
     return Summary(
         pair=(p, q),
         settings=Settings(**document["settings"]),
         dtypes={str(k): tuple(str(d) for d in v) for k, v in document["dtypes"].items()},
-        rounds=_slices(arrays, "rounds", layout),
+        rounds=rounds,
         turns=_slices(arrays, "turns", layout),
         staleness=_slices(arrays, "staleness", layout),
         histogram=Histogram(*arrays.get("histogram", np.int64, 3, None)),
@@ -206,18 +215,37 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
         unnamed_empty=int(document["unnamed_empty"]),
         versions=tuple(int(version) for version in document["versions"]),
         unequal=_tokens(arrays, "unequal", count) if layout > 1 else NO_TOKENS,
-        producers={
-            str(stream): tuple(str(name) for name in names)
-            for stream, names in document.get("producers", {}).items()
-        },
+        produced=_produced(document, (p, q), int(rounds.cells[:, cells.Field.TOKENS].sum())),
         ignored=tuple(str(name) for name in document.get("ignored", ())),
         left_out={str(why): int(n) for why, n in document.get("left_out", {}).items()},
     )
 
 
+def produced_to_json(produced: Produced) -> list[list[object]]:
+    """Return the tokens by producers as built-in types."""
+    return [[p, q, tokens] for (p, q), tokens in produced.items()]
+
+
+def produced_from_json(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], int]:
+    """Return the inverse of `produced_to_json`."""
+    return {(str(p), str(q)): int(tokens) for p, q, tokens in rows}
+
+
+def _produced(document: Document, pair: tuple[str, str], tokens: int) -> Produced:
+    if "produced" in document:
+        return produced_from_json(document["produced"])
+    # Earlier releases kept the names of each stream over all parts, not which of them met.
+    names = [{str(name) for name in document.get("producers", {}).get(s, ("",))} for s in pair]
+    if any("" in each or not each for each in names):
+        return {("", ""): tokens}
+    shared = names[0] & names[1]
+    p, q = (", ".join(sorted(shared or each)) for each in names)
+    return {(p, q): tokens}
+
+
 def _row_values(values: Float64, layout: int) -> Float64:
     """Return row vectors as `[rows, len(ROW)]`; columns that a version lacks are NaN."""
-    width = ROW_1 if layout == 1 else len(ROW)
+    width = ROW_WIDTHS[layout]
     if values.shape[1] != width:
         raise ValueError(f"sequence_values are {values.shape}")
     missing = np.full((len(values), len(ROW) - width), np.nan)

@@ -8,19 +8,22 @@ cause precedes the ones that it explains.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from stagescope_service.statistics.cell import Cell, Field, empty
+from stagescope_service.statistics.cell import Bool, Cell, Field, Float64, empty
 from stagescope_service.statistics.checks import (
+    CUT_UNRELATED,
     ENOUGH,
+    FITS,
+    UNRELATED,
     Check,
     biased,
     constant,
     coverage,
+    fits,
     padding,
     probabilities,
     rounded,
@@ -28,9 +31,10 @@ from stagescope_service.statistics.checks import (
     shifted,
     unrelated,
 )
+from stagescope_service.statistics.exact import are_equal, bitwise_equal
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.part import RankRow
-from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.summary import Produced, Summary
 
 __all__ = [
     "WHAT_TO_CHECK",
@@ -65,12 +69,21 @@ WHAT_TO_CHECK: Final = {
 LIKELIEST_FIRST: Final = (*WHAT_TO_CHECK,)
 _SAMPLE_TOKENS: Final = 16
 """Minimum tokens of a sample for its alignment to be checked."""
-_SAMPLE_GAP: Final = 0.25
-"""Minimum mean |d| of a sample, in nats, to report it as unrelated."""
-_ONE_SIGN: Final = 0.98
-"""Minimum |sum of d| over sum of |d| of a sample whose d all have one sign, but for noise."""
-_ONE_SIGN_POOL: Final = 0.9
-"""The same of all samples: a cut vocabulary moves all of them."""
+_SAMPLE_FAR: Final = 6
+_SAMPLE_FAR_SHARE: Final = 0.12
+"""Minimum number and share of a sample's tokens with |d| over 0.5 to report it as unrelated: a few
+far off are no other sample's."""
+_ONE_SIGN: Final = 0.9
+"""Minimum |sum of d| over sum of |d|, without the largest, of a sample of a cut vocabulary and of
+the median sample."""
+_CUT_Z: Final = 8.0
+"""Standard errors by which the correlation of a sample of a cut vocabulary lies below the median
+sample's, to report it as unrelated; by Fisher's z = artanh(correlation), whose error is
+1 / sqrt(tokens - 3) (Probable Error of a Coefficient of Correlation, 1921)."""
+_R: Final = 0.999
+"""Maximum |correlation|, where z is finite."""
+_OUTLIER: Final = 0.3
+"""Share of a sample's sum of squared deviations of d that one token must not exceed."""
 _MOST: Final = 0.5
 """Minimum share of the sum of |d| in missing tokens for them to explain the difference."""
 _FAR: Final = 1.0
@@ -78,6 +91,9 @@ _FAR: Final = 1.0
 token that is left gives at most -log(top_p), and rounding less."""
 _FAR_TOKENS: Final = 5
 """Minimum of such tokens."""
+_REST: Final = 0.2
+"""Minimum share of tokens that certainly fit in what a broader check covers, for a narrower one to
+explain it."""
 _LISTED: Final = 5
 _OF_RATIOS: Final = frozenset({"rounded", "renormalised", "temperature", "calibration"})
 """Checks that one cause may fail in the smaller counts of a rank."""
@@ -113,20 +129,69 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
         summary: The statistics of all tokens.
         ranks: The cell of each rank, if the summary covers several.
     """
-    pair = summary.pair
-    producers = _producers(summary)
-    found = [_equal(summary.total, *pair, producers=producers)]
-    found += _check_cell(summary.total, pair, summary.fresh)
+    pair, total = summary.pair, summary.total
+    found = [bitwise_equal(total, pair, summary.produced, ranks)]
+    found += _check_cell(total, pair, summary.fresh)
     found += [_missing_values(summary), _versions(summary)]
+    scopes = [_Scope(check, total.tokens, 0) for check in found]
     drifts = _has_stale_tokens(summary)
     if len(ranks) > 1:
-        cells = [(f"{row.role} {row.rank}", row.cell) for row in ranks]
-        found += _check_slices("rank", cells, pair, producers, drifts=drifts)
-    rounds = [(str(key), cell) for key, cell in summary.rounds.items()]
+        of_ranks = [
+            _Part(f"{row.role} {row.rank}", row.cell, row.produced or summary.produced)
+            for row in ranks
+        ]
+        scopes += _check_slices("rank", of_ranks, pair, drifts=drifts)
+    rounds = [_Part(str(key), cell, summary.produced) for key, cell in summary.rounds.items()]
     if len(rounds) > 1:
-        found += _check_slices("round", rounds, pair, producers, drifts=drifts)
-    found += _check_samples(summary)
-    return _rank_checks(summary.total, found)
+        scopes += _check_slices("round", rounds, pair, drifts=drifts)
+    scopes += _check_samples(summary)
+    return _rank_checks(total, _without_explained(scopes))
+
+
+class _Part(NamedTuple):
+    """A rank or a round: its name, its tokens, and who computed them, or those of the step."""
+
+    name: str
+    cell: Cell
+    produced: Produced
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """A check of all tokens, of some ranks, rounds or samples.
+
+    Attributes:
+        check: Its result.
+        tokens: Number of tokens that it covers: if it failed, of the failing slices.
+        unknown: Number of tokens of other slices that do not certainly fit either.
+    """
+
+    check: Check
+    tokens: float
+    unknown: float
+
+    def explains(self, broader: _Scope) -> bool:
+        """Return whether enough of what a failed broader check covers certainly fits."""
+        rest = broader.tokens - self.tokens - self.unknown
+        return rest >= _REST * broader.tokens
+
+
+def _without_explained(scopes: Sequence[_Scope]) -> list[Check]:
+    """Return the checks without those that fail only because a slice of their tokens fails.
+
+    Tokens out of place in two samples spoil the correlation of all.
+    """
+    kept = [scope.check for scope in scopes]
+    for name in ("shifted", "unrelated"):
+        failed = [s for s in scopes if s.check.name == name and s.check.status == "suspect"]
+        # Of checks of as many tokens the first one, made of all of them at once, is the broadest.
+        failed.reverse()
+        failed.sort(key=lambda scope: scope.tokens)
+        for broader in failed[1:]:
+            explained = failed[0].explains(broader)
+            kept.remove(broader.check if explained else failed[0].check)
+            failed[0] = failed[0] if explained else broader
+    return kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +216,11 @@ def causes_of_ranks(
         besides: A cause that is already reported: ranks with it, or with a related check, are
             excluded.
     """
-    drifts, producers = _has_stale_tokens(summary), _producers(summary)
+    drifts = _has_stale_tokens(summary)
     found: dict[str, list[tuple[RankRow, Check]]] = {}
     for row in ranks:
-        judged = _rank_checks(
-            row.cell, _check_slice(row.cell, summary.pair, producers, drifts=drifts)
-        )
+        part = _Part("", row.cell, row.produced or summary.produced)
+        judged = _rank_checks(row.cell, _check_slice(part, summary.pair, drifts=drifts))
         names = {check.name for check in judged.suspects}
         if not names or besides in names or {besides, judged.cause} <= _OF_RATIOS:
             continue
@@ -179,18 +243,15 @@ def _has_stale_tokens(summary: Summary) -> bool:
     return bool((summary.staleness.keys != 0).any())
 
 
-def examine_cell(cell: Cell, pair: tuple[str, str], full: Summary | None = None) -> Comparability:
+def examine_cell(cell: Cell, pair: tuple[str, str], produced: Produced) -> Comparability:
     """Run the checks that need one cell alone: of a rank, a round, a turn or a staleness.
 
     Args:
         cell: The cell.
         pair: Names of p and q.
-        full: The summary that contains its tokens; it holds the streams' producers.
+        produced: Who computed its tokens; of a round, a turn or a staleness, those of the step.
     """
-    producers = None if full is None else _producers(full)
-    return _rank_checks(
-        cell, [_equal(cell, *pair, producers=producers), *_check_cell(cell, pair, cell)]
-    )
+    return _rank_checks(cell, [bitwise_equal(cell, pair, produced), *_check_cell(cell, pair, cell)])
 
 
 def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
@@ -214,11 +275,11 @@ def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
         by_name.values(), key=lambda check: (check.status != "suspect", order[check.name])
     )
     suspects = {check.name for check in checks if check.status == "suspect"}
-    if "bitwise_equal" in suspects and _all_equal(cell):
+    if "bitwise_equal" in suspects and are_equal(cell):
         verdict = "not measured"
-    elif suspects - ({"versions"} if _all_equal(cell) else set()):
+    elif suspects - ({"versions"} if are_equal(cell) else set()):
         verdict = "suspect"
-    elif _all_equal(cell) and cell.masked == cell.tokens:
+    elif are_equal(cell) and cell.masked == cell.tokens:
         verdict = "exact"
     else:
         verdict = "comparable" if cell.tokens >= ENOUGH else "unknown"
@@ -252,28 +313,35 @@ def _check_cell(cell: Cell, pair: tuple[str, str], fresh: Cell) -> list[Check]:
 
 def _check_slices(
     kind: str,
-    cells: Sequence[tuple[str, Cell]],
+    parts: Sequence[_Part],
     pair: tuple[str, str],
-    producers: tuple[str, str] | None,
     *,
     drifts: bool,
-) -> list[Check]:
+) -> list[_Scope]:
     """Check each slice and report the ones that failed."""
-    by_name: dict[str, list[tuple[str, Check]]] = {}
-    for name, cell in cells:
-        for check in _check_slice(cell, pair, producers, drifts=drifts):
+    by_name: dict[str, dict[str, Check]] = {}
+    for part in parts:
+        for check in _check_slice(part, pair, drifts=drifts):
             if check.status == "suspect":
-                by_name.setdefault(check.name, []).append((name, check))
-    return [_combine(kind, where, len(cells)) for where in by_name.values()]
+                by_name.setdefault(check.name, {})[part.name] = check
+    return [
+        _Scope(
+            _combine(kind, [*where.items()], len(parts)),
+            tokens=sum(part.cell.tokens for part in parts if part.name in where),
+            unknown=sum(
+                part.cell.tokens for part in parts if part.name not in where and not fits(part.cell)
+            ),
+        )
+        for where in by_name.values()
+    ]
 
 
-def _check_slice(
-    cell: Cell, pair: tuple[str, str], producers: tuple[str, str] | None, *, drifts: bool
-) -> list[Check]:
+def _check_slice(part: _Part, pair: tuple[str, str], *, drifts: bool) -> list[Check]:
     """Run the checks that the tokens of a slice allow."""
+    cell = part.cell
     found = _check_cell(cell, pair, Cell(empty()) if drifts else cell)
-    if cell.tokens >= ENOUGH and _all_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
-        found.append(_equal(cell, *pair, producers=producers))
+    if cell.tokens >= ENOUGH and are_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
+        found.append(bitwise_equal(cell, pair, part.produced))
     return found
 
 
@@ -309,7 +377,7 @@ def _missing_values(summary: Summary) -> Check:
     return Check("coverage", "suspect", text, {"explains": in_zeros / total[Field.D_ABS_SUM]})
 
 
-def _check_samples(summary: Summary) -> list[Check]:
+def _check_samples(summary: Summary) -> list[_Scope]:
     """Check the alignment of each sample; a mean hides a single misplaced one."""
     keys, values = summary.sequences.by_sample()
     if not len(values):
@@ -327,33 +395,65 @@ def _check_samples(summary: Summary) -> list[Check]:
     with np.errstate(invalid="ignore", divide="ignore"):
         least, own = lags.min(axis=0), column["d_abs_sum"] / n
         # Without its largest token: one outlier must not make a shift.
-        rest = (column["d_abs_sum"] - column["d_abs_max"]) / n
-        moved = judged & (least < 0.35 * rest)
-        strange = judged & (n >= 2 * _SAMPLE_TOKENS) & (rest > _SAMPLE_GAP) & ~moved
+        moved = judged & (least < 0.35 * (own - column["d_abs_max"] / n))
+        far = column["over_1"]
+        strange = judged & ~moved & (far >= np.maximum(_SAMPLE_FAR, _SAMPLE_FAR_SHARE * n))
         strange &= own > 0.7 * least
-        # Of a cut vocabulary every d has one sign, in all samples: that is no sample's own fault.
-        lean = np.abs(column["d_sum"]) / column["d_abs_sum"]
-        pool = abs(np.nansum(column["d_sum"])) / np.nansum(column["d_abs_sum"])
-        strange &= ~((lean > _ONE_SIGN) & (pool > _ONE_SIGN_POOL))
+        correlation, is_cut, is_odd = _of_cut_vocabulary(column, judged)
+        strange = np.where(is_cut, is_odd, strange)
+        fitting = judged & ((own < FITS * least) | (correlation > UNRELATED))
     p, q = summary.pair
     names = [sample or f"row {row}" for sample, _, row in keys]
-    return [
-        _sample_check(
+    checks = (
+        (moved, _sample_check(
             "shifted", moved, judged, names,
             f"{p} of a token fits {q} of one 1 or 2 tokens away, not its own",
-        ),
-        _sample_check(
+        )),
+        (strange, _sample_check(
             "unrelated", strange, judged, names,
             f"{p} of a token fits its own {q} no better than its neighbours': rows in another "
             "order, or other tokens",
-        ),
-    ]  # fmt: skip
+        )),
+    )  # fmt: skip
+    return [
+        _Scope(check, float(n[chosen].sum()), float(n[~chosen & ~fitting].sum()))
+        for chosen, check in checks
+    ]
+
+
+def _of_cut_vocabulary(column: Mapping[str, Float64], judged: Bool) -> tuple[Float64, Bool, Bool]:
+    """Return each sample's correlation, whether its vocabulary is cut, and whether it is then odd.
+
+    Of a cut vocabulary every d has one sign, in all samples: that is no sample's own fault. At any
+    lag |p - q| is then the mass that was cut, and only the correlation of p and q tells whether
+    they are of the same tokens. In rows of earlier versions it is NaN, and none is odd.
+    """
+    n, p, q, size = (column[name] for name in ("tokens", "p_sum", "q_sum", "d_abs_sum"))
+    pp, qq, pq = column["pp_sum"] - p * p / n, column["qq_sum"] - q * q / n, column["pq_sum"]
+    pq = pq - p * q / n
+    correlation = pq / np.sqrt(pp * qq)
+    largest = column["d_abs_max"]
+    lean = (np.abs(column["d_sum"]) - largest) / (size - largest)
+    is_cut = judged & (lean > _ONE_SIGN) & (_median(lean[judged]) > _ONE_SIGN)
+    z, usual = (
+        np.arctanh(np.clip(x, -_R, _R)) for x in (correlation, _median(correlation[judged]))
+    )
+    is_odd = (usual - z) * np.sqrt(n - 3.0) > _CUT_Z
+    # One token far off spoils any correlation, and says nothing about the others.
+    has_outlier = (largest - size / n) ** 2 > _OUTLIER * (pp + qq - 2.0 * pq)
+    return correlation, is_cut, is_odd & (correlation < CUT_UNRELATED) & ~has_outlier
+
+
+def _median(values: Float64) -> float:
+    """Return the median of the values that are not NaN; NaN if there is none."""
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if known.size else np.nan
 
 
 def _sample_check(
     name: str,
-    chosen: npt.NDArray[np.bool_],
-    judged: npt.NDArray[np.bool_],
+    chosen: Bool,
+    judged: Bool,
     names: Sequence[str],
     text: str,
 ) -> Check:
@@ -364,49 +464,6 @@ def _sample_check(
     more = ", ..." if places.size > _LISTED else ""
     message = f"in {places.size} of {int(judged.sum())} samples ({listed}{more}): {text}"
     return Check(name, "suspect", message, {"samples": float(places.size)})
-
-
-def _all_equal(cell: Cell) -> bool:
-    return cell.tokens > 0 and int(cell[Field.EQUAL]) == cell.tokens
-
-
-def _producers(summary: Summary) -> tuple[str, str] | None:
-    """Return the producers of p and q: None if unknown for a part, ('', names) if shared."""
-    found = [set(summary.producers.get(stream, ("",))) for stream in summary.pair]
-    if any("" in names or not names for names in found):
-        return None
-    if found[0] & found[1]:
-        return "", ", ".join(sorted(found[0] & found[1]))
-    p, q = (", ".join(sorted(names)) for names in found)
-    return p, q
-
-
-def _equal(cell: Cell, p: str, q: str, producers: tuple[str, str] | None = None) -> Check:
-    share = cell.share(Field.EQUAL)
-    values = {"share": share}
-    if not cell.tokens:
-        return Check("bitwise_equal", "unknown", "no token counts", values)
-    if not _all_equal(cell):
-        text = f"{p} and {q} are the same number in {share:.1%} of the tokens"
-        return Check("bitwise_equal", "ok", text, values)
-    same = f"{p} and {q} are the same numbers in all {cell.tokens} tokens"
-    if producers is None:
-        text = (
-            f"{same}, and nobody said who computed them: one may be a copy of the other "
-            "(synchronous and bypass modes do that), so nothing was measured; hand over "
-            "producers={...} to have equality count"
-        )
-    elif not producers[0]:
-        text = f"{same}, and both come from {producers[1]}: one is a copy, nothing was measured"
-    else:
-        text = (
-            f"{same}, and two producers computed them ({p}: {producers[0]}; {q}: {producers[1]}): "
-            f"exact, proved on {cell.tokens} tokens"
-        )
-        if cell.masked > cell.tokens:
-            text += f", but for {cell.masked - cell.tokens} more that are not finite"
-        return Check("bitwise_equal", "ok", text, values)
-    return Check("bitwise_equal", "suspect", text, values)
 
 
 def _versions(summary: Summary) -> Check:

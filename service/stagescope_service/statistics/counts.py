@@ -11,7 +11,15 @@ from typing import Final
 import numpy as np
 
 from stagescope_service.statistics import cell as _cell
-from stagescope_service.statistics.blocks import CLAMP_HIGH, CLAMP_LOW, larger, smaller
+from stagescope_service.statistics.blocks import (
+    CLAMP_HIGH,
+    CLAMP_LOW,
+    FAR_BELOW,
+    WEIGHT_HIGH,
+    WEIGHT_LOW,
+    larger,
+    smaller,
+)
 from stagescope_service.statistics.cell import AT, Float64, Int32, UInt32
 from stagescope_service.statistics.jit import exact, reduction
 
@@ -59,34 +67,40 @@ def clamped(x: float) -> float:
 
 
 @reduction
-def weights(em1: Float64, n: int, rule: Float64, out: Float64) -> None:
-    """The applied weights minus 1. `rule` is `Settings.weight_rule()`."""
+def weights(em1: Float64, exp_d: Float64, n: int, rule: Float64, out: Float64) -> None:
+    """The applied weights, and minus 1. `rule` is `Settings.weight_rule()`."""
     least, most = clamped(out[AT.D_MIN]), clamped(out[AT.D_MAX])
     out[AT.W_MIN], out[AT.W_MAX] = least, most
     upper, lower = rule[0], rule[1]
     high, high_value, low, low_value = rule[2], rule[3], rule[4], rule[5]
+    high_weight, is_far_below = rule[6], out[AT.D_MAX] < FAR_BELOW
     # The extremes of e^d - 1 and em1 come from different routines: allow for their rounding.
     slack = 1e-12 * (1.0 + abs(most))
     if most + slack <= smaller(upper, high) and least - slack >= larger(lower, low):
         return
     origin, least, most = 0.0, math.inf, -math.inf
-    is_high = is_low = sw = sww = 0.0
+    is_high = is_low = total = applied = sw = sww = 0.0
     for i in range(n):
-        e = em1[i]
+        e, x = em1[i], exp_d[i]
         w = CLAMP_HIGH if e > CLAMP_HIGH else (CLAMP_LOW if e < CLAMP_LOW else e)
+        x = WEIGHT_HIGH if x > WEIGHT_HIGH else (WEIGHT_LOW if x < WEIGHT_LOW else x)
         is_high += 1.0 if w > upper else 0.0
         is_low += 1.0 if w < lower else 0.0
+        x = high_weight if w > high else (0.0 if w < low else x)
         w = high_value if w > high else (low_value if w < low else w)
+        z = x if is_far_below else w
         if i == 0:
-            origin = w
+            origin = z
         least = w if w < least else least
         most = w if w > most else most
-        sw += w - origin
-        sww += (w - origin) * (w - origin)
+        total += w
+        applied += x
+        sw += z - origin
+        sww += (z - origin) * (z - origin)
     count = float(n)
     out[AT.IS_HIGH], out[AT.IS_LOW] = is_high, is_low
     out[AT.W_MIN], out[AT.W_MAX] = least, most
-    out[AT.W_SUM], out[AT.W_M2] = sw + count * origin, sww - sw * sw / count
+    out[AT.W_SUM], out[AT.WEIGHT_SUM], out[AT.W_M2] = total, applied, sww - sw * sw / count
 
 
 @exact

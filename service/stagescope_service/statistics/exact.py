@@ -1,16 +1,106 @@
-"""Exact equality of the streams of two producers, and the first token in which they differ."""
+"""Equality of the two streams, which is exact if two producers computed them, and the first token
+in which they differ.
+
+Equal are numbers, not bits: the streams may arrive in different dtypes, and -0.0 equals 0.0, since
+both are the log of 1 (one framework writes the one, another the other). NaN equals nothing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Final, TypedDict
 
 from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.summary import UNKNOWN, Summary, Tokens
+from stagescope_service.statistics.checks import Check
+from stagescope_service.statistics.part import RankRow
+from stagescope_service.statistics.summary import UNKNOWN, Produced, Summary, Tokens
 
 NOT_KEPT: Final = "in a token that was not kept"
 """The location of a difference if no unequal token was kept."""
+
+
+_LISTED: Final = 5
+"""Ranks listed in a text."""
+
+
+def are_equal(cell: Cell) -> bool:
+    """Return whether the two streams are the same numbers in all of a cell's tokens."""
+    return cell.tokens > 0 and int(cell[Field.EQUAL]) == cell.tokens
+
+
+def bitwise_equal(
+    cell: Cell, pair: tuple[str, str], produced: Produced, ranks: Sequence[RankRow] = ()
+) -> Check:
+    """Check whether equal streams are the results of two computations, or one is a copy.
+
+    Args:
+        cell: The tokens.
+        pair: Names of p and q.
+        produced: Who computed these tokens, or those of the step that they belong to.
+        ranks: The ranks that hold them; where some copied and others did not, they are named.
+    """
+    p, q = pair
+    share = cell.share(Field.EQUAL)
+    if not cell.tokens:
+        return Check("bitwise_equal", "unknown", "no token counts", {"share": share})
+    if not are_equal(cell):
+        text = f"{p} and {q} are the same number in {share:.1%} of the tokens"
+        return Check("bitwise_equal", "ok", text, {"share": share})
+    origins = _by_origin(produced) or {UNKNOWN_ORIGIN: {("", ""): cell.tokens}}
+    tokens = {origin: sum(found.values()) for origin, found in origins.items()}
+    sums = sum(tokens.values())
+    of = "them" if sums == cell.tokens else "the step's tokens"
+    clauses = []
+    for origin, found in origins.items():
+        where, proved = "", cell.tokens
+        if len(origins) > 1:
+            proved = tokens[origin]
+            who = [f"{row.role} {row.rank}" for row in ranks if origin in _by_origin(row.produced)]
+            listed = f": {', '.join(who[:_LISTED])}{', ...' if len(who) > _LISTED else ''}"
+            where = f" in {proved / sums:.1%} of {of} ({proved} tokens{listed if who else ''})"
+        if origin == COPIED:
+            names = ", ".join(sorted(name for name, _ in found))
+            text = f"both come from {names}{where}: one is a copy, nothing was measured"
+        elif origin == UNKNOWN_ORIGIN:
+            text = (
+                f"nobody said who computed them{where}: one may be a copy of the other "
+                "(synchronous and bypass modes do that), so nothing was measured; hand over "
+                "producers={...} to have equality count"
+            )
+        else:
+            sides = [", ".join(sorted({names[side] for names in found})) for side in (0, 1)]
+            text = (
+                f"two producers computed them{where} ({p}: {sides[0]}; {q}: {sides[1]}): exact, "
+                f"proved on {proved} tokens"
+            )
+        clauses.append(text)
+    text = f"{p} and {q} are the same numbers in all {cell.tokens} tokens, and "
+    text += "; ".join(clauses)
+    is_exact = [*origins] == [TWO_PRODUCERS]
+    if is_exact and cell.masked > cell.tokens:
+        text += f", but for {cell.masked - cell.tokens} more that are not finite"
+    return Check("bitwise_equal", "ok" if is_exact else "suspect", text, {"share": share, **tokens})
+
+
+COPIED: Final = "copied"
+UNKNOWN_ORIGIN: Final = "of_unknown_producer"
+TWO_PRODUCERS: Final = "of_two_producers"
+
+
+def _by_origin(produced: Produced) -> dict[str, Produced]:
+    """Return the tokens that are copies, of an unknown producer and of two, without empty kinds."""
+    found: dict[str, dict[tuple[str, str], int]] = {
+        COPIED: {},
+        UNKNOWN_ORIGIN: {},
+        TWO_PRODUCERS: {},
+    }
+    for (p, q), tokens in produced.items():
+        origin = UNKNOWN_ORIGIN if "" in (p, q) else COPIED if p == q else TWO_PRODUCERS
+        if tokens:
+            found[origin][p, q] = tokens
+    return {origin: each for origin, each in found.items() if each}
 
 
 class DifferenceJson(TypedDict):

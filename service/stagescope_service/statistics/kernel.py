@@ -41,12 +41,14 @@ BLOCK: Final = 256
 ROW: Final = (
     "tokens", "p_sum", "q_sum", "d_sum", "d_abs_sum", "d_abs_max", "over_0", "over_1", "over_2",
     "over_3", "ratio_0", "ratio_1", "raw_sum", "w_sum", "non_finite",
-    "lag1_n", "lag2_n", "ahead_1", "behind_1", "ahead_2", "behind_2",
+    "lag1_n", "lag2_n", "ahead_1", "behind_1", "ahead_2", "behind_2", "weight_sum",
+    "pp_sum", "qq_sum", "pq_sum",
 )  # fmt: skip
-"""Columns of a row's vector; `raw_sum` and `w_sum` are of weight minus 1. The last six, defined as
-in a cell, are NaN in rows stored beside cells of version 1."""
+"""Columns of a row's vector, defined as in a cell; `raw_sum` and `w_sum` are of weight minus 1, the
+last three of products."""
 ROW_1: Final = 15
-"""Columns of a row stored beside cells of version 1."""
+ROW_WIDTHS: Final = {1: ROW_1, 2: 21, _cell.VERSION: len(ROW)}
+"""Version of a cell -> columns of the rows stored beside it; the others are NaN once read."""
 
 _WIDTH: Final = _cell.WIDTH
 _FIRST_MIN: Final = int(AT.D_MIN)
@@ -54,6 +56,9 @@ _FIRST_MAX: Final = int(AT.D_MAX)
 _FIRST_SECOND: Final = int(AT.D_M2)
 _MOMENTS: Final = np.array(_cell.MOMENTS, np.int64)
 _N: Final = int(AT.TOKENS)
+_W, _WEIGHT = int(AT.W_SUM), int(AT.WEIGHT_SUM)
+_RAW, _RATIO = int(AT.RAW_SUM), int(AT.RATIO_SUM)
+_SMALL: Final = _cell.SMALL
 
 
 @exact
@@ -74,6 +79,10 @@ def _merge_into(cell: Float64, other: Float64) -> None:
         a, b, m = cell[n], other[n], _FIRST_SECOND + i
         cell[m] += other[m]
         if a > 0.0 and b > 0.0:
+            if x == _W and cell[_WEIGHT] + other[_WEIGHT] < _SMALL * (a + b):
+                x = y = _WEIGHT
+            elif x == _RAW and cell[_RATIO] + other[_RATIO] < _SMALL * (a + b):
+                x = y = _RATIO
             dx = other[x] / b - cell[x] / a
             dy = dx if x == y else other[y] / b - cell[y] / a
             cell[m] += dx * dy * (a * b / (a + b))
@@ -157,14 +166,14 @@ def _block(
     if narrow:
         exponentials_of_d(d, n, em1, k3, exp_d)
     else:
-        exponentials_of_d_wide(d, n, em1, k3)
+        exponentials_of_d_wide(d, n, em1, k3, exp_d)
     if narrow and part[AT.Q_MIN] >= -700.0 and larger(part[AT.P_MAX], part[AT.Q_MAX]) <= 300.0:
         exponentials_of_q(q, n, v, exp_q)
         probability_sums(em1, k3, exp_d, v, exp_q, n, part)
     else:
-        probability_sums_wide(p, q, em1, k3, n, part)
+        probability_sums_wide(p, q, em1, k3, exp_d, n, part)
     tails(d, em1, n, part)
-    weights(em1, n, rule, part)
+    weights(em1, exp_d, n, rule, part)
     _merge_into(cell, part)
 
 
@@ -204,6 +213,12 @@ def _row_add(row: Float64, cell: Float64) -> None:
     row[16] += cell[AT.LAG2_N]
     for i in range(4):
         row[17 + i] += cell[AT.AHEAD_1 + i]
+    row[21] += cell[AT.WEIGHT_SUM]
+    if cell[_N] > 0.0:
+        p_mean, q_mean = cell[AT.P_SUM] / cell[_N], cell[AT.Q_SUM] / cell[_N]
+        row[22] += cell[AT.P_M2] + p_mean * cell[AT.P_SUM]
+        row[23] += cell[AT.Q_M2] + q_mean * cell[AT.Q_SUM]
+        row[24] += cell[AT.PQ_C] + p_mean * cell[AT.Q_SUM]
 
 
 @exact
@@ -261,7 +276,7 @@ def accumulate(
         segments: int64 [segments, 6], see `segments.SEGMENT`.
         slots: int64 [segments, 3], row in `rounds`, `turns`, `ages` or -1.
         keys: int64 [segments, 2], order of the segment's sample and position of its first token.
-        rule: float64 [6], `Settings.weight_rule()`.
+        rule: float64 [7], `Settings.weight_rule()`.
         rounds, turns, ages: cells, merged into.
         rows: float64 [rows, len(ROW)], added to.
         histograms: uint32 [rounds, 2 * HISTOGRAM_HALF], added to.

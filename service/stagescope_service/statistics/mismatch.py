@@ -39,8 +39,8 @@ counts 0. <> is a mean over tokens, [] one over sequences.
 `{stream}` is the pair's own name, `old` and `rollout` by default. A sequence is a sample with
 at least one counted token: rows without one are in no mean (verl counts them as log-prob 0).
 
-A number is within 1e-9 of its definition for |d| <= 700. Means of weights are stored as means of
-weight - 1: their error is 1e-16, however small they are. `inf` means that a number (or the sum
+A number is within 1e-9 of its definition for |d| <= 700, a mean of weights within 1e-12, however
+small it is: means of weights are stored beside those of weight - 1. `inf` means that a number (or the sum
 behind a mean) exceeds float64's maximum of 1.8e308: e^abs(d) and k3 for abs(d) > 709, a perplexity
 for a mean log-prob below -709.
 """  # noqa: E501
@@ -56,6 +56,7 @@ from stagescope_service.statistics.cell import (
     ABS_TAILS,
     CLAMP,
     RATIO_TAILS,
+    SMALL,
     Bool,
     Cell,
     Field,
@@ -207,9 +208,9 @@ def _importance(cell: Cell, sequences: SequenceColumns, settings: Settings) -> M
 def _token_weights(cell: Cell, sequences: SequenceColumns, settings: Settings) -> Metrics:
     n, drops = cell.tokens, settings.bounds[2]
     least, most = _extreme_weights(cell, settings)
-    mean = least if least == most else 1.0 + cell.mean(Field.W_SUM)
+    mean = least if least == most else cell.mean_weight(Field.W_SUM)
     variance = max(cell[Field.W_M2], 0.0) / n if n else math.nan
-    if n and cell[Field.W_MIN] == cell[Field.W_MAX]:
+    if least == most:
         variance = 0.0
     values = {
         "mean": mean,
@@ -224,15 +225,18 @@ def _token_weights(cell: Cell, sequences: SequenceColumns, settings: Settings) -
             values["oob_ratio"] = cell.share(Field.IS_HIGH, Field.IS_LOW)
         if settings.rollout_is_batch_normalize:
             values["batch_norm_factor"] = _norm_factor(mean)
-    applied, raw = (sequences[name] / sequences.n for name in ("w_sum", "raw_sum"))
-    return {**values, **_by_sequence(applied, raw, settings)}
+    above_1, raw = (sequences[name] / sequences.n for name in ("w_sum", "raw_sum"))
+    applied = sequences["weight_sum"] / sequences.n
+    # Rows of earlier versions have no sum of the weights themselves.
+    applied = np.where(np.isnan(applied), 1.0 + above_1, applied)
+    return {**values, **_by_sequence(applied, above_1, 1.0 + raw, settings)}
 
 
 def _extreme_weights(cell: Cell, settings: Settings) -> tuple[float, float]:
     """Return the smallest and the largest applied weight; full precision even far below 1."""
     if not cell.tokens:
         return math.nan, math.nan
-    if settings.bounds[2]:
+    if settings.bounds[2] and cell[Field.IS_LOW] + cell[Field.IS_HIGH]:
         return 1.0 + cell[Field.W_MIN], 1.0 + cell[Field.W_MAX]
     ends = clamped_exp(np.array([cell[Field.D_MIN], cell[Field.D_MAX]]))
     least, most = settings.apply(ends) if settings.rollout_is == "token" else ends
@@ -259,7 +263,7 @@ def _sequence_weights(sequences: SequenceColumns, settings: Settings) -> Metrics
         values["oob_ratio"] = float((n * outside).sum()) / total if total else math.nan
     if settings.rollout_is_batch_normalize:
         values["batch_norm_factor"] = _norm_factor(_mean(applied))
-    return {**values, **_by_sequence(applied - 1.0, raw - 1.0, settings)}
+    return {**values, **_by_sequence(applied, applied - 1.0, raw, settings)}
 
 
 def _spread(mean: float, variance: float, tokens: int) -> Metrics:
@@ -274,22 +278,24 @@ def _norm_factor(mean: float) -> float:
     return mean if math.isnan(mean) or mean > _EPSILON else 1.0
 
 
-def _by_sequence(applied: Float64, raw: Float64, settings: Settings) -> Metrics:
-    """Statistics of the sequences' mean weights, given as weight - 1, applied and raw."""
+def _by_sequence(applied: Float64, above_1: Float64, raw: Float64, settings: Settings) -> Metrics:
+    """Statistics of the sequences' mean weights: applied, the same minus 1, and raw."""
     if not applied.size:
         names = ("mean", "std", "max", "min", "max_deviation")
         return {f"seq_{name}": math.nan for name in names}
+    mean = _mean(applied)
+    spread = applied if mean < SMALL else above_1
     values = {
-        "seq_mean": 1.0 + _mean(applied),
-        "seq_std": float(applied.std(ddof=1)) if applied.size > 1 else 0.0,
-        "seq_max": 1.0 + float(applied.max()),
-        "seq_min": 1.0 + float(applied.min()),
-        "seq_max_deviation": float(np.abs(applied).max()),
+        "seq_mean": mean,
+        "seq_std": float(spread.std(ddof=1)) if applied.size > 1 else 0.0,
+        "seq_max": float(applied.max()),
+        "seq_min": float(applied.min()),
+        "seq_max_deviation": float(np.abs(above_1).max()),
     }
     if settings.rollout_is is not None:
         lower, upper, _ = settings.bounds
-        values["seq_fraction_high"] = _mean(1.0 + raw > upper)
-        values["seq_fraction_low"] = _mean(1.0 + raw < lower)
+        values["seq_fraction_high"] = _mean(raw > upper)
+        values["seq_fraction_low"] = _mean(raw < lower)
     return values
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from stagescope.wire.schema import ROLES, Part
 from stagescope_service.statistics.cell import Cell
-from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.summary import Produced, Summary
 
 GroupKey = tuple[object, ...]
 """What identifies a set of ranks: their role, how they are grouped, the index, the cp rank."""
@@ -114,6 +114,8 @@ class RankRow:
     cell: Cell
     parts: int
     counted_parts: int
+    produced: Produced = dataclasses.field(default_factory=dict)
+    """Who computed its tokens' streams; {} in summaries of earlier releases."""
 
 
 def role_order(role: str) -> tuple[int, str]:

@@ -80,13 +80,15 @@ class Settings:
 
     def weight_rule(self) -> Float64:
         """Return the kernel's parameters for w - 1: (count above, count below, high, its value,
-        low, its value); a weight beyond `high` or `low` is replaced by the value."""
+        low, its value); a weight beyond `high` or `low` is replaced by the value. Last is the
+        weight that replaces one beyond `high`."""
         if self.rollout_is != "token":
-            return np.array([np.inf, -np.inf, np.inf, 0.0, -np.inf, 0.0])
+            return np.array([np.inf, -np.inf, np.inf, 0.0, -np.inf, 0.0, 0.0])
         lower, upper, drops = self.bounds
         cut_low = lower - 1.0 if drops else -np.inf
         high_value = -1.0 if drops else upper - 1.0
-        return np.array([upper - 1.0, lower - 1.0, upper - 1.0, high_value, cut_low, -1.0])
+        bounds = [upper - 1.0, lower - 1.0, upper - 1.0, high_value, cut_low, -1.0]
+        return np.array([*bounds, 0.0 if drops else upper])
 
     def apply(self, weights: Float64) -> Float64:
         """Return the weights that the run applies for raw `weights` of any shape."""

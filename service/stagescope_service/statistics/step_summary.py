@@ -25,15 +25,16 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
+from stagescope.wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES, Part
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
 from stagescope_service.statistics.batch import TokenBatch
-from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
+from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.ledger import Claim, Ledger
 from stagescope_service.statistics.part import GroupKey, PartRecord, RankRow, Recompute, role_order
-from stagescope_service.statistics.summary import Summary
+from stagescope_service.statistics.summary import Summary, merge_produced
 
 MISMATCH_PAIRS: Final = tuple(pair for pair in PAIRS if "recomputed" not in pair)
 NOISE_PAIR: Final = ("old", "recomputed")
@@ -69,6 +70,8 @@ class StepSummary:
         ranks_to_recompute: The same for the numbers of single ranks; stored nowhere.
         fragmented: Number of sequences in pieces without an offset: their sequence and round
             values describe the pieces.
+        same_rows: Groups of (role, rank) that handed over the same rows and each count, since some
+            name neither samples nor what rows they share.
     """
 
     stage: str
@@ -83,6 +86,7 @@ class StepSummary:
     sent: int | None = None
     contradictions: tuple[Contradiction, ...] = ()
     ranks_to_recompute: tuple[Recompute, ...] = ()
+    same_rows: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @property
     def total(self) -> Cell:
@@ -115,7 +119,10 @@ class StepSummary:
         arrays, document = codec.flatten(self.summary)
         vectors = [row.cell.vector for row in self.ranks]
         arrays["rank_cells"] = np.stack(vectors) if vectors else cells.empty(0)
-        ranks = [[row.role, row.rank, row.parts, row.counted_parts] for row in self.ranks]
+        ranks = [
+            [row.role, row.rank, row.parts, row.counted_parts, codec.produced_to_json(row.produced)]
+            for row in self.ranks
+        ]
         return codec.save(
             arrays,
             {
@@ -137,6 +144,7 @@ class StepSummary:
                 "differing": [list(pair) for pair in self.differing],
                 "restate": [[r.key, [list(skip) for skip in r.skips]] for r in self.to_recompute],
                 "fragmented": self.fragmented,
+                "same_rows": [[list(rank) for rank in group] for group in self.same_rows],
             },
         )
 
@@ -157,8 +165,15 @@ class StepSummary:
                 stage=str(document["stage"]),
                 summary=codec.restore(arrays, document["summary"]),
                 ranks=tuple(
-                    RankRow(str(role), int(rank), Cell(vector), int(parts), int(counted))
-                    for (role, rank, parts, counted), vector in zip(
+                    RankRow(
+                        str(role),
+                        int(rank),
+                        Cell(vector),
+                        int(parts),
+                        int(counted),
+                        codec.produced_from_json(produced[0] if produced else ()),
+                    )
+                    for (role, rank, parts, counted, *produced), vector in zip(
                         document["ranks"], vectors, strict=True
                     )
                 ),
@@ -176,6 +191,10 @@ class StepSummary:
                     for key, skips in document["restate"]
                 ),
                 fragmented=int(document["fragmented"]),
+                same_rows=tuple(
+                    tuple((str(role), int(rank)) for role, rank in group)
+                    for group in document.get("same_rows", ())
+                ),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(
@@ -232,6 +251,7 @@ def assemble(
         sent=sum(map(_tokens_sent, [*chosen, *others])),
         contradictions=identities.contradictions,
         ranks_to_recompute=ranks_to_recompute,
+        same_rows=_same_rows(accounting.counted),
     )
 
 
@@ -247,6 +267,41 @@ def skip_of(batch: TokenBatch, skips: Sequence[tuple[int, int, int]]) -> npt.NDA
             shift = begin - (0 if batch.token_offset is None else batch.token_offset[row])
             skip[max(first + shift, begin) : max(min(last + shift, end), begin)] = 1
     return skip
+
+
+_ROW_CONTENT: Final = [ROW.index(name) for name in ("tokens", "q_sum", "qq_sum", "non_finite")]
+_ENOUGH_ROWS: Final = 32
+"""Minimum tokens of a rank for equal sums of the rollout's log-probs to show equal rows."""
+
+
+def _same_rows(counted: Sequence[PartRecord]) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """Return the ranks that handed over the same rows and each count.
+
+    The rollout's log-probs of two samples are never equal in every bit, and neither are their sums;
+    those of a stream that is constant are. Ranks that name samples, a data_rank or a dp_rank said
+    which rows they hold; a group has at least one rank that did not.
+    """
+    contents: dict[tuple[str, int], list[tuple[Part, bytes]]] = {}
+    cells_of: dict[tuple[str, int], list[Cell]] = {}
+    silent: set[tuple[str, int]] = set()
+    for record in counted:
+        place, summary = (record.role, record.rank), record.full_summary
+        rows = summary.sequences.values[:, _ROW_CONTENT].tobytes()
+        contents.setdefault(place, []).append((record.part, rows))
+        cells_of.setdefault(place, []).append(summary.total)
+        if not record.has_ids and record.data_rank is None and "dp_rank" not in record.layout:
+            silent.add(place)
+    groups: dict[tuple[tuple[Part, bytes], ...], list[tuple[str, int]]] = {}
+    for place, parts in contents.items():
+        tokens = sum(cell.tokens for cell in cells_of[place])
+        varies = any(cell[Field.Q_MIN] < cell[Field.Q_MAX] for cell in cells_of[place])
+        if tokens >= _ENOUGH_ROWS and varies:
+            groups.setdefault(tuple(parts), []).append(place)
+    return tuple(
+        tuple(sorted(group))
+        for group in groups.values()
+        if len(group) > 1 and not silent.isdisjoint(group)
+    )
 
 
 def _contribution(record: PartRecord, identities: Identities) -> Summary:
@@ -413,12 +468,12 @@ def _rank_rows(
     to_recompute: list[Recompute] = []
     for (role, rank), own in sorted(by_rank.items()):
         ledger, epoch = Ledger(), min(record.part.epoch for record in own)
-        vectors = []
+        taken: list[Summary] = []
         for record in own:
             summary = record.ranked or record.full_summary
             if not record.has_ids:
                 if record.part.epoch == epoch:
-                    vectors.append(summary.total.vector)
+                    taken.append(summary)
                 continue
             places = identities.places_of(record.key, summary)
             own_places = [dataclasses.replace(place, dropped=False) for place in places]
@@ -426,9 +481,10 @@ def _rank_rows(
             if claim.skips and not claim.is_all_repeated:
                 to_recompute.append(Recompute(record.key, claim.skips))
             elif not claim.is_all_repeated:
-                vectors.append(summary.total.vector)
+                taken.append(summary)
+        vectors = [summary.total.vector for summary in taken]
         cell = Cell(cells.merge(np.stack(vectors) if vectors else cells.empty(0)))
-        rows.append(
-            RankRow(role[1], rank, cell, len(own), sum(record.key in counted for record in own))
-        )
+        counted_parts = sum(record.key in counted for record in own)
+        produced = merge_produced(summary.produced for summary in taken)
+        rows.append(RankRow(role[1], rank, cell, len(own), counted_parts, produced))
     return tuple(rows), tuple(to_recompute)

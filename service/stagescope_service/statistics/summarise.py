@@ -121,9 +121,10 @@ def summarise(
         versions=_versions(batch, table),
         unequal=first,
         ignored=ignored,
-        producers={
-            stream: ("" if producer is None else producer,)
-            for stream, producer in zip(batch.pair, batch.producers, strict=True)
+        produced={
+            (batch.producers[0] or "", batch.producers[1] or ""): int(
+                round_cells[:, cells.Field.TOKENS].sum()
+            )
         },
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -28,6 +28,8 @@ from stagescope_service.statistics.settings import Settings
 
 UNKNOWN: Final = -1
 """An unknown round, turn or token id."""
+Produced = Mapping[tuple[str, str], int]
+"""(producer of p, producer of q) -> number of counted tokens; '' where nobody said who."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +173,8 @@ class Summary:
     """Policy versions under the mask, ascending; empty if not reported."""
     unequal: Tokens = NO_TOKENS
     """The first token, by sample and position, whose p and q are finite and differ, if any."""
-    producers: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Stream -> its producers, ascending; '' if not reported."""
+    produced: Produced = dataclasses.field(default_factory=dict)
+    """Who computed the two streams of how many tokens."""
     ignored: tuple[str, ...] = ()
     """Tensors with more distinct rounds, turns or versions than the limit; they are not used."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -249,7 +251,7 @@ class Summary:
             unequal=_merge_tokens(
                 [s.unequal for s in summaries], starts, sequences, head, by_d=False, keep=1
             ),
-            producers=_merge_texts([s.producers for s in summaries]),
+            produced=merge_produced(s.produced for s in summaries),
             ignored=tuple(sorted({name for s in summaries for name in s.ignored})),
             left_out=dict(sum((Counter(s.left_out) for s in summaries), Counter())),
         )
@@ -280,6 +282,14 @@ def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]
         mark_values=np.concatenate([part.mark_values for part in parts]),
     )
     return merged, starts
+
+
+def merge_produced(tables: Iterable[Produced]) -> dict[tuple[str, str], int]:
+    """Add up the tokens by their producers, in the order of the producers' names."""
+    tokens = Counter[tuple[str, str]]()
+    for table in tables:
+        tokens.update(table)
+    return dict(sorted(tokens.items()))
 
 
 def _merge_texts(tables: Sequence[Mapping[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:

@@ -68,6 +68,20 @@ def test_one_producer_or_an_unknown_one_measures_nothing(live: Service) -> None:
     assert "nobody said" in answer["comparability"][0]["text"]
 
 
+def test_the_copies_of_one_rank_are_told_from_what_the_others_measured(live: Service) -> None:
+    ranks = [Rank(live, rank=rank) for rank in (0, 1)]
+    same = {"rollout": "trainer", "old": "trainer"}
+    for index, rank in enumerate(ranks):
+        rank.stage(LOG_PROB, 1, handed(1, index, producers=TWO if index else same))
+    answer = live.get("/steps/1/metrics")
+    text = answer["comparability"][0]["text"]
+    assert answer["comparable"] == "not measured"
+    assert "both come from trainer in 50.0% of them (44 tokens: actor 0)" in text
+    assert "exact, proved on 44 tokens" in text
+    rows = live.get("/steps/1/ranks")["rows"]
+    assert [row["comparable"] for row in rows] == ["not measured", "exact"]
+
+
 def test_one_rank_of_an_unknown_producer_makes_the_step_unknown(live: Service) -> None:
     ranks = [Rank(live, rank=rank) for rank in (0, 1)]
     for index, rank in enumerate(ranks):
@@ -269,6 +283,22 @@ def test_without_the_expectation_a_difference_is_no_finding(live: Service) -> No
     assert "not_exact" not in findings(live, 2)
 
 
+def assert_told_beside_the_healthy_rank(live: Service) -> None:
+    """Of rank 0 alone nothing is wrong; its step is suspect in every answer and every row."""
+    for path in ("metrics", "rounds", "ranks", "tokens"):
+        answer = live.get(f"/steps/1/{path}", rank=0)
+        assert (answer["step_comparable"], answer["step_cause"]) == ("suspect", "shifted"), path
+        if path != "ranks":  # of which the answer's own verdict is the step's
+            assert (answer["comparable"], answer["cause"]) == ("comparable", None), path
+        if path in ("rounds", "ranks"):
+            assert {row["comparable"] for row in answer["rows"]} == {"comparable"}, path
+            assert {row["step_comparable"] for row in answer["rows"]} == {"suspect"}, path
+    assert live.get("/steps/1/rounds", rank=0)["whole"]["step_comparable"] == "suspect"
+    for by in ("rank", "round"):
+        answer = live.get("/series", metric="logprob_abs_diff/mean", by=by)
+        assert answer["comparable"][0] == "suspect"
+
+
 def test_a_shifted_rank_is_in_every_answer(live: Service) -> None:
     ranks = [Rank(live, rank=rank) for rank in (0, 1)]
     for index, rank in enumerate(ranks):
@@ -283,8 +313,11 @@ def test_a_shifted_rank_is_in_every_answer(live: Service) -> None:
         answer = live.get(f"/steps/1/{path}")
         assert (answer["comparable"], answer["cause"]) == ("suspect", "shifted"), path
         assert "actor 1" in str(answer["comparability"]), path
-    verdicts = [row["comparable"] for row in live.get("/steps/1/ranks")["rows"]]
-    assert verdicts == ["comparable", "suspect"]
+        assert (answer["step_comparable"], answer["step_cause"]) == ("suspect", "shifted"), path
+    rows = live.get("/steps/1/ranks")["rows"]
+    assert [row["comparable"] for row in rows] == ["comparable", "suspect"]
+    assert {row["step_comparable"] for row in rows} == {"suspect"}
+    assert_told_beside_the_healthy_rank(live)
     text = live.read.get("/metrics").text
     assert 'stagescope_step_comparable{cause="shifted",run="r",verdict="suspect"} 0.0' in text
     assert 'metric="calibration/z"' in text

@@ -246,7 +246,7 @@ class TestRounds:
     def test_have_every_column(self, live: Service) -> None:
         measured(live)
         assert set(live.get("/steps/5/rounds")["rows"][0]) == {
-            "round", "nonfinite", "comparable", "cause", *COLUMNS
+            "round", "nonfinite", "comparable", "cause", "step_comparable", *COLUMNS
         }  # fmt: skip
 
     def test_pages(self, live: Service) -> None:

@@ -178,11 +178,9 @@ def test_producers_are_said_by_a_payload_or_once_by_its_process(tmp_path: Path) 
         said = {**taken, "meta": meta}
         outcome = intake.take(PayloadKey("i", seq), {**JOB, "settings": settings}, said)
         (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
-        found = summary_from_bytes(row["summary"]).producers
-        want = {"rollout": "other", "old": "other"} if meta else settings["producers"]
-        assert {stream: list(names) for stream, names in found.items()} == {
-            stream: [name] for stream, name in want.items()
-        }
+        found = summary_from_bytes(row["summary"])
+        want = ("other", "other") if meta else ("trainer", "engine")
+        assert found.produced == {want: found.total.tokens}
 
 
 def test_pieces_of_a_sample_that_are_placed_share_its_id(tmp_path: Path) -> None:

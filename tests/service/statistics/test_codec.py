@@ -13,7 +13,7 @@ from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import Field, Summary, codec, publish, summarise
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
-from stagescope_service.statistics.kernel import ROW_1
+from stagescope_service.statistics.kernel import ROW_WIDTHS
 
 STREAMS = random_streams(np.random.default_rng(0), 5, 90)
 SUMMARY = summarise(batch_of(*STREAMS, samples=list("edcba")))
@@ -60,28 +60,39 @@ def test_nothing_that_does_not_fit_is_read(change: Change) -> None:
         summary_from_bytes(tampered(change))
 
 
-def as_version_1(summary: Summary) -> bytes:
-    """Return the bytes that the first version wrote: fewer fields, nothing of unequal tokens."""
+def as_version(version: int, summary: Summary) -> bytes:
+    """Return the bytes that an earlier version wrote: fewer fields, at first no unequal tokens."""
     arrays, document = codec.flatten(summary)
-    fields = list(cells.LAYOUTS[1])
+    fields = list(cells.LAYOUTS[version])
     for name in ("rounds", "turns", "staleness"):
         arrays[f"{name}_cells"] = arrays[f"{name}_cells"][:, fields]
-    arrays["sequence_values"] = arrays["sequence_values"][:, :ROW_1]
-    for name in ("unequal_where", "unequal_values"):
-        arrays.pop(name)
-    document.pop("producers")
-    return codec.save(arrays, {**document, "cell": 1})
+    arrays["sequence_values"] = arrays["sequence_values"][:, : ROW_WIDTHS[version]]
+    if version == 1:
+        for name in ("unequal_where", "unequal_values"):
+            arrays.pop(name)
+    document.pop("produced")
+    if version == 2:
+        document["producers"] = {"old": ["trainer"], "rollout": ["engine", "trainer"]}
+    return codec.save(arrays, {**document, "cell": version})
 
 
-def test_what_the_first_version_wrote_is_read() -> None:
-    old = summary_from_bytes(as_version_1(SUMMARY))
-    published = publish(old)
-    assert published == pytest.approx(publish(SUMMARY), nan_ok=True)
-    assert np.isnan(old.total[Field.AHEAD_1])
-    assert not len(old.unequal)
-    merged = Summary.merge([old, SUMMARY.named("other")])
-    assert merged.total.tokens == 2 * SUMMARY.total.tokens
-    assert np.isnan(merged.total[Field.AHEAD_1])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("far", [0.0, 3.0])
+def test_what_an_earlier_version_wrote_is_read(version: int, far: float) -> None:
+    p, q, mask = STREAMS
+    summary = summarise(batch_of(p - far, q, mask, samples=list("edcba")))
+    old = summary_from_bytes(as_version(version, summary))
+    assert publish(old) == pytest.approx(publish(summary), nan_ok=True)
+    assert np.isnan(old.total[Field.AHEAD_1]) == (version == 1)
+    assert len(old.unequal) == version - 1
+    names = ("trainer", "trainer") if version == 2 else ("", "")
+    assert old.produced == {names: summary.total.tokens}
+    merged = Summary.merge([old, summary.named("other")])
+    assert merged.total.tokens == 2 * summary.total.tokens
+    assert np.isnan(merged.total[Field.AHEAD_1]) == (version == 1)
+    assert np.isnan(merged.total[Field.RATIO_SUM])
+    twice = Summary.merge([summary, summary.named("other")])
+    assert publish(merged) == pytest.approx(publish(twice), nan_ok=True)
 
 
 def test_other_bytes_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def sample(rng: np.random.Generator, tokens: int, *, rounds: bool = True) -> Sam
 
 
 def ragged(
-    samples: list[Sample], names: list[str], *, token_ids: bool = False, place: bool = False
+    samples: Sequence[Sample], names: Sequence[str], *, token_ids: bool = False, place: bool = False
 ) -> TokenBatch:
     offsets = np.cumsum([0, *(len(one.q) for one in samples)]).tolist()
     tensors = {
@@ -153,6 +154,81 @@ def findings(whole: StepSummary) -> dict[str, Any]:
     place = {"run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0}
     rows = [put.row for put in assembly.findings(whole, place) if isinstance(put, Put)]
     return {row["kind"]: row for row in rows}
+
+
+def silent(key: str, samples: Sequence[Sample], rank: int = 0, **fields: Any) -> PartRecord:
+    """Return a rank's part whose rows name no sample."""
+    batch = dataclasses.replace(ragged(samples, ["x"] * len(samples)), sample_ids=None)
+    return record(key, batch, rank, **fields)
+
+
+def test_the_same_rows_of_ranks_that_say_nothing_are_named_and_count_each() -> None:
+    rng = np.random.default_rng(4)
+    own, others = ([sample(rng, int(rng.integers(20, 60))) for _ in range(4)] for _ in range(2))
+    # A replica that computed its own log-probs holds the same rows, too.
+    recomputed = [dataclasses.replace(one, p=one.p + np.float32(1e-3)) for one in own]
+    records = [
+        silent("a", own, 0), silent("b", own, 1), silent("c", others, 2), silent("d", recomputed, 3)
+    ]  # fmt: skip
+    whole = formed(records, {})
+    assert whole.total.tokens == sum(record.summary.total.tokens for record in records)
+    assert not whole.left_out
+    assert whole.same_rows == ((("actor", 0), ("actor", 1), ("actor", 3)),)
+    found = findings(whole)["rows_counted_twice"]
+    again = 2 * records[0].summary.total.tokens
+    assert found["message"].startswith("actor ranks 0-1, 3: the same rows, bit for bit")
+    assert f"{again} of {whole.total.tokens} tokens count again" in found["message"]
+    assert found["severity"] == "warning"
+    assert "data_rank" in found["advice"]
+    assert "sample_ids" in found["advice"]
+    assert found["evidence"]["groups"] == [[["actor", 0], ["actor", 1], ["actor", 3]]]
+
+
+def test_several_parts_are_the_same_rows_if_all_of_them_are() -> None:
+    rng = np.random.default_rng(4)
+    first, second, other = ([sample(rng, 40) for _ in range(2)] for _ in range(3))
+    later = Part(microbatch=1)
+
+    def of_ranks(last: list[Sample]) -> StepSummary:
+        return formed([
+            silent("a", first, 0), silent("b", second, 0, part=later),
+            silent("c", first, 1), silent("d", last, 1, part=later),
+        ], {})  # fmt: skip
+
+    assert of_ranks(second).same_rows == ((("actor", 0), ("actor", 1)),)
+    assert of_ranks(other).same_rows == ()
+
+
+def test_what_tells_rows_apart_or_together_is_no_silence() -> None:
+    own = [sample(np.random.default_rng(4), 40) for _ in range(3)]
+    names = ["x", "y", "z"]
+    together: list[list[PartRecord]] = [
+        [silent("a", own, 0, data_rank=0), silent("b", own, 1, data_rank=0)],
+        [silent("a", own, 0, data_rank=0), silent("b", own, 1, data_rank=1)],
+        [silent("a", own, 0, layout={"dp_rank": 0}), silent("b", own, 1, layout={"dp_rank": 1})],
+        [record("a", ragged(own, names), 0), record("b", ragged(own, names), 1)],
+        [record("a", ragged(own, names), 0), record("b", ragged(own, ["u", "v", "w"]), 1)],
+    ]
+    for records in together:
+        whole = formed(records, {})
+        assert whole.same_rows == ()
+        assert "rows_counted_twice" not in findings(whole)
+    # One that names its samples, and one that does not: which it holds is not known.
+    half = formed([record("a", ragged(own, names), 0), silent("b", own, 1)], {})
+    assert half.same_rows == ((("actor", 0), ("actor", 1)),)
+
+
+def test_streams_that_were_never_filled_in_are_no_evidence_of_equal_rows() -> None:
+    rng = np.random.default_rng(4)
+    held = [[sample(rng, 40) for _ in range(2)] for _ in range(2)]
+    for own in held:
+        own[:] = [
+            dataclasses.replace(one, q=np.full_like(one.q, -1.0), mask=np.ones_like(one.mask))
+            for one in own
+        ]
+    assert formed([silent(str(at), own, at) for at, own in enumerate(held)], {}).same_rows == ()
+    few = [sample(rng, 6)]
+    assert formed([silent("a", few, 0), silent("b", few, 1)], {}).same_rows == ()
 
 
 def test_tokens_that_are_nowhere_are_an_error() -> None:

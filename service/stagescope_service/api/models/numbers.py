@@ -90,6 +90,14 @@ Comparable = Annotated[
 Cause = Annotated[
     str | None, Field(description="The likeliest cause of `suspect`.", examples=["shifted"])
 ]
+StepComparable = Annotated[
+    str,
+    Field(
+        description="`comparable` of the whole step: tokens that are `comparable` by themselves "
+        "may lie in a step that is `suspect`.",
+        examples=["suspect"],
+    ),
+]
 
 
 class Numbers(StepHeading):
@@ -110,6 +118,8 @@ class Numbers(StepHeading):
     """How many payloads, tokens and parts the numbers rest on, and what they lack."""
     comparable: Comparable
     cause: Cause
+    step_comparable: StepComparable
+    step_cause: Cause
     comparability: list[CheckRow]
     """The checks that found something, the likeliest cause first."""
 
@@ -232,6 +242,7 @@ class CellRow(Model):
     """Number of values under the mask that are not finite, of both streams."""
     comparable: Comparable
     cause: Cause
+    step_comparable: StepComparable
 
 
 class SliceRow(CellRow):

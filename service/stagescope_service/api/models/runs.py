@@ -236,7 +236,7 @@ class ExactRange(Model):
 
 
 class Exact(ScopeHeading, Page[ExactRange]):
-    """In which steps trainer and rollout agree in every bit."""
+    """In which steps trainer and rollout are equal in all tokens; -0.0 equals 0.0."""
 
     text: str
     """All of it in one sentence."""

@@ -20,9 +20,12 @@ from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_records
+from stagescope_service.triggers.evidence import ranks_text
 
 _LISTED: Final = 50
 """Ids listed in a finding."""
+_LISTED_GROUPS: Final = 5
+"""Groups of ranks named in a message."""
 _HOLDERS: Final = 20
 """Ranks listed for an id in a finding."""
 
@@ -40,6 +43,7 @@ def findings(step_summary: StepSummary, location: Mapping[str, Any]) -> list[Put
         "tokens_of_other_streams": _other_streams(step_summary),
         "tokens_unaccounted": _unaccounted(step_summary),
         "rounds_fragmented": _fragmented(step_summary),
+        "rows_counted_twice": _same_rows(step_summary),
     }
     rows: list[Put | Delete] = []
     for kind, reported in found.items():
@@ -132,6 +136,28 @@ def _fragmented(step_summary: StepSummary) -> dict[str, Any] | None:
         "advice": "where several ranks or calls hold parts of one sample (context parallelism), "
         "record round_ids, or token_offset and round_offset; numbers of tokens are right as they "
         "are",
+    }
+
+
+def _same_rows(step_summary: StepSummary) -> dict[str, Any] | None:
+    groups = step_summary.same_rows
+    if not groups:
+        return None
+    tokens = {(row.role, row.rank): row.cell.tokens for row in step_summary.ranks}
+    again = sum(tokens.get(place, 0) for group in groups for place in group[1:])
+    texts = [ranks_text(group) for group in groups]
+    listed = "; ".join(texts[:_LISTED_GROUPS]) + ("; ..." if len(texts) > _LISTED_GROUPS else "")
+    return {
+        "message": f"{listed}: the same rows, bit for bit, and each rank counts: {again} of "
+        f"{step_summary.total.tokens} tokens count again",
+        "severity": "warning",
+        "evidence": {
+            "tokens": again,
+            "groups": [[list(place) for place in group] for group in groups[:_LISTED]],
+        },
+        "advice": "ranks that hold the same rows (tensor or pipeline parallelism, replicas) give "
+        "the same data_rank in init, or record sample_ids: then each token counts once; where the "
+        "rows are different samples, sample_ids say so",
     }
 
 
