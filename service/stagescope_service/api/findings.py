@@ -17,6 +17,7 @@ from typing import Annotated, Final, NamedTuple, TypedDict
 from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.schema import MOST_STEPS
 from stagescope_service.api.dependencies import (
     RUN_PATTERN,
     AttemptNumber,
@@ -55,7 +56,7 @@ Only = Annotated[
 ]
 
 
-StepFilter = Annotated[int | None, Query(gt=-(10**18), lt=10**18, description="Only this step.")]
+StepFilter = Annotated[int | None, Query(ge=0, lt=MOST_STEPS, description="Only this step.")]
 KindFilter = Annotated[str | None, Query(max_length=200, description="Only this kind.")]
 
 
