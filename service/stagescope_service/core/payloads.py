@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stagescope.wire.names import misspelt
+from stagescope.wire.names import misspelt, misspelt_beside
 from stagescope.wire.schema import Event, Work
 from stagescope_service.core import steps
 from stagescope_service.core.catalogue_rows import (
@@ -101,6 +101,8 @@ def _misspelt(
     if isinstance(names, Mapping) and available_pairs(names):
         # A pair without its mask is refused, and that finding names the misspelt tensor.
         wrong = {name: meant for name, meant in wrong.items() if meant != "response_mask"}
+    if isinstance(names, Mapping):
+        wrong |= dict(misspelt_beside(map(str, names)))
     if not wrong:
         return []
     pairs = ", ".join(f"{name} (expected {meant})" for name, meant in wrong.items())

@@ -231,7 +231,10 @@ def test_a_raw_call_says_why_its_payload_was_not_taken(made: Clocked) -> None:
 def test_a_raw_callers_misspelt_tensor_is_a_finding(made: Clocked) -> None:
     async def end() -> None:
         taken = made.coordinator.raw_calls.take(
-            "end", "d", {"run": "r", "step": 1, "stage": "s"}, {"rollout_logprobs": [[0.5]]}
+            "end",
+            "d",
+            {"run": "r", "step": 1, "stage": "s"},
+            {"rollout_logprobs": [[0.5]], "sample_ids": ["a"], "sample_id": ["b"]},
         )
         with contextlib.suppress(asyncio.TimeoutError):  # nobody reads it here
             await asyncio.wait_for(taken, 0.2)
@@ -239,6 +242,7 @@ def test_a_raw_callers_misspelt_tensor_is_a_finding(made: Clocked) -> None:
     made.run(end())
     [row] = [row for row in rows_of(made.store, "findings") if row["kind"] == "misspelt_tensor"]
     assert "rollout_logprobs (expected rollout_log_probs)" in row["message"]
+    assert "sample_id (expected sample_ids)" in row["message"]
 
 
 def test_raw_calls_that_ran_in_the_other_order_are_one_stage(made: Clocked) -> None:
