@@ -171,6 +171,8 @@ BAD_CALLS: dict[str, Callable[[Probe], object]] = {
     "name": lambda probe: probe.begin("", step=1),
     "part": lambda probe: probe.begin("s", step=1, minbatch=2),
     "scalar": lambda probe: probe.begin("s", step=1).log(loss=[1, 2]),
+    "scalar that is None": lambda probe: probe.begin("s", step=1).log(loss=None, reward=1.0),
+    "log of None": lambda probe: probe.log(step=1, loss=None),
     "tensor": lambda probe: probe.begin("s", step=1).record(
         old_log_probs=torch.zeros(2).to_sparse()
     ),
@@ -251,6 +253,18 @@ def test_each_kind_of_message_is_logged_once(
         assert len([line for line in lines if word in line]) == 1, (word, lines)
     assert not [line for line in lines if "step is -2" in line]
     assert probe.refused["stage"] == 5
+
+
+def test_a_scalar_that_is_none_is_said_and_the_others_are_taken(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    with make_probe().stage("s", step=1) as stage:
+        stage.log(loss=None, reward=1.0)
+    [end] = ends(coordinator)
+    assert end["scalars"] == {"reward": 1.0}
+    wait_for(lambda: coordinator.of_kind("refused"))
+    [refused] = coordinator.of_kind("refused")
+    assert refused.fields["message"] == "the scalar loss is None; expected one number"
 
 
 def test_a_misspelt_role_is_taken_and_said(
