@@ -313,6 +313,7 @@ class State:
         if len(process.unfinished) < unfinished or process.returned:
             out += departures.take_leave_back(process, work)
         out += reports.scalars(attempt, process, event, work)
+        out += reports.stepless(attempt, process, event, work)
         announced = event.fields.get("payload")
         dropped = event.fields.get("payload_dropped")
         if isinstance(announced, Mapping):
