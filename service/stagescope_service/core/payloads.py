@@ -29,7 +29,7 @@ from stagescope_service.core.entities import (
     Payload,
     Process,
 )
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import by_message, finding
 from stagescope_service.core.instructions import (
     Delete,
     Ingest,
@@ -106,20 +106,19 @@ def _misspelt(
     if not wrong:
         return []
     pairs = ", ".join(f"{name} (expected {meant})" for name, meant in wrong.items())
-    return [
-        finding(
-            "misspelt_tensor",
-            f"kept, but no statistic reads them: {pairs}"[:2000],
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=event.wall,
-            stage=work.stage,
-            role=process.role,
-            rank=process.rank,
-            evidence={"names": wrong, "step": work.step},
-            advice="rename them in the payload",
-        )
-    ]
+    found = finding(
+        "misspelt_tensor",
+        f"kept, but no statistic reads them: {pairs}"[:2000],
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=event.wall,
+        stage=work.stage,
+        role=process.role,
+        rank=process.rank,
+        evidence={"names": wrong, "step": work.step},
+        advice="rename them in the payload",
+    )
+    return [by_message(found)]
 
 
 def announce_dropped(

@@ -85,20 +85,19 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
         found = _non_finite_scalars(attempt, process, event, work, bad)
         out.append(NonFinite(attempt.attempt_id, frozenset(bad), found))
     if wrong:
-        out.append(
-            finding(
-                "refused_scalar",
-                f"not numbers: {', '.join(sorted(wrong))[:1000]}",
-                run=attempt.run,
-                attempt_id=attempt.attempt_id,
-                wall=event.wall,
-                step=work.step,
-                stage=work.stage,
-                role=process.role,
-                rank=process.rank,
-                advice="a scalar is an int or a float; those of the same call that are were taken",
-            )
+        found = finding(
+            "refused_scalar",
+            f"not numbers: {', '.join(sorted(wrong))[:1000]}",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=event.wall,
+            step=work.step,
+            stage=work.stage,
+            role=process.role,
+            rank=process.rank,
+            advice="a scalar is an int or a float; those of the same call that are were taken",
         )
+        out.append(by_message(found))
     return out
 
 
