@@ -140,7 +140,8 @@ class CaptureRequests(Connection):
     ) -> CaptureProgress:
         """Wait until a capture has ended; return its progress.
 
-        It also returns once none of the requested ranks is alive.
+        It also returns once none of the requested ranks is alive any more. For a run, or ranks,
+        that have not reported yet it waits.
 
         Args:
             capture_id: the capture.

@@ -200,7 +200,10 @@ def step_segment(step: object) -> str:
     if step == "latest":
         return "latest"
     if isinstance(step, int) and not isinstance(step, bool):
-        if abs(step) < MOST_STEPS:
+        if 0 <= step < MOST_STEPS:
             return str(step)
-        raise InvalidInput(f"step is {step!r:.50}", expected="an int of at most 18 digits")
+        raise InvalidInput(
+            f"step is {step!r:.50}",
+            expected="an int from 0 of at most 18 digits, 'latest', 'measured' or 'captured'",
+        )
     raise InvalidInput(f"step is {step!r}", expected="an int, 'latest', 'measured' or 'captured'")

@@ -17,7 +17,9 @@ from stagescope.table import Row, Table
 from stagescope.wire.nonfinite import JsonObject
 
 FINDING_ORDER: Final = ("kind", "step", "rank", "message", "stage", "severity", "role", "count")
-FIRING_ORDER: Final = ("run", "step", "rule", "message", "stage", "role", "rank", "round", "wall")
+FIRING_ORDER: Final = (
+    "run", "step", "attempt", "rule", "message", "stage", "role", "rank", "round", "wall",
+)  # fmt: skip
 LOSS_ORDER: Final = ("step", "stage", "role", "rank", "kind", "count", "reason", "run", "attempt")
 GROUP_ORDER: Final = (
     "severity", "kind", "rule", "run", "where", "message", "reason", "advice", "attempt", "stage",

@@ -96,8 +96,12 @@ class CaptureProgress(Record):
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether no requested rank is alive: the capture waits for the run's next attempt."""
-        return not self.ended and not any(row["there"] for row in self["ranks"])
+        """Whether no requested rank is alive any more: it waits for the run's next attempt.
+
+        Where none has reported yet, it waits for the run, or for the ranks.
+        """
+        ranks = self["ranks"]
+        return bool(ranks) and not self.ended and not any(row["there"] for row in ranks)
 
     def ranks(self) -> Table:
         """Return the requested ranks, and which of them have acknowledged."""
@@ -115,6 +119,8 @@ class CaptureProgress(Record):
         """Return the progress as text, one fact per line."""
         agreement = self["agreement"]
         lines = [_acknowledgements(self["ranks"], self["state"])]
+        if self["run"] is not None and self["attempt"] is None and not self.ended:
+            lines = [f"no run {self['run']} has reported yet: it waits for one of that name"]
         if unmatched := self.get("unmatched_ranks"):
             lines.append(f"no rank {_numbers(unmatched)} is there: nothing is collected of it")
         if self.is_abandoned:

@@ -10,7 +10,9 @@ from stagescope.table import Row, Table
 from stagescope.wire.nonfinite import JsonObject
 
 _RULE_ORDER: Final = ("name", "metric", "when", "fired", "last_step", "last_value", "actions")
-_TEST_ORDER: Final = ("step", "rule", "value", "stage", "role", "rank", "round", "fired_live")
+_TEST_ORDER: Final = (
+    "step", "attempt", "rule", "value", "stage", "role", "rank", "round", "fired_live",
+)  # fmt: skip
 _DETAILS: Final = ("message", "evidence")
 _SHOWN_STEPS: Final = 20
 
@@ -64,6 +66,7 @@ class Triggers(Table):
             steps = ", ".join(f"{row['run']} {row['step']}" for row in pinned[:_SHOWN_STEPS])
             more = "" if len(pinned) <= _SHOWN_STEPS else f" and {len(pinned) - _SHOWN_STEPS} more"
             foot.append(render.printable(f"pinned steps: {steps}{more}"))
+        foot += [render.printable(f"note: {note}") for note in self.about.get("notes") or ()]
         return foot
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from stagescope.wire.names import KNOWN, closest, closest_by_words, closest_stage, misspelt
+from stagescope.wire.names import (
+    KNOWN,
+    closest,
+    closest_by_words,
+    closest_stage,
+    misspelt,
+    misspelt_beside,
+    misspelt_streams,
+)
 from stagescope.wire.schema import STAGES
 
 
@@ -37,8 +45,11 @@ def test_known_and_different_names_have_no_match(name: str) -> None:
     assert closest(name) is None
 
 
-def test_a_name_beside_the_known_one_is_its_own() -> None:
-    assert list(misspelt(["old_log_probs", "old_logprobs", "reward"])) == [("reward", "rewards")]
+def test_a_name_beside_the_known_one_is_told_apart() -> None:
+    recorded = ["old_log_probs", "old_logprobs", "reward", "responses", "response", "logits"]
+    assert list(misspelt(recorded)) == [("reward", "rewards")]
+    assert list(misspelt_beside(recorded)) == [("old_logprobs", "old_log_probs")]
+    assert list(misspelt_streams(["rollout", "rolout", "old"])) == [("rolout", "rollout")]
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,11 @@ def test_a_wrong_argument_is_named() -> None:
     ):
         segment(wrong, "capture_id")
     for read in (step_segment, lambda step: step_number(str(step))):
-        with pytest.raises(InvalidInput, match="of at most 18 digits"):
-            read(2**63)
+        for wrong_step in (2**63, 10**18, -1):
+            with pytest.raises(InvalidInput, match="from 0 of at most 18 digits"):
+                read(wrong_step)
     assert step_segment(10**18 - 1) == str(10**18 - 1)
-    assert step_number("-7") == int(step_segment(-7)) == -7
+    assert step_number("7") == int(step_segment(7)) == 7
 
 
 def test_nothing_is_expected_where_nothing_is_in_force() -> None:

@@ -145,3 +145,32 @@ def test_the_command_line(found: Service, tmp_path: Path) -> None:
     wrong = ask("triggers", "test", "--rules", str(file))
     assert wrong.exit_code == 2
     assert "rules[0].metric" in wrong.stderr
+
+
+def test_a_dry_run_tells_attempts_apart_and_misspelt_runs_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with service(tmp_path) as live:
+        for key, start in (("a1", 1_000.0), ("a2", 2_000.0)):
+            rank = Rank(live, run="countdown", key=key, start=start, world_size=1)
+            rank.stage(STAGE, 3, payload(seed=3, noise=1.0))
+            rank.begin("actor_update", 4)
+        assert live.tokens is not None
+        monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
+        monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
+        file = tmp_path / "rules.yaml"
+        file.write_text(RULES.replace("  r:", "  countdwn:"))
+        tried = ask("triggers", "test", "--rules", str(file))
+        assert tried.exit_code == 0, tried.output
+        lines = [line.split()[:3] for line in tried.stdout.splitlines()]
+        assert [line for line in lines if line[:1] in (["step"], ["3"])] == [
+            ["step", "attempt", "rule"], ["3", "1", "mean"], ["3", "2", "mean"],
+        ]  # fmt: skip
+        note = "no run 'countdwn' is known (yet) (did you mean countdown?)"
+        put = ask("triggers", "set", "--rules", str(file), "--json")
+        assert [text[: len(note)] for text in json.loads(put.stdout)["notes"]] == [note]
+        with stagescope.attach() as session:
+            assert f"note: {note}" in " ".join(repr(session.triggers()).split())
+            for name in ("countdown", "count*"):
+                answer = session.set_triggers(RULES.replace("  r:", f"  '{name}':"))
+                assert answer["notes"] == []

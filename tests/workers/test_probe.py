@@ -171,6 +171,8 @@ BAD_CALLS: dict[str, Callable[[Probe], object]] = {
     "name": lambda probe: probe.begin("", step=1),
     "part": lambda probe: probe.begin("s", step=1, minbatch=2),
     "scalar": lambda probe: probe.begin("s", step=1).log(loss=[1, 2]),
+    "scalar that is None": lambda probe: probe.begin("s", step=1).log(loss=None, reward=1.0),
+    "log of None": lambda probe: probe.log(step=1, loss=None),
     "tensor": lambda probe: probe.begin("s", step=1).record(
         old_log_probs=torch.zeros(2).to_sparse()
     ),
@@ -178,6 +180,7 @@ BAD_CALLS: dict[str, Callable[[Probe], object]] = {
     "mask": lambda probe: _end_without_mask(probe),
     "misspelt": lambda probe: _record_misspelt(probe),
     "misspelt stream": lambda probe: _record_misspelt_stream(probe),
+    "beside the known": lambda probe: _record_beside_the_known(probe),
     "negative step": lambda probe: probe.begin("s", step=-1),
     "negative step of a log": lambda probe: probe.log(step=-1, loss=1.0),
     "negative end": lambda probe: probe.end_step(-1),
@@ -200,6 +203,11 @@ def _end_without_mask(probe: Probe) -> None:
 def _record_misspelt(probe: Probe) -> None:
     with probe.stage("s", step=1) as stage:
         stage.record(rollout_logprobs=torch.zeros(2, 3), my_own_name=torch.zeros(2, 3))
+
+
+def _record_beside_the_known(probe: Probe) -> None:
+    with probe.stage("s", step=1) as stage:
+        stage.record(sample_ids=["a"], sample_id=["b"], responses=[[1]], response=["text"])
 
 
 def _record_misspelt_stream(probe: Probe) -> None:
@@ -245,6 +253,18 @@ def test_each_kind_of_message_is_logged_once(
         assert len([line for line in lines if word in line]) == 1, (word, lines)
     assert not [line for line in lines if "step is -2" in line]
     assert probe.refused["stage"] == 5
+
+
+def test_a_scalar_that_is_none_is_said_and_the_others_are_taken(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    with make_probe().stage("s", step=1) as stage:
+        stage.log(loss=None, reward=1.0)
+    [end] = ends(coordinator)
+    assert end["scalars"] == {"reward": 1.0}
+    wait_for(lambda: coordinator.of_kind("refused"))
+    [refused] = coordinator.of_kind("refused")
+    assert refused.fields["message"] == "the scalar loss is None; expected one number"
 
 
 def test_a_misspelt_role_is_taken_and_said(
@@ -305,6 +325,23 @@ def test_a_misspelt_name_is_reported_once_with_the_closest_and_kept(
     assert "rollout_logprobs is kept" in told[0]
     assert "expected rollout_log_probs" in told[0]
     assert "expected sample_ids" in told[1]
+
+
+def test_a_name_beside_the_known_one_is_reported_once_and_kept(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    probe = make_probe()
+    for step in (1, 2):
+        with probe.stage("s", step=step) as stage:
+            stage.record(sample_ids=["a"], sample_id=["b"], rewards=[1.0], reward=[2.0])
+            stage.record(producers={"rollout": "engine", "rolout": "vllm"})
+    wait_for(lambda: len(coordinator.of_kind("refused")) == 3)
+    told = [event.fields["message"] for event in coordinator.of_kind("refused")]
+    assert "reward is kept beside rewards" in told[0]
+    assert "sample_id is kept beside sample_ids" in told[1]
+    assert "expected sample_ids alone" in told[1]
+    assert "what is said of rollout counts" in told[2]
+    assert payload_of(coordinator, 3)["strings"] == {"sample_ids": ["a"], "sample_id": ["b"]}
 
 
 def test_a_rank_that_its_world_size_does_not_know_is_reported(

@@ -39,8 +39,13 @@ def captures(session: Session, run: str | None, limit: int) -> Table:
 
 _WITHDRAWN: Final = ("capture_id", "run", "state", "stages", "steps", "ranks", "by")
 _WAIT: Final = click.option(
-    "--wait", is_flag=True, help="Show the progress until the capture has ended."
-)
+    "--wait", is_flag=True,
+    help="Show the progress until the capture has ended, also of a run that has yet to report.",
+)  # fmt: skip
+_WAIT_SECONDS: Final = click.option(
+    "--wait-seconds", type=click.FloatRange(min=0), metavar="SECONDS",
+    help="--wait for so long at most [default: without limit].",
+)  # fmt: skip
 
 
 @question(
@@ -84,27 +89,32 @@ _WAIT: Final = click.option(
     click.option("--force", is_flag=True, help="Start even if the estimated cost is too high "
                  "or a stage seems to be misspelt."),
     _WAIT,
+    _WAIT_SECONDS,
 )  # fmt: skip
-def capture(session: Session, wait: bool, **options: OptionValue) -> Record:
+def capture(
+    session: Session, wait: bool, wait_seconds: float | None, **options: OptionValue
+) -> Record:
     """Request a capture on a live run (needs the operate token).
 
     Every requested rank acknowledges it first; then the step is fixed on which all of them start.
     """
     requested = session.capture(**_spec(**options))
-    if not wait:
+    if not wait and wait_seconds is None:
         return requested
     for note in requested.get("notes") or ():
         click.echo(printable(f"note: {note}"), err=True)
-    return _wait_for(session, requested["capture_id"])
+    return _wait_for(session, requested["capture_id"], wait_seconds)
 
 
-@question(click.argument("capture_id"), _WAIT)
-def progress(session: Session, capture_id: str, wait: bool) -> Record:
+@question(click.argument("capture_id"), _WAIT, _WAIT_SECONDS)
+def progress(session: Session, capture_id: str, wait: bool, wait_seconds: float | None) -> Record:
     """The progress of a capture: which ranks acknowledged, collected, missed or failed."""
-    return _wait_for(session, capture_id) if wait else session.progress(capture_id)
+    if not wait and wait_seconds is None:
+        return session.progress(capture_id)
+    return _wait_for(session, capture_id, wait_seconds)
 
 
-def _wait_for(session: Session, capture_id: str) -> CaptureProgress:
+def _wait_for(session: Session, capture_id: str, timeout: float | None) -> CaptureProgress:
     seen: set[str] = set()
 
     def print_new_lines(found: CaptureProgress) -> None:
@@ -112,7 +122,7 @@ def _wait_for(session: Session, capture_id: str) -> CaptureProgress:
         seen.update(new)
         click.echo("\n".join(new), err=True)
 
-    final = session.wait_for(capture_id, told=print_new_lines)
+    final = session.wait_for(capture_id, timeout=timeout, told=print_new_lines)
     if final["state"] != "complete":
         # So that a script can detect it.
         click.get_current_context().meta["stagescope.exit_code"] = 1

@@ -29,6 +29,7 @@ _SHORT_WORD: Final = 3
 _SEPARATORS: Final = re.compile(r"[-_.]+")
 _DIGITS: Final = re.compile(r"\d+")
 _LOG_PROBS: Final = re.compile(r"log_?p(?:rob)?s?(?![a-z])")
+_TOKEN_IDS: Final = frozenset({"responses", "tokens", "prompts"})
 _STREAM_ALIASES: Final = {f"{stream}_log_probs": name for stream, name in STREAM_TENSORS.items()}
 """Stream's name with `_log_probs` -> tensor name: `current_log_probs` -> `log_probs`."""
 
@@ -103,13 +104,12 @@ def _closest_by_words(name: str, known: tuple[str, ...]) -> str | None:
 
 def misspelt_streams(names: Iterable[object]) -> Iterator[tuple[str, str]]:
     """Yield (name, known name) of misspelt names of streams or of their tensors."""
-    recorded = [*map(str, names)]
     known = {*STREAM_TENSORS, *STREAM_TENSORS.values()}
-    for name in recorded:
+    for name in map(str, names):
         if name in known:
             continue
         found = closest_by_words(name, sorted(STREAM_TENSORS)) or closest(name)
-        if found in known and found not in recorded:
+        if found in known:
             yield name, found
 
 
@@ -147,10 +147,22 @@ def closest_field(name: str, words: Iterable[str]) -> str | None:
 def misspelt(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, known name) of misspelt names among those that were recorded together.
 
-    If the known name was recorded as well, the similar one is a different name.
+    If the known name was recorded as well, see `misspelt_beside`.
     """
     recorded = list(names)
     for name in recorded:
         found = closest(str(name))
         if found is not None and found not in recorded:
+            yield str(name), found
+
+
+def misspelt_beside(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, known name) of names recorded beside the known one that they look like.
+
+    Statistics read the known one alone. Texts (`response`) beside their token ids are no mistake.
+    """
+    recorded = list(names)
+    for name in recorded:
+        found = closest(str(name))
+        if found is not None and found in recorded and found not in _TOKEN_IDS:
             yield str(name), found

@@ -85,6 +85,8 @@ def captures(
 ) -> Answer:
     """List all captures that were ever requested, newest first, withdrawn ones too."""
     every = deps.catalogue.captures(run=run)
+    if run is not None and not every:  # a capture may wait for a run that has not reported yet
+        deps.finder.check_run(run)
     rows = [
         {**row, "state": progress(deps.catalogue, row).state}
         if row["state"] in (AGREED, DONE)

@@ -224,7 +224,7 @@ async def dependencies_of(request: Request) -> Dependencies:
 Deps = Annotated[Dependencies, Depends(dependencies_of)]
 
 RUN_PATTERN: Final = r"^(?!\.{1,2}$)[A-Za-z0-9._-]{1,100}$"
-STEP_PATTERN: Final = "^(latest|-?[0-9]{1,18})$"
+STEP_PATTERN: Final = "^(latest|[0-9]{1,18})$"
 
 Run = Annotated[
     str | None,

@@ -3,20 +3,19 @@
 A NaN that persists makes a finding for each rank and step. Rows of one attempt with the same stage
 and role, whose texts are equal apart from numbers and ids, make one group. Groups of findings are
 sorted by severity, then by how much they name: an operator, why streams cannot be compared, a rank,
-a round. The row of a group is its first finding, where the problem began.
+a round. The row of a group is its first finding, where the problem began; its text is true of all.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Final, NamedTuple, TypedDict
 
 from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.schema import MOST_STEPS
 from stagescope_service.api.dependencies import (
     RUN_PATTERN,
     AttemptNumber,
@@ -25,6 +24,12 @@ from stagescope_service.api.dependencies import (
     Run,
 )
 from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.group_texts import (
+    MAX_RANGES,
+    ranges_text,
+    text_of_all,
+    without_values,
+)
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
 from stagescope_service.api.rows import with_attempt_numbers
@@ -36,14 +41,6 @@ router = APIRouter(tags=["runs"])
 MAX_GROUPED: Final = 50_000
 """Most rows that are grouped, the newest; `truncated` tells of others."""
 SEVERITIES: Final = ("error", "warning", "info")
-_MAX_RANGES: Final = 6
-"""Ranges of steps or ranks, or captures, that a text lists."""
-_DIGITS: Final = str.maketrans("123456789", "0" * 9)
-_ID: Final = re.compile(r"""'[^']*0[^']*'|"[^"]*0[^"]*"|\b(?=[a-f-]*0)[0a-f]{6}[0a-f-]*\b""")
-"""A quoted name with a digit (of a sample), or hex digits (of a capture), in a text of zeros."""
-_NUMBER: Final = re.compile(r"(?:(?<!\w)-)?0+(?:\.0+)?(?:e[-+]?0+)?")
-_PLURAL: Final = re.compile(r"(\b0 [a-z]+?)s\b")
-_LIST: Final = re.compile(r"\b(rank|step)s\b|0(?:(?:, ?| and | ?- ?)0)+\b")
 
 Only = Annotated[
     str | None,
@@ -55,7 +52,7 @@ Only = Annotated[
 ]
 
 
-StepFilter = Annotated[int | None, Query(gt=-(10**18), lt=10**18, description="Only this step.")]
+StepFilter = Annotated[int | None, Query(ge=0, lt=MOST_STEPS, description="Only this step.")]
 KindFilter = Annotated[str | None, Query(max_length=200, description="Only this kind.")]
 
 
@@ -144,9 +141,10 @@ def finding_groups(
 ) -> Answer:
     """List what was noticed to be wrong, a row for each kind of problem, the most severe first.
 
-    A row is the first of its findings, with `where` (steps and ranks as text), `first_step`,
-    `last_step`, `ranks` and `steps` (how many of each), `findings` (how many rows of `/findings`)
-    and `count` (how often seen). `truncated`: there were more findings than are grouped.
+    A row is the first of its findings, with a `message` that is true of all, `where` (steps and
+    ranks as text), `first_step`, `last_step`, `ranks` and `steps` (how many of each), `findings`
+    (how many rows of `/findings`) and `count` (how often seen). `truncated`: there were more
+    findings than are grouped.
     """
     scope = scope_of(deps, run, attempt)
     any_of = only_filter(deps, "findings", scope.filters, only)
@@ -159,6 +157,7 @@ def finding_groups(
         {
             **by_id[group[0]["finding_id"]],
             **_extent(group),
+            "message": text_of_all(row["message"] for row in group),
             "findings": len(group),
             "count": sum(row["count"] or 1 for row in group),
             "first_wall": min(row["first_wall"] for row in group),
@@ -220,6 +219,7 @@ def loss_groups(
         {
             **group[0],
             **_extent(group),
+            "reason": text_of_all(row["reason"] for row in group),
             "losses": len(group),
             "count": sum(row["count"] or 1 for row in group),
             "bytes": sum(row["bytes"] or 0 for row in group),
@@ -255,6 +255,7 @@ def firing_groups(
         {
             **group[0],
             **_extent(group),
+            "message": text_of_all(row["message"] for row in group),
             "outcomes": outcomes(group),
             "firings": len(group),
             "first_wall": min(row["wall"] for row in group),
@@ -335,22 +336,8 @@ def _last_if_none(number: int | None) -> tuple[bool, int]:
 def _finding_key(row: Row) -> GroupKey:
     # Findings of a trigger have the same cause by rule and metric: messages name single tokens.
     of_trigger = row["kind"].startswith("trigger_")
-    text = None if of_trigger else _without_values(row["message"])
+    text = None if of_trigger else without_values(row["message"])
     return (row["kind"], row["severity"], row["stage"], row["role"], text, *_subject(row))
-
-
-def _without_values(text: str | None) -> str:
-    """Return a text without its numbers and ids, which differ between messages of one cause.
-
-    Examples are shapes, numbers of bytes or seconds, and lists of ranks.
-    """
-    return _without_numbers((text or "").translate(_DIGITS))
-
-
-@functools.lru_cache(maxsize=4096)  # messages of one cause often differ in their digits alone
-def _without_numbers(text: str) -> str:
-    plain = _PLURAL.sub(r"\1", _NUMBER.sub("0", _ID.sub("0", text)))
-    return _LIST.sub(lambda match: match[1] or "0", plain)
 
 
 def _subject(row: Row) -> tuple[object, object]:
@@ -360,7 +347,7 @@ def _subject(row: Row) -> tuple[object, object]:
 
 
 def _loss_key(row: Row) -> GroupKey:
-    return (row["kind"], _without_values(row["reason"]), row["stage"], row["role"])
+    return (row["kind"], without_values(row["reason"]), row["stage"], row["role"])
 
 
 def _firing_key(row: Row) -> GroupKey:
@@ -409,18 +396,9 @@ def _extent(group: Group) -> Extent:
 
 def _ranges_text(noun: str, numbers: Sequence[int]) -> str:
     """Return sorted numbers as text, such as `steps 10-25, 30`; "" for none."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    if not ranges:
+    if not numbers:
         return ""
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:_MAX_RANGES]]
-    omitted = sum(b - a + 1 for a, b in ranges[_MAX_RANGES:])
-    more = f" and {omitted} more" if omitted else ""
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(texts)}{more}"
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {ranges_text(numbers)}"
 
 
 def _counts(rows: Sequence[Row], groups: Sequence[Group]) -> JsonObject:
@@ -448,8 +426,8 @@ def outcomes(group: Sequence[Row]) -> list[str]:
 def _capture_outcomes(results: Sequence[Row]) -> list[str]:
     captures = [actions.get("capture") or {} for actions in results]
     ids = [*dict.fromkeys(each["capture_id"] for each in captures if each.get("capture_id"))]
-    more = f" and {len(ids) - _MAX_RANGES} more" if len(ids) > _MAX_RANGES else ""
-    texts = [f"capture {', '.join(ids[:_MAX_RANGES])}{more} ordered"] if ids else []
+    more = f" and {len(ids) - MAX_RANGES} more" if len(ids) > MAX_RANGES else ""
+    texts = [f"capture {', '.join(ids[:MAX_RANGES])}{more} ordered"] if ids else []
     refusals = [each["refused"] for each in captures if each.get("refused")]
     return texts + [f"capture refused{times}: {why}" for why, times in _count_texts(refusals)]
 
@@ -492,5 +470,5 @@ def _count_texts(texts: Iterable[str]) -> list[tuple[str, str]]:
     """Return the first of the texts that differ in their values alone, each with ` 3 times`."""
     same: dict[str, list[str]] = {}
     for text in texts:
-        same.setdefault(_without_values(text), []).append(text)
+        same.setdefault(without_values(text), []).append(text)
     return [(each[0], f" {len(each)} times" if len(each) > 1 else "") for each in same.values()]

@@ -258,9 +258,8 @@ def step_number(text: str) -> int | None:
     """
     if text == "latest":
         return None
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
-        expected = "an integer of at most 18 digits, or 'latest'"
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        expected = "an integer from 0 of at most 18 digits, or 'latest'"
         raise InvalidInput(f"step is {text!r:.50}", expected=expected)
     return int(text)
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 
 from stagescope.table import similar_names
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.schema import MOST_STEPS
 from stagescope_service.api.completeness import (
     ROWS_REMOVED,
     BegunAgain,
@@ -58,7 +59,7 @@ OLD: Final = "its numbers are of an earlier version: request the step"
 ABSENT: Final = "not among the numbers of this step"
 NOT_LOGGED: Final = "no rank logged it"
 
-StepBound = Annotated[int | None, Query(gt=-(10**18), lt=10**18)]
+StepBound = Annotated[int | None, Query(ge=0, lt=MOST_STEPS)]
 
 
 @dataclasses.dataclass

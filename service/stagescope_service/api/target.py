@@ -114,11 +114,20 @@ class Finder:
         superseded = superseded_by(row, attempt["number"], self._catalogue.attempts(name))
         return Target(attempt, self._also_live(name), row, superseded)
 
+    def check_run(self, run: str) -> None:
+        """Check that a run exists.
+
+        Raises:
+            NotFound: no such run; names those that exist.
+            InvalidInput: no name of a run.
+        """
+        check_run_name(run)
+        if not self._catalogue.has_run(run):
+            raise self._no_run(run)
+
     def _run(self, run: str | None) -> str:
         if run is not None:
-            check_run_name(run)
-            if not self._catalogue.has_run(run):
-                raise self._no_run(run)
+            self.check_run(run)
             return run
         training = self._catalogue.training_attempt()
         if training is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.names import closest_by_words
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Dependencies, Deps, Run
 from stagescope_service.api.encoding import JsonObject
@@ -40,6 +42,8 @@ def triggers(deps: Deps, run: Run = None) -> Answer:
     it may spend, what it spent, and in `refusal` why it may spend no more (null: it may).
     `pinned` are steps whose payloads stay in the rings. Of webhooks only the hosts are shown.
     """
+    if run is not None:
+        deps.finder.check_run(run)
     rules, origin = _rules_in_force(deps)
     firings = [
         row
@@ -58,6 +62,7 @@ def triggers(deps: Deps, run: Run = None) -> Answer:
             "runs": rules.wire()["runs"],
             "budgets": _budgets(deps, rules, run),
             "pinned": deps.catalogue.pinned_steps(run),
+            "notes": _run_notes(deps, rules),
         }
     )
 
@@ -74,7 +79,8 @@ async def set_triggers(request: Request, deps: Deps) -> Answer:
     if rules is None:
         raise InvalidInput("no rules are given", expected="rules (a list), or yaml (a text)")
     reply = await deps.commands.set_triggers(document=rules.wire(), by=str(caller_of(request)))
-    return Answer({**check_ready(reply), **rules.wire(secrets=False)})
+    notes = await asyncio.to_thread(_run_notes, deps, rules)
+    return Answer({**check_ready(reply), **rules.wire(secrets=False), "notes": notes})
 
 
 @router.get("/triggers/defaults", response_model=models.DefaultTriggers)
@@ -96,6 +102,8 @@ def firings(
     A firing with `withdrawn_wall` is no longer valid: the step was aggregated again, with another
     result.
     """
+    if run is not None:
+        deps.finder.check_run(run)
     scope: ScopeFilter = {} if run is None else {"run": run}
     any_of = only_filter(deps, "firings", scope, only)
     rows = deps.catalogue.firings(
@@ -127,6 +135,21 @@ def _rules_in_force(deps: Dependencies) -> tuple[Rules, JsonObject]:
         return defaults(), {"revision": 0, "wall": None, "by": None, "source": "defaults"}
     origin = {name: row[name] for name in ("revision", "wall", "by", "source")}
     return Rules.parse(row["document"]), origin
+
+
+def _run_notes(deps: Dependencies, rules: Rules) -> list[str]:
+    """Return a note on each run, or pattern, of a document that no known run has."""
+    known = [str(row["run"]) for row in deps.catalogue.runs(limit=_MAX_RUNS)] if rules.runs else []
+    notes = []
+    for name in rules.runs:
+        if fnmatch.filter(known, name) or deps.catalogue.has_run(name):
+            continue
+        meant = closest_by_words(name, known)
+        suggestion = "" if meant is None else f" (did you mean {meant}?)"
+        notes.append(
+            f"no run {name!r} is known (yet){suggestion}: what is allowed there waits for one"
+        )
+    return notes
 
 
 def _budgets(deps: Dependencies, rules: Rules, run: str | None) -> list[JsonObject]:

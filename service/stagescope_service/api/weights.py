@@ -118,6 +118,8 @@ def devices(deps: Deps, page: PageOf, run: Run = None) -> Answer:
     `odd` counts the recorded versions in which most replicas held something else, `suspected`
     those without a majority (of two, either may be right). Over all runs, unless `run` is given.
     """
+    if run is not None:
+        deps.finder.check_run(run)
     rows = device_rows(deps.catalogue.odd_replicas(), run)
     return Answer({"run": run, **page.cut(rows)})
 

@@ -150,6 +150,7 @@ class Coordinator:
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Take over the findings and requests for stacks that an earlier coordinator made."""
+        self.state.refusals.adopt(snapshot.findings)
         self.hangs.adopt(snapshot.findings)
         self.load.adopt(snapshot.findings)
         self.effects.retention.adopt_findings(snapshot.findings)

@@ -23,7 +23,7 @@ from stagescope_service.core import reports
 from stagescope_service.core.captures.agreement import ASKED
 from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.captures.requests import CaptureRequests
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import REFUSED_EVENT, finding
 from stagescope_service.core.instructions import DumpReported, Instruction, Put, Settled
 
 logger = logging.getLogger(__name__)
@@ -201,18 +201,17 @@ class Intake:
 
     def _refusal(self, sender: Sender, error: InvalidEvent) -> list[Instruction]:
         process = self._state.registry.processes.get(sender.incarnation)
-        return [
-            finding(
-                "refused_event",
-                str(error),
-                run=sender.run,
-                attempt_id=None if process is None else process.attempt_id,
-                wall=self._wall(),
-                role=sender.role,
-                rank=sender.rank,
-                advice="the rest of its batch was taken in",
-            )
-        ]
+        found = finding(
+            REFUSED_EVENT,
+            str(error),
+            run=sender.run,
+            attempt_id=None if process is None else process.attempt_id,
+            wall=self._wall(),
+            role=sender.role,
+            rank=sender.rank,
+            advice="the rest of its batch was taken in",
+        )
+        return [self._state.refusals.add(found)]
 
     # --- polls ------------------------------------------------------------------------------
     async def poll(

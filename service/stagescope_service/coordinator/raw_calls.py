@@ -26,8 +26,8 @@ from stagescope.wire.schema import (
 )
 from stagescope_service.coordinator.effects import Effects
 from stagescope_service.core import reports, spans, steps
-from stagescope_service.core.catalogue_rows import text
-from stagescope_service.core.findings import finding
+from stagescope_service.core.catalogue_rows import integer, text
+from stagescope_service.core.findings import REFUSED_CALL, finding
 from stagescope_service.core.instructions import Instruction, PayloadKey
 from stagescope_service.core.registry import UNKEYED, Registry
 from stagescope_service.core.spans import RAW_SEQ
@@ -240,15 +240,18 @@ class RawCalls:
         """Return the finding of a refused call: many callers never read the answer."""
         attempt = self._state.registry.newest(run)
         role, rank = _role(fields), fields.get("rank") or 0
-        return finding(
-            "refused_call",
+        found = finding(
+            REFUSED_CALL,
             f"{kind} of {text(role, 100)} rank {text(rank, 100)}: {error}"[:2000],
             run=run,
             attempt_id=None if attempt is None else attempt.attempt_id,
             wall=self._wall(),
             stage=text(fields.get("stage"), 200),
+            role=text(role, 100),
+            rank=None if (number := integer(rank)) is None or number < 0 else number,
             advice="nothing of this call was taken",
         )
+        return self._state.refusals.add(found)
 
     async def _settled(self, key: PayloadKey) -> str:
         while not (receipts := self._commits.receipts(key.incarnation, [key.seq])):

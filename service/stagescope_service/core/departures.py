@@ -28,7 +28,12 @@ def leave(
     out += operator_tables.cut_off(attempt, process, wall, why)
     if not finished:
         out += lose_unread(registry, process, wall)
-    return out + steps.end_if_left(attempt) + steps.close_due(attempt, wall)
+    out += steps.end_if_left(attempt) + steps.close_due(attempt, wall)
+    out += steps.end_silence(attempt, wall)
+    # Of an earlier attempt, processes may have left memory.
+    if attempt is registry.newest(attempt.run):
+        out += steps.note_never_came(attempt, wall)
+    return out
 
 
 def goes_on(process: Process, seq: int) -> bool:

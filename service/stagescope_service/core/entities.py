@@ -299,6 +299,8 @@ class Attempt:
     reporting_roles: set[str] = dataclasses.field(default_factory=set)
     #: (role, stage) whose names were checked.
     stage_names: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    #: (role, stage) that were found to hand over values without a step.
+    stepless_stages: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     #: Role -> the open finding that none of its ranks has reported.
     silent_roles: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     #: Role -> ranks that the open finding says no process reports for, and its row.

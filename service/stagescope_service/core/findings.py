@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from stagescope.advice import of_run
@@ -22,6 +23,18 @@ NON_FINITE_SCALARS: Final = "non_finite_scalars"
 BEGUN_AGAIN: Final = "step_begun_again"
 """Of a rank's stage: its process began the step again within the attempt; both goes count."""
 
+REFUSED_CALL: Final = "refused_call"
+"""Of a raw call of which nothing was taken."""
+
+REFUSED_EVENT: Final = "refused_event"
+"""Of an event of a batch that was not taken."""
+
+MOST_REASONS: Final = 20
+"""Messages of the refusals of one subject that are kept apart."""
+_SUBJECTS: Final = 10_000
+"""Subjects of refusals that are remembered."""
+_DIGITS: Final = re.compile(r"\d+")
+
 
 def moved(put: Put, attempt_id: int) -> Put:
     """Return a copy of a finding for another attempt of the same run."""
@@ -35,6 +48,44 @@ def by_message(put: Put) -> Put:
     """Return a copy of a finding whose identity includes its message."""
     finding_id = row_id(put.row["finding_id"], put.row["message"])
     return Put("findings", {**put.row, "finding_id": finding_id})
+
+
+class Refusals:
+    """Tells the refusals of one subject apart by their message, and counts each.
+
+    A subject (a kind, run, attempt, stage, role and rank) may be refused for several reasons.
+    Messages that differ in digits alone are one. Beyond `MOST_REASONS` of a subject, the others are
+    one finding, with the message of the last.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, dict[str, tuple[int, float]]] = {}
+        """Subject -> finding_id -> how often it was made, and when first (Unix seconds)."""
+
+    def add(self, put: Put) -> Put:
+        """Return the finding of a refusal with an identity of its own, and its count."""
+        subject, wall = str(put.row["finding_id"]), float(put.row["first_wall"])
+        made = self._of(subject)
+        finding_id = row_id(subject, _DIGITS.sub("0", str(put.row["message"])))
+        if finding_id not in made and len(made) >= MOST_REASONS:
+            finding_id = subject
+        count, first = made.get(finding_id, (0, wall))
+        made[finding_id] = (count + 1, min(first, wall))
+        columns = {"finding_id": finding_id, "count": count + 1, "first_wall": min(first, wall)}
+        return Put("findings", {**put.row, **columns})
+
+    def adopt(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Continue the counts of the findings in rows of `findings` from before a restart."""
+        for row in rows:
+            if row["count"] is not None and row["kind"] in (REFUSED_CALL, REFUSED_EVENT):
+                counted = (int(row["count"]), float(row["first_wall"] or 0.0))
+                self._of(_finding_id(row))[str(row["finding_id"])] = counted
+
+    def _of(self, subject: str) -> dict[str, tuple[int, float]]:
+        made = self._made.setdefault(subject, {})
+        if len(self._made) > _SUBJECTS:
+            del self._made[next(iter(self._made))]
+        return made
 
 
 def _finding_id(row: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stagescope.wire.names import misspelt
+from stagescope.wire.names import misspelt, misspelt_beside
 from stagescope.wire.schema import Event, Work
 from stagescope_service.core import steps
 from stagescope_service.core.catalogue_rows import (
@@ -29,7 +29,7 @@ from stagescope_service.core.entities import (
     Payload,
     Process,
 )
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import by_message, finding
 from stagescope_service.core.instructions import (
     Delete,
     Ingest,
@@ -101,23 +101,24 @@ def _misspelt(
     if isinstance(names, Mapping) and available_pairs(names):
         # A pair without its mask is refused, and that finding names the misspelt tensor.
         wrong = {name: meant for name, meant in wrong.items() if meant != "response_mask"}
+    if isinstance(names, Mapping):
+        wrong |= dict(misspelt_beside(map(str, names)))
     if not wrong:
         return []
     pairs = ", ".join(f"{name} (expected {meant})" for name, meant in wrong.items())
-    return [
-        finding(
-            "misspelt_tensor",
-            f"kept, but no statistic reads them: {pairs}"[:2000],
-            run=attempt.run,
-            attempt_id=attempt.attempt_id,
-            wall=event.wall,
-            stage=work.stage,
-            role=process.role,
-            rank=process.rank,
-            evidence={"names": wrong, "step": work.step},
-            advice="rename them in the payload",
-        )
-    ]
+    found = finding(
+        "misspelt_tensor",
+        f"kept, but no statistic reads them: {pairs}"[:2000],
+        run=attempt.run,
+        attempt_id=attempt.attempt_id,
+        wall=event.wall,
+        stage=work.stage,
+        role=process.role,
+        rank=process.rank,
+        evidence={"names": wrong, "step": work.step},
+        advice="rename them in the payload",
+    )
+    return [by_message(found)]
 
 
 def announce_dropped(

@@ -85,20 +85,19 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
         found = _non_finite_scalars(attempt, process, event, work, bad)
         out.append(NonFinite(attempt.attempt_id, frozenset(bad), found))
     if wrong:
-        out.append(
-            finding(
-                "refused_scalar",
-                f"not numbers: {', '.join(sorted(wrong))[:1000]}",
-                run=attempt.run,
-                attempt_id=attempt.attempt_id,
-                wall=event.wall,
-                step=work.step,
-                stage=work.stage,
-                role=process.role,
-                rank=process.rank,
-                advice="a scalar is an int or a float; those of the same call that are were taken",
-            )
+        found = finding(
+            "refused_scalar",
+            f"not numbers: {', '.join(sorted(wrong))[:1000]}",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=event.wall,
+            step=work.step,
+            stage=work.stage,
+            role=process.role,
+            rank=process.rank,
+            advice="a scalar is an int or a float; those of the same call that are were taken",
         )
+        out.append(by_message(found))
     return out
 
 
@@ -284,6 +283,45 @@ def stage_name(
             evidence={"meant": meant},
             advice=f"what is about {meant} (captures, rules, the step summary) does not see it: "
             f"name it {meant} where the training begins it; a stage of your own may keep its name",
+        )
+    ]
+
+
+def stepless(attempt: Attempt, process: Process, event: Event, work: Work) -> list[Instruction]:
+    """Return a finding of an END that hands values over without a step where one is expected.
+
+    One for each attempt, role and stage. Rollout work may have no step: its clock is the policy
+    version. A stage of the training's own name with a policy version counts as such.
+    """
+    stage = work.stage
+    if work.step is not None or stage in (None, "rollout_generate") or process.role == "rollout":
+        return []
+    payload = event.fields.get("payload") or event.fields.get("payload_dropped")
+    tensors = payload.get("tensors") if isinstance(payload, Mapping) else None
+    names = sorted(map(str, tensors)) if isinstance(tensors, Mapping) else []
+    scalars = event.fields.get("scalars")
+    if stage in STAGES:
+        names += sorted(map(str, scalars)) if isinstance(scalars, Mapping) else []
+    elif work.policy_version is not None:
+        return []
+    known, named = attempt.stepless_stages, (process.role, stage or "")
+    if not names or named in known or len(known) >= NAMES_JUDGED:
+        return []
+    known.add(named)
+    return [
+        finding(
+            "stepless_values",
+            f"{process.role} hands over values in {stage} without a step: they belong to no step "
+            "and are in no step's numbers",
+            run=attempt.run,
+            attempt_id=attempt.attempt_id,
+            wall=event.wall,
+            stage=stage,
+            role=process.role,
+            evidence={"names": names[:20], "policy_version": work.policy_version},
+            advice="give the stage its step: probe.stage(name, step=...), or step= in a raw call; "
+            "rollouts whose clock is the policy version are of role rollout or of stage "
+            "rollout_generate",
         )
     ]
 

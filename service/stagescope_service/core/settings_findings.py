@@ -6,7 +6,7 @@ an invalid value, makes a finding. They are checked once, in a process's HELLO, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from stagescope.wire.errors import InvalidInput
@@ -61,9 +61,9 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (kind of finding, message)."""
     wanted = [name for name in KNOWN if name not in settings]
     for name in settings:
-        if name not in KNOWN and (meant := _meant(name, wanted)) is not None:
+        if name not in KNOWN and (meant := _meant(name, wanted, KNOWN)) is not None:
             text = f"settings has {name!r:.100}, which nobody reads: did you mean {meant}?"
-            yield "misspelt_setting", text
+            yield "misspelt_setting", text + _beside(meant, settings)
     expect, capture = settings.get("expect"), settings.get("capture")
     if expect not in (None, "bitwise"):
         yield _wrong("expect", expect)
@@ -78,10 +78,18 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "refused_setting", f"settings.{error}; the weights are published untruncated"
 
 
-def _meant(name: str, wanted: Sequence[str]) -> str | None:
-    """Return the one of `wanted` of which `name` is a plural or looks like a misspelling."""
+def _meant(name: str, *known: Collection[str]) -> str | None:
+    """Return the name of which `name` is a plural or looks like a misspelling.
+
+    `known`: the names, those that are searched first in a collection of their own.
+    """
     singular = name.removesuffix("s")
-    return singular if singular in wanted else closest_by_words(name, wanted)
+    found = (singular if singular in each else closest_by_words(name, each) for each in known)
+    return next((meant for meant in found if meant is not None), None)
+
+
+def _beside(meant: str, given: Collection[object]) -> str:
+    return f" {meant} stands beside it, and is read" if meant in given else ""
 
 
 def _wrong(name: str, value: object) -> tuple[str, str]:
@@ -93,7 +101,7 @@ def _budget(settings: Mapping[str, Any], *, is_auto: bool) -> Iterator[tuple[str
     if isinstance(budget, Mapping):
         wanted = [name for name in _BUDGET if name not in budget]
         for name in budget:
-            if name not in _BUDGET and (meant := _meant(str(name), wanted)) is not None:
+            if name not in _BUDGET and (meant := _meant(str(name), wanted, _BUDGET)) is not None:
                 text = f"settings.capture_budget has {name!r:.100}: did you mean {meant}?"
                 yield "misspelt_setting", f"{text} Rules order no capture"
                 return
@@ -117,7 +125,7 @@ def _producers(producers: Any) -> Iterator[tuple[str, str]]:
         return
     for name, meant in misspelt_streams(producers):
         text = f"settings.producers names {name!r:.100}, which is no stream: did you mean {meant}?"
-        yield "misspelt_setting", text
+        yield "misspelt_setting", text + _beside(meant, producers)
 
 
 def _kept(keep: Any) -> Iterator[tuple[str, str]]:

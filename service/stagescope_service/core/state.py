@@ -42,6 +42,7 @@ from stagescope_service.core.entities import (
     Span,
     Step,
 )
+from stagescope_service.core.findings import Refusals
 from stagescope_service.core.instructions import (
     CompareWeights,
     Instruction,
@@ -65,6 +66,7 @@ class State:
     def __init__(self, *, lease_seconds: float = 45.0, raw_lease_seconds: float = 3600.0) -> None:
         self.registry = Registry()
         self.stack_requests = StackRequests()
+        self.refusals = Refusals()
         self._findings: dict[str, float] = {}
         self._manifests = weight_records.Manifests()
         self.lease_seconds = lease_seconds
@@ -313,6 +315,7 @@ class State:
         if len(process.unfinished) < unfinished or process.returned:
             out += departures.take_leave_back(process, work)
         out += reports.scalars(attempt, process, event, work)
+        out += reports.stepless(attempt, process, event, work)
         announced = event.fields.get("payload")
         dropped = event.fields.get("payload_dropped")
         if isinstance(announced, Mapping):

@@ -6,6 +6,7 @@ attempt ends, or on an END_STEP. Later events of a closed step update its verdic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from stagescope_service.core.catalogue_rows import attempt_row, process_row
@@ -176,20 +177,38 @@ def _close(attempt: Attempt, step: Step, wall: float, reason: str) -> list[Instr
     if not attempt.pending.get(step.step):
         out += aggregate(attempt, step.step, wall)
     if reason == ENDED or wall - attempt.opened_wall > RANKS_SECONDS:
-        out += _note_silent_roles(attempt, step.step, wall)
-        out += _note_absent_ranks(attempt, step, wall)
+        out += _note_silent_roles(attempt, f"step {step.step} closed", wall)
+        out += _note_absent_ranks(attempt, _absent_from(attempt, step), step.step, wall)
     _forget(attempt)
     return out
 
 
-def _note_silent_roles(attempt: Attempt, step: int, wall: float) -> list[Instruction]:
-    """Return findings of expected roles without any report when a step closes; once an attempt."""
+def note_never_came(attempt: Attempt, wall: float) -> list[Instruction]:
+    """Return findings of expected roles and ranks without any report when the attempt is over.
+
+    A short attempt may have closed all its steps before `RANKS_SECONDS`, or have had none.
+    """
+    if not attempt.over:
+        return []
+    absent: dict[str, set[int]] = {}
+    for role, rank, has_reported in attempt.missing():
+        if not has_reported:
+            absent.setdefault(role, set()).add(rank)
+    out = _note_silent_roles(attempt, "the attempt ended", wall)
+    return out + _note_absent_ranks(attempt, absent, None, wall)
+
+
+def _note_silent_roles(attempt: Attempt, when: str, wall: float) -> list[Instruction]:
+    """Return findings of expected roles without any report; once an attempt.
+
+    `when`: what happened without them, a clause.
+    """
     out: list[Instruction] = []
     for role in sorted(attempt.unheard_roles - attempt.silent_roles.keys()):
         put = finding(
             "silent_ranks",
-            f"step {step} closed with what the trainer's process reported alone: no rank of role "
-            f"{role} has reported anything",
+            f"{when} with what the trainer's process reported alone: no rank of role {role} has "
+            "reported anything",
             run=attempt.run,
             attempt_id=attempt.attempt_id,
             wall=wall,
@@ -204,19 +223,27 @@ def _note_silent_roles(attempt: Attempt, step: int, wall: float) -> list[Instruc
     return out
 
 
-def _note_absent_ranks(attempt: Attempt, step: Step, wall: float) -> list[Instruction]:
-    """Return findings of roles of which ranks are missing that no process reports for."""
+def _absent_from(attempt: Attempt, step: Step) -> Mapping[str, set[int]]:
+    """Return role -> ranks that are missing in a step and that no process reports for."""
     absent: dict[str, set[int]] = {}
     for (role, _, rank), status in step.missing.items():
         if status == NOT_BEGUN and not attempt.by_rank.get((role, rank)):
             absent.setdefault(role, set()).add(rank)
+    return absent
+
+
+def _note_absent_ranks(
+    attempt: Attempt, absent: Mapping[str, set[int]], step: int | None, wall: float
+) -> list[Instruction]:
+    """Return findings of roles with absent ranks, noticed at a step or at the attempt's end."""
+    when = "the attempt ended" if step is None else f"step {step} closed"
     out: list[Instruction] = []
     for role in sorted(absent.keys() - attempt.silent_roles.keys() - attempt.absent_ranks.keys()):
         ranks = sorted(absent[role])
         more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
         put = finding(
             "absent_ranks",
-            f"step {step.step} closed without {role} rank{'s' if len(ranks) > 1 else ''} "
+            f"{when} without {role} rank{'s' if len(ranks) > 1 else ''} "
             f"{', '.join(map(str, ranks[:_NAMED_RANKS]))}{more}, which no process reports for: of "
             f"{attempt.world_size(role) or 'an unknown number of'} ranks {len(ranks)} are missing",
             run=attempt.run,
@@ -243,7 +270,7 @@ def end_silence(attempt: Attempt, wall: float) -> list[Instruction]:
     for role, (ranks, row) in [*attempt.absent_ranks.items()]:
         # One that has not begun a step may still turn out to be of the next attempt.
         reporting = (attempt.by_rank.get((role, rank), ()) for rank in ranks)
-        if all(any(process.bound for process in processes) for processes in reporting):
+        if all(any(each.bound or each.finished for each in found) for found in reporting):
             del attempt.absent_ranks[role]
             over.append(row)
     return [Put("findings", {**row, **columns}) for row in over]

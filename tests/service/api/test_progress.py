@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 from tests.support.api import Rank, Service
+from tests.support.command_line import invoke
 from tests.support.stores import eventually
 
+import stagescope
 from stagescope.progress import CaptureProgress
 from stagescope_service.core.captures.agreement import AGREED
 
@@ -185,6 +187,52 @@ def test_tensors_that_the_service_keeps_alone_are_complete_with_the_step(live: S
     assert come_to(live, capture_id) == ("agreed", [("waiting", 0, 0, 0)])
     rank.begin(STAGE, 2)
     assert come_to(live, capture_id) == ("complete", [("complete", 0, 0, 0)])
+
+
+@pytest.mark.parametrize("steps", [[3], "next"])
+def test_waiting_for_a_capture_waits_for_a_run_that_has_not_reported(
+    live: Service, steps: list[int] | str
+) -> None:
+    assert live.tokens is not None
+    Rank(live, run="countdown", world_size=1).stage(STAGE, 1)
+    with stagescope.attach(live.server.url, token=live.tokens.operate) as session:
+        requested = session.capture(run="cuntdown", steps=steps, stages=[STAGE])
+        assert "no run 'cuntdown' is known (yet) (did you mean countdown?)" in requested["notes"][0]
+        told: list[CaptureProgress] = []
+
+        def tell(progress: CaptureProgress) -> None:
+            told.append(progress)
+            if len(told) == 1:
+                Rank(live, run="cuntdown", world_size=1)
+            elif len(told) == 2:
+                session.remove_capture(requested["capture_id"])
+
+        final = session.wait_for(requested["capture_id"], timeout=60, told=tell)
+        assert "no run cuntdown has reported yet" in told[0].lines()[0]
+        assert [(rank["role"], rank["rank"]) for rank in told[1]["ranks"]] == [("actor", 0)]
+        assert final["state"] == "withdrawn"
+
+
+def test_the_command_line_waits_for_a_run_as_long_as_it_is_told(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert live.tokens is not None
+    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
+    result = invoke(
+        *("capture", "--run", "later", "--stages", STAGE, "--steps", "3", "--wait-seconds", "0")
+    )
+    assert result.exit_code == 1
+    assert "no run later has reported yet" in result.stderr
+    [capture] = live.get("/captures", run="later")["rows"]
+    assert capture["state"] == "agreed"
+
+
+def test_a_list_of_an_unknown_run_names_those_there_are(live: Service) -> None:
+    Rank(live, run="qwen3-8b", world_size=1).stage(STAGE, 1)
+    for path in ("/captures", "/devices", "/triggers", "/triggers/firings"):
+        assert live.problem(404, path, run="qwen3-8B")["expected"] == "one of qwen3-8b", path
+        assert live.get(path, run="qwen3-8b")
 
 
 def test_a_rank_that_does_not_exist_is_named(live: Service) -> None:

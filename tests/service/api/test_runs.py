@@ -235,6 +235,9 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any]]] = [
     ("/steps", {"cursor": "!!!"}),
     ("/steps", {"cursor": cursor(1)[:-1]}),
     ("/losses", {"step": 10**20}),
+    ("/findings", {"step": -1}),
+    ("/series", {"metric": "loss", "from": -1}),
+    ("/series", {"metric": "loss", "to": 10**18}),
     ("/steps/1/metrics", {"rank": -1}),
     ("/steps/1/metrics", {"round": "a"}),
     ("/steps/1/metrics", {"stage": "x" * 201}),
@@ -265,9 +268,11 @@ class TestErrors:
 
     def test_a_step_that_is_none(self, live: Service) -> None:
         train(live, range(1, 2))
-        for step in ("five", "1.0", "1e3", "9" * 30, "-", "+5", "\u0665"):
-            problem = live.problem(422, f"/steps/{step}/stages")
-            assert problem["expected"] == "an integer of at most 18 digits, or 'latest'", step
+        expected = "an integer from 0 of at most 18 digits, or 'latest'"
+        for step in ("five", "1.0", "1e3", "9" * 30, "9" * 19, "-", "-1", "+5", "\u0665"):
+            for route in ("stages", "metrics", "kept", "stuck", "operators", "weights"):
+                problem = live.problem(422, f"/steps/{step}/{route}")
+                assert problem["expected"] == expected, (step, route)
 
     def test_values_that_cannot_be(self, live: Service) -> None:
         train(live, range(1, 2))

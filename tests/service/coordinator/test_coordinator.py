@@ -21,10 +21,12 @@ from stagescope.wire.schema import Sender
 from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.draining import DrainAnswer
+from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.instructions import (
     Aggregate,
     PayloadKey,
 )
+from stagescope_service.core.state import State
 from stagescope_service.store.contract import Store
 from stagescope_service.store.sql import SqlStore
 
@@ -129,6 +131,44 @@ def test_a_raw_call_that_is_refused_is_a_finding(made: Clocked) -> None:
     assert "actor rank 2 says world_size 2" in rows["refused_world_size"]["message"]
 
 
+def test_raw_calls_that_are_refused_for_several_reasons_are_counted_apart(
+    made: Clocked, tmp_path: Path
+) -> None:
+    made.raw("begin", "first", rank=0, world_size=1)
+    refused = [{"step": -3}, {"step": -4}, {"rnak": 2}, {"occurrence": -1}]
+    for fields in refused:
+        with pytest.raises(InvalidEvent):
+            made.raw("begin", "second", **fields)
+    rows = rows_of(made.store, "findings")
+    assert {row["kind"] for row in rows} == {"refused_call"}
+    assert sorted((row["count"], row["message"].split(":")[1].split(";")[0]) for row in rows) == [
+        (1, " begin_stage has no field 'rnak'"), (1, " occurrence is -1"), (2, " step is -4"),
+    ]  # fmt: skip
+    assert {(row["role"], row["rank"]) for row in rows} == {("actor", 0)}
+    snapshot, state = made.store.snapshot(), State()
+    restore(state, snapshot, 0.0)
+    again = coordinator_of(made.store, tmp_path, state=state)
+    again.adopt(snapshot)
+    body = {"run": "r", "step": -5, "stage": "actor_update"}
+    with pytest.raises(InvalidEvent):
+        made.run(again.raw_calls.take("begin", "later", body))
+    rows = rows_of(made.store, "findings")
+    assert [row["count"] for row in rows if "step is -5" in row["message"]] == [3]
+    assert len(rows) == 3
+
+
+def test_events_that_are_refused_for_several_reasons_are_counted_apart(made: Clocked) -> None:
+    made.begin()
+    sender = Sender("i", "r", "a", "actor", 0).wire()
+    wrong = [{"step": -1, "stage": "s"}, {"step": -2, "stage": "s"}, {"step": 1}]
+    events = [(1, "begin", seq, 1.0, 1.0, fields) for seq, fields in enumerate(wrong, 2)]
+    assert len(made.run(made.coordinator.intake.record(sender, events))["refused"]) == 3
+    rows = rows_of(made.store, "findings")
+    assert sorted((row["kind"], row["count"]) for row in rows) == [
+        ("refused_event", 1), ("refused_event", 2),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "meant"),
     [
@@ -231,7 +271,10 @@ def test_a_raw_call_says_why_its_payload_was_not_taken(made: Clocked) -> None:
 def test_a_raw_callers_misspelt_tensor_is_a_finding(made: Clocked) -> None:
     async def end() -> None:
         taken = made.coordinator.raw_calls.take(
-            "end", "d", {"run": "r", "step": 1, "stage": "s"}, {"rollout_logprobs": [[0.5]]}
+            "end",
+            "d",
+            {"run": "r", "step": 1, "stage": "s"},
+            {"rollout_logprobs": [[0.5]], "sample_ids": ["a"], "sample_id": ["b"]},
         )
         with contextlib.suppress(asyncio.TimeoutError):  # nobody reads it here
             await asyncio.wait_for(taken, 0.2)
@@ -239,6 +282,7 @@ def test_a_raw_callers_misspelt_tensor_is_a_finding(made: Clocked) -> None:
     made.run(end())
     [row] = [row for row in rows_of(made.store, "findings") if row["kind"] == "misspelt_tensor"]
     assert "rollout_logprobs (expected rollout_log_probs)" in row["message"]
+    assert "sample_id (expected sample_ids)" in row["message"]
 
 
 def test_raw_calls_that_ran_in_the_other_order_are_one_stage(made: Clocked) -> None:

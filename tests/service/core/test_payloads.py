@@ -189,4 +189,38 @@ def test_payloads_of_work_without_a_step_form_no_step(bench: Bench) -> None:
     bench.settle_all()
     assert bench.rows.one("payloads")["state"] == "ingested"
     assert bench.assembled == []
+    assert bench.rows.of("findings") == []
     check_memory(bench.state)
+
+
+def test_values_of_training_without_a_step_are_a_finding(bench: Bench) -> None:
+    for rank in (Rank(0), Rank(1), Rank(0, "critic")):
+        for _ in range(2):
+            bench.give(*rank.work(None, policy_version=3, payload=True), *rank.work(None, "my own"))
+    bench.give(*Rank(2).work(None, "mine", payload=True))
+    begun = (rank := Rank(3)).begin(None, "compute_values")
+    bench.give(begun, rank.end(begun, scalars={"vf_loss": 1.0}))
+    found = bench.rows.of("findings", kind="stepless_values")
+    assert sorted((row["role"], row["stage"], row["rank"], row["step"]) for row in found) == [
+        ("actor", "actor_update", None, None),
+        ("actor", "compute_values", None, None),
+        ("actor", "mine", None, None),
+        ("critic", "actor_update", None, None),
+    ]
+    [row] = [row for row in found if row["stage"] == "compute_values"]
+    assert "belong to no step and are in no step's numbers" in row["message"]
+    assert row["evidence"] == {"names": ["vf_loss"], "policy_version": None}
+
+
+@pytest.mark.parametrize(
+    ("role", "stage", "version"),
+    [("rollout", "score", None), ("actor", "rollout_generate", None), ("judge", "score", 4)],
+)
+def test_rollout_work_needs_no_step(
+    bench: Bench, role: str, stage: str, version: int | None
+) -> None:
+    rank = Rank(0, role)
+    begun = rank.begin(None, stage, policy_version=version)
+    bench.give(begun, rank.end(begun, payload=True, scalars={"reward": 1.0}))
+    assert bench.rows.one("payloads")["step"] is None
+    assert bench.rows.of("findings") == []

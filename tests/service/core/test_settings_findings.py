@@ -32,6 +32,22 @@ def said(settings: dict[str, Any]) -> list[tuple[str, str]]:
         ({"captures": "auto"}, "misspelt", "did you mean capture?"),
         ({"capture_budgets": {}}, "misspelt", "did you mean capture_budget?"),
         (
+            {"expct": "bitwise", "expect": "bitwise"},
+            "misspelt",
+            "did you mean expect? expect stands beside it, and is read",
+        ),
+        ({"rollout_iss": 1, "rollout_is": "token"}, "misspelt", "did you mean rollout_is?"),
+        (
+            {"producers": {"rolout": "a", "rollout": "b"}},
+            "misspelt",
+            "did you mean rollout? rollout stands beside it",
+        ),
+        (
+            {**AUTO, "capture_budget": {"captures": 2, "capturs": 3}},
+            "misspelt",
+            "'capturs': did you mean captures?",
+        ),
+        (
             {"capture": "auto", "capture_budget": {"captures": 2, "shares": 0.1}},
             "misspelt",
             "'shares': did you mean share?",

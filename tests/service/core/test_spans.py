@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.service.core.test_any_order import crash
-from tests.support.trainings import Bench, Delivery, Rank, check_memory
+from tests.support.trainings import Bench, Delivery, Rank, Rows, check_memory
 
+from stagescope_service.core.findings import MOST_REASONS, Refusals, finding
 from stagescope_service.core.spans import RAW_SEQ
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Put
@@ -340,6 +341,37 @@ def test_a_refused_call_makes_a_finding(bench: Bench) -> None:
     bench.give(Rank().refused("mask", step=4, stage="s"))
     found = bench.rows.one("findings")
     assert (found["kind"], found["step"], found["message"]) == ("refused_mask", 4, "wrong shape")
+
+
+def test_reasons_of_refusals_are_told_apart_up_to_a_bound() -> None:
+    refusals = Refusals()
+
+    def refuse(message: str, wall: float = 5.0) -> Put:
+        found = finding("refused_call", message, run="r", attempt_id=1, wall=wall)
+        return refusals.add(found)
+
+    names = ["".join(each) for each in itertools.product("abcdefgh", repeat=2)]
+    rows = Rows()
+    for name in names:
+        rows.apply([refuse(f"no field {name}"), refuse("step is -1", 3.0)])
+    found = rows.of("findings")
+    assert len(found) == MOST_REASONS + 1
+    assert sum(row["count"] for row in found) == 2 * len(names)
+    [step] = [row for row in found if row["message"] == "step is -1"]
+    assert (step["count"], step["first_wall"]) == (len(names), 3.0)
+    [others] = [row for row in found if row["message"] == "no field hh"]
+    assert others["count"] == len(names) - (MOST_REASONS - 1)
+
+
+def test_different_numbers_that_are_none_are_findings_of_their_own(bench: Bench) -> None:
+    rank = Rank()
+    for part, scalars in enumerate(({"loss": None}, {"kl": "x"}, {"loss": None})):
+        begun = rank.begin(1, microbatch=part)
+        bench.give(begun, rank.end(begun, scalars=scalars))
+    found = bench.rows.of("findings", kind="refused_scalar")
+    assert sorted(row["message"] for row in found) == [
+        "not numbers: kl (str)", "not numbers: loss (NoneType)",
+    ]  # fmt: skip
 
 
 class Strange:

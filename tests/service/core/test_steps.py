@@ -109,6 +109,48 @@ def test_a_rank_that_no_process_reports_for_is_a_finding(bench: Bench) -> None:
         assert (found["over_wall"] is not None) is (rank == 2)
 
 
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_a_short_training_says_at_its_end_which_ranks_never_came(
+    bench: Bench, has_steps: bool
+) -> None:
+    first = Rank(0)
+    bench.give(first.hello(world_size=4, expects=["critic"]))
+    if has_steps:
+        bench.give(*first.work(1), first.end_step(1))
+        assert bench.step(1)["close_reason"] == "end_step"
+    assert bench.rows.of("findings") == []  # they may still be on their way
+    bench.give(first.finish())
+    absent, silent = sorted(bench.rows.of("findings"), key=lambda row: row["kind"])
+    assert (silent["kind"], silent["role"]) == ("silent_ranks", "critic")
+    assert silent["message"].startswith("the attempt ended with what the trainer's process")
+    assert (absent["kind"], absent["role"], absent["severity"]) == (
+        "absent_ranks",
+        "actor",
+        "error",
+    )
+    assert absent["message"] == (
+        "the attempt ended without actor ranks 1, 2, 3, which no process reports for: of 4 ranks 3 "
+        "are missing"
+    )
+    assert absent["evidence"] == {"ranks": [1, 2, 3]}
+    for rank in (Rank(1), Rank(2), Rank(3), Rank(0, "critic")):  # their words were on the way
+        bench.give(rank.hello(world_size=4 if rank.sender.role == "actor" else 1), rank.finish())
+    assert {row["severity"] for row in bench.rows.of("findings")} == {"info"}
+    assert all(row["over_wall"] is not None for row in bench.rows.of("findings"))
+
+
+def test_an_attempt_whose_processes_left_memory_names_no_absent_ranks(bench: Bench) -> None:
+    ranks = [Rank(rank, key="a") for rank in range(2)]
+    hello(bench, ranks, 2)
+    for rank in ranks:
+        bench.give(*rank.work(1), rank.finish())
+    bench.give(Rank(0, key="b", started=2000.0).hello(), *Rank(0, key="b").work(1))
+    bench.silence()
+    assert not bench.state.registry.attempts[1].processes
+    bench.give(ranks[0].hello(world_size=2), ranks[0].finish())
+    assert bench.rows.of("findings", kind="absent_ranks") == []
+
+
 def test_a_rank_that_left_is_not_absent(bench: Bench) -> None:
     ranks = [Rank(0), Rank(1)]
     hello(bench, ranks, 2)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
-from stagescope.wire.names import misspelt, misspelt_streams
+from stagescope.wire.names import misspelt, misspelt_beside, misspelt_streams
 from stagescope.wire.schema import (
     DTYPE_BYTES,
     PAYLOAD_STRINGS,
@@ -184,16 +184,29 @@ class Draft:
                     advice="rename it in stage.record",
                 ),
             )
+        for name, known in misspelt_beside([*self._tensors, *self._strings]):
+            yield (
+                name,
+                InvalidTensor(
+                    f"{name} is kept beside {known}, and no statistic reads it: it looks like a "
+                    f"misspelling of {known}",
+                    expected=f"{known} alone, which is the closest name",
+                    advice="leave it out of stage.record, or give it a name of its own",
+                ),
+            )
         for field in ("producers", "streams"):
             streams = self._meta.get(field)
-            names = streams if isinstance(streams, Mapping) else ()
+            names = [*streams] if isinstance(streams, Mapping) else []
             for name, intended in misspelt_streams(names):
+                advice = f"rename it there: until then {field} is ignored for that stream"
+                if intended in names:
+                    advice = f"leave it out of {field}: what is said of {intended} counts"
                 yield (
                     f"{field}.{name}",
                     InvalidTensor(
                         f"{field} names {name:.100}, which is not a stream",
                         expected=f"{intended}, which is the closest",
-                        advice=f"rename it there: until then {field} is ignored for that stream",
+                        advice=advice,
                     ),
                 )
 

@@ -168,6 +168,8 @@ class Stage:
     def log(self, **scalars: object) -> None:
         """Report named numbers: Python or numpy numbers, or tensors of one element.
 
+        None is no number: where there is none, leave the name out.
+
         Raises:
             InvalidInput: only when the probe is strict.
         """
@@ -386,12 +388,13 @@ def read_scalars(
                 into[name] = _tensor_scalar(name, value, pool)
             elif isinstance(value, bool | int | float | np.generic | np.ndarray):
                 into[name] = float(np.asarray(value).reshape(()))
-            elif value is not None:
+            else:
                 raise ValueError
         except StagescopeError as error:  # noqa: PERF203 - the others are still read
             yield error
         except (TypeError, ValueError, OverflowError):
-            yield InvalidInput(f"the scalar {name} is {describe(value)}", expected="one number")
+            is_what = "None" if value is None else describe(value)
+            yield InvalidInput(f"the scalar {name} is {is_what}", expected="one number")
 
 
 def _tensor_scalar(name: str, value: torch.Tensor, pool: PinnedPool) -> float | HostCopy:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from pydantic_core import ErrorDetails
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.schema import MOST_STEPS
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import ABSENT
 from stagescope_service.compare.operators.divergence import MOST_VERDICTS
@@ -239,7 +240,7 @@ class StacksRequest(RequestBody):
 
 
 # --- comparisons of operators ---------------------------------------------------------------
-_Int64 = Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)]
+_Int32 = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class SideFields(RequestBody):
@@ -250,13 +251,16 @@ class SideFields(RequestBody):
         _document(description="a run's name; default: the run whose training stage began last"),
     ] = None
     attempt: Annotated[
-        _Int64 | None,
+        _Int32 | None,
         _document(description="an attempt's number; default: the newest that has the step"),
     ] = None
-    step: Annotated[_Int64 | None, _document(description="the trainer's step")] = None
+    step: Annotated[
+        Annotated[int, Field(ge=0, lt=MOST_STEPS)] | None,
+        _document(description="the trainer's step"),
+    ] = None
     stage: Annotated[str | None, _document(description="a stage's name")] = None
     role: Annotated[str | None, _document(description="a role")] = None
-    rank: Annotated[_Int64 | None, _document(description="a rank")] = None
+    rank: Annotated[_Int32 | None, _document(description="a rank")] = None
     part: Annotated[
         str | None,
         _document(description="occurrence.epoch.minibatch.microbatch; default: the first"),

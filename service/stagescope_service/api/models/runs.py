@@ -314,7 +314,11 @@ class _Grouped(Model):
 
 
 class FindingGroup(FindingRow, Extent):
-    """Findings of one attempt with the same cause: the first of them, and their extent."""
+    """Findings of one attempt with the same cause: the first of them, and their extent.
+
+    `message` is true of all: where they differ, ranks and steps are listed, other numbers are given
+    as their smallest and largest.
+    """
 
     findings: int
     """Number of rows of `/findings`."""

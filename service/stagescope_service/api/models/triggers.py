@@ -281,6 +281,8 @@ class Triggers(_Rules):
     """The runs that triggers may capture."""
     pinned: list[PinnedStep]
     """Steps whose payloads stay in the rings, the newest first."""
+    notes: list[str]
+    """On names and patterns in `runs` that no known run has: they may be misspelt."""
 
 
 class NewTriggers(_Rules):
@@ -290,6 +292,8 @@ class NewTriggers(_Rules):
     """Number of times that rules were stored."""
     rules: list[Rule]
     """The rules in force."""
+    notes: list[str]
+    """On names and patterns in `runs` that no known run has: they may be misspelt."""
 
 
 class DefaultTriggers(_Rules):
