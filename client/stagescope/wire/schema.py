@@ -352,6 +352,9 @@ class Part(NamedTuple):
         return f"{self.occurrence}.{self.epoch}.{self.minibatch}.{self.microbatch}"
 
 
+_FIRST_PART: Final = Part()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
     """A unit of work of a process: one part of one stage of one step (or policy version)."""
@@ -359,7 +362,7 @@ class Work:
     step: int | None
     policy_version: int | None
     stage: str | None
-    part: Part = Part()
+    part: Part = _FIRST_PART
     key: str = dataclasses.field(init=False, repr=False, compare=False)
     """The identity of this work inside a process: `step|policy_version|stage|part`."""
     stage_key: str = dataclasses.field(init=False, repr=False, compare=False)

@@ -322,9 +322,9 @@ class State:
         out += reports.scalars(attempt, process, event, work)
         announced = event.fields.get("payload")
         dropped = event.fields.get("payload_dropped")
-        if isinstance(announced, Mapping):
+        if announced is not None and isinstance(announced, Mapping):
             out += payloads.announce(attempt, process, event, work, announced, has_payload)
-        elif isinstance(dropped, Mapping):
+        elif dropped is not None and isinstance(dropped, Mapping):
             out += payloads.announce_dropped(attempt, process, event, work, dropped)
         out += self._stand(attempt, process, step, span, event.wall, repeated=len(ended) > 1)
         return out
