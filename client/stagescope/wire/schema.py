@@ -191,6 +191,7 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 }  # fmt: skip
 
 _INT64: Final = 1 << 63
+_SEQUENCE: Final = (tuple, list)
 MOST_STEPS: Final = 10**18
 """Steps are below this: at most 18 digits, in the API's paths too."""
 _LONGEST_ROLE: Final = 100
@@ -252,40 +253,51 @@ class Sender:
         Raises:
             InvalidEvent: not a sender of this schema.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(wire, tuple | list) or len(wire) < 6 or wire[0] != SCHEMA:
+        if not isinstance(wire, _SEQUENCE) or len(wire) < 6 or wire[0] != SCHEMA:
             raise InvalidEvent(
                 f"sender {wire!r:.200} cannot be read",
-                expected=f"({SCHEMA}, {', '.join(names)})",
+                expected=f"({SCHEMA}, {', '.join(_SENDER_FIELDS)})",
             )
-        values = dict(zip(names, wire[1:], strict=False))
-        run, role, rank = check_run_name(values["run"]), values["role"], values["rank"]
-        if not _is_name(role, _LONGEST_ROLE) or not _is_int(rank, 0, 1 << 31):
-            raise InvalidEvent(
-                f"sender with role {role!r:.200} and rank {rank!r:.200}",
-                expected="a role's name and a rank from 0",
-            )
-        for name, needed in (("incarnation", True), ("attempt_key", False), ("node_id", False)):
-            value = values.get(name)
-            if not (_is_name(value, _LONGEST_KEY) or (value is None and not needed)):
-                raise InvalidEvent(
-                    f"sender with {name} {values.get(name)!r:.200}",
-                    expected="a printable text of 1 to 500 characters",
-                )
-        for name in ("clock_offset", "clock_error", "started"):
-            if values.get(name) is not None and not _is_time(values[name]):
-                raise InvalidEvent(
-                    f"sender with {name} {values[name]!r:.200}", expected="seconds, or None"
-                )
-        revision = values.get("plan_revision")
-        if revision is not None and not _is_int(revision, 0, _INT64):
-            raise InvalidEvent(
-                f"sender with plan_revision {revision!r:.200}", expected="an int from 0, or None"
-            )
-        return cls(**{**values, "run": run})
+        values = wire[1 : len(_SENDER_FIELDS) + 1]
+        try:
+            return _parse_sender(*values)
+        except TypeError:  # not even hashable
+            return _parse_sender.__wrapped__(*values)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+_SENDER_FIELDS: Final = tuple(field.name for field in dataclasses.fields(Sender))
+
+
+@functools.lru_cache(maxsize=8192, typed=True)  # each of its batches has the same sender
+def _parse_sender(*given: Json) -> Sender:
+    values = dict(zip(_SENDER_FIELDS, given, strict=False))
+    run, role, rank = check_run_name(values["run"]), values["role"], values["rank"]
+    if not _is_name(role, _LONGEST_ROLE) or not _is_int(rank, 0, 1 << 31):
+        raise InvalidEvent(
+            f"sender with role {role!r:.200} and rank {rank!r:.200}",
+            expected="a role's name and a rank from 0",
+        )
+    for name, needed in (("incarnation", True), ("attempt_key", False), ("node_id", False)):
+        value = values.get(name)
+        if not (_is_name(value, _LONGEST_KEY) or (value is None and not needed)):
+            raise InvalidEvent(
+                f"sender with {name} {values.get(name)!r:.200}",
+                expected="a printable text of 1 to 500 characters",
+            )
+    for name in ("clock_offset", "clock_error", "started"):
+        if values.get(name) is not None and not _is_time(values[name]):
+            raise InvalidEvent(
+                f"sender with {name} {values[name]!r:.200}", expected="seconds, or None"
+            )
+    revision = values.get("plan_revision")
+    if revision is not None and not _is_int(revision, 0, _INT64):
+        raise InvalidEvent(
+            f"sender with plan_revision {revision!r:.200}", expected="an int from 0, or None"
+        )
+    return Sender(**{**values, "run": run})
+
+
+@dataclasses.dataclass(slots=True)  # frozen, it would take four times as long to make
 class Event:
     """One event as the service reads it; `fields` includes those unknown to this version."""
 
@@ -306,7 +318,7 @@ class Event:
         Raises:
             InvalidEvent: it is malformed, or has an unknown schema number or kind.
         """
-        if not isinstance(wire, tuple | list) or len(wire) < 6:
+        if not isinstance(wire, _SEQUENCE) or len(wire) < 6:
             raise InvalidEvent(
                 f"event {wire!r:.200} cannot be read",
                 expected="(schema, kind, seq, wall, mono, fields)",
@@ -331,8 +343,7 @@ class Event:
         return cls(kind, seq, float(wall), float(mono), fields)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Part:
+class Part(NamedTuple):
     """A part of a stage: (occurrence, epoch, minibatch, microbatch), each from 0."""
 
     occurrence: int = 0
@@ -344,6 +355,9 @@ class Part:
         return f"{self.occurrence}.{self.epoch}.{self.minibatch}.{self.microbatch}"
 
 
+_FIRST_PART: Final = Part()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
     """A unit of work of a process: one part of one stage of one step (or policy version)."""
@@ -351,16 +365,22 @@ class Work:
     step: int | None
     policy_version: int | None
     stage: str | None
-    part: Part = Part()
+    part: Part = _FIRST_PART
     key: str = dataclasses.field(init=False, repr=False, compare=False)
     """The identity of this work inside a process: `step|policy_version|stage|part`."""
+    stage_key: str = dataclasses.field(init=False, repr=False, compare=False)
+    """The key without the part."""
+    _fields: dict[str, int | str | None] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         step = "" if self.step is None else self.step
         # If there is a step, the policy version is a property and not part of the identity.
         version = self.policy_version if self.step is None else None
-        key = f"{step}|{'' if version is None else version}|{self.stage or ''}|{self.part}"
-        object.__setattr__(self, "key", key)
+        stage_key = f"{step}|{'' if version is None else version}|{self.stage or ''}"
+        object.__setattr__(self, "stage_key", stage_key)
+        object.__setattr__(self, "key", f"{stage_key}|{self.part}")
+        values = (self.step, self.policy_version, self.stage, *self.part)
+        object.__setattr__(self, "_fields", dict(zip(WORK_FIELDS, values, strict=True)))
 
     @classmethod
     def parse(cls, fields: JsonObject) -> Work:
@@ -380,16 +400,7 @@ class Work:
 
     def fields(self) -> dict[str, int | str | None]:
         """Return the work fields of an event."""
-        part = self.part
-        return {
-            "step": self.step,
-            "policy_version": self.policy_version,
-            "stage": self.stage,
-            "occurrence": part.occurrence,
-            "epoch": part.epoch,
-            "minibatch": part.minibatch,
-            "microbatch": part.microbatch,
-        }
+        return self._fields.copy()
 
 
 @functools.lru_cache(maxsize=8192, typed=True)  # typed, because True equals 1 but is not a step
@@ -413,13 +424,15 @@ def _parse_work(step: Json, policy_version: Json, stage: Json, *part: Json) -> W
 
 def _is_int(value: object, least: int, below: int) -> bool:
     # Refuse numbers here that the catalogue cannot store: later they would fail a whole batch.
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < below
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, int)):
+        return False
+    return least <= value < below
 
 
 def _is_time(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, float | int):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, float | int)):
         return False
-    return abs(value) < 1e300  # also false for NaN
+    return -1e300 < value < 1e300  # also false for NaN
 
 
 def _is_name(value: object, most: int) -> bool:

@@ -141,13 +141,14 @@ class Intake:
         in_part: dict[int, str] = {}
         out: list[Instruction] = []
         newest: float | None = None
+        now, arrived = self._mono(), self._wall()
         for wire in events:
             try:
                 event = Event.parse(wire)
                 newest = event.wall
                 has_payload = event.seq in payloads
                 instructions = self._state.handle(
-                    sender, event, self._mono(), has_payload=has_payload, arrived=self._wall()
+                    sender, event, now, has_payload=has_payload, arrived=arrived
                 )
             except InvalidEvent as error:
                 refused[_seq_of(wire)] = str(error)

@@ -69,24 +69,24 @@ def layout_columns(layout: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def span_row(attempt_id: int, span: Span, **columns: Any) -> Put:
-    """Return the row of a span's identity and status, with further `columns`."""
+def span_columns(attempt_id: int, span: Span) -> dict[str, Any]:
+    """Return the columns of a span's identity and status, for the caller to add others."""
+    row: dict[str, Any] = span.work.fields()
+    row["incarnation"] = span.incarnation
+    row["work_key"] = span.work.key
+    row["revision"] = span.revision
+    row["attempt_id"] = attempt_id
+    row["role"] = span.role
+    row["rank"] = span.rank
+    row["status"] = span.status
     if span.superseded is not None:
-        columns["superseded"] = span.superseded
-    return Put(
-        "stages",
-        {
-            "incarnation": span.incarnation,
-            "work_key": span.work.key,
-            "revision": span.revision,
-            "attempt_id": attempt_id,
-            "role": span.role,
-            "rank": span.rank,
-            **work_columns(span.work),
-            "status": span.status,
-            **columns,
-        },
-    )
+        row["superseded"] = span.superseded
+    return row
+
+
+def span_row(attempt_id: int, span: Span) -> Put:
+    """Return the row of a span's identity and status."""
+    return Put("stages", span_columns(attempt_id, span))
 
 
 def payload_row(process: Process, key: PayloadKey, work: Work, state: str, **columns: Any) -> Put:
@@ -111,15 +111,13 @@ def scalar_rows(
     process: Process, work: Work, scalars: Mapping[str, Any], wall: float
 ) -> tuple[list[Put], list[str]]:
     """Return the rows of named numbers, and "name (type)" of the values that are not numbers."""
-    where = {
-        "incarnation": process.incarnation,
-        "work_key": work.key,
-        "attempt_id": process.attempt_id,
-        "role": process.role,
-        "rank": process.rank,
-        **work_columns(work),
-        "wall": wall,
-    }
+    where: dict[str, Any] = work.fields()
+    where["incarnation"] = process.incarnation
+    where["work_key"] = work.key
+    where["attempt_id"] = process.attempt_id
+    where["role"] = process.role
+    where["rank"] = process.rank
+    where["wall"] = wall
     rows: list[Put] = []
     refused: list[str] = []
     for name, value in scalars.items():
@@ -128,7 +126,10 @@ def scalar_rows(
         if found is None:
             refused.append(f"{shown} ({type(value).__name__})")
         else:
-            rows.append(Put("scalars", {**where, "name": shown, "value": found}))
+            row = where.copy()
+            row["name"] = shown
+            row["value"] = found
+            rows.append(Put("scalars", row))
     return rows, refused
 
 
@@ -156,6 +157,8 @@ def loss_row(
 
 def integer(value: object) -> int | None:
     """Return `value` if it is an int that a column can hold, else None."""
+    if value is None:
+        return None
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
         return None
     value = int(value)
@@ -164,7 +167,7 @@ def integer(value: object) -> int | None:
 
 def number(value: object) -> float | None:
     """Return a number (NaN, infinities and numpy's included) as a float, else None."""
-    if type(value) is float:
+    if type(value) is float or value is None:
         return value
     if not isinstance(value, Real):
         return None

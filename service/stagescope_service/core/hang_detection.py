@@ -54,11 +54,16 @@ class StageTiming:
 
     def begun(self, at: float) -> None:
         """Add the time at which a rank began."""
-        self.first, self.last = min(self.first, at), max(self.last, at)
+        if at < self.first:
+            self.first = at
+        if at > self.last:
+            self.last = at
 
     def took(self, seconds: float) -> None:
         """Add the duration of a rank that ended."""
-        self.longest = max(self.longest or 0.0, seconds)
+        self.longest = self.longest or 0.0
+        if seconds > self.longest:
+            self.longest = seconds
 
 
 class History(NamedTuple):

@@ -183,7 +183,8 @@ class Registry:
         process = self.processes.get(sender.incarnation)
         if process is None:
             return self._new_process(sender, event, lease_until, raw=raw, late=late)
-        process.lease_until = max(process.lease_until, lease_until)
+        if lease_until > process.lease_until:
+            process.lease_until = lease_until
         clock = (sender.clock_offset, sender.clock_error)
         node_came = process.node_id is None and sender.node_id is not None
         if clock == process.clock and not node_came and event.wall < process.last_wall + REFRESH:

@@ -70,9 +70,9 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     never closes: there it makes a finding at once.
     """
     named = event.fields.get("scalars")
-    if not named and (named is None or isinstance(named, Mapping)):
+    if named is None or (not named and isinstance(named, Mapping)):
         return []
-    if not isinstance(named, Mapping):
+    if type(named) is not dict and not isinstance(named, Mapping):
         named = {"scalars": named}  # not a number: it is in `refused`
     rows, wrong = scalar_rows(process, work, named, event.wall)
     out: list[Instruction] = [*rows]
@@ -109,11 +109,9 @@ def refused_in_part(instructions: Iterable[Instruction]) -> str | None:
     messages = [
         f"{each.row['message']} ({each.row['advice']})"
         for each in instructions
-        if isinstance(each, Put)
-        and each.table == "findings"
-        and each.row["kind"] in _REFUSED_IN_PART
+        if type(each) is Put and each.table == "findings" and each.row["kind"] in _REFUSED_IN_PART
     ]
-    return "; ".join(messages) or None
+    return "; ".join(messages) if messages else None
 
 
 def _non_finite_scalars(

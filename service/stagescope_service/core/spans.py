@@ -16,12 +16,17 @@ parts are superseded. Earlier parts stay: the newer incarnation goes on where th
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.schema import Event, Sender, Work
-from stagescope_service.core.catalogue_rows import integer, number, span_row, text
+from stagescope_service.core.catalogue_rows import (
+    integer,
+    number,
+    span_columns,
+    span_row,
+    text,
+)
 from stagescope_service.core.entities import (
     FAILED,
     OK,
@@ -34,7 +39,7 @@ from stagescope_service.core.entities import (
     Step,
 )
 from stagescope_service.core.findings import BEGUN_AGAIN, finding
-from stagescope_service.core.instructions import Instruction
+from stagescope_service.core.instructions import Instruction, Put
 
 RAW_SEQ: Final = 1 << 60
 """From here on a seq is a raw call's delivery identity, which says nothing about order."""
@@ -56,18 +61,18 @@ def begin(
     span.begin_seq = event.seq
     if span.status == OPEN:
         process.open_spans[(work.key, span.revision)] = span
-    columns = {
-        "begin_seq": event.seq,
-        "begin_wall": event.wall,
-        "begin_mono": event.mono,
-        "begun_wall": _on_our_clock(sender, event.wall, arrived),
-        "device_time": bool(event.fields.get("device_time")),
-    }
-    if span.end_seq is None:
-        columns |= _clock(sender)
     if span.work.policy_version is None:
         span.work = work
-    out.append(span_row(attempt.attempt_id, span, **columns))
+    row = span_columns(attempt.attempt_id, span)
+    row["begin_seq"] = event.seq
+    row["begin_wall"] = event.wall
+    row["begin_mono"] = event.mono
+    row["begun_wall"] = _on_our_clock(sender, event.wall, arrived)
+    row["device_time"] = bool(event.fields.get("device_time"))
+    if span.end_seq is None:
+        row["clock_offset"] = sender.clock_offset
+        row["clock_error"] = sender.clock_error
+    out.append(Put("stages", row))
     return span, out
 
 
@@ -76,7 +81,8 @@ def end(
     arrived: float | None,
 ) -> tuple[Span, list[Instruction]]:  # fmt: skip
     """Apply the END of `work`, also if its BEGIN never arrived."""
-    begin_seq = integer(event.fields.get("begin_seq"))
+    fields = event.fields
+    begin_seq = integer(fields.get("begin_seq"))
     if begin_seq is not None and not 0 < begin_seq < event.seq:
         begin_seq = None
     span = _find_ended(step, process, work, event, begin_seq)
@@ -87,27 +93,27 @@ def end(
     if span.end_seq is not None:
         return span, out  # a repetition
     span.end_seq = event.seq
-    span.status = FAILED if event.fields.get("status") == FAILED else OK
+    span.status = FAILED if fields.get("status") == FAILED else OK
     if span.work.policy_version is None:
         span.work = work
     process.open_spans.pop((work.key, span.revision), None)
     process.unfinished.pop((work.key, span.revision), None)
-    columns: dict[str, Any] = {
-        "end_seq": event.seq,
-        "end_wall": event.wall,
-        "end_mono": event.mono,
-        "device_seconds": number(event.fields.get("device_seconds")),
-        "error_type": text(event.fields.get("error_type")),
-        "error_message": text(event.fields.get("error_message")),
-        **_clock(sender),
-    }
+    row = span_columns(attempt.attempt_id, span)
+    row["end_seq"] = event.seq
+    row["end_wall"] = event.wall
+    row["end_mono"] = event.mono
+    row["device_seconds"] = number(fields.get("device_seconds"))
+    row["error_type"] = text(fields.get("error_type"))
+    row["error_message"] = text(fields.get("error_message"))
+    row["clock_offset"] = sender.clock_offset
+    row["clock_error"] = sender.clock_error
     if span.begin_seq is None:
         for name in ("begin_wall", "begin_mono"):
-            if (value := number(event.fields.get(name))) is not None:
-                columns[name] = value
-        if (wall := columns.get("begin_wall")) is not None:
-            columns["begun_wall"] = _on_our_clock(sender, wall, arrived)
-    out.append(span_row(attempt.attempt_id, span, **columns))
+            if (value := number(fields.get(name))) is not None:
+                row[name] = value
+        if (wall := row.get("begin_wall")) is not None:
+            row["begun_wall"] = _on_our_clock(sender, wall, arrived)
+    out.append(Put("stages", row))
     return span, out
 
 
@@ -122,11 +128,12 @@ def begun_again(
     other steps than its own.
     """
     stage, number, newest = span.work.stage, step.step, process.newest_revision
-    process.newest_revision = max(newest, span.revision)
+    if span.revision > newest:
+        process.newest_revision = span.revision
     ahead = process.max_step is not None and process.max_step > number
-    if stage in (None, "rollout_generate"):
-        return []
     if not (ahead or span.revision < newest or process.went_back):
+        return []
+    if stage in (None, "rollout_generate"):
         return []
     own: dict[int, list[int]] = {}
     for other in [*attempt.steps.values(), *([step] if step.evicted else [])]:
@@ -198,13 +205,6 @@ def revive(attempt: Attempt, process: Process) -> list[tuple[Span, Instruction]]
     return out
 
 
-def oldest_open(process: Process) -> Span | None:
-    """Return the oldest open span if a process has more than are kept."""
-    if len(process.open_spans) <= SPANS_REMEMBERED:
-        return None
-    return process.open_spans.pop(next(iter(process.open_spans)))
-
-
 def of_stage(step: Step, incarnation: str, work: Work) -> list[Span]:
     """Return a process's spans of a stage, in all its parts."""
     return [
@@ -218,17 +218,22 @@ def of_stage(step: Step, incarnation: str, work: Work) -> list[Span]:
     ]
 
 
-def keep(step: Step, span: Span) -> None:
-    """Add a span to the indexes of `step`."""
-    revisions = step.spans.setdefault((span.incarnation, span.work.key), [])
+def keep(step: Step, span: Span) -> bool:
+    """Add a span to the indexes of `step`.
+
+    Returns whether its process did this work before, or another incarnation worked on the stage.
+    """
+    incarnation, work = span.incarnation, span.work
+    revisions = step.spans.setdefault((incarnation, work.key), [])
     bisect.insort(revisions, span, key=_revision)
     holders = step.holders.setdefault(_holders_key(span), {})
-    lowest = holders.get(span.incarnation)
-    if lowest is None or span.work.part < lowest:
-        holders[span.incarnation] = span.work.part
-    if span.work.stage is not None:
-        ranks = step.ranks.setdefault((span.role, span.work.stage), {})
+    lowest = holders.get(incarnation)
+    if lowest is None or work.part < lowest:
+        holders[incarnation] = work.part
+    if work.stage is not None:
+        ranks = step.ranks.setdefault((span.role, work.stage), {})
         ranks.setdefault(span.rank, []).append(span)
+    return len(revisions) > 1 or len(holders) > 1
 
 
 def let_go_of_ended(step: Step) -> None:
@@ -308,12 +313,11 @@ def _add(
     if step.evicted:
         # It may be a repetition: whether it is superseded is only in the catalogue.
         span.superseded = None
-    keep(step, span)
+    is_repeated = keep(step, span)
     process.worked = True
-    if step.step == attempt.stepless.step:
+    if step is attempt.stepless:
         let_go_of_ended(step)
-    revisions = step.spans[(process.incarnation, work.key)]
-    if len(revisions) == 1 and len(step.holders[_holders_key(span)]) == 1:
+    if not is_repeated:
         return span, []
     out = _supersede(attempt, step, span)
     if out or span.superseded:
@@ -323,7 +327,7 @@ def _add(
 
 def _holders_key(span: Span) -> tuple[str, int, str]:
     """Return the key of a rank's stage: (role, rank, the work's key without the part)."""
-    return (span.role, span.rank, span.work.key.rpartition("|")[0])
+    return (span.role, span.rank, span.work.stage_key)
 
 
 def _supersede(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
@@ -376,7 +380,3 @@ def _repeated(attempt: Attempt, span: Span, wall: float) -> Instruction:
         rank=span.rank,
         advice="give each start of the training its own attempt key, each part its own number",
     )
-
-
-def _clock(sender: Sender) -> Mapping[str, Any]:
-    return {"clock_offset": sender.clock_offset, "clock_error": sender.clock_error}

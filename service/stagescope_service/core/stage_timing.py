@@ -25,7 +25,8 @@ def note_begin(step: Step, process: Process, span: Span, at: float) -> None:
         return
     timing.begun(at)
     span.begun = at
-    process.last_event = max(process.last_event, at)
+    if at > process.last_event:
+        process.last_event = at
     key = span.work.key
     reached = process.reached
     if reached is None or at > reached[0] or (at == reached[0] and key > reached[1]):
@@ -54,7 +55,8 @@ def note_end(
         seconds = max(at - span.begun, 0.0)
     else:
         seconds = None
-    process.last_event = max(process.last_event, at)
+    if at > process.last_event:
+        process.last_event = at
     timing = _timing(step, span)
     if timing is not None and seconds is not None:
         timing.took(seconds)

@@ -36,6 +36,7 @@ from stagescope_service.core.catalogue_rows import span_row
 from stagescope_service.core.entities import (
     FAILED,
     OPEN,
+    SPANS_REMEMBERED,
     UNFINISHED,
     Attempt,
     Process,
@@ -104,7 +105,9 @@ class State:
         process, out = self.registry.process_for(sender, event, lease, raw=raw, late=late)
         attempt = self.registry.attempt_of(process)
         at = stage_timing.service_clock(sender, event.wall, arrived)
-        process.last_contact = max(process.last_contact, at if arrived is None else arrived)
+        contact = at if arrived is None else arrived
+        if contact > process.last_contact:
+            process.last_contact = contact
         if process.lapsed:
             out += departures.wake(self.registry, process, event.wall)
         if attempt.over:
@@ -112,19 +115,20 @@ class State:
         if attempt.silent_roles or attempt.absent_ranks:
             out += steps.end_silence(attempt, event.wall)
         match event.kind:
+            case "begin":
+                if process.finished and departures.goes_on(process, event.seq):
+                    out += departures.wake(self.registry, process, event.wall)
+                if event.seq > process.begun_seq:
+                    process.begun_seq = event.seq
+                out += self._begin(process, sender, event, work, at, arrived)
+            case "end":
+                out += self._end(process, sender, event, work, has_payload, at, arrived)
             case "hello":
                 resized, rows = self.registry.introduce(process, event.fields, event.wall)
                 out += rows
                 if not self.registry.may_leave(process):
                     out += reports.handshake_fields(attempt, process)
                 out += steps.rejudge_all(attempt) if resized else []
-            case "begin":
-                if departures.goes_on(process, event.seq):
-                    out += departures.wake(self.registry, process, event.wall)
-                process.begun_seq = max(process.begun_seq, event.seq)
-                out += self._begin(process, sender, event, work, at, arrived)
-            case "end":
-                out += self._end(process, sender, event, work, has_payload, at, arrived)
             case "log":
                 out += steps.open_step(attempt, work.step, event.wall)[1]
                 out += self._of_start(process, reports.scalars(attempt, process, event, work))
@@ -155,9 +159,9 @@ class State:
             InvalidEvent: as `handle`.
         """
         work = Work.parse(event.fields)
-        if event.kind in (BEGIN, END, DUMP) and work.stage is None:
+        if work.stage is None and event.kind in (BEGIN, END, DUMP):
             raise InvalidEvent(f"{event.kind} event {event.seq} has no stage", expected="a name")
-        if event.kind == END_STEP and work.step is None:
+        if work.step is None and event.kind == END_STEP:
             raise InvalidEvent(f"end_step event {event.seq} has no step", expected="an int")
         if event.kind == LOG and not isinstance(event.fields.get("scalars"), Mapping):
             raise InvalidEvent(
@@ -186,7 +190,7 @@ class State:
     def _noted(self, out: list[Instruction]) -> list[Instruction]:
         """Keep the first time of findings that are made again."""
         for at, each in enumerate(out):
-            if isinstance(each, Put) and each.table == "findings":
+            if type(each) is Put and each.table == "findings":
                 row = each.row
                 first = self.remember_finding(row["finding_id"], row["first_wall"])
                 out[at] = Put("findings", {**row, "first_wall": first})
@@ -253,13 +257,14 @@ class State:
             # It finished before this BEGIN arrived.
             left = event.wall if process.left_wall is None else process.left_wall
             out += departures.abandon(attempt, process, left, "its process took leave")
-        elif (forgotten := spans.oldest_open(process)) is not None:
+        elif len(process.open_spans) > SPANS_REMEMBERED:
+            forgotten = process.open_spans.pop(next(iter(process.open_spans)))
             forgotten.status = UNFINISHED
             out.append(span_row(attempt.attempt_id, forgotten))
             reason = "its end never arrived"
             out.append(departures.stage_loss(attempt, process, forgotten.work, reason, event.wall))
-        repeated = len(begun) > 1
-        return out + self._stand(attempt, process, step, span, event.wall, repeated=repeated)
+        out += self._stand(attempt, process, step, span, event.wall, repeated=len(begun) > 1)
+        return out
 
     def _stand(
         self,
@@ -278,17 +283,19 @@ class State:
         out = reports.stage_name(attempt, process, span.work.stage, wall)
         if step is attempt.stepless:
             return out
-        out += steps.rejudge_rank(attempt, step, span)
-        if repeated and step.closed_wall is not None and not attempt.pending.get(step.step):
-            out += steps.aggregate(attempt, step.step, wall)
-        if step.evicted and span.status != OPEN:
-            # Its verdict has left memory: aggregation corrects it from the catalogue.
-            out += steps.aggregate(attempt, step.step, wall)
+        if step.closed_wall is not None:
+            out += steps.rejudge_rank(attempt, step, span)
+            if repeated and not attempt.pending.get(step.step):
+                out += steps.aggregate(attempt, step.step, wall)
+            if step.evicted and span.status != OPEN:
+                # Its verdict has left memory: aggregation corrects it from the catalogue.
+                out += steps.aggregate(attempt, step.step, wall)
         # The BEGIN may be lost: the END shows the position of this rank as well.
         out += steps.advance(attempt, process, step.step)
         if attempt.over:
             out += steps.resume(attempt, process)
-        return out + steps.close_due(attempt, wall)
+        out += steps.close_due(attempt, wall)
+        return out
 
     def _end(
         self,
@@ -318,12 +325,12 @@ class State:
         out += reports.stepless(attempt, process, event, work)
         announced = event.fields.get("payload")
         dropped = event.fields.get("payload_dropped")
-        if isinstance(announced, Mapping):
+        if announced is not None and isinstance(announced, Mapping):
             out += payloads.announce(attempt, process, event, work, announced, has_payload)
-        elif isinstance(dropped, Mapping):
+        elif dropped is not None and isinstance(dropped, Mapping):
             out += payloads.announce_dropped(attempt, process, event, work, dropped)
-        repeated = len(ended) > 1
-        return out + self._stand(attempt, process, step, span, event.wall, repeated=repeated)
+        out += self._stand(attempt, process, step, span, event.wall, repeated=len(ended) > 1)
+        return out
 
     # --- weights ----------------------------------------------------------------------------
     def _weights(

@@ -33,6 +33,15 @@ def nonfinite_name(value: float) -> str | None:
     return None if math.isfinite(value) else _NAMES.get(value, "nan")
 
 
+def split_value(value: float | None) -> dict[str, Any]:
+    """Return the columns `value` and `nonfinite` of a scalar."""
+    if value is None:
+        return {"value": None, "nonfinite": None}
+    value = float(value)  # database drivers do not accept numpy scalars as floats
+    name = nonfinite_name(value)
+    return {"value": None if name else value, "nonfinite": name}
+
+
 def dump_json(value: Any) -> str:
     """Write strict JSON: non-finite floats become the strings 'nan', 'inf', '-inf'.
 

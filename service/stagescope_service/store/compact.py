@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import itemgetter, sub
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from stagescope.wire.schema import PART_FIELDS
-from stagescope_service.store.columns import Flag, StrictJson, dump_json
+from stagescope_service.store import statements
+from stagescope_service.store.columns import dump_json, split_value
 from stagescope_service.store.ids import Ids, Key
+from stagescope_service.store.statements import Columns, columns_of
 from stagescope_service.store.tables.compact import (
     NO_OWNER,
     PATH_MARK,
@@ -40,8 +41,9 @@ _PLACE: Final = ("attempt_id", "step", "policy_version", "stage", *PART_FIELDS)
 _SENDER: Final = ("incarnation", "attempt_id", "role", "rank")
 _CLOCK: Final = ("clock_offset", "clock_error")
 _JSON_MOST: Final = 10_000
-_RESERVED: Final = bytes(20)
-"""As much as the end of a stage, a payload or an artifact adds to its row."""
+_RESERVED: Final = bytearray(20)
+"""As much as the end of a stage, a payload or an artifact adds to its row. (SQLite's driver takes a
+bytearray as it is, and looks for an adapter of bytes.)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +85,11 @@ class _Compact:
         return "work_key" in self.key
 
     @functools.cached_property
-    def plain(self) -> frozenset[str]:
-        """The columns that are stored as they are."""
+    def plain(self) -> Mapping[str, Any]:
+        """The columns that are stored as they are, with their types."""
         derived = {*self.texts, *self.after, *self.shared_json, *_SENDER, *self.work, *_CLOCK}
         derived |= {"artifact_id", "path", "name"}
-        return frozenset(self.view.c.keys()) - derived
+        return {column.name: column.type for column in self.view.c if column.name not in derived}
 
 
 COMPACT_VIEWS: Final = {
@@ -125,20 +127,27 @@ COMPACT_VIEWS: Final = {
 
 
 def write(
-    connection: sa.Connection, ids: Ids, name: str, columns: Sequence[str], rows: Sequence[Row]
+    connection: sa.Connection, ids: Ids, name: str, names: Sequence[str], rows: Sequence[Row]
 ) -> None:
-    """Upsert rows of a view that all have the same columns."""
-    compact, given = COMPACT_VIEWS[name], frozenset(columns)
+    """Upsert rows of a view that all have the same columns, in the same order."""
+    compact = COMPACT_VIEWS[name]
     if name == "artifacts":
         rows = [{**row, **_split_artifact(row["artifact_id"])} for row in rows]
+        names = tuple(rows[0])
+    given = frozenset(names)
     if not all(_is_whole(compact, group, given) for group in compact.groups):
         _replace(connection, ids, compact, rows)
         return
-    if compact.by_work:
-        rows, unclear = _unambiguous(connection, ids, compact, rows)
-        _replace(connection, ids, compact, unclear)
-    if rows:
-        _upsert(connection, ids, compact, given, rows)
+    columns = columns_of(names, rows)
+    cells = _work_and_sender(connection, ids, compact, columns)
+    if compact.by_work and (unclear := _unclear(ids, columns, cells["work_id"])):
+        _replace(connection, ids, compact, [rows[at] for at in unclear])
+        rows = [row for at, row in enumerate(rows) if at not in unclear]
+        if not rows:
+            return
+        columns = columns_of(names, rows)
+        cells = _work_and_sender(connection, ids, compact, columns)
+    _upsert(connection, ids, compact, columns, cells)
 
 
 def _is_whole(compact: _Compact, group: frozenset[str], given: frozenset[str]) -> bool:
@@ -172,37 +181,29 @@ def remove_works(connection: sa.Connection, ids: Ids, attempt_id: int, step: int
 
 
 # --- rows whose ids may differ from those of the stored row ---------------------------------------
-def _unambiguous(
-    connection: sa.Connection, ids: Ids, compact: _Compact, rows: Sequence[Row]
-) -> tuple[Sequence[Row], list[Row]]:
-    """Return the rows that can only be stored under their own ids, and the others."""
-    work, sender = itemgetter(*compact.work), itemgetter(*_SENDER)
-    ids.add_works(connection, dict.fromkeys(map(work, rows)))
-    ids.add_senders(connection, dict.fromkeys(map(sender, rows)))
-    several = {
-        name for name in {row["incarnation"] for row in rows} if len(ids.senders_of[name]) > 1
+def _unclear(ids: Ids, columns: Columns, work_ids: Sequence[int]) -> dict[int, None]:
+    """Return the positions of the rows that may be stored under other ids than their own."""
+    incarnations = columns["incarnation"]
+    works = list(zip(columns["attempt_id"], columns["work_key"], strict=True))
+    several = {name for name in {*incarnations} if len(ids.senders_of[name]) > 1}
+    repeated = {
+        (attempt_id, work_key)
+        for attempt_id, work_key in dict(zip(work_ids, works, strict=True)).values()
+        if sum(each.attempt_id == attempt_id for each in ids.works_of_key[work_key]) > 1
     }
-    repeated = set()
-    for attempt_id, work_key in {(row["attempt_id"], row["work_key"]) for row in rows}:
-        of_attempt = [each for each in ids.works_of_key[work_key] if each.attempt_id == attempt_id]
-        if len(of_attempt) > 1:
-            repeated.add((attempt_id, work_key))
     if not several and not repeated:
-        return rows, []
-    clear: list[Row] = []
-    unclear: list[Row] = []
-    for row in rows:
-        incarnation, work_key = row["incarnation"], row["work_key"]
-        if incarnation not in several and (row["attempt_id"], work_key) not in repeated:
-            clear.append(row)
-            continue
-        pairs = sum(
-            own.attempt_id == by.attempt_id
-            for own in ids.works_of_key[work_key]
-            for by in ids.senders_of[incarnation]
-        )
-        (clear if pairs <= 1 else unclear).append(row)
-    return clear, unclear
+        return {}
+    unclear: dict[int, None] = {}
+    for at, (incarnation, work) in enumerate(zip(incarnations, works, strict=True)):
+        if incarnation in several or work in repeated:
+            pairs = sum(
+                own.attempt_id == by.attempt_id
+                for own in ids.works_of_key[work[1]]
+                for by in ids.senders_of[incarnation]
+            )
+            if pairs > 1:
+                unclear[at] = None
+    return unclear
 
 
 def _replace(connection: sa.Connection, ids: Ids, compact: _Compact, rows: Sequence[Row]) -> None:
@@ -219,12 +220,16 @@ def _replace(connection: sa.Connection, ids: Ids, compact: _Compact, rows: Seque
         query = query.where(*_own_key(connection, ids, compact, row))
         found = connection.execute(query).mappings().first()
         before = {} if found is None else {column: found[column] for column in unknown}
+        if compact.table is scalar_rows and "value" in row:
+            row = {**row, **split_value(row["value"])}
         complete.append({**unknown, **before, **row})
         if found is not None:
             own = (compact.table.c[each] == found[f"_{each}"] for each in compact.ids)
             connection.execute(sa.delete(compact.table).where(*own))
     if complete:
-        _upsert(connection, ids, compact, frozenset(unknown), complete)
+        columns = columns_of(complete[0], complete)
+        cells = _work_and_sender(connection, ids, compact, columns)
+        _upsert(connection, ids, compact, columns, cells)
 
 
 def _own_key(
@@ -232,7 +237,7 @@ def _own_key(
 ) -> list[sa.ColumnElement[bool]]:
     if compact.by_work:
         return [compact.view.c[name] == row[name] for name in compact.key]
-    named = _key_ids(connection, ids, compact, [row])
+    named = _key_ids(connection, ids, compact, columns_of(row, [row]))
     return [
         sa.literal_column(f"{compact.view.name}.{name}") == named[name][0] for name in compact.ids
     ]
@@ -240,129 +245,115 @@ def _own_key(
 
 # --- the rows as they are stored ------------------------------------------------------------------
 def _upsert(
-    connection: sa.Connection, ids: Ids, compact: _Compact, given: frozenset[str],
-    rows: Sequence[Row],
-) -> None:  # fmt: skip
-    """Upsert rows of the same columns by their ids."""
-    cells = _cells(connection, ids, compact, given, rows)
+    connection: sa.Connection, ids: Ids, compact: _Compact, columns: Columns, cells: Columns
+) -> None:
+    """Upsert rows by their ids; `cells` has those of works and senders."""
+    cells |= _cells(connection, ids, compact, columns)
+    given = columns.keys()
     kept = {"reserved"} if "reserved" in cells and given.isdisjoint(compact.ends) else set()
     if not compact.by_work:
         kept |= {"work_id"} if given.isdisjoint(compact.work) else set()
         kept |= {"sender_id"} if given.isdisjoint(_sender_columns(compact)) else set()
-    statement = _statement(
-        connection.dialect, compact.table, tuple(cells), frozenset(cells) - kept - {*compact.ids}
-    )
-    values = zip(*(cells[name] for name in statement.order), strict=True)
-    if statement.is_positional:
-        connection.exec_driver_sql(statement.text, list(values))
-    else:
-        named = [dict(zip(statement.order, each, strict=True)) for each in values]
-        connection.exec_driver_sql(statement.text, named)
+    sets = frozenset(cells) - kept - {*compact.ids}
+    statements.upsert(connection, compact.table, cells, sets)
     if compact.table is scalar_rows:
-        _advance_names(connection, ids, rows)
+        _advance_names(connection, ids, columns)
     elif compact.table is stage_rows and "begun_wall" in given:
-        _advance_begins(connection, ids, rows)
+        _advance_begins(connection, ids, columns)
 
 
 def _sender_columns(compact: _Compact) -> tuple[str, ...]:
     return _SENDER if "incarnation" not in compact.key else _SENDER[1:]
 
 
-def _cells(
-    connection: sa.Connection, ids: Ids, compact: _Compact, given: frozenset[str],
-    rows: Sequence[Row],
-) -> dict[str, list[Any]]:  # fmt: skip
-    """Return the stored columns of rows."""
-    count = len(rows)
-
-    def column(name: str) -> list[Any]:
-        return [row[name] for row in rows]
-
-    text_columns = {name: column(name) for name in compact.texts if name in given}
-    ids.add_texts(connection, {text for values in text_columns.values() for text in values})
-    cells: dict[str, list[Any]] = {
-        compact.texts[name]: [ids.texts[text] for text in values]
-        for name, values in text_columns.items()
+def _cells(connection: sa.Connection, ids: Ids, compact: _Compact, columns: Columns) -> Columns:
+    """Return the stored columns of rows, but for the ids of works and senders."""
+    if compact.table is scalar_rows and "value" in columns and "nonfinite" not in columns:
+        columns = columns | _split_values(columns["value"])
+    cells: Columns = {
+        stored: ids.of_texts(connection, columns[name])
+        for name, stored in compact.texts.items()
+        if name in columns
     }
-    cells |= _work_and_sender(connection, ids, compact, given, rows)
     if not compact.by_work:
-        cells |= _key_ids(connection, ids, compact, rows)
-    for name in compact.plain & given:
-        kind = compact.view.c[name].type
-        values = column(name)
-        if isinstance(kind, Flag):
-            values = [None if value is None else bool(value) for value in values]
-        elif isinstance(kind, StrictJson):
-            values = [None if value is None else dump_json(value) for value in values]
-        cells[name] = values
+        cells |= _key_ids(connection, ids, compact, columns)
+    for name, kind in compact.plain.items():
+        if name in columns:
+            cells[name] = statements.stored(connection.dialect, kind, columns[name])
     for name, (stored, base) in compact.after.items():
-        if name in given:
-            values = column(name)
-            cells[stored] = [
-                None if value is None else sub(value, from_)
-                for value, from_ in zip(values, column(base), strict=True)
-            ]
-    if "clock_offset" in given:
-        pairs = list(map(itemgetter(*_CLOCK), rows))
-        ids.add_clocks(connection, pairs)
-        cells["clock_id"] = [ids.clocks[pair] for pair in pairs]
+        if name in columns:
+            cells[stored] = _differences(columns[name], columns[base])
+    if "clock_offset" in columns:
+        cells["clock_id"] = ids.of_clocks(connection, _keys(columns, _CLOCK))
     for name in compact.shared_json:
-        if name in given:
-            cells[f"{name}_id"], cells[name] = _shared(connection, ids, column(name))
-    if "path" in given and compact.table is artifact_rows:
-        cells["path_id"], cells["path"] = _paths(connection, ids, rows)
+        if name in columns:
+            cells[f"{name}_id"], cells[name] = _shared(connection, ids, columns[name])
+    if "path" in columns and compact.table is artifact_rows:
+        cells["path_id"], cells["path"] = _paths(connection, ids, columns)
     if compact.ends:
-        ended = not given.isdisjoint(compact.ends)
-        values = column(next(iter(compact.ends))) if ended else []
-        cells["reserved"] = (
-            [_RESERVED if value is None else None for value in values]
-            if ended
-            else [_RESERVED] * count
-        )
+        cells["reserved"] = _reserved(compact, columns)
     return cells
 
 
+def _keys(columns: Columns, names: Sequence[str]) -> list[Key]:
+    """Return the values of some columns, by row."""
+    return list(zip(*(columns[name] for name in names), strict=True))
+
+
+def _count(columns: Columns) -> int:
+    return len(next(iter(columns.values())))
+
+
+def _split_values(values: Sequence[Any]) -> Columns:
+    """Return the columns `value` and `nonfinite` of scalars."""
+    if all(type(value) is float and math.isfinite(value) for value in values):
+        return {"nonfinite": [None] * len(values)}
+    split = [split_value(value) for value in values]
+    return columns_of(split[0], split)
+
+
+def _differences(values: Sequence[int | None], bases: Sequence[int]) -> list[int | None]:
+    return [
+        None if value is None else value - base for value, base in zip(values, bases, strict=True)
+    ]
+
+
+def _reserved(compact: _Compact, columns: Columns) -> Sequence[bytearray | None]:
+    """Return what a row reserves for its end: nothing where the end is given."""
+    ended = compact.ends & columns.keys()
+    if not ended:
+        return [_RESERVED] * _count(columns)
+    return [_RESERVED if value is None else None for value in columns[min(ended)]]
+
+
 def _work_and_sender(
-    connection: sa.Connection, ids: Ids, compact: _Compact, given: frozenset[str],
-    rows: Sequence[Row],
-) -> dict[str, list[Any]]:  # fmt: skip
-    known: dict[Key, int]
-    add: Callable[[sa.Connection, Collection[Key]], None]
-    known, add = (ids.works, ids.add_works)
-    if "work_key" not in compact.work:
-        known, add = (ids.places, ids.add_places)
-    works: list[Key] = (
-        list(map(itemgetter(*compact.work), rows))
-        if compact.work[0] in given
-        else [(None,) * len(compact.work)] * len(rows)
-    )
-    add(connection, dict.fromkeys(works))
-    senders: list[Key] = (
-        list(map(itemgetter(*_SENDER), rows))
-        if "rank" in given
-        else [(None,) * len(_SENDER)] * len(rows)
-    )
-    ids.add_senders(connection, dict.fromkeys(senders))
+    connection: sa.Connection, ids: Ids, compact: _Compact, columns: Columns
+) -> Columns:
+    """Return the ids of the works and the senders of rows."""
+    count = _count(columns)
+    by_key = "work_key" in compact.work
+    works: list[Key] = [(None,) * len(compact.work)] * count
+    if compact.work[0] in columns:
+        works = _keys(columns, compact.work)
+    senders: list[Key] = [(None,) * len(_SENDER)] * count
+    if "rank" in columns:
+        senders = _keys(columns, _SENDER)
+    of_works = ids.of_works if by_key else ids.of_places
     return {
-        "work_id": [known[key] for key in works],
-        "sender_id": [ids.senders[key] for key in senders],
-    }
+        "work_id": of_works(connection, works), "sender_id": ids.of_senders(connection, senders)
+    }  # fmt: skip
 
 
-def _key_ids(
-    connection: sa.Connection, ids: Ids, compact: _Compact, rows: Sequence[Row]
-) -> dict[str, list[Any]]:
+def _key_ids(connection: sa.Connection, ids: Ids, compact: _Compact, columns: Columns) -> Columns:
     """Return the key columns of rows whose key is not their work and sender."""
     if compact.table is payload_rows:
-        owners = [row["incarnation"] for row in rows]
-        ids.add_texts(connection, owners)
-        return {"owner_id": [ids.texts[name] for name in owners], "seq": [r["seq"] for r in rows]}
-    prefixes, owners = [row["prefix"] for row in rows], [row["owner"] for row in rows]
-    ids.add_texts(connection, {*prefixes, *owners})
+        owners = ids.of_texts(connection, columns["incarnation"])
+        return {"owner_id": owners, "seq": columns["seq"]}
+    owners = ids.of_texts(connection, columns["owner"])
     return {
-        "prefix_id": [ids.texts[prefix] for prefix in prefixes],
-        "owner_id": [NO_OWNER if name is None else ids.texts[name] for name in owners],
-        "number": [row["number"] for row in rows],
+        "prefix_id": ids.of_texts(connection, columns["prefix"]),
+        "owner_id": [NO_OWNER if owner is None else owner for owner in owners],
+        "number": columns["number"],
     }
 
 
@@ -376,24 +367,22 @@ def _split_artifact(artifact_id: str) -> dict[str, Any]:
 
 
 def _paths(
-    connection: sa.Connection, ids: Ids, rows: Sequence[Row]
-) -> tuple[list[int | None], list[str | None]]:
+    connection: sa.Connection, ids: Ids, columns: Columns
+) -> tuple[Sequence[int | None], Sequence[str | None]]:
     """Return (id of the common path, own path) of artifacts, one of which is None."""
+    paths, owners = columns["path"], columns["owner"]
     common: list[str | None] = []
-    for row in rows:
-        path, own = row["path"], f"{row['number']}~{row['owner']}"
+    for path, number, owner in zip(paths, columns["number"], owners, strict=True):
+        own = f"{number}~{owner}"
         marked = None if path is None or PATH_MARK in path else path.replace(own, PATH_MARK)
-        common.append(None if marked == path or row["owner"] is None else marked)
-    ids.add_texts(connection, common)
-    own_paths = [
-        row["path"] if text is None else None for row, text in zip(rows, common, strict=True)
-    ]
-    return [ids.texts[text] for text in common], own_paths
+        common.append(None if marked == path or owner is None else marked)
+    own_paths = [path if text is None else None for path, text in zip(paths, common, strict=True)]
+    return ids.of_texts(connection, common), own_paths
 
 
 def _shared(
     connection: sa.Connection, ids: Ids, values: Sequence[Any]
-) -> tuple[list[int | None], list[str | None]]:
+) -> tuple[Sequence[int | None], Sequence[str | None]]:
     """Return (id of the JSON, the JSON itself) of values, one of which is None."""
     documents = [None if value is None else dump_json(value) for value in values]
     counts = Counter(documents)
@@ -404,17 +393,16 @@ def _shared(
         and len(text) <= _JSON_MOST
         and (count > 1 or text in ids.texts or text in ids.seen)
     }
-    ids.add_texts(connection, shared)
     ids.seen.update(dict.fromkeys(text for text in counts if text is not None))
-    found = [ids.texts[text] if text in shared else None for text in documents]
+    found = ids.of_texts(connection, [text if text in shared else None for text in documents])
     return found, [None if text in shared else text for text in documents]
 
 
 # --- what is advanced with the rows ---------------------------------------------------------------
-def _advance_names(connection: sa.Connection, ids: Ids, rows: Sequence[Row]) -> None:
+def _advance_names(connection: sa.Connection, ids: Ids, columns: Columns) -> None:
     """Record the names of an attempt's scalars, and the last step of each."""
     last: dict[tuple[int, str], int | None] = {}
-    for attempt_id, name, step in set(map(itemgetter("attempt_id", "name", "step"), rows)):
+    for attempt_id, name, step in {*_keys(columns, ("attempt_id", "name", "step"))}:
         if attempt_id is None:
             continue
         key = (attempt_id, name)
@@ -429,19 +417,12 @@ def _advance_names(connection: sa.Connection, ids: Ids, rows: Sequence[Row]) -> 
     }
     if not new:
         return
-    insert = _insert(connection.dialect, scalar_names)
-    later = sa.or_(
-        scalar_names.c.last_step.is_(None), insert.excluded.last_step > scalar_names.c.last_step
-    )
-    statement = insert.on_conflict_do_update(
-        index_elements=["attempt_id", "name"],
-        set_={"last_step": insert.excluded.last_step},
-        where=later,
-    )
-    connection.execute(
-        statement,
-        [{"attempt_id": key[0], "name": key[1], "last_step": step} for key, step in new.items()],
-    )
+    names: Columns = {
+        "attempt_id": [key[0] for key in new],
+        "name": [key[1] for key in new],
+        "last_step": [*new.values()],
+    }
+    statements.upsert(connection, scalar_names, names, frozenset({"last_step"}), newer="last_step")
     ids.last_steps |= new
 
 
@@ -449,57 +430,19 @@ def _is_later(step: int | None, than: int | None) -> bool:
     return step is not None and (than is None or step > than)
 
 
-def _advance_begins(connection: sa.Connection, ids: Ids, rows: Sequence[Row]) -> None:
+def _advance_begins(connection: sa.Connection, ids: Ids, columns: Columns) -> None:
     """Record each attempt's training stage that began last."""
-    latest: dict[int, Row] = {}
-    for row in rows:
-        begun, attempt_id = row["begun_wall"], row["attempt_id"]
-        if begun is None or attempt_id is None or row["stage"] in (None, "rollout_generate"):
+    names = ("attempt_id", "begun_wall", "begin_wall", "step")
+    columns = {"begin_wall": [None] * _count(columns), **columns}
+    latest: dict[int, Key] = {}
+    known = ids.last_begun
+    for key, stage in zip(_keys(columns, names), columns["stage"], strict=True):
+        attempt_id, begun, *_ = key
+        if begun is None or attempt_id is None or stage in (None, "rollout_generate"):
             continue
-        known = latest[attempt_id]["begun_wall"] if attempt_id in latest else -float("inf")
-        if begun > max(known, ids.last_begun.get(attempt_id, -float("inf"))):
-            latest[attempt_id] = row
-    if not latest:
-        return
-    insert = _insert(connection.dialect, training_begins)
-    names = ("begun_wall", "begin_wall", "step")
-    statement = insert.on_conflict_do_update(
-        index_elements=["attempt_id"],
-        set_={name: insert.excluded[name] for name in names},
-        where=insert.excluded.begun_wall > training_begins.c.begun_wall,
-    )
-    values = [
-        {"attempt_id": attempt_id, **{name: row.get(name) for name in names}}
-        for attempt_id, row in latest.items()
-    ]
-    connection.execute(statement, values)
-    ids.last_begun |= {attempt_id: row["begun_wall"] for attempt_id, row in latest.items()}
-
-
-# --- statements -----------------------------------------------------------------------------------
-def _insert(dialect: sa.Dialect, table: sa.Table) -> Any:
-    # Both have the same methods; each compiles only for its own database.
-    return (postgresql.insert if dialect.name == "postgresql" else sqlite.insert)(table)
-
-
-class _Upsert:
-    """An upsert in one database's dialect, with the order of its parameters."""
-
-    def __init__(
-        self, dialect: sa.Dialect, table: sa.Table, columns: tuple[str, ...], sets: frozenset[str]
-    ) -> None:
-        insert = _insert(dialect, table)
-        keys = [column.name for column in table.primary_key]
-        chosen = {name: insert.excluded[name] for name in sorted(sets)}
-        statement = (
-            insert.on_conflict_do_update(index_elements=keys, set_=chosen)
-            if chosen
-            else insert.on_conflict_do_nothing(index_elements=keys)
-        )
-        compiled = statement.compile(dialect=dialect, column_keys=list(columns))
-        self.text = str(compiled)
-        self.is_positional = compiled.positional
-        self.order = tuple(compiled.positiontup or ()) if compiled.positional else columns
-
-
-_statement = functools.lru_cache(maxsize=1024)(_Upsert)
+        if attempt_id not in known or begun > known[attempt_id]:
+            latest[attempt_id], known[attempt_id] = key, begun
+    if latest:
+        begins = dict(zip(names, zip(*latest.values(), strict=True), strict=True))
+        sets = frozenset(names[1:])
+        statements.upsert(connection, training_begins, begins, sets, newer="begun_wall")

@@ -7,12 +7,13 @@ not in the catalogue.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from stagescope_service.store import statements
 from stagescope_service.store.tables.compact import KNOWN_TEXTS, clocks, senders, texts, works
 
 Key = tuple[Any, ...]
@@ -65,39 +66,54 @@ class Ids:
         if len(self.seen) > _MOST // 20:
             self.seen.clear()
 
+    # --- looking up ---------------------------------------------------------------------------
+    def of_texts(self, connection: sa.Connection, wanted: Sequence[str | None]) -> list[int | None]:
+        """Return the ids of texts; None is None."""
+        return _looked_up(connection, self.texts, wanted, self._add_texts)
+
+    def of_clocks(self, connection: sa.Connection, wanted: Sequence[Key]) -> list[int | None]:
+        """Return the ids of (offset, error); the same may have several."""
+        return _looked_up(connection, self.clocks, wanted, self._add_clocks)
+
+    def of_works(self, connection: sa.Connection, wanted: Sequence[Key]) -> list[int]:
+        """Return the ids of works."""
+        return _looked_up(connection, self.works, wanted, self._add_works)
+
+    def of_places(self, connection: sa.Connection, wanted: Sequence[Key]) -> list[int]:
+        """Return the ids of works of which the key is not known."""
+        return _looked_up(connection, self.places, wanted, self._add_places)
+
+    def of_senders(self, connection: sa.Connection, wanted: Sequence[Key]) -> list[int]:
+        """Return the ids of senders."""
+        return _looked_up(connection, self.senders, wanted, self._add_senders)
+
     # --- texts and clocks ---------------------------------------------------------------------
-    def add_texts(self, connection: sa.Connection, wanted: Collection[str | None]) -> None:
-        """Make sure that `texts` has these."""
+    def _add_texts(self, connection: sa.Connection, wanted: Iterable[str | None]) -> None:
         missing = sorted({text for text in wanted if text is not None} - self.texts.keys())
         for chunk in _chunks(missing):
-            query = sa.select(texts.c.text, texts.c.text_id).where(texts.c.text.in_(chunk))
-            self.texts.update((row[0], row[1]) for row in connection.execute(query))
-        new = [text for text in missing if text not in self.texts]
-        self.texts.update(self._insert(connection, texts, "text_id", [(text,) for text in new]))
+            found = connection.execute(_OF_TEXTS, {"chosen": chunk})
+            self.texts.update((row[0], row[1]) for row in found)
+        new = [(text,) for text in missing if text not in self.texts]
+        for (text,), text_id in self._insert(connection, texts, "text_id", new):
+            self.texts[text] = text_id
 
-    def add_clocks(self, connection: sa.Connection, wanted: Iterable[Key]) -> None:
-        """Make sure that `clocks` has these offsets and errors; the same may have several ids."""
+    def _add_clocks(self, connection: sa.Connection, wanted: Iterable[Key]) -> None:
         new = [key for key in dict.fromkeys(wanted) if key not in self.clocks]
         self.clocks.update(self._insert(connection, clocks, "clock_id", new))
 
     # --- works --------------------------------------------------------------------------------
-    def add_works(self, connection: sa.Connection, wanted: Collection[Key]) -> None:
-        """Make sure that `works` has these."""
-        missing = [key for key in wanted if key not in self.works]
-        if not missing:
-            return
+    def _add_works(self, connection: sa.Connection, wanted: Iterable[Key]) -> None:
+        missing = [key for key in dict.fromkeys(wanted) if key not in self.works]
         unread = {key[-1] for key in missing if key[-1] is not None} - self.works_of_key.keys()
         for chunk in _chunks(sorted(unread)):
             self.works_of_key |= {work_key: [] for work_key in chunk}
-            query = sa.select(works).where(works.c.work_key.in_(chunk))
-            for row in connection.execute(query):
+            for row in connection.execute(_OF_WORK_KEYS, {"chosen": chunk}):
                 self._found_work(row[0], tuple(row[1:]))
         self._read_steps(connection, [key for key in missing if key[-1] is None])
         self._new_works(connection, [key for key in missing if key not in self.works])
 
-    def add_places(self, connection: sa.Connection, wanted: Collection[Key]) -> None:
-        """Make sure that `places` has these."""
-        missing = [key for key in wanted if key not in self.places]
+    def _add_places(self, connection: sa.Connection, wanted: Iterable[Key]) -> None:
+        missing = [key for key in dict.fromkeys(wanted) if key not in self.places]
         self._read_steps(connection, missing)
         self._new_works(connection, [(*key, None) for key in missing if key not in self.places])
 
@@ -113,7 +129,7 @@ class Ids:
                     self.works[key] = row[0]
 
     def _new_works(self, connection: sa.Connection, keys: Sequence[Key]) -> None:
-        for key, work_id in self._insert(connection, works, "work_id", keys, one=False):
+        for key, work_id in self._insert(connection, works, "work_id", keys):
             self._found_work(work_id, key)
 
     def _found_work(self, work_id: int, key: Key) -> None:
@@ -122,11 +138,8 @@ class Ids:
             self.works_of_key.setdefault(key[-1], []).append(Owned(work_id, key[0]))
 
     # --- senders ------------------------------------------------------------------------------
-    def add_senders(self, connection: sa.Connection, wanted: Collection[Key]) -> None:
-        """Make sure that `senders` has these."""
-        missing = [key for key in wanted if key not in self.senders]
-        if not missing:
-            return
+    def _add_senders(self, connection: sa.Connection, wanted: Iterable[Key]) -> None:
+        missing = [key for key in dict.fromkeys(wanted) if key not in self.senders]
         unread = {key[0] for key in missing} - self.senders_of.keys()
         for chunk in _chunks(sorted(name for name in unread if name is not None)):
             self._read_senders(connection, senders.c.incarnation.in_(chunk))
@@ -134,7 +147,7 @@ class Ids:
             self._read_senders(connection, senders.c.incarnation.is_(None))
         self.senders_of |= {name: [] for name in unread if name not in self.senders_of}
         new = [key for key in missing if key not in self.senders]
-        for key, sender_id in self._insert(connection, senders, "sender_id", new, one=False):
+        for key, sender_id in self._insert(connection, senders, "sender_id", new):
             self._found_sender(sender_id, key)
 
     def _read_senders(self, connection: sa.Connection, which: sa.ColumnElement[bool]) -> None:
@@ -152,10 +165,8 @@ class Ids:
         table: sa.Table,
         id_name: str,
         keys: Sequence[Key],
-        *,
-        one: bool = True,
-    ) -> list[tuple[Any, int]]:
-        """Insert rows; return each key (of `one` column: its value) with its new id."""
+    ) -> list[tuple[Key, int]]:
+        """Insert rows; return each key with its new id."""
         if not keys:
             return []
         if id_name not in self._next:
@@ -163,15 +174,38 @@ class Ids:
             self._next[id_name] = 1 if newest is None else newest + 1
         first = self._next[id_name]
         self._next[id_name] += len(keys)
+        new_ids = range(first, first + len(keys))
         names = [column.name for column in table.columns if column.name != id_name]
-        rows = [
-            {id_name: first + at, **dict(zip(names, key, strict=True))}
-            for at, key in enumerate(keys)
-        ]
-        connection.execute(sa.insert(table), rows)
-        return [
-            (key[0] if one and len(key) == 1 else key, first + at) for at, key in enumerate(keys)
-        ]
+        values = dict(zip(names, zip(*keys, strict=True), strict=True))
+        statements.insert(connection, table, {id_name: new_ids, **values})
+        return list(zip(keys, new_ids, strict=True))
+
+
+_Known = TypeVar("_Known")
+_Id = TypeVar("_Id", int, "int | None")
+
+
+def _looked_up(
+    connection: sa.Connection,
+    known: Mapping[_Known, _Id],
+    wanted: Sequence[_Known],
+    add: Callable[[sa.Connection, Iterable[_Known]], None],
+) -> list[_Id]:
+    """Return the ids of what is wanted; what is not known yet is added."""
+    find = known.__getitem__
+    try:
+        return list(map(find, wanted))
+    except KeyError:
+        add(connection, wanted)
+    return list(map(find, wanted))
+
+
+def _choose(column: sa.Column[Any], *columns: Any) -> sa.Select[Any]:
+    return sa.select(*columns).where(column.in_(sa.bindparam("chosen", expanding=True)))
+
+
+_OF_TEXTS: Final = _choose(texts.c.text, texts.c.text, texts.c.text_id)
+_OF_WORK_KEYS: Final = _choose(works.c.work_key, works)
 
 
 def _chunks(values: Sequence[Any]) -> Iterable[list[Any]]:

@@ -23,7 +23,7 @@ from stagescope_service.store import connect, migrate
 from stagescope_service.store.contract import Health, Snapshot, Write
 from stagescope_service.store.ids import Ids
 from stagescope_service.store.snapshot import read_snapshot
-from stagescope_service.store.upsert import Batch, check
+from stagescope_service.store.upsert import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,6 @@ class SqlStore:
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()  # cancelling the wait must not cancel the write
-        try:
-            for put in puts:
-                check(put)
-        except StoreError as error:
-            future.set_exception(error)
-            return future
         with self._changed:
             if not self._closed:
                 self._queue.append(_Submission(puts, future))
@@ -210,6 +204,8 @@ class SqlStore:
             self._ids.clear()
             if connect.is_transient(error):
                 raise
+            if isinstance(error, StoreError):
+                return error
             cause = getattr(error, "orig", None) or error
             tables = ", ".join(sorted({write.table for write in one.writes}))
             logger.error("The catalogue refused rows of %s: %s", tables, cause)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any, Final
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from stagescope.wire.errors import StoreError
-from stagescope_service.store import compact
-from stagescope_service.store.columns import Flag, StrictJson, dump_json, nonfinite_name
+from stagescope_service.store import compact, statements
 from stagescope_service.store.contract import Delete, Put, RemoveRows, Write
 from stagescope_service.store.ids import Ids
+from stagescope_service.store.statements import columns_of
 from stagescope_service.store.tables import TABLES
 
 _COLUMNS: Final = {name: frozenset(table.columns.keys()) for name, table in TABLES.items()}
 _KEYS: Final = {
     name: tuple(column.name for column in table.primary_key) for name, table in TABLES.items()
 }
-_GET_KEY: Final = {name: itemgetter(*key) for name, key in _KEYS.items()}
 _NUMBERED: Final = frozenset({"audit"})
 """Tables whose keys the database generates: rows are inserted, never merged."""
+
+
+def _key_getter(name: str) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    if name in _NUMBERED:
+        return lambda row: (id(row),)
+    first, *others = _KEYS[name]
+    return itemgetter(first, *others) if others else lambda row: (row[first],)
+
+
+_GET_KEY: Final = {name: _key_getter(name) for name in TABLES}
 
 
 def check(write: Write) -> None:
@@ -60,25 +67,37 @@ class Batch:
     Rows of one key become one row, later columns replacing earlier ones, as if upserted one after
     the other. A delete separates the writes to its table before it from those after it; tables
     are independent of each other. The removal of a step's rows separates all writes.
+
+    Raises:
+        StoreError: a write that no database would accept; also by `execute`.
     """
 
     def __init__(self, writes: Iterable[Write]) -> None:
         tables: dict[str, list[dict[Any, Mapping[str, Any]] | list[Delete]]] = {}
+        merging: dict[str, dict[Any, Mapping[str, Any]]] = {}
+        """The rows since the last delete, by table and key."""
         self._parts: list[Any] = [tables]
         for write in writes:
-            if isinstance(write, RemoveRows):
-                tables = {}
-                self._parts += [write, tables]
+            if type(write) is Put:
+                name, row = write
+                rows = merging.get(name)
+                if rows is None:
+                    rows = merging[name] = {}
+                    tables.setdefault(name, []).append(rows)
+                key = _key_of(write)
+                before = rows.get(key)
+                rows[key] = row if before is None else {**before, **row}
                 continue
-            phases = tables.setdefault(write.table, [])
-            if isinstance(write, Put):
-                if not phases or not isinstance(phases[-1], dict):
-                    phases.append({})
-                _merge(phases[-1], write.table, write.row)
-            elif phases and isinstance(phases[-1], list):
+            check(write)
+            if isinstance(write, RemoveRows):
+                tables, merging = {}, {}
+                self._parts += [write, tables]
+            elif isinstance(write, Delete):
+                merging.pop(write.table, None)
+                phases = tables.setdefault(write.table, [])
+                if not phases or not isinstance(phases[-1], list):
+                    phases.append([])
                 phases[-1].append(write)
-            else:
-                phases.append([write])
 
     def execute(self, connection: sa.Connection, ids: Ids | None = None) -> None:
         """Run the statements; errors of the database propagate.
@@ -101,15 +120,16 @@ class Batch:
                         _put(connection, ids, name, phase)
 
 
-def _merge(rows: Any, name: str, row: Mapping[str, Any]) -> None:
-    if name in _NUMBERED:
-        rows[len(rows)] = row
-        return
-    if name == "scalars" and "value" in row:
-        row = {**row, **split_value(row["value"])}
-    key = _GET_KEY[name](row)
-    before = rows.get(key)
-    rows[key] = row if before is None else {**before, **row}
+def _key_of(put: Put) -> Any:
+    name, row = put
+    try:
+        key = _GET_KEY[name](row)
+    except KeyError:
+        check(put)
+        raise
+    if None in key:
+        check(put)
+    return key
 
 
 def _put(
@@ -118,12 +138,20 @@ def _put(
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows.values():
         groups.setdefault(tuple(row), []).append(row)
-    for columns, group in groups.items():
+    for names, group in groups.items():
+        check(Put(name, group[0]))
         if name in compact.COMPACT_VIEWS:
-            compact.write(connection, ids, name, columns, group)
+            compact.write(connection, ids, name, names, group)
             continue
-        statement = _statement(connection.dialect, name, columns)
-        connection.exec_driver_sql(statement.text, statement.parameters(group))
+        table, columns = TABLES[name], columns_of(names, group)
+        for column in names:
+            kind = table.columns[column].type
+            columns[column] = statements.stored(connection.dialect, kind, columns[column])
+        if name in _NUMBERED:
+            statements.insert(connection, table, columns)
+        else:
+            sets = frozenset(names).difference(_KEYS[name])
+            statements.upsert(connection, table, columns, sets)
 
 
 def _delete(connection: sa.Connection, name: str, deletes: Iterable[Delete]) -> None:
@@ -174,65 +202,3 @@ def _remove(connection: sa.Connection, ids: Ids, one: RemoveRows) -> None:
         left -= connection.execute(statement).rowcount
     if left > 0:
         compact.remove_works(connection, ids, one.attempt_id, one.step)
-
-
-def split_value(value: float | None) -> dict[str, Any]:
-    """Return the columns `value` and `nonfinite` of a scalar."""
-    if value is None:
-        return {"value": None, "nonfinite": None}
-    value = float(value)  # database drivers do not accept numpy scalars as floats
-    name = nonfinite_name(value)
-    return {"value": None if name else value, "nonfinite": name}
-
-
-class _Statement:
-    """An upsert in one database's dialect, with a fast conversion of rows to parameters.
-
-    SQLAlchemy's executemany processes every value of every row in Python, which costs as much as
-    SQLite's work; here only JSON and flags are converted, and STRICT tables check the rest.
-    """
-
-    def __init__(self, dialect: sa.Dialect, name: str, columns: tuple[str, ...]) -> None:
-        compiled = _upsert(dialect.name, name, columns).compile(
-            dialect=dialect, column_keys=list(columns)
-        )
-        self.text = str(compiled)
-        self._names = tuple(compiled.positiontup or ()) if compiled.positional else None
-        self._converters = {
-            column.name: dump_json if isinstance(column.type, StrictJson) else bool
-            for column in TABLES[name].columns
-            if column.name in columns and isinstance(column.type, StrictJson | Flag)
-        }
-
-    def parameters(self, rows: list[Mapping[str, Any]]) -> list[Any]:
-        """Return the parameters for the driver's executemany."""
-        if self._converters:
-            rows = [self._convert(row) for row in rows]
-        if self._names is None:
-            return rows
-        if len(self._names) == 1:
-            return [(row[self._names[0]],) for row in rows]
-        return list(map(itemgetter(*self._names), rows))
-
-    def _convert(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        changed = dict(row)
-        for name, convert in self._converters.items():
-            if changed[name] is not None:
-                changed[name] = convert(changed[name])
-        return changed
-
-
-_statement = functools.lru_cache(maxsize=1024)(_Statement)
-
-
-def _upsert(dialect: str, name: str, columns: Iterable[str]) -> sa.Insert:
-    if name in _NUMBERED:
-        return sa.insert(TABLES[name])
-    # Both have the same methods; each compiles only for its own database.
-    insert = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(TABLES[name])
-    others = sorted(set(columns) - set(_KEYS[name]))
-    if not others:
-        return insert.on_conflict_do_nothing(index_elements=_KEYS[name])
-    return insert.on_conflict_do_update(
-        index_elements=_KEYS[name], set_={other: insert.excluded[other] for other in others}
-    )

@@ -24,7 +24,7 @@ from tests.support.stores import rows_of, url_of, write
 from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.store import connect, migrate
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.columns import Flag, StrictJson
+from stagescope_service.store.columns import Flag, StrictJson, split_value
 from stagescope_service.store.compact import COMPACT_VIEWS
 from stagescope_service.store.contract import Delete, Put, RemoveRows, Write
 from stagescope_service.store.ids import Ids
@@ -32,7 +32,7 @@ from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
 from stagescope_service.store.tables.declare import views
-from stagescope_service.store.upsert import Batch, split_value
+from stagescope_service.store.upsert import Batch
 
 _INTS = st.none() | st.integers(0, 3) | st.just(1 << 61)
 _REALS = st.none() | st.floats() | st.just(1.8e9 + 1 / 3)

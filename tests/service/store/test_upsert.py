@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.support.stores import url_of
 
 from stagescope.wire.errors import StoreError
-from stagescope_service.store import connect, migrate
+from stagescope_service.store import connect, migrate, statements
 from stagescope_service.store.contract import Delete, Put, Write
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.tables import TABLES
-from stagescope_service.store.upsert import Batch, _upsert, check
+from stagescope_service.store.upsert import Batch, check
 
 _KEYS = st.fixed_dictionaries(
     {
@@ -126,13 +126,17 @@ def test_what_no_database_could_take_is_refused(write: Write, message: str) -> N
 
 
 def test_upserts_compile_for_postgresql() -> None:
-    statement = _upsert("postgresql", "runs", ("run", "settings"))
-    text = str(statement.compile(dialect=sa.engine.make_url("postgresql://").get_dialect()()))
-    assert "ON CONFLICT (run) DO UPDATE SET settings = excluded.settings" in text
-    key_alone = _upsert("postgresql", "runs", ("run",))
-    assert "DO NOTHING" in str(
-        key_alone.compile(dialect=sa.engine.make_url("postgresql://").get_dialect()())
-    )
+    dialect = sa.engine.make_url("postgresql://").get_dialect()()
+
+    def text(*sets: str, nulls: frozenset[str] = frozenset()) -> str:
+        conflict = statements._Conflict(frozenset(sets), None)
+        made = statements._Statement(dialect, TABLES["runs"], ("run", *sets), conflict, nulls)
+        assert {*made.order} == {"run", *sets} - nulls
+        return made.text
+
+    assert "ON CONFLICT (run) DO UPDATE SET settings = excluded.settings" in text("settings")
+    assert "NULL" in text("settings", nulls=frozenset({"settings"}))
+    assert "DO NOTHING" in text()
 
 
 def test_a_catalogue_needs_no_parent_directory(tmp_path: Path) -> None:

@@ -352,7 +352,7 @@ def write_index(directory: Path, locations: Mapping[str, Location]) -> None:
     """
     files = {
         name: {"step": location.step, "stage": location.stage, "role": location.role,
-               "rank": location.rank, "part": [*dataclasses.astuple(location.part)]}
+               "rank": location.rank, "part": [*location.part]}
         for name, location in sorted(locations.items())
     }  # fmt: skip
     path = directory / INDEX_NAME

@@ -1,0 +1,117 @@
+"""INSERTs and upserts, compiled once for a database and executed by its driver on whole columns.
+
+SQLAlchemy's executemany processes every value of every row in Python, which costs as much as
+SQLite's work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from stagescope_service.store.columns import Flag, StrictJson, dump_json
+
+Columns: TypeAlias = dict[str, Sequence[Any]]
+"""Name -> the value in each row; all of one length, not empty."""
+
+
+def columns_of(names: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> Columns:
+    """Return the columns of rows that all have the same names, in the same order."""
+    values = zip(*[row.values() for row in rows], strict=True)
+    return dict(zip(names, values, strict=True))
+
+
+def stored(dialect: sa.Dialect, kind: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Return the values of a column as the driver takes them: JSON as text, flags."""
+    if isinstance(kind, Flag):
+        # SQLite's driver looks for an adapter of each bool, which takes longer than the rest of it.
+        flag = int if dialect.name == "sqlite" else bool
+        return [None if value is None else flag(bool(value)) for value in values]
+    if isinstance(kind, StrictJson):
+        return [None if value is None else dump_json(value) for value in values]
+    return values
+
+
+def insert(connection: sa.Connection, table: sa.Table, columns: Columns) -> None:
+    """Insert rows."""
+    _execute(connection, table, columns, None)
+
+
+def upsert(
+    connection: sa.Connection,
+    table: sa.Table,
+    columns: Columns,
+    sets: frozenset[str],
+    *,
+    newer: str | None = None,
+) -> None:
+    """Insert rows; of those whose key is there, set the columns `sets`.
+
+    With `newer` only where the value of that column is greater than the stored one.
+    """
+    _execute(connection, table, columns, _Conflict(sets, newer))
+
+
+class _Conflict(NamedTuple):
+    """What an upsert does where the key is there."""
+
+    sets: frozenset[str]
+    newer: str | None
+
+    def added_to(self, insert: Any, table: sa.Table) -> Any:
+        keys = [column.name for column in table.primary_key]
+        if not self.sets:
+            return insert.on_conflict_do_nothing(index_elements=keys)
+        where = None
+        if self.newer is not None:
+            stored, given = table.c[self.newer], insert.excluded[self.newer]
+            where = sa.or_(stored.is_(None), given > stored)
+        chosen = {name: insert.excluded[name] for name in sorted(self.sets)}
+        return insert.on_conflict_do_update(index_elements=keys, set_=chosen, where=where)
+
+
+def _execute(
+    connection: sa.Connection, table: sa.Table, columns: Columns, conflict: _Conflict | None
+) -> None:
+    # For None, too, SQLite's driver looks for an adapter: a column without values is a literal.
+    nulls = frozenset(
+        name
+        for name, values in columns.items()
+        if values[0] is None and values.count(None) == len(values)
+    )
+    statement = _statement(connection.dialect, table, tuple(columns), conflict, nulls)
+    rows = zip(*(columns[name] for name in statement.order), strict=True)
+    if statement.is_positional:
+        connection.exec_driver_sql(statement.text, list(rows))
+    else:
+        named = [dict(zip(statement.order, row, strict=True)) for row in rows]
+        connection.exec_driver_sql(statement.text, named)
+
+
+class _Statement:
+    """An INSERT or an upsert in one database's dialect, with the order of its parameters."""
+
+    def __init__(
+        self,
+        dialect: sa.Dialect,
+        table: sa.Table,
+        names: tuple[str, ...],
+        conflict: _Conflict | None,
+        nulls: frozenset[str],
+    ) -> None:
+        # Both have the same methods; each compiles only for its own database.
+        made: Any = (postgresql.insert if dialect.name == "postgresql" else sqlite.insert)(table)
+        made = made.values({name: sa.null() for name in nulls}) if nulls else made
+        made = made if conflict is None else conflict.added_to(made, table)
+        given = [name for name in names if name not in nulls]
+        compiled = made.compile(dialect=dialect, column_keys=given)
+        self.text = str(compiled)
+        self.is_positional = bool(compiled.positional)
+        self.order = tuple(compiled.positiontup or ()) if compiled.positional else tuple(given)
+
+
+_statement = functools.lru_cache(maxsize=1024)(_Statement)
