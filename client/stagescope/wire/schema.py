@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from stagescope.wire.errors import InvalidEvent, InvalidInput
 from stagescope.wire.nonfinite import Json, JsonObject
@@ -328,6 +328,15 @@ class Event:
         return cls(kind, seq, float(wall), float(mono), fields)
 
 
+class PartColumns(TypedDict):
+    """The columns of a row that name a part; null where it has none."""
+
+    occurrence: int | None
+    epoch: int | None
+    minibatch: int | None
+    microbatch: int | None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Part:
     """A part of a stage: (occurrence, epoch, minibatch, microbatch), each from 0."""
@@ -336,6 +345,13 @@ class Part:
     epoch: int = 0
     minibatch: int = 0
     microbatch: int = 0
+
+    @classmethod
+    def of_columns(cls, row: PartColumns) -> Part:
+        """Return the part that a row names."""
+        return cls(
+            row["occurrence"] or 0, row["epoch"] or 0, row["minibatch"] or 0, row["microbatch"] or 0
+        )
 
     def __str__(self) -> str:
         return f"{self.occurrence}.{self.epoch}.{self.minibatch}.{self.microbatch}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final, TypedDict
+
+from typing_extensions import Required
 
 from stagescope.advice import of_run
 from stagescope.wire.errors import StagescopeError
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.instructions import Put
 
@@ -23,6 +25,27 @@ BEGUN_AGAIN: Final = "step_begun_again"
 """Of a rank's stage: its process began the step again within the attempt; both goes count."""
 
 
+class FindingLocation(TypedDict, total=False):
+    """The arguments of `finding` that say what it is about, and when it was seen."""
+
+    run: Required[str | None]
+    attempt_id: Required[int | None]
+    wall: Required[float]
+    step: int | None
+    stage: str | None
+    role: str | None
+    rank: int | None
+
+
+class FindingText(TypedDict, total=False):
+    """The arguments of `finding` that say what is wrong."""
+
+    message: Required[str]
+    evidence: JsonObject
+    advice: str
+    severity: str
+
+
 def moved(put: Put, attempt_id: int) -> Put:
     """Return a copy of a finding for another attempt of the same run."""
     is_one_of_several = put.row["finding_id"] != _finding_id(put.row)
@@ -37,7 +60,7 @@ def by_message(put: Put) -> Put:
     return Put("findings", {**put.row, "finding_id": finding_id})
 
 
-def _finding_id(row: Mapping[str, Any]) -> str:
+def _finding_id(row: JsonObject) -> str:
     return row_id(*(row[name] for name in _IDENTITY))
 
 
@@ -48,7 +71,7 @@ def finding(
     kind: str,
     message: str,
     *,
-    run: str,
+    run: str | None,
     attempt_id: int | None,
     wall: float,
     advice: str = "",
@@ -57,7 +80,7 @@ def finding(
     stage: str | None = None,
     role: str | None = None,
     rank: int | None = None,
-    evidence: Mapping[str, Any] | None = None,
+    evidence: JsonObject | None = None,
 ) -> Put:
     """Return a finding; one kind about one subject is one finding, however often it occurs."""
     row = {
@@ -71,7 +94,7 @@ def finding(
         "severity": severity,
         "message": message,
         "evidence": dict(evidence or {}),
-        "advice": of_run(advice, run),
+        "advice": advice if run is None else of_run(advice, run),
         "first_wall": wall,
         "last_wall": wall,
     }
