@@ -99,7 +99,9 @@ def comparison(ranks: int, tensors: int, repeats: int) -> str:
         wrong = {7: 1} if (side, rank) == ("rollout", 1) else {}
         sums = [wrong.get(at, at * 977) for at in range(tensors)]
         layout = {"dp_rank": rank}
-        return WeightRecord(side, rank, side, "exchanged", 1, 1, (0.0,), entries, sums, layout)
+        return WeightRecord(
+            side, rank, side, "exchanged", 1, 1, (0.0, "i", 1), entries, sums, layout
+        )
 
     records = [record(side, rank) for side in ("trainer", "rollout") for rank in range(ranks)]
     took = seconds(lambda: (compare(records), odd_replicas(records)), repeats)

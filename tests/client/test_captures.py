@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from stagescope.wire.captures import CAPTURE_FIELDS, matches, validate_capture
 from stagescope.wire.errors import Forbidden, InvalidPlan, StagescopeError
-from stagescope.wire.nonfinite import Json
+from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.plan import CaptureSpec
 
 SPEC: dict[str, Json] = {"stages": ["actor_update"], "steps": [5], "keep": ["old_log_probs"]}
 
 
-def valid(roots: tuple[str, ...] = (), **changes: Json) -> dict[str, Json]:
+def valid(roots: tuple[str, ...] = (), **changes: Json) -> CaptureSpec:
     return validate_capture({**SPEC, **changes}, allowed_roots=roots)
 
 
@@ -80,7 +81,7 @@ def test_a_wrong_request_names_the_field(change: dict[str, Json], field: str) ->
     ids=str,
 )  # fmt: skip
 def test_shorthands(given: dict[str, Json], expected_spec: dict[str, Json]) -> None:
-    found = valid(**given)
+    found: JsonObject = valid(**given)
     assert {name: found[name] for name in expected_spec} == expected_spec
     kept = {name: value for name, value in found.items() if name in CAPTURE_FIELDS}
     assert validate_capture(kept, allowed_roots=()) == found

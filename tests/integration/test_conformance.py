@@ -242,7 +242,7 @@ def test_samples_without_a_rollout_are_said(live: Service) -> None:
 
     asyncio.run(run())
     there = training.samples(1)[::2]
-    whole = StepSummary.from_bytes(live.catalogue.step(attempt_of(live, 1), 1)["whole"])  # type: ignore[index]
+    whole = whole_of(live, 1)
     assert_whole(whole.summary, summarise(whole_batch(there, training.version(1))))
     (found,) = live.catalogue.findings(run=RUN, kind="rollout_not_joined")
     lost = {s.uid for s in training.samples(1)[1::2]}

@@ -26,6 +26,7 @@ from stagescope_service.statistics import StepSummary
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import part_key
 from stagescope_service.store.sql import SqlStore
+from stagescope_service.store.tables import StepRow
 
 MEASURED = "actor_compute_log_prob"
 LEASE = 45.0
@@ -282,7 +283,7 @@ class World:
                     found.append(f"{where}, {row['completeness']}: {problem}; {self.log}")
         return found
 
-    def _problem(self, row: dict[str, Any], processes: set[str]) -> str | None:
+    def _problem(self, row: StepRow, processes: set[str]) -> str | None:
         if row["closed_wall"] is None:
             return "is open"
         payloads = {
@@ -305,7 +306,7 @@ class World:
         return self._unsaid(row, payloads, counted, lost & sent)
 
     def _unsaid(
-        self, row: dict[str, Any], payloads: dict[str, str], counted: set[str], lost: set[str]
+        self, row: StepRow, payloads: dict[str, str], counted: set[str], lost: set[str]
     ) -> str | None:
         """Return what the step's answers do not say of payloads that are not in its numbers."""
         location = (row["attempt_id"], row["step"])
@@ -321,7 +322,7 @@ class World:
             else None
         )
 
-    def _losses(self, row: dict[str, Any]) -> set[str]:
+    def _losses(self, row: StepRow) -> set[str]:
         listed = {
             each["loss_id"]
             for each in self.catalogue.losses(attempt_id=row["attempt_id"], step=row["step"])

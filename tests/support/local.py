@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.effects import Effects
 from stagescope_service.core.instructions import (
     Aggregate,
+    AnnouncedDump,
     IngestJob,
     Instruction,
     PayloadKey,
@@ -75,7 +76,7 @@ class NodeIngestors(LocalIngestors):
         assert outcome.state == "ingested", outcome
         return outcome
 
-    async def build_operator_table(self, node_id: str | None, job: Mapping[str, Any]) -> list[Put]:
+    async def build_operator_table(self, node_id: str | None, job: AnnouncedDump) -> list[Put]:
         if self.before_building:
             self.before_building.pop(0)()
         return await super().build_operator_table(node_id, job)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+
+from stagescope_service.core.instructions import IngestJob
+
+
+def ingest_job(**changes: Any) -> IngestJob:
+    """The job of a payload of rank 0 in step 5, with other fields as in `changes`."""
+    job: IngestJob = {
+        "run": "r", "attempt_id": 1, "attempt_key": "k", "role": "actor", "rank": 0,
+        "data_rank": None, "step": 5, "policy_version": None, "stage": "actor_compute_log_prob",
+        "occurrence": 0, "epoch": 0, "minibatch": 0, "microbatch": 0, "layout": {},
+    }  # fmt: skip
+    return cast("IngestJob", {**job, **changes})
 
 
 def payload(

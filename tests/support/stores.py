@@ -100,7 +100,7 @@ def rows_of(store: SqlStore, table: str) -> list[dict[str, Any]]:
     """All rows of a table, read on the store's own reader."""
     assert store._reader is not None
     with store._reader.begin() as connection:
-        return rows(connection, TABLES[table].select())
+        return rows(dict, connection, TABLES[table].select())
 
 
 def keyed(rows: Iterable[dict[str, Any]], *key: str) -> dict[Any, dict[str, Any]]:

@@ -102,37 +102,38 @@ class Rows:
             return row["status"] in ("open", None) or (quiet and row["attempt_id"] in live)
 
         unread = {row["incarnation"] for row in self.of("payloads", state="announced")}
-        return Snapshot(
-            runs=self.of("runs"),
-            attempts=attempts,
-            processes=[
+        found: dict[str, Any] = {
+            "runs": self.of("runs"),
+            "attempts": attempts,
+            "processes": [
                 row
                 for row in self.of("processes")
                 if (row["finished_wall"] is None and row["lapsed_wall"] is None)
                 or row["attempt_id"] in live
                 or row["incarnation"] in unread
             ],
-            steps=chosen,
-            stages=[row for row in self.of("stages") if is_open(row) or kept(row)],
-            payloads=[
+            "steps": chosen,
+            "stages": [row for row in self.of("stages") if is_open(row) or kept(row)],
+            "payloads": [
                 row for row in self.of("payloads") if row["state"] == "announced" or kept(row)
             ],
-            captures=[],
-            findings=[
+            "captures": [],
+            "findings": [
                 row
                 for row in self.of("findings")
                 if row["attempt_id"] is None or row["attempt_id"] in newest_ids
             ],
-            last_attempt_id=max((row["attempt_id"] for row in attempts), default=0),
-            last_revision=0,
-            meta={},
-            armed=self.of("dumps", state="armed"),
-            undigested=[
+            "last_attempt_id": max((row["attempt_id"] for row in attempts), default=0),
+            "last_revision": 0,
+            "meta": {},
+            "armed": self.of("dumps", state="armed"),
+            "undigested": [
                 row
                 for row in self.of("operators")
                 if row["mark"] is not None and row["digested_mark"] != row["mark"]
             ],
-        )
+        }
+        return Snapshot(**found)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

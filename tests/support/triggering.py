@@ -24,6 +24,8 @@ from stagescope_service.coordinator.trigger_watch import Triggers
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
+from stagescope_service.store.tables import FindingRow, FiringRow
+from stagescope_service.store.tables.findings import FiredActions
 from stagescope_service.triggers.rules import Rules
 
 STAGE = "actor_compute_log_prob"
@@ -238,20 +240,26 @@ class Bench:
             if row["withdrawn_wall"] is None
         )
 
-    def firing(self, step: int, name: str = "mean") -> dict[str, Any]:
+    def firing(self, step: int, name: str = "mean") -> FiringRow:
         """The one firing of a rule at a step."""
         (row,) = self.catalogue.firings(run="r", step=step, rule=name)
         return row
 
-    def firing_of(self, attempt_id: int, step: int, name: str) -> dict[str, Any]:
+    def actions(self, step: int, name: str = "mean") -> FiredActions:
+        """What came of the actions of a rule's one firing at a step."""
+        actions = self.firing(step, name)["actions"]
+        assert actions is not None
+        return actions
+
+    def firing_of(self, attempt_id: int, step: int, name: str) -> FiringRow:
         """The firing of a rule at a step of an attempt."""
         (row,) = self.catalogue.firings(attempt_id=attempt_id, step=step, rule=name)
         return row
 
-    def findings(self, kind: str) -> list[dict[str, Any]]:
+    def findings(self, kind: str) -> list[FindingRow]:
         """Findings of a kind, by step."""
         found = self.catalogue.findings(run="r", kind=kind)
-        return sorted(found, key=lambda row: row["step"])
+        return sorted(found, key=lambda row: row["step"] or 0)
 
 
 @dataclasses.dataclass

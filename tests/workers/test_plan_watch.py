@@ -9,19 +9,22 @@ from typing import Any
 import pytest
 import yaml
 from tests.support.coordinators import FakeCoordinator, wait_for
+from tests.support.dumps import capture_request
 
 from stagescope.wire.errors import InvalidPlan
+from stagescope.wire.plan import CaptureRequest
 from stagescope_workers.probe.plan import PlanWatch, read_plan
 from stagescope_workers.probe.probe import Probe
 
 CONFIG = {"task": "statistics", "level": "L1"}
 
 
-def capture(**changes: Any) -> dict[str, Any]:
-    return {
+def capture(**changes: Any) -> CaptureRequest:
+    base: dict[str, object] = {
         "capture_id": "c", "run": None, "stages": "all", "roles": None, "ranks": "all",
         "steps": "all", "config": CONFIG, "keep": [],
-    } | changes  # fmt: skip
+    }  # fmt: skip
+    return capture_request(**{**base, **changes})
 
 
 def watch(**options: Any) -> PlanWatch:

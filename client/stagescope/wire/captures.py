@@ -10,16 +10,19 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from stagescope.wire.errors import Forbidden, InvalidPlan
 from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.plan import (
+    Baseline,
+    CaptureLimits,
+    CaptureRanks,
+    CaptureScope,
+    CaptureSpec,
+    CaptureSteps,
+)
 from stagescope.wire.schema import MOST_STEPS, check_run_name
-
-StoredRanks: TypeAlias = "str | list[int] | dict[str, int]"
-"""'all', numbers, or {'worst': k}."""
-StoredSteps: TypeAlias = "str | list[int] | dict[str, int | None]"
-"""'all', numbers, {'next': k}, or {'every': n, 'start': s, 'count': c}."""
 
 CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "run": "a run's name, or null: the live run whose training stage began last; of steps by "
@@ -68,7 +71,7 @@ _MSPROBE_TASKS: Final = ("statistics", "tensor", "structure", "nan_check", "acc_
 _MSPROBE_LEVELS: Final = ("L0", "L1", "L2", "mix", "debug")
 
 
-def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> dict[str, Json]:
+def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> CaptureSpec:
     """Return `spec` with every field present and checked.
 
     Raises:
@@ -87,7 +90,7 @@ def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> dict[
     if spec.keys().isdisjoint(_CONTENT_FIELDS):
         spec = {**spec, "task": "statistics"}
     roots = list(allowed_roots)
-    capture: dict[str, Json] = {
+    capture: CaptureSpec = {
         "run": None if spec.get("run") is None else check_run_name(spec["run"]),
         "stages": _names(spec, "stages", required=True),
         "roles": _names(spec, "roles", required=False),
@@ -158,7 +161,7 @@ def _is_count(value: object, least: int) -> bool:
     return least <= value < MOST_STEPS  # larger ones do not fit into the catalogue
 
 
-def read_ranks(value: object) -> StoredRanks:
+def read_ranks(value: object) -> CaptureRanks:
     """Return the ranks of a request in the form in which they are stored.
 
     Raises:
@@ -171,11 +174,11 @@ def read_ranks(value: object) -> StoredRanks:
     if isinstance(value, Mapping):
         if set(value) != {"worst"} or not _is_count(value["worst"], 1):
             raise InvalidPlan(f"ranks is {value!r:.200}", expected=CAPTURE_FIELDS["ranks"])
-        return dict(value)
+        return {"worst": value["worst"]}
     return _numbers(value, "ranks")
 
 
-def read_steps(value: object) -> StoredSteps:
+def read_steps(value: object) -> CaptureSteps:
     """Return the steps of a request in the form in which they are stored.
 
     Raises:
@@ -189,7 +192,7 @@ def read_steps(value: object) -> StoredSteps:
     if isinstance(value, Mapping) and set(value) == {"next"}:
         if not _is_count(value["next"], 1) or value["next"] > _MAX_NUMBERS:
             raise InvalidPlan(f"steps is {value!r:.200}", expected=expected)
-        return dict(value)
+        return {"next": value["next"]}
     if isinstance(value, Mapping):
         if set(value) - {"every", "start", "count"} or not _is_count(value.get("every"), 1):
             raise InvalidPlan(f"steps is {value!r:.200}", expected=expected)
@@ -282,7 +285,7 @@ def _config(value: object) -> dict[str, Json] | None:
     return dict(value)
 
 
-def _read_baseline(value: object) -> dict[str, Json] | None:
+def _read_baseline(value: object) -> Baseline | None:
     if value is None:
         return None
     expected = CAPTURE_FIELDS["bench"]
@@ -290,10 +293,10 @@ def _read_baseline(value: object) -> dict[str, Json] | None:
         raise InvalidPlan(f"bench is {value!r:.200}", expected=expected)
     if not isinstance(value["capture_id"], str) or not _is_count(value["step"], 0):
         raise InvalidPlan(f"bench is {value!r:.200}", expected=expected)
-    return dict(value)
+    return {"capture_id": value["capture_id"], "step": value["step"]}
 
 
-def _check_baseline(capture: JsonObject) -> None:
+def _check_baseline(capture: CaptureSpec) -> None:
     """Check that a capture with a `bench` has a task for which msprobe supports one."""
     if capture["bench"] is None:
         return
@@ -309,8 +312,8 @@ def _check_baseline(capture: JsonObject) -> None:
         )
 
 
-def _limits(value: object) -> dict[str, Json]:
-    limits = {"bytes": None, "seconds": None}
+def _limits(value: object) -> CaptureLimits:
+    limits: CaptureLimits = {"bytes": None, "seconds": None}
     if value is None:
         return limits
     if not isinstance(value, Mapping) or set(value) - {*limits, "reserve_bytes", "tokens"}:
@@ -342,11 +345,12 @@ def _path(value: object, field: str, roots: Sequence[str]) -> str | None:
     )
 
 
-def matches(capture: JsonObject, *, stage: str, role: str, rank: int, step: int | None) -> bool:
+def matches(capture: CaptureScope, *, stage: str, role: str, rank: int, step: int | None) -> bool:
     """Return whether a capture includes this stage of this step on this rank."""
     if capture["stages"] != "all" and stage not in capture["stages"]:
         return False
-    if capture.get("roles") and role not in capture["roles"]:
+    roles = capture.get("roles")
+    if roles and role not in roles:
         return False
     if not matches_rank(capture["ranks"], rank):
         return False
@@ -364,21 +368,21 @@ def matches(capture: JsonObject, *, stage: str, role: str, rank: int, step: int 
     return step in steps
 
 
-def needs_ranks(capture: JsonObject) -> bool:
+def needs_ranks(capture: CaptureSpec) -> bool:
     """Return whether ranks take part: the service alone can keep payloads."""
     return uses_msprobe(capture) or bool(capture.get("parameters") or capture.get("gradients"))
 
 
-def uses_msprobe(capture: JsonObject) -> bool:
+def uses_msprobe(capture: CaptureSpec) -> bool:
     """Return whether msprobe collects something for a capture."""
     return capture.get("config") is not None or capture.get("config_path") is not None
 
 
-def matches_rank(ranks: Json, rank: int) -> bool:
+def matches_rank(ranks: CaptureRanks, rank: int) -> bool:
     """Return whether a capture's `ranks` include a rank; an unresolved 'worst(k)' includes none."""
     return ranks == "all" or (not isinstance(ranks, Mapping) and rank in ranks)
 
 
-def unmatched_ranks(ranks: Json, live_ranks: Iterable[int]) -> list[int]:
+def unmatched_ranks(ranks: CaptureRanks, live_ranks: Iterable[int]) -> list[int]:
     """Return the ranks that a capture lists by number and that are not live."""
     return [] if ranks == "all" or isinstance(ranks, Mapping) else sorted({*ranks} - {*live_ranks})

@@ -14,16 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from stagescope.wire.captures import (
-    StoredSteps,
-    matches,
-    read_ranks,
-    read_steps,
-    validate_capture,
-)
+from stagescope.wire.captures import matches, read_ranks, read_steps, validate_capture
 from stagescope.wire.errors import InvalidPlan, StagescopeError
 from stagescope.wire.names import closest, closest_by_words
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.plan import Capture, CaptureScope, CaptureSpec, CaptureSteps, KeepSpec
 
 KEEP_FIELDS: Final[Mapping[str, str]] = {
     "every_n_steps": "keep steps 0, n, 2n, ...; or:",
@@ -87,7 +82,7 @@ _ROLLOUT_STAGE: Final = "rollout_generate"
 """Everything that this stage records belongs to the trajectories."""
 
 
-def validate_keep(spec: object) -> dict[str, Json]:
+def validate_keep(spec: object) -> KeepSpec:
     """Return a configuration with every field present and checked.
 
     Raises:
@@ -108,12 +103,19 @@ def validate_keep(spec: object) -> dict[str, Json]:
             raise InvalidPlan(
                 f"keep names {name} without saying which", expected=f"patterns in {name}"
             )
-    kept = {name: checked[name] for name in ("roles", "ranks", "stages", *_SHARDS)}
-    steps = _named_steps(spec)
-    return {"every_n_steps": spec.get("every_n_steps"), "steps": steps, **kept, "what": selectors}
+    return {
+        "every_n_steps": spec.get("every_n_steps"),
+        "steps": _named_steps(spec),
+        "roles": checked["roles"],
+        "ranks": checked["ranks"],
+        "stages": checked["stages"],
+        "parameters": checked["parameters"],
+        "gradients": checked["gradients"],
+        "what": selectors,
+    }
 
 
-def _named_steps(spec: JsonObject) -> StoredSteps | None:
+def _named_steps(spec: JsonObject) -> CaptureSteps | None:
     """Return the steps of a configuration; None if it has `every_n_steps` instead."""
     steps, every = spec.get("steps"), spec.get("every_n_steps")
     if every is None:
@@ -124,7 +126,7 @@ def _named_steps(spec: JsonObject) -> StoredSteps | None:
     return None
 
 
-def _as_capture(spec: JsonObject, selectors: Sequence[str]) -> dict[str, Json]:
+def _as_capture(spec: JsonObject, selectors: Sequence[str]) -> CaptureSpec:
     """Return the capture with the fields of a configuration; `validate_capture` checks them."""
     steps = _named_steps(spec)
     if not selectors and not any(spec.get(name) for name in _SHARDS):
@@ -186,15 +188,14 @@ def _is_selector(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= 200 and name.isprintable()
 
 
-def shard_capture(keep: JsonObject) -> dict[str, Json] | None:
+def shard_capture(keep: KeepSpec) -> Capture | None:
     """Return the capture of a configuration's parameters and gradients; None without them."""
-    if not any(keep[name] for name in _SHARDS):
+    if not (keep["parameters"] or keep["gradients"]):
         return None
-    every = keep["every_n_steps"]
     capture = validate_capture(
         {
             "stages": ["actor_update"] if keep["stages"] == "all" else keep["stages"],
-            "steps": keep["steps"] if every is None else {"every": every, "start": 0},
+            "steps": _steps_of(keep),
             **{name: keep[name] for name in ("roles", "ranks", *_SHARDS)},
         },
         allowed_roots=(),
@@ -202,24 +203,33 @@ def shard_capture(keep: JsonObject) -> dict[str, Json] | None:
     return {**capture, "capture_id": "keep", "source": "keep", "by": "init", "created": 0.0}
 
 
+def _steps_of(keep: KeepSpec) -> CaptureSteps | None:
+    every = keep["every_n_steps"]
+    return keep["steps"] if every is None else {"every": every, "start": 0, "count": None}
+
+
 def matching_selectors(
-    keep: JsonObject, *, stage: str, role: str, rank: int, step: int | None
+    keep: KeepSpec, *, stage: str, role: str, rank: int, step: int | None
 ) -> tuple[str, ...]:
     """Return the selectors of a validated configuration that apply to this stage; () if none do."""
-    every = keep["every_n_steps"]
-    steps = keep["steps"] if every is None else {"every": every, "start": 0}
-    if not matches({**keep, "steps": steps}, stage=stage, role=role, rank=rank, step=step):
+    scope: CaptureScope = {
+        "stages": keep["stages"],
+        "roles": keep["roles"],
+        "ranks": keep["ranks"],
+        "steps": _steps_of(keep) or [],
+    }
+    if not matches(scope, stage=stage, role=role, rank=rank, step=step):
         return ()
     return (*keep["what"], *(f"{_PREFIXES[name]}/*" for name in _SHARDS if keep[name]))
 
 
-def capture_selectors(capture: JsonObject) -> tuple[str, ...]:
+def capture_selectors(capture: CaptureSpec) -> tuple[str, ...]:
     """Return the selectors by which a capture keeps data of the stages that it matches."""
     shards = (f"{_PREFIXES[name]}/*" for name in _SHARDS if capture.get(name))
     return (*read_selectors(capture["keep"]), *shards)
 
 
-def read_keep(spec: object) -> dict[str, Json] | None:
+def read_keep(spec: object) -> KeepSpec | None:
     """Return the configuration in a process's settings; None if it is absent or invalid."""
     try:
         return None if spec is None else validate_keep(spec)

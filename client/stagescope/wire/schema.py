@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypedDict
 
 from stagescope.wire.errors import InvalidEvent, InvalidInput
 from stagescope.wire.nonfinite import Json, JsonObject
@@ -343,6 +343,15 @@ class Event:
         return cls(kind, seq, float(wall), float(mono), fields)
 
 
+class PartColumns(TypedDict):
+    """The columns of a row that name a part; null where it has none."""
+
+    occurrence: int | None
+    epoch: int | None
+    minibatch: int | None
+    microbatch: int | None
+
+
 class Part(NamedTuple):
     """A part of a stage: (occurrence, epoch, minibatch, microbatch), each from 0."""
 
@@ -350,6 +359,13 @@ class Part(NamedTuple):
     epoch: int = 0
     minibatch: int = 0
     microbatch: int = 0
+
+    @classmethod
+    def of_columns(cls, row: PartColumns) -> Part:
+        """Return the part that a row names."""
+        return cls(
+            row["occurrence"] or 0, row["epoch"] or 0, row["minibatch"] or 0, row["microbatch"] or 0
+        )
 
     def __str__(self) -> str:
         return f"{self.occurrence}.{self.epoch}.{self.minibatch}.{self.microbatch}"

@@ -19,7 +19,7 @@ from stagescope.batch import Batch, Gap
 from stagescope.batch.file import pieces
 from stagescope.render import counted
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
-from stagescope.wire.schema import PART_FIELDS, RECENT_TENSORS
+from stagescope.wire.schema import RECENT_TENSORS, Part
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Dependencies, Deps, StepTarget
 from stagescope_service.api.kept import KEEP_ADVICE, local_file, payload_artifacts
@@ -29,7 +29,7 @@ from stagescope_service.api.target import Target
 from stagescope_service.dumps.formats.own_file import holds_sample
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
-from stagescope_service.store.contract import Row
+from stagescope_service.store.tables import ArtifactRow, PayloadRow, ScalarRow
 from stagescope_service.store.tensorfile import disk_errors
 
 
@@ -90,10 +90,7 @@ class _PartKey(NamedTuple):
 
     incarnation: str
     stage: str | None
-    occurrence: int
-    epoch: int
-    minibatch: int
-    microbatch: int
+    part: Part
 
 
 Numbers = Mapping[_PartKey, Mapping[str, float]]
@@ -210,7 +207,11 @@ def batch_of(
 
 
 def _payload_files(
-    deps: Dependencies, target: Target, artifacts: Sequence[Row], numbers: Numbers, copies: Path
+    deps: Dependencies,
+    target: Target,
+    artifacts: Sequence[ArtifactRow],
+    numbers: Numbers,
+    copies: Path,
 ) -> tuple[list[PayloadFile], list[Gap]]:
     """Return the files of artifacts, and a gap for each that cannot be read."""
     files: list[PayloadFile] = []
@@ -227,12 +228,11 @@ def _payload_files(
     return files, gaps
 
 
-def _part_key(row: Row) -> _PartKey:
-    part = (int(row.get(name) or 0) for name in PART_FIELDS)
-    return _PartKey(row["incarnation"], row["stage"], *part)
+def _part_key(row: ArtifactRow | ScalarRow) -> _PartKey:
+    return _PartKey(row["incarnation"], row["stage"], Part.of_columns(row))
 
 
-def _payload_key(row: Row) -> PayloadKey:
+def _payload_key(row: ArtifactRow | PayloadRow) -> PayloadKey:
     return row["incarnation"], row["seq"]
 
 
@@ -245,7 +245,7 @@ def _scalars(deps: Dependencies, target: Target) -> Numbers:
 
 
 def _gaps_of_numbers(
-    numbers: Numbers, artifacts: Sequence[Row], selection: Selection
+    numbers: Numbers, artifacts: Sequence[ArtifactRow], selection: Selection
 ) -> Iterator[Gap]:
     """Yield the numbers of parts without a kept tensor, which belong to no row of the batch."""
     kept = {_part_key(row) for row in artifacts}
@@ -263,7 +263,7 @@ def _gaps_of_numbers(
 
 
 def _catalogue_gaps(
-    deps: Dependencies, target: Target, artifacts: Sequence[Row], selection: Selection
+    deps: Dependencies, target: Target, artifacts: Sequence[ArtifactRow], selection: Selection
 ) -> Iterator[Gap]:
     """Yield the gaps that the catalogue lists: missing ranks, payloads and tensors."""
     step = target.step_number
@@ -287,17 +287,16 @@ def _catalogue_gaps(
 
 
 def _gaps_of_tensors(
-    payloads: Sequence[Row], artifacts: Sequence[Row], selection: Selection
+    payloads: Sequence[PayloadRow], artifacts: Sequence[ArtifactRow], selection: Selection
 ) -> Iterator[Gap]:
     """Yield the recorded tensors that are in no file."""
     kept: dict[PayloadKey, set[str]] = {}
-    for row in artifacts:
-        tensors = kept.setdefault(_payload_key(row), set())
-        tensors |= RECENT_TENSORS if row["tensors"] is None else set(row["tensors"])
+    for file in artifacts:
+        tensors = kept.setdefault(_payload_key(file), set())
+        tensors |= RECENT_TENSORS if file["tensors"] is None else set(file["tensors"])
     missing: set[tuple[str, str]] = set()
     for row in payloads:
-        recorded = row["tensors"] if isinstance(row["tensors"], Mapping) else {}
-        lacking = set(recorded) - kept.get(_payload_key(row), set())
+        lacking = set(row["tensors"] or ()) - kept.get(_payload_key(row), set())
         missing |= {(row["stage"], name) for name in lacking}
     by_stage: dict[str, list[str]] = {}
     for stage, name in sorted(missing):

@@ -13,7 +13,7 @@ from stagescope.render import counted
 from stagescope.wire import schema
 from stagescope.wire.errors import Forbidden, InvalidInput, NotFound, StagescopeError
 from stagescope.wire.keep import sections_of
-from stagescope.wire.schema import PART_FIELDS, Part
+from stagescope.wire.schema import Part
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.encoding import JsonObject
@@ -29,7 +29,7 @@ from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.importing import KEY_PREFIX
 from stagescope_service.dumps.records import Dump, DumpEntry, Location, Problem, Record
 from stagescope_service.store.artifacts import confine
-from stagescope_service.store.contract import Row
+from stagescope_service.store.tables import ArtifactRow
 
 MAX_STEPS: Final = 50
 """Steps that are compared where a comparison names none: the newest that all of its runs hold."""
@@ -61,7 +61,7 @@ class Side:
     steps: tuple[int, ...] = ()
     names_step: bool = False
     path: Path | None = None
-    files: tuple[tuple[int, Row], ...] = ()
+    files: tuple[tuple[int, ArtifactRow], ...] = ()
     logged: tuple[tuple[Location, Logged], ...] = ()
     left_out: str = ""
 
@@ -178,7 +178,7 @@ def _find_run(deps: Dependencies, text: str) -> Side:
     steps = deps.catalogue.kept_steps(target.attempt_id)
     if side.is_imported:
         rows = deps.catalogue.steps(target.attempt_id, limit=ALL_ROWS)
-        steps = sorted({*steps, *(int(row["step"]) for row in rows)}, reverse=True)
+        steps = sorted({*steps, *(row["step"] for row in rows)}, reverse=True)
     if not steps:
         raise NotFound(
             f"nothing of attempt {target.number} of {target.run} is kept", advice=KEEP_ADVICE
@@ -221,9 +221,9 @@ def _logged(deps: Dependencies, target: Target, step: int) -> list[tuple[Locatio
     """Return the scalars of each part of a stage on each rank in a step."""
     by_location: dict[Location, dict[str, float]] = {}
     rows = deps.catalogue.scalars(target.attempt_id, step, limit=ALL_ROWS)
-    for row in sorted(rows, key=lambda row: row["wall"] or 0.0):
+    for row in sorted(rows, key=lambda row: row["wall"]):
         if row["stage"] is not None:
-            part = Part(*(row[name] or 0 for name in PART_FIELDS))
+            part = Part.of_columns(row)
             location = Location(step, row["stage"], row["role"], row["rank"], part)
             by_location.setdefault(location, {})[row["name"]] = row["value"]
     return [(location, tuple(scalars.items())) for location, scalars in by_location.items()]

@@ -14,7 +14,9 @@ from stagescope_service.core.completeness import judge, statuses_of_rows
 from stagescope_service.core.entities import Participants
 from stagescope_service.core.findings import BEGUN_AGAIN, NOT_AGGREGATED
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.measurements import PayloadStates
+from stagescope_service.store.queries.overview import ListedAttempt, ListedStep, StepOverview
+from stagescope_service.store.tables import ProcessColumns, StageRow, StepState
 
 Expected = Mapping[str, Mapping[str, list[int]]]
 """role -> stage -> ranks."""
@@ -59,7 +61,7 @@ class StepProgress(NamedTuple):
 
 
 def step_progress(
-    catalogue: Catalogue, attempt: Row, step: Row, stages: Iterable[Row]
+    catalogue: Catalogue, attempt: ListedAttempt, step: ListedStep, stages: Iterable[StageRow]
 ) -> StepProgress:
     """Return how far a step has come, given its stages that are not superseded."""
     stages = list(stages)
@@ -75,17 +77,15 @@ def step_progress(
     return StepProgress(OPEN, judged.expected, _with_since(judged.missing, stages))
 
 
-def gaps(catalogue: Catalogue, steps: Iterable[Row]) -> dict[StepKey, str]:
+def gaps(catalogue: Catalogue, steps: Iterable[StepOverview]) -> dict[StepKey, str]:
     """Return what the numbers of each step lack, see `gap`; steps without a gap have no entry.
 
     Args:
         catalogue: lists the payloads.
-        steps: rows of `Catalogue.steps`.
+        steps: the steps.
     """
     closed = {
-        (int(row["attempt_id"]), int(row["step"])): row
-        for row in steps
-        if row["closed_wall"] is not None
+        (row["attempt_id"], row["step"]): row for row in steps if row["closed_wall"] is not None
     }
     if not closed:
         return {}
@@ -97,7 +97,7 @@ def gaps(catalogue: Catalogue, steps: Iterable[Row]) -> dict[StepKey, str]:
             catalogue, {attempt_id for attempt_id, _ in behind}, {step for _, step in behind}
         )
         errors = {key: error for key, error in errors.items() if key in behind}
-    states: dict[StepKey, list[Row]] = defaultdict(list)
+    states: dict[StepKey, list[PayloadStates]] = defaultdict(list)
     for row in catalogue.payload_states(
         sorted({attempt for attempt, _ in closed}),
         sorted({step for _, step in closed}),
@@ -122,7 +122,11 @@ def aggregation_errors(
         step=None if steps is None else sorted(steps),
         limit=ALL_ROWS,
     )
-    return {(row["attempt_id"], row["step"]): str(row["evidence"]["error"]) for row in rows}
+    return {
+        (row["attempt_id"], row["step"]): str((row["evidence"] or {}).get("error"))
+        for row in rows
+        if row["attempt_id"] is not None and row["step"] is not None
+    }
 
 
 def begun_again(
@@ -167,17 +171,19 @@ def begun_again(
     }
 
 
-def is_behind(step: Row) -> bool:
+def is_behind(step: StepState) -> bool:
     """Return whether payloads of a closed step were read after its numbers were aggregated."""
     return step["parts_mark"] is not None and step["parts_mark"] != step["whole_mark"]
 
 
-def gap(step: Row, states: Sequence[Row], error: str | None = None) -> str | None:
+def gap(
+    step: StepOverview, states: Sequence[PayloadStates], error: str | None = None
+) -> str | None:
     """Return what the numbers of a closed step lack and why; None where they lack nothing.
 
     Args:
-        step: a row of `Catalogue.steps`.
-        states: its rows of `Catalogue.payload_states`.
+        step: the step.
+        states: its payloads.
         error: why its last aggregation failed; None where it did not.
     """
     if step["rows_removed"] is not None:
@@ -198,7 +204,7 @@ def gap(step: Row, states: Sequence[Row], error: str | None = None) -> str | Non
     return "no numbers: no rank handed over both streams" if states else None
 
 
-def missing_payloads(states: Iterable[Row]) -> str:
+def missing_payloads(states: Iterable[PayloadStates]) -> str:
     """Return how many payloads that count were not read, with a reason a state; "" for none."""
     counts: dict[str, int] = defaultdict(int)
     reasons: dict[str, str] = {}
@@ -228,19 +234,21 @@ def _payloads(count: int) -> str:
     return f"{count} payload{'' if count == 1 else 's'}"
 
 
-def began(row: Row) -> float | None:
+def began(row: StageRow) -> float | None:
     """Return when a stage began, on the service's clock where the offset is known."""
     wall = row["begin_wall"]
-    return None if wall is None else float(wall) + (row["clock_offset"] or 0.0)
+    return None if wall is None else wall + (row["clock_offset"] or 0.0)
 
 
-def ended(row: Row) -> float | None:
+def ended(row: StageRow) -> float | None:
     """Return when a stage ended, on the clock of `began`."""
     wall = row["end_wall"]
-    return None if wall is None else float(wall) + (row["clock_offset"] or 0.0)
+    return None if wall is None else wall + (row["clock_offset"] or 0.0)
 
 
-def _last_closed(catalogue: Catalogue, attempt: Row, step: Row) -> Participants | None:
+def _last_closed(
+    catalogue: Catalogue, attempt: ListedAttempt, step: ListedStep
+) -> Participants | None:
     """Return the ranks of each stage in the attempt's last closed step before this one."""
     number = attempt["last_closed_step"]
     if number is None or number == step["step"]:
@@ -252,7 +260,7 @@ def _last_closed(catalogue: Catalogue, attempt: Row, step: Row) -> Participants 
     }
 
 
-def _world_sizes(processes: Iterable[Row]) -> dict[str, int]:
+def _world_sizes(processes: Iterable[ProcessColumns]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for row in processes:
         if row["world_size"]:
@@ -261,7 +269,7 @@ def _world_sizes(processes: Iterable[Row]) -> dict[str, int]:
 
 
 def _with_since(
-    missing: Iterable[tuple[str, int, str, str]], stages: Iterable[Row]
+    missing: Iterable[tuple[str, int, str, str]], stages: Iterable[StageRow]
 ) -> list[MissingRank]:
     """Add the time since when each is missing: its own begin, else that of the first rank.
 

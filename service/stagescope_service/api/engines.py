@@ -15,7 +15,7 @@ from stagescope_service.api.models import service as models
 from stagescope_service.api.models.bodies import json_body
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
-from stagescope_service.store.contract import Row
+from stagescope_service.store.tables import EngineRow
 
 router = APIRouter(tags=["engines"])
 
@@ -86,14 +86,20 @@ async def remove_engine(request: Request, deps: Deps, name: Name) -> Answer:
     return Answer(row)
 
 
-def _engine_rows(deps: Dependencies) -> list[Row]:
+class UsedEngine(EngineRow):
+    """A registered engine, and the runs that use it."""
+
+    used_by: list[str]
+
+
+def _engine_rows(deps: Dependencies) -> list[UsedEngine]:
     """Return the registered engines, each with the runs that use it."""
     users: dict[str, list[str]] = {}
     for run in deps.catalogue.runs(limit=_MAX_RUNS):
         engine = (run["settings"] or {}).get("engine")
         if isinstance(engine, str):
             users.setdefault(engine, []).append(run["run"])
-    rows = []
+    rows: list[UsedEngine] = []
     for row in deps.catalogue.engines():
         own = [] if row["run"] is None else [row["run"]]
         used_by = dict.fromkeys([*own, *users.get(row["name"], ()), *users.get(row["url"], ())])
@@ -101,7 +107,7 @@ def _engine_rows(deps: Dependencies) -> list[Row]:
     return rows
 
 
-def _engine_row(deps: Dependencies, name: str) -> Row:
+def _engine_row(deps: Dependencies, name: str) -> UsedEngine:
     for row in _engine_rows(deps):
         if row["name"] == name:
             return row

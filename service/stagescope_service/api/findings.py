@@ -1,16 +1,10 @@
-"""Routes about findings, losses and firings: as they are, and grouped by their cause.
-
-A NaN that persists makes a finding for each rank and step. Rows of one attempt with the same stage
-and role, whose texts are equal apart from numbers and ids, make one group. Groups of findings are
-sorted by severity, then by how much they name: an operator, why streams cannot be compared, a rank,
-a round. The row of a group is its first finding, where the problem began; its text is true of all.
-"""
+"""Routes about findings, losses and firings: as they are, and grouped by their cause."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Final, NamedTuple, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Final, NamedTuple, TypedDict, cast
 
 from fastapi import APIRouter, Path, Query
 
@@ -24,23 +18,32 @@ from stagescope_service.api.dependencies import (
     Run,
 )
 from stagescope_service.api.encoding import JsonObject
-from stagescope_service.api.group_texts import (
-    MAX_RANGES,
-    ranges_text,
-    text_of_all,
-    without_values,
+from stagescope_service.api.event_groups import (
+    SEVERITIES,
+    extent,
+    finding_key,
+    finding_order,
+    firing_key,
+    group,
+    loss_key,
+    outcomes,
+    over_since,
 )
+from stagescope_service.api.group_texts import text_of_all
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
 from stagescope_service.api.rows import with_attempt_numbers
-from stagescope_service.store.contract import Row
-from stagescope_service.store.queries.findings import AnyOf, EventsTable
+from stagescope_service.store.queries.findings import (
+    AnyOf,
+    EventsTable,
+    FindingOutline,
+    LossOutline,
+)
 
 router = APIRouter(tags=["runs"])
 
 MAX_GROUPED: Final = 50_000
 """Most rows that are grouped, the newest; `truncated` tells of others."""
-SEVERITIES: Final = ("error", "warning", "info")
 
 Only = Annotated[
     str | None,
@@ -71,20 +74,6 @@ class Scope(NamedTuple):
     """attempt_id -> number."""
     heading: JsonObject
     """First fields of the answer."""
-
-
-class Extent(TypedDict):
-    """The steps and ranks of a group; see `models.runs.Extent`."""
-
-    where: str
-    first_step: int | None
-    last_step: int | None
-    steps: int
-    ranks: int
-
-
-Group = list[Row]
-"""Rows of a group, by step and rank."""
 
 
 @router.get("/losses", response_model=models.Losses)
@@ -148,28 +137,28 @@ def finding_groups(
     """
     scope = scope_of(deps, run, attempt)
     any_of = only_filter(deps, "findings", scope.filters, only)
-    outline = deps.catalogue.outline("findings", **scope.filters, any_of=any_of, limit=MAX_GROUPED)
-    groups = sorted(_group(outline, _finding_key), key=_finding_order)
+    outlines = deps.catalogue.finding_outlines(**scope.filters, any_of=any_of, limit=MAX_GROUPED)
+    groups = sorted(group(outlines, finding_key), key=finding_order)
     shown = groups[page.offset : page.offset + page.limit]
-    ids = [group[0]["finding_id"] for group in shown]
+    ids = [each[0]["finding_id"] for each in shown]
     by_id = {row["finding_id"]: row for row in deps.catalogue.findings(finding_id=ids)}
-    rows: list[Row] = [
+    rows: list[JsonObject] = [
         {
-            **by_id[group[0]["finding_id"]],
-            **_extent(group),
-            "message": text_of_all(row["message"] for row in group),
-            "findings": len(group),
-            "count": sum(row["count"] or 1 for row in group),
-            "first_wall": min(row["first_wall"] for row in group),
-            "last_wall": max(row["last_wall"] for row in group),
-            "over_wall": _over(group),
+            **by_id[each[0]["finding_id"]],
+            **extent(each),
+            "message": text_of_all(row["message"] for row in each),
+            "findings": len(each),
+            "count": sum(row["count"] or 1 for row in each),
+            "first_wall": min(row["first_wall"] for row in each),
+            "last_wall": max(row["last_wall"] for row in each),
+            "over_wall": over_since(each),
         }
-        for group in shown
-        if group[0]["finding_id"] in by_id  # else it was withdrawn in between
+        for each in shown
+        if each[0]["finding_id"] in by_id  # else it was withdrawn in between
     ]
     more = len(groups) > page.offset + page.limit
     listed = page.answer(with_attempt_numbers(rows, scope.numbers), more=more)
-    return Answer({**scope.heading, **_counts(outline, groups), **listed})
+    return Answer({**scope.heading, **_counts(outlines, groups), **listed})
 
 
 @router.get("/findings/{finding_id}", response_model=models.Finding)
@@ -186,24 +175,24 @@ def finding(
             f"several findings begin with {finding_id!r:.100}", expected="more of its id"
         )
     row = candidates[0]
-    same_kind = deps.catalogue.outline(
-        "findings",
+    same_kind = deps.catalogue.finding_outlines(
         run=row["run"],
         attempt_id=row["attempt_id"],
         kind=row["kind"],
         limit=MAX_GROUPED,
     )
+    alone = [cast("FindingOutline", row)]
     own = next(
         (
-            group
-            for group in _group(same_kind, _finding_key)
-            if any(each["finding_id"] == row["finding_id"] for each in group)
+            each
+            for each in group(same_kind, finding_key)
+            if any(other["finding_id"] == row["finding_id"] for other in each)
         ),
-        [row],
+        alone,
     )
-    group = {**_extent(own), "findings": len(own), "first_id": own[0]["finding_id"]}
+    of_cause = {**extent(own), "findings": len(own), "first_id": own[0]["finding_id"]}
     (answer,) = with_attempt_numbers([row], _attempt_numbers(deps, row["run"]))
-    return Answer({**answer, "group": group})
+    return Answer({**answer, "group": of_cause})
 
 
 @router.get("/losses/groups", response_model=models.LossGroups)
@@ -213,24 +202,26 @@ def loss_groups(
     """List what never arrived, a row for each kind, reason, stage and role; most lost first."""
     scope = scope_of(deps, run, attempt)
     any_of = only_filter(deps, "losses", scope.filters, only)
-    outline = deps.catalogue.outline("losses", **scope.filters, any_of=any_of, limit=MAX_GROUPED)
-    groups = _group(outline, _loss_key)
-    rows: list[Row] = [
+    outlines = deps.catalogue.loss_outlines(**scope.filters, any_of=any_of, limit=MAX_GROUPED)
+    groups = sorted(
+        group(outlines, loss_key),
+        key=lambda each: (-_count(each), each[0]["kind"], str(each[0]["reason"])),
+    )
+    rows: list[JsonObject] = [
         {
-            **group[0],
-            **_extent(group),
-            "reason": text_of_all(row["reason"] for row in group),
-            "losses": len(group),
-            "count": sum(row["count"] or 1 for row in group),
-            "bytes": sum(row["bytes"] or 0 for row in group),
-            "first_wall": min(row["wall"] for row in group),
-            "last_wall": max(row["wall"] for row in group),
+            **each[0],
+            **extent(each),
+            "reason": text_of_all(row["reason"] for row in each),
+            "losses": len(each),
+            "count": _count(each),
+            "bytes": sum(row["bytes"] or 0 for row in each),
+            "first_wall": min(row["wall"] for row in each),
+            "last_wall": max(row["wall"] for row in each),
         }
-        for group in groups
+        for each in groups
     ]
-    rows.sort(key=lambda row: (-row["count"], str(row["kind"]), str(row["reason"])))
     listed = page.cut(with_attempt_numbers(rows, scope.numbers))
-    return Answer({**scope.heading, **_counts(outline, groups), **listed})
+    return Answer({**scope.heading, **_counts(outlines, groups), **listed})
 
 
 @router.get("/triggers/firings/groups", response_model=models.FiringGroups, tags=["triggers"])
@@ -248,24 +239,34 @@ def firing_groups(
     """List what fired, a row for each rule, stage and role, without withdrawn firings."""
     scope: ScopeFilter = {} if run is None else {"run": deps.finder.attempt(run).run}
     any_of = only_filter(deps, "firings", scope, only)
-    outline = deps.catalogue.outline("firings", **scope, any_of=any_of, limit=MAX_GROUPED)
-    outline = [row for row in outline if row["withdrawn_wall"] is None]
-    groups = _group(outline, _firing_key)
-    rows: list[Row] = [
+    outlines = deps.catalogue.firing_outlines(**scope, any_of=any_of, limit=MAX_GROUPED)
+    outlines = [row for row in outlines if row["withdrawn_wall"] is None]
+    groups = sorted(
+        group(outlines, firing_key),
+        key=lambda each: (-max(row["wall"] for row in each), each[0]["rule"]),
+    )
+    rows: list[JsonObject] = [
         {
-            **group[0],
-            **_extent(group),
-            "message": text_of_all(row["message"] for row in group),
-            "outcomes": outcomes(group),
-            "firings": len(group),
-            "first_wall": min(row["wall"] for row in group),
-            "last_wall": max(row["wall"] for row in group),
+            **each[0],
+            **extent(each),
+            "message": text_of_all(row["message"] for row in each),
+            "outcomes": outcomes([row["actions"] for row in each]),
+            "firings": len(each),
+            "first_wall": min(row["wall"] for row in each),
+            "last_wall": max(row["wall"] for row in each),
         }
-        for group in groups
+        for each in groups
     ]
-    rows.sort(key=lambda row: (-row["last_wall"], row["rule"]))
     listed = page.cut(with_attempt_numbers(rows, _attempt_numbers(deps, run)))
-    return Answer({"run": run, **_counts(outline, groups), **listed})
+    return Answer({"run": run, **_counts(outlines, groups), **listed})
+
+
+def _count(losses: Iterable[LossOutline]) -> int:
+    return sum(row["count"] or 1 for row in losses)
+
+
+def _counts(rows: Sequence[object], groups: Sequence[object]) -> JsonObject:
+    return {"groups": len(groups), "grouped": len(rows), "truncated": len(rows) >= MAX_GROUPED}
 
 
 def scope_of(deps: Dependencies, run: str | None, attempt: int | None) -> Scope:
@@ -313,162 +314,3 @@ def only_filter(
         )
     any_of = {"rule" if table == "firings" else "kind": kinds}
     return {**any_of, "severity": severities} if severities else any_of
-
-
-# --- groups ---------------------------------------------------------------------------------
-GroupKey = tuple[object, ...]
-
-
-def _group(rows: Iterable[Row], key: Callable[[Row], GroupKey]) -> list[Group]:
-    """Return the rows by attempt and key, each group in the order of step and rank."""
-    groups: dict[GroupKey, Group] = {}
-    for row in rows:
-        groups.setdefault((row["attempt_id"], *key(row)), []).append(row)
-    for group in groups.values():
-        group.sort(key=lambda row: (*map(_last_if_none, (row["step"], row["rank"])),))
-    return list(groups.values())
-
-
-def _last_if_none(number: int | None) -> tuple[bool, int]:
-    return (number is None, number or 0)
-
-
-def _finding_key(row: Row) -> GroupKey:
-    # Findings of a trigger have the same cause by rule and metric: messages name single tokens.
-    of_trigger = row["kind"].startswith("trigger_")
-    text = None if of_trigger else without_values(row["message"])
-    return (row["kind"], row["severity"], row["stage"], row["role"], text, *_subject(row))
-
-
-def _subject(row: Row) -> tuple[object, object]:
-    """Return the operator and the metric that a finding names."""
-    evidence = row.get("evidence") or {}
-    return evidence.get("name"), evidence.get("metric")
-
-
-def _loss_key(row: Row) -> GroupKey:
-    return (row["kind"], without_values(row["reason"]), row["stage"], row["role"])
-
-
-def _firing_key(row: Row) -> GroupKey:
-    return (row["rule"], row["stage"], row["role"])
-
-
-_CAUSE: Final = "streams_"
-"""Begins the kind of a finding that says why streams cannot be compared."""
-
-
-def _finding_order(group: Group) -> tuple[int, bool, int, int, tuple[bool, int], str, str]:
-    """Return the sort key of a group: severity, whether it persists, how much it names, ..."""
-    first = group[0]
-    severity = first["severity"]
-    rank = SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)
-    named = (4 if _subject(first)[0] else 0) + sum(
-        first[name] is not None for name in ("rank", "stage", "step")
-    )
-    if str(first["kind"]).startswith(_CAUSE):
-        named += 3  # what rules say of the same streams follows from it
-    return (
-        rank, _over(group) is not None, -named, -(first["attempt_id"] or 0),
-        _last_if_none(first["step"]), first["kind"], first["finding_id"],
-    )  # fmt: skip
-
-
-def _over(group: Group) -> float | None:
-    """Return the time since when no finding of a group persists; None where one does."""
-    ended = [row["over_wall"] for row in group]
-    return None if any(wall is None for wall in ended) else max(ended)
-
-
-def _extent(group: Group) -> Extent:
-    """Return the steps and ranks of a group, as numbers and as text."""
-    steps = sorted({row["step"] for row in group if row["step"] is not None})
-    ranks = sorted({row["rank"] for row in group if row["rank"] is not None})
-    texts = [_ranges_text("step", steps), _ranges_text("rank", ranks)]
-    return {
-        "where": ", ".join(text for text in texts if text),
-        "first_step": steps[0] if steps else None,
-        "last_step": steps[-1] if steps else None,
-        "steps": len(steps),
-        "ranks": len(ranks),
-    }
-
-
-def _ranges_text(noun: str, numbers: Sequence[int]) -> str:
-    """Return sorted numbers as text, such as `steps 10-25, 30`; "" for none."""
-    if not numbers:
-        return ""
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {ranges_text(numbers)}"
-
-
-def _counts(rows: Sequence[Row], groups: Sequence[Group]) -> JsonObject:
-    return {"groups": len(groups), "grouped": len(rows), "truncated": len(rows) >= MAX_GROUPED}
-
-
-# --- outcomes of firings --------------------------------------------------------------------
-def outcomes(group: Sequence[Row]) -> list[str]:
-    """Return the results of the actions of firings as texts: captures, pins, webhooks.
-
-    Args:
-        group: rows of firings of one attempt, with their `actions` (None: not taken yet).
-    """
-    results = [row["actions"] for row in group if row["actions"] is not None]
-    since = [actions["cools_since"] for actions in results if "cools_since" in actions]
-    texts = [*_capture_outcomes(results), *_pin_outcomes(results), *_webhook_outcomes(results)]
-    if since:
-        text = "not taken again: the rule cools down from those of "
-        texts.append(text + _ranges_text("step", sorted({*since})))
-    if waiting := len(group) - len(results):
-        texts.append("actions are not taken yet" + (f" of {waiting}" if results else ""))
-    return texts
-
-
-def _capture_outcomes(results: Sequence[Row]) -> list[str]:
-    captures = [actions.get("capture") or {} for actions in results]
-    ids = [*dict.fromkeys(each["capture_id"] for each in captures if each.get("capture_id"))]
-    more = f" and {len(ids) - MAX_RANGES} more" if len(ids) > MAX_RANGES else ""
-    texts = [f"capture {', '.join(ids[:MAX_RANGES])}{more} ordered"] if ids else []
-    refusals = [each["refused"] for each in captures if each.get("refused")]
-    return texts + [f"capture refused{times}: {why}" for why, times in _count_texts(refusals)]
-
-
-def _pin_outcomes(results: Sequence[Row]) -> list[str]:
-    # Firings of neighbouring steps pin the same steps: each step counts once.
-    pins: dict[int, Row] = {}
-    for actions in results:
-        for pin in (actions.get("pin") or {}).get("steps") or ():
-            earlier = pins.get(pin["step"])
-            if earlier is None or pin["payloads"] >= earlier["payloads"]:
-                pins[pin["step"]] = pin
-    if not pins:
-        return []
-    pinned = {step: pin["payloads"] for step, pin in pins.items() if pin["payloads"]}
-    gone = sum(pin["gone"] for pin in pins.values())
-    if not pinned:
-        text = f"pinned no payload of {_ranges_text('step', sorted(pins))}: none were left"
-    else:
-        payloads = sum(pinned.values())
-        text = f"pinned {payloads} payload{'' if payloads == 1 else 's'} of "
-        text += _ranges_text("step", sorted(pinned))
-    text += f" ({gone} had left the ring before)" if gone else ""
-    reasons = [why for pin in pins.values() for why in pin["reasons"]]
-    return [text, *(f"not pinned{times}: {why}" for why, times in _count_texts(reasons))]
-
-
-def _webhook_outcomes(results: Sequence[Row]) -> list[str]:
-    calls = [actions["webhook"] for actions in results if actions.get("webhook")]
-    delivered = [f"webhook {call['host']} told" for call in calls if call["delivered"]]
-    failed = [
-        f"webhook {call['host']} not told: {call['reason']}"
-        for call in calls
-        if not call["delivered"]
-    ]
-    return [f"{text}{times}" for text, times in (*_count_texts(delivered), *_count_texts(failed))]
-
-
-def _count_texts(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the first of the texts that differ in their values alone, each with ` 3 times`."""
-    same: dict[str, list[str]] = {}
-    for text in texts:
-        same.setdefault(without_values(text), []).append(text)
-    return [(each[0], f" {len(each)} times" if len(each) > 1 else "") for each in same.values()]

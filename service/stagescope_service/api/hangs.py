@@ -1,32 +1,18 @@
-"""Routes about hangs: stuck ranks, and the stacks of processes."""
+"""The route about hangs: the ranks that are stuck in a step."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Final, NamedTuple, TypedDict
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter
 
-from stagescope.wire.schema import PART_FIELDS, Part
-from stagescope_service.api.auth import caller_of
+from stagescope.wire.schema import Part
 from stagescope_service.api.completeness import ALL_ROWS, began, ended
-from stagescope_service.api.dependencies import (
-    AttemptNumber,
-    Dependencies,
-    Deps,
-    Rank,
-    Role,
-    Run,
-    Stage,
-    StepTarget,
-)
-from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.dependencies import Deps, Rank, Role, Stage, StepTarget
 from stagescope_service.api.models import steps as models
-from stagescope_service.api.models.bodies import StacksRequest
-from stagescope_service.api.problems import check_ready
-from stagescope_service.api.requests import Answer, PageOf, read_body
-from stagescope_service.api.rows import part_text, with_attempt_numbers
+from stagescope_service.api.requests import Answer, PageOf
+from stagescope_service.api.rows import with_attempt_numbers
 from stagescope_service.core import hang_detection
 from stagescope_service.core.hang_detection import (
     GONE,
@@ -45,9 +31,10 @@ from stagescope_service.core.hang_detection import (
     history,
     judge,
 )
-from stagescope_service.core.stack_requests import ANSWERED, ASKED
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.overview import ListedStep
+from stagescope_service.store.queries.runs import PartTiming
+from stagescope_service.store.tables import FindingRow, ProcessColumns, StageRow
 
 _OPEN_STEPS: Final = 64
 """Steps before the requested one that are searched for open ones."""
@@ -58,13 +45,37 @@ RoleRank = tuple[str, int]
 Timings = Mapping[StageKey, StageTiming]
 
 
+class StuckRow(TypedDict):
+    """A stuck rank; see `models.steps.StuckRow`."""
+
+    step: int | None
+    stage: str
+    role: str
+    rank: int
+    part: str
+    status: str
+    process: str
+    seconds: float
+    limit_seconds: float
+    usual_seconds: float | None
+    history_steps: int
+    ranks: int
+    ranks_begun: int
+    ranks_ended: int
+    whole_role: bool
+    since_wall: float
+    host: str | None
+    pid: int | None
+    node_id: str | None
+
+
 class _RoleRows(NamedTuple):
     """The rows of a role of an attempt."""
 
     role: str
-    processes: Mapping[int, Row]
+    processes: Mapping[int, ProcessColumns]
     """The newest of each rank."""
-    stages: list[Row]
+    stages: list[StageRow]
     """Of the open steps."""
     timings: Timings
     """Of the open and the closed steps."""
@@ -72,7 +83,7 @@ class _RoleRows(NamedTuple):
 
 def stuck_rows(
     catalogue: Catalogue, attempt_id: int, step: int, now: float, rules: StuckRules
-) -> list[Row]:
+) -> list[StuckRow]:
     """Return the ranks that are stuck in a step, or in an open step before it.
 
     Args:
@@ -83,7 +94,7 @@ def stuck_rows(
         rules: decide when a rank is stuck.
 
     Returns:
-        Rows of an answer, see `models.steps.StuckRow`: first the ranks that do not respond.
+        Rows of an answer: first the ranks that do not respond.
     """
     steps = catalogue.steps(attempt_id, before=step + 1, limit=_OPEN_STEPS)
     processes = _newest_processes(catalogue.processes(attempt_id))
@@ -101,7 +112,7 @@ def stuck_rows(
         if row["begin_wall"] is None or (row["role"], _location(row)) in timings
     ]
     silent = {(row["role"], row["rank"]) for row in unresponsive}
-    rows: list[Row] = []
+    rows: list[StuckRow] = []
     for name, ranks in processes.items():
         role = _role(
             _RoleRows(
@@ -119,16 +130,19 @@ def stuck_rows(
             for stuck in judge(role, now, rules)
             if (name, stuck.rank) not in silent
         ]
-    return [*unresponsive, *sorted(rows, key=lambda row: (row["step"], row["role"], row["rank"]))]
+    return [
+        *unresponsive,
+        *sorted(rows, key=lambda row: (row["step"] or 0, row["role"], row["rank"])),
+    ]
 
 
 def _unresponsive_rows(
     catalogue: Catalogue,
     attempt_id: int,
     step: int,
-    processes: Mapping[str, Mapping[int, Row]],
+    processes: Mapping[str, Mapping[int, ProcessColumns]],
     now: float,
-) -> list[Row]:
+) -> list[StuckRow]:
     """Return the ranks whose processes do not respond, from the coordinator's findings.
 
     They hold up the step that they were in and all later ones; the longest silent are first.
@@ -137,7 +151,7 @@ def _unresponsive_rows(
     if all(row["lapsed_wall"] is not None for row in every):
         return []  # the job is lost, not stuck
     by_incarnation = {row["incarnation"]: row for row in every}
-    rows: list[Row] = []
+    rows: list[StuckRow] = []
     for finding in catalogue.findings(attempt_id=attempt_id, kind=UNRESPONSIVE_KIND):
         evidence = finding["evidence"] or {}
         process = by_incarnation.get(str(evidence.get("incarnation")))
@@ -169,7 +183,7 @@ def _parse_part(text: str | None) -> Part:
     return Part() if text is None else Part(*map(int, text.split(".")))
 
 
-def _ranks_in_stage(catalogue: Catalogue, attempt_id: int, finding: Row) -> tuple[int, int]:
+def _ranks_in_stage(catalogue: Catalogue, attempt_id: int, finding: FindingRow) -> tuple[int, int]:
     """Return how many ranks began, and ended, the stage that a finding names."""
     rows = catalogue.stages(
         attempt_id,
@@ -182,7 +196,7 @@ def _ranks_in_stage(catalogue: Catalogue, attempt_id: int, finding: Row) -> tupl
     return len({row["rank"] for row in rows}), len(ended)
 
 
-def stuck_row(role: str, stuck: Stuck, ranks: int, process: Row | None) -> Row:
+def stuck_row(role: str, stuck: Stuck, ranks: int, process: ProcessColumns | None) -> StuckRow:
     """Return a stuck rank, with the limits that it exceeded and where it ran.
 
     Args:
@@ -191,7 +205,6 @@ def stuck_row(role: str, stuck: Stuck, ranks: int, process: Row | None) -> Row:
         ranks: how many the role has.
         process: of the rank; None: it never had one.
     """
-    node = process or {}
     return {
         "step": stuck.key.step,
         "stage": stuck.key.stage,
@@ -209,35 +222,35 @@ def stuck_row(role: str, stuck: Stuck, ranks: int, process: Row | None) -> Row:
         "ranks_ended": stuck.ended,
         "whole_role": stuck.whole_role,
         "since_wall": stuck.since,
-        "host": node.get("host"),
-        "pid": node.get("pid"),
-        "node_id": node.get("node_id"),
+        "host": None if process is None else process["host"],
+        "pid": None if process is None else process["pid"],
+        "node_id": None if process is None else process["node_id"],
     }
 
 
-def _location(row: Row) -> StageKey:
-    return StageKey(
-        row["step"], row["stage"] or "", Part(*(row[name] or 0 for name in PART_FIELDS))
-    )
+def _location(row: StageRow | PartTiming) -> StageKey:
+    return StageKey(row["step"], row["stage"] or "", Part.of_columns(row))
 
 
-def _timings(rows: Iterable[Row]) -> dict[tuple[str, StageKey], StageTiming]:
+def _timings(rows: Iterable[PartTiming]) -> dict[tuple[str, StageKey], StageTiming]:
     """Return the timing of each part of a stage, by role and location."""
     timings: dict[tuple[str, StageKey], StageTiming] = {}
     for row in rows:
         location = _location(row)
         timing = timings.setdefault((row["role"], location), StageTiming(location))
-        if row["first"] is not None:
-            timing.begun(row["first"])
-            timing.begun(row["last"])
+        for begun in (row["first"], row["last"]):
+            if begun is not None:
+                timing.begun(begun)
         if row["longest"] is not None:
             timing.took(row["longest"])
     return timings
 
 
-def _newest_processes(processes: Iterable[Row]) -> dict[str, dict[int, Row]]:
+def _newest_processes(
+    processes: Iterable[ProcessColumns],
+) -> dict[str, dict[int, ProcessColumns]]:
     """Return role -> rank -> its newest process; ranks that finished are left out."""
-    newest: dict[str, dict[int, Row]] = {}
+    newest: dict[str, dict[int, ProcessColumns]] = {}
     for row in processes:  # in the order in which they began
         if row["finished_wall"] is None:
             newest.setdefault(row["role"], {})[row["rank"]] = row
@@ -247,7 +260,7 @@ def _newest_processes(processes: Iterable[Row]) -> dict[str, dict[int, Row]]:
 
 
 def _role(
-    rows: _RoleRows, closed: list[Row], newest: int, silent: Collection[RoleRank]
+    rows: _RoleRows, closed: list[ListedStep], newest: int, silent: Collection[RoleRank]
 ) -> hang_detection.Role:
     """Return a role as `hang_detection.judge` takes it.
 
@@ -268,7 +281,7 @@ def _role(
         for step in earlier_steps
     ]
     histories = history(earlier, _participants(rows.role, reversed(closed)))
-    by_rank: dict[int, list[Row]] = {}
+    by_rank: dict[int, list[StageRow]] = {}
     begun: dict[StageKey, set[int]] = {}
     ended: dict[StageKey, set[int]] = {}
     for row in rows.stages:
@@ -290,7 +303,7 @@ def _role(
     )
 
 
-def _participants(role: str, steps: Iterable[Row]) -> Iterator[dict[str, set[int]]]:
+def _participants(role: str, steps: Iterable[ListedStep]) -> Iterator[dict[str, set[int]]]:
     """Yield stage -> the ranks that began it, for each closed step."""
     for step in steps:
         participants: dict[str, set[int]] = {}
@@ -304,7 +317,9 @@ def _participants(role: str, steps: Iterable[Row]) -> Iterator[dict[str, set[int
         yield participants
 
 
-def _position(process: Row, stages: list[Row], timings: Timings, silent: bool) -> RankPosition:
+def _position(
+    process: ProcessColumns, stages: list[StageRow], timings: Timings, silent: bool
+) -> RankPosition:
     """Return where a rank is, after its stages of the open steps."""
     times = [time for row in stages for time in (began(row), ended(row)) if time is not None]
     last_time = max(times, default=None)
@@ -324,23 +339,6 @@ def _position(process: Row, stages: list[Row], timings: Timings, silent: bool) -
 
 
 router = APIRouter(tags=["hangs"])
-
-_POLL_SECONDS: Final = 0.1
-_NO_ANSWER: Final = (
-    "no answer in time; where a call holds the interpreter lock its watchdog writes instead"
-)
-_STACK_COLUMNS: Final = (
-    "step", "stage", "role", "rank", "state", "source", "reason", "request_id", "wall",
-    "answered_wall", "truncated", "threads", "incarnation",
-)  # fmt: skip
-
-RequestId = Annotated[
-    str | None, Query(max_length=200, description="Only the answers to this request.")
-]
-Source = Annotated[
-    Literal["probe", "watchdog"] | None,
-    Query(description="Answers to requests, or what a watchdog wrote where none was possible."),
-]
 
 
 @router.get("/steps/{step}/stuck", response_model=models.Stuck)
@@ -397,108 +395,3 @@ def _nobody_left(catalogue: Catalogue, attempt_id: int) -> str | None:
         f"no process is left, so nobody is waited for: {lost} of {ranks} ranks fell silent without "
         "a finish; the stages that they left open are unfinished, and listed as losses"
     )
-
-
-@router.get("/steps/{step}/stacks", response_model=models.StepStacks)
-def step_stacks(
-    deps: Deps,
-    target: StepTarget,
-    page: PageOf,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
-    source: Source = None,
-    request_id: RequestId = None,
-) -> Answer:
-    """List the stacks that were taken in a step, a row a process, the newest first.
-
-    `threads` holds name, ident, `is_training` and `stack` (the innermost frame last) of each.
-    `state` is `asked`, `answered` or `not answered`.
-    """
-    rows = deps.catalogue.stacks(
-        attempt_id=target.attempt_id,
-        step=target.step_number,
-        request_id=request_id,
-        stage=stage,
-        role=role,
-        rank=rank,
-        source=source,
-        limit=page.limit + 1,
-        offset=page.offset,
-    )
-    return Answer({**target.heading(), **page.first_of([_stack_row(row) for row in rows])})
-
-
-@router.get("/stacks", response_model=models.Stacks)
-def stacks(
-    deps: Deps,
-    page: PageOf,
-    run: Run = None,
-    attempt: AttemptNumber = None,
-    role: Role = None,
-    rank: Rank = None,
-    source: Source = None,
-    request_id: RequestId = None,
-) -> Answer:
-    """List the stacks that were taken in an attempt, of any step, the newest first."""
-    target = deps.finder.attempt(run, attempt)
-    rows = deps.catalogue.stacks(
-        attempt_id=target.attempt_id,
-        request_id=request_id,
-        role=role,
-        rank=rank,
-        source=source,
-        limit=page.limit + 1,
-        offset=page.offset,
-    )
-    return Answer({**target.heading(), **page.first_of([_stack_row(row) for row in rows])})
-
-
-@router.post("/stacks", response_model=models.TakenStacks, openapi_extra=StacksRequest.document())
-async def take_stacks(request: Request, deps: Deps) -> Answer:
-    """Request the Python stacks of all threads of processes; needs the operate token.
-
-    A rank that is blocked in a collective answers too. `rows` holds the answers within `wait`
-    seconds, `not_answered` the other ranks, with the reason. All are kept: `GET /stacks`.
-    """
-    body = await read_body(request, deps.settings, StacksRequest)
-    target = await asyncio.to_thread(deps.finder.attempt, body.run, body.attempt)
-    reply = check_ready(
-        await deps.commands.ask_stacks(
-            attempt_id=target.attempt_id,
-            role=body.role,
-            ranks=body.ranks,
-            seconds=body.wait,
-            by=str(caller_of(request)),
-        )
-    )
-    rows = await _wait_for_answers(deps, reply["request_id"], reply["deadline_wall"])
-    missing = [
-        {"role": row["role"], "rank": row["rank"], "reason": _NO_ANSWER}
-        for row in rows
-        if row["state"] != ANSWERED
-    ]
-    return Answer(
-        {
-            **target.heading(),
-            "request_id": reply["request_id"],
-            "rows": [_stack_row(row) for row in rows if row["state"] == ANSWERED],
-            "not_answered": [*missing, *reply["refused"]],
-        }
-    )
-
-
-async def _wait_for_answers(deps: Dependencies, request_id: str, deadline: float) -> list[Row]:
-    """Return the rows of a request once all processes answered, or at its deadline.
-
-    They are read from the catalogue, which outlives the coordinator that made the request.
-    """
-    while True:
-        rows = await asyncio.to_thread(deps.catalogue.stacks, request_id=request_id)
-        if deps.clock() >= deadline or all(row["state"] != ASKED for row in rows):
-            return sorted(rows, key=lambda row: (row["role"], row["rank"]))
-        await asyncio.sleep(_POLL_SECONDS)
-
-
-def _stack_row(row: Row) -> JsonObject:
-    return {"part": part_text(row), **{name: row[name] for name in _STACK_COLUMNS}}

@@ -8,8 +8,9 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query, Request
 
-from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError, Unreachable
+from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError
 from stagescope.wire.keep import SECTIONS
+from stagescope.wire.schema import Part
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import (
@@ -24,11 +25,11 @@ from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf
-from stagescope_service.api.rows import matching, part_text
+from stagescope_service.api.rows import chosen_columns, matching
 from stagescope_service.api.target import Target
 from stagescope_service.store.artifacts import confine
-from stagescope_service.store.contract import Row
 from stagescope_service.store.queries.rollouts import side_by_side
+from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.store.tensorfile import disk_errors
 
 router = APIRouter(prefix="/steps/{step}")
@@ -84,7 +85,7 @@ def kept(
             **target.heading(),
             "pinned": pinned,
             "files": len(existing),
-            "bytes": sum(row["bytes"] or 0 for row in existing),
+            "bytes": sum(row["bytes"] for row in existing),
             **page.answer(files, more=len(rows) > page.offset + page.limit),
         }
     )
@@ -126,26 +127,26 @@ async def unpin(request: Request, deps: Deps, target: StepTarget) -> Answer:
     return Answer({**target.heading(), "unpinned": reason is None, "reason": reason})
 
 
-def _sort_key(row: Row) -> tuple[str, str, int, str, float]:
-    owner = (row["stage"] or "", row["role"] or "", row["rank"] or 0)
-    return (*owner, part_text(row), row["wall"] or 0.0)
+def _sort_key(row: ArtifactRow) -> tuple[str, str, int, str, float]:
+    owner = (row["stage"], row["role"], row["rank"])
+    return (*owner, str(Part.of_columns(row)), row["wall"])
 
 
-def _file_row(row: Row, state: str) -> JsonObject:
+def _file_row(row: ArtifactRow, state: str) -> JsonObject:
     return {
         "stage": row["stage"],
         "role": row["role"],
         "rank": row["rank"],
-        "part": part_text(row),
+        "part": str(Part.of_columns(row)),
         "sections": [*(row["sections"] or {})],
         "state": state,
-        **{name: row[name] for name in _COLUMNS},
+        **chosen_columns(row, _COLUMNS),
     }
 
 
-def _states(deps: Dependencies, rows: Sequence[Row]) -> list[str]:
+def _states(deps: Dependencies, rows: Sequence[ArtifactRow]) -> list[str]:
     """Return the state of each file; a node that does not answer is tried once."""
-    unreachable: set[str | None] = set()
+    unreachable: set[str] = set()
     states = []
     for row in rows:
         if row["deleted_wall"] is not None:
@@ -164,9 +165,9 @@ def _states(deps: Dependencies, rows: Sequence[Row]) -> list[str]:
     return states
 
 
-def _remote_state(deps: Dependencies, row: Row) -> str:
+def _remote_state(deps: Dependencies, row: ArtifactRow) -> str:
     try:
-        deps.commands.read_artifact(node_id=str(row["node_id"]), path=row["path"], offset=0, size=1)
+        deps.commands.read_artifact(node_id=row["node_id"], path=row["path"], offset=0, size=1)
     except StagescopeError as error:
         return "missing" if error.code == "not_found" else "unreachable"
     return "kept"
@@ -181,7 +182,7 @@ KINDS: Final = ("kept", "ring")
 """Kinds of artifacts, preferred ones first."""
 
 
-def payload_artifacts(deps: Dependencies, target: Target, step: int) -> list[Row]:
+def payload_artifacts(deps: Dependencies, target: Target, step: int) -> list[ArtifactRow]:
     """Return a step's payload files, kept ones first, and those of rollouts that it consumed.
 
     A consumed rollout that has no step of its own is listed with step None. Payloads that a newer
@@ -202,7 +203,7 @@ def payload_artifacts(deps: Dependencies, target: Target, step: int) -> list[Row
     return sorted(rows, key=lambda row: (KINDS.index(row["kind"]), row["artifact_id"]))
 
 
-def local_file(deps: Dependencies, row: Row, copies: Path) -> Path:
+def local_file(deps: Dependencies, row: ArtifactRow, copies: Path) -> Path:
     """Return a local file with an artifact's content: the artifact itself, or a fetched copy.
 
     Args:
@@ -220,8 +221,6 @@ def local_file(deps: Dependencies, row: Row, copies: Path) -> Path:
             return path
     except (OSError, Forbidden):
         pass
-    if row["node_id"] is None:
-        raise Unreachable(f"{row['path']} is gone, and its node is not known")
     copy = copies / f"{row['kind']}-{len(list(copies.iterdir()))}.safetensors"
     with disk_errors(copy), copy.open("wb") as file:
         while piece := deps.commands.read_artifact(

@@ -31,8 +31,8 @@ from stagescope_service.statistics.checks import calibration
 from stagescope_service.statistics.comparability import Comparability, examine_cell
 from stagescope_service.statistics.mismatch import non_finite, publish_cell
 from stagescope_service.statistics.summary import UNKNOWN, Produced, Slices, Summary, Tokens
-from stagescope_service.store.contract import Row
 from stagescope_service.store.parts import incarnation_of
+from stagescope_service.store.tables import ProcessColumns
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
@@ -376,11 +376,11 @@ def slice_rows(summary: Summary, step: Comparability, by: SliceBy) -> list[JsonO
 
 
 def rank_rows(
-    measured: MeasuredStep, step: Comparability, processes: Iterable[Row]
+    measured: MeasuredStep, step: Comparability, processes: Iterable[ProcessColumns]
 ) -> list[JsonObject]:
     """Return the numbers of each rank, even of those that do not count, and where it ran."""
     summary = measured.summary
-    newest: dict[tuple[str, int], Row] = {}
+    newest: dict[tuple[str, int], ProcessColumns] = {}
     incarnations = {incarnation_of(key) for key in (*summary.counted, *summary.left_out)}
     for process in processes:
         if process["incarnation"] in incarnations:
@@ -393,13 +393,13 @@ def rank_rows(
             "parts": rank.parts,
             "parts_counted": rank.counted_parts,
             **cell_row(rank.cell, summary.summary, step, rank.produced),
-            **layout_of(newest.get((rank.role, rank.rank), {})),
+            **layout_of(newest.get((rank.role, rank.rank))),
         }
         for rank in summary.ranks
     ]
 
 
-def token_rows(measured: MeasuredStep, processes: Iterable[Row]) -> list[JsonObject]:
+def token_rows(measured: MeasuredStep, processes: Iterable[ProcessColumns]) -> list[JsonObject]:
     """Return the worst tokens, |d| descending, then the non-finite ones."""
     summary = measured.summary.summary
     ranks = {row["incarnation"]: (row["role"], row["rank"]) for row in processes}

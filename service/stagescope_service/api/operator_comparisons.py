@@ -18,14 +18,13 @@ from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import operators as models
 from stagescope_service.api.models.bodies import DivergenceRequest, SideFields, TensorsRequest
 from stagescope_service.api.operator_files import describe_table
-from stagescope_service.api.operators import is_digested, table_row, tables_of
+from stagescope_service.api.operators import OperatorTable, is_digested, table_row, tables_of
 from stagescope_service.api.requests import Answer, read_body
 from stagescope_service.api.target import Target
 from stagescope_service.compare.operators import comparison_process
 from stagescope_service.compare.operators.differences import Thresholds
-from stagescope_service.compare.operators.tensors import compare_tensors
+from stagescope_service.compare.operators.tensors import TensorRow, compare_tensors
 from stagescope_service.store.artifacts import confine
-from stagescope_service.store.contract import Row
 
 router = APIRouter(tags=["operators"])
 
@@ -98,7 +97,7 @@ def _divergence(deps: Dependencies, body: DivergenceRequest) -> JsonObject:
         deps.operator_files.path(a.table),
         deps.operator_files.path(b.table),
         thresholds,
-        rows=a.table["rows"] + b.table["rows"],
+        rows=(a.table["rows"] or 0) + (b.table["rows"] or 0),
         skip_sharded=body.skip_sharded,
         limit=body.limit,
     )
@@ -117,14 +116,13 @@ def _device_kind(deps: Dependencies, side: _TableSide) -> str | None:
         table["attempt_id"], role=table["role"], rank=table["rank"]
     ):
         if process["incarnation"] == table["incarnation"]:
-            kind: str | None = process["device_kind"]
-            return kind
+            return process["device_kind"]
     return None
 
 
 def _start_tensors(
     deps: Dependencies, body: TensorsRequest
-) -> tuple[tuple[_TableSide, _TableSide], float, Future[list[Row]]]:
+) -> tuple[tuple[_TableSide, _TableSide], float, Future[list[TensorRow]]]:
     """Start a comparison of tensors, or find the one that runs.
 
     Returns:
@@ -139,7 +137,7 @@ def _start_tensors(
                 advice="its statistics are compared by /operators/divergence",
             )
     tables = (deps.operator_files.path(a.table), deps.operator_files.path(b.table))
-    key = (a.table["checksum"], b.table["checksum"])
+    key = (a.table["checksum"] or "", b.table["checksum"] or "")
     began, future = deps.long_computations.start_once(
         key, compare_tensors, _tensor_directory(deps, a), _tensor_directory(deps, b), tables
     )
@@ -147,7 +145,7 @@ def _start_tensors(
 
 
 def _tensor_directory(deps: Dependencies, side: _TableSide) -> Path:
-    directory = confine(side.table["dump_path"], deps.settings.roots)
+    directory = confine(side.table["dump_path"] or "", deps.settings.roots)
     if not (directory / "dump.json").is_file():
         raise Unreachable(
             f"the tensors of {describe_table(side.table)} lie on node {side.table['node_id']} "
@@ -163,8 +161,7 @@ class _TableSide:
     """One side of a comparison: an operator table and its step."""
 
     target: Target
-    table: Row
-    """Of `operators`."""
+    table: OperatorTable
 
     def heading(self) -> JsonObject:
         """Return the fields of an answer that describe it."""

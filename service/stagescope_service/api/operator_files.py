@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from stagescope.wire.errors import NotFound, NotReady, StoreError, Unreachable
 from stagescope_service.core.operator_tables import TABLE_WRITTEN
 from stagescope_service.store.artifacts import file_checksum
-from stagescope_service.store.contract import Row
+from stagescope_service.store.tables import OperatorTableRow
 from stagescope_service.store.tensorfile import disk_errors
 
 CHUNK: Final = 4 << 20
@@ -47,7 +47,7 @@ class OperatorFiles:
         """Path -> its modification time, inode and checksum."""
         self._fetching = threading.Lock()
 
-    def path(self, row: Row) -> Path:
+    def path(self, row: OperatorTableRow) -> Path:
         """Return a local file with the table's content.
 
         Raises:
@@ -62,7 +62,7 @@ class OperatorFiles:
         if row["state"] != TABLE_WRITTEN:
             kind = Unreachable if row["state"] == "unreachable" else StoreError
             raise kind(f"the dump of {describe_table(row)} has no operators: {row['reason']}")
-        path = Path(row["path"])
+        path = Path(row["path"] or "")
         if self._has_content(path, row):
             return path
         with self._fetching:
@@ -73,7 +73,7 @@ class OperatorFiles:
                 os.utime(copy)
             return copy
 
-    def _has_content(self, path: Path, row: Row) -> bool:
+    def _has_content(self, path: Path, row: OperatorTableRow) -> bool:
         """Return whether a file has the table's content; it is read again when it changed."""
         try:
             stat = path.stat()
@@ -85,9 +85,9 @@ class OperatorFiles:
                 self._checksums[str(path)] = cached
         except (OSError, StoreError):
             return False
-        return bool(cached[2] == row["checksum"])
+        return cached[2] == row["checksum"]
 
-    def _fetch(self, row: Row, copy: Path) -> None:
+    def _fetch(self, row: OperatorTableRow, copy: Path) -> None:
         with disk_errors(copy):
             self._copies.mkdir(parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=self._copies)
@@ -106,12 +106,12 @@ class OperatorFiles:
                 os.unlink(temporary)
         self._delete_oldest(copy)
 
-    def _read_chunk(self, row: Row, offset: int) -> bytes:
+    def _read_chunk(self, row: OperatorTableRow, offset: int) -> bytes:
         if row["node_id"] is None:
             raise Unreachable(f"the operators of {describe_table(row)} are gone: {row['path']}")
         try:
             return self._nodes.read_artifact(
-                node_id=row["node_id"], path=row["path"], offset=offset, size=CHUNK
+                node_id=row["node_id"], path=row["path"] or "", offset=offset, size=CHUNK
             )
         except NotFound as error:
             raise Unreachable(
@@ -131,6 +131,6 @@ class OperatorFiles:
                     path.unlink()
 
 
-def describe_table(row: Row) -> str:
+def describe_table(row: OperatorTableRow) -> str:
     """Return the stage, rank and step of a table as text."""
     return f"{row['stage']} {row['role']}/{row['rank']} in step {row['step']}"

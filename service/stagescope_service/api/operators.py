@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from typing_extensions import Unpack
 
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
-from stagescope.wire.schema import PART_FIELDS
+from stagescope.wire.schema import Part
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import (
     AttemptKey,
@@ -27,7 +27,7 @@ from stagescope_service.api.dependencies import (
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import operators as models
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
-from stagescope_service.api.rows import matching, part_text
+from stagescope_service.api.rows import chosen_columns, matching
 from stagescope_service.api.target import Target
 from stagescope_service.compare.operators import comparison_process
 from stagescope_service.core.operator_tables import TABLE_WRITTEN
@@ -36,7 +36,7 @@ from stagescope_service.dumps.msprobe.operator_query import (
     read_operators,
     read_stack,
 )
-from stagescope_service.store.contract import Row
+from stagescope_service.store.tables import OperatorTableRow
 
 router = APIRouter(tags=["operators"])
 
@@ -60,6 +60,12 @@ class TableFilters(TypedDict, total=False):
     capture_id: str | None
 
 
+class OperatorTable(OperatorTableRow):
+    """A row of `operators` with its part as text."""
+
+    part: str
+
+
 class TableGroup(NamedTuple):
     """The ranks of a role that dumped the same part for the same capture."""
 
@@ -79,7 +85,7 @@ class TableKey(NamedTuple):
     capture_id: str
 
 
-Part = Annotated[
+PartText = Annotated[
     str | None,
     Query(max_length=100, description="Only this part: occurrence.epoch.minibatch.microbatch."),
 ]
@@ -121,7 +127,7 @@ def operators(
     stage: Stage = None,
     role: Role = None,
     rank: Rank = None,
-    part: Part = None,
+    part: PartText = None,
     capture_id: CaptureId = None,
     name: Annotated[
         str | None,
@@ -179,7 +185,7 @@ def stack(
     stage: Stage = None,
     role: Role = None,
     rank: Rank = None,
-    part: Part = None,
+    part: PartText = None,
     capture_id: CaptureId = None,
 ) -> Answer:
     """Return the Python frames of an operator's call, the innermost first, as msprobe wrote them.
@@ -202,7 +208,7 @@ async def non_finite(
     page: PageOf,
     stage: Stage = None,
     role: Role = None,
-    part: Part = None,
+    part: PartText = None,
     capture_id: CaptureId = None,
 ) -> Answer:
     """Name the first operator with a NaN or infinite result on each rank, and the earliest.
@@ -227,7 +233,7 @@ class _PageOfRows(NamedTuple):
 
 
 def _page_of_rows(
-    deps: Dependencies, tables: list[Row], page: Page, filters: OperatorFilter
+    deps: Dependencies, tables: list[OperatorTable], page: Page, filters: OperatorFilter
 ) -> _PageOfRows:
     """Return a page of the rows of all tables; its cursor is (index of the table, offset in it)."""
     index, offset = (*(max(number, 0) for number in page.position), 0, 0)[:2]
@@ -255,7 +261,7 @@ def _page_of_rows(
     return _PageOfRows(rows, cursor(index, offset) if index < len(tables) else None, unread)
 
 
-def _only_table(rows: list[Row]) -> Row:
+def _only_table(rows: list[OperatorTable]) -> OperatorTable:
     if not rows:
         raise NotFound("there is no such dump")
     if len(rows) > 1:
@@ -282,7 +288,9 @@ def _first_non_finite(
     return rows, earliest
 
 
-def _across_ranks(deps: Dependencies, tables: list[Row]) -> Row | None:
+def _across_ranks(
+    deps: Dependencies, tables: list[OperatorTable]
+) -> comparison_process.Fields | None:
     """Return the earliest call over the readable ranks; None where all results are finite."""
     if all(row["first_non_finite"] is None for row in tables):
         return None
@@ -292,11 +300,11 @@ def _across_ranks(deps: Dependencies, tables: list[Row]) -> Row | None:
             paths[row["rank"]] = deps.operator_files.path(row)
         except StagescopeError:  # noqa: PERF203 - the table is listed with its state
             continue
-    rows = sum(row["rows"] for row in tables if row["rank"] in paths)
+    rows = sum(row["rows"] or 0 for row in tables if row["rank"] in paths)
     return comparison_process.non_finite(paths, rows=rows)
 
 
-def _first_row(table: Row, across_ranks: Row | None) -> JsonObject:
+def _first_row(table: OperatorTable, across_ranks: comparison_process.Fields | None) -> JsonObject:
     """Return the first non-finite call of a table, given the earliest over ranks."""
     first, summary = table["first_non_finite"] or {}, table["summary"] or {}
     rank, status = table["rank"], table_row(table)
@@ -314,7 +322,9 @@ def _first_row(table: Row, across_ranks: Row | None) -> JsonObject:
 
 
 # --- tables ---------------------------------------------------------------------------------
-def tables_of(deps: Dependencies, target: Target, **filters: Unpack[TableFilters]) -> list[Row]:
+def tables_of(
+    deps: Dependencies, target: Target, **filters: Unpack[TableFilters]
+) -> list[OperatorTable]:
     """Return a step's operator tables, sorted by when their stage was dumped first.
 
     Where a rank was recreated inside a step, its newest incarnation's table is returned.
@@ -323,10 +333,10 @@ def tables_of(deps: Dependencies, target: Target, **filters: Unpack[TableFilters
         NotFound: there is none, or none that matches the filters.
     """
     step = target.step_number
-    newest: dict[TableKey, Row] = {}
+    newest: dict[TableKey, OperatorTable] = {}
     for row in deps.catalogue.operators(target.attempt_id, step, limit=ALL_ROWS):
-        row["part"] = part_text(row)
-        newest[table_key(row)] = row  # rows are in the order of announcement
+        table: OperatorTable = {**row, "part": str(Part.of_columns(row))}
+        newest[table_key(table)] = table  # rows are in the order of announcement
     if not newest:
         others = deps.catalogue.operator_steps(target.attempt_id)
         raise NotFound(
@@ -337,7 +347,7 @@ def tables_of(deps: Dependencies, target: Target, **filters: Unpack[TableFilters
     return matching(_sorted_tables(newest.values()), f"step {step}", **filters)
 
 
-def _sorted_tables(tables: Iterable[Row]) -> list[Row]:
+def _sorted_tables(tables: Iterable[OperatorTable]) -> list[OperatorTable]:
     """Return tables by the first announcement of their stage and capture, then part and rank."""
     rows = list(tables)
     announced: dict[tuple[str, str], float] = {}
@@ -348,34 +358,34 @@ def _sorted_tables(tables: Iterable[Row]) -> list[Row]:
         rows,
         key=lambda row: (
             announced[row["stage"], row["capture_id"]],
-            [row[name] or 0 for name in PART_FIELDS],
+            Part.of_columns(row),
             row["role"],
             row["rank"],
         ),
     )
 
 
-def table_group(row: Row) -> TableGroup:
+def table_group(row: OperatorTable) -> TableGroup:
     """Return the group of a table."""
-    return TableGroup(*(row[name] for name in TableGroup._fields))
+    return TableGroup(row["stage"], row["capture_id"], row["part"], row["role"])
 
 
-def table_key(row: Row) -> TableKey:
+def table_key(row: OperatorTable) -> TableKey:
     """Return the key of a table."""
-    return TableKey(*(row[name] for name in TableKey._fields))
+    return TableKey(row["stage"], row["role"], row["rank"], row["part"], row["capture_id"])
 
 
-def is_digested(row: Row) -> bool:
+def is_digested(row: OperatorTable) -> bool:
     """Return whether the table of the last announced dump was written."""
-    return bool(row["digested_mark"] == row["mark"] and row["state"] == TABLE_WRITTEN)
+    return row["digested_mark"] == row["mark"] and row["state"] == TABLE_WRITTEN
 
 
-def table_row(row: Row) -> JsonObject:
+def table_row(row: OperatorTable) -> JsonObject:
     """Return a dump's table: its key, state, size and extent."""
     digested = row["digested_mark"] == row["mark"]
     return {
         **table_key(row)._asdict(),
         "state": row["state"] if digested else "announced",
         "reason": row["reason"] if digested else None,
-        **{name: row[name] for name in _TABLE_COLUMNS},
+        **chosen_columns(row, _TABLE_COLUMNS),
     }

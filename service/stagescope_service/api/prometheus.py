@@ -21,7 +21,7 @@ from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import ROLES, STAGES
 from stagescope_service.api.step_summaries import StepSummaries
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.overview import Count, ListedRun
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +93,10 @@ class Counts:
         self._patience = patience
         self._lock = threading.Lock()
         self._counting: threading.Thread | None = None
-        self._counts: dict[str, list[Row]] | None = None
+        self._counts: dict[str, list[Count]] | None = None
         self._began = self._seconds = 0.0
 
-    def read(self) -> tuple[dict[str, list[Row]], float]:
+    def read(self) -> tuple[dict[str, list[Count]], float]:
         """Return the counts and their age in seconds.
 
         Raises:
@@ -159,7 +159,7 @@ class _Families(Collector):
 
 def _families(sources: Sources, now: float) -> Iterator[Metric]:
     runs = sources.catalogue.runs(limit=sources.max_runs)
-    names = {str(row["run"]) for row in runs}
+    names = {row["run"] for row in runs}
     counts, seconds = sources.counts.read()
     age = _gauge("counts_age_seconds", "Age of the counts of attempts, stages, findings, ...")
     age.add_metric([], seconds)
@@ -171,7 +171,7 @@ def _families(sources: Sources, now: float) -> Iterator[Metric]:
             family = _gauge("payload_bytes_announced", "Bytes of these payloads.", "run")
             for row in rows:
                 if row["run"] in names:
-                    family.add_metric([row["run"]], float(row["bytes"] or 0))
+                    family.add_metric([str(row["run"])], float(row.get("bytes") or 0))
             yield family
     size = sources.catalogue.bytes_on_disk()
     if size is not None:
@@ -181,7 +181,7 @@ def _families(sources: Sources, now: float) -> Iterator[Metric]:
     yield from _run_families(sources, runs, now)
 
 
-def _run_families(sources: Sources, runs: list[Row], now: float) -> Iterator[Metric]:
+def _run_families(sources: Sources, runs: list[ListedRun], now: float) -> Iterator[Metric]:
     live = _gauge("run_live", "1 where a process of the run holds its lease.", "run")
     silence = _gauge("run_silent_seconds", "Time since a process of the run was heard.", "run")
     newest = _gauge("run_newest_step", "Newest step of the run's newest attempt.", "run")
@@ -195,13 +195,13 @@ def _run_families(sources: Sources, runs: list[Row], now: float) -> Iterator[Met
     )  # fmt: skip
     metric = _gauge("step_metric", "Main metrics of that step.", "run", "metric")
     for row in runs:
-        run = str(row["run"])
+        run = row["run"]
         live.add_metric([run], float(bool(row["live"])))
         if row["last_wall"] is not None:
             silence.add_metric([run], max(now - row["last_wall"], 0.0))
         if row["attempt_id"] is None:
             continue
-        number.add_metric([run], float(row["attempt"]))
+        number.add_metric([run], float(row["attempt"] or 0))
         steps = sources.catalogue.steps(row["attempt_id"], limit=_STEPS_SEARCHED)
         measured = next((item for item in steps if item["has_whole"]), None)
         if steps:
@@ -221,7 +221,7 @@ def _run_families(sources: Sources, runs: list[Row], now: float) -> Iterator[Met
     yield from (live, silence, newest, lag, number, step, comparable, metric)
 
 
-def _count_metric(gauge: _Gauge, rows: list[Row], runs: set[str]) -> Metric:
+def _count_metric(gauge: _Gauge, rows: list[Count], runs: set[str]) -> Metric:
     """Return the counts of some runs as a metric."""
     label = gauge.label
     labels = ("run",) if label is None else ("run", label)
@@ -232,7 +232,7 @@ def _count_metric(gauge: _Gauge, rows: list[Row], runs: set[str]) -> Metric:
             continue
         key = [str(row["run"])]
         if label is not None:
-            key.append(_label_value(label, str(row[label]), kinds))
+            key.append(_label_value(label, str(row.get(label)), kinds))
         sums[tuple(key)] = sums.get(tuple(key), 0.0) + float(row["count"] or 0)
     family = _gauge(gauge.name, gauge.help_text, *labels)
     for values, value in sorted(sums.items()):

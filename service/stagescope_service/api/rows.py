@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
+from typing import Final, TypedDict, TypeVar
 
 from stagescope.wire.errors import NotFound
-from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS
+from stagescope.wire.nonfinite import Json
+from stagescope.wire.schema import LAYOUT_COLUMNS, Part
 from stagescope_service.api.completeness import (
     BegunAgain,
     MissingRank,
@@ -15,7 +16,22 @@ from stagescope_service.api.completeness import (
     ended,
 )
 from stagescope_service.api.encoding import JsonObject
-from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.overview import (
+    DescribedAttempt,
+    ListedAttempt,
+    ListedRun,
+    ListedStep,
+)
+from stagescope_service.store.tables import (
+    DumpRow,
+    ProcessColumns,
+    ScalarRow,
+    StageRow,
+    StepState,
+    UnfinishedRank,
+)
+
+M = TypeVar("M", bound=Mapping[str, object])
 
 
 class RepeatedSteps(TypedDict):
@@ -26,7 +42,7 @@ class RepeatedSteps(TypedDict):
     """Number of the later attempt."""
 
 
-def run_row(row: Row) -> JsonObject:
+def run_row(row: ListedRun) -> JsonObject:
     """Return a run, with its newest attempt."""
     return {
         "run": row["run"],
@@ -41,7 +57,7 @@ def run_row(row: Row) -> JsonObject:
     }
 
 
-def attempt_row(row: Row) -> JsonObject:
+def attempt_row(row: DescribedAttempt) -> JsonObject:
     """Return an attempt with its fingerprint."""
     state = "ended" if row["ended_wall"] is not None else "live" if row["live"] else "silent"
     return {
@@ -61,10 +77,10 @@ def attempt_row(row: Row) -> JsonObject:
     }
 
 
-def superseded_steps(attempts: Sequence[Row]) -> dict[int, list[RepeatedSteps]]:
+def superseded_steps(attempts: Sequence[ListedAttempt]) -> dict[int, list[RepeatedSteps]]:
     """Return the steps that later attempts repeat, by the number of the attempt."""
     resumed = sorted(
-        (int(row["number"]), int(row["resumed_from_step"]))
+        (row["number"], row["resumed_from_step"])
         for row in attempts
         if row["resumed_from_step"] is not None
     )
@@ -79,7 +95,7 @@ def superseded_steps(attempts: Sequence[Row]) -> dict[int, list[RepeatedSteps]]:
 
 
 def step_row(
-    row: Row,
+    row: ListedStep,
     superseded_by: int | None,
     progress: StepProgress | None,
     gap: str | None,
@@ -88,13 +104,14 @@ def step_row(
     """Return a step of a list.
 
     Args:
-        row: of `Catalogue.steps`.
+        row: the step.
         superseded_by: number of the attempt that repeats it.
         progress: of an open step.
         gap: what its numbers lack.
         begun_again: ranks that began it again within its attempt.
     """
     closed = row["closed_wall"] is not None
+    missing: Sequence[UnfinishedRank | MissingRank]
     if closed or progress is None:
         complete = (row["completeness"] or "unknown") if closed else "open"
         missing = row["missing"] or []
@@ -118,12 +135,7 @@ def step_row(
     }
 
 
-def part_text(row: Mapping[str, object]) -> str:
-    """Return occurrence.epoch.minibatch.microbatch."""
-    return ".".join(str(row[name] or 0) for name in PART_FIELDS)
-
-
-def stage_row(row: Row, now: float) -> JsonObject:
+def stage_row(row: StageRow, now: float) -> JsonObject:
     """Return one part of a stage on one rank; `seconds` is monotonic, None while it is open."""
     begin, end = began(row), ended(row)
     seconds = None
@@ -135,7 +147,7 @@ def stage_row(row: Row, now: float) -> JsonObject:
         "stage": row["stage"],
         "role": row["role"],
         "rank": row["rank"],
-        "part": part_text(row),
+        "part": str(Part.of_columns(row)),
         "status": row["status"] or "open",
         "seconds": seconds,
         "begin_wall": begin,
@@ -169,7 +181,7 @@ def absent_row(missing: MissingRank, now: float) -> JsonObject:
     }
 
 
-def scalar_row(row: Row) -> JsonObject:
+def scalar_row(row: ScalarRow) -> JsonObject:
     """Return one named number of one rank."""
     return {
         "name": row["name"],
@@ -177,23 +189,30 @@ def scalar_row(row: Row) -> JsonObject:
         "stage": row["stage"],
         "role": row["role"],
         "rank": row["rank"],
-        "part": part_text(row),
+        "part": str(Part.of_columns(row)),
         "wall": row["wall"],
     }
 
 
-_DUMP_COLUMNS = (
+_DUMP_COLUMNS: Final = (
     "stage", "role", "rank", "state", "bytes", "files", "path", "node_id", "capture_id", "task",
     "level", "seconds", "error", "overrides", "estimate", "wall",
 )  # fmt: skip
 
 
-def dump_row(row: Row) -> JsonObject:
+def dump_row(row: DumpRow) -> JsonObject:
     """Return one dump of one rank."""
-    return {"part": part_text(row), **{name: row[name] for name in _DUMP_COLUMNS}}
+    return {"part": str(Part.of_columns(row)), **chosen_columns(row, _DUMP_COLUMNS)}
 
 
-def with_attempt_numbers(rows: Iterable[Row], numbers: Mapping[int, int]) -> list[Row]:
+def chosen_columns(row: Mapping[str, object], names: Iterable[str]) -> JsonObject:
+    """Return the columns of these names."""
+    return {name: row[name] for name in names}
+
+
+def with_attempt_numbers(
+    rows: Iterable[Mapping[str, Json]], numbers: Mapping[int, int]
+) -> list[JsonObject]:
     """Return rows with the attempt's number in place of its key in the catalogue.
 
     Args:
@@ -209,13 +228,14 @@ def with_attempt_numbers(rows: Iterable[Row], numbers: Mapping[int, int]) -> lis
     ]
 
 
-def layout_of(process: Row) -> JsonObject:
+def layout_of(process: ProcessColumns | None) -> JsonObject:
     """Return where a rank ran; unknown columns are left out."""
     names = ("data_rank", "world_size", "node_id", "pid", *LAYOUT_COLUMNS)
-    return {name: process[name] for name in names if process.get(name) is not None}
+    known = {} if process is None else chosen_columns(process, names)
+    return {name: value for name, value in known.items() if value is not None}
 
 
-def matching(rows: Sequence[Row], owner: str, **filters: object) -> list[Row]:
+def matching(rows: Sequence[M], owner: str, **filters: Json) -> list[M]:
     """Return the rows whose columns equal the filters that are not None.
 
     Args:
@@ -229,7 +249,8 @@ def matching(rows: Sequence[Row], owner: str, **filters: object) -> list[Row]:
     for name, value in filters.items():
         if value is None:
             continue
-        values = sorted({row[name] for row in rows if row[name] is not None})
+        found: Iterable[Json] = {row[name] for row in rows if row[name] is not None}
+        values = sorted(found)
         if rows and value not in values:
             shown = ", ".join(map(str, values[:20])) + (", ..." if len(values) > 20 else "")
             raise NotFound(
@@ -243,18 +264,22 @@ def matching(rows: Sequence[Row], owner: str, **filters: object) -> list[Row]:
 class Lineage:
     """The attempts of a run: their numbers, and which of them repeats a step."""
 
-    def __init__(self, attempts: Sequence[Row]) -> None:
-        self.numbers = {int(row["attempt_id"]): int(row["number"]) for row in attempts}
+    def __init__(self, attempts: Sequence[ListedAttempt]) -> None:
+        self.numbers = {row["attempt_id"]: row["number"] for row in attempts}
         self._resumed = [
-            (int(row["number"]), int(row["resumed_from_step"]))
+            (row["number"], row["resumed_from_step"])
             for row in attempts
             if row["resumed_from_step"] is not None
         ]
 
-    def superseded_by(self, row: Row) -> int | None:
-        """Return the number of the newest attempt that repeats a step; see `target`."""
+    def superseded_by(self, row: StepState) -> int | None:
+        """Return the number of the newest attempt that repeats a step, or None.
+
+        An attempt that resumed before the step discards its result, even before it has reached the
+        step again.
+        """
         if row["superseded_by"] is not None:
-            return int(row["superseded_by"])
+            return row["superseded_by"]
         number = self.numbers[row["attempt_id"]]
         later = [each for each, resumed in self._resumed if each > number and resumed < row["step"]]
         return max(later, default=None)

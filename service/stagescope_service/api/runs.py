@@ -22,8 +22,9 @@ from stagescope_service.api.rows import Lineage, attempt_row, run_row, supersede
 from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import VERSION
-from stagescope_service.store.contract import Row
 from stagescope_service.store.parts import incarnation_of
+from stagescope_service.store.queries.measurements import StepNumbers
+from stagescope_service.store.tables import ProcessColumns
 
 router = APIRouter(tags=["runs"])
 
@@ -49,7 +50,7 @@ def attempts(
     attempt `by`.
     """
     target = deps.finder.attempt(run)
-    rows = deps.catalogue.attempts(target.run, with_fingerprint=True)
+    rows = deps.catalogue.described_attempts(target.run)
     repeated = superseded_steps(rows)
     listed = [{**attempt_row(row), "superseded": repeated[row["number"]]} for row in rows]
     return Answer({"run": target.run, "also_live": target.also_live, **page.cut(listed)})
@@ -121,12 +122,12 @@ def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
     target = deps.finder.attempt(run, attempt)
     attempts = deps.catalogue.attempts(target.run)
     lineage = Lineage(attempts)
-    ids = [int(row["attempt_id"]) for row in attempts if attempt in (None, row["number"])]
-    steps: dict[int, Row] = {}
+    ids = [row["attempt_id"] for row in attempts if attempt in (None, row["number"])]
+    steps: dict[int, StepNumbers] = {}
     seen: set[int] = set()
     # The newest attempt of a step comes first; a repeated step counts there only.
     for row in deps.catalogue.step_metrics(ids, version=VERSION, numbers=None):
-        step = int(row["step"])
+        step = row["step"]
         if step in seen or (attempt is None and lineage.superseded_by(row) is not None):
             continue
         seen.add(step)
@@ -138,8 +139,8 @@ def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
     first = None
     if differing is not None:
         row = steps[differing.step]
-        measured = deps.step_summaries.measure(int(row["attempt_id"]), row)
-        processes = deps.catalogue.processes(int(row["attempt_id"]))
+        measured = deps.step_summaries.measure(row["attempt_id"], row)
+        processes = deps.catalogue.processes(row["attempt_id"])
         first = _first_difference(differing, measured, processes)
     return Answer(
         {
@@ -153,12 +154,12 @@ def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
     )
 
 
-def _judge(deps: Dependencies, lineage: Lineage, row: Row) -> _StepVerdict:
+def _judge(deps: Dependencies, lineage: Lineage, row: StepNumbers) -> _StepVerdict:
     """Judge a step by its stored counts, or by its summary where an earlier release stored it."""
-    tokens, masked, unequal = (row[f"{name}tokens"] for name in ("", "masked_", "unequal_"))
+    tokens, masked, unequal = row["tokens"], row["masked_tokens"], row["unequal_tokens"]
     verdict = row["verdict"]
-    if None in (tokens, masked, unequal):
-        measured = deps.step_summaries.measure(int(row["attempt_id"]), row)
+    if tokens is None or masked is None or unequal is None:
+        measured = deps.step_summaries.measure(row["attempt_id"], row)
         cell = measured.summary.total
         tokens, masked, unequal = cell.tokens, cell.masked, unequal_tokens(cell)
         verdict = measured.comparability.verdict
@@ -167,10 +168,10 @@ def _judge(deps: Dependencies, lineage: Lineage, row: Row) -> _StepVerdict:
     reason = None
     if judged == NOT_MEASURED:
         reason = _why_not_measured(verdict, tokens, non_finite)
-    return _StepVerdict(int(row["step"]), number, judged, tokens, unequal, non_finite, reason)
+    return _StepVerdict(row["step"], number, judged, tokens, unequal, non_finite, reason)
 
 
-def _why_not_measured(verdict: str, tokens: int, non_finite: int) -> str:
+def _why_not_measured(verdict: str | None, tokens: int, non_finite: int) -> str:
     """Return why a step without unequal tokens proves nothing, given its stored verdict."""
     if not tokens:
         return _EMPTY
@@ -208,7 +209,7 @@ def _with_non_finite(reason: str, non_finite: int) -> str:
 
 
 def _first_difference(
-    differing: _StepVerdict, measured: MeasuredStep, processes: Sequence[Row]
+    differing: _StepVerdict, measured: MeasuredStep, processes: Sequence[ProcessColumns]
 ) -> _FirstDifference:
     step, attempt = differing.step, differing.attempt
     token = first_difference(measured.summary.summary)
@@ -216,9 +217,12 @@ def _first_difference(
         fields: JsonObject = {"step": step, "text": NOT_KEPT, "attempt": attempt}
         return _FirstDifference(step, NOT_KEPT, fields)
     incarnation = incarnation_of(token.source)
-    process = next((row for row in processes if row["incarnation"] == incarnation), {})
-    rank = {name: process[name] for name in ("role", "rank") if process}
-    text = token.text(**rank)
+    process = next((row for row in processes if row["incarnation"] == incarnation), None)
+    rank: JsonObject = {}
+    text = token.text()
+    if process is not None:
+        rank = {"role": process["role"], "rank": process["rank"]}
+        text = token.text(process["role"], process["rank"])
     fields = {"step": step, **token.to_json(), **rank, "text": text, "attempt": attempt}
     return _FirstDifference(step, text, fields)
 

@@ -33,7 +33,7 @@ from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
-from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.measurements import ScalarValues, StepNumbers
 from stagescope_service.triggers.evidence import ranks_text
 
 router = APIRouter(tags=["steps"])
@@ -66,8 +66,7 @@ StepBound = Annotated[int | None, Query(ge=0, lt=MOST_STEPS)]
 class Point:
     """One step of one attempt, and its values by series."""
 
-    row: Row
-    """Of `Catalogue.step_metrics`."""
+    row: StepNumbers
     values: dict[Key, Value]
     reason: str | None = None
     """Why it has no value."""
@@ -152,7 +151,7 @@ def series(
     target = deps.finder.attempt(run, attempt)
     attempts = deps.catalogue.attempts(target.run)
     lineage = Lineage(attempts)
-    ids = [int(row["attempt_id"]) for row in attempts if attempt in (None, row["number"])]
+    ids = [row["attempt_id"] for row in attempts if attempt in (None, row["number"])]
     window: Window = {"first": first, "last": last}
     requested = SeriesRequest(metric, by, stage, role, rank, ids, window)
     keep_all = superseded or attempt is not None
@@ -207,13 +206,13 @@ def _newest_points(
     keys: set[Key] = set()
     last_step: int | None = None
     for point in points:
-        step = int(point.row["step"])
+        step = point.row["step"]
         is_superseded = step == last_step or lineage.superseded_by(point.row) is not None
         if is_superseded and not keep_all:
             continue
         keys |= point.values.keys()
         if len(newest) >= limit or len(newest) * len(keys) >= MAX_VALUES:
-            return PointPage(kind, newest, min(step, int(newest[-1].row["step"]) - 1))
+            return PointPage(kind, newest, min(step, newest[-1].row["step"] - 1))
         last_step = step
         newest.append(point)
     return PointPage(kind, newest, None)
@@ -264,16 +263,18 @@ def _metric_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
         yield point
 
 
-def _recompute(deps: Dependencies, row: Row, slices: bool) -> Mapping[str, Value] | SliceMetrics:
+def _recompute(
+    deps: Dependencies, row: StepNumbers, slices: bool
+) -> Mapping[str, Value] | SliceMetrics:
     """Return the numbers of a step that an earlier version stored; completes its row."""
-    measured = deps.step_summaries.measure(int(row["attempt_id"]), row)
+    measured = deps.step_summaries.measure(row["attempt_id"], row)
     comparability = measured.comparability
     row["verdict"], row["stage"] = comparability.verdict, measured.summary.stage
     row["suspects"] = [check.name for check in comparability.suspects]
     return SliceMetrics.of(measured.summary) if slices else measured.published
 
 
-def _why_unmeasured(row: Row, error: str | None, loss: str | None) -> str:
+def _why_unmeasured(row: StepNumbers, error: str | None, loss: str | None) -> str:
     """Return why a step has no numbers.
 
     Args:
@@ -304,7 +305,7 @@ def _scalar_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
         role=requested.role,
         rank=requested.rank,
     )
-    by_step: dict[tuple[int, int], list[Row]] = {}
+    by_step: dict[tuple[int, int], list[ScalarValues]] = {}
     for value in values:
         if value["step"] is not None:
             by_step.setdefault((value["attempt_id"], value["step"]), []).append(value)
@@ -324,20 +325,20 @@ def _scalar_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
         yield point
 
 
-def _mean(row: Row) -> Value:
+def _mean(row: ScalarValues) -> Value:
     """Return the mean of all values, the non-finite ones included as in a sum."""
     if row["nan"] or (row["posinf"] and row["neginf"]):
         return "nan"
     return "inf" if row["posinf"] else "-inf" if row["neginf"] else row["mean"]
 
 
-def _low(row: Row) -> Value:
+def _low(row: ScalarValues) -> Value:
     if row["nan"] or row["neginf"]:
         return "nan" if row["nan"] else "-inf"
     return "inf" if row["low"] is None else row["low"]
 
 
-def _high(row: Row) -> Value:
+def _high(row: ScalarValues) -> Value:
     if row["nan"] or row["posinf"]:
         return "nan" if row["nan"] else "inf"
     return "-inf" if row["high"] is None else row["high"]

@@ -30,8 +30,9 @@ from stagescope_service.statistics.step_summary import (
     assemble,
 )
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import Row
 from stagescope_service.store.parts import pair_name, part_records
+from stagescope_service.store.queries.overview import StepOverview
+from stagescope_service.store.tables import PayloadRow
 
 
 class Slice(NamedTuple):
@@ -95,20 +96,20 @@ class StepSummaries:
     def measure(
         self,
         attempt_id: int,
-        step: Row,
+        step: StepOverview,
         part: Slice = Slice(),  # noqa: B008
     ) -> MeasuredStep:
         """Return the statistics of a step, or of a part of it.
 
         Args:
             attempt_id: the attempt's key in the catalogue.
-            step: a row of `Catalogue.steps`.
+            step: the step.
             part: which of the step's tokens.
 
         Raises:
             NotFound: nothing of that stage, role or rank was measured; names what was.
         """
-        version = StepVersion(attempt_id, int(step["step"]), step["whole_wall"])
+        version = StepVersion(attempt_id, step["step"], step["whole_wall"])
         if not step["has_whole"]:
             return self._assemble(version, part)
         key = (version, part)
@@ -130,12 +131,12 @@ class StepSummaries:
             return {}
         return self.measure(attempt_id, rows[0]).published
 
-    def comparable(self, attempt_id: int, step: Row) -> Comparability | None:
+    def comparable(self, attempt_id: int, step: StepOverview) -> Comparability | None:
         """Return whether a step's streams can be compared; None where nothing was measured.
 
         Args:
             attempt_id: the attempt's key in the catalogue.
-            step: a row of `Catalogue.steps`.
+            step: the step.
         """
         return self.measure(attempt_id, step).comparability if step["has_whole"] else None
 
@@ -175,7 +176,7 @@ class StepSummaries:
         own = [part for part in noise if part.stage == summary.stage]
         floor = assemble(own, stage=summary.stage, pairs=[NOISE_PAIR]) if own else None
         payloads = self._catalogue.payloads(version.attempt_id, version.step, limit=ALL_ROWS)
-        states = Counter(str(row["state"]) for row in payloads)
+        states = Counter(row["state"] for row in payloads)
         streams = self._streams(version.attempt_id, summary)
         return MeasuredStep(summary, floor, dict(states), streams)
 
@@ -251,11 +252,11 @@ _NAMES_LISTED: Final = 20
 _STREAM_KEYS = ("attempt_id", "stream", "role", "stage")
 
 
-def _recorded_tensors(payloads: Iterable[Row]) -> dict[str, list[str]]:
+def _recorded_tensors(payloads: Iterable[PayloadRow]) -> dict[str, list[str]]:
     """Return stage -> names of the tensors that were recorded in it, in the order of recording."""
     by_stage: dict[str, dict[str, None]] = {}
     for row in payloads:
-        names = by_stage.setdefault(str(row["stage"]), {})
+        names = by_stage.setdefault(row["stage"], {})
         names.update(dict.fromkeys(map(str, row["tensors"] or ())))
     return {stage: list(names) for stage, names in by_stage.items()}
 

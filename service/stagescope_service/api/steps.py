@@ -27,6 +27,7 @@ from stagescope_service.api.models import runs as list_models
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.requests import Answer, Page, PageOf, cursor
 from stagescope_service.api.rows import (
+    Lineage,
     absent_row,
     dump_row,
     matching,
@@ -34,8 +35,9 @@ from stagescope_service.api.rows import (
     stage_row,
     step_row,
 )
-from stagescope_service.api.target import Target, superseded_by
-from stagescope_service.store.contract import Row
+from stagescope_service.api.target import Target
+from stagescope_service.store.queries.overview import ListedStep
+from stagescope_service.store.tables import StageRow
 
 router = APIRouter()
 
@@ -63,7 +65,7 @@ def steps(
     target = deps.finder.attempt(run, attempt)
     step_rows, next_cursor = _page_of_steps(deps, target, page, attempt)
     attempts = deps.catalogue.attempts(target.run)
-    by_id = {row["attempt_id"]: row for row in attempts}
+    lineage, by_id = Lineage(attempts), {row["attempt_id"]: row for row in attempts}
     gap_texts = gaps(deps.catalogue, step_rows)
     repeated = begun_again(
         deps.catalogue,
@@ -77,7 +79,7 @@ def steps(
         if row["closed_wall"] is None:
             begun = deps.catalogue.stages(row["attempt_id"], row["step"], limit=ALL_ROWS)
             progress = step_progress(deps.catalogue, own, row, begun)
-        superseded = superseded_by(row, own["number"], attempts)
+        superseded = lineage.superseded_by(row)
         key = (row["attempt_id"], row["step"])
         rows.append(step_row(row, superseded, progress, gap_texts.get(key), repeated.get(key, [])))
     return Answer({**target.heading(), "attempt": attempt, "rows": rows, "next": next_cursor})
@@ -85,7 +87,7 @@ def steps(
 
 def _page_of_steps(
     deps: Dependencies, target: Target, page: Page, attempt: int | None
-) -> tuple[list[Row], str | None]:
+) -> tuple[list[ListedStep], str | None]:
     """Return a page of steps and the cursor of the next.
 
     The cursor holds the last step and how many rows with it were returned, so that steps which
@@ -196,7 +198,7 @@ def dumps(
     return Answer({**target.heading(), **page.cut([dump_row(row) for row in rows])})
 
 
-def progress_of(deps: Dependencies, target: Target) -> tuple[list[Row], StepProgress]:
+def progress_of(deps: Dependencies, target: Target) -> tuple[list[StageRow], StepProgress]:
     """Return a step's stages that are not superseded, and how far the step has come."""
     rows = deps.catalogue.stages(target.attempt_id, target.step_number, limit=ALL_ROWS)
     return rows, step_progress(deps.catalogue, target.attempt, target.step_row, rows)

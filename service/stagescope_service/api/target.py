@@ -11,9 +11,10 @@ from typing import Final, TypedDict
 from stagescope.wire.errors import NotFound
 from stagescope.wire.schema import check_run_name
 from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.rows import Lineage
 from stagescope_service.core.registry import base_key, given_key
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.overview import ListedAttempt, ListedStep
 
 _LIVE_SECONDS: Final = 0.5
 """Greatest age of `also_live`: its query counts over every process of every run."""
@@ -32,31 +33,29 @@ class LiveRun(TypedDict):
 class Target:
     """An attempt of a run, and one step of it where the request names one."""
 
-    attempt: Row
-    """Of `attempts`."""
+    attempt: ListedAttempt
     also_live: list[LiveRun]
-    step: Row | None = None
-    """Of `Catalogue.steps`."""
+    step: ListedStep | None = None
     superseded_by: int | None = None
     """Number of the newest attempt that repeats the step."""
 
     @property
     def run(self) -> str:
         """The run's name."""
-        return str(self.attempt["run"])
+        return self.attempt["run"]
 
     @property
     def attempt_id(self) -> int:
         """The attempt's key in the catalogue."""
-        return int(self.attempt["attempt_id"])
+        return self.attempt["attempt_id"]
 
     @property
     def number(self) -> int:
         """The attempt's number in its run."""
-        return int(self.attempt["number"])
+        return self.attempt["number"]
 
     @property
-    def step_row(self) -> Row:
+    def step_row(self) -> ListedStep:
         """The row of the step; only of a target that names one."""
         assert self.step is not None
         return self.step
@@ -64,7 +63,7 @@ class Target:
     @property
     def step_number(self) -> int:
         """The trainer's step; only of a target that names one."""
-        return int(self.step_row["step"])
+        return self.step_row["step"]
 
     def heading(self) -> JsonObject:
         """Return the fields that every answer begins with."""
@@ -111,8 +110,8 @@ class Finder:
         """
         name = self._run(run)
         attempt, row = self._attempt_with(name, number, step, key)
-        superseded = superseded_by(row, attempt["number"], self._catalogue.attempts(name))
-        return Target(attempt, self._also_live(name), row, superseded)
+        lineage = Lineage(self._catalogue.attempts(name))
+        return Target(attempt, self._also_live(name), row, lineage.superseded_by(row))
 
     def check_run(self, run: str) -> None:
         """Check that a run exists.
@@ -131,21 +130,21 @@ class Finder:
             return run
         training = self._catalogue.training_attempt()
         if training is not None:
-            return str(training["run"])
+            return training["run"]
         runs = self._catalogue.runs(limit=1)
         if not runs:
             raise NotFound(
                 "the service has no run yet",
                 advice="start a training that reports to it: stagescope_workers.init(run=...)",
             )
-        return str(runs[0]["run"])
+        return runs[0]["run"]
 
     def _attempt_with(
         self, run: str, number: int | None, step: int | None, key: str | None
-    ) -> tuple[Row, Row]:
+    ) -> tuple[ListedAttempt, ListedStep]:
         catalogue = self._catalogue
         if key is not None:
-            candidates: Iterable[Row] = self._of_key(run, number, key)
+            candidates: Iterable[ListedAttempt] = self._of_key(run, number, key)
         elif number is not None:
             attempt = catalogue.find_attempt(run, number)
             if attempt is None:
@@ -165,7 +164,7 @@ class Finder:
                 return attempt, newest[0]
         raise self._no_step(run, number, step)
 
-    def _of_key(self, run: str, number: int | None, key: str) -> list[Row]:
+    def _of_key(self, run: str, number: int | None, key: str) -> list[ListedAttempt]:
         """Return the attempts of a key, newest first: several where its ranks were recreated."""
         base = given_key(key)
         with_key = [row for row in self._catalogue.attempts(run) if base_key(row["key"]) == base]
@@ -173,7 +172,7 @@ class Finder:
         if matching:
             return matching
         if with_key:
-            numbers = sorted(int(row["number"]) for row in with_key)
+            numbers = sorted(row["number"] for row in with_key)
             raise NotFound(
                 f"attempt {number} of run {run} has another key than {key!r:.100}",
                 expected=_one_of(numbers, number or 0),
@@ -186,18 +185,22 @@ class Finder:
         cached = self._live
         if cached is None or time.monotonic() - cached[0] > _LIVE_SECONDS:
             rows = self._catalogue.live_runs()
-            runs: list[LiveRun] = [{"run": row["run"], "attempt": row["attempt"]} for row in rows]
+            runs: list[LiveRun] = [
+                {"run": row["run"], "attempt": row["attempt"]}
+                for row in rows
+                if row["attempt"] is not None
+            ]
             cached = self._live = (time.monotonic(), runs)
         return [each for each in cached[1] if each["run"] != run]
 
     def _no_run(self, run: str) -> NotFound:
-        names = [str(row["run"]) for row in self._catalogue.runs(limit=200)]
+        names = [row["run"] for row in self._catalogue.runs(limit=200)]
         close = difflib.get_close_matches(run, names, n=_NAMED) or names[:_NAMED]
         expected = f"one of {', '.join(close)}" if close else ""
         return NotFound(f"there is no run {run!r}", expected=expected, advice="see /runs")
 
     def _no_attempt(self, run: str, number: int | None) -> NotFound:
-        numbers = sorted(int(row["number"]) for row in self._catalogue.attempts(run))
+        numbers = sorted(row["number"] for row in self._catalogue.attempts(run))
         wrong = f"run {run} has no attempt {'yet' if number is None else number}"
         return NotFound(wrong, expected=_one_of(numbers, number or 0) if numbers else "")
 
@@ -205,35 +208,12 @@ class Finder:
         rows = self._catalogue.steps(run=run)
         if number is not None:
             rows = [row for row in rows if row["attempt"] == number]
-        steps = sorted({int(row["step"]) for row in rows})
+        steps = sorted({row["step"] for row in rows})
         owner = f"run {run}" if number is None else f"attempt {number} of run {run}"
         wrong = f"{owner} has no step {'yet' if step is None else step}"
         if not steps:
             return NotFound(wrong, advice="a step exists once a rank began a stage in it")
         return NotFound(wrong, expected=_one_of(steps, step or 0), advice="see /steps")
-
-
-def superseded_by(step: Row, number: int, attempts: Sequence[Row]) -> int | None:
-    """Return the number of the newest attempt that repeats this step, or None.
-
-    An attempt that resumed before the step discards its result, even before it has reached the
-    step again.
-
-    Args:
-        step: a row of `Catalogue.steps`.
-        number: of the attempt that the row belongs to.
-        attempts: rows of all attempts of the run.
-    """
-    if step.get("superseded_by") is not None:
-        return int(step["superseded_by"])
-    later = [
-        int(row["number"])
-        for row in attempts
-        if row["number"] > number
-        and row["resumed_from_step"] is not None
-        and row["resumed_from_step"] < step["step"]
-    ]
-    return max(later, default=None)
 
 
 def _one_of(numbers: Sequence[int], near: int) -> str:

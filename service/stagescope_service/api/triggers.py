@@ -18,7 +18,8 @@ from stagescope_service.api.models import triggers as models
 from stagescope_service.api.models.bodies import REPLAYED_STEPS, DryRunRequest, RulesRequest
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_body
-from stagescope_service.store.contract import Row
+from stagescope_service.api.rows import chosen_columns
+from stagescope_service.store.tables import FiringRow
 from stagescope_service.triggers.budget import spent
 from stagescope_service.triggers.replay import Fired, replay
 from stagescope_service.triggers.rules import Rules, defaults, defaults_text, read_yaml
@@ -133,7 +134,7 @@ def _rules_in_force(deps: Dependencies) -> tuple[Rules, JsonObject]:
     row = deps.catalogue.trigger_rules()
     if row is None:  # the coordinator has not stored any yet
         return defaults(), {"revision": 0, "wall": None, "by": None, "source": "defaults"}
-    origin = {name: row[name] for name in ("revision", "wall", "by", "source")}
+    origin = chosen_columns(row, ("revision", "wall", "by", "source"))
     return Rules.parse(row["document"]), origin
 
 
@@ -230,11 +231,11 @@ def _would_fire_row(fired: Fired, live: set[tuple[int, int, str]]) -> JsonObject
     }
 
 
-def _firing_row(row: Row) -> JsonObject:
-    evidence = shown(row["evidence"] or {})
+def _firing_row(row: FiringRow) -> JsonObject:
+    evidence = shown(row["evidence"])
     return {
         "run": row["run"],
         "attempt": evidence.get("attempt"),
-        **{name: row[name] for name in _FIRING_COLUMNS},
+        **chosen_columns(row, _FIRING_COLUMNS),
         "evidence": evidence,
     }

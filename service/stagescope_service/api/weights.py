@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal, TypedDict
 from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import NotFound
+from stagescope.wire.nonfinite import Json
 from stagescope_service.api.dependencies import (
     AttemptTarget,
     Dependencies,
@@ -25,6 +26,7 @@ from stagescope_service.coordinator.weight_comparer import (
     compare_version,
     renaming,
 )
+from stagescope_service.core.captures.agreement import NamedRank
 from stagescope_service.core.weights import (
     DIFFERS,
     MISSING,
@@ -32,19 +34,12 @@ from stagescope_service.core.weights import (
     Comparison,
     Tensor,
 )
-from stagescope_service.store.contract import Row
+from stagescope_service.store.tables import OddReplicaRow
 
 router = APIRouter(tags=["weights"])
 
 REPLICAS: Final = "replicas differ"
 _WORST_FIRST: Final = (DIFFERS, MISSING, REPLICAS, *VERDICTS)
-
-
-class RoleRank(TypedDict):
-    """A rank of a role."""
-
-    role: str
-    rank: int
 
 
 class WeightRow(TypedDict):
@@ -55,7 +50,7 @@ class WeightRow(TypedDict):
     dtype: str | None
     shape: list[int] | None
     ranks: list[int]
-    odd_ranks: list[RoleRank]
+    odd_ranks: list[NamedRank]
     reason: str | None
     trainer: str | None
     rollout: str | None
@@ -81,7 +76,9 @@ def versions(deps: Deps, target: AttemptTarget, page: PageOf) -> Answer:
     verdicts = deps.catalogue.weight_verdicts(
         target.attempt_id, limit=page.limit + 1, offset=page.offset
     )
-    rows = [{name: row[name] for name in row if name != "attempt_id"} for row in verdicts]
+    rows = [
+        {name: value for name, value in row.items() if name != "attempt_id"} for row in verdicts
+    ]
     return Answer({**target.heading(), **page.first_of(rows)})
 
 
@@ -124,34 +121,64 @@ def devices(deps: Deps, page: PageOf, run: Run = None) -> Answer:
     return Answer({"run": run, **page.cut(rows)})
 
 
-def device_rows(odd: Sequence[Row], run: str | None = None) -> list[Row]:
+class DeviceRow(TypedDict):
+    """A device whose weights differed from its replicas'; see `models.service.Device`."""
+
+    device: str
+    odd: int
+    suspected: int
+    runs: list[str]
+    attempts: int
+    last_run: str | None
+    last_step: int | None
+    last_version: int
+    last_role: str
+    last_rank: int
+    tensors: int | None
+    names: Json
+    host: str | None
+    node_id: str | None
+    device_kind: str | None
+    device_index: int | None
+    device_serial: str | None
+    last_wall: float | None
+
+
+def device_rows(odd: Sequence[OddReplicaRow], run: str | None = None) -> list[DeviceRow]:
     """Return a row for each device.
 
     Args:
-        odd: rows of `Catalogue.odd_replicas`, the last first.
+        odd: the divergences, the last first.
         run: only of this run.
     """
-    by_device: dict[str, list[Row]] = defaultdict(list)
+    by_device: dict[str, list[OddReplicaRow]] = defaultdict(list)
     for row in odd:
         if run in (None, row["run"]):
-            by_device[row["device"]].append(row)
+            by_device[row["device"] or ""].append(row)
     rows = [_device_row(device, own) for device, own in by_device.items()]
     return sorted(rows, key=lambda row: (-row["odd"], -row["suspected"], row["device"]))
 
 
-def _device_row(device: str, rows: Sequence[Row]) -> Row:
+def _device_row(device: str, rows: Sequence[OddReplicaRow]) -> DeviceRow:
     last = rows[0]
     outvoted = sum(bool(row["is_outvoted"]) for row in rows)
     return {
         "device": device,
         "odd": outvoted,
         "suspected": len(rows) - outvoted,
-        "runs": sorted({row["run"] for row in rows}),
+        "runs": sorted({row["run"] or "" for row in rows}),
         "attempts": len({row["attempt_id"] for row in rows}),
-        **{f"last_{name}": last[name] for name in ("run", "step", "version", "role", "rank")},
+        "last_run": last["run"],
+        "last_step": last["step"],
+        "last_version": last["version"],
+        "last_role": last["role"],
+        "last_rank": last["rank"],
         "tensors": last["tensors"],
         "names": last["names"],
-        **{name: last[name] for name in ("host", "node_id", "device_kind", "device_index")},
+        "host": last["host"],
+        "node_id": last["node_id"],
+        "device_kind": last["device_kind"],
+        "device_index": last["device_index"],
         "device_serial": last["device_serial"],
         "last_wall": last["wall"],
     }
@@ -191,9 +218,9 @@ def weight_rows(
         rules: (pattern, replacement) that unify the names of both sides.
     """
     rename = renaming(rules)
-    odd: dict[str, list[RoleRank]] = defaultdict(list)
+    odd: dict[str, list[NamedRank]] = defaultdict(list)
     for each in compared.odd:
-        rank: RoleRank = {"role": each.role, "rank": each.rank}
+        rank: NamedRank = {"role": each.role, "rank": each.rank}
         for name in each.names:
             if rank not in odd[rename(name)]:
                 odd[rename(name)].append(rank)
@@ -206,7 +233,7 @@ def _rank_by_verdict(row: WeightRow) -> int:
     return _WORST_FIRST.index(REPLICAS if is_odd else row["verdict"])
 
 
-def _weight_row(each: Comparison, odd: Mapping[str, Sequence[RoleRank]]) -> WeightRow:
+def _weight_row(each: Comparison, odd: Mapping[str, Sequence[NamedRank]]) -> WeightRow:
     tensor: Tensor | None = each.trainer or each.rollout
     return {
         "name": each.name,

@@ -9,20 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import Conflict
-from stagescope.wire.schema import PART_FIELDS
+from stagescope.wire.plan import BaselineDump, CaptureSpec
+from stagescope.wire.schema import Part
 from stagescope_service.statistics import StepSummary, publish_cell
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.tables import CaptureRow
 
 _MOST_DUMPS: Final = 100_000
 
 
-def with_baseline(
-    catalogue: Catalogue, capture: Mapping[str, Any], roots: Iterable[Path]
-) -> dict[str, Any]:
+def with_baseline(catalogue: Catalogue, capture: CaptureSpec, roots: Iterable[Path]) -> CaptureSpec:
     """Return a request with the directories of the dumps that its `bench` names.
 
     Each rank selects its own: `bench["dumps"]` holds rows of stage, part, role, ranks and `path`,
@@ -34,12 +34,12 @@ def with_baseline(
     """
     baseline = capture.get("bench")
     if baseline is None:
-        return dict(capture)
+        return capture
     _check_checksums(catalogue.capture(baseline["capture_id"]), baseline["capture_id"])
     rows = [
-        row
+        (row, Path(row["path"]))
         for row in catalogue.captured(baseline["capture_id"], limit=_MOST_DUMPS)
-        if row["step"] == baseline["step"] and row["state"] == "complete"
+        if row["step"] == baseline["step"] and row["state"] == "complete" and row["path"]
     ]
     if not rows:
         raise Conflict(
@@ -49,22 +49,22 @@ def with_baseline(
         )
     allowed = list(roots)
     ranks: dict[tuple[str, str, str, str], set[int]] = {}
-    for row in rows:
+    for row, path in rows:
         # msprobe appends step0/rank{R}.
-        directory = confine(Path(row["path"]).parent.parent, allowed)
-        part = ".".join(str(row[name] or 0) for name in PART_FIELDS)
+        directory = confine(path.parent.parent, allowed)
+        part = str(Part.of_columns(row))
         place = (row["stage"], part, row["role"], str(directory))
         ranks.setdefault(place, set()).add(row["rank"])
-    dumps = [
+    dumps: list[BaselineDump] = [
         {"stage": stage, "part": part, "role": role, "path": path, "ranks": sorted(found)}
         for (stage, part, role, path), found in ranks.items()
     ]
     return {**capture, "bench": {**baseline, "dumps": dumps}}
 
 
-def _check_checksums(row: Mapping[str, Any] | None, capture_id: str) -> None:
+def _check_checksums(row: CaptureRow | None, capture_id: str) -> None:
     """Refuse a baseline without the checksums by which msprobe compares."""
-    config = ((row or {}).get("spec") or {}).get("config")
+    config = None if row is None else row["spec"].get("config")
     if config is None:
         return  # the configuration is a file that only its ranks have read
     task = config.get("task") or "statistics"
@@ -84,7 +84,7 @@ def worst_ranks(step_summary: StepSummary, count: int) -> list[int]:
     return sorted(found, key=lambda rank: (-found[rank], rank))[:count]
 
 
-def with_ranks(catalogue: Catalogue, capture: Mapping[str, Any]) -> dict[str, Any]:
+def with_ranks(catalogue: Catalogue, capture: CaptureSpec) -> CaptureSpec:
     """Return a request with the ranks that `worst(k)` selects now, in a run's newest attempt.
 
     Raises:
@@ -92,9 +92,9 @@ def with_ranks(catalogue: Catalogue, capture: Mapping[str, Any]) -> dict[str, An
     """
     ranks = capture["ranks"]
     if not isinstance(ranks, Mapping):
-        return dict(capture)
-    row = catalogue.newest_whole(capture["run"])
-    if row is None:
+        return capture
+    row = catalogue.newest_summary(capture["run"])
+    if row is None or row["whole"] is None:
         raise Conflict(
             "no step has numbers by which a rank could be called worst",
             expected="ranks by number, or 'all'",

@@ -14,6 +14,8 @@ from typing import Any, Final
 from stagescope.engines.registry import check_engine
 from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import NotFound, NotReady, StagescopeError
+from stagescope.wire.nonfinite import Json
+from stagescope.wire.plan import StoredCapture, StoredPlan
 from stagescope_service.coordinator.arguments import (
     AttemptId,
     Fields,
@@ -55,7 +57,7 @@ _KEEP_POLICY: Final = "standing_keep"
 _LONGEST_WAIT: Final = 60.0
 """Seconds that one call waits for an agreement."""
 
-Reply = dict[str, Any]
+Reply = dict[str, Json]
 
 
 class Coordinator:
@@ -167,8 +169,8 @@ class Coordinator:
         *,
         sender: Sequence[Any],
         events: Sequence[Any],
-        payloads: Mapping[int, Any] | None = None,
-    ) -> Mapping[str, Any]:
+        payloads: Mapping[int, object] | None = None,
+    ) -> Mapping[str, object]:
         """Take in a batch; returns after its commit; see `Intake.record`."""
         check_batch(events, payloads)
         return await self.intake.record(sender, events, payloads)
@@ -193,7 +195,7 @@ class Coordinator:
         return await self.draining.drain(run, timeout, attempt_key)
 
     # --- captures ---------------------------------------------------------------------------
-    async def plan(self) -> Reply:
+    async def plan(self) -> StoredPlan:
         """Return the plan in force."""
         return self.plan_in_force.stored()
 
@@ -222,7 +224,7 @@ class Coordinator:
         return await self.add_capture(spec=spec, by=by)
 
     @checked
-    async def remove_capture(self, *, capture_id: Name, by: Name) -> Reply:
+    async def remove_capture(self, *, capture_id: Name, by: Name) -> StoredCapture:
         """Withdraw a capture and return it."""
         self.commits.check_ready()
         entry, rows = self.capture_requests.remove(capture_id, by=by, wall=self._wall())

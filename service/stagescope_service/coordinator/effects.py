@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, cast
 
 from stagescope.wire.errors import StagescopeError, StoreError, Unreachable
@@ -56,6 +56,7 @@ from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Write
+from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.triggers.watch import REACH
 
 logger = logging.getLogger(__name__)
@@ -402,23 +403,21 @@ class Effects:
         files = await asyncio.to_thread(
             self.catalogue.artifacts, attempt_id, step, kind="kept", limit=_MOST_FILES
         )
-        payloads, size = payloads + len(files), size + sum(row["bytes"] or 0 for row in files)
+        payloads, size = payloads + len(files), size + sum(row["bytes"] for row in files)
         return PinAnswer(payloads, size, gone, tuple(reasons))
 
     async def unpin(self, attempt_id: int, step: int) -> bool:
         """Release the payloads of a step; return whether every node's ring did."""
-        nodes: Collection[str | None] = await self._ring_files(attempt_id, step)
+        nodes = await self._ring_files(attempt_id, step)
         return all([await self._ingestors.unpin(node, attempt_id, step) for node in nodes])
 
-    async def _ring_files(
-        self, attempt_id: int, step: int
-    ) -> dict[str | None, list[dict[str, Any]]]:
+    async def _ring_files(self, attempt_id: int, step: int) -> dict[str, list[ArtifactRow]]:
         """Return node -> rows of `artifacts` of a step's payloads in rings, deleted ones too."""
         rows = await asyncio.to_thread(
             self.catalogue.artifacts,
             attempt_id, step, kind="ring", deleted=None, limit=_MOST_FILES,
         )  # fmt: skip
-        found: dict[str | None, list[dict[str, Any]]] = {}
-        for row in sorted(rows, key=lambda row: row["node_id"] or ""):
+        found: dict[str, list[ArtifactRow]] = {}
+        for row in sorted(rows, key=lambda row: row["node_id"]):
             found.setdefault(row["node_id"], []).append(row)
         return found

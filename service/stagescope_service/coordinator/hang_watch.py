@@ -114,7 +114,8 @@ def _role(
     timings: Mapping[StageKey, StageTiming],
 ) -> Role:
     def spans_at(place: StageKey) -> dict[int, list[Span]]:
-        ranks = attempt.steps[place.step].ranks.get((role, place.stage), {})
+        step = attempt.stepless if place.step is None else attempt.steps[place.step]
+        ranks = step.ranks.get((role, place.stage), {})
         found = {
             rank: [span for span in spans if span.work.part == place.part]
             for rank, spans in ranks.items()
@@ -161,7 +162,7 @@ class _Key(NamedTuple):
     """The subject of a finding; rank None: the whole role."""
 
     attempt_id: int
-    step: int
+    step: int | None
     stage: str
     role: str
     rank: int | None

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypedDict
+from typing import Final, TypedDict
 
 from typing_extensions import NotRequired
 
 from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.plan import SentPlan
 from stagescope.wire.schema import FINISH, Event, Sender
 from stagescope_service.coordinator.draining import Draining
 from stagescope_service.coordinator.effects import Effects
@@ -46,7 +47,7 @@ class BatchAnswer(TypedDict):
     """Seq -> state of payloads whose end is on disk."""
     revision: int
     """Of the plan."""
-    plan: NotRequired[dict[str, Any]]
+    plan: NotRequired[SentPlan]
     """The plan, where the sender said a revision and it is another."""
     pause: NotRequired[float]
     """Seconds to wait before the next batch."""
@@ -58,7 +59,7 @@ class PollAnswer(TypedDict):
     coordinator: str
     wall: float
     revision: int
-    plan: dict[str, Any] | None
+    plan: SentPlan | None
     """The plan, where its revision is another than the poll's."""
     receipts: dict[int, str]
     requests: list[dict[str, str]]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
-from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS, Part, Work
+from stagescope.wire.schema import LAYOUT_COLUMNS, Part, Work
 from stagescope_service.core import spans, stage_timing, steps
 from stagescope_service.core.catalogue_rows import integer
 from stagescope_service.core.completeness import UNKNOWN
@@ -32,8 +31,15 @@ from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.core.registry import RESTORED, reading_settings, role_names
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Snapshot
-
-Row = Mapping[str, Any]
+from stagescope_service.store.tables import (
+    AttemptRow,
+    DumpRow,
+    PayloadRow,
+    ProcessRow,
+    StageRow,
+    StepColumns,
+)
+from stagescope_service.store.tables.declare import StageWork
 
 
 def restore(state: State, snapshot: Snapshot, now: float) -> None:
@@ -42,27 +48,27 @@ def restore(state: State, snapshot: Snapshot, now: float) -> None:
     registry.reserve(snapshot.last_attempt_id + 1)
     for row in sorted(snapshot.attempts, key=lambda row: row["number"]):
         registry.adopt(_attempt(row))
-    for row in snapshot.processes:
-        attempt = registry.attempts.get(row["attempt_id"])
+    for process in snapshot.processes:
+        attempt = registry.attempts.get(process["attempt_id"])
         if attempt is not None:
-            _restore_process(state, attempt, row, now)
-    for row in snapshot.steps:
-        attempt = registry.attempts.get(row["attempt_id"])
+            _restore_process(state, attempt, process, now)
+    for step in snapshot.steps:
+        attempt = registry.attempts.get(step["attempt_id"])
         if attempt is not None:
-            _restore_step(attempt, row, kept=attempt is registry.newest(attempt.run))
-    for row in snapshot.stages:
-        _restore_span(state, row)
-    for row in snapshot.payloads:
-        _restore_payload(state, row)
-    for row in snapshot.armed:
-        _restore_armed_payload(state, row)
-    for row in snapshot.findings:
-        state.remember_finding(row["finding_id"], row["first_wall"])
+            _restore_step(attempt, step, kept=attempt is registry.newest(attempt.run))
+    for stage in snapshot.stages:
+        _restore_span(state, stage)
+    for payload in snapshot.payloads:
+        _restore_payload(state, payload)
+    for dump in snapshot.armed:
+        _restore_armed_dump(state, dump)
+    for finding in snapshot.findings:
+        state.remember_finding(finding["finding_id"], finding["first_wall"])
     for attempt in registry.attempts.values():
         _settle(attempt)
 
 
-def _attempt(row: Row) -> Attempt:
+def _attempt(row: AttemptRow) -> Attempt:
     first, resumed = row["first_step"], row["resumed_from_step"]
     # In a later attempt it may have been derived from the first step.
     derived = row["number"] > 1 and first is not None and resumed == first - 1
@@ -73,7 +79,7 @@ def _attempt(row: Row) -> Attempt:
         number=row["number"],
         key=row["key"],
         unkeyed=bool(row["unkeyed"]),
-        opened_wall=row["opened_wall"] or 0.0,
+        opened_wall=row["opened_wall"],
         ended_wall=row["ended_wall"],
         end_reason=row["end_reason"],
         crashed=row["end_reason"] == steps.CRASHED,
@@ -83,11 +89,12 @@ def _attempt(row: Row) -> Attempt:
         resumed_restored=resumed if is_reported else None,
         last_closed_step=row["last_closed_step"],
         # Its process is not stored: the fingerprint stays.
-        fingerprint_of=None if row.get("fingerprint") is None else RESTORED,
+        fingerprint_of=None if row["fingerprint"] is None else RESTORED,
     )
 
 
-def _restore_process(state: State, attempt: Attempt, row: Row, now: float) -> None:
+def _restore_process(state: State, attempt: Attempt, row: ProcessRow, now: float) -> None:
+    hello = row["hello"] or {}
     lease = state.raw_lease_seconds if row["raw"] else state.lease_seconds
     finished, lapsed = row["finished_wall"], row["lapsed_wall"]
     process = Process(
@@ -100,15 +107,19 @@ def _restore_process(state: State, attempt: Attempt, row: Row, now: float) -> No
         unkeyed=bool(row["unkeyed"]),
         world_size=row["world_size"],
         data_rank=row["data_rank"],
-        captures=(row["hello"] or {}).get("captures") is not False,
-        watchdog=(row["hello"] or {}).get("watchdog"),
-        expected_roles=role_names((row["hello"] or {}).get("expects")),
-        handshake=_introduction(row),
+        captures=hello.get("captures") is not False,
+        watchdog=hello.get("watchdog"),
+        expected_roles=role_names(hello.get("expects")),
+        handshake=_handshake(row),
         node_id=row["node_id"],
-        settings=reading_settings(row.get("settings")),
+        settings=reading_settings(row["settings"]),
         layout={
-            **((row["hello"] or {}).get("layout") or {}),
-            **{name: row[name] for name in LAYOUT_COLUMNS if row.get(name) is not None},
+            **(hello.get("layout") or {}),
+            **{
+                name: value
+                for name, value in row.items()
+                if name in LAYOUT_COLUMNS and value is not None
+            },
         },
         lease_until=now + lease,
         last_wall=row["last_wall"] or 0.0,
@@ -133,7 +144,7 @@ def _restore_process(state: State, attempt: Attempt, row: Row, now: float) -> No
     attempt.add(process)
 
 
-def _introduction(row: Row) -> Handshake | None:
+def _handshake(row: ProcessRow) -> Handshake | None:
     """Return a process's handshake, if it has not been applied to its attempt yet."""
     hello = row["hello"] or {}
     wall = hello.get("said_wall")
@@ -142,13 +153,13 @@ def _introduction(row: Row) -> Handshake | None:
     return Handshake(
         (row["first_wall"] or 0.0) if wall is None else wall,
         fingerprint=hello.get("fingerprint"),
-        settings=row.get("settings"),
+        settings=row["settings"],
         resumed_from_step=integer(hello.get("resumed_from_step")),
         world_size=integer(hello.get("world_size")),
     )
 
 
-def _restore_step(attempt: Attempt, row: Row, *, kept: bool) -> None:
+def _restore_step(attempt: Attempt, row: StepColumns, *, kept: bool) -> None:
     """Restore a step; `kept`: its stages were read as well, although its attempt is over."""
     number = row["step"]
     top, through = attempt.top_step, attempt.forgotten_through
@@ -172,7 +183,7 @@ def _restore_step(attempt: Attempt, row: Row, *, kept: bool) -> None:
         step.before = _participants(row["expected"])
 
 
-def _participants(expected: Any) -> Participants:
+def _participants(expected: Mapping[str, Mapping[str, list[int]]] | None) -> Participants:
     return {
         (role, stage): set(ranks)
         for role, by_stage in (expected or {}).items()
@@ -180,12 +191,11 @@ def _participants(expected: Any) -> Participants:
     }
 
 
-def _work(row: Row) -> Work:
-    part = Part(*(row[name] or 0 for name in PART_FIELDS))
-    return Work(row["step"], row["policy_version"], row["stage"], part)
+def _work(row: StageWork) -> Work:
+    return Work(row["step"], row["policy_version"], row["stage"], Part.of_columns(row))
 
 
-def _restore_span(state: State, row: Row) -> None:
+def _restore_span(state: State, row: StageRow) -> None:
     attempt = state.registry.attempts.get(row["attempt_id"])
     if attempt is None:
         return
@@ -217,7 +227,7 @@ def _restore_span(state: State, row: Row) -> None:
         process.unfinished[(work.key, span.revision)] = span
 
 
-def _restore_stage_timing(step: Step, process: Process, span: Span, row: Row) -> None:
+def _restore_stage_timing(step: Step, process: Process, span: Span, row: StageRow) -> None:
     offset = row["clock_offset"] or 0.0
     if row["begin_wall"] is not None:
         stage_timing.note_begin(step, process, span, row["begin_wall"] + offset)
@@ -226,7 +236,7 @@ def _restore_stage_timing(step: Step, process: Process, span: Span, row: Row) ->
         stage_timing.note_end(step, process, span, row["end_wall"] + offset, row, mono)
 
 
-def _restore_payload(state: State, row: Row) -> None:
+def _restore_payload(state: State, row: PayloadRow) -> None:
     attempt = state.registry.attempts.get(row["attempt_id"])
     process = state.registry.processes.get(row["incarnation"])
     if attempt is None or process is None:
@@ -239,7 +249,7 @@ def _restore_payload(state: State, row: Row) -> None:
     steps.payload_pending(attempt, work.step, key)
 
 
-def _restore_armed_payload(state: State, row: Row) -> None:
+def _restore_armed_dump(state: State, row: DumpRow) -> None:
     process = state.registry.processes.get(row["incarnation"])
     if process is not None:
         work = _work(row)

@@ -14,19 +14,22 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import StagescopeError
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.findings import NOT_KEPT
 from stagescope_service.core.instructions import IngestJob, Put
 from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.store import contract
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import RemoveRows
+from stagescope_service.store.queries.files import KeptFile, KeptPlace
+from stagescope_service.store.queries.runs import RemovableStep
+from stagescope_service.store.tables import FindingRow
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
 Write = Callable[[Sequence[contract.Write]], Awaitable[None]]
 
 _LOOK_SECONDS: Final = 60.0
@@ -101,13 +104,14 @@ class Retention:
         self._changing = asyncio.Lock()
         self._removing = asyncio.Lock()
 
-    def adopt_findings(self, findings: Iterable[Mapping[str, Any]]) -> None:
+    def adopt_findings(self, findings: Iterable[FindingRow]) -> None:
         """Adopt the open findings of an earlier coordinator about files that were not kept."""
         for row in findings:
-            if row["kind"] == NOT_KEPT and row["over_wall"] is None:
-                self._open[row["attempt_id"]] = row["finding_id"]
+            attempt_id = row["attempt_id"]
+            if row["kind"] == NOT_KEPT and row["over_wall"] is None and attempt_id is not None:
+                self._open[attempt_id] = row["finding_id"]
 
-    def health(self) -> Row:
+    def health(self) -> JsonObject:
         """Return whether all requested files are kept; if not, the reasons and their count."""
         reasons = {node: reason for node, reason in self._reasons.items() if reason}
         return {
@@ -160,19 +164,19 @@ class Retention:
         except StagescopeError:
             self._bytes = None
             raise
-        self._bytes = Counter({str(row["node_id"]): int(row["bytes"]) for row in rows})
+        self._bytes = Counter({row["node_id"]: row["bytes"] for row in rows})
 
     async def _free(self, node: str, excess: int, own: tuple[int, int | None]) -> None:
         """Delete the oldest steps of a node, each completely, except the one that is being kept."""
         rows = await asyncio.to_thread(self._catalogue.kept_files, node_id=node, limit=_BATCH)
         rows = [row for row in rows if (row["attempt_id"], row["step"]) != own]
-        chosen: list[Row] = []
+        chosen: list[KeptFile] = []
         for row in rows:
             of_last = chosen and _step_of(chosen[-1]) == _step_of(row)
             if excess <= 0 and not of_last:
                 break
             chosen.append(row)
-            excess -= row["bytes"] or 0
+            excess -= row["bytes"]
         await self._delete(node, chosen)
 
     async def settled(self, reservation: Reservation, rows: Sequence[Put]) -> None:
@@ -244,13 +248,13 @@ class Retention:
                         await self._remove_rows_of(row)
 
     def _runs(self) -> list[str]:
-        return [str(row["run"]) for row in self._catalogue.runs(limit=_MOST_RUNS)]
+        return [row["run"] for row in self._catalogue.runs(limit=_MOST_RUNS)]
 
-    def _removable(self, run: str) -> list[Row]:
+    def _removable(self, run: str) -> list[RemovableStep]:
         keep = self._limits.row_steps
         return [] if keep is None else self._catalogue.removable_steps(run, keep, limit=_STEPS)
 
-    async def _remove_rows_of(self, row: Row) -> None:
+    async def _remove_rows_of(self, row: RemovableStep) -> None:
         """Remove a step's rows in small transactions, between which others have their turn."""
         key = {"attempt_id": row["attempt_id"], "step": row["step"]}
         if row["rows_removed"] is None:
@@ -265,14 +269,26 @@ class Retention:
         done = Put("steps", {**key, "rows_removed": True})
         await self._write([RemoveRows(**key, limit=_ROWS), done])
 
-    async def _retire(self, **which: Any) -> None:
+    async def _retire(
+        self,
+        *,
+        before_wall: float | None = None,
+        attempt_id: int | None = None,
+        before_step: int | None = None,
+    ) -> None:
         async with self._changing:
-            rows = await asyncio.to_thread(self._catalogue.kept_files, limit=_BATCH, **which)
+            rows = await asyncio.to_thread(
+                self._catalogue.kept_files,
+                before_wall=before_wall,
+                attempt_id=attempt_id,
+                before_step=before_step,
+                limit=_BATCH,
+            )
             for node in dict.fromkeys(row["node_id"] for row in rows):
                 if self._ingestors.node_of(node) == node:  # the files of a gone node are unknown
                     await self._delete(node, [row for row in rows if row["node_id"] == node])
 
-    async def _delete(self, node: str, rows: Sequence[Row]) -> None:
+    async def _delete(self, node: str, rows: Sequence[KeptFile]) -> None:
         if not rows:
             return
         gone = {*await self._ingestors.discard(node, [row["path"] for row in rows])}
@@ -285,14 +301,16 @@ class Retention:
             ]
         )
         if self._bytes is not None:
-            self._bytes[node] -= sum(row["bytes"] or 0 for row in deleted)
+            self._bytes[node] -= sum(row["bytes"] for row in deleted)
 
     # --- the start ------------------------------------------------------------------------
     async def adopt(self, node: str) -> None:
         """Reconcile the catalogue with a node's disk: orphans get rows, missing files are ended."""
         async with self._changing:
             # Read the rows first: the file of a row was written before the row.
-            known = {row["path"]: row for row in await asyncio.to_thread(self._stored_rows)}
+            known = {
+                row["path"]: row for row in await asyncio.to_thread(self._catalogue.kept_places)
+            }
             found = await self._ingestors.kept_files(node)
             rows = [*self._moved(node, known, found), *self._lost(node, known, found)]
             rows += await self._orphans(node, [path for path in found if path not in known])
@@ -300,16 +318,17 @@ class Retention:
                 await self._write(rows)
             await self._count()
 
-    def _stored_rows(self) -> list[Row]:
-        return self._catalogue.kept_places()
-
-    def _moved(self, node: str, known: Mapping[str, Row], found: Iterable[str]) -> Iterable[Put]:
+    def _moved(
+        self, node: str, known: Mapping[str, KeptPlace], found: Iterable[str]
+    ) -> Iterable[Put]:
         for path in found:
             row = known.get(path)
             if row is not None and self._ingestors.node_of(row["node_id"]) != row["node_id"]:
                 yield Put("artifacts", {"artifact_id": row["artifact_id"], "node_id": node})
 
-    def _lost(self, node: str, known: Mapping[str, Row], found: Iterable[str]) -> Iterable[Put]:
+    def _lost(
+        self, node: str, known: Mapping[str, KeptPlace], found: Iterable[str]
+    ) -> Iterable[Put]:
         there = {*found}
         for path, row in known.items():
             if row["node_id"] == node and path not in there:
@@ -321,17 +340,16 @@ class Retention:
         attempts: dict[str, dict[str, int]] = {}
         for begin in range(0, len(paths), _BATCH):
             batch = paths[begin : begin + _BATCH]
-            for row, job in await self._ingestors.describe_kept(node, batch):
-                run = job["run"]
+            for row, run, key in await self._ingestors.describe_kept(node, batch):
                 if run not in attempts:
                     of_run = await asyncio.to_thread(self._catalogue.attempts, run)
                     attempts[run] = {each["key"]: each["attempt_id"] for each in of_run}
                 # Attempts of another catalogue are unknown here: their files stay.
-                attempt_id = attempts[run].get(job["attempt_key"])
+                attempt_id = attempts[run].get(key)
                 if attempt_id is not None:
                     rows.append(Put("artifacts", {**row, "attempt_id": attempt_id}))
         return rows
 
 
-def _step_of(row: Row) -> tuple[Any, Any]:
+def _step_of(row: KeptFile) -> tuple[int, int | None]:
     return row["attempt_id"], row["step"]

@@ -5,17 +5,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypedDict
 
 import httpx
 
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import Conflict, NotReady, StagescopeError
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.tables import ArtifactRow, CaptureRow
+from stagescope_service.store.tables.findings import (
+    FiredActions,
+    FiredCapture,
+    FiredPins,
+    FiredWebhook,
+    FiringColumns,
+    PinOutcome,
+)
 from stagescope_service.triggers.budget import ORDERED_BY, Budget, spent
 from stagescope_service.triggers.rules import Rule, Rules
 from stagescope_service.triggers.series import shown
@@ -38,7 +48,7 @@ class Webhooks:
         self._pauses = pauses
         self._room = asyncio.Semaphore(_AT_ONE_TIME)
 
-    async def call(self, url: str, body: Mapping[str, Any]) -> str:
+    async def call(self, url: str, body: JsonObject) -> str:
         """Post a body; return why it did not arrive, empty if it did.
 
         It has arrived if the answer's status is 2xx. Redirects are not followed: they would send
@@ -85,12 +95,19 @@ class Webhooks:
             return response.status_code
 
 
-Row = dict[str, Any]
-RequestCapture = Callable[[Mapping[str, Any], str], Awaitable[Mapping[str, Any]]]
+RequestCapture = Callable[[JsonObject, str], Awaitable[JsonObject]]
 """(spec, by) -> the capture; the function behind `POST /captures`."""
 
 _PATIENCE: Final = 60.0
 """Seconds in which a request is repeated while the coordinator is not ready."""
+
+
+class FiringKey(TypedDict):
+    """The key of a firing."""
+
+    attempt_id: int
+    step: int
+    rule: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,17 +115,13 @@ class Act:
     """A firing with actions to take: its rule, and its row of the catalogue."""
 
     rule: Rule
-    row: Row
+    row: FiringColumns
 
     @property
-    def key(self) -> Row:
+    def key(self) -> FiringKey:
         """The key of the row."""
-        return {name: self.row[name] for name in ("attempt_id", "step", "rule")}
-
-    @property
-    def place(self) -> Row:
-        """Its step, in the form of findings."""
-        return {name: self.row[name] for name in ("run", "attempt_id", "step")}
+        row = self.row
+        return {"attempt_id": row["attempt_id"], "step": row["step"], "rule": row["rule"]}
 
     @property
     def by(self) -> str:
@@ -133,11 +146,11 @@ class PinAnswer:
     """Reasons for which some payloads are not pinned."""
 
 
-def gone_of(rows: Sequence[Row], held: int) -> int:
+def gone_of(rows: Sequence[ArtifactRow], held: int) -> int:
     """Return the number of payloads that a ring has deleted.
 
     Args:
-        rows: the rows of `artifacts` of its payloads of a step, deleted ones included.
+        rows: of its payloads of a step, deleted ones included.
         held: the number that it holds now, including some without a row yet.
     """
     deleted = sum(row["deleted_wall"] is not None for row in rows)
@@ -177,7 +190,7 @@ class Acting:
     async def carry_out(self, act: Act, rules: Rules) -> list[Put]:
         """Take every action of a firing; return their outcomes."""
         actions = act.rule.actions
-        done: Row = {}
+        done: FiredActions = {}
         rows: list[Put] = []
         if actions.pin:
             done["pin"] = await self._pin(act, rows)
@@ -189,16 +202,24 @@ class Acting:
         return [*rows, Put("firings", fired)]
 
     # --- pins -----------------------------------------------------------------------------
-    async def _pin(self, act: Act, rows: list[Put]) -> Row:
+    async def _pin(self, act: Act, rows: list[Put]) -> FiredPins:
         attempt_id, last = act.row["attempt_id"], act.row["step"]
         wanted = range(last, last - act.rule.actions.pin, -1)
         there = await asyncio.to_thread(
             self._catalogue.steps, attempt_id, before=last + 1, limit=len(wanted)
         )
-        answers = []
+        answers: list[PinOutcome] = []
         for number in sorted({row["step"] for row in there} & set(wanted)):
             answer = await self._pin_step(attempt_id, number)
-            answers.append({"step": number, **dataclasses.asdict(answer)})
+            answers.append(
+                {
+                    "step": number,
+                    "payloads": answer.payloads,
+                    "bytes": answer.bytes,
+                    "gone": answer.gone,
+                    "reasons": [*answer.reasons],
+                }
+            )
             if answer.payloads:
                 pinned = {"attempt_id": attempt_id, "step": number, "pinned": True}
                 rows.append(Put("steps", pinned))
@@ -212,17 +233,20 @@ class Acting:
             "pin_not_kept",
             f"not all payloads of step {step} are pinned for {act.rule.name}: "
             + "; ".join(filter(None, (gone, *answer.reasons))),
-            **{**act.place, "step": step},
+            run=act.row["run"],
+            attempt_id=act.row["attempt_id"],
+            step=step,
             wall=self._wall(),
             evidence={"rule": act.rule.name, **dataclasses.asdict(answer)},
             advice="unpin steps (stagescope unpin STEP), or raise STAGESCOPE_RING_BYTES",
         )
 
     # --- webhooks -------------------------------------------------------------------------
-    async def _call(self, act: Act, url: str, done: Mapping[str, Any], rows: list[Put]) -> Row:
-        host = act.rule.actions.webhook_host
+    async def _call(self, act: Act, url: str, done: FiredActions, rows: list[Put]) -> FiredWebhook:
+        host = act.rule.actions.webhook_host or ""
+        columns: JsonObject = act.row
         body = {
-            **{name: act.row[name] for name in _TOLD},
+            **{name: columns[name] for name in _SENT_COLUMNS},
             "evidence": shown(act.row["evidence"]),
             "attempt": act.row["evidence"]["attempt"],
             "severity": act.rule.actions.severity,
@@ -235,7 +259,9 @@ class Acting:
                 finding(
                     "webhook_failed",
                     f"the webhook of {act.rule.name} at {host} was not told: {reason}",
-                    **act.place,
+                    run=act.row["run"],
+                    attempt_id=act.row["attempt_id"],
+                    step=act.row["step"],
                     wall=self._wall(),
                     evidence={"rule": act.rule.name, "host": host, "reason": reason},
                     advice="see whether the coordinator's node reaches that host, and whether its "
@@ -245,7 +271,7 @@ class Acting:
         return {"host": host, "delivered": not reason, "reason": reason}
 
     # --- captures -------------------------------------------------------------------------
-    async def _capture(self, act: Act, rules: Rules, rows: list[Put]) -> Row:
+    async def _capture(self, act: Act, rules: Rules, rows: list[Put]) -> FiredCapture:
         try:
             before = await asyncio.to_thread(self._ordered, act)
             if before is not None:
@@ -259,7 +285,7 @@ class Acting:
             return {"refused": str(error)}
         return {"capture_id": ordered["capture_id"]}
 
-    def _ordered(self, act: Act) -> Row | None:
+    def _ordered(self, act: Act) -> CaptureRow | None:
         """Return the capture that was requested before a restart."""
         template = act.rule.actions.capture
         found = self._catalogue.captures(run=act.row["run"])
@@ -277,17 +303,17 @@ class Acting:
         return not template.if_allowed or self._budget(act, rules) is not None
 
     def _budget(self, act: Act, rules: Rules) -> Budget | None:
-        run = str(act.row["run"])
+        run = act.row["run"]
         row = self._catalogue.run(run)
         return rules.budget_of(run, None if row is None else row["settings"])
 
-    def _spec(self, act: Act, rules: Rules) -> Row:
+    def _spec(self, act: Act, rules: Rules) -> JsonObject:
         """Return the capture to request.
 
         Raises:
             Conflict: the run does not allow it, or its budget is exhausted.
         """
-        template, run = act.rule.actions.capture, str(act.row["run"])
+        template, run = act.rule.actions.capture, act.row["run"]
         assert template is not None
         budget = self._budget(act, rules)
         if budget is None:
@@ -302,7 +328,12 @@ class Acting:
         if not act.row["stage"] and "stages" not in template.request:
             raise Conflict("no stage is concerned, and the template names none")
         chosen = self._ranks(act, template.worst)
-        spec = {"run": run, "stages": [act.row["stage"]], **template.request, "steps": "next"}
+        spec: dict[str, Json] = {
+            "run": run,
+            "stages": [act.row["stage"]],
+            **template.request,
+            "steps": "next",
+        }
         spec |= chosen or {"ranks": template.ranks}
         left = budget.bytes_left(cost)
         if left is not None:
@@ -312,7 +343,7 @@ class Acting:
             spec["limits"] = {**limits, "bytes": min(per_rank, given) if given else per_rank}
         return spec
 
-    def _ranks(self, act: Act, worst: int | None) -> Row:
+    def _ranks(self, act: Act, worst: int | None) -> JsonObject:
         """Return the ranks of `worst(k)`: ranks of one role, the first one that the firing names.
 
         Only ranks that can capture: the streams of a step may have been recorded by a driver, which
@@ -322,7 +353,7 @@ class Acting:
             return {}
         able = {
             (row["role"], row["rank"])
-            for row in self._catalogue.processes(act.row["attempt_id"], with_hello=True)
+            for row in self._catalogue.introduced_processes(act.row["attempt_id"])
             if not row["raw"] and (row["hello"] or {}).get("captures") is not False
         }
         named = [tuple(each) for each in act.row["evidence"]["ranks"]]
@@ -333,13 +364,13 @@ class Acting:
         of_role = [rank for name, rank in ranks if name == role]
         return {"roles": [role], "ranks": sorted(of_role[:worst])}
 
-    def _count(self, act: Act, ranks: Any) -> int:
+    def _count(self, act: Act, ranks: Json) -> int:
         if isinstance(ranks, list):
             return len(ranks)
         processes = self._catalogue.processes(act.row["attempt_id"])
         return max(len({(row["role"], row["rank"]) for row in processes}), 1)
 
-    async def _offer(self, spec: Mapping[str, Any], by: str) -> Mapping[str, Any]:
+    async def _offer(self, spec: JsonObject, by: str) -> JsonObject:
         """Request a capture; repeat it while the coordinator is starting."""
         deadline = time.monotonic() + _PATIENCE
         while True:
@@ -354,7 +385,9 @@ class Acting:
         return finding(
             "capture_refused",
             f"{act.rule.name} ordered no capture at step {act.row['step']}: {reason}",
-            **act.place,
+            run=act.row["run"],
+            attempt_id=act.row["attempt_id"],
+            step=act.row["step"],
             stage=act.row["stage"],
             wall=self._wall(),
             severity="info",
@@ -364,12 +397,12 @@ class Acting:
         )
 
 
-_TOLD: Final = (
+_SENT_COLUMNS: Final = (
     "rule", "run", "attempt_id", "step", "stage", "role", "rank", "round", "message", "wall",
 )  # fmt: skip
 
 
-def finding_place(key: Mapping[str, Any]) -> str:
+def finding_of_firing(key: FiringKey) -> str:
     """Return the id of a firing's finding: one for each rule and step."""
     return row_id("trigger", key["rule"], key["attempt_id"], key["step"])
 
@@ -393,10 +426,15 @@ def finding_of(act: Act) -> list[Put]:
     made = finding(
         f"trigger_{act.rule.name}",
         row["message"],
-        **act.place,
-        **{name: row[name] for name in ("stage", "role", "rank", "wall")},
+        run=row["run"],
+        attempt_id=row["attempt_id"],
+        step=row["step"],
+        stage=row["stage"],
+        role=row["role"],
+        rank=row["rank"],
+        wall=row["wall"],
         severity=actions.severity,
         evidence={**shown(row["evidence"]), "round": row["round"]},
         advice=_advice(act),
     )
-    return [Put("findings", {**made.row, "finding_id": finding_place(act.key)})]
+    return [Put("findings", {**made.row, "finding_id": finding_of_firing(act.key)})]

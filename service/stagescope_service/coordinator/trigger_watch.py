@@ -16,22 +16,31 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import CatalogueUnavailable, InvalidPlan, StagescopeError
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.coordinator.retries import retried
-from stagescope_service.coordinator.trigger_actions import Act, Acting, finding_of, finding_place
+from stagescope_service.coordinator.trigger_actions import (
+    Act,
+    Acting,
+    FiringKey,
+    finding_of,
+    finding_of_firing,
+)
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import NON_FINITE_SCALARS
 from stagescope_service.core.instructions import Delete, NonFinite, Put
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.tables import FiringRow, TriggerRulesRow
+from stagescope_service.store.tables.findings import FiringColumns
 from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.names import NONFINITE_SCALAR, scalar_of
 from stagescope_service.triggers.replay import Fired, StepReader
 from stagescope_service.triggers.rules import Rule, Rules, defaults, read_yaml
 from stagescope_service.triggers.series import NAMED, pack, unpack
-from stagescope_service.triggers.watch import REACH, At, Changes, FiringRecord, Watch
+from stagescope_service.triggers.watch import REACH, At, Changes, Firing, FiringRecord, Watch
 
 
 class StepOrdering:
@@ -70,7 +79,6 @@ class StepOrdering:
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
 Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
 
 RUNS_FOLLOWED: Final = 8
@@ -122,7 +130,7 @@ class Triggers:
         async with self._lock:  # steps that are aggregated meanwhile wait
             row = await self._stored()
             if row is not None:
-                self.revision, self._since = int(row["revision"]), Since.parse(row["since"])
+                self.revision, self._since = row["revision"], Since.parse(row["since"])
                 self._rules = _readable(row["document"])
             if file is not None:
                 await self._adopt_file(file, row)
@@ -132,7 +140,7 @@ class Triggers:
             if not self.revision or outdated:
                 await self._put(defaults(), by="stagescope", source=DEFAULTS)
 
-    async def _stored(self) -> Row | None:
+    async def _stored(self) -> TriggerRulesRow | None:
         while True:
             try:
                 return await asyncio.to_thread(self._catalogue.trigger_rules)
@@ -140,7 +148,7 @@ class Triggers:
                 logger.warning("the rules of triggers cannot be read yet", exc_info=True)
                 await asyncio.sleep(_PAUSE)
 
-    async def _adopt_file(self, file: Path, row: Row | None) -> None:
+    async def _adopt_file(self, file: Path, row: TriggerRulesRow | None) -> None:
         by = f"file {file}"
         try:
             text = await asyncio.to_thread(file.read_text, encoding="utf-8")
@@ -164,9 +172,16 @@ class Triggers:
         row = await asyncio.to_thread(self._catalogue.trigger_rules)
         since = await asyncio.to_thread(Since.now, self._catalogue)
         # A file that was overridden by a user stays overridden until its content changes.
-        known = mark or (row or {}).get("digest") or ""
-        written: Row = {"revision": revision, "wall": wall, "by": by, "source": source}
-        written |= {"digest": known, "document": rules.wire(), "since": since.wire()}
+        known = mark or (None if row is None else row["digest"]) or ""
+        written: TriggerRulesRow = {
+            "revision": revision,
+            "wall": wall,
+            "by": by,
+            "source": source,
+            "digest": known,
+            "document": rules.wire(),
+            "since": since.wire(),
+        }
         shown = {"revision": revision, **rules.wire(secrets=False)}
         audit = {"wall": wall, "by": by, "action": "set_triggers", "detail": shown}
         await self._write([Put("trigger_rules", written), Put("audit", audit)])
@@ -237,7 +252,7 @@ class Triggers:
         attempt = self._catalogue.attempt(attempt_id)
         if attempt is None or not rules.rules:
             return [], []
-        run = str(attempt["run"])
+        run = attempt["run"]
         acts: list[Act] = []
         rows: list[Put | Delete] = []
         followed = self._followed.get(run)
@@ -261,7 +276,7 @@ class Triggers:
                 continue
             act = Act(fired.rule, self._row(fired))
             key = (act.rule.name, fired.facts.attempt_id, fired.facts.step)
-            taken: Row = {}
+            taken: dict[str, Json] = {}
             if key in followed.acted:
                 pass  # it names more series than before: its actions were taken
             elif firing.cools_since is None:
@@ -275,14 +290,18 @@ class Triggers:
             rows += [Put("firings", {**act.row, **taken}), *finding_of(act)]
             if _finds_non_finite(act.rule):
                 # What was known while the step was open; the rule's finding names every rank.
-                place = {name: act.row[name] for name in ("attempt_id", "step")}
+                place = {"attempt_id": act.row["attempt_id"], "step": act.row["step"]}
                 rows.append(Delete("findings", {"kind": NON_FINITE_SCALARS, **place}))
         for rule, at in changes.withdrawn:
-            key_row = {"attempt_id": followed.ids[at.attempt], "step": at.step, "rule": rule}
+            key_row: FiringKey = {
+                "attempt_id": followed.ids[at.attempt],
+                "step": at.step,
+                "rule": rule,
+            }
             rows.append(Put("firings", {**key_row, "withdrawn_wall": self._wall()}))
-            rows.append(Delete("findings", {"finding_id": finding_place(key_row)}))
+            rows.append(Delete("findings", {"finding_id": finding_of_firing(key_row)}))
 
-    def _row(self, fired: Fired) -> Row:
+    def _row(self, fired: Fired) -> FiringColumns:
         finding = fired.evidence
         evidence = {**finding.evidence(), "ranks": [list(each) for each in finding.ranks]}
         hits = (*fired.firing.hits, *fired.firing.lasting)
@@ -326,18 +345,18 @@ class Since:
         """Return the steps that are closed now."""
         attempts = catalogue.attempts()
         live = {
-            int(row["attempt_id"]): row["last_closed_step"]
+            row["attempt_id"]: row["last_closed_step"]
             for row in attempts
             if row["ended_wall"] is None
         }
-        return cls(max((int(row["attempt_id"]) for row in attempts), default=0), live)
+        return cls(max((row["attempt_id"] for row in attempts), default=0), live)
 
     @classmethod
-    def parse(cls, fields: Any) -> Since:
+    def parse(cls, fields: JsonObject) -> Since:
         """Read the result of `wire`."""
         return cls(fields["attempt_id"], {int(key): step for key, step in fields["closed"].items()})
 
-    def wire(self) -> Row:
+    def wire(self) -> JsonObject:
         """Return built-in types."""
         closed = {str(attempt_id): step for attempt_id, step in self.closed.items()}
         return {"attempt_id": self.attempt_id, "closed": closed}
@@ -356,7 +375,7 @@ class _Followed:
     def __init__(self, catalogue: Catalogue, run: str, rules: Rules, since: Since) -> None:
         self._since = since
         self._reader = StepReader(catalogue, run, rules)
-        self.ids = {int(r["number"]): int(r["attempt_id"]) for r in catalogue.attempts(run)}
+        self.ids = {r["number"]: r["attempt_id"] for r in catalogue.attempts(run)}
         numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
         known = [r for r in catalogue.firings(run=run, limit=_ALL) if r["attempt_id"] in numbers]
         by_name = {rule.name: rule for rule in rules.rules}
@@ -411,25 +430,25 @@ class _Followed:
         at = At(facts.attempt, facts.step)
         return self._watch.take(at, self._reader.values(facts), fires=fires)
 
-    def explain(self, firing: Any) -> Fired | None:
+    def explain(self, firing: Firing) -> Fired | None:
         """Describe a firing; None if its step is gone."""
         facts = self._reader.facts(self.ids[firing.at.attempt], firing.at.step)
         return None if facts is None else self._reader.explain(firing, facts)
 
 
-def _series_state(row: Row) -> FiringRecord:
-    evidence = row["evidence"] or {}
+def _series_state(row: FiringRow) -> FiringRecord:
+    evidence = row["evidence"]
     named = evidence.get(NAMED)  # None in rows of an earlier version
     series = None if named is None else unpack(named)
     return FiringRecord(series, acts=evidence.get("cools_since") is None)
 
 
-def _acted(row: Row) -> bool:
+def _acted(row: FiringRow) -> bool:
     """Return whether the actions of a stored firing were or will be taken."""
     return _series_state(row).acts or bool((row["actions"] or {}).keys() - {"cools_since"})
 
 
-def _readable(document: Any) -> Rules:
+def _readable(document: Json) -> Rules:
     """Read stored rules; return the defaults if they are of another version and cannot be read."""
     try:
         return Rules.parse(document)

@@ -9,11 +9,11 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final, TypedDict
 
 from stagescope_service.coordinator.retries import RetriedWork, retried
 from stagescope_service.core.catalogue_rows import row_id
-from stagescope_service.core.findings import describe, finding
+from stagescope_service.core.findings import FindingText, describe, finding
 from stagescope_service.core.instructions import CompareWeights, Delete, Put
 from stagescope_service.core.weight_records import manifest_of, record_of
 from stagescope_service.core.weights import (
@@ -31,12 +31,21 @@ from stagescope_service.core.weights import (
     odd_replicas,
 )
 from stagescope_service.store.catalogue import Catalogue
-
-Row = dict[str, Any]
+from stagescope_service.store.tables import ProcessColumns, WeightsRow
 
 NAMED: Final = 20
 """Names listed in a finding and a stored verdict; `/weights/{version}` lists all of them."""
-_DEVICE: Final = ("device_kind", "device_index", "device_serial")
+
+
+class Device(TypedDict):
+    """The device of a rank; `device` identifies it across attempts and runs."""
+
+    device: str
+    host: str | None
+    node_id: str | None
+    device_kind: str | None
+    device_index: int | None
+    device_serial: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class ComparedVersion:
     run: str
     attempt_id: int
     version: int
-    rows: list[Row]
+    rows: list[WeightsRow]
     records: list[WeightRecord]
     comparisons: list[Comparison]
     odd: list[DivergingRank]
@@ -61,7 +70,7 @@ class ComparedVersion:
     @property
     def wall(self) -> float:
         """Time of its last record."""
-        return float(max(row["wall"] for row in self.rows))
+        return max(row["wall"] for row in self.rows)
 
     def counts(self) -> dict[str, int]:
         """Return the number of weights by verdict, the worst first."""
@@ -124,7 +133,7 @@ def compare_version(
     )
 
 
-def _all_there(records: Sequence[WeightRecord], processes: Mapping[str, Row]) -> bool:
+def _all_there(records: Sequence[WeightRecord], processes: Mapping[str, ProcessColumns]) -> bool:
     sizes: dict[str, int] = {}
     for process in processes.values():
         if process["world_size"] is not None:
@@ -157,7 +166,7 @@ def judge(
 # --- what is written --------------------------------------------------------------------------
 
 
-def rows_of(compared: ComparedVersion, processes: Sequence[Row]) -> list[Put | Delete]:
+def rows_of(compared: ComparedVersion, processes: Sequence[ProcessColumns]) -> list[Put | Delete]:
     """Return the rows of a verdict, which replace those of an earlier one."""
     version_key = {"attempt_id": compared.attempt_id, "version": compared.version}
     return [
@@ -167,6 +176,14 @@ def rows_of(compared: ComparedVersion, processes: Sequence[Row]) -> list[Put | D
         _judged(compared, "weights_differ", _differ(compared)),
         _judged(compared, "replica_weights_differ", _replicas_differ(compared, processes)),
     ]
+
+
+class _Found(FindingText):
+    """The fields of a finding about a version."""
+
+    stage: str | None
+    role: str | None
+    rank: int | None
 
 
 def _names(compared: ComparedVersion, verdict: str) -> list[str]:
@@ -197,7 +214,7 @@ def _verdict(compared: ComparedVersion) -> Put:
     )
 
 
-def _judged(compared: ComparedVersion, kind: str, found: Mapping[str, Any] | None) -> Put | Delete:
+def _judged(compared: ComparedVersion, kind: str, found: _Found | None) -> Put | Delete:
     """Return a finding, or the deletion of one that no longer holds."""
     finding_id = row_id(kind, compared.attempt_id, compared.version)
     if found is None:
@@ -208,14 +225,13 @@ def _judged(compared: ComparedVersion, kind: str, found: Mapping[str, Any] | Non
         attempt_id=compared.attempt_id,
         wall=compared.wall,
         step=compared.step,
-        severity="error",
         **found,
     )
     # For one version: a later version of the same step makes another finding.
     return Put("findings", {**made.row, "finding_id": finding_id})
 
 
-def _differ(compared: ComparedVersion) -> dict[str, Any] | None:
+def _differ(compared: ComparedVersion) -> _Found | None:
     differ = _names(compared, DIFFERS)
     missing = _names(compared, MISSING) if compared.complete else []
     if not differ and not missing:
@@ -228,6 +244,7 @@ def _differ(compared: ComparedVersion) -> dict[str, Any] | None:
     return {
         "message": f"version {compared.version}: of {count} weights {' and '.join(words)} between "
         "trainer and rollout",
+        "severity": "error",
         "evidence": {
             "version": compared.version,
             "differ": differ[:NAMED],
@@ -244,7 +261,9 @@ def _differ(compared: ComparedVersion) -> dict[str, Any] | None:
     }
 
 
-def _replicas_differ(compared: ComparedVersion, processes: Sequence[Row]) -> dict[str, Any] | None:
+def _replicas_differ(
+    compared: ComparedVersion, processes: Sequence[ProcessColumns]
+) -> _Found | None:
     if not compared.odd:
         return None
     outvoted = [odd for odd in compared.odd if odd.is_outvoted]
@@ -259,12 +278,14 @@ def _replicas_differ(compared: ComparedVersion, processes: Sequence[Row]) -> dic
     return {
         "message": f"version {compared.version}: {'; '.join(shown[:NAMED])} {verb} {rest}: "
         f"{_listed(names)}",
+        "severity": "error",
         "evidence": {
             "version": compared.version,
             "odd": [{**odd._asdict(), "names": odd.names[:NAMED]} for odd in named[:NAMED]],
         },
         "advice": "a device that computes wrong, or a step that these ranks did not take together;"
         " see /devices",
+        "stage": None,
         "role": named[0].role if len({odd.role for odd in named}) == 1 else None,
         "rank": named[0].rank if len(named) == 1 else None,
     }
@@ -275,7 +296,9 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _odd_row(compared: ComparedVersion, odd: DivergingRank, processes: Sequence[Row]) -> Put:
+def _odd_row(
+    compared: ComparedVersion, odd: DivergingRank, processes: Sequence[ProcessColumns]
+) -> Put:
     return Put(
         "odd_replicas",
         {
@@ -296,23 +319,34 @@ def _odd_row(compared: ComparedVersion, odd: DivergingRank, processes: Sequence[
     )
 
 
-def device_of(compared: ComparedVersion, odd: DivergingRank, processes: Sequence[Row]) -> Row:
-    """Return the device of a diverging replica; `device` identifies it across attempts and runs.
+def device_of(
+    compared: ComparedVersion, odd: DivergingRank, processes: Sequence[ProcessColumns]
+) -> Device:
+    """Return the device of a diverging replica.
 
-    It is the serial number, else the host (a node's id is new in every cluster) and device index.
+    Its name is the serial number, else the host (a node's id is new in every cluster) and device
+    index.
     """
     own = [r for r in compared.rows if (r["side"], r["role"], r["rank"]) == odd[:3]]
     row = max(own, key=lambda row: (row["wall"], row["incarnation"], row["seq"]))
-    process = next((p for p in processes if p["incarnation"] == row["incarnation"]), {})
-    found = {name: process.get(name) if row[name] is None else row[name] for name in _DEVICE}
-    # The layout that the process reports was set by its user, who knows better.
-    if process.get("device_serial") is not None:
-        found["device_serial"] = process["device_serial"]
-    host, node = process.get("host"), process.get("node_id")
-    index = "" if found["device_index"] is None else found["device_index"]
-    name = f"{host or node or 'unknown host'}/{found['device_kind'] or 'device'}{index}"
-    device = found["device_serial"] or name
-    return {"device": device, "host": host, "node_id": node, **found}
+    process = next((p for p in processes if p["incarnation"] == row["incarnation"]), None)
+    host = node = None
+    kind, index, serial = row["device_kind"], row["device_index"], row["device_serial"]
+    if process is not None:
+        host, node = process["host"], process["node_id"]
+        kind = process["device_kind"] if kind is None else kind
+        index = process["device_index"] if index is None else index
+        # The layout that the process reports was set by its user, who knows better.
+        serial = serial if process["device_serial"] is None else process["device_serial"]
+    name = f"{host or node or 'unknown host'}/{kind or 'device'}{'' if index is None else index}"
+    return {
+        "device": serial or name,
+        "host": host,
+        "node_id": node,
+        "device_kind": kind,
+        "device_index": index,
+        "device_serial": serial,
+    }
 
 
 logger = logging.getLogger(__name__)

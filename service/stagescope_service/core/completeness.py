@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from stagescope_service.core.entities import FAILED, OK, OPEN, Participants, Span, Step
+
+if TYPE_CHECKING:
+    from stagescope_service.store.tables import StageRow, UnfinishedRank
 
 COMPLETE: Final = "complete"
 PARTIAL: Final = "partial"
@@ -118,7 +121,7 @@ def status_of(spans: Iterable[Span]) -> str | None:
     return next((status for status in answering if status not in (OK, FAILED)), None)
 
 
-def statuses_of_rows(stages: Iterable[Mapping[str, Any]]) -> Statuses:
+def statuses_of_rows(stages: Iterable[StageRow]) -> Statuses:
     """Return the statuses from the rows of a step's stages, superseded ones left out."""
     found: dict[tuple[str, str], dict[int, str | None]] = defaultdict(dict)
     for row in stages:
@@ -129,10 +132,10 @@ def statuses_of_rows(stages: Iterable[Mapping[str, Any]]) -> Statuses:
 
 
 def corrected(
-    verdict: str, missing: Iterable[Mapping[str, Any]], statuses: Statuses
-) -> tuple[str, list[dict[str, Any]]]:
+    verdict: str | None, missing: Iterable[UnfinishedRank], statuses: Statuses
+) -> tuple[str | None, list[UnfinishedRank]]:
     """Update a verdict and its missing ranks by their present statuses."""
-    left = []
+    left: list[UnfinishedRank] = []
     for item in missing:
         ranks = statuses.get((item["role"], item["stage"]), {})
         status = ranks.get(item["rank"], NOT_BEGUN)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypedDict
+
+from typing_extensions import Required
 
 from stagescope.advice import of_run
 from stagescope.wire.errors import StagescopeError
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.instructions import Put
 
@@ -34,6 +37,27 @@ MOST_REASONS: Final = 20
 _SUBJECTS: Final = 10_000
 """Subjects of refusals that are remembered."""
 _DIGITS: Final = re.compile(r"\d+")
+
+
+class FindingLocation(TypedDict, total=False):
+    """The arguments of `finding` that say what it is about, and when it was seen."""
+
+    run: Required[str | None]
+    attempt_id: Required[int | None]
+    wall: Required[float]
+    step: int | None
+    stage: str | None
+    role: str | None
+    rank: int | None
+
+
+class FindingText(TypedDict, total=False):
+    """The arguments of `finding` that say what is wrong."""
+
+    message: Required[str]
+    evidence: JsonObject
+    advice: str
+    severity: str
 
 
 def moved(put: Put, attempt_id: int) -> Put:
@@ -99,7 +123,7 @@ def finding(
     kind: str,
     message: str,
     *,
-    run: str,
+    run: str | None,
     attempt_id: int | None,
     wall: float,
     advice: str = "",
@@ -108,7 +132,7 @@ def finding(
     stage: str | None = None,
     role: str | None = None,
     rank: int | None = None,
-    evidence: Mapping[str, Any] | None = None,
+    evidence: JsonObject | None = None,
 ) -> Put:
     """Return a finding; one kind about one subject is one finding, however often it occurs."""
     row = {
@@ -122,7 +146,7 @@ def finding(
         "severity": severity,
         "message": message,
         "evidence": dict(evidence or {}),
-        "advice": of_run(advice, run),
+        "advice": advice if run is None else of_run(advice, run),
         "first_wall": wall,
         "last_wall": wall,
     }

@@ -35,7 +35,7 @@ STEPS_REMEMBERED: Final = 8
 class StageKey(NamedTuple):
     """One part of a stage of a step, in one role."""
 
-    step: int
+    step: int | None
     stage: str
     part: Part
 

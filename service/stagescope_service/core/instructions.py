@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 from typing_extensions import NotRequired
 
+from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.schema import PartColumns
 from stagescope_service.store.contract import Delete, Put
 
 __all__ = [
     "Aggregate",
+    "AnnouncedDump",
     "Ask",
     "BuildOperatorTable",
     "CompareWeights",
@@ -41,24 +44,25 @@ class StepJob(TypedDict):
     step: int | None
 
 
-class IngestJob(StepJob):
+class PayloadWork(StepJob, PartColumns):
+    """The work and the rank of a payload."""
+
+    role: str
+    rank: int
+    policy_version: int | None
+    stage: str
+
+
+class IngestJob(PayloadWork):
     """A payload's work and process, as its ingestor needs them; JSON."""
 
     run: str
     attempt_key: NotRequired[str]
-    role: str
-    rank: int
     data_rank: int | None
-    policy_version: int | None
-    stage: str
-    occurrence: int | None
-    epoch: int | None
-    minibatch: int | None
-    microbatch: int | None
     cp_size: NotRequired[int | None]
     """Context-parallel ranks."""
-    layout: NotRequired[Mapping[str, Any]]
-    settings: NotRequired[Mapping[str, Any]]
+    layout: NotRequired[JsonObject]
+    settings: NotRequired[JsonObject]
     """Of the run, as `init` was given them."""
     scalars: NotRequired[Mapping[str, float]]
     bytes: NotRequired[int | None]
@@ -87,18 +91,38 @@ class DumpKey(NamedTuple):
     capture_id: str
 
 
+class AnnouncedDump(PartColumns):
+    """A row of `operators` as it announces a dump, and the dump's run."""
+
+    incarnation: str
+    work_key: str
+    capture_id: str
+    attempt_id: int
+    step: int | None
+    policy_version: int | None
+    stage: str
+    role: str
+    rank: int
+    node_id: str | None
+    dump_path: str
+    announced_wall: float
+    mark: int
+    truncated: bool
+    run: str
+
+
 class BuildOperatorTable(NamedTuple):
-    """Have the ingestor of `node_id` build a dump's operator table; `job` is the announcement."""
+    """Have the ingestor of `node_id` build a dump's operator table."""
 
     key: DumpKey
     node_id: str | None
-    job: dict[str, Any]
+    job: AnnouncedDump
 
 
 class DumpReported(NamedTuple):
     """A rank reported the state of a capture: a row of `dumps`, written by its own `Put`."""
 
-    row: Mapping[str, Any]
+    row: JsonObject
 
 
 class Ask(NamedTuple):

@@ -6,15 +6,16 @@ the mark of its announcement. Where the two differ after a crash, the table is b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final, cast
 
 from stagescope.wire.errors import StagescopeError
-from stagescope.wire.schema import PART_FIELDS, Event, Work
+from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.schema import Event, Part, Work
 from stagescope_service.core.catalogue_rows import loss_row
 from stagescope_service.core.entities import Attempt, Process
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import (
+    AnnouncedDump,
     BuildOperatorTable,
     DumpKey,
     DumpReported,
@@ -36,11 +37,9 @@ _PLACE: Final = (
     "role", "rank", "occurrence", "epoch", "minibatch", "microbatch", "node_id",
 )  # fmt: skip
 
-Row = Mapping[str, Any]
-
 
 def follow(
-    attempt: Attempt, process: Process, event: Event, work: Work, row: Row, state: str | None
+    attempt: Attempt, process: Process, event: Event, work: Work, row: JsonObject, state: str | None
 ) -> list[Instruction]:
     """Apply the state that a DUMP event reports of its dump.
 
@@ -80,14 +79,14 @@ def cut_off(attempt: Attempt, process: Process, wall: float, why: str) -> list[I
     return out
 
 
-def again(row: Row, run: str) -> BuildOperatorTable:
+def again(row: JsonObject, run: str) -> BuildOperatorTable:
     """Return the instruction for an announcement that was not carried out before a restart."""
     key = DumpKey(row["incarnation"], row["work_key"], row["capture_id"])
-    return BuildOperatorTable(key, row["node_id"], {**row, "run": run})
+    return BuildOperatorTable(key, row["node_id"], cast("AnnouncedDump", {**row, "run": run}))
 
 
 def _announce(
-    attempt: Attempt, row: Row, mark: int, wall: float, truncated: bool
+    attempt: Attempt, row: JsonObject, mark: int, wall: float, truncated: bool
 ) -> list[Instruction]:
     announced = {
         **{name: row[name] for name in _PLACE},
@@ -99,14 +98,18 @@ def _announce(
     return [Put("operators", announced), again(announced, attempt.run)]
 
 
-def outcome(job: Row, state: str, reason: str | None, **columns: Any) -> Put:
+def outcome(job: AnnouncedDump, state: str, reason: str | None, **columns: object) -> Put:
     """Return the row of an announced dump's outcome."""
-    key = {name: job[name] for name in _KEY}
+    key = {
+        "incarnation": job["incarnation"],
+        "work_key": job["work_key"],
+        "capture_id": job["capture_id"],
+    }
     state_columns = {"digested_mark": job["mark"], "state": state, "reason": reason}
     return Put("operators", {**key, **state_columns, **columns})
 
 
-def refusal(job: Row, error: StagescopeError) -> list[Put]:
+def refusal(job: AnnouncedDump, error: StagescopeError) -> list[Put]:
     """Return the row of a dump that cannot be read, and its finding."""
     advice = error.advice or "msprobe's own files stay where they are"
     found = finding(
@@ -116,19 +119,21 @@ def refusal(job: Row, error: StagescopeError) -> list[Put]:
         advice=advice,
         evidence={
             "capture_id": job["capture_id"],
-            "part": part_of(job),
+            "part": str(Part.of_columns(job)),
             "expected": error.expected,
         },
     )
     return [outcome(job, REFUSED, str(error)[:2000]), found]
 
 
-def about(job: Row) -> dict[str, Any]:
-    """Return the fields of a finding that locate an announced dump."""
-    names = ("run", "attempt_id", "step", "stage", "role", "rank")
-    return {**{name: job[name] for name in names}, "wall": job["announced_wall"]}
-
-
-def part_of(job: Row) -> str:
-    """Return occurrence.epoch.minibatch.microbatch."""
-    return ".".join(str(job[name] or 0) for name in PART_FIELDS)
+def about(job: AnnouncedDump) -> FindingLocation:
+    """Return the location of a finding about an announced dump."""
+    return {
+        "run": job["run"],
+        "attempt_id": job["attempt_id"],
+        "step": job["step"],
+        "stage": job["stage"],
+        "role": job["role"],
+        "rank": job["rank"],
+        "wall": job["announced_wall"],
+    }

@@ -11,14 +11,18 @@ import json
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, Event, Work
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import Process
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.weights import COPY, TP_COPY, Shard, Tensor, WeightRecord
+
+if TYPE_CHECKING:
+    from stagescope_service.store.tables import WeightsRow
 
 MOST_TENSORS: Final = 1_000_000
 _MANIFESTS_REMEMBERED: Final = 10_000
@@ -33,7 +37,7 @@ class ReportedWeights(NamedTuple):
     kind: str
     tensors: list[Tensor]
     checksums: list[int | None]
-    device: Mapping[str, Any]
+    device: JsonObject
 
 
 class Manifests:
@@ -80,7 +84,7 @@ def read(event: Event, work: Work) -> ReportedWeights:
     return reported
 
 
-def _tensor(entry: Any) -> tuple[Tensor, int | None]:
+def _tensor(entry: Json) -> tuple[Tensor, int | None]:
     try:
         name, checksum, dtype, shape, shard = entry[:5]
         if not isinstance(name, str) or not name:
@@ -93,14 +97,14 @@ def _tensor(entry: Any) -> tuple[Tensor, int | None]:
         raise InvalidEvent(f"a weight is {entry!r:.200}", expected=_EXPECTED) from None
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
+def _sizes(value: Json) -> tuple[int, ...]:
     sizes = tuple(integer(size) for size in value)
     if any(size is None or size < 0 for size in sizes):
         raise ValueError
     return tuple(size for size in sizes if size is not None)
 
 
-def _shard(value: Any) -> Shard | str | None:
+def _shard(value: Json) -> Shard | str | None:
     if value is None or value in (COPY, TP_COPY):
         return None if value is None else str(value)
     if isinstance(value, str):
@@ -152,11 +156,11 @@ def manifest_of(blob: bytes) -> tuple[tuple[Tensor, ...], list[bool]]:
 
 
 def record_of(
-    row: Mapping[str, Any],
+    row: WeightsRow,
     manifest: tuple[Sequence[Tensor], Sequence[bool]],
-    layout: Mapping[str, Any],
+    layout: Mapping[str, object],
 ) -> WeightRecord:
-    """Return the record of a row of `weights`."""
+    """Return the record of a row."""
     tensors, known = manifest
     checksums = struct.unpack(f"<{len(tensors)}Q", row["checksums"])
     return WeightRecord(

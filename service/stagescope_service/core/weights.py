@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from stagescope.wire.schema import WEIGHT_KINDS
 
@@ -55,13 +55,13 @@ class WeightRecord:
     version: int
     step: int | None
     #: Of two records of one rank the later counts.
-    order: tuple[Any, ...]
+    order: tuple[float, str, int]
     tensors: Sequence[Tensor]
     checksums: Sequence[int | None]
-    layout: Mapping[str, Any]
+    layout: Mapping[str, object]
 
     @property
-    def coordinates(self) -> tuple[Any, ...]:
+    def coordinates(self) -> tuple[object, ...]:
         """Return this rank's coordinate in each kind of parallelism that shards a model."""
         return tuple(self.layout.get(f"{name}_rank") for name in _COORDINATES)
 
@@ -98,13 +98,36 @@ class _Holding(NamedTuple):
 
     tensor: Tensor
     checksum: int | None
-    coordinates: tuple[Any, ...]
+    coordinates: tuple[object, ...]
     ranks: list[int]
+
+
+class _ReplicaGroup(NamedTuple):
+    """A weight of the ranks that are to hold the same of it."""
+
+    side: str
+    role: str
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    place: object
+
+
+class _SameRecord(NamedTuple):
+    """What ranks with identical records have in common."""
+
+    side: str
+    role: str
+    kind: str
+    where: tuple[object, ...]
+    tensors: tuple[Tensor, ...]
+    checksums: tuple[int | None, ...]
 
 
 def newest(records: Iterable[WeightRecord]) -> list[WeightRecord]:
     """Return the newest record of each rank, side and kind, in order of rank."""
-    found: dict[tuple[Any, ...], WeightRecord] = {}
+    found: dict[tuple[str, str, int, str], WeightRecord] = {}
     for record in records:
         key = (record.side, record.role, record.rank, record.kind)
         if key not in found or found[key].order < record.order:
@@ -121,23 +144,23 @@ def odd_replicas(records: Sequence[WeightRecord]) -> list[DivergingRank]:
     These are the ranks whose value differs from that of the majority (more than half) of the
     tensor's replicas; without a majority, all of them.
     """
-    groups: dict[Any, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    groups: dict[_ReplicaGroup, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for holding, side, role, kind in _alike(records):
         place = _replica_key(holding)
         if place is None or holding.checksum is None:
             continue
         tensor = holding.tensor
-        key = (side, role, kind, tensor.name, tensor.dtype, tensor.shape, place)
+        key = _ReplicaGroup(side, role, kind, tensor.name, tensor.dtype, tensor.shape, place)
         groups[key][holding.checksum].update(holding.ranks)
     found: dict[tuple[str, str, int], list[tuple[bool, int, str]]] = defaultdict(list)
-    for (side, role, _, name, *_), values in groups.items():
+    for group, values in groups.items():
         if len(values) < 2:
             continue
         count = sum(map(len, values.values()))
         majority = next((ranks for ranks in values.values() if 2 * len(ranks) > count), set[int]())
         for ranks in values.values():
             for rank in ranks if ranks is not majority else ():
-                found[side, role, rank].append((bool(majority), count, name))
+                found[group.side, group.role, rank].append((bool(majority), count, group.name))
     return [_odd(*key, found[key]) for key in sorted(found)]
 
 
@@ -171,16 +194,15 @@ def _replica_key(holding: _Holding) -> object:
 
 def _alike(records: Sequence[WeightRecord]) -> Iterable[tuple[_Holding, str, str, str]]:
     """Yield each weight of each record; ranks with identical records count once."""
-    groups: dict[Any, list[WeightRecord]] = defaultdict(list)
+    groups: dict[_SameRecord, list[int]] = defaultdict(list)
     for record in records:
         where = (*record.coordinates, record.layout.get("dp_rank") is not None)
-        same = (record.side, record.role, record.kind, where, tuple(record.tensors))
-        groups[(*same, tuple(record.checksums))].append(record)
-    for (side, role, kind, where, *_), members in groups.items():
-        ranks = [record.rank for record in members]
-        first = members[0]
-        for tensor, checksum in zip(first.tensors, first.checksums, strict=True):
-            yield _Holding(tensor, checksum, where, ranks), side, role, kind
+        tensors, checksums = tuple(record.tensors), tuple(record.checksums)
+        same = _SameRecord(record.side, record.role, record.kind, where, tensors, checksums)
+        groups[same].append(record.rank)
+    for same, ranks in groups.items():
+        for tensor, checksum in zip(same.tensors, same.checksums, strict=True):
+            yield _Holding(tensor, checksum, same.where, ranks), same.side, same.role, same.kind
 
 
 # --- trainer against rollout ------------------------------------------------------------------
@@ -218,7 +240,9 @@ def compare(records: Sequence[WeightRecord], rename: Rename = str) -> list[Compa
     return sorted(found, key=lambda each: (VERDICTS.index(each.verdict), each.name, each.kind))
 
 
-def _of_unlike_kinds(by_kind: Mapping[str, Any]) -> list[Comparison]:
+def _of_unlike_kinds(
+    by_kind: Mapping[str, Mapping[str, Mapping[str, Sequence[_Holding]]]],
+) -> list[Comparison]:
     reason = "one side recorded what was exchanged, the other what it holds"
     names = {
         name: (kind, holdings[0], side)
@@ -272,7 +296,7 @@ def _not_one(side: str, holdings: Sequence[_Holding]) -> str:
         return f"fused: {', '.join(names[:4])} of the {side} have one name"
     if any(holding.checksum is None for holding in holdings):
         return f"the {side} has no checksum of it"
-    by_replica: dict[Any, set[Any]] = defaultdict(set)
+    by_replica: dict[tuple[object, ...], set[object]] = defaultdict(set)
     for holding in holdings:
         if holding.tensor.shard in (None, TP_COPY):
             by_replica[holding.coordinates].add((holding.tensor[1:3], holding.checksum))

@@ -21,14 +21,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import Unreachable
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.findings import describe
-from stagescope_service.core.instructions import IngestJob, PayloadKey, StepJob
+from stagescope_service.core.instructions import AnnouncedDump, IngestJob, PayloadKey, StepJob
 from stagescope_service.ingest.ingestors import (
     IngestorDied,
     IngestWorker,
     TokenRange,
     read_watchdogs,
 )
+from stagescope_service.ingest.kept_files import KeptDescription
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.ingest.recompute import JoinAnswer, Source
 from stagescope_service.ingest.rollout_join import RolloutRows
@@ -142,7 +144,7 @@ class Ingestor:
             return []  # that node is gone; the answer lists its samples as left out
         return found
 
-    async def build_operator_table(self, job: Mapping[str, Any]) -> list[Put]:
+    async def build_operator_table(self, job: AnnouncedDump) -> list[Put]:
         """Build a dump's operator table and return its rows.
 
         Raises:
@@ -150,7 +152,7 @@ class Ingestor:
         """
         return await self._run(self._worker.build_operator_table, job)
 
-    async def read_watchdogs(self, paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    async def read_watchdogs(self, paths: Mapping[str, str]) -> dict[str, JsonObject]:
         """Return incarnation -> content of its watchdog's file, for the processes with a file."""
         return await asyncio.to_thread(read_watchdogs, paths)
 
@@ -162,10 +164,8 @@ class Ingestor:
         """Return the paths of the kept files below data_dir."""
         return await asyncio.to_thread(self._worker.kept_files)
 
-    async def describe_kept(
-        self, paths: Sequence[str]
-    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return (row of `artifacts`, job) of the kept files that can be read."""
+    async def describe_kept(self, paths: Sequence[str]) -> list[KeptDescription]:
+        """Return the rows of the kept files that can be read."""
         return await asyncio.to_thread(self._worker.describe_kept, paths)
 
     async def discard(self, paths: Sequence[str]) -> list[str]:
@@ -184,7 +184,7 @@ class Ingestor:
         """Return the process id (tests kill it)."""
         return os.getpid()
 
-    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
+    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _read(self, key: PayloadKey, job: IngestJob, payload: Any) -> Outcome:
@@ -371,7 +371,7 @@ class RayIngestors:
         except Unreachable:
             return None
 
-    async def build_operator_table(self, node_id: str | None, job: Mapping[str, Any]) -> list[Put]:
+    async def build_operator_table(self, node_id: str | None, job: AnnouncedDump) -> list[Put]:
         """Build a dump's operator table."""
         try:
             return await self._actors.on(node_id).build_operator_table.remote(job)  # type: ignore[no-any-return]
@@ -381,7 +381,7 @@ class RayIngestors:
 
     async def read_watchdogs(
         self, node_id: str | None, paths: Mapping[str, str]
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, JsonObject]:
         """Return the contents of watchdog files."""
         return await self._call(node_id, "read_watchdogs", paths)  # type: ignore[no-any-return]
 
@@ -389,10 +389,8 @@ class RayIngestors:
         """Return the paths of a node's kept files."""
         return await self._call(node_id, "kept_files")  # type: ignore[no-any-return]
 
-    async def describe_kept(
-        self, node_id: str, paths: Sequence[str]
-    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return (row of `artifacts`, job) of the files that can be read."""
+    async def describe_kept(self, node_id: str, paths: Sequence[str]) -> list[KeptDescription]:
+        """Return the rows of the files that can be read."""
         return await self._call(node_id, "describe_kept", paths)  # type: ignore[no-any-return]
 
     async def discard(self, node_id: str, paths: Sequence[str]) -> list[str]:
@@ -413,7 +411,7 @@ class RayIngestors:
         except Unreachable:
             return False
 
-    async def _call(self, node_id: str | None, method: str, *arguments: Any) -> Any:
+    async def _call(self, node_id: str | None, method: str, *arguments: object) -> Any:
         try:
             return await getattr(self._actors.on(node_id), method).remote(*arguments)
         except exceptions.RayError as error:

@@ -11,14 +11,15 @@ import concurrent.futures
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from stagescope.wire.errors import Forbidden, StagescopeError, Unreachable
+from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.stacks import read_watchdog
 from stagescope_service.core.findings import describe
-from stagescope_service.core.instructions import IngestJob, PayloadKey, StepJob
+from stagescope_service.core.instructions import AnnouncedDump, IngestJob, PayloadKey, StepJob
 from stagescope_service.ingest import kept_files
-from stagescope_service.ingest.kept_files import Keeper
+from stagescope_service.ingest.kept_files import Keeper, KeptDescription
 from stagescope_service.ingest.reader import Outcome, PayloadReader
 from stagescope_service.ingest.recompute import JoinAnswer, Recomputer, Source
 from stagescope_service.ingest.rollout_join import RolloutRows
@@ -30,7 +31,6 @@ from stagescope_service.store.ring import DEFAULT_RESERVE, Ring
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Row = dict[str, Any]
 TokenRange = tuple[int, int, int]
 """Row of a payload, first and last position (half open)."""
 
@@ -81,7 +81,7 @@ class IngestorClient(Protocol):
         """Join a trainer's payload with rollouts; None as in `recompute`."""
         ...
 
-    async def build_operator_table(self, node_id: str | None, job: Mapping[str, Any]) -> list[Put]:
+    async def build_operator_table(self, node_id: str | None, job: AnnouncedDump) -> list[Put]:
         """Build a dump's operator table and return its rows.
 
         Raises:
@@ -90,7 +90,9 @@ class IngestorClient(Protocol):
         """
         ...
 
-    async def read_watchdogs(self, node_id: str | None, paths: Mapping[str, str]) -> dict[str, Row]:
+    async def read_watchdogs(
+        self, node_id: str | None, paths: Mapping[str, str]
+    ) -> dict[str, JsonObject]:
         """Return incarnation -> content of its watchdog's file, for the processes with a file.
 
         Raises:
@@ -106,8 +108,8 @@ class IngestorClient(Protocol):
         """
         ...
 
-    async def describe_kept(self, node_id: str, paths: Sequence[str]) -> Sequence[tuple[Row, Row]]:
-        """Return (row of `artifacts`, job) of the files that can be read.
+    async def describe_kept(self, node_id: str, paths: Sequence[str]) -> list[KeptDescription]:
+        """Return the rows of the files that can be read.
 
         Raises:
             Unreachable: the ingestor does not answer.
@@ -201,14 +203,14 @@ class IngestWorker:
         """Release the payloads of a step."""
         return bool(self._of_ring(Recomputer.unpin, attempt_id, step))
 
-    def _of_ring(self, work: Callable[..., T], *arguments: Any) -> T | None:
+    def _of_ring(self, work: Callable[..., T], *arguments: object) -> T | None:
         try:
             return work(Recomputer(self.reader), *arguments)
         except StagescopeError:
             return None
 
     # --- files ------------------------------------------------------------------------------
-    def build_operator_table(self, job: Mapping[str, Any]) -> list[Put]:
+    def build_operator_table(self, job: AnnouncedDump) -> list[Put]:
         """Build a dump's operator table; see `ingest.operator_tables`."""
         # A local import: the coordinator imports this module and needs no Parquet.
         from stagescope_service.ingest.operator_tables import build_operator_table
@@ -228,8 +230,8 @@ class IngestWorker:
         """Return the paths of the kept files."""
         return kept_files.find(self._data_dir)
 
-    def describe_kept(self, paths: Sequence[str]) -> list[tuple[Row, Row]]:
-        """Return (row of `artifacts`, job) of the kept files that can be read."""
+    def describe_kept(self, paths: Sequence[str]) -> list[KeptDescription]:
+        """Return the rows of the kept files that can be read."""
         inside = [str(confine(path, self._roots)) for path in paths]
         return kept_files.describe(inside, self.node_id)
 
@@ -298,11 +300,13 @@ class LocalIngestors:
 
         return await self._run(work)
 
-    async def build_operator_table(self, node_id: str | None, job: Mapping[str, Any]) -> list[Put]:
+    async def build_operator_table(self, node_id: str | None, job: AnnouncedDump) -> list[Put]:
         """Build a dump's operator table."""
         return await self._run(self.worker(node_id).build_operator_table, job)
 
-    async def read_watchdogs(self, node_id: str | None, paths: Mapping[str, str]) -> dict[str, Row]:
+    async def read_watchdogs(
+        self, node_id: str | None, paths: Mapping[str, str]
+    ) -> dict[str, JsonObject]:
         """Return the contents of watchdog files."""
         del node_id
         return await self._run(read_watchdogs, paths)
@@ -311,8 +315,8 @@ class LocalIngestors:
         """Return the paths of a node's kept files."""
         return await self._run(self.worker(node_id).kept_files)
 
-    async def describe_kept(self, node_id: str, paths: Sequence[str]) -> list[tuple[Row, Row]]:
-        """Return (row of `artifacts`, job) of the files that can be read."""
+    async def describe_kept(self, node_id: str, paths: Sequence[str]) -> list[KeptDescription]:
+        """Return the rows of the files that can be read."""
         return await self._run(self.worker(node_id).describe_kept, paths)
 
     async def discard(self, node_id: str, paths: Sequence[str]) -> list[str]:
@@ -331,13 +335,13 @@ class LocalIngestors:
         """End the thread."""
         self._thread.shutdown()
 
-    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
+    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
-def read_watchdogs(paths: Mapping[str, str]) -> dict[str, Row]:
+def read_watchdogs(paths: Mapping[str, str]) -> dict[str, JsonObject]:
     """Return incarnation -> content of its watchdog's file, for the processes with a file."""
-    found: dict[str, Row] = {}
+    found: dict[str, JsonObject] = {}
     for incarnation, path in paths.items():
         try:
             fields = read_watchdog(path)

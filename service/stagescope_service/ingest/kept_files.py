@@ -7,13 +7,14 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple, cast
 
 from stagescope.wire.errors import Forbidden, StagescopeError, StoreError
 from stagescope.wire.keep import kept_sections
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.core.findings import NOT_KEPT, finding
-from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.core.instructions import IngestJob, PayloadKey, PayloadWork
 from stagescope_service.ingest.payload_values import Payload
 from stagescope_service.store.artifacts import (
     confine,
@@ -28,6 +29,23 @@ from stagescope_service.store.ring import DEFAULT_RESERVE
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
 _ORDERS: Final = ("keep", "no_room")
+
+
+class FileJob(PayloadWork):
+    """The work of a kept file, from its own metadata."""
+
+    run: str
+    attempt_key: str
+    incarnation: str
+    seq: int
+
+
+class KeptDescription(NamedTuple):
+    """A kept file: its row of `artifacts`, and the attempt that it names."""
+
+    row: JsonObject
+    run: str
+    attempt_key: str
 
 
 class Keeper:
@@ -48,7 +66,7 @@ class Keeper:
         self.reason = ""
         """Why the last one could not be kept; empty if it was kept."""
 
-    def keep(self, key: PayloadKey, job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+    def keep(self, key: PayloadKey, job: IngestJob, payload: Payload) -> Iterator[Put]:
         """Keep the requested parts of a payload; yield its row, or the problem."""
         words = frozenset(job.get("keep") or ())
         scalars = job.get("scalars") or {}
@@ -69,20 +87,20 @@ class Keeper:
         self.reason = ""
         yield row
 
-    def _write(self, key: PayloadKey, job: Mapping[str, Any], kept: Kept) -> Put:
-        part = Part(*(job[name] or 0 for name in PART_FIELDS))
+    def _write(self, key: PayloadKey, job: IngestJob, kept: Kept) -> Put:
+        part = Part.of_columns(job)
         directory = step_directory(
             self.data_dir, job["run"], job["attempt_key"], job["step"], job["stage"], part
         )
         path = kept_path(directory, job["role"], job["rank"], key.incarnation, key.seq)
         self._check_room(bytes_of(kept), job)
         written = write_kept(path, kept)
-        row = artifact_row(key, job, "kept", self.node_id, path, written.bytes).row
-        specs = tensor_specs(kept.tensors)
-        reported = {"checksum": written.checksum, "sections": kept.sections, "tensors": specs}
-        return Put("artifacts", {**row, **reported})
+        return artifact_row(
+            key, job, "kept", self.node_id, path, written.bytes,
+            checksum=written.checksum, sections=kept.sections, tensors=tensor_specs(kept.tensors),
+        )  # fmt: skip
 
-    def _check_room(self, needed: int, job: Mapping[str, Any]) -> None:
+    def _check_room(self, needed: int, job: IngestJob) -> None:
         if job.get("no_room"):
             raise StoreError(job["no_room"])
         with disk_errors(self.data_dir):
@@ -94,22 +112,22 @@ class Keeper:
                 f"{self.reserve_bytes} are left to others: {needed} bytes do not fit"
             )
 
-    def _refusal(self, job: Mapping[str, Any]) -> Put:
+    def _refusal(self, job: IngestJob) -> Put:
         reported = finding(
             NOT_KEPT,
             f"what is to be kept is not: {self.reason}",
             run=job["run"],
-            attempt_id=job.get("attempt_id"),
+            attempt_id=job["attempt_id"],
             wall=time.time(),
             severity="error",
-            evidence={"node_id": self.node_id, "not_kept": self.not_kept, "step": job.get("step")},
+            evidence={"node_id": self.node_id, "not_kept": self.not_kept, "step": job["step"]},
             advice="free space on the disk of data_dir, raise STAGESCOPE_KEPT_BYTES, or unpin "
             "steps; statistics are complete, and keeping goes on by itself where there is room",
         )
         return Put("findings", {**reported.row, "over_wall": None})
 
 
-def tensor_specs(tensors: Mapping[str, WireTensor]) -> dict[str, list[Any]]:
+def tensor_specs(tensors: Mapping[str, WireTensor]) -> dict[str, list[Json]]:
     """Return name -> [dtype, shape, rows or None], in the catalogue's form."""
     return {
         name: [tag, list(shape), None if offsets is None else len(offsets) - 1]
@@ -118,17 +136,24 @@ def tensor_specs(tensors: Mapping[str, WireTensor]) -> dict[str, list[Any]]:
 
 
 def artifact_row(
-    key: PayloadKey, job: Mapping[str, Any], kind: str, node_id: str, path: Path, size: int
+    key: PayloadKey,
+    job: PayloadWork,
+    kind: str,
+    node_id: str,
+    path: Path,
+    size: int,
+    **columns: Json,
 ) -> Put:
-    """Return the row of a payload's file on a node."""
+    """Return the row of a payload's file on a node, with further `columns`."""
     names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", *PART_FIELDS)
+    work: JsonObject = job
     return Put(
         "artifacts",
         {
             "artifact_id": f"{kind}/{key.incarnation}/{key.seq}",
             "incarnation": key.incarnation,
             "seq": key.seq,
-            **{name: job.get(name) for name in names},
+            **{name: work.get(name) for name in names},
             "kind": kind,
             "node_id": node_id,
             "path": str(path),
@@ -136,17 +161,16 @@ def artifact_row(
             "checksum": None,
             "wall": time.time(),
             "deleted_wall": None,
+            **columns,
         },
     )
 
 
-def plain_job(key: PayloadKey, job: Mapping[str, Any], *but: str) -> Row:
+def plain_job(key: PayloadKey, job: IngestJob, *but: str) -> dict[str, Json]:
     """Return a file's own metadata: its run, attempt and work, and the payload's identity."""
     reported = {name: value for name, value in job.items() if name not in (*_ORDERS, *but)}
     return {**reported, "incarnation": key.incarnation, "seq": key.seq}
 
-
-Row = dict[str, Any]
 
 _STAGES: Final = ("*/*/step_*/*", "*/*/step_*/*/*")
 _UNFINISHED_SECONDS: Final = 3600.0
@@ -172,8 +196,8 @@ def _in_stages(data_dir: Path) -> Iterator[Path]:
             yield from data_dir.glob(f"{stage}/{suffix}")
 
 
-def describe(paths: Sequence[str], node_id: str) -> list[tuple[Row, Row]]:
-    """Return (row of artifacts, job) of each file that can be read; the job locates it."""
+def describe(paths: Sequence[str], node_id: str) -> list[KeptDescription]:
+    """Return the row and the job of each file that can be read."""
     found = []
     for path in map(Path, paths):
         with contextlib.suppress(StagescopeError, OSError, KeyError, TypeError, ValueError):
@@ -181,22 +205,20 @@ def describe(paths: Sequence[str], node_id: str) -> list[tuple[Row, Row]]:
     return found
 
 
-def _describe(path: Path, node_id: str) -> tuple[Row, Row]:
+def _describe(path: Path, node_id: str) -> KeptDescription:
     kept = read_kept(path)
     job = _job(kept.job)
     stat = path.stat()
     key = PayloadKey(job["incarnation"], job["seq"])
-    row = artifact_row(key, job, "kept", node_id, path, stat.st_size).row
-    reported = {
-        "wall": stat.st_mtime,
-        "checksum": f"sha256:{file_checksum(path)}",
-        "sections": kept.sections,
-        "tensors": tensor_specs(kept.tensors),
-    }
-    return {**row, **reported}, job
+    put = artifact_row(
+        key, job, "kept", node_id, path, stat.st_size,
+        wall=stat.st_mtime, checksum=f"sha256:{file_checksum(path)}", sections=kept.sections,
+        tensors=tensor_specs(kept.tensors),
+    )  # fmt: skip
+    return KeptDescription(put.row, job["run"], job["attempt_key"])
 
 
-def _job(job: Mapping[str, Any]) -> Row:
+def _job(job: JsonObject) -> FileJob:
     """Return a file's own metadata, if it has the right types."""
     texts = ("run", "attempt_key", "role", "stage", "incarnation")
     if not all(isinstance(job[name], str) for name in texts):
@@ -205,7 +227,7 @@ def _job(job: Mapping[str, Any]) -> Row:
     wrong = [name for name in numbers if type(job.get(name)) not in (int, type(None))]
     if wrong or not isinstance(job["seq"], int):
         raise TypeError(f"a job of {dict(job)!r:.200}")
-    return dict(job)
+    return cast("FileJob", dict(job))
 
 
 def discard(data_dir: Path, paths: Sequence[str]) -> list[str]:

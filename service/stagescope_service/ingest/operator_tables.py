@@ -7,19 +7,24 @@ error. Idempotent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import NotFound, StagescopeError, StoreError
-from stagescope_service.compare.operators.non_finite import RankNonFinite, non_finite_of_rank
+from stagescope.wire.schema import Part
+from stagescope_service.compare.operators.non_finite import (
+    NonFiniteRow,
+    RankNonFinite,
+    non_finite_of_rank,
+)
 from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import AnnouncedDump
 from stagescope_service.core.operator_tables import (
     TABLE_WRITTEN,
     UNREACHABLE,
     about,
     outcome,
-    part_of,
     refusal,
 )
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
@@ -29,14 +34,12 @@ from stagescope_service.store.contract import Put
 TABLE: Final = "operators.parquet"
 _READ: Final = ("dump.json", "debug.json", "stack.json", "construct.json", "DONE.json")
 
-Job = Mapping[str, Any]
 
-
-def build_operator_table(job: Job, roots: Iterable[Path], node_id: str) -> list[Put]:
+def build_operator_table(job: AnnouncedDump, roots: Iterable[Path], node_id: str) -> list[Put]:
     """Write the operator table of a dump; return its row and findings.
 
     Args:
-        job: the row of `operators` that announced it, with its `run`.
+        job: the announcement.
         roots: directories that may contain dumps.
         node_id: the node on which this runs.
 
@@ -62,7 +65,7 @@ def build_operator_table(job: Job, roots: Iterable[Path], node_id: str) -> list[
     return rows
 
 
-def _directory(job: Job, roots: Iterable[Path]) -> Path:
+def _directory(job: AnnouncedDump, roots: Iterable[Path]) -> Path:
     """Return the dump's directory; neither it nor a file in it may link to another place."""
     directory = confine(job["dump_path"], roots)
     for name in _READ:
@@ -71,7 +74,7 @@ def _directory(job: Job, roots: Iterable[Path]) -> Path:
 
 
 def _table_row(
-    job: Job, table: Path, summary: OperatorSummary, found: RankNonFinite, node_id: str
+    job: AnnouncedDump, table: Path, summary: OperatorSummary, found: RankNonFinite, node_id: str
 ) -> Put:
     cut = summary.truncated_at is not None or summary.done is False
     first = None if found.first is None else {**found.first, "bad_inputs": found.bad_inputs}
@@ -99,7 +102,7 @@ def _table_row(
     )  # fmt: skip
 
 
-def _non_finite(job: Job, found: RankNonFinite, first: Mapping[str, Any]) -> Put:
+def _non_finite(job: AnnouncedDump, found: RankNonFinite, first: NonFiniteRow) -> Put:
     inputs = ", ".join(f"{row['section']} {row['index']}" for row in found.bad_inputs)
     module = f" in {first['parent']}" if first["parent"] else ""
     where = f", called at {first['source']}" if first["source"] else ""
@@ -116,6 +119,6 @@ def _non_finite(job: Job, found: RankNonFinite, first: Mapping[str, Any]) -> Put
                "direction", "section", "index", "non_finite", "source", "order", "dtype")},
             "bad_inputs": found.bad_inputs,
             "capture_id": job["capture_id"],
-            "part": part_of(job),
+            "part": str(Part.of_columns(job)),
         },
     )  # fmt: skip

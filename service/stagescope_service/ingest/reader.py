@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
-from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.core.findings import FindingLocation, finding
+from stagescope_service.core.instructions import IngestJob, PayloadKey, StepJob
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
 from stagescope_service.ingest.payload_values import Payload, read_value
 from stagescope_service.rows.ragged import count_by_row, hash_rows
@@ -44,8 +45,8 @@ from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import pair_name, part_key
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES
 from stagescope_service.store.ring import Ring, RingKey
+from stagescope_service.store.tables import SummaryRow
 
-Row = dict[str, Any]
 Skips = tuple[tuple[int, int, int], ...]
 """(row, first position, last) of tokens, half open."""
 
@@ -65,7 +66,7 @@ class Outcome:
     state: str
     reason: str | None
     rows: list[Put]
-    columns: Row
+    columns: JsonObject
 
 
 class PayloadReader:
@@ -78,7 +79,7 @@ class PayloadReader:
         self.ring = ring
         self.keeper = keeper or Keeper(data_dir, node_id)
 
-    def take(self, key: PayloadKey, job: Mapping[str, Any], value: object) -> Outcome:
+    def take(self, key: PayloadKey, job: IngestJob, value: object) -> Outcome:
         """Read a payload.
 
         Args:
@@ -114,7 +115,7 @@ class PayloadReader:
     def _summaries(
         self,
         key: PayloadKey,
-        job: Mapping[str, Any],
+        job: IngestJob,
         payload: Payload,
         problems: list[StagescopeError],
         known: list[StagescopeError],
@@ -141,7 +142,7 @@ class PayloadReader:
     def _keep(
         self,
         key: PayloadKey,
-        job: Mapping[str, Any],
+        job: IngestJob,
         payload: Payload,
         copies: Mapping[str, Skips],
     ) -> Iterator[Put]:
@@ -154,7 +155,7 @@ class PayloadReader:
                 "job": plain_job(key, job, "settings"),  # a file names its own attempt and work
                 COPIES: dict(copies),
             }
-            entry = self.ring.keep(_ring_key(key, job), recent, about)
+            entry = self.ring.keep(ring_key(key, job), recent, about)
             if entry is not None:
                 yield artifact_row(key, job, "ring", self.node_id, entry.path, entry.bytes)
             elif self.ring.max_bytes:
@@ -162,7 +163,7 @@ class PayloadReader:
                     "ring_keeps_nothing",
                     f"the tensors of the last steps are not kept: {self.ring.health().reason}",
                     run=job["run"],
-                    attempt_id=job.get("attempt_id"),
+                    attempt_id=job["attempt_id"],
                     wall=time.time(),
                     evidence={"node_id": self.node_id, "not_kept": self.ring.not_kept},
                     advice="statistics are complete; only looking at the tensors later is not "
@@ -173,11 +174,13 @@ class PayloadReader:
                 "pin_not_kept",
                 f"a payload of {entry.bytes} bytes came to a step whose payloads are pinned, and "
                 "pinned payloads take all that they may: it is not pinned",
-                **{
-                    **_location_columns(job),
-                    "step": entry.key.step,
-                    "attempt_id": entry.key.attempt_id,
-                },
+                run=job["run"],
+                attempt_id=entry.key.attempt_id,
+                step=entry.key.step,
+                stage=job["stage"],
+                role=job["role"],
+                rank=job["rank"],
+                wall=time.time(),
                 evidence={"node_id": self.node_id, "share": self.ring.max_pinned},
                 advice="unpin steps (stagescope unpin STEP), or raise STAGESCOPE_RING_BYTES",
             )
@@ -186,17 +189,17 @@ class PayloadReader:
             yield Put("artifacts", {"artifact_id": name, "deleted_wall": time.time()})
         yield from self.keeper.keep(key, job, payload)
 
-    def _refusal(self, job: Mapping[str, Any], error: StagescopeError) -> Put:
+    def _refusal(self, job: IngestJob, error: StagescopeError) -> Put:
         return finding(
             f"payload_{error.code}",
             str(error),
-            **_location_columns(job),
+            **_location(job),
             severity="error",
             advice=error.advice or "the stage event stands; its numbers are missing",
         )
 
 
-def _with_producers(job: Mapping[str, Any], meta: Mapping[str, Any]) -> Row:
+def _with_producers(job: IngestJob, meta: JsonObject) -> dict[str, Json]:
     """Return a payload's metadata, with the producers of streams from the run's settings."""
     settings = job.get("settings")
     producers = settings.get("producers") if isinstance(settings, Mapping) else None
@@ -204,13 +207,26 @@ def _with_producers(job: Mapping[str, Any], meta: Mapping[str, Any]) -> Row:
     return {"policy_version": job.get("policy_version"), **known, **meta}
 
 
-def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> Iterator[Put]:
+def summary_rows(key: PayloadKey, job: IngestJob, summary: Summary) -> Iterator[Put]:
     """Return the row of a payload's summary of one pair, and the finding of non-finite values."""
-    names = ("attempt_id", "step", "policy_version", "stage", "role", "rank", "data_rank")
-    parts = ("occurrence", "epoch", "minibatch", "microbatch")
-    row: Row = {name: job.get(name) for name in (*names, *parts)}
-    row |= {"incarnation": key.incarnation, "seq": key.seq, "pair": pair_name(summary.pair)}
-    yield Put("summaries", {**row, "summary": summary_to_bytes(summary)})
+    row: SummaryRow = {
+        "incarnation": key.incarnation,
+        "seq": key.seq,
+        "pair": pair_name(summary.pair),
+        "attempt_id": job["attempt_id"],
+        "step": job["step"],
+        "policy_version": job["policy_version"],
+        "stage": job["stage"],
+        "role": job["role"],
+        "rank": job["rank"],
+        "data_rank": job["data_rank"],
+        "occurrence": job["occurrence"],
+        "epoch": job["epoch"],
+        "minibatch": job["minibatch"],
+        "microbatch": job["microbatch"],
+        "summary": summary_to_bytes(summary),
+    }
+    yield Put("summaries", row)
     if summary.ignored:
         ignored = ", ".join(summary.ignored)
         yield finding(
@@ -218,7 +234,7 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> I
             f"{ignored} of {pair_name(summary.pair)} tell more than {MOST_ROUNDS} rounds, turns or "
             "versions apart, or a round below 0: rounds are counted by the mask"
             + (f", from {MOST_ROUNDS} on as one" if "response_mask" in summary.ignored else ""),
-            **_location_columns(job),
+            **_location(job),
             evidence={"tensors": list(summary.ignored), "most": MOST_ROUNDS},
             advice="round_ids and turn_ids count from 0 in each sample; all tokens count all the "
             "same",
@@ -233,7 +249,7 @@ def summary_rows(key: PayloadKey, job: Mapping[str, Any], summary: Summary) -> I
         yield finding(
             "nonfinite_log_probs",
             f"log-probs under the mask are not finite: {counts} of {summary.total.masked} tokens",
-            **_location_columns(job),
+            **_location(job),
             severity="error",
             evidence=odd,
             advice=f"see /steps/{job.get('step')}/tokens?kind=nonfinite for which; statistics are "
@@ -292,29 +308,37 @@ def summarise_once(
     return dataclasses.replace(once, left_out=dict(left_out)), copies
 
 
-def _ring_key(key: PayloadKey, job: Mapping[str, Any]) -> RingKey:
+def ring_key(key: PayloadKey, job: StepJob) -> RingKey:
+    """Return the key of a payload in the ring."""
     return RingKey(job["attempt_id"], job["step"], key.incarnation, key.seq)
 
 
-def _location_columns(job: Mapping[str, Any]) -> Row:
-    names = ("run", "attempt_id", "step", "stage", "role", "rank")
-    return {**{name: job.get(name) for name in names}, "wall": time.time()}
+def _location(job: IngestJob) -> FindingLocation:
+    return {
+        "run": job["run"],
+        "attempt_id": job["attempt_id"],
+        "step": job["step"],
+        "stage": job["stage"],
+        "role": job["role"],
+        "rank": job["rank"],
+        "wall": time.time(),
+    }
 
 
-def _written_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+def _written_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
     """Return the finding of tensors that are missing because their owner overwrote them."""
     written = payload.meta.get(WRITTEN_AFTER_HAND_OVER)
     if written:
         yield finding(
             "tensor_written",
             f"tensors were written after they were handed over: {', '.join(map(str, written))}",
-            **_location_columns(job),
+            **_location(job),
             severity="error",
             advice="give them to `stage.record`, which copies, or write other tensors",
         )
 
 
-def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+def _stream_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
     """Return the row of each stream: its source, dtype and producer."""
     producers = payload.meta.get("streams")
     producers = producers if isinstance(producers, Mapping) else {}
@@ -328,7 +352,7 @@ def _stream_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
         reported = {**payload.meta, **(own if isinstance(own, Mapping) else {})}
         who = producer_of(_with_producers(job, payload.meta), stream)
         reported |= {} if who is None else {"producer": who}
-        row: Row = {
+        row: dict[str, Json] = {
             "attempt_id": job["attempt_id"],
             "stream": stream,
             "role": job["role"],
@@ -346,7 +370,7 @@ MOST_SAMPLES: Final = 20_000
 """Samples of a payload with rows of their own; the statistics include all samples."""
 
 
-def sample_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
+def sample_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
     """Return the rows of a payload's samples; columns that it does not have are left out."""
     ids = payload.strings.get("sample_ids")
     if not ids:
@@ -358,7 +382,7 @@ def sample_rows(job: Mapping[str, Any], payload: Payload) -> Iterator[Put]:
     hashes = _token_hashes(payload, len(ids))
     meta = payload.meta
     for row, uid in enumerate(ids[:MOST_SAMPLES]):
-        columns: dict[str, Any] = {
+        columns: dict[str, Json] = {
             "attempt_id": job["attempt_id"],
             "clock": clock,
             "sample_uid": uid,

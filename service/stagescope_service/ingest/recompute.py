@@ -8,15 +8,17 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypedDict
+from typing import Final, NamedTuple, TypedDict
 
 from stagescope.wire.errors import InvalidTensor, StagescopeError
+from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import STREAM_TENSORS
-from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.core.instructions import IngestJob, PayloadKey, StepJob
 from stagescope_service.ingest.reader import (
     COPIES,
     PayloadReader,
     Skips,
+    ring_key,
     statistics_settings,
     summarise_once,
     summary_rows,
@@ -73,7 +75,7 @@ class Recomputer:
         self._intake = intake
 
     def recompute(
-        self, key: PayloadKey, job: Mapping[str, Any], pair: tuple[str, str],
+        self, key: PayloadKey, job: StepJob, pair: tuple[str, str],
         skips: Sequence[tuple[int, int, int]],
     ) -> bytes:  # fmt: skip
         """Recompute a payload's statistics, without tokens that count elsewhere.
@@ -81,7 +83,7 @@ class Recomputer:
         Raises:
             NotFound: the ring no longer holds it.
         """
-        kept = self._ring.read(_ring_key(key, job))
+        kept = self._ring.read(ring_key(key, job))
         strings, meta = kept.metadata["strings"], kept.metadata["meta"]
         batch = TokenBatch.from_tensors(kept.tensors, strings, meta, pair=pair)
         left_out = kept.metadata.get(_LEFT_OUT, [])
@@ -103,13 +105,13 @@ class Recomputer:
             return False
         return True
 
-    def samples(self, key: PayloadKey, job: Mapping[str, Any]) -> list[str]:
+    def samples(self, key: PayloadKey, job: StepJob) -> list[str]:
         """Return the sample ids of a payload.
 
         Raises:
             NotFound: the ring no longer holds it.
         """
-        kept = self._ring.read(_ring_key(key, job))
+        kept = self._ring.read(ring_key(key, job))
         return [str(sample) for sample in kept.metadata["strings"].get("sample_ids", ())]
 
     def rollouts(self, sources: Iterable[Source], wanted: Collection[str]) -> list[RolloutRows]:
@@ -128,16 +130,14 @@ class Recomputer:
                 found.append(dataclasses.replace(rows, incarnation=source.incarnation))
         return found
 
-    def join(
-        self, key: PayloadKey, job: Mapping[str, Any], found: Sequence[RolloutRows]
-    ) -> JoinAnswer:
+    def join(self, key: PayloadKey, job: IngestJob, found: Sequence[RolloutRows]) -> JoinAnswer:
         """Add the rollout's stream to a trainer's payload, and compute its statistics.
 
         Raises:
             NotFound: the ring no longer holds it.
             InvalidTensor: its tensors do not fit.
         """
-        kept = self._ring.read(_ring_key(key, job))
+        kept = self._ring.read(ring_key(key, job))
         added = kept.metadata.get(_JOINED, [])
         tensors = {name: t for name, t in kept.tensors.items() if name not in added}
         stream = next((s for s in ("old", "current") if STREAM_TENSORS[s] in tensors), None)
@@ -170,8 +170,8 @@ class Recomputer:
     def _keep(
         self,
         key: PayloadKey,
-        job: Mapping[str, Any],
-        metadata: Mapping[str, Any],
+        job: IngestJob,
+        metadata: JsonObject,
         tensors: Mapping[str, WireTensor],
         joined: Joined,
         copies: Skips,
@@ -191,7 +191,7 @@ class Recomputer:
         added_to = {"meta": meta, _JOINED: list(added), _LEFT_OUT: list(joined.left_out)}
         every = {**metadata.get(COPIES, {}), pair_name(batch.pair): copies}
         about = {**metadata, **added_to, COPIES: every}
-        self._ring.keep(_ring_key(key, job), {**tensors, **added}, about)
+        self._ring.keep(ring_key(key, job), {**tensors, **added}, about)
 
 
 def producers_of(
@@ -219,7 +219,3 @@ def _without_unknown(summary: Summary, batch: TokenBatch, left_out: Sequence[int
     out = {batch.sample_ids[row] for row in left_out} if batch.sample_ids else set()
     empty = tuple(sample for sample in summary.empty_samples if sample not in out)
     return dataclasses.replace(summary, empty_samples=empty)
-
-
-def _ring_key(key: PayloadKey, job: Mapping[str, Any]) -> RingKey:
-    return RingKey(job["attempt_id"], job["step"], key.incarnation, key.seq)

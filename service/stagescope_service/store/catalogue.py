@@ -10,38 +10,47 @@ values.
 
 from __future__ import annotations
 
-from typing import Any
-
 import sqlalchemy as sa
 
 from stagescope.wire.errors import CatalogueUnavailable
+from stagescope.wire.nonfinite import Json
 from stagescope_service.store import connect, migrate
-from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.files import FileQueries
 from stagescope_service.store.queries.findings import FindingQueries
 from stagescope_service.store.queries.measurements import MeasurementQueries
+from stagescope_service.store.queries.overview import Count
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
 from stagescope_service.store.queries.runs import RunQueries
 from stagescope_service.store.queries.weights import WeightQueries
 from stagescope_service.store.snapshot import rows
-from stagescope_service.store.tables import TABLES, AuditRow
+from stagescope_service.store.tables import (
+    TABLES,
+    AuditRow,
+    CaptureRow,
+    DumpRow,
+    EngineRow,
+    MetaRow,
+    OperatorTableRow,
+)
 
 
 class CaptureQueries(Reader):
     """Queries for captures, dumps and operators."""
 
-    def captures(self, *, run: Filter = None, state: Filter = None) -> list[Row]:
+    def captures(self, *, run: Filter = None, state: Filter = None) -> list[CaptureRow]:
         """Return captures, the most recently requested first, including removed ones."""
-        return self._page("captures", conditions("captures", locals()), "-created_wall capture_id")
+        where = conditions("captures", locals())
+        return self._page(CaptureRow, "captures", where, "-created_wall capture_id")
 
-    def capture(self, capture_id: str) -> Row | None:
+    def capture(self, capture_id: str) -> CaptureRow | None:
         """Return one capture, or None."""
-        return self._one("captures", capture_id=capture_id)
+        return self._one(CaptureRow, "captures", capture_id=capture_id)
 
-    def captured(self, capture_id: str, *, limit: int = LIMIT) -> list[Row]:
+    def captured(self, capture_id: str, *, limit: int = LIMIT) -> list[DumpRow]:
         """Return the dumps of a capture, by attempt, step, stage, role and rank."""
         return self._page(
+            DumpRow,
             "dumps",
             [TABLES["dumps"].c.capture_id == capture_id, TABLES["dumps"].c.step.is_not(None)],
             "attempt_id step stage role rank occurrence epoch minibatch microbatch incarnation",
@@ -59,9 +68,10 @@ class CaptureQueries(Reader):
         capture_id: Filter = None,
         limit: int = LIMIT,
         offset: int = 0,
-    ) -> list[Row]:
+    ) -> list[DumpRow]:
         """Return msprobe dumps by step, stage and rank, in every state."""
         return self._page(
+            DumpRow,
             "dumps",
             conditions("dumps", locals()),
             "step stage role rank work_key",
@@ -80,9 +90,10 @@ class CaptureQueries(Reader):
         capture_id: Filter = None,
         limit: int = LIMIT,
         offset: int = 0,
-    ) -> list[Row]:
+    ) -> list[OperatorTableRow]:
         """Return the operator tables of dumps, the earliest dump first."""
         return self._page(
+            OperatorTableRow,
             "operators",
             conditions("operators", locals()),
             "step announced_wall role rank work_key capture_id incarnation",
@@ -95,8 +106,7 @@ class CaptureQueries(Reader):
         table = TABLES["operators"]
         of_attempt = (table.c.attempt_id == attempt_id) & table.c.step.is_not(None)
         query = sa.select(table.c.step).where(of_attempt).distinct()
-        found = self._rows(query.order_by(table.c.step.desc()).limit(limit))
-        return [row["step"] for row in found]
+        return self._values(query.order_by(table.c.step.desc()).limit(limit))
 
 
 class Catalogue(
@@ -122,23 +132,24 @@ class Catalogue(
                 advice="start the service of this version: it upgrades the catalogue on open",
             )
 
-    def engines(self) -> list[Row]:
+    def engines(self) -> list[EngineRow]:
         """Return the registered engines, by name."""
-        return self._page("engines", [], "name")
+        return self._page(EngineRow, "engines", [], "name")
 
     def audit(self, *, limit: int = LIMIT, offset: int = 0) -> list[AuditRow]:
         """Return the audit log, the newest entry first."""
-        return self._typed_page(AuditRow, "audit", [], "-audit_id", limit, offset)
+        return self._page(AuditRow, "audit", [], "-audit_id", limit, offset)
 
-    def meta(self, key: str) -> Any:
+    def meta(self, key: str) -> Json:
         """Return the value of a key of the table `meta`, or None."""
-        row = self._one("meta", key=key)
+        row = self._one(MetaRow, "meta", key=key)
         return row and row["value"]
 
-    def counts(self) -> dict[str, list[Row]]:
+    def counts(self) -> dict[str, list[Count]]:
         """Return the Prometheus metrics, each as rows of labels and a `count`; see `overview`."""
         with connect.catalogue_errors(self._where), self._connect() as connection:
-            return {name: rows(connection, query) for name, query in overview.counts().items()}
+            queries = overview.counts()
+            return {name: rows(Count, connection, query) for name, query in queries.items()}
 
     def bytes_on_disk(self) -> int | None:
         """Return the bytes of the catalogue's files; None if a database server holds them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, Final, TypeAlias, Union
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
@@ -19,9 +19,6 @@ Int: Final[TypeEngine[int]] = sa.BigInteger().with_variant(sa.Integer(), "sqlite
 Real: Final[TypeEngine[float]] = sa.Double().with_variant(sa.REAL(), "sqlite")
 Text: Final[TypeEngine[str]] = sa.Text()
 Blob: Final[TypeEngine[bytes]] = sa.LargeBinary()
-
-Json: TypeAlias = Union["dict[str, Json]", "list[Json]", str, int, float, bool, None]
-"""The value of a `StrictJson` column; None is unknown."""
 
 _NAMES: Final = {math.inf: "inf", -math.inf: "-inf"}
 NON_FINITE_NAMES: Final = ("nan", *_NAMES.values())

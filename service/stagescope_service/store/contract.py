@@ -13,9 +13,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-Row = dict[str, Any]
+from stagescope.wire.nonfinite import Json
+
+if TYPE_CHECKING:  # `core` has no SQLAlchemy
+    from stagescope_service.store.tables import (
+        AttemptRow,
+        CaptureRow,
+        DumpRow,
+        FindingRow,
+        OperatorTableRow,
+        PayloadRow,
+        ProcessRow,
+        RunRow,
+        StackRow,
+        StageRow,
+        StepColumns,
+    )
 
 
 class Put(NamedTuple):
@@ -77,23 +92,23 @@ class Snapshot:
     * `findings`: of each run's newest attempt, and those of no attempt.
     """
 
-    runs: list[Row]
-    attempts: list[Row]
-    processes: list[Row]
-    steps: list[Row]
-    stages: list[Row]
-    payloads: list[Row]
-    captures: list[Row]
-    findings: list[Row]
+    runs: list[RunRow]
+    attempts: list[AttemptRow]
+    processes: list[ProcessRow]
+    steps: list[StepColumns]
+    stages: list[StageRow]
+    payloads: list[PayloadRow]
+    captures: list[CaptureRow]
+    findings: list[FindingRow]
     last_attempt_id: int
     """The highest attempt_id ever assigned; 0 if none."""
     last_revision: int
     """The highest plan revision of any capture; 0 if none."""
-    meta: dict[str, Any]
+    meta: dict[str, Json]
     unformed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    armed: list[Row] = dataclasses.field(default_factory=list)
-    undigested: list[Row] = dataclasses.field(default_factory=list)
-    asked_stacks: list[Row] = dataclasses.field(default_factory=list)
+    armed: list[DumpRow] = dataclasses.field(default_factory=list)
+    undigested: list[OperatorTableRow] = dataclasses.field(default_factory=list)
+    asked_stacks: list[StackRow] = dataclasses.field(default_factory=list)
 
 
 class Store(Protocol):

@@ -6,14 +6,12 @@ that equal rows give equal numbers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable
 
-from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS, Part
+from stagescope.wire.schema import LAYOUT_COLUMNS, Part
 from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.statistics.part import PartRecord
-
-Row = Mapping[str, Any]
+from stagescope_service.store.tables import ProcessColumns, SummaryRow
 
 
 def part_key(incarnation: str, seq: int) -> str:
@@ -32,22 +30,26 @@ def incarnation_of(key: str) -> str:
 
 
 def part_records(
-    summaries: Iterable[Row],
-    processes: Iterable[Row],
+    summaries: Iterable[SummaryRow],
+    processes: Iterable[ProcessColumns],
     replaced: Collection[tuple[str, int | None]] = (),
 ) -> list[PartRecord]:
     """Return the parts of `summaries`.
 
     Args:
-        summaries: rows of `summaries` with their blobs; rows without one are skipped.
-        processes: rows of `processes`, for the layouts.
+        summaries: with their blobs; rows without one are skipped.
+        processes: for the layouts.
         replaced: (incarnation, seq) of payloads that do not count (`Catalogue.replaced`).
 
     Raises:
         InvalidInput: a blob is not a summary of this version.
     """
     layouts = {
-        row["incarnation"]: {name: row[name] for name in LAYOUT_COLUMNS if row[name] is not None}
+        row["incarnation"]: {
+            name: value
+            for name, value in row.items()
+            if name in LAYOUT_COLUMNS and isinstance(value, str | int)
+        }
         for row in processes
     }
     return [
@@ -57,7 +59,7 @@ def part_records(
             stage=row["stage"],
             role=row["role"],
             rank=row["rank"],
-            part=Part(*(row[name] or 0 for name in PART_FIELDS)),
+            part=Part.of_columns(row),
             data_rank=row["data_rank"],
             layout=layouts.get(row["incarnation"], {}),
             incarnation=row["incarnation"],

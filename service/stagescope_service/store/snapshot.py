@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import sqlalchemy as sa
 
-from stagescope_service.store.contract import Row, Snapshot
+from stagescope_service.store.contract import Snapshot
 from stagescope_service.store.tables import (
+    AttemptRow,
+    CaptureRow,
+    DumpRow,
+    FindingRow,
+    MetaRow,
+    OperatorTableRow,
+    PayloadRow,
+    ProcessRow,
+    RunRow,
+    StackRow,
+    StageRow,
+    StepColumns,
     attempts,
     captures,
     compact,
@@ -24,6 +36,9 @@ from stagescope_service.store.tables import (
 )
 
 Query: TypeAlias = "sa.Select[*tuple[Any, ...]]"
+"""A query of any columns: `rows` is given the type of its rows."""
+
+R = TypeVar("R")
 
 ANNOUNCED: Final = sa.text(f"payloads.state_id = {compact.ANNOUNCED}")
 """The condition that a payload is announced, in the text of its partial index."""
@@ -31,9 +46,15 @@ ANNOUNCED: Final = sa.text(f"payloads.state_id = {compact.ANNOUNCED}")
 _STEP_COLUMNS: Final = [column for column in steps.columns if column.name != "whole"]
 
 
-def rows(connection: sa.Connection, query: Query) -> list[Row]:
-    """Return a query's rows as plain dicts."""
-    return [dict(row) for row in connection.execute(query).mappings()]
+def rows(row: type[R], connection: sa.Connection, query: Query) -> list[R]:
+    """Return a query's rows as plain dicts.
+
+    Args:
+        row: their type, a TypedDict with the columns that are selected.
+        connection: in a transaction.
+        query: the query.
+    """
+    return [cast("R", dict(mapping)) for mapping in connection.execute(query).mappings()]
 
 
 def newest_attempts() -> Query:
@@ -86,20 +107,22 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
         .where(chosen.c.attempt_id.in_(live), payloads.c.state != "announced"),
     ]
     return Snapshot(
-        runs=rows(connection, sa.select(runs)),
-        attempts=rows(connection, sa.select(attempts).order_by(attempts.c.attempt_id)),
-        processes=rows(connection, _processes(live)),
+        runs=rows(RunRow, connection, sa.select(runs)),
+        attempts=rows(AttemptRow, connection, sa.select(attempts).order_by(attempts.c.attempt_id)),
+        processes=rows(ProcessRow, connection, _processes(live)),
         steps=rows(
+            StepColumns,
             connection,
             sa.select(*_STEP_COLUMNS).join(
                 chosen,
                 sa.and_(steps.c.attempt_id == chosen.c.attempt_id, steps.c.step == chosen.c.step),
             ),
         ),
-        stages=[row for query in kept_stages for row in rows(connection, query)],
-        payloads=[row for query in kept_payloads for row in rows(connection, query)],
-        captures=rows(connection, sa.select(captures)),
+        stages=[row for query in kept_stages for row in rows(StageRow, connection, query)],
+        payloads=[row for query in kept_payloads for row in rows(PayloadRow, connection, query)],
+        captures=rows(CaptureRow, connection, sa.select(captures)),
         findings=rows(
+            FindingRow,
             connection,
             sa.select(findings).where(
                 findings.c.attempt_id.is_(None) | findings.c.attempt_id.in_(newest)
@@ -107,11 +130,12 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
         ),
         last_attempt_id=connection.scalar(sa.select(sa.func.max(attempts.c.attempt_id))) or 0,
         last_revision=connection.scalar(sa.select(sa.func.max(captures.c.revision))) or 0,
-        meta={row["key"]: row["value"] for row in rows(connection, sa.select(meta))},
-        unformed=[(row["attempt_id"], row["step"]) for row in rows(connection, _not_aggregated())],
-        armed=rows(connection, sa.select(dumps).where(_text("state = 'armed'"))),
-        asked_stacks=rows(connection, sa.select(stacks).where(_text("state = 'asked'"))),
+        meta={row["key"]: row["value"] for row in rows(MetaRow, connection, sa.select(meta))},
+        unformed=[(attempt, step) for attempt, step in connection.execute(_not_aggregated())],
+        armed=rows(DumpRow, connection, sa.select(dumps).where(_text("state = 'armed'"))),
+        asked_stacks=rows(StackRow, connection, sa.select(stacks).where(_text("state = 'asked'"))),
         undigested=rows(
+            OperatorTableRow,
             connection,
             sa.select(operators).where(_text("coalesce(digested_mark, -1) <> mark")),
         ),

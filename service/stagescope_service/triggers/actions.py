@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from stagescope.wire.errors import InvalidPlan
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.triggers import fields
 
 SEVERITIES: Final = ("info", "warning", "error")
@@ -28,8 +28,8 @@ class CaptureTemplate:
     `if_allowed` it is requested if the run has a budget, and skipped silently otherwise.
     """
 
-    ranks: Any
-    request: Mapping[str, Any]
+    ranks: str | list[int]
+    request: JsonObject
     if_allowed: bool = False
 
     @classmethod
@@ -58,7 +58,7 @@ class CaptureTemplate:
         found = _WORST.fullmatch(str(self.ranks))
         return int(found[1]) if found else None
 
-    def wire(self) -> dict[str, Any]:
+    def wire(self) -> dict[str, Json]:
         """Return the document form that `parse` reads."""
         document = {"ranks": self.ranks, "steps": "next", **self.request}
         return document | ({"if_allowed": True} if self.if_allowed else {})
@@ -124,9 +124,9 @@ class Actions:
         """Whether there are actions besides a finding, repeated only after the cooldown."""
         return bool(self.pin) or self.webhook is not None or self.capture is not None
 
-    def wire(self, *, secrets: bool) -> dict[str, Any]:
+    def wire(self, *, secrets: bool) -> dict[str, Json]:
         """Return the form that `parse` reads; without `secrets` only the webhook's host."""
-        document: dict[str, Any] = {}
+        document: dict[str, Json] = {}
         if self.severity is not None:
             document["finding"] = {"severity": self.severity, "advice": self.advice}
         if self.pin:

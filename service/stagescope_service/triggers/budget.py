@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidPlan
+from stagescope.wire.nonfinite import Json
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.triggers import fields
 
@@ -77,7 +78,7 @@ class Budget:
         except InvalidPlan:
             return None
 
-    def wire(self) -> dict[str, Any]:
+    def wire(self) -> dict[str, Json]:
         """Return the document form that `parse` reads."""
         return dataclasses.asdict(self)
 
@@ -139,7 +140,7 @@ def spent(catalogue: Catalogue, run: str) -> Spent:
     if ordered:
         by_rank: defaultdict[tuple[int, int | None], defaultdict[tuple[str, int], float]]
         by_rank = defaultdict(lambda: defaultdict(float))
-        ids = [str(row["capture_id"]) for row in ordered]
+        ids = [row["capture_id"] for row in ordered]
         for dump in catalogue.dumps(capture_id=ids, limit=_ALL):
             size += dump["bytes"] or 0
             seconds_of = by_rank[dump["attempt_id"], dump["step"]]
@@ -151,7 +152,7 @@ def spent(catalogue: Catalogue, run: str) -> Spent:
         bytes=size,
         seconds=seconds,
         run_seconds=_run_seconds(catalogue, run),
-        under_way=tuple(str(row["capture_id"]) for row in ordered if row["removed_wall"] is None),
+        under_way=tuple(row["capture_id"] for row in ordered if row["removed_wall"] is None),
     )
 
 
@@ -159,6 +160,5 @@ def _run_seconds(catalogue: Catalogue, run: str) -> float:
     found = 0.0
     for row in catalogue.attempts(run):
         end = row["ended_wall"] if row["ended_wall"] is not None else row["last_wall"]
-        if end is not None and row["opened_wall"] is not None:
-            found += max(end - row["opened_wall"], 0.0)
+        found += max(end - row["opened_wall"], 0.0)
     return found

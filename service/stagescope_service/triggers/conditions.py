@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from stagescope.wire.nonfinite import Json
 from stagescope_service.triggers import fields
 
 Float64 = npt.NDArray[np.float64]
@@ -87,9 +88,9 @@ class When:
             raise fields.wrong(field, value, EXPECTED)
         return made
 
-    def wire(self) -> dict[str, Any]:
+    def wire(self) -> dict[str, Json]:
         """Return the document form that `parse` reads."""
-        document: dict[str, Any] = dict(self.bounds)
+        document: dict[str, Json] = dict(self.bounds)
         if self.non_finite:
             document["non_finite"] = True
         for name in ("median_ratio", "noise_ratio"):

@@ -5,25 +5,47 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final, TypedDict
 
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.statistics.comparability import causes_of_ranks
 from stagescope_service.statistics.mismatch import publish_cell
 from stagescope_service.statistics.step_summary import StepSummary
 from stagescope_service.statistics.summary import UNKNOWN, Summary, Tokens
 from stagescope_service.store.parts import incarnation_of
+from stagescope_service.store.tables import ProcessColumns, ScalarRow
 from stagescope_service.triggers import names
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.rules import Rule
 from stagescope_service.triggers.series import Series, bad_scalars, scalar_series
 from stagescope_service.triggers.watch import Firing, Hit
 
-Row = dict[str, Any]
 RoleRank = tuple[str, int]
 
 LISTED: Final = 10
 """Maximum series that evidence lists; it also has their total number."""
+
+
+class TokenRow(TypedDict):
+    """A token: its sequence and place, its log-probs, and the rank that recorded it."""
+
+    sample_uid: str | None
+    row: int
+    position: int
+    round: int
+    token_id: int | None
+    p: float
+    q: float
+    role: str | None
+    rank: int | None
+
+
+class Cause(TypedDict):
+    """Why a rank's streams cannot be compared: the name of the check, and a sentence."""
+
+    name: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +62,16 @@ class Evidence:
     role: str | None
     rank: int | None
     round: int | None
-    token: Row | None
-    numbers: Row
+    token: TokenRow | None
+    numbers: dict[str, Json]
     ranks: tuple[RoleRank, ...]
     affected: tuple[RoleRank, ...]
-    cause: Row | None = None
-    """`name` and `text` of why this rank's streams cannot be compared; None if unknown."""
-    scalars: tuple[Row, ...] = ()
+    cause: Cause | None = None
+    """Of the rank; None if unknown."""
+    scalars: tuple[JsonObject, ...] = ()
     """Non-finite scalars in the order of their logging; the first `LISTED`."""
 
-    def evidence(self) -> Row:
+    def evidence(self) -> dict[str, Json]:
         """Return the numbers with their location."""
         found = {**self.numbers, "token": self.token}
         found["affected"] = [list(each) for each in self.affected]
@@ -57,20 +79,22 @@ class Evidence:
         return found | ({"scalars": list(self.scalars)} if self.scalars else {})
 
 
-def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) -> Evidence:
+def explain(
+    rule: Rule, firing: Firing, facts: Facts, processes: Iterable[ProcessColumns]
+) -> Evidence:
     """Describe a firing: its message and numbers.
 
     Args:
         rule: the rule that fired.
         firing: its firing, with at least one hit.
         facts: the facts of the step.
-        processes: rows of the attempt's processes, to find the rank that recorded a token.
+        processes: of the attempt, to find the rank that recorded a token.
     """
     worst = firing.hits[0]
     series = worst.series
     step_summary = facts.summaries.get(rule.stage or series.stage)
-    token: Row | None = None
-    scalars: list[Row] = []
+    token: TokenRow | None = None
+    scalars: list[ScalarRow] = []
     stage = series.stage if step_summary is None else step_summary.stage
     if rule.of_scalars:
         scalars = _scalars(rule, firing, facts)
@@ -103,7 +127,7 @@ def explain(rule: Rule, firing: Firing, facts: Facts, processes: Iterable[Row]) 
 
 def _cause(
     rule: Rule, firing: Firing, step_summary: StepSummary | None, role: str | None, rank: int | None
-) -> Row | None:
+) -> Cause | None:
     """Return why a rank's streams cannot be compared, if its own tokens show a cause."""
     if step_summary is None or rule.of_scalars or rule.of_stages:
         return None
@@ -114,7 +138,7 @@ def _cause(
     return {"name": found[0].check.name, "text": found[0].alone} if found else None
 
 
-def _numbers(rule: Rule, firing: Firing) -> Row:
+def _numbers(rule: Rule, firing: Firing) -> dict[str, Json]:
     return {
         "rule": rule.name,
         "metric": firing.hits[0].series.metric,
@@ -129,7 +153,7 @@ def _numbers(rule: Rule, firing: Firing) -> Row:
     }
 
 
-def _hit(hit: Hit) -> Row:
+def _hit(hit: Hit) -> JsonObject:
     location = {name: value for name, value in hit.series._asdict().items() if value is not None}
     return {**location, "value": hit.value, **hit.numbers}
 
@@ -144,9 +168,9 @@ class _Message:
     rank: int | None
     round: int | None
     affected: Sequence[RoleRank]
-    token: Row | None
+    token: TokenRow | None
 
-    def text(self, worst: Hit, scalars: Sequence[Row]) -> str:
+    def text(self, worst: Hit, scalars: Sequence[ScalarRow]) -> str:
         return self._of_scalars(scalars) if scalars else self._of_metric(worst)
 
     def _of_metric(self, worst: Hit) -> str:
@@ -166,7 +190,7 @@ class _Message:
                 text += f" on {self.token['role']} rank {self.token['rank']}"
         return text
 
-    def _of_scalars(self, rows: Sequence[Row]) -> str:
+    def _of_scalars(self, rows: Sequence[ScalarRow]) -> str:
         first, *_ = rows
         ranks: dict[str, dict[RoleRank, None]] = {}
         for row in rows:
@@ -239,7 +263,7 @@ def _is_count(metric: str) -> bool:
 
 
 def _affected(
-    firing: Firing, step_summary: StepSummary | None, token: Row | None
+    firing: Firing, step_summary: StepSummary | None, token: TokenRow | None
 ) -> tuple[RoleRank, ...]:
     """Return the ranks whose own numbers meet the condition that fired."""
     of_ranks = _distinct((hit.series.role, hit.series.rank) for hit in firing.hits)
@@ -257,16 +281,16 @@ def _affected(
     return () if token is None else _distinct([(token["role"], token["rank"])])
 
 
-def _scalars(rule: Rule, firing: Firing, facts: Facts) -> list[Row]:
+def _scalars(rule: Rule, firing: Firing, facts: Facts) -> list[ScalarRow]:
     """Return the scalars of a firing."""
     hits = {hit.series for hit in firing.hits}
-    rows = bad_scalars(rule, facts)
-    return [dict(row) for row in rows if scalar_series(rule, row) in hits]
+    return [row for row in bad_scalars(rule, facts) if scalar_series(rule, row) in hits]
 
 
-def _scalar(row: Row) -> Row:
-    part = {name: row[name] for name in PART_FIELDS if row[name] is not None}
-    return {**{name: row[name] for name in ("name", "value", "stage", "role", "rank")}, **part}
+def _scalar(row: ScalarRow) -> JsonObject:
+    columns: JsonObject = row
+    part = {name: columns[name] for name in PART_FIELDS if columns[name] is not None}
+    return {**{name: columns[name] for name in ("name", "value", "stage", "role", "rank")}, **part}
 
 
 def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[RoleRank, ...]]:
@@ -281,7 +305,7 @@ def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[Ro
             return series.stage, ()
         stage = min(rows, key=lambda row: (row["role"], row["rank"]))["stage"]
         of_stage = [row for row in rows if row["stage"] == stage]
-        return stage, _distinct(sorted((row["role"], int(row["rank"])) for row in of_stage))
+        return stage, _distinct(sorted((row["role"], row["rank"]) for row in of_stage))
     timings = {
         key: seconds
         for key, seconds in facts.seconds.items()
@@ -309,8 +333,8 @@ def _lasting(firing: Firing) -> str:
 
 
 def _token(
-    rule: Rule, firing: Firing, step_summary: StepSummary, processes: Iterable[Row]
-) -> Row | None:
+    rule: Rule, firing: Firing, step_summary: StepSummary, processes: Iterable[ProcessColumns]
+) -> TokenRow | None:
     """Return the worst token of the first series with one in the summary.
 
     For ranks that hold the same rows the summary has the tokens of one.
@@ -325,7 +349,7 @@ def _token(
     return next(of_hits, None)
 
 
-def _is_of(row: Mapping[str, Any], worst: Hit, summary: Summary) -> bool:
+def _is_of(row: TokenRow, worst: Hit, summary: Summary) -> bool:
     series = worst.series
     if series.round is not None and row["round"] != series.round:
         return False
@@ -346,7 +370,7 @@ def _kind(value: float) -> str:
 
 def _token_row(
     tokens: Tokens, at: int, summary: Summary, processes: Mapping[str, tuple[str, int]]
-) -> Row:
+) -> TokenRow:
     sequence = int(tokens.sequence[at])
     sequences = summary.sequences
     source = summary.sources[int(sequences.source[sequence])]

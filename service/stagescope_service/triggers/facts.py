@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics.part import PartRecord
@@ -19,12 +19,13 @@ from stagescope_service.statistics.step_summary import (
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.parts import pair_name, part_records
+from stagescope_service.store.queries.overview import ListedAttempt
+from stagescope_service.store.tables import ScalarRow, UnfinishedRank
 from stagescope_service.triggers import names
 from stagescope_service.triggers.rules import Rule
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
 RankStage = tuple[str, str, int]
 """(stage, role, rank)."""
 
@@ -65,10 +66,9 @@ class Facts:
         attempt: The attempt's number in its run.
         summaries: Stage -> its statistics; key None is the step summary itself.
         noise: The same for the noise floor.
-        missing: Ranks that did not end a stage: rows {"role", "rank", "stage", "status"}.
+        missing: Ranks that did not end a stage.
         seconds: (stage, role, rank) -> the time that the rank spent in the stage.
-        scalars: Rows of the catalogue's scalars that are NaN or infinite, in the order of their
-            logging.
+        scalars: Those that are NaN or infinite, in the order of their logging.
     """
 
     run: str
@@ -77,14 +77,14 @@ class Facts:
     step: int
     summaries: Mapping[str | None, StepSummary]
     noise: Mapping[str | None, StepSummary]
-    missing: Sequence[Row]
+    missing: Sequence[UnfinishedRank]
     seconds: Mapping[RankStage, float]
-    scalars: Sequence[Row] = ()
+    scalars: Sequence[ScalarRow] = ()
 
 
-def read(catalogue: Catalogue, attempt: Row, number: int, needs: Needs) -> Facts | None:
-    """Read a step of an attempt (a row of `Catalogue.attempts`); None if it is not closed."""
-    attempt_id = int(attempt["attempt_id"])
+def read(catalogue: Catalogue, attempt: ListedAttempt, number: int, needs: Needs) -> Facts | None:
+    """Read a step of an attempt; None if it is not closed."""
+    attempt_id = attempt["attempt_id"]
     row = catalogue.step(attempt_id, number)
     if row is None or row["closed_wall"] is None:
         return None
@@ -101,9 +101,9 @@ def read(catalogue: Catalogue, attempt: Row, number: int, needs: Needs) -> Facts
             # Written by another version: one step of a run's history must not disable its triggers.
             logger.warning("The stored summary of step %s cannot be read", number, exc_info=True)
     return Facts(
-        run=str(attempt["run"]),
+        run=attempt["run"],
         attempt_id=attempt_id,
-        attempt=int(attempt["number"]),
+        attempt=attempt["number"],
         step=number,
         summaries=summaries,
         noise=noise,
@@ -155,9 +155,9 @@ def _parts(
     return part_records(rows, catalogue.processes(attempt_id), replaced)
 
 
-def _non_finite_scalars(catalogue: Catalogue, attempt_id: int, step: int) -> list[Row]:
+def _non_finite_scalars(catalogue: Catalogue, attempt_id: int, step: int) -> list[ScalarRow]:
     rows = catalogue.scalars(attempt_id, step, nonfinite=NON_FINITE_NAMES, limit=_ALL)
-    return sorted(rows, key=lambda row: row["wall"] or 0.0)
+    return sorted(rows, key=lambda row: row["wall"])
 
 
 def _seconds(catalogue: Catalogue, attempt_id: int, step: int) -> dict[RankStage, float]:

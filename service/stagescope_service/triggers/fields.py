@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from stagescope.wire.errors import InvalidPlan
+from stagescope.wire.nonfinite import Json
 
 
 def wrong(field: str, value: object, expected: str) -> InvalidPlan:
@@ -16,7 +16,7 @@ def wrong(field: str, value: object, expected: str) -> InvalidPlan:
     return InvalidPlan(f"{field} is {shown:.200}", expected=expected)
 
 
-def mapping(value: object, field: str, known: Collection[str], expected: str) -> dict[str, Any]:
+def mapping(value: object, field: str, known: Collection[str], expected: str) -> dict[str, Json]:
     """Read a mapping with fields of these names.
 
     Raises:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Final
 
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.triggers.evidence import Evidence, explain
 from stagescope_service.triggers.facts import Facts, Needs, read
 from stagescope_service.triggers.rules import Rule, Rules
@@ -35,7 +35,7 @@ class StepReader:
         self._run = run
         self._rules = {rule.name: rule for rule in rules.rules}
         self._needs = Needs.of(rules.rules)
-        self._attempts: dict[int, Row] = {}
+        self._attempts: dict[int, ListedAttempt] = {}
 
     def steps(self, most: int) -> list[tuple[int, int]]:
         """Return (attempt id, step) of the newest closed steps of the run, in the run's order."""
@@ -44,9 +44,9 @@ class StepReader:
             left = most - len(found)
             if left <= 0:
                 break
-            attempt_id = int(attempt["attempt_id"])
+            attempt_id = attempt["attempt_id"]
             rows = self._catalogue.steps(attempt_id, limit=left + OPEN_STEPS)
-            closed = [int(row["step"]) for row in rows if row["closed_wall"] is not None]
+            closed = [row["step"] for row in rows if row["closed_wall"] is not None]
             found += [(attempt_id, step) for step in closed[:left]]
         return found[::-1]
 

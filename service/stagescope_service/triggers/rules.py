@@ -7,12 +7,13 @@ import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Final, Literal, TypeAlias, cast
 
 import yaml
 from yaml.composer import ComposerError
 
 from stagescope.wire.errors import InvalidPlan
+from stagescope.wire.nonfinite import Json
 from stagescope_service.triggers import fields, names
 from stagescope_service.triggers.actions import Actions
 from stagescope_service.triggers.budget import Budget, parse_permissions
@@ -90,7 +91,7 @@ class Rule:
             actions=Actions.parse(given.get("actions", {"finding": {}}), f"{field}.actions"),
         )
 
-    def wire(self, *, secrets: bool) -> dict[str, Any]:
+    def wire(self, *, secrets: bool) -> dict[str, Json]:
         """Return the document form that `parse` reads; without `secrets` only a webhook's host."""
         return {
             "name": self.name,
@@ -151,7 +152,7 @@ class Rules:
         runs = given.get("runs")
         return cls(rules, parse_permissions({} if runs is None else runs))
 
-    def wire(self, *, secrets: bool = True) -> dict[str, Any]:
+    def wire(self, *, secrets: bool = True) -> dict[str, Json]:
         """Return the document form that `parse` reads; without `secrets` only webhooks' hosts."""
         return {
             "rules": [rule.wire(secrets=secrets) for rule in self.rules],
@@ -184,7 +185,7 @@ def read_yaml(text: str) -> Rules:
     return Rules.parse(load_yaml(text))
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(text: str) -> Json:
     """Parse YAML without aliases, tags or objects.
 
     Raises:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.mismatch import Metrics, publish, publish_cell
 from stagescope_service.statistics.step_summary import StepSummary
+from stagescope_service.store.tables import ScalarRow
 from stagescope_service.triggers import names
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.rules import Rule
@@ -194,20 +196,21 @@ class Publisher:
         return {Series(rule.metric, rule.stage): float(len(everybody))}
 
 
-def scalar_series(rule: Rule, row: Mapping[str, Any]) -> Series:
+def scalar_series(rule: Rule, row: ScalarRow) -> Series:
     """Return the series of a non-finite scalar."""
     of_rank = (row["role"], row["rank"]) if rule.by == "rank" else (None, None)
     stage = row["stage"] if rule.by in ("stage", "rank") else rule.stage
     return Series(names.NONFINITE_SCALAR + row["name"], stage, *of_rank)
 
 
-def pack(series: Iterable[Series]) -> list[list[Any]]:
-    """Return series in the stored form of a firing: [metric, stage, role, round, spans of ranks].
+PackedSeries = Sequence[Json]
+"""[metric, stage, role, round, spans of ranks]; a span is [first, last], None: without a rank."""
 
-    A span is [first, last]; None marks series without a rank.
-    """
+
+def pack(series: Iterable[Series]) -> list[PackedSeries]:
+    """Return series in the stored form of a firing."""
     found: dict[tuple[str, str | None, str | None, int | None], list[int]] = {}
-    packed: list[list[Any]] = []
+    packed: list[PackedSeries] = []
     for one in series:
         key = (one.metric, one.stage, one.role, one.round)
         if one.rank is None:
@@ -225,12 +228,12 @@ def pack(series: Iterable[Series]) -> list[list[Any]]:
     return packed
 
 
-def shown(evidence: Mapping[str, Any]) -> dict[str, Any]:
+def shown(evidence: JsonObject) -> dict[str, Json]:
     """Return the evidence of a stored firing without its packed series."""
     return {name: value for name, value in evidence.items() if name != NAMED}
 
 
-def unpack(packed: Iterable[Sequence[Any]]) -> frozenset[Series]:
+def unpack(packed: Iterable[PackedSeries]) -> frozenset[Series]:
     """Return the series that `pack` encoded."""
     found: set[Series] = set()
     for metric, stage, role, number, spans in packed:
@@ -242,7 +245,7 @@ def unpack(packed: Iterable[Sequence[Any]]) -> frozenset[Series]:
     return frozenset(found)
 
 
-def bad_scalars(rule: Rule, facts: Facts) -> list[Mapping[str, Any]]:
+def bad_scalars(rule: Rule, facts: Facts) -> list[ScalarRow]:
     """Return the scalars of a step that a rule counts, in the order of their logging."""
     pattern = names.scalar_of(rule.metric)
     return [

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.examples.countdown.test_training import run_step
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
+from tests.support.measure import ingest_job
 
 from examples.countdown.batch import Batch
 from examples.countdown.environment import Puzzle
@@ -54,10 +55,7 @@ def stored_files(
             continue
         assert keep is not None
         place = {"role": "actor", "rank": 0, "stage": end["stage"], "step": end["step"]}
-        job = {
-            **end, **place, "run": "r", "attempt_id": 1, "attempt_key": "k",
-            "keep": matching_selectors(keep, **place),
-        }  # fmt: skip
+        job = ingest_job(**{**end, **place, "keep": matching_selectors(keep, **place)})
         outcome = intake.take(PayloadKey(incarnation, seq), job, payload)
         (row,) = [put.row for put in outcome.rows if put.table == "artifacts"]
         part = f"{end['epoch']}.{end['minibatch']}"

@@ -14,6 +14,8 @@ from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.trigger_actions import Act, finding_of
 from stagescope_service.core.findings import finding
 from stagescope_service.store.contract import Put
+from stagescope_service.store.tables import StepRow
+from stagescope_service.store.tables.findings import FiringColumns
 from stagescope_service.triggers.replay import replay
 from stagescope_service.triggers.rules import read_yaml
 
@@ -114,7 +116,7 @@ def test_exact_reads_the_summary_of_the_first_step_that_differs_alone(
     reading = live.catalogue.step
     read: list[int] = []
 
-    def counted(attempt_id: int, step: int) -> dict[str, Any] | None:
+    def counted(attempt_id: int, step: int) -> StepRow | None:
         read.append(step)
         return reading(attempt_id, step)
 
@@ -367,9 +369,12 @@ def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:
     (fired,), _ = replay(live.catalogue, "r", read_yaml(textwrap.dedent(rules)), most=10)
     assert fired.evidence.cause is not None
     assert (fired.evidence.rank, fired.evidence.cause["name"]) == (3, "shifted")
-    location = {"role": "actor", "rank": 3, "stage": LOG_PROB, "round": None, "message": "m"}
-    row = {"run": "r", "attempt_id": 1, "step": 1, "rule": "pearson", "wall": 1.0, **location}
-    (put,) = finding_of(Act(fired.rule, {**row, "evidence": fired.evidence.evidence()}))
+    row: FiringColumns = {
+        "run": "r", "attempt_id": 1, "step": 1, "rule": "pearson", "revision": 1, "wall": 1.0,
+        "role": "actor", "rank": 3, "stage": LOG_PROB, "round": None, "message": "m",
+        "evidence": fired.evidence.evidence(), "withdrawn_wall": None,
+    }  # fmt: skip
+    (put,) = finding_of(Act(fired.rule, row))
     advice = put.row["advice"]
     assert advice.startswith(
         "explain first why the streams cannot be compared (shifted, on actor rank 3)"

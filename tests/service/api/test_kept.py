@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from tests.support.api import Rank, Service, service
-from tests.support.measure import payload
+from tests.support.measure import ingest_job, payload
 
 import stagescope
 from stagescope.cli import main
@@ -34,14 +34,12 @@ def keep(running: Service, seq: int, **job: Any) -> Path:
     """Have a payload of step 5 kept; return its file."""
     data_dir = running.settings.data_path
     node_id = job.pop("node_id", "here")
-    work = {
-        "run": "r", "attempt_id": 1, "attempt_key": "a1", "role": "actor", "rank": 0,
-        "step": STEP, "stage": "actor_update", "policy_version": 4, "occurrence": 0, "epoch": 0,
-        "minibatch": 0, "microbatch": 0, "keep": ["old_log_probs", "loss"],
-        "scalars": {"loss": 1.0}, **job,
+    made = {
+        "attempt_key": "a1", "step": STEP, "stage": "actor_update", "policy_version": 4,
+        "keep": ["old_log_probs", "loss"], "scalars": {"loss": 1.0}, **job,
     }  # fmt: skip
     intake = PayloadReader(data_dir, node_id, Ring(data_dir / "ring", 0))
-    outcome = intake.take(PayloadKey("i", seq), work, payload())
+    outcome = intake.take(PayloadKey("i", seq), ingest_job(**made), payload())
     (row,) = [put.row for put in outcome.rows if put.table == "artifacts"]
     running.store.submit([Put("artifacts", row)]).result(30)
     return Path(row["path"])

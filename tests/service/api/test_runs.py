@@ -10,7 +10,9 @@ from tests.support.stores import eventually
 
 from stagescope import attach
 from stagescope_service.api.requests import cursor
-from stagescope_service.api.target import superseded_by
+from stagescope_service.api.rows import Lineage
+from stagescope_service.store.queries.overview import ListedRun
+from stagescope_service.store.tables import StepState
 
 LOG_PROB = "actor_compute_log_prob"
 
@@ -219,8 +221,12 @@ class TestWhoAnswers:
         assert live.get("/steps/latest/stages")["attempt"] == 1
 
     def test_a_stored_mark_wins(self) -> None:
-        step = {"step": 5, "superseded_by": 7}
-        assert superseded_by(step, 1, []) == 7
+        step: StepState = {
+            "attempt_id": 1, "step": 5, "closed_wall": None, "completeness": None,
+            "superseded_by": 7, "whole_wall": None, "parts_mark": None, "whole_mark": None,
+            "rows_removed": None,
+        }  # fmt: skip
+        assert Lineage([]).superseded_by(step) == 7
 
 
 IMPOSSIBLE: list[tuple[str, dict[str, Any]]] = [
@@ -367,7 +373,7 @@ def test_a_complete_step_says_what_its_numbers_lack(live: Service) -> None:
 def test_an_error_inside_says_nothing_of_its_cause(
     live: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(**page: int) -> list[dict[str, object]]:
+    def broken(**page: int) -> list[ListedRun]:
         raise RuntimeError("SELECT secret FROM /path")
 
     live.catalogue.runs = broken  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from tests.support.api import Service, service
 from stagescope.wire import schema
 from stagescope.wire.errors import Conflict, InvalidInput
 from stagescope_service.api.server import ApiServer, bind
+from stagescope_service.store.queries.overview import ListedRun
 
 
 def app() -> FastAPI:
@@ -117,7 +118,7 @@ def test_heavy_questions_do_not_block_what_training_sends(live: Service) -> None
     released = threading.Event()
     runs = live.catalogue.runs
 
-    def slow_runs(**page: int) -> list[dict[str, object]]:
+    def slow_runs(**page: int) -> list[ListedRun]:
         released.wait(20)
         return runs(**page)
 

@@ -24,6 +24,7 @@ from stagescope_service.core.instructions import Aggregate, Instruction, Put
 from stagescope_service.core.operator_tables import again
 from stagescope_service.ingest.ingestors import IngestorDied
 from stagescope_service.ingest.operator_tables import TABLE
+from stagescope_service.store.tables import FindingRow
 
 STEP = Aggregate(1, 1)
 
@@ -63,7 +64,7 @@ class Broken:
     def gap(self) -> str:
         return gaps(self.catalogue, self.catalogue.steps(1)).get((1, 1), "")
 
-    def said(self) -> list[dict[str, Any]]:
+    def said(self) -> list[FindingRow]:
         return self.bench.findings(NOT_AGGREGATED)
 
 
@@ -286,7 +287,7 @@ def test_an_operator_table_that_the_disk_refused_is_tried_again(
         assert (told["state"], said) == ("digested", [])
         return
     assert told["state"] == "refused"
-    assert "(3 tries)" in told["reason"]
+    assert "(3 tries)" in (told["reason"] or "")
     assert "(3 tries)" in said[0]["message"]
 
 
@@ -309,5 +310,5 @@ def test_a_dump_that_kills_its_ingestor_does_it_twice_at_most(
     run(work)
     (told,) = broken.catalogue.operators(1, 1)
     assert told["state"] == "refused"
-    assert "(2 tries)" in told["reason"]
+    assert "(2 tries)" in (told["reason"] or "")
     assert len(broken.building) == 1  # no third try

@@ -11,6 +11,7 @@ from tests.support.stores import url_of, write
 
 from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import Conflict, Forbidden, InvalidPlan
+from stagescope.wire.plan import CaptureSpec
 from stagescope_service.coordinator.capture_references import with_baseline
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
@@ -53,7 +54,7 @@ def dump(root: Path, rank: int, part: int, again: str = "", **said: Any) -> Put:
     return Put("dumps", row)
 
 
-def ordered(tmp_path: Path, **fields: Any) -> dict[str, Any]:
+def ordered(tmp_path: Path, **fields: Any) -> CaptureSpec:
     return validate_capture({**ORDER, **fields}, allowed_roots=[str(tmp_path)])
 
 

@@ -451,12 +451,14 @@ def test_a_missed_step_is_asked_again_of_every_rank(made: Clocked) -> None:
         (agreed,) = coordinator.plan_in_force.for_run("r")
         assert (agreed["phase"], agreed["agreement"]) == ("agreed", 1)
         known = coordinator.plan_in_force.revision
-        missed = {"step": agreed["steps"][0], "stage": "actor_update", **capture}
+        (start,) = cast("list[int]", agreed["steps"])
+        missed = {"step": start, "stage": "actor_update", **capture}
         await coordinator.intake.record(
             sender, [(1, "dump", 3, 1.0, 1.0, {**missed, "state": "missed"})]
         )
         news = await coordinator.intake.poll(sender, known, [], 0.0)
-        (asked,) = (news["plan"] or {})["captures"]
+        assert news["plan"] is not None
+        (asked,) = news["plan"]["captures"]
         assert (asked["phase"], asked["agreement"], asked["steps"]) == ("asked", 2, [])
         (finding,) = rows_of(made.store, "findings")
         assert (finding["kind"], finding["step"]) == ("capture_partial", missed["step"])

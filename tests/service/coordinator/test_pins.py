@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from stagescope_service.store.contract import Put
 from stagescope_service.store.queries.reader import LIMIT
 from stagescope_service.store.ring import RingKey
 from stagescope_service.store.sql import SqlStore
+from stagescope_service.store.tables import ArtifactRow
 
 pytest.importorskip("ray")
 
@@ -92,7 +94,8 @@ def test_a_pin_that_comes_too_late_is_said(tmp_path: Path) -> None:
 
 
 def test_payloads_that_the_catalogue_does_not_know_yet_are_not_gone() -> None:
-    there, deleted = {"deleted_wall": None}, {"deleted_wall": 1.0}
+    there = cast("ArtifactRow", {"deleted_wall": None})
+    deleted = cast("ArtifactRow", {"deleted_wall": 1.0})
     assert gone_of([there, there], 4) == 0
     assert gone_of([there, deleted], 4) == 1
     assert gone_of([there, there, deleted], 1) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
-from tests.support.measure import payload
+from tests.support.measure import ingest_job, payload
 from tests.support.stores import url_of
 
 from stagescope.wire.errors import Unreachable
@@ -27,6 +27,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import RemoveRows, Write
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.sql import SqlStore
+from stagescope_service.store.tables.declare import RankWork
 
 T = TypeVar("T")
 SIZE = 700
@@ -93,11 +94,11 @@ class Node(LocalIngestors):
         **job: Any,
     ) -> str:
         """As `keep`; `between` is awaited between the commit and the accounting of its bytes."""
-        work = cast(IngestJob, {
-            "run": "r", "attempt_id": 1, "attempt_key": "k", "role": "actor", "rank": 0,
-            "step": step, "stage": "actor_update", "occurrence": 0, "epoch": 0, "minibatch": 0,
-            "microbatch": seq, "bytes": SIZE, "keep": ["old_log_probs"], "scalars": {}, **job,
-        })  # fmt: skip
+        made = {
+            "step": step, "stage": "actor_update", "microbatch": seq, "bytes": SIZE,
+            "keep": ["old_log_probs"], "scalars": {}, **job,
+        }  # fmt: skip
+        work = ingest_job(**made)
         reservation = await self.retention.make_room(self.node_id, work)
         work["no_room"] = reservation.refused
         outcome = self.intake.take(PayloadKey("i", 100 * step + seq), work, payload())
@@ -122,7 +123,7 @@ class Node(LocalIngestors):
         """The steps of which the catalogue says that something is kept; the disk agrees."""
         rows = self.catalogue.artifacts(1, kind="kept")
         assert {row["path"] for row in rows} == {*kept_files.find(self.data_dir)}
-        return sorted({row["step"] for row in rows})
+        return sorted({row["step"] for row in rows if row["step"] is not None})
 
     def bytes(self) -> int:
         return sum(os.path.getsize(path) for path in kept_files.find(self.data_dir))
@@ -281,7 +282,7 @@ def test_a_file_without_a_row_is_taken_up_at_the_start(node: Node) -> None:
     run(node.retention.adopt(node.node_id))
     rows = {row["path"]: row for row in node.catalogue.artifacts(1, kind="kept")}
     assert orphan in rows
-    assert rows[orphan]["checksum"].startswith("sha256:")
+    assert (rows[orphan]["checksum"] or "").startswith("sha256:")
     assert (rows[orphan]["step"], rows[orphan]["sections"]) == (
         2, {"old_log_probs": ["old_log_probs", "response_mask"]}
     )  # fmt: skip
@@ -369,10 +370,10 @@ def attempts_with_steps(node: Node, *steps: int) -> None:
             node.write_now(rows_of_step(number, step))
 
 
-def remaining(node: Node) -> list[tuple[int, int]]:
+def remaining(node: Node) -> list[tuple[int, int | None]]:
     """The steps of which there are rows."""
     catalogue = node.catalogue
-    rows: list[Callable[[int], list[dict[str, Any]]]] = [
+    rows: list[Callable[[int], Sequence[RankWork]]] = [
         catalogue.stages,
         catalogue.scalars,
         catalogue.payloads,

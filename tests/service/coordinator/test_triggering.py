@@ -16,7 +16,7 @@ from tests.support.measure import payload
 from tests.support.triggering import Bench, hook, rule, rules_of, run, training
 
 from stagescope.wire.errors import Conflict
-from stagescope_service.api.findings import outcomes
+from stagescope_service.api.event_groups import outcomes
 from stagescope_service.api.models.triggers import FiredActions
 from stagescope_service.coordinator.trigger_watch import Triggers
 from stagescope_service.core.captures import agreement
@@ -246,12 +246,11 @@ def test_what_begins_on_another_rank_or_in_another_scalar_is_said_at_once(
     # What costs followed of the first alone, and says why it did not of the others.
     (spec,) = bench.orders.specs
     assert (spec["ranks"], spec["stages"]) == ([1], ["actor_update"])
-    actions = [bench.firing(number, "non_finite_scalars")["actions"] for number in fired]
+    actions = [bench.actions(number, "non_finite_scalars") for number in fired]
     assert actions[0]["capture"] == {"capture_id": "capture-1"}
     assert actions[1:] == [{"cools_since": 2}] * 3
-    assert outcomes([{"actions": FiredActions(**actions[1]).model_dump(exclude_unset=True)}]) == [
-        "not taken again: the rule cools down from those of step 2"
-    ]
+    FiredActions.model_validate(actions[1])  # as answers have it
+    assert outcomes([actions[1]]) == ["not taken again: the rule cools down from those of step 2"]
     refused = {row["evidence"]["rule"] for row in bench.findings("capture_refused")}
     assert refused == {"non_finite_log_probs"}  # while that of the scalars is under way
     # The ranks that log-probs concern are told apart, too.
@@ -428,7 +427,7 @@ def test_what_follows_happens_once_however_often_a_whole_is_formed(bench: Bench)
         "steps": "next", "task": "statistics", "level": "L0",
         "by": "trigger mean at step 2 of attempt 1",
     }  # fmt: skip
-    assert bench.firing(2)["actions"]["webhook"]["delivered"] is True
+    assert bench.actions(2)["webhook"]["delivered"] is True
 
 
 def test_a_coordinator_that_ends_before_all_followed_leaves_word_of_it(bench: Bench) -> None:
@@ -578,7 +577,7 @@ def test_the_defaults_order_one_capture_where_a_budget_allows_it(bench: Bench, b
     fired = [name for _, step, name in bench.fired() if step == 6]
     assert len(fired) == 4
     assert bench.findings("capture_refused") == []
-    actions = [bench.firing(6, name)["actions"]["capture"] for name in fired]
+    actions = [bench.actions(6, name)["capture"] for name in fired]
     if by == "nobody":
         assert (bench.orders.specs, actions) == ([], [{}] * 4)
         return
@@ -619,7 +618,7 @@ def test_no_capture_where_the_run_does_not_say_so(bench: Bench) -> None:
     assert bench.orders.specs == []
     (refused,) = bench.findings("capture_refused")
     assert "capture: auto" in refused["message"]
-    assert "refused" in bench.firing(1)["actions"]["capture"]
+    assert "refused" in bench.actions(1)["capture"]
 
 
 def test_budgets(bench: Bench) -> None:

@@ -23,9 +23,8 @@ from stagescope_service.coordinator.weight_comparer import NOT_COMPARED, WeightC
 from stagescope_service.core.instructions import CompareWeights, Delete, Put
 from stagescope_service.core.state import State
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import Row
 from stagescope_service.store.sql import SqlStore
-from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables import TABLES, WeightVerdictRow
 
 GOOD = {"a": 1, "b": 2}
 
@@ -58,14 +57,16 @@ class Scales:
     def findings(self) -> dict[str, str]:
         return {row["kind"]: row["message"] for row in self.catalogue.findings()}
 
-    def verdict(self, version: int = 4) -> Row:
+    def verdict(self, version: int = 4) -> WeightVerdictRow:
         [row] = [r for r in self.catalogue.weight_verdicts(1) if r["version"] == version]
         return row
 
     def rows(self) -> dict[str, list[str]]:
         """Everything that was concluded, in words."""
         tables = ("weight_verdicts", "odd_replicas", "findings", "weights", "weight_manifests")
-        return {name: [*map(repr, self.catalogue._page(name, [], _key(name)))] for name in tables}
+        return {
+            name: [*map(repr, self.catalogue._page(dict, name, [], _key(name)))] for name in tables
+        }
 
     def close(self) -> None:
         self.catalogue.close()

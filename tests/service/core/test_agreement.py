@@ -12,9 +12,11 @@ from tests.support.trainings import Bench, Rank
 
 from stagescope.wire.captures import matches, validate_capture
 from stagescope.wire.errors import Conflict
+from stagescope.wire.plan import CaptureScope, CaptureSpec, SentPlan
 from stagescope_service.core.captures import agreement as agreeing
 from stagescope_service.core.captures.agreement import (
     Agreement,
+    CaptureCost,
     CaptureParticipants,
     Member,
     resolve,
@@ -24,7 +26,7 @@ from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
 
 
-def order(**changes: Any) -> dict[str, Any]:
+def order(**changes: Any) -> CaptureSpec:
     spec = {"stages": ["update"], "steps": "next", "task": "statistics", **changes}
     return validate_capture(spec, allowed_roots=())
 
@@ -74,7 +76,7 @@ def test_resolve(steps: Any, resolved: Any, passed: list[int]) -> None:
 )  # fmt: skip
 def test_no_resolved_step_comes_before_the_start(steps: Any, start: int) -> None:
     resolved, passed = resolve(steps, start)
-    spec = {"stages": "all", "ranks": "all", "steps": resolved}
+    spec: CaptureScope = {"stages": "all", "roles": None, "ranks": "all", "steps": resolved}
     hit = [n for n in range(80) if matches(spec, stage="s", role="a", rank=0, step=n)]
     assert all(step >= start for step in hit)
     assert all(step < start for step in passed)
@@ -92,7 +94,7 @@ def participants(
 
 
 def look(
-    asked: Agreement, spec: dict[str, Any], there: CaptureParticipants, elapsed: float = 0.1
+    asked: Agreement, spec: CaptureSpec, there: CaptureParticipants, elapsed: float = 0.1
 ) -> Any:
     return agreeing.look(asked, spec, there, elapsed=elapsed, round_trip=0.1, wall=9.0)
 
@@ -137,9 +139,11 @@ def test_steps_that_have_all_begun_are_too_late_or_moved() -> None:
     ],
 )
 def test_what_costs_too_much_is_refused_unless_forced(
-    estimates: list[dict[str, Any]], refused: str | None
+    estimates: list[CaptureCost], refused: str | None
 ) -> None:
-    said = [{"role": "actor", "rank": 0, "stage": "update", **each} for each in estimates]
+    said: list[CaptureCost] = [
+        {"role": "actor", "rank": 0, "stage": "update", **each} for each in estimates
+    ]
     reason = agreeing.refusal(order(), said)
     assert (reason is None) if refused is None else (refused in (reason or ""))
     forced = agreeing.refusal(order(force=True), said)
@@ -171,7 +175,7 @@ class Ranks:
             Rank(rank, key=f"job-{self.attempt}", started=base + rank) for rank in range(self.size)
         ]
         self.steps = [0] * self.size
-        self.applied: list[dict[str, Any]] = [{"revision": 0, "captures": []}] * self.size
+        self.applied: list[SentPlan] = [{"revision": 0, "captures": []}] * self.size
         for rank in self.ranks:
             self.bench.give(rank.hello(world_size=self.size))
 
@@ -435,6 +439,7 @@ def test_nobody_captures_what_was_not_agreed_on(actions: list[tuple[str, int]]) 
         for key, entry in ranks.plan.entries.items():
             if entry.agreement.phase != "agreed":
                 continue
+            assert isinstance(entry.agreement.steps, list)
             agreed |= {(ranks.attempt, step) for step in entry.agreement.steps}
             if key in before and before[key].phase == "asked" and action != "start":
                 assert entry.agreement.start is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.support.trainings import Bench, Delivery, Rank
 
-from stagescope_service.core.instructions import BuildOperatorTable, Instruction
+from stagescope_service.core.instructions import AnnouncedDump, BuildOperatorTable, Instruction
 from stagescope_service.core.operator_tables import again, outcome
 
 STAGE = "actor_update"
@@ -83,5 +83,5 @@ def test_a_restart_forgets_neither_what_was_armed_nor_what_was_announced() -> No
     assert cut.job["dump_path"] == PATH
 
 
-def named(job: dict[str, Any]) -> dict[str, Any]:
+def named(job: AnnouncedDump) -> dict[str, Any]:
     return {name: value for name, value in job.items() if value is not None}

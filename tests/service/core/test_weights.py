@@ -256,7 +256,8 @@ records = st.lists(
 
 @given(records, st.randoms(use_true_random=False))
 def test_neither_order_nor_repetition_matter(said: list[WeightRecord], chance: Any) -> None:
-    said = [dataclasses.replace(each, order=(*each.order, at)) for at, each in enumerate(said)]
+    # Of two of one order the later one of the list counts.
+    said = [dataclasses.replace(each, order=(*each.order[:2], at)) for at, each in enumerate(said)]
     again = [*said, *said[:3]]
     chance.shuffle(again)
     assert compare(newest(again)) == compare(newest(said))

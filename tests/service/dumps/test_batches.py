@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.measure import ingest_job
 from tests.support.mutated import mutated
 from tests.support.step_dumps import MemoryDump, WholeStep, ragged, record, wire
 
@@ -20,7 +21,7 @@ from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
-from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.core.instructions import IngestJob, PayloadKey
 from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.joining.join import join
@@ -440,12 +441,9 @@ def test_a_missing_step_or_tensor_lists_what_there_is() -> None:
 
 
 # --- straight from files ------------------------------------------------------------------------
-def job(rank: int, step: int = 5, run: str = "r", key: str = "k", **more: Any) -> dict[str, Any]:
-    return {
-        "run": run, "attempt_id": 1, "attempt_key": key, "role": "actor", "rank": rank,
-        "step": step, "stage": "actor_compute_log_prob", "occurrence": 0, "epoch": 0,
-        "minibatch": 0, "microbatch": 0, "layout": {}, "settings": {"clip": 0.2}, **more,
-    }  # fmt: skip
+def job(rank: int, step: int = 5, run: str = "r", key: str = "k", **more: Any) -> IngestJob:
+    made = {"run": run, "attempt_key": key, "rank": rank, "step": step, "settings": {"clip": 0.2}}
+    return ingest_job(**{**made, **more})
 
 
 def written(tmp_path: Path, whole: WholeStep, keep: tuple[str, ...] = (), **of_job: Any) -> None:
@@ -461,8 +459,8 @@ def written(tmp_path: Path, whole: WholeStep, keep: tuple[str, ...] = (), **of_j
             "strings": {"sample_ids": ids["samples"], "group_ids": ids["groups"]},
             "meta": {"temperature": 0.7, "policy_version": 4},
         }
-        said = {**job(rank, **of_job), "keep": list(keep)}
-        key = PayloadKey(f"{said['attempt_key']}-{rank}", said["step"])
+        said = job(rank, **of_job, keep=list(keep))
+        key = PayloadKey(f"{said['attempt_key']}-{rank}", said["step"] or 0)
         assert intake.take(key, said, value).state == "ingested"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
-from tests.support.measure import payload
+from tests.support.measure import ingest_job, payload
 
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.core.instructions import PayloadKey
@@ -20,12 +20,10 @@ from stagescope_service.store.kept import read_kept
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.tensorfile import write_tensors
 
-JOB: dict[str, Any] = {
-    "run": "r", "attempt_id": 1, "attempt_key": "k", "role": "actor", "rank": 0, "step": 5,
-    "stage": "actor_update", "occurrence": 0, "epoch": 0, "minibatch": 0, "microbatch": 0,
-    "layout": {"tp_rank": 0}, "settings": {}, "keep": ["old_log_probs", "loss"],
-    "scalars": {"loss": 0.5, "grad_norm": math.inf},
-}  # fmt: skip
+JOB = ingest_job(
+    stage="actor_update", layout={"tp_rank": 0}, settings={}, keep=["old_log_probs", "loss"],
+    scalars={"loss": 0.5, "grad_norm": math.inf},
+)  # fmt: skip
 
 
 class Node:
@@ -37,7 +35,7 @@ class Node:
 
     def take(self, seq: int = 1, value: object = None, **job: Any) -> Outcome:
         given = payload() if value is None else value
-        return self.intake.take(PayloadKey("incarnation", seq), {**JOB, **job}, given)
+        return self.intake.take(PayloadKey("incarnation", seq), ingest_job(**{**JOB, **job}), given)
 
 
 @pytest.fixture

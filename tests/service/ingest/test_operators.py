@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,20 +12,22 @@ from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
 from stagescope.wire.schema import DUMP_MARKER
+from stagescope_service.core.instructions import AnnouncedDump
 from stagescope_service.dumps.msprobe.operator_query import read_operators
 from stagescope_service.ingest.operator_tables import TABLE, build_operator_table
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.contract import Put
 
 
-def job(path: Path, **said: Any) -> dict[str, Any]:
+def job(path: Path, **said: Any) -> AnnouncedDump:
     place = {"step": 1, "policy_version": None, "stage": "actor_update", "role": "actor", "rank": 1}
     part = dict.fromkeys(("occurrence", "epoch", "minibatch", "microbatch"), 0)
-    return {
+    made = {
         "incarnation": "i", "work_key": "1||actor_update|0.0.0.0", "capture_id": "c",
         "attempt_id": 1, "run": "r", **place, **part, "node_id": "here", "dump_path": str(path),
         "announced_wall": 5.0, "mark": 7, "truncated": False, **said,
     }  # fmt: skip
+    return cast("AnnouncedDump", made)
 
 
 def digested(path: Path, root: Path, **said: Any) -> tuple[dict[str, Any], list[Put]]:

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.measure import payload
+from tests.support.measure import ingest_job, payload
 
 from stagescope.wire.schema import Event, Part, Work
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.core import payloads
 from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.core.findings import FindingLocation
 from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.core.registry import reading_settings
 from stagescope_service.ingest.reader import Outcome, PayloadReader
@@ -25,11 +26,7 @@ from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.store.artifacts import read_tensors
 from stagescope_service.store.ring import Ring
 
-JOB = {
-    "run": "r", "attempt_id": 1, "attempt_key": "k", "role": "actor", "rank": 0, "step": 5,
-    "stage": "actor_compute_log_prob", "occurrence": 0, "epoch": 0, "minibatch": 0,
-    "microbatch": 0, "layout": {},
-}  # fmt: skip
+JOB = ingest_job()
 
 
 def take(tmp_path: Path, ids: list[str], **tensors: tuple[object, ...]) -> Outcome:
@@ -45,10 +42,12 @@ def test_ids_of_prompts_taken_for_ids_of_samples_lose_no_token(tmp_path: Path) -
     assert (outcome.state, outcome.reason) == ("ingested", None)
     (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
     summary = summary_from_bytes(row["summary"])
-    part = PartRecord("incarnation:1", summary, str(JOB["stage"]), "actor", 0)
+    part = PartRecord("incarnation:1", summary, JOB["stage"], "actor", 0)
     whole = assemble([part])
     assert (whole.sent, whole.total.masked, len(whole.contradictions)) == (44, 44, 2)
-    place = {"run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0}
+    place: FindingLocation = {
+        "run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0
+    }  # fmt: skip
     found = [put.row for put in assembly.findings(whole, place) if isinstance(put, Put)]
     assert [row["kind"] for row in found] == ["sample_ids_contradict"]
     assert "group_ids" in found[0]["advice"]
@@ -62,7 +61,7 @@ def test_a_setting_that_verl_does_not_have_loses_no_number(
 ) -> None:
     found, plain = (
         PayloadReader(tmp_path / name, "node-1", Ring(tmp_path / name, 1 << 20)).take(
-            PayloadKey("i", 1), {**JOB, "settings": given}, payload()
+            PayloadKey("i", 1), ingest_job(settings=given), payload()
         )
         for name, given in (("wrong", settings), ("none", {}))
     )
@@ -79,7 +78,7 @@ def findings_of(tmp_path: Path, **changed: object) -> list[tuple[str, str]]:
     taken = payload()
     taken["tensors"] = {k: v for k, v in {**taken["tensors"], **changed}.items() if v is not None}
     intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
-    outcome = intake.take(PayloadKey("incarnation", 1), {**JOB, "reported": True}, taken)
+    outcome = intake.take(PayloadKey("incarnation", 1), ingest_job(reported=True), taken)
     assert outcome.state == "refused"
     rows = [put.row for put in outcome.rows if put.table == "findings"]
     return [(row["kind"], row["message"]) for row in rows]
@@ -142,13 +141,13 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
                 "response_mask": [np.ones(each.shape[1], np.int64) for each in chosen],
                 "sample_ids": [name for name, _ in rows],
             }
-            job = {**JOB, "microbatch": seq}
+            job = ingest_job(microbatch=seq)
             outcome = intake.take(PayloadKey("i", seq), job, raw)
             assert outcome.state == "ingested", outcome.reason
             (put,) = [put.row for put in outcome.rows if put.table == "summaries"]
             summary = summary_from_bytes(put["summary"])
             part = Part(microbatch=seq)
-            parts.append(PartRecord(f"i:{seq}", summary, str(JOB["stage"]), "actor", 0, part))
+            parts.append(PartRecord(f"i:{seq}", summary, JOB["stage"], "actor", 0, part))
         whole = assemble(parts)
         for item in whole.to_recompute:
             at = [part.key for part in parts].index(item.key)
@@ -176,7 +175,7 @@ def test_producers_are_said_by_a_payload_or_once_by_its_process(tmp_path: Path) 
     intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
     for seq, meta in enumerate(({}, {"producers": {"rollout": "other", "old": "other"}}), start=1):
         said = {**taken, "meta": meta}
-        outcome = intake.take(PayloadKey("i", seq), {**JOB, "settings": settings}, said)
+        outcome = intake.take(PayloadKey("i", seq), ingest_job(settings=settings), said)
         (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
         found = summary_from_bytes(row["summary"])
         want = ("other", "other") if meta else ("trainer", "engine")

@@ -15,6 +15,7 @@ from tests.support.batches import batch_of, bfloat16, wire
 
 from stagescope.wire.schema import Part
 from stagescope_service.coordinator.aggregation import assembly
+from stagescope_service.core.findings import FindingLocation
 from stagescope_service.statistics import (
     Field,
     PartRecord,
@@ -151,7 +152,9 @@ def test_empty_ids_lose_nothing_and_are_named() -> None:
 
 def findings(whole: StepSummary) -> dict[str, Any]:
     """The findings about a whole's tokens, by kind."""
-    place = {"run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0}
+    place: FindingLocation = {
+        "run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0
+    }  # fmt: skip
     rows = [put.row for put in assembly.findings(whole, place) if isinstance(put, Put)]
     return {row["kind"]: row for row in rows}
 

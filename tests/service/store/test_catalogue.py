@@ -16,6 +16,7 @@ from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Delete, Put
+from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
 
@@ -85,7 +86,7 @@ def test_attempts(catalogue: Catalogue) -> None:
     assert [row["attempt_id"] for row in catalogue.attempts("r")] == [2, 1]
     assert [row["live"] for row in catalogue.attempts("r")] == [True, False]
 
-    def number(row: dict[str, object] | None) -> object:
+    def number(row: ListedAttempt | None) -> object:
         return row and row["attempt_id"]
 
     assert number(catalogue.find_attempt("r")) == 2

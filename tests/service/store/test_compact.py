@@ -149,7 +149,7 @@ def _shown(found: Any) -> list[str]:
 
 
 def _read(connection: sa.Connection) -> dict[str, list[str]]:
-    return {name: _shown(rows(connection, TABLES[name].select())) for name in COMPACT_VIEWS}
+    return {name: _shown(rows(dict, connection, TABLES[name].select())) for name in COMPACT_VIEWS}
 
 
 @contextlib.contextmanager

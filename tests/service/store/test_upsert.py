@@ -70,7 +70,7 @@ def _outcome(engine: sa.Engine, groups: list[list[Write]]) -> Any:
         for group in groups:
             Batch(group).execute(connection)
         found = [
-            sorted(rows(connection, TABLES[name].select()), key=repr)
+            sorted(rows(dict, connection, TABLES[name].select()), key=repr)
             for name in ("scalars", "runs")
         ]
         transaction.rollback()

@@ -12,6 +12,7 @@ from tests.support.batches import batch_of, random_streams
 from stagescope.wire.schema import Part
 from stagescope_service.statistics import PartRecord, StepSummary, assemble, publish, summarise
 from stagescope_service.statistics.mismatch import publish_cell
+from stagescope_service.store.tables import UnfinishedRank
 from stagescope_service.triggers.facts import Facts, Needs
 from stagescope_service.triggers.rules import Rules
 from stagescope_service.triggers.series import Publisher, Series
@@ -93,7 +94,7 @@ def test_what_no_rule_asks_for_is_not_read() -> None:
 
 
 def test_a_rule_on_missing_ranks_sees_its_stage_alone() -> None:
-    missing = [
+    missing: list[UnfinishedRank] = [
         {"role": "actor", "rank": rank, "stage": stage, "status": "open"}
         for rank, stage in ((0, "actor_update"), (1, "actor_update"), (2, "weight_sync"))
     ]

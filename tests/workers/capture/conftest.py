@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from stagescope.wire.plan import CaptureRequest
 from stagescope.wire.schema import Part
 from stagescope_workers.capture.msprobe_capture import ArmedCapture, Capturer
-from stagescope_workers.capture.msprobe_config import CaptureRequest
 
 
 class Captures:

@@ -16,6 +16,7 @@ from tests.support.small_decoder import forward_backward, small_decoder, token_i
 from tests.workers.capture.conftest import Captures
 
 from stagescope.wire.captures import validate_capture
+from stagescope.wire.plan import CaptureRequest
 from stagescope_workers.capture import capture_estimate
 from stagescope_workers.capture.capture_estimate import (
     Estimate,
@@ -24,7 +25,7 @@ from stagescope_workers.capture.capture_estimate import (
     StageModels,
     estimate_request,
 )
-from stagescope_workers.capture.msprobe_config import CaptureRequest, MsprobeConfig
+from stagescope_workers.capture.msprobe_config import MsprobeConfig
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.draft import Draft
 

@@ -13,10 +13,10 @@ from tests.support.small_decoder import forward_backward, small_decoder, token_i
 from tests.workers.capture.conftest import Captures
 
 from stagescope.wire.errors import CaptureError, InvalidPlan
+from stagescope.wire.plan import CaptureRequest
 from stagescope.wire.schema import Part
 from stagescope_workers.capture import msprobe_capture, msprobe_patches
 from stagescope_workers.capture.msprobe_capture import Capturer
-from stagescope_workers.capture.msprobe_config import CaptureRequest
 
 
 def whole_capture(captures: Captures, model: torch.nn.Module, **arguments: Any) -> None:

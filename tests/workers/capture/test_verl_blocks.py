@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from stagescope.wire.errors import InvalidPlan
-from stagescope_workers.capture.msprobe_config import CaptureRequest
+from stagescope.wire.plan import CaptureRequest
 from stagescope_workers.capture.verl_blocks import captures_from_verl
 from stagescope_workers.probe.plan import captures_from_yaml
 

@@ -24,13 +24,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from stagescope.wire.captures import uses_msprobe
+from stagescope.wire.plan import CaptureLimits, CaptureRequest
 from stagescope.wire.schema import DUMP, Work
-from stagescope_workers.capture.msprobe_config import (
-    CaptureLimits,
-    CaptureRequest,
-    MsprobeConfig,
-    resolve_config,
-)
+from stagescope_workers.capture.msprobe_config import MsprobeConfig, resolve_config
 from stagescope_workers.capture.shards import shard_bytes
 from stagescope_workers.transport.outbox import Outbox
 

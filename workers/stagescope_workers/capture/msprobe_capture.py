@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
+from stagescope.wire.plan import CaptureLimits, CaptureRequest
 from stagescope.wire.schema import Part
 from stagescope_workers.capture import capture_estimate, dump_paths
 from stagescope_workers.capture.capture_estimate import Estimate, ModelSize
 from stagescope_workers.capture.msprobe_config import (
-    CaptureLimits,
-    CaptureRequest,
     MsprobeConfig,
     check_baseline,
     resolve_config,

@@ -15,12 +15,10 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypedDict, cast
+from typing import Final, TypedDict, cast
 
 from stagescope.wire.errors import InvalidPlan
-
-if TYPE_CHECKING:  # in `typing` from Python 3.11 on
-    from typing_extensions import NotRequired
+from stagescope.wire.plan import CaptureRequest
 
 TASKS: Final = ("statistics", "tensor", "structure", "acc_check", "diff_check", "nan_check")
 LEVELS: Final = ("L0", "L1", "L2", "mix", "debug")
@@ -34,63 +32,6 @@ _MAX_BYTES: Final = 4 << 20
 
 Config = Mapping[str, object]
 """The content of a config.json: JSON of any shape until `check_config` has checked it."""
-
-
-class CaptureLimits(TypedDict, total=False):
-    """The limits of a capture request."""
-
-    bytes: float | None
-    seconds: float | None
-    reserve_bytes: int | None
-    tokens: int | None
-
-
-class BaselineDump(TypedDict):
-    """One dump of an earlier capture."""
-
-    stage: str
-    part: str
-    role: str
-    ranks: Sequence[int]
-    path: str
-
-
-class Baseline(TypedDict):
-    """The earlier capture that a request compares with."""
-
-    capture_id: str
-    step: int
-    dumps: NotRequired[Sequence[BaselineDump]]
-    """Added by the service."""
-
-
-class CaptureRequest(TypedDict):
-    """One capture of the plan: `stagescope.wire.captures.CAPTURE_FIELDS`, and where it is from."""
-
-    capture_id: str
-    run: str | None
-    stages: Sequence[str] | str
-    roles: Sequence[str] | None
-    ranks: object
-    steps: object
-    config: Config | None
-    config_path: str | None
-    data_dir: str | None
-    bench: NotRequired[Baseline | None]
-    keep: Sequence[str]
-    parameters: NotRequired[Sequence[str] | None]
-    gradients: NotRequired[Sequence[str] | None]
-    limits: CaptureLimits | None
-    force: NotRequired[bool]
-    strict: bool
-    source: str
-    by: str
-    created: float
-    notes: NotRequired[Sequence[str]]
-    phase: NotRequired[str]
-    """`asked` or `agreed`; this and the following are only in the service's plan."""
-    agreement: NotRequired[int]
-    asked_revision: NotRequired[int]
 
 
 class TaskSection(TypedDict, total=False):

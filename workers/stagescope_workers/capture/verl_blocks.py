@@ -24,7 +24,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from stagescope.wire.errors import InvalidPlan
-from stagescope_workers.capture.msprobe_config import CaptureRequest, load_config
+from stagescope.wire.plan import CaptureRequest
+from stagescope_workers.capture.msprobe_config import load_config
 
 _log = logging.getLogger(__name__)
 
@@ -103,10 +104,17 @@ def _captures(
                 "steps": steps,
                 "config": None,
                 "config_path": str(config_path),
+                "bench": None,
                 "data_dir": None if data_dir is None else str(data_dir),
                 "keep": [],
+                "parameters": [],
+                "gradients": [],
                 "limits": {"bytes": None, "seconds": None},
+                "force": False,
                 "strict": strict,
+                "timeout": 60.0,
+                "late": "wait",
+                "again": 0,
                 "source": "verl",
                 "by": "verl",
                 "created": 0.0,

@@ -13,6 +13,7 @@ from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.keep import validate_keep
 from stagescope.wire.names import closest_field
+from stagescope.wire.plan import KeepSpec
 from stagescope.wire.schema import (
     MOST_STEPS,
     ROLES,
@@ -42,7 +43,7 @@ class ProbeOptions:
     resumed_from_step: int | None = None
     settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
     plan: str | Path | Mapping[str, object] | None = None
-    keep: Mapping[str, Any] | None = None
+    keep: KeepSpec | None = None
     captures: bool | str = True
     expects: Sequence[str] = ()
     data_root: str | None = None

@@ -6,12 +6,13 @@ import collections
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypedDict, cast
+from typing import Final, TypedDict, cast
 
 from stagescope.wire.captures import matches, matches_rank, needs_ranks, validate_capture
 from stagescope.wire.errors import InvalidPlan
 from stagescope.wire.keep import capture_selectors, matching_selectors, read_keep, shard_capture
-from stagescope_workers.capture.msprobe_config import CaptureRequest, check_config, load_config
+from stagescope.wire.plan import CaptureRequest, KeepSpec, SentPlan
+from stagescope_workers.capture.msprobe_config import check_config, load_config
 from stagescope_workers.capture.verl_blocks import captures_from_verl
 
 _ORIGIN_FIELDS: Final = ("capture_id", "by", "created", "source")
@@ -113,7 +114,7 @@ class PlanWatch:
         role: str,
         rank: int,
         local: Iterable[CaptureRequest] = (),
-        keep: Mapping[str, Any] | None = None,
+        keep: KeepSpec | None = None,
         runs_captures: bool = True,
         on_missed: MissedCallback = lambda capture, step, stage: None,
         on_estimate_requested: EstimateCallback = lambda capture: None,
@@ -122,7 +123,7 @@ class PlanWatch:
         self.role = role
         self.rank = rank
         self._local_keep = keep
-        self._service_keep: Mapping[str, Any] | None = None
+        self._service_keep: KeepSpec | None = None
         self._local = (*local, *_shard_captures(keep)) if runs_captures else ()
         self._selectors: dict[tuple[int | None, str], frozenset[str]] = {}
         self._runs_captures = runs_captures
@@ -191,9 +192,9 @@ class PlanWatch:
                 selectors.update(capture_selectors(capture))
         return frozenset(selectors)
 
-    def apply(self, plan: Mapping[str, Any]) -> None:
+    def apply(self, plan: SentPlan) -> None:
         """Put the service's plan in force, and report the captures that arrived too late."""
-        captures = [cast("CaptureRequest", dict(item)) for item in plan.get("captures", ())]
+        captures = [*plan.get("captures", ())]
         missed: list[tuple[CaptureRequest, int, str]] = []
         to_estimate: list[CaptureRequest] = []
         with self._lock:
@@ -241,7 +242,7 @@ class PlanWatch:
         return matches(capture, stage=stage, role=self.role, rank=self.rank, step=step)
 
 
-def _shard_captures(keep: Mapping[str, Any] | None) -> tuple[CaptureRequest, ...]:
+def _shard_captures(keep: KeepSpec | None) -> tuple[CaptureRequest, ...]:
     """Return the capture by which a rank copies the parameters and gradients of `keep`, if any."""
     shards = None if keep is None else shard_capture(keep)
     return () if shards is None else (cast("CaptureRequest", shards),)

@@ -13,13 +13,13 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.plan import CaptureRequest
 from stagescope.wire.schema import (
     END_STEP,
     FINISH,
     REFUSED,
     Work,
 )
-from stagescope_workers.capture.msprobe_config import CaptureRequest
 from stagescope_workers.probe.decorator import as_stage
 from stagescope_workers.probe.numbering import (
     STEP_REPEATED,

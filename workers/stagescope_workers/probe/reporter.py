@@ -12,9 +12,9 @@ from typing import Final
 
 from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.keep import is_selected, misspelt_selectors
+from stagescope.wire.plan import CaptureRequest
 from stagescope.wire.schema import REFUSED, Work
 from stagescope_workers.capture.capture_estimate import CaptureReports, StageModels
-from stagescope_workers.capture.msprobe_config import CaptureRequest
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.draft import Draft
 from stagescope_workers.probe.options import ProbeOptions

@@ -13,8 +13,8 @@ import numpy as np
 from stagescope.wire.captures import uses_msprobe
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.keep import kept_sections
+from stagescope.wire.plan import CaptureRequest
 from stagescope.wire.schema import BEGIN, DUMP, END, LOG, Work
-from stagescope_workers.capture.msprobe_config import CaptureRequest
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, copy_tensor
 from stagescope_workers.payload import datum_columns, describe, is_torch
 from stagescope_workers.probe.draft import Draft

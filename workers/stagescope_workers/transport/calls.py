@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final, NamedTuple, TypeAlias, TypedDict
+from typing import Final, NamedTuple, TypeAlias, TypedDict
+
+from stagescope.wire.nonfinite import Json
+from stagescope.wire.plan import SentPlan
 
 MAX_BACKOFF: Final = 2.0
 """Seconds; short, since the service may be back at any moment."""
 
-Reply: TypeAlias = dict[str, Any]
+Reply: TypeAlias = dict[str, Json]
 """The JSON object with which the service answers a call; `Answer` has its fields."""
 
 
@@ -32,7 +35,7 @@ class Answer(TypedDict, total=False):
     """Events that were refused, by sequence number."""
     pause: float
     """Seconds between batches that an overloaded service requests."""
-    plan: dict[str, object]
+    plan: SentPlan | None
     requests: list[dict[str, object]]
     poll_seconds: float
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, cast
 
 from stagescope.wire.errors import StagescopeError, Unauthorized
+from stagescope.wire.plan import SentPlan
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.transport.calls import MAX_BACKOFF, Answer, Backoff, Call, Clock
 from stagescope_workers.transport.link import Link
@@ -47,7 +48,7 @@ class PlanHolder(Protocol):
         """The revision that this process has applied."""
         ...
 
-    def apply(self, plan: Mapping[str, object]) -> None:
+    def apply(self, plan: SentPlan) -> None:
         """Put a plan in force."""
         ...
 
@@ -419,7 +420,7 @@ class EventSender:
         plan = answer.get("plan")
         if plan is None:
             return
-        is_older = cast("int", plan["revision"]) < self._plan.revision
+        is_older = plan["revision"] < self._plan.revision
         if not (is_older and answer.get("coordinator") == self.coordinator):
             self._plan.apply(plan)
 

@@ -38,14 +38,14 @@ COLUMNS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 """msprobe's columns that are kept -> their names in answers; `a` is msprobe's NPU side."""
 
-Row = dict[str, str | float | None]
+TensorRow = dict[str, str | float | None]
 """A tensor of msprobe's table, by the names of `COLUMNS`; unknown is None."""
 
 _TEXTS: Final = ("name", "name_b", "dtype_a", "dtype_b", "shape_a", "shape_b")
 _UNKNOWN: Final = frozenset({"", "n/a", "none", "unsupported"})
 
 
-def compare_tensors(a: Path, b: Path, tables: tuple[Path, Path]) -> list[Row]:
+def compare_tensors(a: Path, b: Path, tables: tuple[Path, Path]) -> list[TensorRow]:
     """Compare the tensors of two dumps by msprobe.
 
     Args:
@@ -141,7 +141,7 @@ def _errors(log: Path) -> str:
     return " ".join(" | ".join(wrong[-3:] or lines[-1:]).split())[:1000]
 
 
-def read_table(path: Path) -> Iterator[Row]:
+def read_table(path: Path) -> Iterator[TensorRow]:
     """Yield the rows of msprobe's table, without its verdicts.
 
     Raises:

@@ -11,8 +11,9 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import STREAM_TENSORS
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.assembly import StepParts
@@ -29,12 +30,13 @@ from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.recompute import Source
 from stagescope_service.statistics import Recompute
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.parts import part_key
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES, side_by_side
+from stagescope_service.store.tables import PayloadRow, ProcessColumns, SampleRow
 from stagescope_service.triggers.evidence import ranks_text
 
 NOT_KEPT: Final = "a payload that the ring no longer holds"
 
-Row = Mapping[str, Any]
 
 _ALL: Final = 1_000_000
 _TRAINED: Final = (STREAM_TENSORS["old"], STREAM_TENSORS["current"])
@@ -112,7 +114,7 @@ def plan_join(
     return JoinPlan(
         step=step,
         stage=stage,
-        jobs=tuple(_join_job(row, processes.get(row["incarnation"], {}), run) for row in lacking),
+        jobs=tuple(_join_job(row, processes.get(row["incarnation"]), run) for row in lacking),
         sources=tuple(sources),
         consumed=tuple(consumed),
         samples=samples,
@@ -122,7 +124,7 @@ def plan_join(
 
 def _lacking(
     catalogue: Catalogue, step_parts: StepParts, again: Collection[PayloadKey]
-) -> tuple[str, Sequence[Row]]:
+) -> tuple[str, Sequence[PayloadRow]]:
     """Return the summary's stage, and its payloads without the rollout's stream."""
     measured: dict[str, set[str]] = {}
     for part in step_parts.parts:
@@ -140,19 +142,19 @@ def _lacking(
             for row in payloads
             if _is_alone(row["tensors"] or {})
             and _key(row) not in replaced
-            and (f"{row['incarnation']}:{row['seq']}" not in done or _key(row) in again)
+            and (part_key(*_key(row)) not in done or _key(row) in again)
         ]
         if lacking:
             return stage, lacking
     return TRAINER_STAGES[0], ()
 
 
-def _is_alone(tensors: Mapping[str, Any]) -> bool:
+def _is_alone(tensors: Collection[str]) -> bool:
     trained = any(name in tensors for name in _TRAINED)
     return trained and "response_mask" in tensors and _ROLLOUT not in tensors
 
 
-def _join_job(row: Row, process: Row, run: str) -> JoinJob:
+def _join_job(row: PayloadRow, process: ProcessColumns | None, run: str) -> JoinJob:
     job: IngestJob = {
         "run": run,
         "attempt_id": row["attempt_id"],
@@ -165,26 +167,30 @@ def _join_job(row: Row, process: Row, run: str) -> JoinJob:
         "epoch": row["epoch"],
         "minibatch": row["minibatch"],
         "microbatch": row["microbatch"],
-        "data_rank": process.get("data_rank"),
-        "cp_size": process.get("cp_size"),
+        "data_rank": None if process is None else process["data_rank"],
+        "cp_size": None if process is None else process["cp_size"],
     }
     return JoinJob(_key(row), row["node_id"], job)
 
 
-def _source(row: Row, number: int) -> Source:
+def _source(row: PayloadRow, number: int) -> Source:
     version = row["policy_version"]
-    age = (-1 if version is None else int(version), number)
+    age = (-1 if version is None else version, number)
     return Source(
         row["node_id"], row["incarnation"], row["seq"], row["attempt_id"], row["step"], age
     )
 
 
-def _key(row: Row) -> PayloadKey:
+def _key(row: PayloadRow) -> PayloadKey:
     return PayloadKey(row["incarnation"], row["seq"])
 
 
-def _sample_key(row: Row) -> dict[str, Any]:
-    return {name: row[name] for name in ("attempt_id", "clock", "sample_uid")}
+def _sample_key(row: SampleRow) -> JsonObject:
+    return {
+        "attempt_id": row["attempt_id"],
+        "clock": row["clock"],
+        "sample_uid": row["sample_uid"],
+    }
 
 
 logger = logging.getLogger(__name__)
@@ -261,7 +267,7 @@ class Aggregator:
         for item in plan.jobs if plan.sources else ():
             answer = await self._ingestors.join(item.node_id, item.key, item.job, plan.sources)
             if answer is None or answer["left_out"]:
-                ranks.add((str(item.job["role"]), int(item.job["rank"])))
+                ranks.add((item.job["role"], item.job["rank"]))
             if answer is None:
                 left_out.setdefault(NOT_KEPT, []).append("")
                 continue
@@ -308,8 +314,7 @@ class Aggregator:
     async def _recomputed(
         self, item: Recompute, step_parts: assembly.StepParts, nodes: Mapping[str, str | None]
     ) -> bytes | None:
-        row = step_parts.rows[item.key]
-        key = PayloadKey(row["incarnation"], row["seq"])
+        key = step_parts.sources[item.key].key
         job: StepJob = {"attempt_id": step_parts.attempt_id, "step": step_parts.step}
         summary = step_parts.step_summary
         pair = summary.summary.pair if summary else ("old", "rollout")

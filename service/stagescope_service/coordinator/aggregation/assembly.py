@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import Json
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.completeness import corrected, statuses_of_rows
-from stagescope_service.core.findings import NOT_AGGREGATED, finding
-from stagescope_service.core.instructions import Delete, Put
+from stagescope_service.core.findings import (
+    NOT_AGGREGATED,
+    FindingLocation,
+    FindingText,
+    finding,
+)
+from stagescope_service.core.instructions import Delete, PayloadKey, Put
 from stagescope_service.statistics import PartRecord, Recompute, StepSummary, assemble, examine
 from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.statistics.comparability import WHAT_TO_CHECK, Check, causes_of_ranks
@@ -19,7 +25,7 @@ from stagescope_service.statistics.exact import NOT_KEPT, first_difference, uneq
 from stagescope_service.statistics.step_metrics import step_metrics
 from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.parts import pair_name, part_records
+from stagescope_service.store.parts import pair_name, part_key, part_records
 from stagescope_service.triggers.evidence import ranks_text
 
 _LISTED: Final = 50
@@ -30,12 +36,12 @@ _HOLDERS: Final = 20
 """Ranks listed for an id in a finding."""
 
 
-def findings(step_summary: StepSummary, location: Mapping[str, Any]) -> list[Put | Delete]:
+def findings(step_summary: StepSummary, location: FindingLocation) -> list[Put | Delete]:
     """Return the findings about a step's tokens, and deletions of those that no longer hold.
 
     Args:
         step_summary: the step's statistics.
-        place: run, attempt_id, step, stage and wall.
+        location: of the step and stage.
     """
     found = {
         "sample_ids_contradict": _contradictions(step_summary),
@@ -47,14 +53,14 @@ def findings(step_summary: StepSummary, location: Mapping[str, Any]) -> list[Put
     }
     rows: list[Put | Delete] = []
     for kind, reported in found.items():
-        described: dict[str, Any] = {"message": "", "severity": "error", **(reported or {})}
-        put = finding(kind, **location, **described)
+        text: FindingText = {"message": "", "severity": "error", **(reported or {"message": ""})}
+        put = finding(kind, **location, **text)
         taken_back = Delete("findings", {"finding_id": put.row["finding_id"]})
         rows.append(taken_back if reported is None else put)
     return rows
 
 
-def _contradictions(step_summary: StepSummary) -> dict[str, Any] | None:
+def _contradictions(step_summary: StepSummary) -> FindingText | None:
     found = step_summary.contradictions
     if not found:
         return None
@@ -80,7 +86,7 @@ def _contradictions(step_summary: StepSummary) -> dict[str, Any] | None:
     }
 
 
-def _missing(step_summary: StepSummary) -> dict[str, Any] | None:
+def _missing(step_summary: StepSummary) -> FindingText | None:
     missing = step_summary.tokens_left_out.get(PARTIAL, 0)
     if not missing:
         return None
@@ -93,7 +99,7 @@ def _missing(step_summary: StepSummary) -> dict[str, Any] | None:
     }
 
 
-def _other_streams(step_summary: StepSummary) -> dict[str, Any] | None:
+def _other_streams(step_summary: StepSummary) -> FindingText | None:
     tokens = step_summary.tokens_left_out.get(OTHER_STREAMS, 0)
     if not tokens:
         return None
@@ -107,7 +113,7 @@ def _other_streams(step_summary: StepSummary) -> dict[str, Any] | None:
     }
 
 
-def _unaccounted(step_summary: StepSummary) -> dict[str, Any] | None:
+def _unaccounted(step_summary: StepSummary) -> FindingText | None:
     lost = step_summary.unaccounted
     if not lost:
         return None
@@ -125,7 +131,7 @@ def _unaccounted(step_summary: StepSummary) -> dict[str, Any] | None:
     }
 
 
-def _fragmented(step_summary: StepSummary) -> dict[str, Any] | None:
+def _fragmented(step_summary: StepSummary) -> FindingText | None:
     if not step_summary.fragmented:
         return None
     return {
@@ -139,7 +145,7 @@ def _fragmented(step_summary: StepSummary) -> dict[str, Any] | None:
     }
 
 
-def _same_rows(step_summary: StepSummary) -> dict[str, Any] | None:
+def _same_rows(step_summary: StepSummary) -> FindingText | None:
     groups = step_summary.same_rows
     if not groups:
         return None
@@ -168,6 +174,14 @@ _ALL = 1_000_000
 _NAMED_RANKS = 100
 
 
+class PartSource(NamedTuple):
+    """The payload from which a part was read, and its rank."""
+
+    key: PayloadKey
+    role: str
+    rank: int
+
+
 @dataclasses.dataclass
 class StepParts:
     """The parts of a step summary; parts that overlap partly are recomputed first."""
@@ -175,8 +189,8 @@ class StepParts:
     attempt_id: int
     step: int
     parts: list[PartRecord]
-    rows: dict[str, dict[str, Any]]
-    """Part key -> the row of its summary, without the blob."""
+    sources: dict[str, PartSource]
+    """Part key -> the payload of the part."""
     mark: int | None
     """The step's `parts_mark` before the parts were read."""
     wall: float
@@ -234,13 +248,15 @@ def begin(catalogue: Catalogue, attempt_id: int, step: int) -> StepParts:
     replaced = catalogue.replaced(attempt_id, step)
     processes = catalogue.processes(attempt_id)
     parts = part_records(rows, processes, replaced) if rows else []
-    keyed = {
-        f"{row['incarnation']}:{row['seq']}": {k: v for k, v in row.items() if k != "summary"}
+    sources = {
+        part_key(row["incarnation"], row["seq"]): PartSource(
+            PayloadKey(row["incarnation"], row["seq"]), row["role"], row["rank"]
+        )
         for row in rows
     }
     settings = catalogue.settings_with(attempt_id, "expect")
     bitwise = any(each["expect"] == "bitwise" for each in settings)
-    step_parts = StepParts(attempt_id, step, parts, keyed, mark, wall, expects_bitwise=bitwise)
+    step_parts = StepParts(attempt_id, step, parts, sources, mark, wall, expects_bitwise=bitwise)
     step_parts.assemble()
     return step_parts
 
@@ -249,7 +265,7 @@ def nodes_of(catalogue: Catalogue, step_parts: StepParts) -> dict[str, str | Non
     """Return, by part key, the nodes whose rings hold the payloads of the summary's stage."""
     stage = None if step_parts.step_summary is None else step_parts.step_summary.stage
     rows = catalogue.payloads(step_parts.attempt_id, step_parts.step, stage=stage, limit=_ALL)
-    return {f"{row['incarnation']}:{row['seq']}": row["node_id"] for row in rows}
+    return {part_key(row["incarnation"], row["seq"]): row["node_id"] for row in rows}
 
 
 def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
@@ -263,7 +279,13 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
     aggregated = {**key, "whole_wall": step_parts.wall, "whole_mark": step_parts.mark}
     if step_summary is None:
         return [Put("steps", {**aggregated, "whole": None})]
-    location: dict[str, Any] = {"run": run, **key, "stage": step_summary.stage, "wall": time.time()}
+    location: FindingLocation = {
+        "run": run,
+        "attempt_id": step_parts.attempt_id,
+        "step": step_parts.step,
+        "stage": step_summary.stage,
+        "wall": time.time(),
+    }
     found = examine(step_summary.summary, step_summary.ranks)
     suspects = [check.name for check in found.suspects]
     columns = step_metrics(
@@ -275,14 +297,14 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
     ]
     puts += _suspects(found.suspects, step_summary, location)
     if step_parts.expects_bitwise:
-        puts += _not_exact(step_summary, step_parts.rows, location)
+        puts += _not_exact(step_summary, step_parts.sources, location)
     if step_summary.differing:
-        puts.append(_replicas(step_summary, step_parts.rows, location))
+        puts.append(_replicas(step_summary, step_parts.sources, location))
     return puts + findings(step_summary, location)
 
 
 def _suspects(
-    suspects: Sequence[Check], step_summary: StepSummary, location: dict[str, Any]
+    suspects: Sequence[Check], step_summary: StepSummary, location: FindingLocation
 ) -> list[Put]:
     """Return the finding that the streams cannot be compared, with its likeliest cause.
 
@@ -314,7 +336,7 @@ def _suspects(
 
 
 def _not_exact(
-    step_summary: StepSummary, rows: Mapping[str, Mapping[str, Any]], location: dict[str, Any]
+    step_summary: StepSummary, sources: Mapping[str, PartSource], location: FindingLocation
 ) -> list[Put]:
     """Return the first difference of the streams in a run that expects bitwise equality."""
     unequal = unequal_tokens(step_summary.total)
@@ -322,12 +344,12 @@ def _not_exact(
         return []
     p, q = step_summary.summary.pair
     found = first_difference(step_summary.summary)
-    text, evidence = NOT_KEPT, dict[str, Any]()
+    text, evidence = NOT_KEPT, dict[str, Json]()
     if found is not None:
-        row = rows.get(found.source, {})
-        where = {"role": row.get("role"), "rank": row.get("rank")}
-        text = f"{'first' if found.is_first else 'such as'} in {found.text(**where)}"
-        evidence = {**found.to_json(), **where}
+        source = sources.get(found.source)
+        role, rank = (None, None) if source is None else (source.role, source.rank)
+        text = f"{'first' if found.is_first else 'such as'} in {found.text(role, rank)}"
+        evidence = {**found.to_json(), "role": role, "rank": rank}
     return [
         finding(
             "not_exact",
@@ -369,18 +391,29 @@ def too_late(
     late = [
         each
         for each in came
-        if (each["settled_wall"] or 0.0) > row["whole_wall"]
-        and f"{each['incarnation']}:{each['seq']}" not in known
+        if (each["settled_wall"] or 0.0) > (row["whole_wall"] or 0.0)
+        and part_key(each["incarnation"], each["seq"]) not in known
     ]
     rows: list[Put | Delete] = [Put("steps", {**key, "whole_mark": row["parts_mark"]})]
     for each in late:
         payload = {"incarnation": each["incarnation"], "seq": each["seq"]}
         rows.append(Put("payloads", {**payload, "state": "refused", "reason": TOO_LATE}))
         rows.append(Delete("summaries", payload))
-        loss = {name: each[name] for name in ("role", "rank", "stage", "bytes")}
-        loss |= {"kind": "payload", "reason": TOO_LATE, "count": 1, "wall": each["settled_wall"]}
         identity = (each["incarnation"], each["work_key"], "payload", each["seq"])
-        rows.append(Put("losses", {"loss_id": row_id(*identity), "run": run, **key, **loss}))
+        loss = {
+            "loss_id": row_id(*identity),
+            "run": run,
+            **key,
+            "role": each["role"],
+            "rank": each["rank"],
+            "stage": each["stage"],
+            "bytes": each["bytes"],
+            "kind": "payload",
+            "reason": TOO_LATE,
+            "count": 1,
+            "wall": each["settled_wall"],
+        }
+        rows.append(Put("losses", loss))
     return rows
 
 
@@ -396,13 +429,13 @@ def verdict(catalogue: Catalogue, step_parts: StepParts) -> list[Put]:
 
 
 def _replicas(
-    step_summary: StepSummary, rows: Mapping[str, Mapping[str, Any]], location: dict[str, Any]
+    step_summary: StepSummary, sources: Mapping[str, PartSource], location: FindingLocation
 ) -> Put:
     pairs = [
         {
-            "rank": rows.get(one, {}).get("rank"),
-            "role": rows.get(one, {}).get("role"),
-            "counted_rank": rows.get(other, {}).get("rank"),
+            "rank": sources[one].rank if one in sources else None,
+            "role": sources[one].role if one in sources else None,
+            "counted_rank": sources[other].rank if other in sources else None,
         }
         for one, other in step_summary.differing
     ]

@@ -11,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypedDict
 
 from stagescope.wire.captures import matches_rank
+from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.plan import CaptureRanks, CaptureSpec, CaptureSteps
 
 ASKED: Final = "asked"
 AGREED: Final = "agreed"
@@ -32,7 +34,35 @@ LONGEST_ROUND_TRIP: Final = 5.0
 
 _ESTIMATES_STORED: Final = 64
 
-Row = dict[str, Any]
+
+class NamedRank(TypedDict):
+    """A rank of a role."""
+
+    role: str
+    rank: int
+
+
+class MissedStep(NamedRank):
+    """A stage of a step that a rank has no dump of, because it learned late or failed."""
+
+    step: int | None
+    stage: str | None
+    state: str
+
+
+class CaptureCost(TypedDict, total=False):
+    """A rank's estimate of what a capture costs in a stage."""
+
+    role: str
+    rank: int
+    step: int | None
+    stage: str | None
+    node_id: str | None
+    error: str | None
+    bytes: int | None
+    seconds: float | None
+    free_bytes: int | None
+    collective_timeout: float | None
 
 
 class Member(NamedTuple):
@@ -46,7 +76,7 @@ class Member(NamedTuple):
     """The revision of the plan that it has applied."""
 
     @property
-    def name(self) -> Row:
+    def name(self) -> NamedRank:
         """Its form in answers."""
         return {"role": self.role, "rank": self.rank}
 
@@ -85,28 +115,26 @@ class Agreement:
     round_trip: float | None = None
     """Seconds until the last acknowledgement, ranks that were away left out."""
     step_seconds: float | None = None
-    steps: Any = None
+    steps: CaptureSteps | None = None
     """The steps to capture, in the form of a capture's `steps`; None until they are fixed."""
     missed_steps: list[int] = dataclasses.field(default_factory=list)
     """Requested steps that had begun already."""
-    members: list[Row] = dataclasses.field(default_factory=list)
+    members: list[NamedRank] = dataclasses.field(default_factory=list)
     """The requested ranks; set at the agreement."""
-    without: list[Row] = dataclasses.field(default_factory=list)
+    without: list[NamedRank] = dataclasses.field(default_factory=list)
     """Ranks that had not acknowledged at the agreement or the refusal."""
-    missed: list[Row] = dataclasses.field(default_factory=list)
-    """{"role", "rank", "step", "state"} of ranks that learned late or failed afterwards."""
+    missed: list[MissedStep] = dataclasses.field(default_factory=list)
     again_left: int = 0
     reason: str | None = None
-    estimates: list[Row] = dataclasses.field(default_factory=list)
-    """The ranks' estimates of its cost: role, rank, stage, bytes, seconds, free_bytes, ..."""
+    estimates: list[CaptureCost] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> Agreement:
+    def of(cls, stored: JsonObject) -> Agreement:
         """Read the result of `fields`; unknown fields of a later version are ignored."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in stored.items() if name in known})
 
-    def fields(self) -> Row:
+    def fields(self) -> dict[str, Json]:
         """Return plain values."""
         return dataclasses.asdict(self)
 
@@ -116,11 +144,9 @@ class Agreement:
         return self.phase in OPEN_PHASES
 
 
-def is_relative(steps: Any) -> bool:
+def is_relative(steps: CaptureSteps) -> bool:
     """Return whether a request's steps count from the training's present step."""
-    if isinstance(steps, Mapping):
-        return "every" not in steps or steps["start"] is None
-    return False
+    return isinstance(steps, Mapping) and ("next" in steps or steps["start"] is None)
 
 
 def start_step(top_step: int, round_trip: float, step_seconds: float | None) -> int:
@@ -134,11 +160,11 @@ def start_step(top_step: int, round_trip: float, step_seconds: float | None) -> 
     return top_step + 1 + min(fit, 1_000_000)
 
 
-def resolve(steps: Any, start: int) -> tuple[Any, list[int]]:
+def resolve(steps: CaptureSteps, start: int) -> tuple[CaptureSteps, list[int]]:
     """Return the steps of a request from `start` on, and the requested steps before `start`."""
-    if steps == "all":
+    if isinstance(steps, str):  # all
         return {"every": 1, "start": start, "count": None}, []
-    if not isinstance(steps, Mapping):
+    if isinstance(steps, list):
         return [step for step in steps if step >= start], [step for step in steps if step < start]
     if "next" in steps:
         return [*range(start, start + steps["next"])], []
@@ -149,24 +175,27 @@ def resolve(steps: Any, start: int) -> tuple[Any, list[int]]:
     return {"every": every, "start": first + passed * every, "count": count}, []
 
 
-def last_step(steps: Any) -> int | None:
+def last_step(steps: CaptureSteps | None) -> int | None:
     """Return the last step of an agreed request; None if it has no end."""
-    if isinstance(steps, Mapping):
-        count = steps.get("count")
-        return None if count is None else (steps["start"] or 0) + (count - 1) * steps["every"]
-    return None if steps == "all" or not steps else max(steps)
+    if isinstance(steps, list):
+        return max(steps, default=None)
+    if steps is None or isinstance(steps, str) or "next" in steps:
+        return None
+    count = steps.get("count")
+    return None if count is None else (steps["start"] or 0) + (count - 1) * steps["every"]
 
 
-def count_of(steps: Any) -> int | None:
+def count_of(steps: CaptureSteps) -> int | None:
     """Return the number of steps of a request; None if it has no end."""
-    if isinstance(steps, Mapping):
-        found = steps.get("next", steps.get("count"))
-        return None if found is None else int(found)
-    return None if steps == "all" else len(steps)
+    if isinstance(steps, list):
+        return len(steps)
+    if isinstance(steps, str):  # all
+        return None
+    return steps["next"] if "next" in steps else steps.get("count")
 
 
 def members_of(
-    ranks: Any,
+    ranks: CaptureRanks,
     roles: Iterable[str],
     sizes: Mapping[str, int | None],
     live: Mapping[tuple[str, int], tuple[str, int | None]],
@@ -194,7 +223,7 @@ def members_of(
 
 def look(
     pending: Agreement,
-    request: Mapping[str, Any],
+    request: CaptureSpec,
     participants: CaptureParticipants,
     *,
     elapsed: float,
@@ -231,7 +260,7 @@ def look(
     assert participants.top_step is not None
     start = start_step(participants.top_step, round_trip, participants.step_seconds)
     # A request that is asked a second time counts from now: its own steps have passed.
-    wanted = request["steps"] if pending.number == 1 else {"next": 1}
+    wanted: CaptureSteps = request["steps"] if pending.number == 1 else {"next": 1}
     steps, passed = resolve(wanted, start)
     agreed = dataclasses.replace(
         pending,
@@ -255,13 +284,13 @@ def look(
     return dataclasses.replace(agreed, phase=TOO_LATE, reason=reason)
 
 
-def largest(estimates: Iterable[Row]) -> list[Row]:
+def largest(estimates: Iterable[CaptureCost]) -> list[CaptureCost]:
     """Return the estimates to store, by rank; of very many ranks only the largest."""
     most = sorted(estimates, key=lambda each: -(each.get("bytes") or 0))[:_ESTIMATES_STORED]
     return sorted(most, key=lambda each: (each["role"], each["rank"], str(each["stage"])))
 
 
-def refusal(request: Mapping[str, Any], estimates: Iterable[Row]) -> str | None:
+def refusal(request: CaptureSpec, estimates: Iterable[CaptureCost]) -> str | None:
     """Return why a request exceeds a limit: a disk's free space, or half of a time limit.
 
     Ranks wait for each other in collectives: a rank that is slower than their timeout ends the

@@ -17,17 +17,17 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from stagescope.wire.errors import InvalidInput, InvalidPlan
 from stagescope.wire.keep import validate_keep
+from stagescope.wire.plan import KeepSpec
 from stagescope_service.triggers.rules import load_yaml
 
-KeepPolicy = Mapping[str, Mapping[str, Any]]
+KeepPolicy = Mapping[str, KeepSpec]
 """Pattern of runs -> a checked configuration, the first that matches counts."""
 
 
-def parse_keep_policy(document: object) -> dict[str, dict[str, Any]]:
+def parse_keep_policy(document: object) -> dict[str, KeepSpec]:
     """Return the configurations of a document.
 
     Raises:
@@ -52,7 +52,7 @@ def parse_keep_policy(document: object) -> dict[str, dict[str, Any]]:
     return found
 
 
-def read_keep_policy(path: Path) -> dict[str, dict[str, Any]]:
+def read_keep_policy(path: Path) -> dict[str, KeepSpec]:
     """Read the file of `STAGESCOPE_KEEP`.
 
     Raises:
@@ -70,7 +70,7 @@ def read_keep_policy(path: Path) -> dict[str, dict[str, Any]]:
     return parse_keep_policy(load_yaml(text))
 
 
-def keep_policy_of(policies: KeepPolicy, run: str) -> Mapping[str, Any] | None:
+def keep_policy_of(policies: KeepPolicy, run: str) -> KeepSpec | None:
     """Return the configuration of a run; None if no pattern matches it."""
     for pattern, keep in policies.items():
         if fnmatch.fnmatchcase(run, pattern):

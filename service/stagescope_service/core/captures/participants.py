@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 from stagescope.wire.captures import needs_ranks, unmatched_ranks
 from stagescope.wire.errors import Conflict
 from stagescope.wire.keep import misspelt_selectors
 from stagescope.wire.names import closest_by_words, closest_field, closest_stage
+from stagescope.wire.plan import CaptureSpec
 from stagescope.wire.schema import STAGES
 from stagescope_service.core.captures import agreement as agreement_rules
-from stagescope_service.core.captures.agreement import CaptureParticipants
+from stagescope_service.core.captures.agreement import CaptureParticipants, NamedRank
 from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.registry import Registry
@@ -22,7 +23,7 @@ _RUNS_NAMED: Final = 20
 _RANKS_NAMED: Final = 20
 
 
-def participants_of(registry: Registry, request: Mapping[str, Any]) -> CaptureParticipants:
+def participants_of(registry: Registry, request: CaptureSpec) -> CaptureParticipants:
     """Return the requested ranks: those that run its stages in the run's newest attempt."""
     attempt = attempt_of(registry, request)
     if attempt is None or attempt.over:
@@ -51,12 +52,12 @@ def participants_of(registry: Registry, request: Mapping[str, Any]) -> CapturePa
     )
 
 
-def attempt_of(registry: Registry, request: Mapping[str, Any]) -> Attempt | None:
+def attempt_of(registry: Registry, request: CaptureSpec) -> Attempt | None:
     """Return the newest attempt of a request's run."""
     return None if request["run"] is None else registry.newest(request["run"])
 
 
-def is_early(registry: Registry, request: Mapping[str, Any]) -> bool:
+def is_early(registry: Registry, request: CaptureSpec) -> bool:
     """Return whether a request names steps by number, and no rank is live yet."""
     if agreement_rules.is_relative(request["steps"]):
         return False
@@ -64,14 +65,14 @@ def is_early(registry: Registry, request: Mapping[str, Any]) -> bool:
     return attempt is None or attempt.over or attempt.top_step is None
 
 
-def run_of(registry: Registry, capture: Mapping[str, Any]) -> str | None:
+def run_of(registry: Registry, capture: CaptureSpec) -> str | None:
     """Return the run of a request: the live one if it names none.
 
     Raises:
         Conflict: its steps count from the training's present step, and several runs are live.
     """
     if capture["run"] is not None:
-        return str(capture["run"])
+        return capture["run"]
     live = {attempt.run for attempt in registry.attempts.values() if _is_live(attempt)}
     if len(live) == 1:
         return live.pop()
@@ -108,7 +109,7 @@ def _run_note(registry: Registry, run: str) -> str:
 
 
 def _rank_notes(
-    attempt: Attempt, request: Mapping[str, Any], participants: CaptureParticipants
+    attempt: Attempt, request: CaptureSpec, participants: CaptureParticipants
 ) -> list[str]:
     """Return notes on requested ranks and roles that do not exist."""
     fields = []
@@ -135,7 +136,7 @@ def _rank_notes(
     return fields
 
 
-def check_stages(attempt: Attempt | None, request: Mapping[str, Any]) -> None:
+def check_stages(attempt: Attempt | None, request: CaptureSpec) -> None:
     """Check that no stage of a request is a misspelling of one that the run has.
 
     A stage may have any name: one that resembles no other only makes a note.
@@ -166,7 +167,7 @@ def _done(attempt: Attempt) -> set[str]:
     return {stage for step in attempt.steps.values() for _, stage in step.ranks}
 
 
-def _stage_notes(stages: Any, done: set[str]) -> list[str]:
+def _stage_notes(stages: str | list[str], done: set[str]) -> list[str]:
     """Return a note on requested stages that no rank ran, or that look misspelt."""
     if stages == "all":
         return []
@@ -182,7 +183,7 @@ def _stage_notes(stages: Any, done: set[str]) -> list[str]:
     return [f"no rank has done {named} lately: until one does, nothing of it is captured{there}"]
 
 
-def _keep_notes(request: Mapping[str, Any]) -> list[str]:
+def _keep_notes(request: CaptureSpec) -> list[str]:
     """Return notes on names to keep that look misspelt."""
     return [
         f"{word} is no section and no known tensor (did you mean {meant}?): it is kept where "
@@ -233,7 +234,7 @@ def step_seconds(attempt: Attempt) -> float | None:
     return statistics.median(found) if found else None
 
 
-def names(ranks: Iterable[Mapping[str, Any]]) -> str:
+def names(ranks: Iterable[NamedRank]) -> str:
     """Return ranks as text."""
     return ", ".join(f"{each['role']} rank {each['rank']}" for each in [*ranks][:20])
 
@@ -246,7 +247,7 @@ def _is_live(attempt: Attempt) -> bool:
     return not attempt.over and any(process.live for process in attempt.processes.values())
 
 
-def _does(attempt: Attempt, role: str, stages: Any) -> bool:
+def _does(attempt: Attempt, role: str, stages: str | list[str]) -> bool:
     return any(
         name == role and (stages == "all" or stage in stages)
         for step in attempt.steps.values()

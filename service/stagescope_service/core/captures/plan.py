@@ -8,52 +8,62 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, cast
 
-from stagescope.wire.captures import CAPTURE_FIELDS, matches, validate_capture
+from stagescope.wire.captures import CAPTURE_FIELDS, matches
 from stagescope.wire.errors import Conflict, NotFound
 from stagescope.wire.keep import capture_selectors, matching_selectors
+from stagescope.wire.plan import (
+    Capture,
+    CaptureRequest,
+    CaptureSpec,
+    SentPlan,
+    StoredCapture,
+    StoredPlan,
+)
 from stagescope_service.core.captures.agreement import ASKED, Agreement
 from stagescope_service.core.captures.keep_policy import KeepPolicy, keep_policy_of
-
-__all__ = ["CaptureEntry", "Plan", "matches", "validate_capture"]
 
 
 @dataclasses.dataclass(frozen=True)
 class CaptureEntry:
     """A capture in the plan: the request, and the state of its agreement."""
 
-    request: Mapping[str, Any]
+    request: Capture
     agreement: Agreement
 
     @property
     def capture_id(self) -> str:
         """Its id."""
-        return str(self.request["capture_id"])
+        return self.request["capture_id"]
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> CaptureEntry:
+    def of(cls, stored: StoredCapture) -> CaptureEntry:
         """Read the result of `stored`."""
         request = {name: value for name, value in stored.items() if name != "agreement"}
-        return cls(request, Agreement.of(stored.get("agreement") or {"phase": "agreed"}))
+        agreed = Agreement.of(stored.get("agreement") or {"phase": "agreed"})
+        return cls(cast("Capture", request), agreed)
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> StoredCapture:
         """Return its form in the catalogue and in answers."""
         return {**self.request, "agreement": self.agreement.fields()}
 
-    def wire(self) -> dict[str, Any]:
+    def wire(self) -> CaptureRequest:
         """Return its form for ranks: before the agreement it matches no step."""
         agreed = self.agreement
         steps = self.request["steps"] if agreed.steps is None else agreed.steps
         pending = agreed.phase == ASKED
-        return {
-            **self.request,
-            "steps": [] if pending else steps,
-            "phase": agreed.phase,
-            "agreement": agreed.number,
-            "asked_revision": agreed.revision,
-        }
+        return cast(
+            "CaptureRequest",
+            {
+                **self.request,
+                "steps": [] if pending else steps,
+                "phase": agreed.phase,
+                "agreement": agreed.number,
+                "asked_revision": agreed.revision,
+            },
+        )
 
 
 class Publication(NamedTuple):
@@ -68,15 +78,15 @@ class Plan:
 
     def __init__(
         self,
-        captures: Iterable[Mapping[str, Any]] = (),
+        captures: Iterable[StoredCapture] = (),
         *,
         revision: int = 0,
         keep_policy: KeepPolicy | None = None,
     ) -> None:
-        self.entries = {str(item["capture_id"]): CaptureEntry.of(item) for item in captures}
+        self.entries = {item["capture_id"]: CaptureEntry.of(item) for item in captures}
         self._allotted = revision
         self._keep_policy = keep_policy or {}
-        self._wire: list[dict[str, Any]] = []
+        self._wire: list[CaptureRequest] = []
         self._published = Publication(revision, ())
         self.publish(self.publication())
 
@@ -88,7 +98,7 @@ class Plan:
 
     def add(
         self,
-        capture: Mapping[str, Any],
+        capture: CaptureSpec,
         *,
         by: str,
         now: float,
@@ -116,11 +126,17 @@ class Plan:
                     f"capture {known.capture_id} already orders exactly this",
                     advice="remove it first to order it again",
                 )
-        own = {"capture_id": new_id(), "source": "http", "by": by, "created": now}
         pending = Agreement(
-            revision=self.next_revision(), asked_wall=now, again_left=int(capture["again"])
+            revision=self.next_revision(), asked_wall=now, again_left=capture["again"]
         )
-        entry = CaptureEntry({**capture, **own}, pending)
+        request: Capture = {
+            **capture,
+            "capture_id": new_id(),
+            "source": "http",
+            "by": by,
+            "created": now,
+        }
+        entry = CaptureEntry(request, pending)
         self.entries[entry.capture_id] = entry
         return entry
 
@@ -153,17 +169,18 @@ class Plan:
         """The revision for ranks to apply."""
         return self._published.revision
 
-    def for_run(self, run: str) -> list[dict[str, Any]]:
+    def for_run(self, run: str) -> list[CaptureRequest]:
         """Return the captures that concern `run`."""
         return [item for item in self._wire if item["run"] in (None, run)]
 
-    def wire(self, run: str) -> dict[str, Any]:
+    def wire(self, run: str) -> SentPlan:
         """Return the plan in the form for the ranks of a run."""
-        keep = keep_policy_of(self._keep_policy, run)
-        keep_fields = {} if keep is None else {"keep": keep}
-        return {"revision": self.revision, "captures": self.for_run(run), **keep_fields}
+        plan: SentPlan = {"revision": self.revision, "captures": self.for_run(run)}
+        if (keep := keep_policy_of(self._keep_policy, run)) is not None:
+            plan["keep"] = keep
+        return plan
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> StoredPlan:
         """Return the plan in the form for answers."""
         captures = [entry.stored() for entry in self._published.entries]
         return {"revision": self.revision, "captures": captures}

@@ -7,13 +7,20 @@ changes the plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final, cast
 
 from stagescope.wire.captures import needs_ranks
 from stagescope.wire.errors import Conflict
+from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.plan import CaptureSpec
 from stagescope_service.core.captures import agreement as agreement_rules
-from stagescope_service.core.captures.agreement import Agreement, CaptureParticipants
+from stagescope_service.core.captures.agreement import (
+    Agreement,
+    CaptureCost,
+    CaptureParticipants,
+    MissedStep,
+)
 from stagescope_service.core.captures.participants import (
     attempt_of,
     check_stages,
@@ -30,6 +37,7 @@ from stagescope_service.core.state import State
 
 _ESTIMATED: Final = "estimated"
 _GAPS: Final = ("missed", "failed", "truncated")
+_COST_COLUMNS: Final = ("role", "rank", "step", "stage", "node_id", "error")
 _MISSED_LISTED: Final = 200
 
 
@@ -47,7 +55,7 @@ class CaptureRequests:
         self._asked_mono: dict[str, float] = {}
         self._acknowledged: dict[str, dict[str, float]] = {}
         """Capture -> incarnation -> seconds until its acknowledgement."""
-        self._estimates: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+        self._estimates: dict[str, dict[tuple[str, int, str | None], CaptureCost]] = {}
         """Capture -> (role, rank, stage) -> its estimate; stored at the agreement."""
         self._interrupted = {
             entry.capture_id for entry in plan.entries.values()
@@ -56,7 +64,7 @@ class CaptureRequests:
         """Asked before a restart: asked again, since the acknowledgements were only in memory."""
 
     # --- changes --------------------------------------------------------------------------
-    def add(self, capture: Mapping[str, Any], *, by: str, mono: float, wall: float) -> CaptureEntry:
+    def add(self, capture: CaptureSpec, *, by: str, mono: float, wall: float) -> CaptureEntry:
         """Add a request that `validate_capture` returned; `look` continues with it.
 
         Raises:
@@ -102,7 +110,7 @@ class CaptureRequests:
         entry = CaptureEntry(entry.request, gone)
         return entry, [self.row(entry, removed_wall=wall, removed_by=by)]
 
-    def row(self, entry: CaptureEntry, **columns: Any) -> Put:
+    def row(self, entry: CaptureEntry, **columns: object) -> Put:
         """Return the row of a request."""
         return Put(
             "captures",
@@ -225,30 +233,35 @@ class CaptureRequests:
         )
 
     # --- what ranks say --------------------------------------------------------------------
-    def reported(self, dump: Mapping[str, Any], mono: float, wall: float) -> list[Put]:
+    def reported(self, dump: JsonObject, mono: float, wall: float) -> list[Put]:
         """Apply the row of a DUMP event: an estimate, or a rank without a dump of a step."""
         entry = self.plan.entries.get(str(dump["capture_id"]))
         if entry is None:
             return []
-        location = {name: dump.get(name) for name in ("role", "rank", "step", "stage")}
-        if dump.get("state") == _ESTIMATED and entry.agreement.phase == agreement_rules.ASKED:
-            about = {"node_id": dump.get("node_id"), "error": dump.get("error")}
-            estimates_by_rank = self._estimates.setdefault(entry.capture_id, {})
-            estimates_by_rank[location["role"], location["rank"], location["stage"]] = {
-                **location, **about, **(dump.get("estimate") or {}),
+        state, phase = dump.get("state"), entry.agreement.phase
+        if state == _ESTIMATED and phase == agreement_rules.ASKED:
+            cost: JsonObject = {
+                **{name: dump.get(name) for name in _COST_COLUMNS}, **(dump.get("estimate") or {}),
             }  # fmt: skip
+            key = (dump["role"], dump["rank"], dump.get("stage"))
+            self._estimates.setdefault(entry.capture_id, {})[key] = cast("CaptureCost", cost)
             return []
-        if dump.get("state") not in _GAPS or entry.agreement.phase != agreement_rules.AGREED:
+        if state not in _GAPS or phase != agreement_rules.AGREED:
             return []
-        return self._missed(entry, {**location, "state": dump["state"]}, mono, wall)
+        missed: MissedStep = {
+            "role": dump["role"],
+            "rank": dump["rank"],
+            "step": dump.get("step"),
+            "stage": dump.get("stage"),
+            "state": state,
+        }
+        return self._missed(entry, missed, mono, wall)
 
-    def _missed(
-        self, entry: CaptureEntry, gap: Mapping[str, Any], mono: float, wall: float
-    ) -> list[Put]:
+    def _missed(self, entry: CaptureEntry, gap: MissedStep, mono: float, wall: float) -> list[Put]:
         agreed = entry.agreement
         if gap in agreed.missed or len(agreed.missed) >= _MISSED_LISTED:
             return []
-        agreed = dataclasses.replace(agreed, missed=[*agreed.missed, dict(gap)])
+        agreed = dataclasses.replace(agreed, missed=[*agreed.missed, gap])
         entry = CaptureEntry(entry.request, agreed)
         if gap["state"] == "missed" and agreed.again_left:
             agreed = dataclasses.replace(
@@ -261,7 +274,7 @@ class CaptureRequests:
         return [self.row(new), *self._partial(new, gap, wall)]
 
     # --- who is asked ----------------------------------------------------------------------
-    def participants_of(self, request: Mapping[str, Any]) -> CaptureParticipants:
+    def participants_of(self, request: CaptureSpec) -> CaptureParticipants:
         """Return the requested ranks of a request."""
         return participants_of(self.state.registry, request)
 
@@ -271,7 +284,7 @@ class CaptureRequests:
 
     def _estimates_of(
         self, entry: CaptureEntry, participants: CaptureParticipants
-    ) -> list[dict[str, Any]]:
+    ) -> list[CaptureCost]:
         """Return the estimates of the requested ranks; ranks without a part in it are left out."""
         members = {(each.role, each.rank) for each in participants.members}
         estimates_by_rank = self._estimates.get(entry.capture_id, {})
@@ -283,7 +296,7 @@ class CaptureRequests:
         self,
         pending: Agreement,
         participants: CaptureParticipants,
-        estimates: Iterable[Mapping[str, Any]],
+        estimates: Iterable[CaptureCost],
     ) -> bool:
         """Return whether a rank has acknowledged and not yet sent its estimate."""
         estimates_by_rank = {(each["role"], each["rank"]) for each in estimates}
@@ -310,14 +323,30 @@ class CaptureRequests:
             return [self._finding(entry, "capture_not_started", agreed.reason or "", wall)]
         if agreed.phase == agreement_rules.AGREED and agreed.without:
             text = f"it starts at step {agreed.start} without {names(agreed.without)}"
-            return [self._finding(entry, "capture_partial", text, wall, start=agreed.start)]
+            return [self._finding(entry, "capture_partial", text, wall, step=agreed.start)]
         return []
 
-    def _partial(self, entry: CaptureEntry, gap: Mapping[str, Any], wall: float) -> list[Put]:
+    def _partial(self, entry: CaptureEntry, gap: MissedStep, wall: float) -> list[Put]:
         text = f"{gap['role']} rank {gap['rank']} {gap['state']} {gap['stage']} of it"
-        return [self._finding(entry, "capture_partial", text, wall, **gap)]
+        return [
+            self._finding(
+                entry, "capture_partial", text, wall,
+                step=gap["step"], stage=gap["stage"], role=gap["role"], rank=gap["rank"],
+            )
+        ]  # fmt: skip
 
-    def _finding(self, entry: CaptureEntry, kind: str, text: str, wall: float, **about: Any) -> Put:
+    def _finding(
+        self,
+        entry: CaptureEntry,
+        kind: str,
+        text: str,
+        wall: float,
+        *,
+        step: int | None = None,
+        stage: str | None = None,
+        role: str | None = None,
+        rank: int | None = None,
+    ) -> Put:
         attempt = attempt_of(self.state.registry, entry.request)
         return finding(
             kind,
@@ -325,10 +354,10 @@ class CaptureRequests:
             run=entry.request["run"],
             attempt_id=None if attempt is None else attempt.attempt_id,
             wall=wall,
-            step=about.get("step", about.get("start")),
-            stage=about.get("stage"),
-            role=about.get("role"),
-            rank=about.get("rank"),
+            step=step,
+            stage=stage,
+            role=role,
+            rank=rank,
             evidence={"capture_id": entry.capture_id, "agreement": entry.agreement.number},
             advice=f"see /captures/{entry.capture_id} for who acknowledged and who collected",
         )

@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import sqlalchemy as sa
 
-from stagescope_service.store import connect
-from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
 from stagescope_service.store.snapshot import Query
-from stagescope_service.store.tables import TABLES, artifacts, steps
+from stagescope_service.store.tables import TABLES, ArtifactRow, artifacts, steps
 
 _THERE = (artifacts.c.kind == "kept") & artifacts.c.deleted_wall.is_(None)
 _OLDEST_FIRST = (artifacts.c.wall, artifacts.c.step, artifacts.c.artifact_id)
+
+
+class KeptBytes(TypedDict):
+    """The kept files of a node: how many, and their bytes."""
+
+    node_id: str
+    files: int
+    bytes: int
+
+
+class KeptPlace(TypedDict):
+    """Where a kept file lies."""
+
+    artifact_id: str
+    node_id: str
+    path: str
+
+
+class KeptFile(KeptPlace):
+    """A kept file, its size and its step."""
+
+    bytes: int
+    attempt_id: int
+    step: int | None
+
+
+class PinnedStep(TypedDict):
+    """A step whose payloads are pinned."""
+
+    run: str
+    attempt: int
+    """The attempt's number."""
+    step: int
 
 
 def kept_bytes() -> Query:
@@ -65,7 +98,7 @@ def kept_files(
     )
 
 
-def newest_kept_steps(attempt_id: int) -> Query:
+def newest_kept_steps(attempt_id: int) -> sa.Select[int]:
     """Select the steps of an attempt that have kept files, the newest first."""
     return (
         sa.select(artifacts.c.step)
@@ -91,13 +124,14 @@ class FileQueries(Reader):
         deleted: bool | None = False,
         limit: int = LIMIT,
         offset: int = 0,
-    ) -> list[Row]:
+    ) -> list[ArtifactRow]:
         """Return artifacts by step and rank, without deleted ones by default."""
         where = conditions("artifacts", locals())
         if deleted is not None:
             column = TABLES["artifacts"].c.deleted_wall
             where.append(column.is_not(None) if deleted else column.is_(None))
-        return self._page("artifacts", where, "step stage rank artifact_id", limit, offset)
+        order = "step stage rank artifact_id"
+        return self._page(ArtifactRow, "artifacts", where, order, limit, offset)
 
     def kept_steps(self, attempt_id: int) -> list[int]:
         """Return the steps that have payload files, the newest first."""
@@ -109,20 +143,19 @@ class FileQueries(Reader):
             .distinct()
             .order_by(table.step.desc())
         )
-        with connect.catalogue_errors(self._where), self._connect() as connection:
-            return [int(step) for step in connection.scalars(query)]
+        return self._values(query)
 
-    def pinned_steps(self, run: str | None = None) -> list[Row]:
+    def pinned_steps(self, run: str | None = None) -> list[PinnedStep]:
         """Return run, attempt and step of the steps whose payloads are pinned, newest first."""
-        return self._rows(overview.pinned_steps(run))
+        return self._rows(PinnedStep, overview.pinned_steps(run))
 
-    def kept_bytes(self) -> list[Row]:
+    def kept_bytes(self) -> list[KeptBytes]:
         """Return `node_id`, `files` and `bytes` of the kept files of each node."""
-        return self._rows(kept_bytes())
+        return self._rows(KeptBytes, kept_bytes())
 
-    def kept_places(self) -> list[Row]:
+    def kept_places(self) -> list[KeptPlace]:
         """Return `artifact_id`, `node_id` and `path` of every existing kept file."""
-        return self._rows(kept_places())
+        return self._rows(KeptPlace, kept_places())
 
     def kept_files(
         self,
@@ -132,7 +165,7 @@ class FileQueries(Reader):
         attempt_id: int | None = None,
         before_step: int | None = None,
         limit: int = LIMIT,
-    ) -> list[Row]:
+    ) -> list[KeptFile]:
         """Return the kept files that may be deleted, the oldest first; see `files.kept_files`."""
         query = kept_files(
             node_id=node_id,
@@ -140,9 +173,8 @@ class FileQueries(Reader):
             attempt_id=attempt_id,
             before_step=before_step,
         )
-        return self._rows(query.limit(limit))
+        return self._rows(KeptFile, query.limit(limit))
 
     def newest_kept_steps(self, attempt_id: int, *, limit: int) -> list[int]:
         """Return the newest steps of an attempt that have kept files, newest first."""
-        found = self._rows(newest_kept_steps(attempt_id).limit(limit))
-        return [row["step"] for row in found]
+        return self._values(newest_kept_steps(attempt_id).limit(limit))

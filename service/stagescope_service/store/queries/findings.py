@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypedDict
 
 import sqlalchemy as sa
 
-from stagescope_service.store.contract import Row
-from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope.wire.nonfinite import Json
+from stagescope_service.store.queries.reader import LIMIT, Filter, R, Reader, conditions
 from stagescope_service.store.tables import (
     TABLES,
+    FindingRow,
+    FiringRow,
+    LossRow,
+    StackRow,
+    TriggerRulesRow,
 )
+from stagescope_service.store.tables.findings import FiredActions
 
 EventsTable = Literal["findings", "losses", "firings"]
 AnyOf: TypeAlias = Mapping[str, Sequence[str]]
@@ -34,28 +40,114 @@ _OUTLINES: Final[dict[str, tuple[str, str]]] = {
 """Table -> columns that describe a row briefly, and the order with the newest first."""
 
 
+class Outline(TypedDict):
+    """What a finding, loss or firing is about."""
+
+    attempt_id: int | None
+    step: int | None
+    stage: str | None
+    role: str | None
+    rank: int | None
+
+
+class FindingOutline(Outline):
+    """A finding without its advice."""
+
+    finding_id: str
+    kind: str
+    severity: str
+    message: str
+    count: int | None
+    first_wall: float
+    last_wall: float
+    over_wall: float | None
+    evidence: dict[str, Json] | None
+    """Of a finding that names an operator or a rule's metric."""
+
+
+class LossOutline(Outline):
+    """A loss without its run."""
+
+    loss_id: str
+    kind: str
+    reason: str | None
+    count: int | None
+    bytes: int | None
+    wall: float
+
+
+class FiringOutline(Outline):
+    """A firing without its evidence."""
+
+    run: str
+    rule: str
+    round: int | None
+    message: str
+    wall: float
+    actions: FiredActions | None
+    withdrawn_wall: float | None
+
+
+class FindingPlace(TypedDict):
+    """The rank and stage of a step that a finding is about."""
+
+    attempt_id: int
+    step: int
+    role: str
+    stage: str | None
+    rank: int
+
+
+class LostPayloads(TypedDict):
+    """The payloads of a step that were lost: how many, and one of the reasons."""
+
+    attempt_id: int
+    step: int
+    count: int
+    reason: str
+
+
 class FindingQueries(Reader):
     """Queries for findings, losses, stacks, trigger rules and their firings."""
 
-    def outline(
+    def finding_outlines(
         self,
-        name: EventsTable,
         *,
         run: Filter = None,
         attempt_id: Filter = None,
-        step: Filter = None,
         kind: Filter = None,
-        severity: Filter = None,
         any_of: AnyOf | None = None,
         limit: int = LIMIT,
-    ) -> list[Row]:
-        """Return the findings, losses or firings without their advice, the newest first.
+    ) -> list[FindingOutline]:
+        """Return the findings in brief, the newest first."""
+        return self._outlines(FindingOutline, "findings", locals())
 
-        Findings that name an operator or a rule's metric include their `evidence`.
-        """
+    def loss_outlines(
+        self,
+        *,
+        run: Filter = None,
+        attempt_id: Filter = None,
+        any_of: AnyOf | None = None,
+        limit: int = LIMIT,
+    ) -> list[LossOutline]:
+        """Return the losses in brief, the newest first."""
+        return self._outlines(LossOutline, "losses", locals())
+
+    def firing_outlines(
+        self,
+        *,
+        run: Filter = None,
+        attempt_id: Filter = None,
+        any_of: AnyOf | None = None,
+        limit: int = LIMIT,
+    ) -> list[FiringOutline]:
+        """Return the firings in brief, the newest first, including withdrawn ones."""
+        return self._outlines(FiringOutline, "firings", locals())
+
+    def _outlines(self, row: type[R], name: EventsTable, arguments: Mapping[str, Json]) -> list[R]:
         table = TABLES[name]
         columns, order = _OUTLINES[name]
-        shown: list[sa.ColumnElement[Any]] = [table.c[column] for column in columns.split()]
+        shown: list[sa.ColumnElement[object]] = [table.c[column] for column in columns.split()]
         if name == "findings":
             named = (table.c.kind == "non_finite_operator") | table.c.kind.startswith(
                 "trigger_", autoescape=True
@@ -65,9 +157,8 @@ class FindingQueries(Reader):
             table.c[column[1:]].desc() if column.startswith("-") else table.c[column]
             for column in order.split()
         ]
-        where = _conditions(name, locals())
-        query = sa.select(*shown).where(*where).order_by(*by)
-        return self._rows(query.limit(limit))
+        query = sa.select(*shown).where(*_conditions(name, arguments)).order_by(*by)
+        return self._rows(row, query.limit(arguments["limit"]))
 
     def kinds(
         self, name: EventsTable, *, run: Filter = None, attempt_id: Filter = None
@@ -75,14 +166,14 @@ class FindingQueries(Reader):
         """Return the existing kinds of findings or losses, or the rules with firings."""
         table = TABLES[name]
         column = table.c["rule" if name == "firings" else "kind"]
-        query = sa.select(column.label("kind")).where(*conditions(name, locals())).distinct()
-        return [str(row["kind"]) for row in self._rows(query.order_by(column))]
+        query = sa.select(column).where(*conditions(name, locals())).distinct()
+        return self._values(query.order_by(column))
 
-    def finding(self, finding_id: str) -> list[Row]:
+    def finding(self, finding_id: str) -> list[FindingRow]:
         """Return the findings whose id has this prefix, at most two."""
         column = TABLES["findings"].c.finding_id
         query = sa.select(TABLES["findings"]).where(column.startswith(finding_id, autoescape=True))
-        return self._rows(query.order_by(column).limit(2))
+        return self._rows(FindingRow, query.order_by(column).limit(2))
 
     def findings(
         self,
@@ -96,9 +187,10 @@ class FindingQueries(Reader):
         any_of: AnyOf | None = None,
         limit: int = LIMIT,
         offset: int = 0,
-    ) -> list[Row]:
+    ) -> list[FindingRow]:
         """Return findings, the most recently seen first."""
         return self._page(
+            FindingRow,
             "findings",
             _conditions("findings", locals()),
             "-last_wall finding_id",
@@ -114,8 +206,8 @@ class FindingQueries(Reader):
         *,
         first: int | None = None,
         last: int | None = None,
-    ) -> list[Row]:
-        """Return `attempt_id`, `step`, `stage`, `role`, `rank` of findings of a kind, in order.
+    ) -> list[FindingPlace]:
+        """Return the places of findings of a kind, in order.
 
         Args:
             kind: the kind.
@@ -129,7 +221,7 @@ class FindingQueries(Reader):
         where += [columns[1].in_(list(steps))] if steps is not None else []
         where += [columns[1] >= first] if first is not None else []
         where += [columns[1] <= last] if last is not None else []
-        return self._rows(sa.select(*columns).where(*where).order_by(*columns))
+        return self._rows(FindingPlace, sa.select(*columns).where(*where).order_by(*columns))
 
     def losses(
         self,
@@ -142,14 +234,15 @@ class FindingQueries(Reader):
         any_of: AnyOf | None = None,
         limit: int = LIMIT,
         offset: int = 0,
-    ) -> list[Row]:
+    ) -> list[LossRow]:
         """Return losses, the newest first."""
-        return self._page("losses", _conditions("losses", locals()), "-wall loss_id", limit, offset)
+        where = _conditions("losses", locals())
+        return self._page(LossRow, "losses", where, "-wall loss_id", limit, offset)
 
     def lost_payloads(
         self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
-    ) -> list[Row]:
-        """Return `attempt_id`, `step`, `count` and a `reason` of steps that lost payloads."""
+    ) -> list[LostPayloads]:
+        """Return the steps that lost payloads."""
         table = TABLES["losses"]
         by = (table.c.attempt_id, table.c.step)
         where = [by[0].in_(list(attempts)), by[1].is_not(None), table.c.kind == "payload"]
@@ -157,7 +250,7 @@ class FindingQueries(Reader):
         where += [by[1] <= last] if last is not None else []
         count = sa.func.sum(sa.func.coalesce(table.c.count, 1)).label("count")
         query = sa.select(*by, count, sa.func.min(table.c.reason).label("reason")).where(*where)
-        return self._rows(query.group_by(*by))
+        return self._rows(LostPayloads, query.group_by(*by))
 
     def stacks(
         self,
@@ -171,14 +264,15 @@ class FindingQueries(Reader):
         source: Filter = None,
         limit: int = LIMIT,
         offset: int = 0,
-    ) -> list[Row]:
+    ) -> list[StackRow]:
         """Return process stacks, requested or written by watchdogs, the newest first."""
         order = "-wall role rank incarnation request_id"
-        return self._page("stacks", conditions("stacks", locals()), order, limit, offset)
+        where = conditions("stacks", locals())
+        return self._page(StackRow, "stacks", where, order, limit, offset)
 
-    def trigger_rules(self) -> Row | None:
+    def trigger_rules(self) -> TriggerRulesRow | None:
         """Return the latest trigger rules, or None; `document` contains secrets."""
-        found = self._page("trigger_rules", [], "-revision", 1)
+        found = self._page(TriggerRulesRow, "trigger_rules", [], "-revision", 1)
         return found[0] if found else None
 
     def firings(
@@ -191,9 +285,10 @@ class FindingQueries(Reader):
         any_of: AnyOf | None = None,
         limit: int = LIMIT,
         offset: int = 0,
-    ) -> list[Row]:
+    ) -> list[FiringRow]:
         """Return firings, the newest first, including withdrawn ones."""
         return self._page(
+            FiringRow,
             "firings",
             _conditions("firings", locals()),
             "-wall -attempt_id -step rule",
@@ -202,7 +297,7 @@ class FindingQueries(Reader):
         )
 
 
-def _conditions(name: EventsTable, arguments: Mapping[str, Any]) -> list[sa.ColumnElement[bool]]:
+def _conditions(name: EventsTable, arguments: Mapping[str, Json]) -> list[sa.ColumnElement[bool]]:
     """Return the conditions of a query's arguments: its filters, and `any_of`."""
     columns, any_of = TABLES[name].c, arguments["any_of"]
     chosen = [] if any_of is None else [columns[key].in_([*any_of[key]]) for key in any_of]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Final, Literal
+from typing import Final, Literal, TypedDict
 
 import sqlalchemy as sa
+from typing_extensions import NotRequired
 
-from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import rollouts
+from stagescope_service.store.queries.overview import StepOverview
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, of_few
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import (
     TABLES,
+    PayloadRow,
     SampleRow,
+    ScalarRow,
     StreamRow,
+    SummaryRow,
 )
 from stagescope_service.store.tables.compact import scalar_names
 
@@ -22,6 +26,55 @@ _STEP_STATE: Final = (
     "attempt_id", "step", "closed_wall", "completeness", "superseded_by", "whole_wall",
     "parts_mark", "whole_mark", "rows_removed",
 )  # fmt: skip
+
+
+class StepNumbers(StepOverview):
+    """A step with its stored numbers; those are null if it has none of this version."""
+
+    stage: str | None
+    verdict: str | None
+    suspects: list[str] | None
+    tokens: int | None
+    masked_tokens: int | None
+    unequal_tokens: int | None
+    metrics: NotRequired[dict[str, float | str | None] | None]
+    slices: NotRequired[bytes | None]
+
+
+class ScalarValues(TypedDict):
+    """A scalar of a step, stage and role (and rank), aggregated over its ranks and parts."""
+
+    attempt_id: int
+    step: int | None
+    stage: str | None
+    role: str
+    rank: NotRequired[int]
+    mean: float | None
+    """Of the finite values, as `low` and `high`; null if there is none."""
+    low: float | None
+    high: float | None
+    count: int
+    """Of all values."""
+    nan: int
+    posinf: int
+    neginf: int
+
+
+class PayloadStates(TypedDict):
+    """The payloads of a step in one state: how many, and one of the reasons."""
+
+    attempt_id: int
+    step: int
+    state: str
+    replaced: bool
+    """Whether their stage was superseded."""
+    count: int
+    reason: str | None
+
+
+class _ScalarName(TypedDict):
+    name: str
+    last: int | None
 
 
 class MeasurementQueries(Reader):
@@ -39,12 +92,13 @@ class MeasurementQueries(Reader):
         nonfinite: Filter = None,
         limit: int = LIMIT,
         offset: int = 0,
-    ) -> list[Row]:
+    ) -> list[ScalarRow]:
         """Return scalars by step, name and rank; `value` is a float, including nan and inf.
 
         Excludes those of stages that a newer incarnation or report replaced.
         """
         found = self._page(
+            ScalarRow,
             "scalars",
             [
                 *conditions("scalars", locals()),
@@ -67,8 +121,8 @@ class MeasurementQueries(Reader):
         """
         found: dict[str, int | None] = {}
         for attempt_id in attempts:
-            for row in self._rows(_scalar_names(attempt_id)):
-                name, last = str(row["name"]), found.get(row["name"])
+            for row in self._rows(_ScalarName, _scalar_names(attempt_id)):
+                name, last = row["name"], found.get(row["name"])
                 found[name] = row["last"] if last is None else max(last, row["last"] or last)
         return dict(sorted(found.items()))
 
@@ -80,15 +134,15 @@ class MeasurementQueries(Reader):
         table = TABLES["steps"]
         lower = [table.c.attempt_id == attempt_id, table.c.step < step]
         query = sa.select(table.c.step).where(*lower).order_by(table.c.step.desc())
-        found = self._rows(query.limit(1).offset(keep - 1))
-        return int(found[0]["step"]) if found else None
+        found = self._values(query.limit(1).offset(keep - 1))
+        return found[0] if found else None
 
     def summarised_steps(self, attempt_id: int, *, through: int) -> list[int]:
         """Return the steps up to `through` that have part summaries, ascending, at most `LIMIT`."""
         table = TABLES["summaries"]
         where = [table.c.attempt_id == attempt_id, table.c.step <= through]
         query = sa.select(table.c.step).where(*where).distinct().order_by(table.c.step)
-        return [int(row["step"]) for row in self._rows(query.limit(LIMIT))]
+        return self._values(query.limit(LIMIT))
 
     def step_metrics(
         self,
@@ -98,13 +152,11 @@ class MeasurementQueries(Reader):
         first: int | None = None,
         last: int | None = None,
         numbers: Literal["metrics", "slices"] | None = "metrics",
-    ) -> Iterator[Row]:
+    ) -> Iterator[StepNumbers]:
         """Yield every step of attempts with its numbers, the newest step and attempt first.
 
-        Each row has columns of `steps` without the blob, `has_whole`, and from `step_metrics` the
-        `stage`, `verdict`, `suspects`, token counts and the column `numbers`: those of the step or
-        of its slices (None selects neither). The latter are null if the step has no numbers of
-        this `version`, or outdated ones.
+        The column `numbers` has those of the step or of its slices (None selects neither). They
+        are null if the step has no numbers of this `version`, or outdated ones.
         """
         steps, found = TABLES["steps"], TABLES["step_metrics"]
         current = sa.and_(
@@ -125,7 +177,7 @@ class MeasurementQueries(Reader):
             .where(steps.c.attempt_id.in_(list(attempts)), *_between(steps.c.step, first, last))
             .order_by(steps.c.step.desc(), steps.c.attempt_id.desc())
         )
-        yield from self._each(query)
+        yield from self._each(StepNumbers, query)
 
     def scalar_values(
         self,
@@ -138,12 +190,8 @@ class MeasurementQueries(Reader):
         stage: Filter = None,
         role: Filter = None,
         rank: Filter = None,
-    ) -> Iterator[Row]:
-        """Yield a scalar by step, stage and role (and rank), aggregated over its ranks and parts.
-
-        `mean`, `low` and `high` are of the finite values (null if there is none), `count` is of
-        all; `nan`, `posinf` and `neginf` count the others. The newest step comes first.
-        """
+    ) -> Iterator[ScalarValues]:
+        """Yield a scalar by step, stage and role (and rank), the newest step first."""
         table = TABLES["scalars"]
         of = ["attempt_id", "step", "stage", "role", *(["rank"] if by_rank else [])]
         kinds = {"nan": "nan", "posinf": "inf", "neginf": "-inf"}
@@ -170,7 +218,7 @@ class MeasurementQueries(Reader):
             .group_by(*(table.c[column] for column in of))
             .order_by(table.c.step.desc(), table.c.attempt_id.desc())
         )
-        yield from self._each(query)
+        yield from self._each(ScalarValues, query)
 
     def _answers(self, attempts: Filter) -> list[sa.ColumnElement[bool]]:
         """Return the condition that a scalar's stage is not known to be replaced.
@@ -178,7 +226,7 @@ class MeasurementQueries(Reader):
         The list is empty if no stage of the attempts is, the usual case.
         """
         superseded = _superseded(attempts, "incarnation", "work_key")
-        if self._first(superseded) is None:
+        if not self._values(superseded.limit(1)):
             return []
         scalars, stages = TABLES["scalars"].c, TABLES["stages"].c
         own = (stages.incarnation == scalars.incarnation) & (stages.work_key == scalars.work_key)
@@ -197,7 +245,7 @@ class MeasurementQueries(Reader):
         rank = (table.c.attempt_id, table.c.role, table.c.rank)
         where = [*conditions("processes", {"attempt_id": attempts}), is_probe]
         twice = sa.select(rank[0]).where(*where).group_by(*rank).having(sa.func.count() > 1)
-        if self._first(twice) is None:
+        if not self._values(twice.limit(1)):
             return []
         scalars, other = TABLES["scalars"].c, TABLES["scalars"].alias().c
         own, newer = table.alias().c, table.alias().c
@@ -226,9 +274,10 @@ class MeasurementQueries(Reader):
         consumed_step: Filter = None,
         limit: int = LIMIT,
         offset: int = 0,
-    ) -> list[Row]:
+    ) -> list[PayloadRow]:
         """Return payloads in the order of their announcement."""
         return self._page(
+            PayloadRow,
             "payloads",
             conditions("payloads", locals()),
             "announced_wall incarnation seq",
@@ -238,8 +287,8 @@ class MeasurementQueries(Reader):
 
     def payload_states(
         self, attempts: Sequence[int], steps: Sequence[int], *, whole: Collection[int] = ()
-    ) -> list[Row]:
-        """Return `attempt_id`, `step`, `state`, `replaced`, `count` and a `reason` of payloads.
+    ) -> list[PayloadStates]:
+        """Return the payloads of steps by state.
 
         Args:
             attempts: ids of the attempts.
@@ -249,7 +298,7 @@ class MeasurementQueries(Reader):
         columns = TABLES["payloads"].c
         superseded = _superseded(attempts, "incarnation", "work_key", "end_seq")
         replaced: sa.ColumnElement[bool] = sa.literal(value=False)
-        if self._first(superseded) is not None:
+        if self._values(superseded.limit(1)):
             key = (columns.incarnation, columns.work_key, columns.seq)
             replaced = sa.func.coalesce(sa.tuple_(*key).in_(superseded), sa.false())
         chosen = (
@@ -271,7 +320,7 @@ class MeasurementQueries(Reader):
         query = sa.select(
             *by, sa.func.count().label("count"), sa.func.min(chosen.reason).label("reason")
         )
-        return self._rows(query.group_by(*by).order_by(*by))
+        return self._rows(PayloadStates, query.group_by(*by).order_by(*by))
 
     def summaries(
         self,
@@ -283,9 +332,10 @@ class MeasurementQueries(Reader):
         rank: Filter = None,
         pair: Filter = None,
         policy_version: Filter = None,
-    ) -> list[Row]:
+    ) -> list[SummaryRow]:
         """Return the summaries of payloads with their blobs, by stage, rank and part."""
         return self._page(
+            SummaryRow,
             "summaries",
             conditions("summaries", locals()),
             "step stage role rank occurrence epoch minibatch microbatch incarnation seq pair",
@@ -293,7 +343,7 @@ class MeasurementQueries(Reader):
 
     def streams(self, attempt_id: int, *, stage: Filter = None) -> list[StreamRow]:
         """Return the properties of an attempt's log-prob streams."""
-        return self._typed_page(
+        return self._page(
             StreamRow, "streams", conditions("streams", locals()), "stream role stage"
         )
 
@@ -309,7 +359,7 @@ class MeasurementQueries(Reader):
         offset: int = 0,
     ) -> list[SampleRow]:
         """Return samples by step and sample_uid."""
-        return self._typed_page(
+        return self._page(
             SampleRow,
             "samples",
             conditions("samples", locals()),
@@ -318,24 +368,25 @@ class MeasurementQueries(Reader):
             offset,
         )
 
-    def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[Row]:
+    def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:
         """Return the rows that other processes wrote for the samples that a step consumed."""
-        return self._rows(rollouts.consumed_samples(attempts, attempt_id, step))
+        return self._rows(SampleRow, rollouts.consumed_samples(attempts, attempt_id, step))
 
     def rollout_payloads(
         self, attempts: Sequence[int], step: int, versions: Collection[int | None]
-    ) -> list[Row]:
+    ) -> list[PayloadRow]:
         """Return ingested rollouts of a step, or of no step and one of `versions`, oldest first."""
-        return self._rows(rollouts.rollout_payloads(attempts, step, versions))
+        return self._rows(PayloadRow, rollouts.rollout_payloads(attempts, step, versions))
 
 
 def _superseded(attempts: Filter, *names: str) -> Query:
     """Select columns of the superseded stages of attempts, which are few."""
     columns = TABLES["stages"].c
     # The text of the partial index, by which they are found.
-    where: list[Any] = [sa.text("stages.superseded"), *of_few("stages", attempts)]
+    where = sa.text("stages.superseded")
     found = [columns[name] for name in names]
-    return sa.select(*found).where(*where, *(column.is_not(None) for column in found))
+    is_known = (column.is_not(None) for column in found)
+    return sa.select(*found).where(where, *of_few("stages", attempts), *is_known)
 
 
 def _between(

@@ -3,14 +3,95 @@
 from __future__ import annotations
 
 import functools
-from typing import Final
+from typing import Final, TypedDict
 
 import sqlalchemy as sa
+from typing_extensions import Required
 
+from stagescope.wire.nonfinite import Json
 from stagescope_service.store import tables
 from stagescope_service.store.snapshot import ANNOUNCED, Query
-from stagescope_service.store.tables import dumps, findings, losses, payloads, processes, stages
+from stagescope_service.store.tables import (
+    AttemptColumns,
+    RunRow,
+    StepColumns,
+    StepState,
+    dumps,
+    findings,
+    losses,
+    payloads,
+    processes,
+    stages,
+)
 from stagescope_service.store.tables.compact import training_begins
+
+
+class ListedRun(RunRow):
+    """A run with its newest attempt."""
+
+    attempts: int
+    """Their number."""
+    attempt_id: int | None
+    """Of the newest; as the following it is null if the run has no attempt."""
+    attempt: int | None
+    """Its number."""
+    attempt_key: str | None
+    last_closed_step: int | None
+    last_wall: float | None
+    """The last contact with any of the run's processes."""
+    live: bool
+
+
+class ListedAttempt(AttemptColumns):
+    """An attempt with the activity of its processes."""
+
+    last_wall: float
+    processes: int
+    live: bool
+
+
+class DescribedAttempt(ListedAttempt):
+    """An attempt with the activity of its processes and its fingerprint."""
+
+    fingerprint: dict[str, Json] | None
+
+
+class TrainingAttempt(AttemptColumns):
+    """An attempt, and the training stage of it that began last."""
+
+    begin_wall: float
+    step: int | None
+
+
+class StepOverview(StepState):
+    """How far a step and its numbers have come."""
+
+    has_whole: bool
+    """Whether it has a step summary."""
+
+
+class ListedStep(StepOverview, StepColumns):
+    """A step without its blob, with its attempt and its losses."""
+
+    run: str
+    attempt: int
+    """The attempt's number."""
+    losses: int
+    """Their number."""
+
+
+class Count(TypedDict, total=False):
+    """A row of a Prometheus metric: its labels, and a count."""
+
+    run: Required[str | None]
+    count: Required[int]
+    bytes: int | None
+    role: str
+    stage: str
+    kind: str
+    severity: str
+    state: str
+
 
 _ALIVE: Final = sa.and_(processes.c.finished_wall.is_(None), processes.c.lapsed_wall.is_(None))
 
@@ -49,7 +130,7 @@ def attempts(
     step: int | None = None,
     with_fingerprint: bool = False,
 ) -> Query:
-    """Select attempts, newest first, with `last_wall`, `processes`, `live`."""
+    """Select attempts, newest first: the columns of `ListedAttempt` or `DescribedAttempt`."""
     query = _attempts(with_fingerprint=with_fingerprint)
     if run is not None:
         query = query.where(tables.attempts.c.run == run)
@@ -102,7 +183,7 @@ def newest_summary(run: str | None) -> Query:
 
 
 def runs(run: str | None = None) -> Query:
-    """Select runs, the most recently active first, with their newest attempt."""
+    """Select runs, the most recently active first: the columns of `ListedRun`."""
     query = _runs()
     return query if run is None else query.where(tables.runs.c.run == run)
 
@@ -173,7 +254,7 @@ def _last_begun(attempt_id: sa.ColumnElement[int]) -> sa.ScalarSelect[float]:
 
 @functools.cache
 def training_attempt() -> Query:
-    """Select the attempt whose training stage began last, with that stage's `begin_wall`.
+    """Select the attempt whose training stage began last: the columns of `TrainingAttempt`.
 
     By the service's clock: otherwise a sender whose clock is ahead would always be the last.
     """
@@ -197,7 +278,7 @@ def pinned_steps(run: str | None) -> Query:
 
 
 def steps(attempt_id: int | None, run: str | None, before: int | None) -> Query:
-    """Select steps, newest first, without their blobs, with the number of losses of each."""
+    """Select steps, newest first: the columns of `ListedStep`."""
     lost = (
         sa.select(sa.func.count())
         .where(losses.c.attempt_id == tables.steps.c.attempt_id)

@@ -11,14 +11,15 @@ from typing import Final, TypeAlias, TypeVar, cast
 import sqlalchemy as sa
 
 from stagescope_service.store import connect
-from stagescope_service.store.contract import Row
 from stagescope_service.store.snapshot import Query, rows
 from stagescope_service.store.tables import TABLES
 
 Filter: TypeAlias = str | int | bool | Sequence[str] | Sequence[int] | None
 
 R = TypeVar("R")
-"""The row type of a table, a TypedDict of `store.tables`."""
+"""The type of a query's rows: a TypedDict with the columns that it selects."""
+
+T = TypeVar("T")
 
 LIMIT: Final = 1000
 _AT_ONCE: Final = 200
@@ -43,11 +44,16 @@ class Reader:
             self._file = found
         return self._engine.begin()
 
-    def _rows(self, query: Query) -> list[Row]:
+    def _rows(self, row: type[R], query: Query) -> list[R]:
         with connect.catalogue_errors(self._where), self._connect() as connection:
-            return rows(connection, query)
+            return rows(row, connection, query)
 
-    def _each(self, query: Query) -> Iterator[Row]:
+    def _values(self, query: sa.Select[T]) -> list[T]:
+        """Return the values of a query's only column."""
+        with connect.catalogue_errors(self._where), self._connect() as connection:
+            return [*connection.scalars(query)]
+
+    def _each(self, row: type[R], query: Query) -> Iterator[R]:
         """Yield the rows of a query as they are read, for results larger than memory."""
         with connect.catalogue_errors(self._where), self._connect() as connection:
             streaming = connection.execution_options(yield_per=_AT_ONCE)
@@ -56,29 +62,16 @@ class Reader:
             # another cursor runs, and that one reads its first rows again.
             with streaming.execute(query) as found:
                 for mapping in found.mappings():
-                    yield dict(mapping)
+                    yield cast("R", dict(mapping))
 
-    def _first(self, query: Query) -> Row | None:
-        found = self._rows(query.limit(1))
+    def _first(self, row: type[R], query: Query) -> R | None:
+        found = self._rows(row, query.limit(1))
         return found[0] if found else None
 
-    def _one(self, name: str, **key: Filter) -> Row | None:
-        return self._first(sa.select(TABLES[name]).where(*conditions(name, key)))
+    def _one(self, row: type[R], name: str, **key: Filter) -> R | None:
+        return self._first(row, sa.select(TABLES[name]).where(*conditions(name, key)))
 
     def _page(
-        self,
-        name: str,
-        where: list[sa.ColumnElement[bool]],
-        order: str,
-        limit: int | None = None,
-        offset: int = 0,
-        *,
-        without: str = "",
-    ) -> list[Row]:
-        query = _all_rows(name, order, without).where(*where)
-        return self._rows(query.limit(limit).offset(offset) if limit is not None else query)
-
-    def _typed_page(
         self,
         row: type[R],
         name: str,
@@ -86,9 +79,11 @@ class Reader:
         order: str,
         limit: int | None = None,
         offset: int = 0,
+        *,
+        without: str = "",
     ) -> list[R]:
-        """Return rows of a table with all columns, as its row type."""
-        return cast("list[R]", self._page(name, where, order, limit, offset))
+        query = _all_rows(name, order, without).where(*where)
+        return self._rows(row, query if limit is None else query.limit(limit).offset(offset))
 
 
 # Most of what a small query costs is to put it together: half of 2 ms.

@@ -8,7 +8,7 @@ from typing import Final
 import sqlalchemy as sa
 
 from stagescope.wire.schema import STEP_SUMMARY_STAGES
-from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import payloads, samples
 
@@ -20,7 +20,7 @@ REUSED_STEPS: Final = 8
 """Maximum distance in steps at which a consumed sample may be consumed again."""
 
 
-def side_by_side(attempts: Sequence[Row], attempt_id: int) -> list[int]:
+def side_by_side(attempts: Sequence[ListedAttempt], attempt_id: int) -> list[int]:
     """Return the attempts of a run that were live at the same time as `attempt_id`, and itself."""
     own = next((row for row in attempts if row["attempt_id"] == attempt_id), None)
     if own is None:

@@ -6,34 +6,38 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
-from stagescope_service.store.contract import Row
+from stagescope_service.store import connect
 from stagescope_service.store.queries.reader import LIMIT, Reader, conditions
-from stagescope_service.store.snapshot import Query
-from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables import (
+    TABLES,
+    OddReplicaRow,
+    WeightManifestRow,
+    WeightsRow,
+    WeightVerdictRow,
+)
 
 _records = TABLES["weights"]
 _verdicts = TABLES["weight_verdicts"]
 
 
-def newest_version(attempt_id: int) -> Query:
-    """Select the highest version that an attempt recorded, as `version` (null if none)."""
-    highest = sa.func.max(_records.c.version).label("version")
-    return sa.select(highest).where(_records.c.attempt_id == attempt_id)
+def newest_version(attempt_id: int) -> sa.Select[int]:
+    """Select the highest version that an attempt recorded (null if none)."""
+    return sa.select(sa.func.max(_records.c.version)).where(_records.c.attempt_id == attempt_id)
 
 
-def versions_of_step(attempt_id: int, step: int) -> Query:
+def versions_of_step(attempt_id: int, step: int) -> sa.Select[int]:
     """Select the versions that were recorded at a step, the highest first."""
     of_step = (_records.c.attempt_id == attempt_id) & (_records.c.step == step)
     return sa.select(_records.c.version).where(of_step).distinct().order_by(sa.desc("version"))
 
 
-def incomplete(attempt_id: int, before: int) -> Query:
+def incomplete(attempt_id: int, before: int) -> sa.Select[int]:
     """Select the versions below `before` whose verdict is incomplete."""
     unsettled = (_verdicts.c.attempt_id == attempt_id) & (_verdicts.c.version < before)
     return sa.select(_verdicts.c.version).where(unsettled, _verdicts.c.complete == sa.false())
 
 
-def uncompared() -> Query:
+def uncompared() -> sa.Select[int, int]:
     """Select (attempt_id, version) with more records than its verdict is based on."""
     recorded = (
         sa.select(_records.c.attempt_id, _records.c.version, sa.func.count().label("records"))
@@ -54,9 +58,10 @@ def uncompared() -> Query:
 class WeightQueries(Reader):
     """Queries for recorded weights, their verdicts and diverging replicas."""
 
-    def weights(self, attempt_id: int, version: int) -> list[Row]:
+    def weights(self, attempt_id: int, version: int) -> list[WeightsRow]:
         """Return the records of a version, in the order of their creation."""
         return self._page(
+            WeightsRow,
             "weights",
             conditions("weights", locals()),
             "wall side role rank incarnation seq",
@@ -65,31 +70,37 @@ class WeightQueries(Reader):
     def weight_manifests(self, manifests: Sequence[str]) -> dict[str, bytes]:
         """Return digest -> packed manifest of those that exist."""
         table = TABLES["weight_manifests"]
-        found = self._rows(sa.select(table).where(table.c.manifest.in_(manifests)))
+        chosen = sa.select(table).where(table.c.manifest.in_(manifests))
+        found = self._rows(WeightManifestRow, chosen)
         return {row["manifest"]: row["tensors"] for row in found}
 
     def newest_weights(self, attempt_id: int) -> int | None:
         """Return the highest version of weights that an attempt recorded, or None."""
-        version: int | None = self._rows(newest_version(attempt_id))[0]["version"]
-        return version
+        return self._values(newest_version(attempt_id))[0]
 
     def weight_versions(self, attempt_id: int, step: int) -> list[int]:
         """Return the versions of weights that were recorded at a step, the highest first."""
-        return [row["version"] for row in self._rows(versions_of_step(attempt_id, step))]
+        return self._values(versions_of_step(attempt_id, step))
 
-    def weight_verdicts(self, attempt_id: int, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
+    def weight_verdicts(
+        self, attempt_id: int, *, limit: int = LIMIT, offset: int = 0
+    ) -> list[WeightVerdictRow]:
         """Return the verdicts of an attempt's versions, the newest first."""
         where = conditions("weight_verdicts", {"attempt_id": attempt_id})
-        return self._page("weight_verdicts", where, "-version", limit, offset)
+        return self._page(WeightVerdictRow, "weight_verdicts", where, "-version", limit, offset)
 
     def incomplete_weights(self, attempt_id: int, before: int) -> list[int]:
         """Return the versions below `before` that still lacked records of some ranks."""
-        return [row["version"] for row in self._rows(incomplete(attempt_id, before))]
+        return self._values(incomplete(attempt_id, before))
 
     def uncompared(self) -> list[tuple[int, int]]:
         """Return (attempt_id, version) with records that were not compared."""
-        return [(row["attempt_id"], row["version"]) for row in self._rows(uncompared())]
+        with connect.catalogue_errors(self._where), self._connect() as connection:
+            return [
+                (attempt_id, version) for attempt_id, version in connection.execute(uncompared())
+            ]
 
-    def odd_replicas(self) -> list[Row]:
+    def odd_replicas(self) -> list[OddReplicaRow]:
         """Return every divergence of a rank's weights from its replicas, the newest first."""
-        return self._page("odd_replicas", [], "-wall attempt_id version side role rank")
+        order = "-wall attempt_id version side role rank"
+        return self._page(OddReplicaRow, "odd_replicas", [], order)

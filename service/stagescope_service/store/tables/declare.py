@@ -7,7 +7,7 @@ from typing import Any, Final, TypedDict
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
 
-from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS
+from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS, PartColumns
 from stagescope_service.store.columns import Int, Text
 
 metadata: Final = sa.MetaData(
@@ -65,19 +65,20 @@ def partial_index(name: str, *names: str, where: str) -> Index:
     return Index(name, *names, sqlite_where=sa.text(where), postgresql_where=sa.text(where))
 
 
-class WorkRow(TypedDict):
-    """The columns of `place`: which work of which rank a row is about."""
+class RankWork(PartColumns):
+    """The columns of `place` but the stage: which work of which rank a row is about."""
 
-    attempt_id: int | None
+    attempt_id: int
     step: int | None
     policy_version: int | None
-    stage: str | None
-    role: str | None
-    rank: int | None
-    occurrence: int | None
-    epoch: int | None
-    minibatch: int | None
-    microbatch: int | None
+    role: str
+    rank: int
+
+
+class StageWork(RankWork):
+    """The columns of `place` of work in a stage."""
+
+    stage: str
 
 
 class LayoutRow(TypedDict):

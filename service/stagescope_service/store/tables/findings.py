@@ -6,9 +6,10 @@ from typing import TypedDict
 
 from sqlalchemy import Column, Index
 
-from stagescope_service.store.columns import Flag, Int, Json, Real, StrictJson, Text
+from stagescope.wire.nonfinite import Json
+from stagescope_service.store.columns import Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
-    WorkRow,
+    RankWork,
     columns,
     key,
     partial_index,
@@ -45,13 +46,13 @@ class FindingRow(TypedDict):
     stage: str | None
     role: str | None
     rank: int | None
-    kind: str | None
-    severity: str | None
-    message: str | None
-    evidence: Json
-    advice: str | None
-    first_wall: float | None
-    last_wall: float | None
+    kind: str
+    severity: str
+    message: str
+    evidence: dict[str, Json]
+    advice: str
+    first_wall: float
+    last_wall: float
     count: int | None
     over_wall: float | None
 
@@ -81,11 +82,11 @@ class LossRow(TypedDict):
     rank: int | None
     step: int | None
     stage: str | None
-    kind: str | None
+    kind: str
     reason: str | None
     count: int | None
     bytes: int | None
-    wall: float | None
+    wall: float
 
 
 stacks = table(
@@ -103,19 +104,29 @@ stacks = table(
 )
 
 
-class StackRow(WorkRow):
+class StackThread(TypedDict):
+    """The stack of one thread, as `stacks.threads` lists it."""
+
+    name: str | None
+    ident: int | None
+    is_training: bool
+    stack: str
+
+
+class StackRow(RankWork):
     """A row of `stacks`."""
 
     incarnation: str
     request_id: str
+    stage: str | None
     source: str | None
-    state: str | None
+    state: str
     reason: str | None
     by: str | None
     wall: float | None
     deadline_wall: float | None
     answered_wall: float | None
-    threads: Json
+    threads: list[StackThread] | None
     truncated: bool | None
 
 
@@ -137,7 +148,7 @@ class TriggerRulesRow(TypedDict):
     by: str | None
     source: str | None
     digest: str | None
-    document: Json
+    document: dict[str, Json]
     since: Json
 
 
@@ -157,21 +168,67 @@ firings = table(
 )
 
 
-class FiringRow(TypedDict):
-    """A row of `firings`."""
+class PinOutcome(TypedDict):
+    """What a firing pinned of a step."""
+
+    step: int
+    payloads: int
+    bytes: int
+    gone: int
+    reasons: list[str]
+
+
+class FiredPins(TypedDict):
+    """The results of pins."""
+
+    steps: list[PinOutcome]
+
+
+class FiredCapture(TypedDict, total=False):
+    """The capture that a firing requested, or why it was refused."""
+
+    capture_id: str
+    refused: str
+
+
+class FiredWebhook(TypedDict):
+    """The result of a webhook."""
+
+    host: str
+    delivered: bool
+    reason: str
+
+
+class FiredActions(TypedDict, total=False):
+    """The results of a firing's actions; see `api.models.triggers.FiredActions`."""
+
+    pin: FiredPins
+    capture: FiredCapture
+    webhook: FiredWebhook
+    cools_since: int
+
+
+class FiringColumns(TypedDict):
+    """The columns of `firings` that say what fired, and whether that still holds."""
 
     attempt_id: int
     step: int
     rule: str
-    run: str | None
+    run: str
     revision: int | None
     stage: str | None
     role: str | None
     rank: int | None
     round: int | None
-    message: str | None
-    evidence: Json
-    actions: Json
-    wall: float | None
-    acted_wall: float | None
+    message: str
+    evidence: dict[str, Json]
+    wall: float
     withdrawn_wall: float | None
+
+
+class FiringRow(FiringColumns):
+    """A row of `firings`."""
+
+    actions: FiredActions | None
+    """What came of its actions; None while they are not taken."""
+    acted_wall: float | None

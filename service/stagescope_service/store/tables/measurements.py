@@ -6,9 +6,11 @@ from typing import TypedDict
 
 from sqlalchemy import Column, Index
 
-from stagescope_service.store.columns import Blob, Flag, Int, Json, Real, StrictJson, Text
+from stagescope.wire.nonfinite import Json
+from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
-    WorkRow,
+    RankWork,
+    StageWork,
     columns,
     key,
     place,
@@ -29,15 +31,17 @@ scalars = view(
 )
 
 
-class ScalarRow(WorkRow):
+class ScalarRow(RankWork):
     """A row of `scalars`."""
 
     incarnation: str
     work_key: str
+    stage: str | None
     name: str
-    value: float | None
+    value: float
+    """Null for nan and inf, which `Catalogue.scalars` restores."""
     nonfinite: str | None
-    wall: float | None
+    wall: float
 
 
 payloads = view(
@@ -55,16 +59,16 @@ payloads = view(
 )
 
 
-class PayloadRow(WorkRow):
+class PayloadRow(StageWork):
     """A row of `payloads`."""
 
     incarnation: str
     seq: int
-    work_key: str | None
-    state: str | None
+    work_key: str
+    state: str
     reason: str | None
-    tensors: Json
-    meta: Json
+    tensors: dict[str, Json] | None
+    meta: dict[str, Json] | None
     bytes: int | None
     node_id: str | None
     announced_wall: float | None
@@ -84,7 +88,7 @@ summaries = table(
 )
 
 
-class SummaryRow(WorkRow):
+class SummaryRow(StageWork):
     """A row of `summaries`."""
 
     incarnation: str
@@ -118,8 +122,8 @@ class StepMetricsRow(TypedDict):
     whole_wall: float | None
     stage: str | None
     verdict: str | None
-    suspects: Json
-    metrics: Json
+    suspects: list[str] | None
+    metrics: dict[str, float | str | None] | None
     slices: bytes | None
     tokens: int | None
     masked_tokens: int | None
@@ -154,7 +158,7 @@ class StreamRow(TypedDict):
     engine: str | None
     engine_version: str | None
     dtype: str | None
-    dtypes: Json
+    dtypes: list[str] | None
     quantisation: str | None
     processed: bool | None
     temperature: float | None
@@ -162,7 +166,7 @@ class StreamRow(TypedDict):
     top_k: int | None
     alignment: str | None
     routing: str | None
-    extra: Json
+    extra: dict[str, Json] | None
 
 
 samples = table(
@@ -196,7 +200,7 @@ class SampleRow(TypedDict):
     data_source: str | None
     prompt_hash: str | None
     tokens_hash: str | None
-    policy_versions: Json
+    policy_versions: list[int] | None
     consumed_step: int | None
     reward: float | None
     tokens: int | None
@@ -226,16 +230,16 @@ class WeightsRow(TypedDict):
 
     incarnation: str
     seq: int
-    attempt_id: int | None
+    attempt_id: int
     step: int | None
-    version: int | None
-    side: str | None
-    kind: str | None
-    role: str | None
-    rank: int | None
-    wall: float | None
-    checksums: bytes | None
-    manifest: str | None
+    version: int
+    side: str
+    kind: str
+    role: str
+    rank: int
+    wall: float
+    checksums: bytes
+    manifest: str
     device_kind: str | None
     device_index: int | None
     device_serial: str | None
@@ -248,7 +252,7 @@ class WeightManifestRow(TypedDict):
     """A row of `weight_manifests`."""
 
     manifest: str
-    tensors: bytes | None
+    tensors: bytes
 
 
 weight_verdicts = table(

@@ -6,10 +6,12 @@ from typing import TypedDict
 
 from sqlalchemy import Column, Index
 
-from stagescope.wire.schema import PART_FIELDS
-from stagescope_service.store.columns import Flag, Int, Json, Real, StrictJson, Text
+from stagescope.wire.nonfinite import Json
+from stagescope.wire.plan import StoredCapture
+from stagescope.wire.schema import PART_FIELDS, PartColumns
+from stagescope_service.store.columns import Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
-    WorkRow,
+    StageWork,
     columns,
     key,
     partial_index,
@@ -35,8 +37,8 @@ class CaptureRow(TypedDict):
 
     capture_id: str
     run: str | None
-    spec: Json
-    state: str | None
+    spec: StoredCapture
+    state: str
     by: str | None
     created_wall: float | None
     removed_wall: float | None
@@ -61,7 +63,7 @@ dumps = table(
 )
 
 
-class DumpRow(WorkRow):
+class DumpRow(StageWork):
     """A row of `dumps`."""
 
     incarnation: str
@@ -76,8 +78,8 @@ class DumpRow(WorkRow):
     task: str | None
     level: str | None
     error: str | None
-    overrides: Json
-    estimate: Json
+    overrides: dict[str, Json] | None
+    estimate: dict[str, Json] | None
     wall: float | None
 
 
@@ -104,7 +106,7 @@ operators = table(
 )
 
 
-class OperatorTableRow(WorkRow):
+class OperatorTableRow(StageWork):
     """A row of `operators`."""
 
     incarnation: str
@@ -129,8 +131,8 @@ class OperatorTableRow(WorkRow):
     truncated_at: int | None
     done: bool | None
     certain: bool | None
-    first_non_finite: Json
-    summary: Json
+    first_non_finite: dict[str, Json] | None
+    summary: dict[str, Json] | None
     wall: float | None
 
 
@@ -147,38 +149,35 @@ artifacts = view(
     *columns(Flag(), "shared pinned"),
     *columns(Real, "wall deleted_wall"),
     *columns(Int, f"policy_version {' '.join(PART_FIELDS)}"),
-    # Of a kept file: section -> names, and tensor -> [dtype, shape, rows or None].
     *columns(StrictJson(), "sections tensors"),
 )
 
 
-class ArtifactRow(TypedDict):
+class ArtifactRow(PartColumns):
     """A row of `artifacts`."""
 
     artifact_id: str
-    incarnation: str | None
-    seq: int | None
-    attempt_id: int | None
+    incarnation: str
+    seq: int
+    attempt_id: int
     step: int | None
-    stage: str | None
-    role: str | None
-    rank: int | None
-    kind: str | None
-    node_id: str | None
-    path: str | None
-    bytes: int | None
+    stage: str
+    role: str
+    rank: int
+    kind: str
+    node_id: str
+    path: str
+    bytes: int
     checksum: str | None
     shared: bool | None
     pinned: bool | None
-    wall: float | None
+    wall: float
     deleted_wall: float | None
     policy_version: int | None
-    occurrence: int | None
-    epoch: int | None
-    minibatch: int | None
-    microbatch: int | None
-    sections: Json
-    tensors: Json
+    sections: dict[str, list[str]] | None
+    """Of a kept file: section -> names."""
+    tensors: dict[str, list[Json]] | None
+    """Of a kept file: tensor -> [dtype, shape, rows or None]."""
 
 
 engines = table(
@@ -194,7 +193,7 @@ class EngineRow(TypedDict):
     """A row of `engines`."""
 
     name: str
-    url: str | None
+    url: str
     kind: str | None
     model: str | None
     version: str | None
@@ -202,7 +201,7 @@ class EngineRow(TypedDict):
     by: str | None
     note: str | None
     wall: float | None
-    settings: Json
+    settings: dict[str, Json] | None
 
 
 audit = table(
@@ -221,7 +220,7 @@ class AuditRow(TypedDict):
     wall: float | None
     by: str | None
     action: str | None
-    detail: Json
+    detail: dict[str, Json] | None
 
 
 meta = table("meta", key("key", Text), Column("value", StrictJson()))

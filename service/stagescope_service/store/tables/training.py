@@ -7,10 +7,11 @@ from typing import Final, TypedDict
 import sqlalchemy as sa
 from sqlalchemy import Column, Index
 
-from stagescope_service.store.columns import Blob, Flag, Int, Json, Real, StrictJson, Text
+from stagescope.wire.nonfinite import Json
+from stagescope_service.store.columns import Blob, Flag, Int, Real, StrictJson, Text
 from stagescope_service.store.tables.declare import (
     LayoutRow,
-    WorkRow,
+    StageWork,
     columns,
     key,
     layout,
@@ -30,7 +31,7 @@ class RunRow(TypedDict):
 
     run: str
     created_wall: float | None
-    settings: Json
+    settings: dict[str, Json] | None
 
 
 attempts = table(
@@ -49,21 +50,26 @@ attempts = table(
 )
 
 
-class AttemptRow(TypedDict):
-    """A row of `attempts`."""
+class AttemptColumns(TypedDict):
+    """The columns of `attempts` but the fingerprint, which is up to 100 kB of JSON."""
 
     attempt_id: int
     run: str
     number: int
     key: str
-    opened_wall: float | None
+    opened_wall: float
     ended_wall: float | None
     end_reason: str | None
     resumed_from_step: int | None
     first_step: int | None
     last_closed_step: int | None
-    fingerprint: Json
     unkeyed: bool | None
+
+
+class AttemptRow(AttemptColumns):
+    """A row of `attempts`."""
+
+    fingerprint: dict[str, Json] | None
 
 
 processes = table(
@@ -89,19 +95,17 @@ processes = table(
 )
 
 
-class ProcessRow(LayoutRow):
-    """A row of `processes`."""
+class ProcessColumns(LayoutRow):
+    """The columns of `processes` but `settings` and `hello`, which are up to 100 kB of JSON."""
 
     incarnation: str
-    attempt_id: int | None
-    role: str | None
-    rank: int | None
+    attempt_id: int
+    role: str
+    rank: int
     world_size: int | None
     data_rank: int | None
     node_id: str | None
     pid: int | None
-    settings: Json
-    hello: Json
     first_wall: float | None
     last_wall: float | None
     clock_offset: float | None
@@ -111,11 +115,18 @@ class ProcessRow(LayoutRow):
     dropped_events: int | None
     dropped_payloads: int | None
     dropped_bytes: int | None
-    dropped_seqs: Json
+    dropped_seqs: list[int] | None
     raw: bool | None
     unkeyed: bool | None
     max_step: int | None
     plan_revision: int | None
+
+
+class ProcessRow(ProcessColumns):
+    """A row of `processes`."""
+
+    settings: dict[str, Json] | None
+    hello: dict[str, Json] | None
 
 
 REMOVABLE: Final = "rows_removed IS NOT TRUE AND pinned IS NOT TRUE"
@@ -146,24 +157,44 @@ steps = table(
 )
 
 
-class StepRow(TypedDict):
-    """A row of `steps`."""
+class UnfinishedRank(TypedDict):
+    """A rank that has not ended a stage, as `steps.missing` lists it."""
+
+    role: str
+    rank: int
+    stage: str
+    status: str
+
+
+class StepState(TypedDict):
+    """The columns of `steps` that say how far a step and its numbers have come."""
 
     attempt_id: int
     step: int
-    opened_wall: float | None
     closed_wall: float | None
-    close_reason: str | None
     completeness: str | None
-    expected: Json
-    missing: Json
     superseded_by: int | None
-    whole: bytes | None
     whole_wall: float | None
-    pinned: bool | None
     parts_mark: int | None
     whole_mark: int | None
     rows_removed: bool | None
+
+
+class StepColumns(StepState):
+    """The columns of `steps` but the blob of the step summary."""
+
+    opened_wall: float | None
+    close_reason: str | None
+    expected: dict[str, dict[str, list[int]]] | None
+    """role -> stage -> ranks."""
+    missing: list[UnfinishedRank] | None
+    pinned: bool | None
+
+
+class StepRow(StepColumns):
+    """A row of `steps`."""
+
+    whole: bytes | None
 
 
 stages = view(
@@ -185,7 +216,7 @@ stages = view(
 )
 
 
-class StageRow(WorkRow):
+class StageRow(StageWork):
     """A row of `stages`."""
 
     incarnation: str
@@ -201,7 +232,7 @@ class StageRow(WorkRow):
     device_seconds: float | None
     clock_offset: float | None
     clock_error: float | None
-    status: str | None
+    status: str
     error_type: str | None
     error_message: str | None
     superseded: bool | None

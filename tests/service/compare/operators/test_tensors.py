@@ -14,7 +14,12 @@ from stagescope.comparison_requests import Tensors
 from stagescope.table import Table
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.compare.operators import tensors
-from stagescope_service.compare.operators.tensors import COLUMNS, Row, compare_tensors, read_table
+from stagescope_service.compare.operators.tensors import (
+    COLUMNS,
+    TensorRow,
+    compare_tensors,
+    read_table,
+)
 from stagescope_service.dumps.msprobe.operator_table import write_operator_table
 
 Dump = tuple[Path, Path]
@@ -36,7 +41,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Dump:
     return dump(tmp_path_factory.mktemp("plain"))
 
 
-def compared(a: Dump, b: Dump) -> list[Row]:
+def compared(a: Dump, b: Dump) -> list[TensorRow]:
     return compare_tensors(a[0], b[0], (a[1], b[1]))
 
 

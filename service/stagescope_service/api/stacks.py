@@ -1,0 +1,153 @@
+"""Routes about the Python stacks of processes: requesting them, and those that were taken."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Final, Literal
+
+from fastapi import APIRouter, Query, Request
+
+from stagescope.wire.schema import Part
+from stagescope_service.api.auth import caller_of
+from stagescope_service.api.dependencies import (
+    AttemptNumber,
+    Dependencies,
+    Deps,
+    Rank,
+    Role,
+    Run,
+    Stage,
+    StepTarget,
+)
+from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.models import steps as models
+from stagescope_service.api.models.bodies import StacksRequest
+from stagescope_service.api.problems import check_ready
+from stagescope_service.api.requests import Answer, PageOf, read_body
+from stagescope_service.api.rows import chosen_columns
+from stagescope_service.core.stack_requests import ANSWERED, ASKED
+from stagescope_service.store.tables import StackRow
+
+router = APIRouter(tags=["hangs"])
+
+_POLL_SECONDS: Final = 0.1
+_NO_ANSWER: Final = (
+    "no answer in time; where a call holds the interpreter lock its watchdog writes instead"
+)
+_STACK_COLUMNS: Final = (
+    "step", "stage", "role", "rank", "state", "source", "reason", "request_id", "wall",
+    "answered_wall", "truncated", "threads", "incarnation",
+)  # fmt: skip
+
+RequestId = Annotated[
+    str | None, Query(max_length=200, description="Only the answers to this request.")
+]
+Source = Annotated[
+    Literal["probe", "watchdog"] | None,
+    Query(description="Answers to requests, or what a watchdog wrote where none was possible."),
+]
+
+
+@router.get("/steps/{step}/stacks", response_model=models.StepStacks)
+def step_stacks(
+    deps: Deps,
+    target: StepTarget,
+    page: PageOf,
+    stage: Stage = None,
+    role: Role = None,
+    rank: Rank = None,
+    source: Source = None,
+    request_id: RequestId = None,
+) -> Answer:
+    """List the stacks that were taken in a step, a row a process, the newest first.
+
+    `threads` holds name, ident, `is_training` and `stack` (the innermost frame last) of each.
+    `state` is `asked`, `answered` or `not answered`.
+    """
+    rows = deps.catalogue.stacks(
+        attempt_id=target.attempt_id,
+        step=target.step_number,
+        request_id=request_id,
+        stage=stage,
+        role=role,
+        rank=rank,
+        source=source,
+        limit=page.limit + 1,
+        offset=page.offset,
+    )
+    return Answer({**target.heading(), **page.first_of([_stack_row(row) for row in rows])})
+
+
+@router.get("/stacks", response_model=models.Stacks)
+def stacks(
+    deps: Deps,
+    page: PageOf,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    role: Role = None,
+    rank: Rank = None,
+    source: Source = None,
+    request_id: RequestId = None,
+) -> Answer:
+    """List the stacks that were taken in an attempt, of any step, the newest first."""
+    target = deps.finder.attempt(run, attempt)
+    rows = deps.catalogue.stacks(
+        attempt_id=target.attempt_id,
+        request_id=request_id,
+        role=role,
+        rank=rank,
+        source=source,
+        limit=page.limit + 1,
+        offset=page.offset,
+    )
+    return Answer({**target.heading(), **page.first_of([_stack_row(row) for row in rows])})
+
+
+@router.post("/stacks", response_model=models.TakenStacks, openapi_extra=StacksRequest.document())
+async def take_stacks(request: Request, deps: Deps) -> Answer:
+    """Request the Python stacks of all threads of processes; needs the operate token.
+
+    A rank that is blocked in a collective answers too. `rows` holds the answers within `wait`
+    seconds, `not_answered` the other ranks, with the reason. All are kept: `GET /stacks`.
+    """
+    body = await read_body(request, deps.settings, StacksRequest)
+    target = await asyncio.to_thread(deps.finder.attempt, body.run, body.attempt)
+    reply = check_ready(
+        await deps.commands.ask_stacks(
+            attempt_id=target.attempt_id,
+            role=body.role,
+            ranks=body.ranks,
+            seconds=body.wait,
+            by=str(caller_of(request)),
+        )
+    )
+    rows = await _wait_for_answers(deps, reply["request_id"], reply["deadline_wall"])
+    missing = [
+        {"role": row["role"], "rank": row["rank"], "reason": _NO_ANSWER}
+        for row in rows
+        if row["state"] != ANSWERED
+    ]
+    return Answer(
+        {
+            **target.heading(),
+            "request_id": reply["request_id"],
+            "rows": [_stack_row(row) for row in rows if row["state"] == ANSWERED],
+            "not_answered": [*missing, *reply["refused"]],
+        }
+    )
+
+
+async def _wait_for_answers(deps: Dependencies, request_id: str, deadline: float) -> list[StackRow]:
+    """Return the rows of a request once all processes answered, or at its deadline.
+
+    They are read from the catalogue, which outlives the coordinator that made the request.
+    """
+    while True:
+        rows = await asyncio.to_thread(deps.catalogue.stacks, request_id=request_id)
+        if deps.clock() >= deadline or all(row["state"] != ASKED for row in rows):
+            return sorted(rows, key=lambda row: (row["role"], row["rank"]))
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def _stack_row(row: StackRow) -> JsonObject:
+    return {"part": str(Part.of_columns(row)), **chosen_columns(row, _STACK_COLUMNS)}
