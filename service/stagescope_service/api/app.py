@@ -39,6 +39,7 @@ from stagescope_service.api import (
 from stagescope_service.api.auth import OPEN_PATHS, Guard, Tokens, check_bind
 from stagescope_service.api.dependencies import Commands, Computations, Dependencies
 from stagescope_service.api.engine_health import EngineHealth
+from stagescope_service.api.figures import routes as figures
 from stagescope_service.api.models.comparisons import comparison_schemas
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
@@ -140,6 +141,7 @@ _ROUTERS: Final = (
     numbers.router,
     samples.router,
     series.router,
+    figures.router,
     batches.router,
     operators.router,
     operator_comparisons.router,

@@ -33,13 +33,13 @@ from stagescope_service.compare.tolerances import Tolerances
 
 router = APIRouter(tags=["comparison"])
 
-_SIDE_PATTERN: Final = r"^(?!\.{1,2}([@:]|$))[A-Za-z0-9._-]{1,100}(@[0-9]{1,9})?(:[0-9]{1,18})?$"
+SIDE_PATTERN: Final = r"^(?!\.{1,2}([@:]|$))[A-Za-z0-9._-]{1,100}(@[0-9]{1,9})?(:[0-9]{1,18})?$"
 _SideText = Annotated[
     str,
     Query(
         max_length=200,
         description="`RUN[@ATTEMPT][:STEP]`.",
-        json_schema_extra=pattern(_SIDE_PATTERN),
+        json_schema_extra=pattern(SIDE_PATTERN),
     ),
 ]
 _AttemptText = Annotated[
@@ -81,7 +81,7 @@ async def comparisons(request: Request, deps: Deps) -> Answer:
     `PATTERN=ATOL[,RTOL]`. While the comparison is computed the answer is 503; repeat the request.
     """
     body = await read_body(request, deps.settings, ComparisonRequest)
-    return Answer((await _compare(deps, body)).to_json())
+    return Answer((await compare_sides(deps, body)).to_json())
 
 
 @router.get("/comparisons/page", response_class=HTMLResponse)
@@ -91,9 +91,7 @@ async def page(
     b: _SideText,
     c: Annotated[
         str | None,
-        Query(
-            max_length=200, description="A third side.", json_schema_extra=pattern(_SIDE_PATTERN)
-        ),
+        Query(max_length=200, description="A third side.", json_schema_extra=pattern(SIDE_PATTERN)),
     ] = None,
     tolerances: Annotated[
         str | None,
@@ -108,7 +106,7 @@ async def page(
     body = ComparisonRequest(
         a=a, b=b, c=c, tolerances=tolerances.split(";") if tolerances else None
     )
-    compared = await _compare(deps, body)
+    compared = await compare_sides(deps, body)
     return HTMLResponse(await asyncio.to_thread(lambda: as_html(compared.to_json())))
 
 
@@ -124,7 +122,7 @@ def diff(deps: Deps, a: _AttemptText, b: _AttemptText, page: PageOf) -> Answer:
     return Answer({**differences.heading, **page.cut(differences.rows)})
 
 
-async def _compare(deps: Dependencies, body: ComparisonRequest) -> _Compared:
+async def compare_sides(deps: Dependencies, body: ComparisonRequest) -> _Compared:
     """Return the result of a comparison.
 
     Raises:

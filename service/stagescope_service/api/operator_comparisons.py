@@ -83,13 +83,11 @@ async def tensors(request: Request, deps: Deps) -> Answer:
 
 
 def _divergence(deps: Dependencies, body: DivergenceRequest) -> JsonObject:
-    a, b = _find_sides(deps, *body.sides())
-    devices = [_device_kind(deps, side) for side in (a, b)]
-    other_device = None not in devices and devices[0] != devices[1]
-    default_factor = OTHER_DEVICE if other_device else Thresholds().factor
+    a, b = find_sides(deps, *body.sides())
+    devices = [device_kind(deps, side) for side in (a, b)]
     by_dtype = body.by_dtype or {}
     thresholds = Thresholds(
-        factor=default_factor if body.factor is None else body.factor,
+        factor=default_factor(devices) if body.factor is None else body.factor,
         by_dtype={name.removeprefix("torch."): value for name, value in by_dtype.items()},
         exact=body.exact,
     )
@@ -110,7 +108,14 @@ def _divergence(deps: Dependencies, body: DivergenceRequest) -> JsonObject:
     }
 
 
-def _device_kind(deps: Dependencies, side: _TableSide) -> str | None:
+def default_factor(devices: Sequence[str | None]) -> float:
+    """Return the factor of the thresholds of two sides on devices of these kinds."""
+    other_device = None not in devices and devices[0] != devices[1]
+    return OTHER_DEVICE if other_device else Thresholds().factor
+
+
+def device_kind(deps: Dependencies, side: TableSide) -> str | None:
+    """Return the kind of the device on which a side was dumped; None: unknown."""
     table = side.table
     for process in deps.catalogue.processes(
         table["attempt_id"], role=table["role"], rank=table["rank"]
@@ -122,13 +127,13 @@ def _device_kind(deps: Dependencies, side: _TableSide) -> str | None:
 
 def _start_tensors(
     deps: Dependencies, body: TensorsRequest
-) -> tuple[tuple[_TableSide, _TableSide], float, Future[list[TensorRow]]]:
+) -> tuple[tuple[TableSide, TableSide], float, Future[list[TensorRow]]]:
     """Start a comparison of tensors, or find the one that runs.
 
     Returns:
         The sides, the monotonic time of its start, and its rows to come.
     """
-    a, b = _find_sides(deps, *body.sides())
+    a, b = find_sides(deps, *body.sides())
     for side in (a, b):
         if side.table["task"] not in (None, "tensor"):
             raise InvalidInput(
@@ -144,7 +149,7 @@ def _start_tensors(
     return (a, b), began, future
 
 
-def _tensor_directory(deps: Dependencies, side: _TableSide) -> Path:
+def _tensor_directory(deps: Dependencies, side: TableSide) -> Path:
     directory = confine(side.table["dump_path"] or "", deps.settings.roots)
     if not (directory / "dump.json").is_file():
         raise Unreachable(
@@ -157,7 +162,7 @@ def _tensor_directory(deps: Dependencies, side: _TableSide) -> Path:
 
 # --- sides ----------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, slots=True)
-class _TableSide:
+class TableSide:
     """One side of a comparison: an operator table and its step."""
 
     target: Target
@@ -169,9 +174,9 @@ class _TableSide:
         return {**step, "step": self.target.step_number, **table_row(self.table)}
 
 
-def _find_sides(
+def find_sides(
     deps: Dependencies, a: tuple[SideFields, int], b: tuple[SideFields, int]
-) -> tuple[_TableSide, _TableSide]:
+) -> tuple[TableSide, TableSide]:
     """Return the tables of both sides, each given by its fields and its step.
 
     Raises:
@@ -190,7 +195,7 @@ def _find_side(
     step: int,
     *,
     preferred_capture: str | None = None,
-) -> _TableSide:
+) -> TableSide:
     """Return the table of a side: of several captures the preferred one, else the newest."""
     target = deps.finder.step(fields.run, fields.attempt, step)
     tables = tables_of(
@@ -213,7 +218,7 @@ def _find_side(
     captures = captures or [row["capture_id"] for row in tables]
     newest = list(dict.fromkeys(captures))[-1]
     chosen = preferred_capture if preferred_capture in captures else newest
-    return _TableSide(target, next(row for row in tables if row["capture_id"] == chosen))
+    return TableSide(target, next(row for row in tables if row["capture_id"] == chosen))
 
 
 def _shortened(texts: Sequence[str]) -> str:

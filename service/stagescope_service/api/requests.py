@@ -17,10 +17,11 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, TypeVar, get_args, get_origin
 
 import anyio
 from fastapi import Depends, Query, Request
+from fastapi._compat import ModelField
 from fastapi.dependencies.models import Dependant
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
@@ -228,21 +229,32 @@ async def check_query(request: Request) -> None:
     route = request.scope.get("route")
     if not isinstance(route, APIRoute):
         return
-    names = _query_names(route.dependant)
+    fields = query_fields(route.dependant)
+    names = {field.alias for field in fields}
     unknown = sorted(set(request.query_params) - names)
     if unknown:
         raise InvalidInput(
             f"unknown query parameter {', '.join(name[:50] for name in unknown[:5])}",
             expected=f"one of {', '.join(sorted(names))}" if names else "none",
         )
-    for name in names:
-        if len(request.query_params.getlist(name)) > 1:
-            raise InvalidInput(f"query parameter {name} is given twice", expected="it once")
+    for field in fields:
+        several = len(request.query_params.getlist(field.alias)) > 1
+        if several and not is_repeatable(field):
+            raise InvalidInput(f"query parameter {field.alias} is given twice", expected="it once")
 
 
-def _query_names(dependant: Dependant) -> set[str]:
-    names = {field.alias for field in dependant.query_params}
-    return names.union(*map(_query_names, dependant.dependencies))
+def query_fields(dependant: Dependant) -> list[ModelField]:
+    """Return the query parameters of a route and of its dependencies, each once."""
+    fields = {field.alias: field for field in dependant.query_params}
+    for each in dependant.dependencies:
+        fields |= {field.alias: field for field in query_fields(each)}
+    return list(fields.values())
+
+
+def is_repeatable(field: ModelField) -> bool:
+    """Return whether a query parameter is a list, and may be given several times."""
+    annotation = field.field_info.annotation
+    return any(get_origin(each) is list for each in (annotation, *get_args(annotation)))
 
 
 def pattern(text: str) -> dict[str, str]:

@@ -280,6 +280,12 @@ class Lineage:
         """
         if row["superseded_by"] is not None:
             return row["superseded_by"]
-        number = self.numbers[row["attempt_id"]]
-        later = [each for each, resumed in self._resumed if each > number and resumed < row["step"]]
+        return self.repeated_by(row["attempt_id"], row["step"])
+
+    def repeated_by(self, attempt_id: int, step: int) -> int | None:
+        """Return the number of the newest attempt that resumed before a step of an earlier one."""
+        if not self._resumed:
+            return None
+        number = self.numbers[attempt_id]
+        later = [each for each, resumed in self._resumed if each > number and resumed < step]
         return max(later, default=None)

@@ -156,7 +156,7 @@ def series(
     requested = SeriesRequest(metric, by, stage, role, rank, ids, window)
     keep_all = superseded or attempt is not None
     result = PointPage("metric", [], None)
-    newest = _newest_metrics(deps, ids)
+    newest = newest_metrics(deps, ids)
     readers = {"metric": _metric_points, "scalar": _scalar_points}
     # The kind that the name suggests is read first: most often the other need not be read.
     scalars_first = stage is not None or not _is_published(metric, newest)
@@ -247,7 +247,7 @@ def _metric_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
             stored = _recompute(deps, row, by is not None)
         key = (row["attempt_id"], row["step"])
         if stored is None:
-            point.reason = _why_unmeasured(row, errors.get(key), losses.get(key))
+            point.reason = why_unmeasured(row, errors.get(key), losses.get(key))
         elif isinstance(stored, Mapping):
             if requested.metric in stored:
                 point.values = {_WHOLE_STEP: stored[requested.metric]}
@@ -274,7 +274,7 @@ def _recompute(
     return SliceMetrics.of(measured.summary) if slices else measured.published
 
 
-def _why_unmeasured(row: StepNumbers, error: str | None, loss: str | None) -> str:
+def why_unmeasured(row: StepNumbers, error: str | None, loss: str | None) -> str:
     """Return why a step has no numbers.
 
     Args:
@@ -410,10 +410,9 @@ def _slice_name(by: By | None, number: int | None) -> str:
 
 
 # --- names that do not exist ----------------------------------------------------------------
-def _newest_metrics(deps: Dependencies, ids: Sequence[int]) -> Mapping[str, Value]:
+def newest_metrics(deps: Dependencies, ids: Sequence[int]) -> Mapping[str, Value]:
     """Return the published numbers of the newest step that has some."""
-    rows = deps.catalogue.step_metrics(ids, version=VERSION)
-    return next((row["metrics"] for row in rows if row["metrics"]), {})
+    return deps.catalogue.newest_numbers(ids, version=VERSION)
 
 
 def _is_published(metric: str, newest: Mapping[str, Value]) -> bool:
@@ -475,11 +474,21 @@ def _check_name(
             )
         if slices is not None:
             _check_rank(requested, slices.column("rank", name))
-    if name in metrics or not (metrics or scalars):
-        return "metric"
+    check_known(target.run, name, metrics, scalars)
+    return "metric"
+
+
+def check_known(run: str, name: str, metrics: Collection[str], scalars: Collection[str]) -> None:
+    """Check a name against the metrics and scalars of a run; any will do if it has none yet.
+
+    Raises:
+        NotFound: there is no such metric and no such scalar.
+    """
+    if name in metrics or name in scalars or not (metrics or scalars):
+        return
     close = similar_names(name, [*metrics, *scalars])
     raise NotFound(
-        f"run {target.run} has no metric and no scalar {name!r:.100}",
+        f"run {run} has no metric and no scalar {name!r:.100}",
         advice=(f"did you mean {' or '.join(close)}? " if close else "")
         + "see /steps/latest/metrics and /steps/latest/scalars for the names",
     )

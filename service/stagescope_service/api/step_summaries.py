@@ -28,6 +28,7 @@ from stagescope_service.statistics.step_summary import (
     NOISE_PAIR,
     StepSummary,
     assemble,
+    noise_floor,
 )
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_records
@@ -173,8 +174,7 @@ class StepSummaries:
         self, version: StepVersion, summary: StepSummary, noise: Sequence[PartRecord]
     ) -> MeasuredStep:
         """Return a summary with its noise floor, the states of payloads and the streams."""
-        own = [part for part in noise if part.stage == summary.stage]
-        floor = assemble(own, stage=summary.stage, pairs=[NOISE_PAIR]) if own else None
+        floor = noise_floor(noise, summary.stage)
         payloads = self._catalogue.payloads(version.attempt_id, version.step, limit=ALL_ROWS)
         states = Counter(row["state"] for row in payloads)
         streams = self._streams(version.attempt_id, summary)

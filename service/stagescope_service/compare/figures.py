@@ -1,7 +1,4 @@
-"""Plotly figures of a comparison, drawn from its report (`report.as_json`).
-
-Figures have a transparent background, so that they can be read on light and dark pages.
-"""
+"""Plotly figures of a comparison, drawn from its report (`report.as_json`)."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import html
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import plotly.graph_objects as go
 
@@ -21,12 +18,8 @@ from stagescope_service.compare.report.as_json import (
     StatisticsReport,
     TensorReport,
 )
+from stagescope_service.figure_style import COLOURS, SCALE, finished, ticks_of_powers
 
-COLOURS: Final = {
-    "same": "#2a8048", "within noise": "#5f7d2c", "not comparable": "#6e7278",
-    "different": "#c0392b",
-}  # fmt: skip
-"""Colours of verdicts: contrast 3:1 with light and dark pages, 4.5:1 with white text."""
 MOST_BARS: Final = 200
 MOST_DETAILED: Final = 6
 """Most differing tensors that have figures of their own: the first in the flow."""
@@ -36,9 +29,7 @@ _WITHOUT_DISTANCE: Final = ("tokens", "masks")
 """Stations whose numbers have no distance: they are equal or not."""
 _LONGEST: Final = 30
 """Most characters of a name on an axis; the hover text has the full name."""
-_GRID: Final = "rgba(128,128,128,0.3)"
 _MARKER: Final = {"color": "#ffffff", "line": {"color": "#222222", "width": 1}}
-_TICKS: Final = 6
 _MOST_WITH_GAPS: Final = 32
 """Most ranks that a narrow window can show with gaps between them."""
 
@@ -87,7 +78,7 @@ def flow_figure(tensors: Sequence[_TitledTensor]) -> go.Figure:
     reports = [tensor.report for tensor in tensors]
     largest = [_distance(report, report["statistics"]["max_abs"]) for report in reports]
     means = [_distance(report, report["statistics"]["mean_abs"]) for report in reports]
-    zero, ticks = _powers([*largest, *means])
+    zero, ticks = ticks_of_powers([*largest, *means])
     crossed = [
         at for at, (report, value) in enumerate(zip(reports, largest, strict=True))
         if value is None and report["verdict"] == "different"
@@ -121,7 +112,7 @@ def flow_figure(tensors: Sequence[_TitledTensor]) -> go.Figure:
         title=_DISTANCE, type="log", range=[math.log10(zero) - 0.5, math.log10(max(ticks)) + 0.2],
         tickvals=list(ticks), ticktext=list(ticks.values()),
     )  # fmt: skip
-    return _finished(figure, "Differences in the order in which data flows")
+    return finished(figure, "Differences in the order in which data flows")
 
 
 def places_figure(tensor: _TitledTensor) -> go.Figure:
@@ -142,7 +133,7 @@ def places_figure(tensor: _TitledTensor) -> go.Figure:
     figure = go.Figure(
         go.Heatmap(
             z=cells, x=[str(rank) for rank in ranks], y=[text for _, text in parts],
-            zmin=0, zmax=most or 1, xgap=gap, ygap=gap, colorscale="Reds",
+            zmin=0, zmax=most or 1, xgap=gap, ygap=gap, colorscale=SCALE,
             colorbar={"title": {"text": measure.name, "side": "right"}, "exponentformat": "e"},
             hovertemplate=f"rank %{{x}}, %{{y}}: {measure.name} %{{z}}<extra></extra>",
         )
@@ -150,7 +141,7 @@ def places_figure(tensor: _TitledTensor) -> go.Figure:
     figure.update_xaxes(title="rank", type="category")
     figure.update_yaxes(title="part", type="category", autorange="reversed")
     title = f"{tensor.title}: {measure.name} by rank and part"
-    return _finished(figure, title, height=min(180 + 30 * len(parts), 600))
+    return finished(figure, title, height=min(180 + 30 * len(parts), 600))
 
 
 def samples_figure(tensor: _TitledTensor) -> go.Figure:
@@ -175,7 +166,7 @@ def samples_figure(tensor: _TitledTensor) -> go.Figure:
         )  # fmt: skip
     figure.update_xaxes(title="sample", type="category")
     figure.update_yaxes(title=measure.axis, rangemode="tozero", exponentformat="e")
-    return _finished(figure, f"{tensor.title}: samples that differ, the worst first")
+    return finished(figure, f"{tensor.title}: samples that differ, the worst first")
 
 
 def _tensors(pair: PairReport) -> list[_TitledTensor]:
@@ -187,31 +178,6 @@ def _tensors(pair: PairReport) -> list[_TitledTensor]:
         for section, each in found
     ]
     return sorted(titled, key=lambda tensor: tensor.report["order"])
-
-
-def _finished(figure: go.Figure, title: str, height: int = 420) -> go.Figure:
-    clear = "rgba(0,0,0,0)"
-    line: dict[str, Any] = {"gridcolor": _GRID, "linecolor": _GRID, "zerolinecolor": _GRID}
-    figure.update_traces(marker_line_width=0, selector={"type": "bar"})
-    figure.update_layout(
-        title={"text": html.escape(title), "font": {"size": 15}}, template="plotly_white",
-        height=height, margin={"l": 60, "r": 20, "t": 40, "b": 60}, showlegend=True,
-        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
-        paper_bgcolor=clear, plot_bgcolor=clear,
-    )  # fmt: skip
-    figure.update_xaxes(automargin=True, showgrid=False, **line)
-    figure.update_yaxes(automargin=True, **line)
-    return figure
-
-
-def _powers(values: Sequence[float | None]) -> tuple[float, dict[float, str]]:
-    """Return the position of 0 on an axis of powers of ten, and the ticks of the axis."""
-    exponents = [math.log10(value) for value in values if value]
-    low, high = math.floor(min(exponents, default=0)), math.ceil(max(exponents, default=0))
-    every = -(-(high - low + 1) // _TICKS)
-    ticks = {10.0**power: f"1e{power}" for power in range(high, low - 1, -every)}
-    zero = 10.0 ** (low - 1)
-    return zero, {zero: "0", **ticks}
 
 
 def _short(names: Sequence[str]) -> list[str]:

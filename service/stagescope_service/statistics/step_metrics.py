@@ -3,6 +3,10 @@
 A step summary holds every sequence of the step; a series over 10 000 steps needs one number of
 each. Its published numbers are therefore stored beside it at aggregation: those of the step as
 JSON, those of its ranks, rounds and stalenesses as one float64 matrix each.
+
+Beside the step's own numbers the JSON holds, where they were measured, those of the trainer against
+itself (`noise_floor/{name}`), and some of its first stalenesses (`staleness_{k}/{name}`): curves
+over all steps need them, and the matrices of a thousand ranks are too large to be read for that.
 """
 
 from __future__ import annotations
@@ -26,6 +30,15 @@ VERSION: Final = 1
 Dimension = Literal["rank", "round", "staleness"]
 SliceKey = tuple[str | None, int]
 """(role, rank), or (None, round or staleness)."""
+
+STALENESSES: Final = range(8)
+"""Stalenesses whose numbers are stored beside those of the step, if there are several."""
+OF_STALENESS: Final = (
+    "rollout_corr/k3_kl", "rollout_corr/kl", "logprob_abs_diff/mean", "logprob_abs_diff/max",
+    "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max",
+    "training/rollout_actor_probs_pearson_corr", "calibration/z", "counts/tokens",
+)  # fmt: skip
+"""The numbers that are stored of each."""
 
 _KIND: Final = "step metrics"
 
@@ -92,13 +105,29 @@ class SliceMetrics:
         return cls(tuple(document["names"]), keys, arrays)  # type: ignore[arg-type]
 
 
+def floor_name(name: str) -> str:
+    """Return the name of a number of the trainer against itself."""
+    return f"noise_floor/{name}"
+
+
+def staleness_name(staleness: int, name: str) -> str:
+    """Return the name of a number of the tokens of one staleness."""
+    return f"staleness_{staleness}/{name}"
+
+
 def step_metrics(
-    step_summary: StepSummary, *, verdict: str, suspects: Sequence[str], whole_wall: float
+    step_summary: StepSummary,
+    *,
+    verdict: str,
+    suspects: Sequence[str],
+    whole_wall: float,
+    noise: StepSummary | None = None,
 ) -> dict[str, object]:
     """Return the columns of `step_metrics` without its key.
 
     Args:
         step_summary: the step summary.
+        noise: that of the trainer against itself; None: not recorded.
         verdict: the comparability verdict of the step's answer.
         suspects: the failed checks.
         whole_wall: the time of the aggregation; the row is valid for that aggregation only.
@@ -109,9 +138,34 @@ def step_metrics(
         "stage": step_summary.stage,
         "verdict": verdict,
         "suspects": list(suspects),
-        "metrics": publish(step_summary.summary),
+        "metrics": {
+            **publish(step_summary.summary),
+            **_of_stalenesses(step_summary),
+            **({} if noise is None else _of_noise(noise)),
+        },
         "tokens": step_summary.total.tokens,
         "masked_tokens": step_summary.total.masked,
         "unequal_tokens": unequal_tokens(step_summary.total),
         "slices": SliceMetrics.of(step_summary).to_bytes(),
     }
+
+
+def _of_noise(noise: StepSummary) -> dict[str, float]:
+    numbers = publish(noise.summary)
+    return {
+        floor_name(name): value
+        for name, value in numbers.items()
+        if not name.startswith("per_round/")
+    }
+
+
+def _of_stalenesses(step_summary: StepSummary) -> dict[str, float]:
+    cells_of = step_summary.summary.staleness.items()
+    if len(cells_of) < 2:
+        return {}
+    found: dict[str, float] = {}
+    for staleness, cell in cells_of:
+        if staleness in STALENESSES:
+            numbers = publish_cell(cell, step_summary.summary.pair)
+            found |= {staleness_name(staleness, name): numbers[name] for name in OF_STALENESS}
+    return found

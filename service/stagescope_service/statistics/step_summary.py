@@ -255,6 +255,12 @@ def assemble(
     )
 
 
+def noise_floor(parts: Sequence[PartRecord], stage: str) -> StepSummary | None:
+    """Return the summary of the trainer against itself, of one stage; None: not recorded."""
+    own = [part for part in parts if part.stage == stage and part.summary.pair == NOISE_PAIR]
+    return assemble(own, stage=stage, pairs=[NOISE_PAIR]) if own else None
+
+
 def skip_of(batch: TokenBatch, skips: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.uint8]:
     """Return the `skip` array [tokens] of a batch for (row, first, last) positions."""
     skip = np.zeros(batch.tokens, np.uint8)

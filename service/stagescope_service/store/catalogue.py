@@ -16,6 +16,7 @@ from stagescope.wire.errors import CatalogueUnavailable
 from stagescope.wire.nonfinite import Json
 from stagescope_service.store import connect, migrate
 from stagescope_service.store.queries import overview
+from stagescope_service.store.queries.curves import CurveQueries
 from stagescope_service.store.queries.files import FileQueries
 from stagescope_service.store.queries.findings import FindingQueries
 from stagescope_service.store.queries.measurements import MeasurementQueries
@@ -110,7 +111,13 @@ class CaptureQueries(Reader):
 
 
 class Catalogue(
-    RunQueries, MeasurementQueries, WeightQueries, CaptureQueries, FindingQueries, FileQueries
+    RunQueries,
+    MeasurementQueries,
+    CurveQueries,
+    WeightQueries,
+    CaptureQueries,
+    FindingQueries,
+    FileQueries,
 ):
     """Read the catalogue at `url` (the URL that `SqlStore` writes).
 

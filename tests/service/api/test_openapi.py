@@ -35,6 +35,10 @@ ROUTES = {
     "/diff",
     "/exact", "/steps/{step}/batch",
     "/engines", "/engines/{name}", "/steps/{step}/kept", "/comparisons", "/comparisons/page",
+    "/figures", "/figures/overview", "/figures/rounds", "/figures/rank-rounds",
+    "/figures/rank-steps", "/figures/distribution", "/figures/density", "/figures/timeline",
+    "/figures/operators", "/figures/operator-divergence", "/figures/comparison",
+    "/steps/{step}/timeline",
 }  # fmt: skip
 
 UNITS = re.compile(

@@ -24,7 +24,7 @@ import numpy as np
 from stagescope.wire import errors
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.compare.operators.differences import Thresholds
-from stagescope_service.compare.operators.divergence import first_divergent
+from stagescope_service.compare.operators.divergence import difference_curve, first_divergent
 from stagescope_service.compare.operators.non_finite import first_non_finite
 
 SMALL_ROWS: Final = 20_000
@@ -60,6 +60,17 @@ def divergence(
     return _answer("divergence", arguments, rows)
 
 
+def curve(a: Path, b: Path, thresholds: Thresholds, *, rows: int, points: int) -> Fields:
+    """Return the columns of `difference_curve`; the arguments are as those of `divergence`."""
+    arguments = {
+        "a": str(a),
+        "b": str(b),
+        "thresholds": dataclasses.asdict(thresholds),
+        "points": points,
+    }
+    return _answer("curve", arguments, rows)
+
+
 def non_finite(tables: Mapping[int, Path], *, rows: int) -> Fields:
     """Return `earliest`, `together` and `order_differs` of `first_non_finite`.
 
@@ -82,6 +93,16 @@ def _divergence(arguments: Fields) -> Fields:
     return found.fields()
 
 
+def _curve(arguments: Fields) -> Fields:
+    found = difference_curve(
+        Path(arguments["a"]),
+        Path(arguments["b"]),
+        Thresholds(**arguments["thresholds"]),
+        points=arguments["points"],
+    )
+    return {**found}
+
+
 def _non_finite(arguments: Fields) -> Fields:
     found = first_non_finite({rank: Path(path) for rank, path in arguments["tables"]})
     return {
@@ -93,6 +114,7 @@ def _non_finite(arguments: Fields) -> Fields:
 
 _FUNCTIONS: Final[Mapping[str, Callable[[Fields], Fields]]] = {
     "divergence": _divergence,
+    "curve": _curve,
     "non_finite": _non_finite,
 }
 

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
 import numpy as np
 
-from stagescope_service.compare.operators.calls import OperatorColumns, pair_calls
+from stagescope_service.compare.operators.calls import Floats, OperatorColumns, pair_calls
 from stagescope_service.compare.operators.differences import (
     VERDICTS,
     RowDifferences,
     Thresholds,
+    Verdicts,
     differences,
 )
+from stagescope_service.compare.operators.sequences import Codes
 
 MOST_VERDICTS: Final = 100
 """Most rows, and operators of only one side, that an answer lists; all are counted."""
@@ -180,6 +183,76 @@ def first_divergent(
         zero_gradients=found.zero_gradients,
         exact_alignment=paired.exact,
     )
+
+
+class DifferenceCurve(TypedDict):
+    """The rows that both sides have, in execution order, as columns; for a figure.
+
+    Of many rows the one with the largest difference and the first that differs of each stretch.
+    """
+
+    order: list[int]
+    """Index of the call in side `a`."""
+    name: list[str]
+    section: list[str]
+    relative: list[float]
+    threshold: list[float]
+    verdict: list[str]
+    """One of `VERDICTS`; "" is no difference."""
+    first: int | None
+    """Index in these columns of the first row that differs."""
+    compared: int
+    """Number of rows that both sides have."""
+    differing: int
+    paired: int
+
+
+def difference_curve(
+    a: Path, b: Path, thresholds: Thresholds | None = None, *, points: int
+) -> DifferenceCurve:
+    """Return the relative differences of two operator tables along the order of `a`.
+
+    Args:
+        a, b: operator tables.
+        thresholds: what counts as different.
+        points: number of stretches of which rows are returned.
+
+    Raises:
+        NotFound: a table does not exist.
+        StoreError: a file is no operator table.
+    """
+    one, other = OperatorColumns(a), OperatorColumns(b)
+    paired = pair_calls(one, other)
+    found = differences(one, other, paired, thresholds or Thresholds())
+    shared = np.flatnonzero((found.row_a >= 0) & (found.row_b >= 0))
+    relative, verdict = found.relative[shared], found.verdict[shared]
+    at = _of_stretches(np.nan_to_num(relative), verdict, points)
+    rows = [int(row) for row in found.row_a[shared[at]]]
+    differing = np.flatnonzero(verdict[at])
+    names, sections = (one.texts(column) for column in ("name", "section"))
+    return {
+        "order": [int(one.call_of_row[row]) for row in rows],
+        "name": [names.text(row) or "" for row in rows],
+        "section": [sections.text(row) or "" for row in rows],
+        "relative": np.nan_to_num(relative[at]).tolist(),
+        "threshold": found.threshold[shared[at]].tolist(),
+        "verdict": [VERDICTS[code] for code in verdict[at].tolist()],
+        "first": int(differing[0]) if len(differing) else None,
+        "compared": len(shared),
+        "differing": int((verdict > 0).sum()),
+        "paired": len(paired.pairs),
+    }
+
+
+def _of_stretches(relative: Floats, verdict: Verdicts, points: int) -> Codes:
+    """Return indexes of the largest and of the first differing row of each of the stretches."""
+    if len(relative) <= 2 * points:
+        return np.arange(len(relative))
+    bounds = np.linspace(0, len(relative), points + 1).astype(np.int64)
+    largest = [begin + int(relative[begin:end].argmax()) for begin, end in pairwise(bounds)]
+    differing = np.flatnonzero(verdict)
+    firsts = differing[np.unique(np.searchsorted(bounds, differing, "right"), return_index=True)[1]]
+    return np.unique(np.concatenate([largest, firsts]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

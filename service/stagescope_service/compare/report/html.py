@@ -30,7 +30,7 @@ from stagescope.comparison_report import (
     worst_first,
 )
 from stagescope.wire import nonfinite
-from stagescope_service.compare.figures import COLOURS, MOST_DETAILED, pictures
+from stagescope_service.compare.figures import MOST_DETAILED, pictures
 from stagescope_service.compare.report.as_json import (
     FirstReport,
     PairReport,
@@ -38,6 +38,7 @@ from stagescope_service.compare.report.as_json import (
     ShardReport,
     TensorReport,
 )
+from stagescope_service.figure_style import COLOURS
 
 _HERE: Final = Path(__file__).parent
 

@@ -23,7 +23,7 @@ from stagescope_service.statistics.codec import summary_from_bytes
 from stagescope_service.statistics.comparability import WHAT_TO_CHECK, Check, causes_of_ranks
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import step_metrics
-from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL
+from stagescope_service.statistics.step_summary import OTHER_STREAMS, PARTIAL, noise_floor
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.parts import pair_name, part_key, part_records
 from stagescope_service.triggers.evidence import ranks_text
@@ -289,7 +289,11 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
     found = examine(step_summary.summary, step_summary.ranks)
     suspects = [check.name for check in found.suspects]
     columns = step_metrics(
-        step_summary, verdict=found.verdict, suspects=suspects, whole_wall=step_parts.wall
+        step_summary,
+        verdict=found.verdict,
+        suspects=suspects,
+        whole_wall=step_parts.wall,
+        noise=noise_floor(step_parts.parts, step_summary.stage),
     )
     puts: list[Put | Delete] = [
         Put("steps", {**aggregated, "whole": step_summary.to_bytes()}),

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from typing_extensions import NotRequired
 
 from stagescope_service.store.queries import rollouts
+from stagescope_service.store.queries.curves import between
 from stagescope_service.store.queries.overview import StepOverview
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, of_few
 from stagescope_service.store.snapshot import Query
@@ -174,7 +175,7 @@ class MeasurementQueries(Reader):
                 *(found.c[name] for name in wanted),
             )
             .outerjoin(found, current)
-            .where(steps.c.attempt_id.in_(list(attempts)), *_between(steps.c.step, first, last))
+            .where(steps.c.attempt_id.in_(list(attempts)), *between(steps.c.step, first, last))
             .order_by(steps.c.step.desc(), steps.c.attempt_id.desc())
         )
         yield from self._each(StepNumbers, query)
@@ -212,7 +213,7 @@ class MeasurementQueries(Reader):
                 table.c.name == name,
                 *self._answers(attempts),
                 *self._of_newest(attempts),
-                *_between(table.c.step, first, last),
+                *between(table.c.step, first, last),
                 *conditions("scalars", {"stage": stage, "role": role, "rank": rank}),
             )
             .group_by(*(table.c[column] for column in of))
@@ -387,14 +388,6 @@ def _superseded(attempts: Filter, *names: str) -> Query:
     found = [columns[name] for name in names]
     is_known = (column.is_not(None) for column in found)
     return sa.select(*found).where(where, *of_few("stages", attempts), *is_known)
-
-
-def _between(
-    column: sa.ColumnElement[int], first: int | None, last: int | None
-) -> list[sa.ColumnElement[bool]]:
-    """Return the conditions of a range of steps, both ends included."""
-    bounds = [column >= first] if first is not None else []
-    return bounds + ([column <= last] if last is not None else [])
 
 
 def _scalar_names(attempt_id: int) -> Query:

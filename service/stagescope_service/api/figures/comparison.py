@@ -1,0 +1,151 @@
+"""Two attempts or runs against each other: their metrics over the steps, or their tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import plotly.graph_objects as go
+
+from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.schema import read_target
+from stagescope_service import figure_style as style
+from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.figures import overview
+from stagescope_service.api.figures.overview import Line, NotFinite
+from stagescope_service.api.series import Window
+from stagescope_service.compare.figures import pictures
+
+TITLE: Final = "against"
+
+
+class SidePanel(NamedTuple):
+    """One metric of both sides."""
+
+    name: str
+    unit: str
+    a: tuple[Line, ...]
+    b: tuple[Line, ...]
+    not_finite: tuple[NotFinite, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparisonInfo:
+    """The metrics of two sides over the steps."""
+
+    a: str
+    b: str
+    """`RUN[@ATTEMPT]`."""
+    run: str
+    attempt: int | None
+    panels: tuple[SidePanel, ...]
+    note: str | None
+
+
+def info(
+    deps: Dependencies, a: str, b: str, metrics: Sequence[str], window: Window
+) -> ComparisonInfo:
+    """Read the metrics of two attempts (`RUN@ATTEMPT`) or runs (`RUN`: what is in force of it).
+
+    Raises:
+        NotFound: no such run, attempt or metric.
+    """
+    sides = []
+    for text in (a, b):
+        target = read_target(text)
+        if target.step is not None:
+            raise InvalidInput(f"{text!r} names a step", expected="both sides do, or neither")
+        request = overview.Request(metrics, target.attempt, window, superseded=False)
+        sides.append(overview.info(deps, target.run, request))
+    one, other = sides
+    by_name = {panel.name: panel for panel in other.panels}
+    panels = tuple(
+        SidePanel(
+            panel.name,
+            panel.unit,
+            panel.lines,
+            by_name[panel.name].lines if panel.name in by_name else (),
+            (*panel.not_finite, *(by_name[panel.name].not_finite if panel.name in by_name else ())),
+        )
+        for panel in one.panels
+    )
+    notes = [f"{text}: {side.note}" for text, side in zip((a, b), sides, strict=True) if side.note]
+    return ComparisonInfo(a, b, one.run, one.attempt, panels, "; ".join(notes) or None)
+
+
+def newest_attempts(deps: Dependencies, run: str | None, step: int | None) -> tuple[str, str]:
+    """Return the two newest attempts of a run that have a step, the earlier one first, as texts.
+
+    Raises:
+        NotFound: there are fewer than two.
+    """
+    target = deps.finder.attempt(run)
+    numbers = [
+        int(row["number"]) for row in deps.catalogue.attempts(target.run)
+        if step is None or deps.catalogue.step(int(row["attempt_id"]), step) is not None
+    ]  # fmt: skip
+    if len(numbers) < 2:
+        having = "" if step is None else f" with step {step}"
+        raise NotFound(
+            f"run {target.run} has {len(numbers)} attempts{having}, which are no two to compare",
+            advice="name both sides: a=RUN@ATTEMPT:STEP and b=RUN@ATTEMPT:STEP",
+        )
+    suffix = "" if step is None else f":{step}"
+    newer, older = sorted(numbers, reverse=True)[:2]
+    return f"{target.run}@{older}{suffix}", f"{target.run}@{newer}{suffix}"
+
+
+_PANEL: Final = 170
+_GAP: Final = 34
+
+
+def figure(found: ComparisonInfo) -> go.Figure:
+    """Draw each metric of both sides over the same steps."""
+    title = f"{found.a} {TITLE} {found.b}"
+    lines = [line for panel in found.panels for line in (*panel.a, *panel.b) if line.steps]
+    if not lines:
+        return style.empty(title, found.note or "no step yet", x="step", y="value")
+    drawn = go.Figure()
+    heights = [_PANEL] * len(found.panels)
+    domains = style.panels(heights, gap=_GAP)
+    looks = ((found.a, style.BLUE, "solid"), (found.b, style.VERMILLION, "dash"))
+    for at, panel in enumerate(found.panels):
+        axis = f"y{at + 1}" if at else "y"
+        shown: set[str] = set()
+        for (name, colour, dash), own in zip(looks, (panel.a, panel.b), strict=True):
+            for line in own:
+                overview.draw_line(
+                    drawn, line, axis, name=name, colour=colour, dash=dash, unit=panel.unit,
+                    legend=not at and name not in shown,
+                )  # fmt: skip
+                shown.add(name)
+        overview.draw_not_finite(drawn, panel.not_finite, [*panel.a, *panel.b], axis, first=not at)
+        layout = overview.axis_of(panel.unit, [*panel.a, *panel.b], domains[at])
+        drawn.update_layout({f"yaxis{at + 1}" if at else "yaxis": layout})
+        style.heading(drawn, panel.name, domains[at][1])
+    low, high = min(line.steps[0] for line in lines), max(line.steps[-1] for line in lines)
+    last = f"y{len(heights)}" if len(heights) > 1 else "y"
+    drawn.update_xaxes(
+        title={"text": "step"}, anchor=last, tickformat="d", range=[low - 0.6, high + 0.6]
+    )
+    height = sum(heights) + _GAP * (len(heights) - 1) + 90
+    return style.legend_below(style.finished(drawn, title, height))
+
+
+def tensors_figure(report: Mapping[str, Any], at: int) -> tuple[go.Figure, str | None]:
+    """Return one of the figures of a comparison of tensors, and a sentence about them.
+
+    Args:
+        report: as `POST /comparisons` answers.
+        at: index of the figure; 0 is the flow of data, then come tensors that differ.
+    """
+    pair = report["pairs"][0]
+    drawn = pictures(pair)
+    title = f"{report['sides'][0]['name']} {TITLE} {report['sides'][1]['name']}"
+    verdict = f"{pair['verdict']}: {pair['reason']}"
+    if not drawn:
+        return style.empty(title, verdict, x="tensor", y="|d| = |A - B|"), verdict
+    if at >= len(drawn):
+        raise NotFound(f"there is no figure {at}", expected=f"from 0 to {len(drawn) - 1}")
+    return drawn[at], f"{verdict}; figure {at} of {len(drawn)}, from 0"

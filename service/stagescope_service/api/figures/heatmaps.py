@@ -1,0 +1,582 @@
+"""A number by rank and round, or by rank and step: a thousand ranks on one screen.
+
+Up to `MOST_ROWS` ranks have a row each, the largest value on top. Of more, the ranks that stand
+apart have rows of their own, and the others are folded along the parallel dimension that explains
+most of the differences between ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import plotly.graph_objects as go
+
+from stagescope.answers import unit_of_metric
+from stagescope.render import counted, stretches
+from stagescope.wire.errors import NotFound
+from stagescope_service import figure_style as style
+from stagescope_service.api.completeness import ROWS_REMOVED
+from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.rows import Lineage
+from stagescope_service.api.series import Window
+from stagescope_service.api.step_summaries import MeasuredStep
+from stagescope_service.api.target import Target
+from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics.cell import Field, Float64
+from stagescope_service.statistics.codec import rounds_from_bytes
+from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
+from stagescope_service.statistics.step_summary import LATER_EPOCH, REPEATED
+from stagescope_service.statistics.summary import Slices
+from stagescope_service.store.contract import Row
+from stagescope_service.store.parts import pair_name, part_key
+
+Metric = Literal[
+    "logprob_abs_diff/mean", "logprob_abs_diff/max", "rollout_corr/k3_kl", "rollout_corr/kl",
+    "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max",
+    "token_mult_prob_error", "tail/abs_diff_over_0.5_share", "counts/tokens",
+]  # fmt: skip
+"""Published numbers that can be folded over ranks, and the number of tokens."""
+DEFAULT: Final[Metric] = "logprob_abs_diff/mean"
+TOKENS: Final = "counts/tokens"
+
+MOST_ROWS: Final = 64
+MOST_STEPS: Final = 200
+"""Steps that are drawn where no range is requested, the newest."""
+_MOST_BYTES: Final = 96 << 20
+"""Of the numbers of ranks that are read for one figure; of more steps some are left out."""
+_ALONE: Final = 12
+"""Most ranks that stand apart and have rows of their own, where the others are folded."""
+_GROUPS: Final = 40
+"""Most rows of folded ranks."""
+_APART: Final = 6.0
+"""A rank stands apart beyond so many standard deviations from the median."""
+_LEAST: Final = 0.25
+"""...and if it differs by so much of the median."""
+_DIMENSIONS: Final = ("tp", "pp", "cp", "dp", "ep", "host")
+
+Flags = npt.NDArray[np.bool_]
+RankKey = tuple[str, int]
+"""(role, rank)."""
+
+
+class _Measure(NamedTuple):
+    """How a number is computed from cells [..., WIDTH], and what it is over several ranks."""
+
+    of_cells: Callable[[Float64], Float64]
+    fold: Literal["mean", "max", "sum"]
+
+
+def _mean_of(field: Field, sign: float = 1.0) -> _Measure:
+    def of_cells(vectors: Float64) -> Float64:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return sign * vectors[..., field] / vectors[..., Field.TOKENS]
+
+    return _Measure(of_cells, "mean")
+
+
+def _abs_max(vectors: Float64) -> Float64:
+    largest = np.maximum(np.abs(vectors[..., Field.D_MIN]), np.abs(vectors[..., Field.D_MAX]))
+    return np.where(vectors[..., Field.TOKENS] > 0, largest, np.nan)
+
+
+def _probs_max(vectors: Float64) -> Float64:
+    return np.where(vectors[..., Field.TOKENS] > 0, vectors[..., Field.A_MAX], np.nan)
+
+
+_MEASURES: Final[Mapping[Metric, _Measure]] = {
+    "logprob_abs_diff/mean": _mean_of(Field.D_ABS_SUM),
+    "logprob_abs_diff/max": _Measure(_abs_max, "max"),
+    "rollout_corr/k3_kl": _mean_of(Field.K3_SUM),
+    "rollout_corr/kl": _mean_of(Field.D_SUM, -1.0),
+    "training/rollout_probs_diff_mean": _mean_of(Field.A_SUM),
+    "training/rollout_probs_diff_max": _Measure(_probs_max, "max"),
+    "token_mult_prob_error": _mean_of(Field.EXP_ABS_SUM),
+    "tail/abs_diff_over_0.5_share": _mean_of(Field.ABS_OVER_1),
+    "counts/tokens": _Measure(lambda vectors: vectors[..., Field.TOKENS] * 1.0, "sum"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeatRow:
+    """One rank, or several folded ones."""
+
+    label: str
+    ranks: tuple[RankKey, ...]
+    values: tuple[float | None, ...]
+    """One a column; None: no token was measured there."""
+    tokens: tuple[int, ...]
+    apart: bool = False
+    """Whether the rank stands apart from the others."""
+    largest: tuple[str, ...] = ()
+    """Of folded ranks, the rank with the largest value in each column."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeatInfo:
+    """What a figure shows; the rows with the largest values are first."""
+
+    run: str
+    attempt: int | None
+    step: int | None
+    """None: the columns are steps."""
+    metric: str
+    unit: str
+    columns: tuple[int, ...]
+    rows: tuple[HeatRow, ...]
+    ranks: int
+    """Number of ranks."""
+    folded_by: str | None
+    note: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """A number and a count of tokens by rank (rows) and column; NaN: not measured."""
+
+    ranks: tuple[RankKey, ...]
+    columns: tuple[int, ...]
+    values: Float64
+    tokens: Float64
+    fold: Literal["mean", "max", "sum"]
+
+    def take(self, rows: Sequence[int]) -> _Grid:
+        """Return some of the ranks."""
+        at = list(rows)
+        return dataclasses.replace(
+            self,
+            ranks=tuple(self.ranks[row] for row in at),
+            values=self.values[at],
+            tokens=self.tokens[at],
+        )
+
+    def over_columns(self) -> Float64:
+        """Return one value for each rank."""
+        return _fold(self.values, self.tokens, self.fold, axis=1)
+
+    def over_ranks(self) -> Float64:
+        """Return one value for each column."""
+        return _fold(self.values, self.tokens, self.fold, axis=0)
+
+
+def _fold(
+    values: Float64, tokens: Float64, fold: Literal["mean", "max", "sum"], axis: int
+) -> Float64:
+    """Return a number of the tokens of several cells: a mean is weighted with its tokens."""
+    known = ~np.isnan(values)
+    filled = np.where(known, values, 0.0)
+    if fold == "max":
+        largest = np.where(known, values, -np.inf).max(axis=axis, initial=-np.inf)
+        return np.where(known.any(axis=axis), largest, np.nan)
+    if fold == "sum":
+        return np.where(known.any(axis=axis), filled.sum(axis=axis), np.nan)
+    weights = np.where(known, tokens, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean: Float64 = (filled * weights).sum(axis=axis) / weights.sum(axis=axis)
+    return mean
+
+
+# --- reading --------------------------------------------------------------------------------
+def rounds_info(deps: Dependencies, target: Target, metric: Metric = DEFAULT) -> HeatInfo:
+    """Read a number by rank and round of a step."""
+    about = _About(target.run, target.number, target.step_number, metric)
+    try:
+        measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
+    except NotFound as error:
+        return about.empty(error.wrong)
+    processes = deps.catalogue.processes(target.attempt_id)
+    by_rank, lacking = _rounds_by_rank(deps, target, measured)
+    if not by_rank:
+        return about.empty(ROWS_REMOVED if lacking == ROWS_REMOVED else lacking or "no rank")
+    columns = sorted({int(key) for found in by_rank.values() for key in found.keys})
+    vectors = cells.empty(len(by_rank), len(columns))
+    at = {column: index for index, column in enumerate(columns)}
+    for row, found in enumerate(by_rank.values()):
+        vectors[row, [at[int(key)] for key in found.keys]] = found.cells
+    measure = _MEASURES[metric]
+    values = measure.of_cells(vectors)
+    tokens = vectors[..., Field.TOKENS]
+    # A rank without tokens in a round has no number there, not even 0 tokens.
+    values = np.where(vectors[..., Field.MASKED] > 0, values, np.nan)
+    grid = _Grid(tuple(by_rank), tuple(columns), values, tokens, measure.fold)
+    return about.of(grid, processes, lacking)
+
+
+def _rounds_by_rank(
+    deps: Dependencies, target: Target, measured: MeasuredStep
+) -> tuple[dict[RankKey, Slices], str | None]:
+    """Return the rounds of each rank's own tokens, and what they lack.
+
+    A rank's later passes over the same tokens do not count, as in its other numbers.
+    """
+    step_summary = measured.summary
+    rows = deps.catalogue.summaries(
+        target.attempt_id,
+        target.step_number,
+        stage=step_summary.stage,
+        pair=pair_name(step_summary.summary.pair),
+    )
+    if not rows and target.step_row["rows_removed"] is not None:
+        return {}, ROWS_REMOVED
+    replaced = deps.catalogue.replaced(target.attempt_id, target.step_number)
+    own: dict[RankKey, list[Row]] = defaultdict(list)
+    for row in rows:
+        why = step_summary.left_out.get(part_key(row["incarnation"], row["seq"]))
+        if row["summary"] is None or (row["incarnation"], row["seq"]) in replaced:
+            continue
+        if why not in (LATER_EPOCH, REPEATED):
+            own[row["role"], row["rank"]].append(row)
+    found: dict[RankKey, Slices] = {}
+    for rank, parts in sorted(own.items()):
+        epoch = min(row["epoch"] or 0 for row in parts)
+        slices = [
+            rounds_from_bytes(row["summary"]) for row in parts if (row["epoch"] or 0) == epoch
+        ]
+        found[rank] = slices[0] if len(slices) == 1 else Slices.merge(slices)
+    totals = {(row.role, row.rank): row.cell.masked for row in step_summary.ranks}
+    twice = [
+        rank for rank, slices in found.items()
+        if rank in totals and int(slices.cells[:, Field.MASKED].sum()) != totals[rank]
+    ]  # fmt: skip
+    lacking = None
+    if twice:
+        lacking = (
+            f"{_ranks_text(twice)} handed over some tokens more than once: their rounds count each "
+            "copy"
+        )
+    return found, lacking
+
+
+def steps_info(
+    deps: Dependencies, run: str | None, attempt: int | None, window: Window, metric: Metric
+) -> HeatInfo:
+    """Read a number by rank and step; by default of the newest `MOST_STEPS` steps in force."""
+    target = deps.finder.attempt(run, attempt)
+    attempts = deps.catalogue.attempts(target.run)
+    lineage = Lineage(attempts)
+    ids = [int(row["attempt_id"]) for row in attempts if attempt in (None, row["number"])]
+    about = _About(target.run, attempt, None, metric)
+    bounded = window["first"] is not None or window["last"] is not None
+    limit = None if bounded else MOST_STEPS * max(len(ids), 1)
+    states = deps.catalogue.step_states(ids, limit=limit, **window)
+    by_step = {
+        state.step: state.attempt_id
+        for state in states
+        if attempt is not None
+        or (state.superseded_by or lineage.repeated_by(state.attempt_id, state.step)) is None
+    }
+    steps = sorted(by_step) if bounded else sorted(by_step)[-MOST_STEPS:]
+    if not steps:
+        return about.empty("there is no step in this range")
+    processes = deps.catalogue.processes(by_step[steps[-1]])
+    chosen = _affordable(steps, len(processes))
+    blobs = deps.catalogue.slices([(by_step[step], step) for step in chosen], version=VERSION)
+    found = {step: SliceMetrics.from_bytes(blob) for (_, step), blob in blobs.items()}
+    ranks = sorted({key for each in found.values() for key in each.keys["rank"]}, key=str)
+    if not ranks:
+        return about.empty("no rank handed over both streams in these steps")
+    at = {rank: index for index, rank in enumerate(ranks)}
+    values = np.full((len(ranks), len(chosen)), np.nan)
+    tokens = np.zeros_like(values)
+    for column, step in enumerate(chosen):
+        if step in found:
+            rows = [at[key] for key in found[step].keys["rank"]]
+            values[rows, column] = _column(found[step], metric)
+            tokens[rows, column] = _column(found[step], TOKENS)
+    keys = tuple((str(role), int(rank)) for role, rank in ranks)
+    order = sorted(range(len(keys)), key=lambda row: keys[row])
+    grid = _Grid(keys, tuple(chosen), values, tokens, _MEASURES[metric].fold).take(order)
+    notes = []
+    if len(chosen) < len(steps):
+        notes.append(f"of {len(steps)} steps every {len(steps) // len(chosen)}th is read")
+    missing = [step for step in chosen if step not in found]
+    if missing:
+        notes.append(f"no numbers in {stretches('step', missing)}")
+    return about.of(grid, processes, "; ".join(notes) or None)
+
+
+def _column(found: SliceMetrics, name: str) -> Float64:
+    if name not in found.names:
+        return np.full(len(found.keys["rank"]), np.nan)
+    column: Float64 = found.values["rank"][:, found.names.index(name)]
+    return column
+
+
+def _affordable(steps: Sequence[int], ranks: int) -> list[int]:
+    """Return steps, evenly spread and the last one included, whose numbers are not too large."""
+    bytes_each = max(ranks, 1) * 600
+    most = max(_MOST_BYTES // bytes_each, 8)
+    every = -(-len(steps) // most)
+    return sorted(steps[::-1][::every])
+
+
+class _About(NamedTuple):
+    run: str
+    attempt: int | None
+    step: int | None
+    metric: Metric
+
+    @property
+    def unit(self) -> str:
+        return unit_of_metric(self.metric)
+
+    def empty(self, note: str) -> HeatInfo:
+        """Return the answer without a rank."""
+        heading = (self.run, self.attempt, self.step, self.metric, self.unit)
+        return HeatInfo(*heading, (), (), 0, None, note)
+
+    def of(self, grid: _Grid, processes: Iterable[Row], note: str | None) -> HeatInfo:
+        """Return the answer: sorted, and folded where there are too many ranks."""
+        layouts = {(row["role"], row["rank"]): row for row in processes}
+        rows, folded_by, text = _rows(grid, layouts)
+        heading = (self.run, self.attempt, self.step, self.metric, self.unit)
+        notes = [each for each in (text, note) if each]
+        return HeatInfo(
+            *heading, grid.columns, rows, len(grid.ranks), folded_by, "; ".join(notes) or None
+        )
+
+
+# --- folding --------------------------------------------------------------------------------
+def _rows(
+    grid: _Grid, layouts: Mapping[RankKey, Row]
+) -> tuple[tuple[HeatRow, ...], str | None, str | None]:
+    """Return the rows, by what they are folded, and a sentence about both."""
+    overall = grid.over_columns()
+    order = np.argsort(-np.where(np.isnan(overall), -np.inf, overall), kind="stable").tolist()
+    several = len({role for role, _ in grid.ranks}) > 1
+    names = [_name(rank, several) for rank in grid.ranks]
+    is_folded = len(grid.ranks) > MOST_ROWS
+    best = _best_dimension(grid, overall, layouts) if is_folded else None
+    # What a whole group has in common makes none of its ranks the odd one out.
+    groups = None if best is None else [best.keys[row] for row in range(len(grid.ranks))]
+    apart = standing_apart(overall, groups)
+    texts = []
+    if apart.any():
+        found = [grid.ranks[row] for row in order if apart[row]]
+        first = next(row for row in order if apart[row])
+        middle = float(np.nanmedian(overall))
+        texts.append(
+            f"{_ranks_text(found)} {'stands' if len(found) == 1 else 'stand'} apart: "
+            f"{style.number(float(overall[first]))} where the median rank has "
+            f"{style.number(middle)}"
+        )
+
+    def single(row: int) -> HeatRow:
+        label = names[row] + _place(layouts.get(grid.ranks[row]))
+        return _row(grid.take([row]), label, apart[row])
+
+    if not is_folded:
+        return tuple(map(single, order)), None, "; ".join(texts) or None
+    alone = [row for row in order if apart[row]][:_ALONE]
+    rest = sorted(set(range(len(grid.ranks))) - set(alone), key=lambda row: grid.ranks[row])
+    members: dict[str, list[int]] = defaultdict(list)
+    if best is not None:
+        for row in rest:
+            members[f"{best.name} {best.keys[row]}"].append(row)
+        by = f"{best.name}, which explains {best.share:.0%} of the variance between ranks"
+    else:
+        size = -(-len(rest) // (_GROUPS - 8))
+        for at in range(0, len(rest), size):
+            block = rest[at : at + size]
+            members[f"{names[block[0]]} to {grid.ranks[block[-1]][1]}"] = block
+        by = "their numbers, as no parallel dimension tells them apart"
+    folded = [
+        _row(grid.take(rows), f"{label} ({counted(len(rows), 'rank')})")
+        for label, rows in members.items()
+    ]
+    folded.sort(key=_sort_value)
+    texts.append(f"{len(rest)} of {len(grid.ranks)} ranks are folded by {by}")
+    return (*map(single, alone), *folded), by, "; ".join(texts)
+
+
+def _sort_value(row: HeatRow) -> float:
+    """Return the sort key of folded rows: the largest mean over tokens first."""
+    known = [(v, n) for v, n in zip(row.values, row.tokens, strict=True) if v is not None]
+    total = sum(n for _, n in known)
+    return -sum(v * n for v, n in known) / total if total else math.inf
+
+
+def standing_apart(values: Float64, groups: Sequence[object] | None = None) -> Flags:
+    """Return which values lie above the others of their group (None: all are one).
+
+    By the median and its absolute deviation, which is scaled to the standard deviation of a normal
+    distribution (P. J. Rousseeuw, C. Croux, "Alternatives to the Median Absolute Deviation", 1993).
+    Below four values none does.
+    """
+    apart = np.zeros(len(values), bool)
+    _, group = np.unique([str(key) for key in groups or ["all"] * len(values)], return_inverse=True)
+    for number in range(int(group.max(initial=-1)) + 1):
+        own = np.flatnonzero((group == number) & np.isfinite(values))
+        if len(own) < 4:
+            continue
+        middle = float(np.median(values[own]))
+        spread = 1.4826 * float(np.median(np.abs(values[own] - middle)))
+        bound = middle + max(_APART * spread, _LEAST * abs(middle))
+        apart[own] = values[own] > bound
+    return apart
+
+
+class _Dimension(NamedTuple):
+    """A parallel dimension (or the host) along which ranks can be folded."""
+
+    name: str
+    keys: tuple[object, ...]
+    """One a rank."""
+    share: float
+    """Of the variance between ranks that lies between its groups; see `explained`."""
+
+
+def _best_dimension(
+    grid: _Grid, overall: Float64, layouts: Mapping[RankKey, Row]
+) -> _Dimension | None:
+    """Return the dimension that explains most of the differences of ranks; None: none is known."""
+    best: _Dimension | None = None
+    for name in _DIMENSIONS:
+        column = "host" if name == "host" else f"{name}_rank"
+        keys = tuple((layouts.get(rank) or {}).get(column) for rank in grid.ranks)
+        if None in keys or not 2 <= len(set(keys)) <= _GROUPS:
+            continue
+        share = explained(overall, keys)
+        if best is None or share > best.share + 0.01:
+            best = _Dimension(name, keys, share)
+    return best
+
+
+def explained(values: Float64, keys: Sequence[object]) -> float:
+    """Return the share of the variance of values that lies between the groups of equal keys.
+
+    Values are clipped to their first and last hundredth: one far off must not decide it.
+    """
+    known = np.isfinite(values)
+    texts = [str(key) for key, ok in zip(keys, known, strict=True) if ok]
+    if len(set(texts)) < 2:
+        return 0.0
+    clipped = np.clip(values[known], *np.quantile(values[known], [0.01, 0.99]))
+    centred = clipped - clipped.mean()
+    total = float((centred**2).sum())
+    if total <= 0.0:
+        return 0.0
+    _, group = np.unique(texts, return_inverse=True)
+    sizes, sums = np.bincount(group), np.bincount(group, centred)
+    return float((sums**2 / sizes).sum()) / total
+
+
+def _row(grid: _Grid, label: str, apart: bool | np.bool_ = False) -> HeatRow:
+    values = grid.over_ranks()
+    largest: tuple[str, ...] = ()
+    if len(grid.ranks) > 1:
+        filled = np.where(np.isnan(grid.values), -np.inf, grid.values)
+        where = filled.argmax(axis=0)
+        largest = tuple(
+            f"largest: {_name(grid.ranks[row], True)}, "
+            f"{style.number(float(grid.values[row, column]))}"
+            for column, row in enumerate(where.tolist())
+        )
+    return HeatRow(
+        label=label,
+        ranks=grid.ranks,
+        values=tuple(None if math.isnan(value) else value for value in values.tolist()),
+        tokens=tuple(int(count) for count in grid.tokens.sum(axis=0)),
+        apart=bool(apart),
+        largest=largest,
+    )
+
+
+def _name(rank: RankKey, several: bool) -> str:
+    return f"{rank[0]} {rank[1]}" if several else f"rank {rank[1]}"
+
+
+def _place(layout: Row | None) -> str:
+    """Return the parallel coordinates of a rank that has several."""
+    if layout is None:
+        return ""
+    found = [
+        f"{name} {layout[f'{name}_rank']}"
+        for name in ("dp", "tp", "pp", "cp", "ep")
+        if layout.get(f"{name}_rank") is not None and (layout.get(f"{name}_size") or 1) > 1
+    ]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _ranks_text(ranks: Collection[RankKey]) -> str:
+    by_role: dict[str, list[int]] = defaultdict(list)
+    for role, rank in ranks:
+        by_role[role].append(rank)
+    return ", ".join(f"{role} {stretches('rank', sorted(own))}" for role, own in by_role.items())
+
+
+# --- drawing --------------------------------------------------------------------------------
+_WIDE: Final = 6.0
+"""Times the smallest value, beyond which colours follow the powers of a number."""
+
+
+def figure(found: HeatInfo) -> go.Figure:
+    """Draw the rows below each other, the largest value on top."""
+    axis = "step" if found.step is None else "round"
+    over = "over the steps" if found.step is None else f"of step {found.step}"
+    title = f"{found.metric} by rank and {axis} {over}"
+    if not found.rows:
+        return style.empty(title, found.note or "", x=axis, y="rank")
+    known = np.array(
+        [[math.nan if v is None else v for v in row.values] for row in found.rows], np.float64
+    )
+    labels = [("▲ " if row.apart else "") + row.label for row in found.rows]
+    # By powers where one rank would leave the others a single colour.
+    is_log = style.spans_decades(known[~np.isnan(known)].tolist(), _WIDE)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shown = np.log10(known) if is_log else known
+    bar: dict[str, Any] = {
+        "ticksuffix": f" {found.unit}" if found.unit else "",
+        "orientation": "h", "thickness": 10, "x": 0.5, "len": 1.0,
+        "yref": "container", "y": 1.0, "yanchor": "top", "ypad": 0,
+        "tickfont": {"size": 10}, "nticks": 5, "outlinewidth": 0, "exponentformat": "e",
+    }  # fmt: skip
+    if is_log:
+        bar |= _log_ticks(shown, found.unit)
+    texts = [
+        [_hover(row, at, found, axis) for at in range(len(found.columns))] for row in found.rows
+    ]
+    gap = 1 if len(found.columns) <= 40 else 0
+    drawn = go.Figure(
+        go.Heatmap(
+            z=shown, x=np.array(found.columns), y=labels, colorscale=style.SCALE, colorbar=bar,
+            xgap=gap, ygap=gap, hoverongaps=True, hoverinfo="text", text=texts,
+        )
+    )  # fmt: skip
+    few = axis == "round" and len(found.columns) <= 10
+    drawn.update_xaxes(title={"text": axis}, tickformat="d", dtick=1 if few else None)
+    drawn.update_yaxes(
+        title={"text": "rank"}, autorange="reversed", type="category", tickmode="array",
+        tickvals=labels[:: -(-len(labels) // 40)], tickfont={"size": 10},
+    )  # fmt: skip
+    height = min(max(len(found.rows) * 16, 60), 800) + 150
+    drawn = style.finished(drawn, title, height)
+    return drawn.update_layout(showlegend=False, margin={"t": 50}, yaxis={"showgrid": False})
+
+
+def _log_ticks(shown: Float64, unit: str) -> dict[str, object]:
+    """Return ticks at some multiples of the powers of ten, or at the powers alone."""
+    finite = shown[np.isfinite(shown)]
+    least, most = float(finite.min()), float(finite.max())
+    low, high = math.floor(least), math.ceil(most)
+    steps = (1, 2, 5) if most - least < 1.2 else (1, 3) if most - least < 3.0 else (1,)
+    values = [step * 10.0**power for power in range(low, high + 1) for step in steps]
+    shown_values = [value for value in values if least <= math.log10(value) <= most]
+    return {
+        "tickvals": [math.log10(value) for value in shown_values],
+        "ticktext": [style.number(value, unit) for value in shown_values],
+    }
+
+
+def _hover(row: HeatRow, at: int, found: HeatInfo, axis: str) -> str:
+    value, tokens = row.values[at], row.tokens[at]
+    text = f"{row.label}, {axis} {found.columns[at]}<br>"
+    if value is None:
+        return f"{text}not measured: no token of it there"
+    text += f"{style.number(value, found.unit)}, {tokens} tokens"
+    return f"{text}<br>{row.largest[at]}" if row.largest else text

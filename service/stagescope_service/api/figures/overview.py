@@ -1,0 +1,702 @@
+"""Metrics over the steps of a run: attempts, noise floor, stalenesses, and what happened when."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from stagescope.answers import unit_of_metric
+from stagescope.render import counted, format_value, stretches
+from stagescope.wire.errors import InvalidInput
+from stagescope_service import figure_style as style
+from stagescope_service.api.completeness import aggregation_errors
+from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.rows import Lineage
+from stagescope_service.api.series import (
+    ABSENT,
+    NOT_LOGGED,
+    OLD,
+    OPEN,
+    Window,
+    check_known,
+    newest_metrics,
+    why_unmeasured,
+)
+from stagescope_service.statistics.step_metrics import (
+    OF_STALENESS,
+    STALENESSES,
+    VERSION,
+    floor_name,
+    staleness_name,
+)
+from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.curves import MarkedStep, StoredNumbers
+
+DEFAULT: Final = (
+    "rollout_corr/k3_kl", "logprob_abs_diff/mean", "logprob_abs_diff/p99",
+    "training/rollout_actor_probs_pearson_corr",
+)  # fmt: skip
+"""The metrics of a run that measures a mismatch."""
+MOST_METRICS: Final = 12
+TITLE: Final = "Over the steps"
+
+Place = tuple[int, int]
+"""(attempt_id, step)."""
+Value = float | str | None
+MarkKind = Literal["finding", "capture", "weight sync", "no value"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A number over the steps of one attempt, ascending; None: the step has none."""
+
+    attempt: int
+    superseded: bool
+    """Whether a later attempt did these steps again."""
+    steps: tuple[int, ...]
+    values: tuple[float | None, ...]
+
+
+class NotFinite(NamedTuple):
+    """A value that is not a finite number."""
+
+    step: int
+    attempt: int
+    value: str
+    """nan, inf or -inf."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One metric or scalar."""
+
+    name: str
+    unit: str
+    lines: tuple[Line, ...]
+    not_finite: tuple[NotFinite, ...] = ()
+    floor: tuple[Line, ...] = ()
+    """The same number of the trainer against itself, where it was recorded."""
+    stalenesses: tuple[tuple[int, tuple[Line, ...]], ...] = ()
+    """(staleness, lines) where tokens of several were trained on."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether any step has a finite value."""
+        return any(map(_has_values, self.lines))
+
+
+class Boundary(NamedTuple):
+    """The first step of an attempt other than the first."""
+
+    attempt: int
+    step: int
+    text: str
+
+
+class Mark(NamedTuple):
+    """Something that happened in some consecutive steps."""
+
+    kind: MarkKind
+    level: str
+    """Severity of a finding, state of a capture; else empty."""
+    first: int
+    last: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class OverviewInfo:
+    """What the figure shows."""
+
+    run: str
+    attempt: int | None
+    """The requested attempt; None: those in force."""
+    panels: tuple[Panel, ...]
+    boundaries: tuple[Boundary, ...]
+    marks: tuple[Mark, ...]
+    steps: int
+    """Number of steps."""
+    first: int
+    last: int
+    """The range of the steps; both 0 if there is none."""
+    note: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is requested."""
+
+    metrics: Sequence[str] = ()
+    """Names of published metrics or scalars; none: those of the mismatch, else the scalars."""
+    attempt: int | None = None
+    window: Window = dataclasses.field(default_factory=lambda: Window(first=None, last=None))
+    superseded: bool = True
+
+
+def info(deps: Dependencies, run: str | None, request: Request) -> OverviewInfo:
+    """Read the numbers of a run's steps.
+
+    Raises:
+        NotFound: no such run, attempt, metric or scalar.
+        InvalidInput: more than `MOST_METRICS` names.
+    """
+    if len(request.metrics) > MOST_METRICS:
+        raise InvalidInput(
+            f"{len(request.metrics)} metrics in one figure", expected=f"at most {MOST_METRICS}"
+        )
+    target = deps.finder.attempt(run, request.attempt)
+    attempts = deps.catalogue.attempts(target.run)
+    chosen = [row for row in attempts if request.attempt in (None, row["number"])]
+    ids = [int(row["attempt_id"]) for row in chosen]
+    reader = _Reader(deps, target.run, ids, request.window, Lineage(attempts), request)
+    published = newest_metrics(deps, ids)
+    scalars = deps.catalogue.scalar_names(ids)
+    names = list(request.metrics) or _default(published, scalars)
+    metrics = [name for name in names if name not in scalars or name in published]
+    by_name = reader.metric_panels(metrics)
+    by_name |= {name: reader.scalar_panels(name) for name in names if name not in by_name}
+    for name in names:
+        if not any(panel.has_values or panel.not_finite for panel in by_name[name]):
+            check_known(target.run, name, published, scalars)
+    panels = tuple(panel for name in names for panel in by_name[name])
+    marks = [*reader.gaps(metrics), *reader.weight_syncs(), *reader.captures(), *reader.findings()]
+    return OverviewInfo(
+        run=target.run,
+        attempt=request.attempt,
+        panels=panels,
+        boundaries=tuple(_boundaries(chosen)) if request.attempt is None else (),
+        marks=tuple(marks),
+        steps=len(reader.states),
+        first=next((step for _, step in reader.states), 0),
+        last=next((step for _, step in reversed(reader.states)), 0),
+        note=_note(reader, panels),
+    )
+
+
+def _default(published: Collection[str], scalars: Collection[str]) -> list[str]:
+    """Return the names that are drawn where none is requested."""
+    measured = [name for name in DEFAULT if name in published]
+    return measured or (sorted(scalars)[: len(DEFAULT)] if scalars else list(DEFAULT))
+
+
+def _note(reader: _Reader, panels: Sequence[Panel]) -> str | None:
+    if not reader.states:
+        return f"run {reader.run} has no step in this range yet"
+    if not any(panel.has_values or panel.not_finite for panel in panels):
+        reasons = {mark.text for mark in reader.gaps([p.name for p in panels])}
+        return f"no step has a value: {'; '.join(sorted(reasons))}" if reasons else None
+    notes = []
+    if len(reader.states) > 2 * style.WIDTH:
+        notes.append(
+            f"of {len(reader.states)} steps the smallest and the largest value of every "
+            f"{-(-len(reader.states) // style.WIDTH)} are drawn: no spike is left out"
+        )
+    if any(k == STALENESSES[-1] for panel in panels for k, _ in panel.stalenesses):
+        notes.append(f"stalenesses above {STALENESSES[-1]} are not drawn")
+    return "; ".join(notes) or None
+
+
+class _Column(NamedTuple):
+    """A number by step; steps without it are in neither."""
+
+    finite: dict[Place, float]
+    bad: dict[Place, str]
+    """nan, inf or -inf."""
+
+    @classmethod
+    def of(cls, values: Iterable[tuple[Place, Value]]) -> _Column:
+        """Split values into finite and other ones."""
+        known = {key: value for key, value in values if value is not None}
+        bad = {key: value for key, value in known.items() if isinstance(value, str)}
+        finite = {k: v for k, v in known.items() if not isinstance(v, str)} if bad else known
+        return cls(finite, bad)  # type: ignore[arg-type]
+
+
+def _columns(stored: StoredNumbers) -> list[_Column]:
+    """Return a column for each of the requested names."""
+    return [_Column.of(zip(stored.places, values, strict=True)) for values in stored.values]
+
+
+class _Reader:
+    """Reads the catalogue's columns of some attempts, each once."""
+
+    def __init__(
+        self,
+        deps: Dependencies,
+        run: str,
+        ids: Sequence[int],
+        window: Window,
+        lineage: Lineage,
+        request: Request,
+    ) -> None:
+        self._deps, self._ids, self._window, self._lineage = deps, ids, window, lineage
+        self.run = run
+        self.states: dict[Place, bool] = {}
+        """Step -> whether a later attempt did it again; ascending by step."""
+        seen: set[int] = set()
+        for state in reversed(deps.catalogue.step_states(ids, **window)):
+            by = state.superseded_by or lineage.repeated_by(state.attempt_id, state.step)
+            again = state.step in seen or by is not None
+            seen.add(state.step)
+            # An attempt that is requested by its number shows all of its steps.
+            if request.superseded or request.attempt is not None or not again:
+                self.states[state.attempt_id, state.step] = again
+        self.states = dict(reversed(self.states.items()))
+        groups: dict[tuple[int, bool], list[Place]] = defaultdict(list)
+        for key, again in self.states.items():
+            groups[lineage.numbers[key[0]], again].append(key)
+        self._groups = sorted(groups.items())
+        self._reasons: dict[Place, str] | None = None
+        self._absent: dict[str, list[Place]] = {}
+
+    # --- metrics and scalars -----------------------------------------------------------------
+    def metric_panels(self, names: Sequence[str]) -> dict[str, list[Panel]]:
+        """Return name -> the panel of a published metric."""
+        floors = [floor_name(name) for name in names]
+        stored = self._stored([*names, *floors])
+        columns = _columns(stored)
+        sliced = self._of_stalenesses(names) if stored.several_versions else {}
+        measured = [key for key in stored.places if key in self.states]
+        panels: dict[str, list[Panel]] = {}
+        for at, name in enumerate(names):
+            column, floor = columns[at], columns[len(names) + at]
+            known = column.finite.keys() | column.bad.keys()
+            self._absent[name] = [key for key in measured if key not in known]
+            panels[name] = [
+                Panel(
+                    name,
+                    unit_of_metric(name),
+                    self._lines(column),
+                    self._not_finite(column),
+                    self._lines(floor),
+                    tuple(
+                        (k, lines)
+                        for k, of in sliced.items()
+                        if name in of and (lines := self._lines(of[name]))
+                    ),
+                )
+            ]
+        return panels
+
+    def _stored(self, names: Sequence[str]) -> StoredNumbers:
+        return self._deps.catalogue.stored_numbers(
+            self._ids, names, version=VERSION, **self._window
+        )
+
+    def _of_stalenesses(self, names: Sequence[str]) -> dict[int, Mapping[str, _Column]]:
+        """Return staleness -> name -> values, where tokens of several stalenesses count."""
+        sliced = [name for name in names if name in OF_STALENESS]
+        wanted = [staleness_name(k, name) for k in STALENESSES for name in sliced]
+        columns = iter(_columns(self._stored(wanted)))
+        return {k: {name: next(columns) for name in sliced} for k in STALENESSES}
+
+    def scalar_panels(self, name: str) -> list[Panel]:
+        """Return a panel for each stage and role that logged a scalar: the mean over its ranks."""
+        series: dict[tuple[str | None, str | None], list[tuple[Place, Value]]] = defaultdict(list)
+        for row in self._deps.catalogue.scalar_values(
+            self._ids, name, by_rank=False, **self._window
+        ):
+            if row["step"] is not None:
+                key = (row["attempt_id"], row["step"])
+                series[row["stage"], row["role"]].append((key, _mean(row)))
+        logged = {key for values in series.values() for key, _ in values}
+        self._absent[name] = [key for key in self.states if key not in logged]
+        several = len(series) > 1
+        panels = []
+        for place, values in sorted(series.items(), key=str):
+            label = f"{name} ({' '.join(part for part in place if part)})" if several else name
+            column = _Column.of(values)
+            lines, bad = self._lines(column), self._not_finite(column)
+            panels.append(Panel(label, unit_of_metric(name), lines, bad))
+        return panels or [Panel(name, "", ())]
+
+    def _lines(self, column: _Column) -> tuple[Line, ...]:
+        """Return a line for each attempt, and another for what of it a later one did again."""
+        if not column.finite:
+            return ()
+        get = column.finite.get
+        return tuple(
+            Line(number, again, tuple(step for _, step in keys), tuple(map(get, keys)))
+            for (number, again), keys in self._groups
+        )
+
+    def _not_finite(self, column: _Column) -> tuple[NotFinite, ...]:
+        found = [
+            NotFinite(step, self._lineage.numbers[attempt_id], value)
+            for (attempt_id, step), value in column.bad.items()
+            if (attempt_id, step) in self.states
+        ]
+        return tuple(sorted(found))
+
+    # --- marks ---------------------------------------------------------------------------------
+    def gaps(self, metrics: Collection[str]) -> list[Mark]:
+        """Return the steps without a value, with the reason."""
+        if self._reasons is None:
+            self._reasons = self._why()
+        found: list[Mark] = []
+        if metrics:
+            found += _ranges("no value", "", self._reasons)
+        for name, keys in self._absent.items():
+            is_scalar = name not in metrics
+            reason = NOT_LOGGED if is_scalar else ABSENT
+            texts = dict.fromkeys(keys, f"{name}: {reason}")
+            if is_scalar:
+                texts |= {k: f"{name}: {OPEN}" for k in keys if self._reasons.get(k) == OPEN}
+            found += _ranges("no value", "", texts)
+        return found
+
+    def _why(self) -> dict[Place, str]:
+        """Return why steps have no numbers, in the order of the steps."""
+        catalogue = self._deps.catalogue
+        rows = catalogue.unmeasured_steps(self._ids, version=VERSION, **self._window)
+        rows = [row for row in rows if (row["attempt_id"], row["step"]) in self.states]
+        if not rows:
+            return {}
+        errors = aggregation_errors(catalogue, self._ids)
+        losses = {
+            (row["attempt_id"], row["step"]): f"{counted(row['count'], 'payload')} lost: "
+            f"{row['reason']:.100}"
+            for row in catalogue.lost_payloads(self._ids, **self._window)
+        }
+        reasons = {}
+        for row in rows:
+            key = (row["attempt_id"], row["step"])
+            why = why_unmeasured(row, errors.get(key), losses.get(key))
+            reasons[key] = OLD if row["has_whole"] else why
+        return reasons
+
+    def weight_syncs(self) -> list[Mark]:
+        """Return the steps that sent weights to the rollout."""
+        steps = self._deps.catalogue.steps_with_stage(self._ids, "weight_sync", **self._window)
+        text = "weights were synchronised"
+        return _ranges("weight sync", "", {(0, step): text for step in steps})
+
+    def captures(self) -> list[Mark]:
+        """Return the steps with dumps."""
+        rows = self._deps.catalogue.dumps_by_step(self._ids, **self._window)
+        return [
+            Mark(
+                "capture", row.severity or "", row.step, row.step,
+                f"capture {row.kind}: {counted(row.count, 'dump')} of {row.text}, "
+                f"{row.severity or 'state unknown'}",
+            )
+            for row in self._shown(rows)
+        ]  # fmt: skip
+
+    def findings(self) -> list[Mark]:
+        """Return the steps with findings, the worst severity of each last."""
+        rows = self._deps.catalogue.findings_by_step(self._ids, **self._window)
+        return [
+            Mark("finding", row.severity or "", row.step, row.step,
+                 f"{row.kind}: {row.text:.200}" + (f" ({row.count})" if row.count > 1 else ""))
+            for row in self._shown(rows)
+        ]  # fmt: skip
+
+    def _shown(self, rows: Iterable[MarkedStep]) -> list[MarkedStep]:
+        return [row for row in rows if (row.attempt_id, row.step) in self.states]
+
+
+def _ranges(kind: MarkKind, level: str, texts: Mapping[Place, str]) -> list[Mark]:
+    """Return a mark for each range of consecutive steps with the same text."""
+    marks: list[Mark] = []
+    for (_, step), text in sorted(texts.items(), key=lambda item: (item[0][1], item[0][0])):
+        if marks and marks[-1].text == text and step <= marks[-1].last + 1:
+            marks[-1] = marks[-1]._replace(last=step)
+        else:
+            marks.append(Mark(kind, level, step, step, text))
+    return marks
+
+
+def _mean(row: Row) -> Value:
+    """Return the mean of a scalar over its ranks and parts."""
+    if row["nan"] or (row["posinf"] and row["neginf"]):
+        return "nan"
+    mean: Value = row["mean"]
+    return "inf" if row["posinf"] else "-inf" if row["neginf"] else mean
+
+
+def _boundaries(attempts: Sequence[Row]) -> Iterable[Boundary]:
+    """Yield where each attempt but the first began, ascending."""
+    ordered = sorted(attempts, key=lambda row: int(row["number"]))
+    for before, row in itertools.pairwise(ordered):
+        resumed, first = row["resumed_from_step"], row["first_step"]
+        step = first if first is not None else None if resumed is None else resumed + 1
+        if step is None:
+            continue
+        texts = [f"attempt {row['number']} began"]
+        if row["opened_wall"] is not None:
+            texts[0] += f" {format_value(row['opened_wall'], 'unix')}"
+        if resumed is not None:
+            texts.append(f"resumed after step {resumed}")
+        if before["end_reason"]:
+            texts.append(f"attempt {before['number']} ended: {before['end_reason']:.100}")
+        yield Boundary(int(row["number"]), int(step), ", ".join(texts))
+
+
+# --- drawing --------------------------------------------------------------------------------
+_PANEL: Final = 150
+_GAP: Final = 34
+_ROW: Final = 22
+_MOST_LABELS: Final = 12
+"""Attempts whose boundaries are labelled; the lines of more are drawn without."""
+_MOST_BOUNDARIES: Final = 200
+_FEW: Final = 120
+"""Steps of a line whose points are drawn each."""
+_LISTED: Final = 6
+_DISTANCES: Final = (
+    "rollout_corr/k", "rollout_corr/chi2", "rollout_corr/log_ppl", "logprob_abs_diff/", "tail/",
+    "training/rollout_probs_diff_", "train_rollout_logprob_abs_diff",
+)  # fmt: skip
+"""Metrics that are 0 where both streams are equal: their noise floor is a band from 0."""
+_ROWS: Final[tuple[MarkKind, ...]] = ("finding", "capture", "weight sync", "no value")
+
+
+class _Look(NamedTuple):
+    symbol: str
+    colour: str
+
+
+_LOOKS: Final[Mapping[tuple[str, str], _Look]] = {
+    ("finding", "error"): _Look("x", style.VERMILLION),
+    ("finding", "warning"): _Look("triangle-up", style.ORANGE),
+    ("finding", ""): _Look("circle", style.SKY),
+    ("capture", ""): _Look("square", style.GREEN),
+    ("weight sync", ""): _Look("line-ns", style.BLUE),
+    ("no value", ""): _Look("line-ns", style.GREY),
+}
+
+
+def figure(found: OverviewInfo) -> go.Figure:
+    """Draw the panels below each other over the same steps, and what happened below them."""
+    title = f"{TITLE} of {found.run}"
+    drawn = go.Figure()
+    if not found.steps:
+        return style.empty(title, found.note or "no step yet", x="step", y="value")
+    kinds = [kind for kind in _ROWS if any(mark.kind == kind for mark in found.marks)]
+    heights = [_PANEL] * len(found.panels) + ([_ROW * len(kinds)] if kinds else [])
+    domains = style.panels(heights, gap=_GAP)
+    total = sum(heights) + _GAP * (len(heights) - 1)
+    for at, panel in enumerate(found.panels):
+        _draw_panel(drawn, panel, axis=f"y{at + 1}" if at else "y", first=at == 0)
+        bottom, top = domains[at]
+        layout = axis_of(panel.unit, panel.lines, (bottom, top))
+        drawn.update_layout({f"yaxis{at + 1}" if at else "yaxis": layout})
+        style.heading(drawn, panel.name, top)
+        if not panel.has_values:
+            style.say(drawn, "no value in these steps", y=(bottom + top) / 2)
+    last = f"y{len(found.panels)}" if len(found.panels) > 1 else "y"
+    if kinds:
+        last = f"y{len(heights)}"
+        _draw_marks(drawn, found.marks, kinds, axis=last)
+        drawn.update_layout({f"yaxis{len(heights)}": {
+            "domain": domains[-1], "tickvals": list(range(len(kinds))), "ticktext": kinds,
+            "range": [len(kinds) - 0.4, -0.6], "title": {"text": ""}, "fixedrange": True,
+        }})  # fmt: skip
+    drawn.update_xaxes(title={"text": "step"}, anchor=last, tickformat="d", range=_range(found))
+    _draw_boundaries(drawn, found.boundaries)
+    drawn = style.legend_below(style.finished(drawn, title, total + 110))
+    drawn.update_layout(margin={"t": 50})
+    if kinds:
+        drawn.update_layout({f"yaxis{len(heights)}": {"showgrid": False}})
+    return drawn
+
+
+def axis_of(unit: str, lines: Sequence[Line], domain: tuple[float, float]) -> dict[str, object]:
+    """Return the vertical axis of a panel: of powers of ten where its numbers span decades."""
+    is_log = style.spans_decades([value for line in lines for value in line.values])
+    return {
+        "domain": domain,
+        "title": {"text": unit or style.NO_UNIT},
+        "type": "log" if is_log else "linear",
+        "nticks": 5,
+    }
+
+
+def _range(found: OverviewInfo) -> list[float]:
+    low, high = found.first, found.last
+    room = max((high - low) * 0.015, 0.6)
+    return [low - room, high + room]
+
+
+def _draw_panel(drawn: go.Figure, panel: Panel, *, axis: str, first: bool) -> None:
+    is_distance = panel.name.startswith(_DISTANCES)
+    for line in panel.floor:
+        if line.superseded:
+            continue
+        values = np.abs(_array(line.values)) if is_distance else _array(line.values)
+        kept = style.thinned(values)
+        drawn.add_scatter(
+            x=np.array(line.steps)[kept], y=values[kept], yaxis=axis, mode="lines",
+            line={"width": 1, "color": style.GREY}, fill="tozeroy" if is_distance else "none",
+            fillcolor="rgba(118,124,132,0.25)", name="noise floor", legendgroup="noise floor",
+            showlegend=first and not any(trace.name == "noise floor" for trace in drawn.data),
+            hovertemplate="step %{x}: noise floor %{y:.4g}<extra></extra>",
+        )  # fmt: skip
+    shown: set[str] = set()
+    for line in panel.lines:
+        name = "done again later" if line.superseded else "value"
+        draw_line(
+            drawn, line, axis, name=name, colour=style.BLUE, dash="solid",
+            unit=panel.unit, legend=first and name not in shown and _has_values(line),
+            opacity=style.FADED if line.superseded else 1.0,
+        )  # fmt: skip
+        shown |= {name} if _has_values(line) else set()
+    for at, (staleness, lines) in enumerate(panel.stalenesses):
+        name = f"staleness {staleness}"
+        colour = style.SERIES[1 + at % (len(style.SERIES) - 1)]
+        dash = style.DASHES[1 + at % (len(style.DASHES) - 1)]
+        for line in lines:
+            if not line.superseded and _has_values(line):
+                draw_line(
+                    drawn, line, axis, name=name, colour=colour, dash=dash, unit=panel.unit,
+                    legend=first and name not in shown,
+                )  # fmt: skip
+                shown.add(name)
+    draw_not_finite(drawn, panel.not_finite, panel.lines, axis, first=first)
+
+
+def draw_not_finite(
+    drawn: go.Figure,
+    marks: Sequence[NotFinite],
+    lines: Sequence[Line],
+    axis: str,
+    *,
+    first: bool,
+) -> None:
+    """Mark values that are not finite, at the height of the largest finite one."""
+    if not marks:
+        return
+    top = max((v for line in lines for v in line.values if v is not None), default=1.0)
+    drawn.add_scatter(
+        x=[each.step for each in marks], y=[top] * len(marks), mode="markers", yaxis=axis,
+        marker={"symbol": "x", "size": 9, "color": style.VERMILLION}, name=style.NOT_FINITE,
+        legendgroup=style.NOT_FINITE, showlegend=first, hoverinfo="text",
+        hovertext=[
+            f"step {each.step}, attempt {each.attempt}: {style.number(float(each.value))}"
+            for each in marks
+        ],
+    )  # fmt: skip
+
+
+def draw_line(
+    drawn: go.Figure,
+    line: Line,
+    axis: str,
+    *,
+    name: str,
+    colour: str,
+    dash: str,
+    unit: str,
+    legend: bool,
+    opacity: float = 1.0,
+) -> None:
+    """Draw one line, thinned so that every spike stays."""
+    values, steps = _array(line.values), np.array(line.steps)
+    kept = style.thinned(values)
+    values, steps = values[kept], steps[kept]
+    few = len(values) <= _FEW
+    hover = f"step %{{x}}, attempt {line.attempt}: %{{y:.4g}} {unit}<extra>{name}</extra>"
+    drawn.add_scatter(
+        x=steps, y=values, yaxis=axis, mode="lines+markers" if few else "lines",
+        line={"color": colour, "width": 1.6, "dash": dash}, marker={"size": 4, "color": colour},
+        opacity=opacity, name=name, legendgroup=name, showlegend=legend, hovertemplate=hover,
+        connectgaps=False,
+    )  # fmt: skip
+    alone = _alone(values)
+    if not few and alone.any():  # a line through one point draws nothing
+        drawn.add_scatter(
+            x=steps[alone], y=values[alone], yaxis=axis, mode="markers", legendgroup=name,
+            marker={"size": 4, "color": colour}, opacity=opacity, name=name, showlegend=False,
+            hovertemplate=hover,
+        )  # fmt: skip
+
+
+def _array(values: Sequence[float | None]) -> style.Floats:
+    return np.array([math.nan if value is None else value for value in values], np.float64)
+
+
+def _alone(values: style.Floats) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which values have no neighbour."""
+    missing = np.isnan(np.concatenate([[math.nan], values, [math.nan]]))
+    alone: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~missing[1:-1] & missing[:-2] & missing[2:]
+    return alone
+
+
+def _has_values(line: Line) -> bool:
+    return any(value is not None for value in line.values)
+
+
+def _draw_marks(
+    drawn: go.Figure, marks: Sequence[Mark], kinds: Sequence[MarkKind], *, axis: str
+) -> None:
+    """Draw a row of marks for each kind; several at one place of the screen are one mark."""
+    low, high = min(mark.first for mark in marks), max(mark.last for mark in marks)
+    width = max((high - low) / style.WIDTH, 1.0)
+    for row, kind in enumerate(kinds):
+        own = [mark for mark in marks if mark.kind == kind]
+        places: dict[int, list[Mark]] = defaultdict(list)
+        for mark in own:
+            # A long range is drawn as marks at each of its places.
+            begin, end = int((mark.first - low) // width), int((mark.last - low) // width)
+            for place in range(begin, end + 1):
+                places[place].append(mark)
+        by_look: dict[_Look, list[tuple[float, str]]] = defaultdict(list)
+        for place, here in sorted(places.items()):
+            looks = [_look(mark) for mark in here]
+            worst = min(looks, key=list(_LOOKS.values()).index)
+            x = here[0].first if len(here) == 1 and here[0].first == here[0].last else None
+            by_look[worst].append((low + place * width if x is None else x, _hover(here)))
+        for look, points in by_look.items():
+            drawn.add_scatter(
+                x=[x for x, _ in points], y=[row] * len(points), yaxis=axis, mode="markers",
+                marker={
+                    "symbol": look.symbol, "size": 9, "color": look.colour,
+                    "line": {"color": look.colour, "width": 1.5},
+                },
+                name=kind, showlegend=False, hoverinfo="text",
+                hovertext=[text for _, text in points],
+            )  # fmt: skip
+
+
+def _look(mark: Mark) -> _Look:
+    return _LOOKS.get((mark.kind, mark.level)) or _LOOKS[mark.kind, ""]
+
+
+def _hover(marks: Sequence[Mark]) -> str:
+    texts: dict[str, list[Mark]] = defaultdict(list)
+    for mark in marks:
+        texts[mark.text].append(mark)
+    lines = []
+    for text, same in list(texts.items())[:_LISTED]:
+        steps = sorted(
+            {step for mark in same for step in range(mark.first, mark.last + 1)}
+            if same[0].last - same[0].first < 1000
+            else {same[0].first, same[-1].last}
+        )
+        where = stretches("step", steps)
+        lines.append(style.wrapped(f"{where}: {text}", 60))
+    if len(texts) > _LISTED:
+        lines.append(f"and {len(texts) - _LISTED} more")
+    return "<br>".join(lines)
+
+
+def _draw_boundaries(drawn: go.Figure, boundaries: Sequence[Boundary]) -> None:
+    labelled = boundaries[:: -(-len(boundaries) // _MOST_LABELS) or 1]
+    for each in boundaries[:_MOST_BOUNDARIES]:
+        drawn.add_shape(
+            type="line", x0=each.step - 0.5, x1=each.step - 0.5, y0=0, y1=1, yref="paper",
+            line={"color": style.GREY, "width": 1, "dash": "dash"}, layer="below",
+        )  # fmt: skip
+    for each in labelled:
+        drawn.add_annotation(
+            x=each.step - 0.5, y=1, yref="paper", yanchor="bottom", xanchor="left",
+            text=f"attempt {each.attempt}", showarrow=False, font={"size": 11},
+            hovertext=style.wrapped(each.text), captureevents=True, yshift=16,
+        )  # fmt: skip

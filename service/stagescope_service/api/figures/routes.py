@@ -1,0 +1,442 @@
+"""Routes of figures: each answers one figure as plotly's JSON, `/figures` lists them."""
+
+from __future__ import annotations
+
+import base64
+import html
+import typing
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+import orjson
+import plotly.graph_objects as go
+from fastapi import APIRouter, Depends, Query
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+from stagescope.wire.errors import InvalidInput
+from stagescope.wire.schema import read_target
+from stagescope_service.api.comparisons import SIDE_PATTERN, compare_sides
+from stagescope_service.api.dependencies import (
+    STEP_PATTERN,
+    AttemptNumber,
+    Dependencies,
+    Deps,
+    Rank,
+    Role,
+    Run,
+    Stage,
+    StepTarget,
+)
+from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.figures import (
+    comparison,
+    density,
+    distribution,
+    heatmaps,
+    operators,
+    overview,
+    rounds,
+    timeline,
+)
+from stagescope_service.api.models import figures as models
+from stagescope_service.api.models.bodies import ComparisonRequest, SideFields
+from stagescope_service.api.operators import operator_target
+from stagescope_service.api.requests import (
+    Answer,
+    is_repeatable,
+    pattern,
+    query_fields,
+    step_number,
+)
+from stagescope_service.api.series import StepBound, Window
+from stagescope_service.api.target import Target
+
+router = APIRouter(tags=["figures"])
+
+StepName = Annotated[
+    str,
+    Query(
+        description="The trainer's step, or `latest`.",
+        examples=["5", "latest"],
+        json_schema_extra=pattern(STEP_PATTERN),
+    ),
+]
+First = Annotated[StepBound, Query(alias="from", description="The first step.")]
+Last = Annotated[StepBound, Query(alias="to", description="The last step.")]
+Metrics = Annotated[
+    list[str] | None,
+    Query(description="A published metric or a scalar; may be given several times.", max_length=12),
+]
+_SIDE: Final = pattern(SIDE_PATTERN)
+
+
+def figure_target(
+    deps: Deps, step: StepName = "latest", run: Run = None, attempt: AttemptNumber = None
+) -> Target:
+    """Return the step of a query."""
+    return deps.finder.step(run, attempt, step_number(step))
+
+
+def dumped_target(
+    deps: Deps, step: StepName = "latest", run: Run = None, attempt: AttemptNumber = None
+) -> Target:
+    """Return the step of a query; `latest` is the newest with operators."""
+    return operator_target(deps, step, run, attempt, None)
+
+
+FigureTarget = Annotated[Target, Depends(figure_target)]
+DumpedTarget = Annotated[Target, Depends(dumped_target)]
+
+
+class FigureAnswer(Response):
+    """A figure as JSON in which every number that is not finite is null."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self,
+        name: str,
+        figure: go.Figure,
+        *,
+        run: str,
+        attempt: int | None,
+        step: int | None,
+        note: str | None,
+    ) -> None:
+        title, drawing = as_json(figure)
+        body = {
+            "run": run, "attempt": attempt, "step": step, "name": name, "title": title,
+            "note": note, "figure": drawing,
+        }  # fmt: skip
+        super().__init__(orjson.dumps(body, option=_OPTIONS))
+
+
+_OPTIONS: Final = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
+def as_json(figure: go.Figure) -> tuple[str, JsonObject]:
+    """Return the title of a figure as plain text, and its data and layout without it."""
+    drawing: dict[str, Any] = figure.to_plotly_json()
+    layout = dict(drawing["layout"])
+    title = html.unescape(layout.pop("title")["text"])
+    layout.pop("template", None)  # an empty one; a page or notebook may have its own
+    return title, {"data": [_plain(trace) for trace in drawing["data"]], "layout": _plain(layout)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of plotly's JSON with its arrays as such, not in base64."""
+    if isinstance(value, dict):
+        if value.keys() >= {"dtype", "bdata"}:
+            array = np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"])
+            shape = value.get("shape")
+            return array.reshape([int(n) for n in shape.split(",")]) if shape else array
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):  # before plotly 6 numbers are such, too
+        return value if value.dtype.kind in "iuf" else value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+@router.get("/figures", response_model=models.Figures)
+async def figures() -> Answer:
+    """List the figures with their parameters."""
+    routes = [
+        route for route in router.routes
+        if isinstance(route, APIRoute) and route.path.startswith("/figures/")
+    ]  # fmt: skip
+    rows = [_row(route) for route in sorted(routes, key=lambda route: route.path)]
+    return Answer({"rows": rows, "next": None})
+
+
+def _row(route: APIRoute) -> JsonObject:
+    parameters = []
+    for field in query_fields(route.dependant):
+        annotation = field.field_info.annotation
+        parameters.append(
+            {
+                "name": field.alias,
+                "description": field.field_info.description or "",
+                "required": field.field_info.is_required(),
+                "repeatable": is_repeatable(field),
+                "values": _values(annotation),
+            }
+        )
+    return {
+        "name": route.path.removeprefix("/figures/"),
+        "path": route.path,
+        "description": route.description.partition("\n\n")[0],
+        "parameters": parameters,
+    }
+
+
+def _values(annotation: object) -> list[str] | None:
+    if typing.get_origin(annotation) is Literal:
+        return [str(value) for value in typing.get_args(annotation)]
+    for each in typing.get_args(annotation):
+        if (values := _values(each)) is not None:
+            return values
+    return None
+
+
+def _window(first: int | None, last: int | None) -> Window:
+    if first is not None and last is not None and first > last:
+        raise InvalidInput(f"from is {first} and to is {last}", expected="from at most to")
+    return Window(first=first, last=last)
+
+
+@router.get("/figures/overview", response_model=models.Figure)
+def overview_figure(
+    deps: Deps,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    metric: Metrics = None,
+    first: First = None,
+    last: Last = None,
+    superseded: Annotated[
+        bool, Query(description="Also steps that a later attempt did again, faded.")
+    ] = True,
+) -> FigureAnswer:
+    """Draw metrics over the steps of a run, with its attempts and what happened when.
+
+    Marked are findings, captures, weight syncs and steps without a value, each with its reason;
+    a band is the noise floor where it was recorded, dashed lines are the first stalenesses.
+    """
+    window = _window(first, last)
+    request = overview.Request(tuple(metric or ()), attempt, window, superseded)
+    found = overview.info(deps, run, request)
+    return FigureAnswer(
+        "overview", overview.figure(found),
+        run=found.run, attempt=found.attempt, step=None, note=found.note,
+    )  # fmt: skip
+
+
+@router.get("/figures/rounds", response_model=models.Figure)
+def rounds_figure(
+    deps: Deps,
+    target: FigureTarget,
+    compare: Annotated[
+        int,
+        Query(ge=0, le=rounds.MOST_BEFORE, description="Number of steps before, drawn faded."),
+    ] = 3,
+) -> FigureAnswer:
+    """Draw |d| by round of a step with its quantiles, and the number of tokens."""
+    found = rounds.info(deps, target, compare=compare)
+    return _of_step("rounds", rounds.figure(found), found)
+
+
+@router.get("/figures/rank-rounds", response_model=models.Figure)
+def rank_rounds_figure(
+    deps: Deps,
+    target: FigureTarget,
+    metric: Annotated[
+        heatmaps.Metric, Query(description="The number that is drawn.")
+    ] = heatmaps.DEFAULT,
+) -> FigureAnswer:
+    """Draw a number by rank and round of a step; many ranks are folded, the odd one out on top."""
+    found = heatmaps.rounds_info(deps, target, metric)
+    return _of_step("rank-rounds", heatmaps.figure(found), found)
+
+
+@router.get("/figures/rank-steps", response_model=models.Figure)
+def rank_steps_figure(
+    deps: Deps,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    metric: Annotated[
+        heatmaps.Metric, Query(description="The number that is drawn.")
+    ] = heatmaps.DEFAULT,
+    first: First = None,
+    last: Last = None,
+) -> FigureAnswer:
+    """Draw a number by rank and step, by default of the newest 200 steps."""
+    found = heatmaps.steps_info(deps, run, attempt, _window(first, last), metric)
+    return _of_step("rank-steps", heatmaps.figure(found), found)
+
+
+@router.get("/figures/distribution", response_model=models.Figure)
+def distribution_figure(
+    deps: Deps,
+    target: FigureTarget,
+    of: Annotated[
+        distribution.Of,
+        Query(description="`abs`: |p - q| in nats; `ratio`: e^(p - q), of the probabilities."),
+    ] = "abs",
+    round: Annotated[
+        int | None, Query(ge=0, lt=1 << 31, description="Only this round, from 0.")
+    ] = None,
+) -> FigureAnswer:
+    """Draw how many tokens of a step have which |d|, or which ratio of probabilities."""
+    found = distribution.info(deps, target, of=of, round=round)
+    return _of_step("distribution", distribution.figure(found), found)
+
+
+@router.get("/figures/density", response_model=models.Figure)
+async def density_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
+    """Draw the trainer's log-probs against the rollout's, with the verdict on both.
+
+    The cloud is counted from the tensors while they are there; without them its ellipse, its line
+    of regression and the worst tokens are drawn, which are stored of every step.
+    """
+    found = await deps.computations.run(density.info, deps, target)
+    return _of_step("density", density.figure(found), found)
+
+
+@router.get("/figures/timeline", response_model=models.Figure)
+def timeline_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
+    """Draw the stages of a step: a lane a rank, who waits for whom, what failed or did not end."""
+    found = timeline.info(deps, target)
+    return _of_step("timeline", timeline.figure(found), found)
+
+
+@router.get("/figures/operators", response_model=models.Figure)
+async def operators_figure(
+    deps: Deps, target: DumpedTarget, stage: Stage = None, role: Role = None, rank: Rank = None
+) -> FigureAnswer:
+    """Draw the results of a dump's operators in execution order, the first non-finite one marked.
+
+    Of several dumps the one with the earliest non-finite result is drawn, else the first.
+    """
+    found = await deps.computations.run(
+        operators.info, deps, target, {"stage": stage, "role": role, "rank": rank}
+    )
+    return _of_step("operators", operators.figure(found), found)
+
+
+@router.get("/figures/operator-divergence", response_model=models.Figure)
+async def operator_divergence_figure(
+    deps: Deps,
+    step: Annotated[int, Query(gt=-(10**18), lt=10**18, description="The trainer's step.")],
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    stage: Stage = None,
+    role: Role = None,
+    rank: Rank = None,
+    b_run: Annotated[str | None, Query(max_length=100, description="Another run.")] = None,
+    b_attempt: Annotated[
+        int | None, Query(ge=1, lt=1 << 31, description="Another attempt's number.")
+    ] = None,
+    b_step: Annotated[
+        int | None, Query(gt=-(10**18), lt=10**18, description="Another step.")
+    ] = None,
+    b_stage: Annotated[str | None, Query(max_length=200, description="Another stage.")] = None,
+    b_rank: Annotated[int | None, Query(ge=0, lt=1 << 31, description="Another rank.")] = None,
+) -> FigureAnswer:
+    """Draw the relative differences of two dumps along the execution order of the first.
+
+    The second is as the first where `b_...` does not name another run, attempt, step, stage or
+    rank. The threshold is that of `/operators/divergence`.
+    """
+    a = SideFields(run=run, attempt=attempt, step=step, stage=stage, role=role, rank=rank)
+    b = SideFields(run=b_run, attempt=b_attempt, step=b_step, stage=b_stage, rank=b_rank)
+    found = await deps.computations.run(operators.divergence_info, deps, a, b)
+    return _of_step("operator-divergence", operators.divergence_figure(found), found)
+
+
+@router.get("/figures/comparison", response_model=models.Figure)
+async def comparison_figure(
+    deps: Deps,
+    run: Run = None,
+    step: Annotated[
+        int | None, Query(gt=-(10**18), lt=10**18, description="The step of both sides.")
+    ] = None,
+    a: Annotated[
+        str | None,
+        Query(max_length=200, description="`RUN[@ATTEMPT][:STEP]`.", json_schema_extra=_SIDE),
+    ] = None,
+    b: Annotated[
+        str | None,
+        Query(max_length=200, description="`RUN[@ATTEMPT][:STEP]`.", json_schema_extra=_SIDE),
+    ] = None,
+    metric: Metrics = None,
+    first: First = None,
+    last: Last = None,
+    at: Annotated[
+        int,
+        Query(ge=0, lt=1000, description="Index of the figure of tensors; 0: the flow of data."),
+    ] = 0,
+) -> FigureAnswer:
+    """Draw two attempts or runs: their metrics over the steps, or with a step their tensors.
+
+    Without `a` and `b` the sides are the two newest attempts of the run (that have the step). The
+    tensors are compared as by `POST /comparisons`: while that takes, the answer is 503.
+    """
+    one, other = await deps.computations.run(_sides, deps, run, step, a, b)
+    if read_target(one).step is None and read_target(other).step is None:
+        window = _window(first, last)
+        found = await deps.computations.run(
+            comparison.info, deps, one, other, tuple(metric or ()), window
+        )
+        return FigureAnswer(
+            "comparison", comparison.figure(found),
+            run=found.run, attempt=found.attempt, step=None, note=found.note,
+        )  # fmt: skip
+    compared = await compare_sides(deps, ComparisonRequest(a=one, b=other))
+    drawn, note = comparison.tensors_figure(compared.to_json(), at)
+    side = read_target(one)
+    return FigureAnswer(
+        "comparison", drawn, run=side.run, attempt=side.attempt, step=side.step, note=note
+    )
+
+
+def _sides(
+    deps: Dependencies, run: str | None, step: int | None, a: str | None, b: str | None
+) -> tuple[str, str]:
+    """Return both sides as texts.
+
+    Raises:
+        InvalidInput: only one of them is given.
+    """
+    if (a is None) != (b is None):
+        raise InvalidInput("one side is given", expected="a and b, or neither")
+    if a is None or b is None:
+        return comparison.newest_attempts(deps, run, step)
+    if step is None:
+        return a, b
+    one, other = (
+        text if read_target(text).step is not None else f"{text}:{step}" for text in (a, b)
+    )
+    return one, other
+
+
+@router.get("/steps/{step}/timeline", response_model=models.Trace, tags=["steps"])
+def trace(deps: Deps, target: StepTarget) -> Answer:
+    """Return the stages of a step as trace events, for ui.perfetto.dev and chrome://tracing.
+
+    A role is a process, a rank a thread; slices have the stage's status, waits name the rank that
+    was waited for.
+    """
+    found = timeline.read(deps, target)
+    name = f"{target.run}-{target.number}-step{target.step_number}.trace.json"
+    other = {
+        "run": found.run, "attempt": found.attempt, "step": found.step,
+        "begin_wall": found.begin_wall, "clock_error": found.clock_error, "note": found.note,
+    }  # fmt: skip
+    return Answer(
+        {
+            "traceEvents": timeline.trace_events(found),
+            "displayTimeUnit": "ms",
+            "otherData": other,
+        },
+        headers={"content-disposition": f'attachment; filename="{name}"'},
+    )
+
+
+class _OfStep(typing.Protocol):
+    """What the figures of a step have in common."""
+
+    @property
+    def run(self) -> str: ...
+    @property
+    def attempt(self) -> int | None: ...
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def note(self) -> str | None: ...
+
+
+def _of_step(name: str, figure: go.Figure, found: _OfStep) -> FigureAnswer:
+    return FigureAnswer(
+        name, figure, run=found.run, attempt=found.attempt, step=found.step, note=found.note
+    )

@@ -1,0 +1,112 @@
+"""Answers with figures, and the trace events of a step."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.models.common import ABSENT, Model, Run
+
+
+class PlotlyFigure(Model):
+    """A figure of plotly: `plotly.graph_objects.Figure(figure)`, `Plotly.newPlot(element, ...)`."""
+
+    data: list[JsonObject]
+    """Its traces. A number that is not measured or not finite is null; marks and texts beside it
+    tell which, and why."""
+    layout: JsonObject
+    """Its layout, without the title; the background is transparent. A page sets `font.color` to the
+    colour of its own text."""
+
+
+class Figure(Model):
+    """A figure, and what it is of."""
+
+    run: Run
+    attempt: Annotated[int | None, Field(ge=1)]
+    """The attempt's number in its run, from 1; null: the attempts in force."""
+    step: int | None
+    """The trainer's step; null: several steps."""
+    name: Annotated[str, Field(examples=["rounds"])]
+    """Name of the figure, as `/figures` lists it."""
+    title: str
+    """Title, plain text."""
+    note: str | None
+    """Why there is nothing to see, or what is left out and folded; null: nothing."""
+    figure: Annotated[PlotlyFigure, Field(description="The figure itself.")]
+
+
+class FigureParameter(Model):
+    """A query parameter of a figure."""
+
+    name: Annotated[str, Field(examples=["step"])]
+    """Its name."""
+    description: str
+    """What it selects."""
+    required: bool
+    """Whether it has to be given."""
+    repeatable: bool
+    """Whether it may be given several times."""
+    values: list[str] | None
+    """The values that it may have; null: any."""
+
+
+class FigureRow(Model):
+    """A figure that can be requested."""
+
+    name: Annotated[str, Field(examples=["rounds"])]
+    """Its name: the last part of its path."""
+    path: Annotated[str, Field(examples=["/figures/rounds"])]
+    """Where it is requested."""
+    description: str
+    """What it shows."""
+    parameters: list[FigureParameter]
+    """Its query parameters."""
+
+
+class Figures(Model):
+    """The figures that can be requested."""
+
+    rows: list[FigureRow]
+    """In alphabetical order."""
+    next: None
+    """Always null: all are in the answer."""
+
+
+class TraceEvent(Model):
+    """An event of the Trace Event Format."""
+
+    name: str
+    """The stage, or what is said about a track."""
+    ph: Literal["X", "i", "M"]
+    """`X`: from `ts` for `dur`; `i`: at `ts`; `M`: a name or an order of a process or thread."""
+    ts: float
+    """Microseconds since the step began, on the service's clock (a number)."""
+    pid: int
+    """Number of the role, from 1."""
+    tid: int
+    """The rank's number; plus 1 000 000 for each further track of slices that overlap."""
+    cat: str = ABSENT
+    """The stage's status, `wait`, or `missing`."""
+    dur: float = ABSENT
+    """Its length in microseconds (a number)."""
+    s: str = ABSENT
+    """`t`: the event is of its thread."""
+    cname: str = ABSENT
+    """Colour of what failed or waits, as the viewer names it."""
+    args: dict[str, str | int | float] = ABSENT
+    """Status, part, policy version (a number), error."""
+
+
+class Trace(Model):
+    """The stages of a step for ui.perfetto.dev and chrome://tracing."""
+
+    traceEvents: list[TraceEvent]
+    """The events."""
+    displayTimeUnit: Literal["ms"]
+    """The unit in which a viewer shows times."""
+    otherData: dict[str, str | int | float | None]
+    """`run`, `attempt` and `step` (numbers), `begin_wall` (Unix seconds at which the step began),
+    `clock_error` (the largest error of a rank's clock in seconds), `note`."""

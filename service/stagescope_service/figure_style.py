@@ -1,0 +1,206 @@
+"""The look of every figure: colours, fonts, axes, numbers, and figures of what is empty.
+
+Figures have a transparent background. Their colours have a contrast of 3:1 or more with light and
+with dark pages; a page that knows which it is sets `layout.font.color` to the colour of its text.
+No meaning rests on a colour alone: marks differ in shape, lines in dash, too.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import plotly.graph_objects as go
+
+Floats = npt.NDArray[np.float64]
+Indexes = npt.NDArray[np.int64]
+
+COLOURS: Final = {
+    "same": "#2a8048", "within noise": "#5f7d2c", "not comparable": "#6e7278",
+    "different": "#c0392b",
+}  # fmt: skip
+"""Colours of a comparison's verdicts: contrast 3:1 with both pages, 4.5:1 with white text."""
+
+BLUE: Final = "#0072b2"
+VERMILLION: Final = "#d55e00"
+GREEN: Final = "#009e73"
+PURPLE: Final = "#c06c9b"
+ORANGE: Final = "#b97f00"
+SKY: Final = "#3b93c7"
+GREY: Final = "#767c84"
+SERIES: Final = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+"""Colours of series, in their order.
+
+Those of M. Okabe and K. Ito ("Color Universal Design", 2008), which people without red or green
+cones can tell apart; orange, sky blue and purple are darker, as the originals fade on white.
+"""
+DASHES: Final = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+SCALE: Final = "Viridis"
+"""Of heat maps: its lightness rises evenly, for all kinds of colour vision and in grey."""
+
+INK: Final = GREY
+"""Colour of texts where no page sets one: readable on white and on black."""
+GRID: Final = "rgba(128,128,128,0.3)"
+CLEAR: Final = "rgba(0,0,0,0)"
+FADED: Final = 0.5
+"""Opacity of what is superseded, or of other steps."""
+WIDTH: Final = 800
+"""Pixels of a curve for which it is thinned: more are not drawn on a page of 1280."""
+
+NOT_FINITE: Final = "not finite"
+NO_UNIT: Final = "no unit"
+_FONT: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+_WRAPPED: Final = 46
+"""Characters of a line of a sentence inside a figure that is 400 pixels wide."""
+
+
+def finished(figure: go.Figure, title: str, height: int = 420) -> go.Figure:
+    """Give a figure its title, height (pixels) and the common look; return it.
+
+    The title is plain text.
+    """
+    line: dict[str, Any] = {"gridcolor": GRID, "linecolor": GRID, "zerolinecolor": GRID}
+    figure.update_traces(marker_line_width=0, selector={"type": "bar"})
+    figure.update_layout(
+        title={"text": html.escape(title), "font": {"size": 15}}, template="none",
+        height=height, margin={"l": 60, "r": 20, "t": 40, "b": 60}, showlegend=True,
+        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+        font={"family": _FONT, "size": 12, "color": INK}, colorway=list(SERIES),
+        paper_bgcolor=CLEAR, plot_bgcolor=CLEAR, hovermode="closest", bargap=0.2,
+        hoverlabel={"namelength": -1, "align": "left"},
+    )  # fmt: skip
+    line |= {"automargin": True, "zeroline": False, "title_standoff": 8}
+    figure.update_xaxes(showgrid=False, ticks="outside", **line)
+    figure.update_yaxes(showgrid=True, **line)
+    # An axis of powers of ten labels these alone: 2 and 5 between them read like other numbers.
+    for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
+        if axis.type == "log":
+            axis.update(exponentformat="power", dtick=axis.dtick or 1, showexponent="all")
+        elif axis.exponentformat is None:
+            axis.update(exponentformat="e")
+    return figure
+
+
+def empty(title: str, sentence: str, *, x: str, y: str, height: int = 240) -> go.Figure:
+    """Return axes with a sentence that says why there is nothing between them.
+
+    Args:
+        title: of the figure, plain text.
+        sentence: plain text.
+        x, y: titles of the axes.
+        height: in pixels.
+    """
+    figure = go.Figure()
+    figure.update_xaxes(title={"text": x}, range=[0, 1], showticklabels=False)
+    figure.update_yaxes(title={"text": y}, range=[0, 1], showticklabels=False)
+    say(figure, sentence)
+    figure = finished(figure, title, height).update_layout(showlegend=False)
+    return figure.update_yaxes(showgrid=False)
+
+
+def legend_below(figure: go.Figure) -> go.Figure:
+    """Move the legend below the axes, with room for two entries a line; return the figure."""
+    entries = {
+        trace.legendgroup or trace.name for trace in figure.data if trace.showlegend is not False
+    }
+    room = 24 * -(-len(entries) // 2)
+    figure.update_layout(
+        legend={"y": 0, "yref": "container", "yanchor": "bottom"},
+        margin={"b": 60 + room}, height=figure.layout.height + room,
+        showlegend=len(entries) > 1,
+    )  # fmt: skip
+    return figure
+
+
+def say(figure: go.Figure, sentence: str, *, y: float = 0.5) -> None:
+    """Write a sentence across the middle of a figure, `y` from its bottom (0) to its top (1)."""
+    figure.add_annotation(
+        text=wrapped(sentence), xref="paper", yref="paper", x=0.5, y=y, showarrow=False,
+        font={"size": 13}, align="center",
+    )  # fmt: skip
+
+
+def wrapped(sentence: str, width: int = _WRAPPED) -> str:
+    """Return plain text as plotly's markup, in lines of at most `width` characters."""
+    lines: list[str] = [""]
+    for word in sentence.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "<br>".join(map(html.escape, lines))
+
+
+def heading(figure: go.Figure, text: str, top: float) -> None:
+    """Write the title of a panel at its top left, at `top` of the figure's height (0 to 1)."""
+    figure.add_annotation(
+        text=f"<b>{html.escape(text)}</b>", xref="paper", yref="paper", x=0, y=top,
+        xanchor="left", yanchor="bottom", showarrow=False, font={"size": 12},
+    )  # fmt: skip
+
+
+def panels(heights: Sequence[float], *, gap: float) -> list[tuple[float, float]]:
+    """Return (bottom, top) of panels one below the other, in shares of the figure's height.
+
+    Args:
+        heights: of the panels, from the top, in pixels.
+        gap: between two of them, in pixels.
+    """
+    total = sum(heights) + gap * (len(heights) - 1)
+    domains, top = [], total
+    for height in heights:
+        domains.append((max((top - height) / total, 0.0), min(top / total, 1.0)))
+        top -= height + gap
+    return domains
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Return a number with three significant digits and its unit, for a reader."""
+    if value is None:
+        return "not measured"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    is_whole = value == int(value) and abs(value) < 1e6
+    return f"{int(value) if is_whole else f'{value:.3g}'} {unit}".rstrip()
+
+
+def thinned(values: Floats, most: int = WIDTH) -> Indexes:
+    """Return indexes of the values of a curve that show on a screen, ascending.
+
+    Of each of `most` equal stretches these are the smallest and the largest value, so that no
+    spike vanishes; of a stretch without a number one index, which keeps the gap. The first and
+    the last value stay. NaN means no value.
+    """
+    count = len(values)
+    if count <= 2 * most:
+        return np.arange(count)
+    size = -(-count // most)
+    rows = np.full(size * -(-count // size), np.nan)
+    rows[:count] = values
+    rows = rows.reshape(-1, size)
+    starts = np.arange(len(rows)) * size
+    lowest = np.where(np.isnan(rows), np.inf, rows).argmin(axis=1) + starts
+    highest = np.where(np.isnan(rows), -np.inf, rows).argmax(axis=1) + starts
+    found: Indexes = np.unique([0, count - 1, *lowest, *highest])
+    return found[found < count]
+
+
+def ticks_of_powers(
+    values: Sequence[float | None], most: int = 6
+) -> tuple[float, dict[float, str]]:
+    """Return the position of 0 on an axis of powers of ten, and the ticks of the axis."""
+    exponents = [math.log10(value) for value in values if value]
+    low, high = math.floor(min(exponents, default=0)), math.ceil(max(exponents, default=0))
+    every = -(-(high - low + 1) // most)
+    ticks = {10.0**power: f"1e{power}" for power in range(high, low - 1, -every)}
+    zero = 10.0 ** (low - 1)
+    return zero, {zero: "0", **ticks}
+
+
+def spans_decades(values: Sequence[float | None] | Floats, least: float = 50.0) -> bool:
+    """Return whether all numbers are positive, and so far apart that only powers show them."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return bool(finite) and min(finite) > 0.0 and max(finite) > least * min(finite)

@@ -1,0 +1,251 @@
+"""Queries over all steps of a run at once, for figures: only what a curve needs of each step.
+
+`steps` holds a blob of every step, behind which SQLite finds a column only by reading all of the
+blob. What these queries read of it lies before the blob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import sqlalchemy as sa
+
+from stagescope_service.store import connect
+from stagescope_service.store.contract import Row
+from stagescope_service.store.queries.reader import Reader
+from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables.compact import works
+
+_QUOTES: Final = ('"', "\\")
+
+
+class StepState(NamedTuple):
+    """A step of an attempt."""
+
+    attempt_id: int
+    step: int
+    closed: bool
+    completeness: str | None
+    superseded_by: int | None
+
+
+class StoredNumbers(NamedTuple):
+    """Published numbers of steps as columns, each with one entry a step."""
+
+    places: list[tuple[int, int]]
+    """(attempt_id, step)."""
+    several_versions: bool
+    """Whether the tokens of any of the steps are of several policy versions."""
+    values: list[tuple[float | str | None, ...]]
+    """For each of the requested names; "nan", "inf" or "-inf" is a number that is not finite, None
+    is not published."""
+
+
+class MarkedStep(NamedTuple):
+    """Something that happened in a step: findings or dumps of one kind."""
+
+    attempt_id: int
+    step: int
+    kind: str
+    severity: str
+    count: int
+    text: str
+
+
+class CurveQueries(Reader):
+    """Queries that return a little of every step."""
+
+    def step_states(
+        self,
+        attempts: Sequence[int],
+        *,
+        first: int | None = None,
+        last: int | None = None,
+        limit: int | None = None,
+    ) -> list[StepState]:
+        """Return the steps of attempts, or the newest `limit`, ascending by step and attempt."""
+        table = TABLES["steps"].c
+        names = ("attempt_id", "step", "completeness", "superseded_by")
+        query = (
+            sa.select(*(table[name] for name in names), table.closed_wall.is_not(None))
+            .where(table.attempt_id.in_(list(attempts)), *between(table.step, first, last))
+            .order_by(table.step.desc(), table.attempt_id.desc())
+            .limit(limit)
+        )
+        return [
+            StepState(attempt_id, step, bool(closed), completeness, superseded_by)
+            for attempt_id, step, completeness, superseded_by, closed in self._tuples(query)[::-1]
+        ]
+
+    def stored_numbers(
+        self,
+        attempts: Sequence[int],
+        names: Sequence[str],
+        *,
+        version: int,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> StoredNumbers:
+        """Return some published numbers of the steps that have numbers, ascending by step.
+
+        Of a step that is aggregated at this moment, the numbers may be those before.
+        """
+        table = TABLES["step_metrics"].c
+        suspects = sa.type_coerce(table.suspects, sa.Text)
+        query = (
+            sa.select(table.attempt_id, table.step, suspects, *self._numbers(names))
+            .where(
+                table.attempt_id.in_(list(attempts)),
+                table.version == version,
+                table.metrics.is_not(None),
+                *between(table.step, first, last),
+            )
+            .order_by(table.step, table.attempt_id)
+        )
+        # Columns: an object a row would keep the garbage collector busy for longer than the query.
+        columns = [*zip(*self._tuples(query), strict=True)]
+        if not columns:
+            return StoredNumbers([], False, [() for _ in names])
+        attempt_ids, steps, suspected, *values = columns
+        several = any('"versions"' in text for text in {*suspected} - {None})
+        return StoredNumbers([*zip(attempt_ids, steps, strict=True)], several, values)
+
+    def newest_numbers(self, attempts: Sequence[int], *, version: int) -> dict[str, Any]:
+        """Return all published numbers of the newest step of attempts that has some, else {}."""
+        table = TABLES["step_metrics"].c
+        query = (
+            sa.select(table.metrics)
+            .where(
+                table.attempt_id.in_(list(attempts)),
+                table.version == version,
+                table.metrics.is_not(None),
+            )
+            .order_by(table.step.desc(), table.attempt_id.desc())
+            .limit(1)
+        )
+        found = self._rows(query)
+        return dict(found[0]["metrics"]) if found else {}
+
+    def unmeasured_steps(
+        self,
+        attempts: Sequence[int],
+        *,
+        version: int,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> list[Row]:
+        """Return the steps without numbers of this version, with the columns that say why."""
+        steps, found = TABLES["steps"], TABLES["step_metrics"].c
+        table = steps.c
+        own = (found.attempt_id == table.attempt_id) & (found.step == table.step)
+        names = ("attempt_id", "step", "closed_wall", "parts_mark", "whole_mark", "rows_removed")
+        query = (
+            sa.select(*(table[name] for name in names), table.whole.is_not(None).label("has_whole"))
+            .where(
+                table.attempt_id.in_(list(attempts)),
+                *between(table.step, first, last),
+                ~sa.exists().where(own, found.version == version, found.metrics.is_not(None)),
+            )
+            .order_by(table.step, table.attempt_id)
+        )
+        return self._rows(query)
+
+    def findings_by_step(
+        self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
+    ) -> list[MarkedStep]:
+        """Return the findings of steps by kind and severity, each with one of the messages."""
+        table = TABLES["findings"].c
+        by = (table.attempt_id, table.step, table.kind, table.severity)
+        query = (
+            sa.select(*by, sa.func.count(), sa.func.min(table.message))
+            .where(
+                table.attempt_id.in_(list(attempts)),
+                table.step.is_not(None),
+                *between(table.step, first, last),
+            )
+            .group_by(*by)
+            .order_by(table.step, table.attempt_id, table.kind)
+        )
+        return [MarkedStep(*row) for row in self._tuples(query)]
+
+    def dumps_by_step(
+        self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
+    ) -> list[MarkedStep]:
+        """Return the dumps of steps by capture (`kind`) and state (`severity`)."""
+        table = TABLES["dumps"].c
+        by = (table.attempt_id, table.step, table.capture_id, table.state)
+        query = (
+            sa.select(*by, sa.func.count(), sa.func.min(table.stage))
+            .where(
+                table.attempt_id.in_(list(attempts)),
+                table.step.is_not(None),
+                *between(table.step, first, last),
+            )
+            .group_by(*by)
+            .order_by(table.step, table.attempt_id, table.capture_id)
+        )
+        return [MarkedStep(*row) for row in self._tuples(query)]
+
+    def steps_with_stage(
+        self,
+        attempts: Sequence[int],
+        stage: str,
+        *,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> list[int]:
+        """Return the steps in which a stage began, ascending."""
+        query = (
+            sa.select(works.c.step)
+            .where(
+                works.c.attempt_id.in_(list(attempts)),
+                works.c.stage == stage,
+                works.c.step.is_not(None),
+                *between(works.c.step, first, last),
+            )
+            .distinct()
+            .order_by(works.c.step)
+        )
+        return [int(row[0]) for row in self._tuples(query)]
+
+    def slices(
+        self, keys: Sequence[tuple[int, int]], *, version: int
+    ) -> dict[tuple[int, int], bytes]:
+        """Return (attempt_id, step) -> `slices` of those of the steps that have any."""
+        table = TABLES["step_metrics"].c
+        found: dict[tuple[int, int], bytes] = {}
+        for attempt_id in sorted({attempt_id for attempt_id, _ in keys}):
+            steps = [step for owner, step in keys if owner == attempt_id]
+            query = sa.select(table.step, table.slices).where(
+                table.attempt_id == attempt_id,
+                table.step.in_(steps),
+                table.version == version,
+                table.slices.is_not(None),
+            )
+            found |= {(attempt_id, int(step)): blob for step, blob in self._tuples(query)}
+        return found
+
+    def _numbers(self, names: Sequence[str]) -> list[sa.ColumnElement[Any]]:
+        """Return the numbers of these names as columns; the database parses the JSON."""
+        column = TABLES["step_metrics"].c.metrics
+        if self._path is None:
+            document = sa.cast(column, sa.JSON)
+            return [document[name] for name in names]
+        text = sa.type_coerce(column, sa.Text)
+        # A name that no metric can have; SQLite's paths cannot quote it.
+        known = ["" if any(mark in name for mark in _QUOTES) else name for name in names]
+        return [sa.func.json_extract(text, f'$."{name}"') for name in known]
+
+    def _tuples(self, query: sa.Select[Any]) -> Sequence[sa.Row[Any]]:
+        """Return the rows of a query as tuples: a dict a row would take longer than the query."""
+        with connect.catalogue_errors(self._where), self._connect() as connection:
+            return connection.execute(query).all()
+
+
+def between(
+    column: sa.ColumnElement[Any], first: int | None, last: int | None
+) -> list[sa.ColumnElement[bool]]:
+    """Return the conditions of a range of steps, both ends included."""
+    bounds = [column >= first] if first is not None else []
+    return bounds + ([column <= last] if last is not None else [])
