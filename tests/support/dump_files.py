@@ -525,7 +525,7 @@ def own_directory(
                 if edit is not None:
                     edit("own", file.stem, data)
                 job = {"run": run, "attempt_key": key, "step": step, "stage": stage,
-                       "role": "actor", "rank": rank, **dataclasses.asdict(part)}  # fmt: skip
+                       "role": "actor", "rank": rank, **part._asdict()}  # fmt: skip
                 tensors = {name: wire(values) for name, values in data["tensors"].items()}
                 sections = sections_of(stage, tensors, data["scalars"])
                 kept = Kept(tensors, sections, data["scalars"], data["strings"], data["meta"], job)

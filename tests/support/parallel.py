@@ -321,7 +321,7 @@ class Training:
         payload = payload_of(spans, streams=names, version=version)
         if process.rank == self.perturbed and stage == "actor_compute_log_prob":
             payload["tensors"]["old_log_probs"] = _shifted(payload["tensors"]["old_log_probs"])
-        work = dataclasses.asdict(part)
+        work = part._asdict()
         return process.stage(stage, payload, step=step, policy_version=version, **work)
 
 

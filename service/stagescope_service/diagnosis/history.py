@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
@@ -20,7 +21,6 @@ from stagescope_service.statistics.step_metrics import VERSION, Dimension, Slice
 from stagescope_service.statistics.step_summary import NOISE_PAIR, StepSummary, assemble
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
-from stagescope_service.store.contract import Row
 from stagescope_service.store.parts import pair_name, part_records
 from stagescope_service.store.tables.measurements import SampleRow
 
@@ -124,9 +124,9 @@ class History:
 
     # --- steps ----------------------------------------------------------------------------------
     @cached_property
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[JsonObject]:
         """The newest `STEPS` closed steps in force, ascending, with their published numbers."""
-        found: list[Row] = []
+        found: list[JsonObject] = []
         resumed = {
             int(row["number"]): int(row["resumed_from_step"])
             for row in self.attempts
@@ -225,7 +225,7 @@ class History:
         values = [_weighted_mean(sums[row["attempt_id"], row["step"]]) for row in rows]
         return self._as_series(name, rows, values)
 
-    def _as_series(self, name: str, rows: Sequence[Row], values: Sequence[float]) -> Series:
+    def _as_series(self, name: str, rows: Sequence[JsonObject], values: Sequence[float]) -> Series:
         return Series(
             name,
             np.array([row["step"] for row in rows], np.int64),
@@ -274,17 +274,17 @@ class History:
 
     # --- what else the service knows --------------------------------------------------------------
     @cached_property
-    def findings(self) -> list[Row]:
+    def findings(self) -> list[JsonObject]:
         """The findings of these attempts, the most recently seen first."""
         return self._catalogue.findings(attempt_id=self._ids, limit=_ROWS) if self._ids else []
 
     @cached_property
-    def losses(self) -> list[Row]:
+    def losses(self) -> list[JsonObject]:
         """What was announced and never arrived."""
         return self._catalogue.losses(attempt_id=self._ids, limit=_ROWS) if self._ids else []
 
     @cached_property
-    def non_finite_scalars(self) -> list[Row]:
+    def non_finite_scalars(self) -> list[JsonObject]:
         """The logged numbers that are NaN or infinite, by step, up to the last one."""
         if not self._ids:
             return []

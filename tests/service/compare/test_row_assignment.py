@@ -213,7 +213,7 @@ def write(
     scalars = {"loss": math.fsum(batch.log_probs[index].ravel())} if stage == "actor_update" else {}
     role = "actor" if stage == "actor_update" else "rollout"
     job = {"run": "run", "attempt_key": "first", "step": 0, "stage": stage, "role": role,
-           "rank": rank, **dataclasses.asdict(part)}  # fmt: skip
+           "rank": rank, **part._asdict()}  # fmt: skip
     file = kept_path(
         step_directory(path, "run", "first", 0, stage, part), role, rank, f"incarnation{rank}", seq
     )

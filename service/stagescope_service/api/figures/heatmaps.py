@@ -20,6 +20,7 @@ import plotly.graph_objects as go
 from stagescope.answers import unit_of_metric
 from stagescope.render import counted, stretches
 from stagescope.wire.errors import NotFound
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ROWS_REMOVED
 from stagescope_service.api.dependencies import Dependencies
@@ -33,7 +34,6 @@ from stagescope_service.statistics.codec import rounds_from_bytes
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.statistics.step_summary import LATER_EPOCH, REPEATED
 from stagescope_service.statistics.summary import Slices
-from stagescope_service.store.contract import Row
 from stagescope_service.store.parts import pair_name, part_key
 
 Metric = Literal[
@@ -224,7 +224,7 @@ def _rounds_by_rank(
     if not rows and target.step_row["rows_removed"] is not None:
         return {}, ROWS_REMOVED
     replaced = deps.catalogue.replaced(target.attempt_id, target.step_number)
-    own: dict[RankKey, list[Row]] = defaultdict(list)
+    own: dict[RankKey, list[JsonObject]] = defaultdict(list)
     for row in rows:
         why = step_summary.left_out.get(part_key(row["incarnation"], row["seq"]))
         if row["summary"] is None or (row["incarnation"], row["seq"]) in replaced:
@@ -330,7 +330,7 @@ class _About(NamedTuple):
         heading = (self.run, self.attempt, self.step, self.metric, self.unit)
         return HeatInfo(*heading, (), (), 0, None, note)
 
-    def of(self, grid: _Grid, processes: Iterable[Row], note: str | None) -> HeatInfo:
+    def of(self, grid: _Grid, processes: Iterable[JsonObject], note: str | None) -> HeatInfo:
         """Return the answer: sorted, and folded where there are too many ranks."""
         layouts = {(row["role"], row["rank"]): row for row in processes}
         rows, folded_by, text = _rows(grid, layouts)
@@ -343,7 +343,7 @@ class _About(NamedTuple):
 
 # --- folding --------------------------------------------------------------------------------
 def _rows(
-    grid: _Grid, layouts: Mapping[RankKey, Row]
+    grid: _Grid, layouts: Mapping[RankKey, JsonObject]
 ) -> tuple[tuple[HeatRow, ...], str | None, str | None]:
     """Return the rows, by what they are folded, and a sentence about both."""
     overall = grid.over_columns()
@@ -432,7 +432,7 @@ class _Dimension(NamedTuple):
 
 
 def _best_dimension(
-    grid: _Grid, overall: Float64, layouts: Mapping[RankKey, Row]
+    grid: _Grid, overall: Float64, layouts: Mapping[RankKey, JsonObject]
 ) -> _Dimension | None:
     """Return the dimension that explains most of the differences of ranks; None: none is known."""
     best: _Dimension | None = None
@@ -491,7 +491,7 @@ def _name(rank: RankKey, several: bool) -> str:
     return f"{rank[0]} {rank[1]}" if several else f"rank {rank[1]}"
 
 
-def _place(layout: Row | None) -> str:
+def _place(layout: JsonObject | None) -> str:
     """Return the parallel coordinates of a rank that has several."""
     if layout is None:
         return ""

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 
 from stagescope.render import counted
 from stagescope.wire.errors import StagescopeError
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.models.bodies import SideFields
@@ -28,7 +29,6 @@ from stagescope_service.api.target import Target
 from stagescope_service.compare.operators import comparison_process
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.dumps.msprobe.operator_query import CodedText, load_columns
-from stagescope_service.store.contract import Row
 
 _TEXTS: Final = ("name", "direction", "dtype", "non_finite")
 _RESULTS: Final = ("output", "grad")
@@ -106,7 +106,7 @@ def info(deps: Dependencies, target: Target, filters: TableFilters) -> Operators
     )
 
 
-def _chosen(tables: Sequence[Row]) -> Row:
+def _chosen(tables: Sequence[JsonObject]) -> JsonObject:
     bad = [row for row in tables if row["first_non_finite"] is not None]
     return min(bad, key=lambda row: row["first_non_finite"]["order"]) if bad else tables[0]
 
@@ -157,7 +157,7 @@ class _Results:
         return sorted({*style.thinned(self.largest).tolist(), *bad})
 
 
-def _first(table: Row, results: _Results) -> tuple[OperatorPoint | None, bool]:
+def _first(table: JsonObject, results: _Results) -> tuple[OperatorPoint | None, bool]:
     """Return the first non-finite result as the dump's table has it, which knows masks."""
     first = table["first_non_finite"]
     if first is None:

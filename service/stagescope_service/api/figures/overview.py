@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 from stagescope.answers import unit_of_metric
 from stagescope.render import counted, format_value, stretches
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import aggregation_errors
 from stagescope_service.api.dependencies import Dependencies
@@ -36,7 +37,6 @@ from stagescope_service.statistics.step_metrics import (
     floor_name,
     staleness_name,
 )
-from stagescope_service.store.contract import Row
 from stagescope_service.store.queries.curves import MarkedStep, StoredNumbers
 
 DEFAULT: Final = (
@@ -414,7 +414,7 @@ def _ranges(kind: MarkKind, level: str, texts: Mapping[Place, str]) -> list[Mark
     return marks
 
 
-def _mean(row: Row) -> Value:
+def _mean(row: JsonObject) -> Value:
     """Return the mean of a scalar over its ranks and parts."""
     if row["nan"] or (row["posinf"] and row["neginf"]):
         return "nan"
@@ -422,7 +422,7 @@ def _mean(row: Row) -> Value:
     return "inf" if row["posinf"] else "-inf" if row["neginf"] else mean
 
 
-def _boundaries(attempts: Sequence[Row]) -> Iterable[Boundary]:
+def _boundaries(attempts: Sequence[JsonObject]) -> Iterable[Boundary]:
     """Yield where each attempt but the first began, ascending."""
     ordered = sorted(attempts, key=lambda row: int(row["number"]))
     for before, row in itertools.pairwise(ordered):

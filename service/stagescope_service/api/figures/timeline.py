@@ -17,14 +17,13 @@ import plotly.graph_objects as go
 from typing_extensions import NotRequired
 
 from stagescope.render import counted
-from stagescope.wire.schema import STAGES
+from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.schema import STAGES, Part
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ROWS_REMOVED, MissingRank, began
 from stagescope_service.api.dependencies import Dependencies
-from stagescope_service.api.rows import part_text
 from stagescope_service.api.steps import NOT_BEGUN, progress_of
 from stagescope_service.api.target import Target
-from stagescope_service.store.contract import Row
 
 MOST_LANES: Final = 64
 _SHOWN_ALONE: Final = 24
@@ -169,7 +168,7 @@ def read(deps: Dependencies, target: Target) -> TimelineInfo:
     )  # fmt: skip
 
 
-def _slice(row: Row, begin: float, until: float) -> Slice:
+def _slice(row: JsonObject, begin: float, until: float) -> Slice:
     status = row["status"] or "open"
     if row["begin_mono"] is not None and row["end_mono"] is not None:
         # Raw calls are timed when they arrive: the end may arrive before the begin.
@@ -180,11 +179,17 @@ def _slice(row: Row, begin: float, until: float) -> Slice:
         seconds = max(until - begin, 0.0)
     error = ": ".join(text for text in (row["error_type"], row["error_message"]) if text)
     return Slice(
-        row["stage"], part_text(row), begin, seconds, status, error or None, row["policy_version"]
+        row["stage"],
+        str(Part.of_columns(row)),
+        begin,
+        seconds,
+        status,
+        error or None,
+        row["policy_version"],
     )
 
 
-def _last_known(rows: Iterable[Row], start: float) -> float:
+def _last_known(rows: Iterable[JsonObject], start: float) -> float:
     """Return the last time of a closed step: of an end, else of a begin."""
     times = [start]
     for row in rows:

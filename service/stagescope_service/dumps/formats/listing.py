@@ -174,7 +174,7 @@ def missing_parts(
 
 def _first_of(part: Part) -> Part:
     """Return the first microbatch of a part's mini-batch."""
-    return dataclasses.replace(part, microbatch=0)
+    return part._replace(microbatch=0)
 
 
 def unknown_file(found: ListedFile, kind: str) -> Problem:

@@ -357,7 +357,7 @@ def _micro_indices(entries: Iterable[DumpEntry]) -> dict[DumpEntry, int]:
 
     chosen = [entry for entry in entries if entry.section in (*_MICRO, "loss", "metrics")]
     keys = sorted({part_key(entry) for entry in chosen})
-    minibatches = {(*key[:4], dataclasses.replace(key[4], microbatch=0)) for key in keys}
+    minibatches = {(*key[:4], key[4]._replace(microbatch=0)) for key in keys}
     if len(minibatches) <= 1:
         return {entry: entry.location.part.microbatch for entry in chosen}
     indices = {key: index for index, key in enumerate(keys)}

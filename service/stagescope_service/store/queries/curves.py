@@ -7,12 +7,11 @@ blob. What these queries read of it lies before the blob.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypedDict
 
 import sqlalchemy as sa
 
 from stagescope_service.store import connect
-from stagescope_service.store.contract import Row
 from stagescope_service.store.queries.reader import Reader
 from stagescope_service.store.tables import TABLES
 from stagescope_service.store.tables.compact import works
@@ -51,6 +50,18 @@ class MarkedStep(NamedTuple):
     severity: str
     count: int
     text: str
+
+
+class UnmeasuredStep(TypedDict):
+    """The columns of a step without numbers that say why it has none."""
+
+    attempt_id: int
+    step: int
+    closed_wall: float | None
+    parts_mark: int | None
+    whole_mark: int | None
+    rows_removed: float | None
+    has_whole: bool
 
 
 class CurveQueries(Reader):
@@ -124,8 +135,8 @@ class CurveQueries(Reader):
             .order_by(table.step.desc(), table.attempt_id.desc())
             .limit(1)
         )
-        found = self._rows(query)
-        return dict(found[0]["metrics"]) if found else {}
+        found = self._values(query)
+        return dict(found[0]) if found else {}
 
     def unmeasured_steps(
         self,
@@ -134,7 +145,7 @@ class CurveQueries(Reader):
         version: int,
         first: int | None = None,
         last: int | None = None,
-    ) -> list[Row]:
+    ) -> list[UnmeasuredStep]:
         """Return the steps without numbers of this version, with the columns that say why."""
         steps, found = TABLES["steps"], TABLES["step_metrics"].c
         table = steps.c
@@ -149,7 +160,7 @@ class CurveQueries(Reader):
             )
             .order_by(table.step, table.attempt_id)
         )
-        return self._rows(query)
+        return self._rows(UnmeasuredStep, query)
 
     def findings_by_step(
         self, attempts: Sequence[int], *, first: int | None = None, last: int | None = None
