@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 from collections.abc import Mapping, Sequence
@@ -75,46 +76,94 @@ def layout(rank: int, tp: int, dp: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+RANKS = 8
+ROUNDS = 4
+LENGTH = 24
+"""Tokens of a round."""
+ROWS = 2
+"""Samples of a rank in a step: of staleness 0 and 1."""
+UNMEASURED = 3
+"""The step in which no rank hands over its streams."""
+APART = 5
+"""The rank that differs from the others, from step `APART_FROM` on."""
+APART_FROM = 7
+SLOW = 3
+"""The rank that updates more slowly than the others."""
+FLOOR = 0.002
+
+
+def handed(at: int, step: int, attempt: int = 1) -> dict[str, Any]:
+    """What a rank hands over in a step: the mismatch rises with the round."""
+    scale = 5.0 if at == APART and step >= APART_FROM else 1.0
+    noise = [scale * 0.01 * (1 + index) for index in range(ROUNDS)]
+    found = rounds_payload(
+        ROWS, ROUNDS, LENGTH, seed=1000 * attempt + 100 * step + at, first_sample=ROWS * at,
+        noise=noise, floor=FLOOR, versions=[step, step - 1], version=step,
+    )  # fmt: skip
+    if step == 2 and at == 0:  # a NaN under the mask
+        found["tensors"]["old_log_probs"][2][0, 3] = math.nan
+    return found
+
+
 def train(
-    live: Service,
-    steps: range,
-    *,
-    key: str = "a1",
-    start: float = 1_000.0,
-    ranks: int = 8,
-    run: str = "r",
-    **hello: Any,
+    live: Service, steps: range, *, attempt: int = 1, run: str = "r", **hello: Any
 ) -> list[Rank]:
-    """Train on ranks of tp 1: the mismatch rises with the round, and in rank 5 from step 12 on."""
+    """Train on `RANKS` ranks; step 4 has an infinite loss, and even steps a weight sync."""
+    start = 1000.0 * attempt
     every = [
-        Rank(live, rank=rank, run=run, key=key, start=start, world_size=ranks,
-             layout=layout(rank, 1, ranks), **hello)
-        for rank in range(ranks)
+        Rank(live, rank=rank, run=run, key=f"{run}-{attempt}", start=start, world_size=RANKS,
+             layout=layout(rank, 1, RANKS), **hello)
+        for rank in range(RANKS)
     ]  # fmt: skip
     for step in steps:
         for at, rank in enumerate(every):
             rank.clock = start + 20.0 * (step - steps[0])
-            train_step(rank, at, step)
+            rank.stage("rollout_generate", step, seconds=4.0 + 0.1 * at)
+            payload = None if step == UNMEASURED else handed(at, step, attempt)
+            rank.stage(LOG_PROB, step, payload, seconds=2.0)
+            scalars = {"loss": math.inf if step == 4 else 1.0 / step, "reward": step / 20}
+            slow = 2.5 if at == SLOW else 0.0
+            rank.stage(UPDATE, step, seconds=3.0 + slow, scalars=scalars)
+            if step % 2 == 0:
+                rank.stage("weight_sync", step, seconds=0.5)
     return every
 
 
-def train_step(rank: Rank, at: int, step: int) -> None:
-    """Go through the stages of a step, rank 3 more slowly than the others."""
-    scale = 1.0 + (4.0 if at == 5 and step >= 12 else 0.0)
-    noise = [scale * 0.01 * (1 + index) for index in range(4)]
-    rank.stage("rollout_generate", step, seconds=4.0 + 0.1 * at)
-    handed = rounds_payload(
-        2, 4, 24, seed=100 * step + at, first_sample=2 * at, noise=noise, floor=0.002,
-        versions=[step, step - 1], version=step,
-    )  # fmt: skip
-    if step == 9:
-        handed["tensors"]["old_log_probs"][2][0, 3] = math.nan
-    rank.stage(LOG_PROB, step, None if step == 6 else handed, seconds=2.0)
-    loss = math.inf if step == 8 else 1.0 / step
-    slow = 2.5 if at == 3 else 0.0
-    rank.stage(UPDATE, step, seconds=3.0 + slow, scalars={"loss": loss, "reward": step / 20})
-    if step % 2 == 0:
-        rank.stage("weight_sync", step, seconds=0.5)
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """The tokens of payloads that count: under the mask, both values finite."""
+
+    p: np.ndarray[Any, np.dtype[np.float64]]
+    q: np.ndarray[Any, np.dtype[np.float64]]
+    again: np.ndarray[Any, np.dtype[np.float64]]
+    round: np.ndarray[Any, np.dtype[np.int64]]
+    staleness: np.ndarray[Any, np.dtype[np.int64]]
+
+    @property
+    def distance(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """|p - q| of each token."""
+        return np.abs(self.p - self.q)
+
+    def where(self, chosen: np.ndarray[Any, np.dtype[np.bool_]]) -> Streams:
+        """Return some of the tokens."""
+        return Streams(*(getattr(self, field.name)[chosen] for field in dataclasses.fields(self)))
+
+
+def streams(step: int, attempt: int = 1, ranks: Sequence[int] = range(RANKS)) -> Streams:
+    """Return the tokens of a step in plain numpy, as an independent reference."""
+    columns: list[list[Any]] = [[], [], [], [], []]
+    for at in ranks:
+        tensors = handed(at, step, attempt)["tensors"]
+        p, q, again = (
+            tensors[name][2].astype(np.float64)
+            for name in ("old_log_probs", "rollout_log_probs", "recomputed_log_probs")
+        )
+        place = np.broadcast_to(np.arange(p.shape[1]) // (LENGTH + 1), p.shape)
+        stale = step - tensors["versions"][2]
+        counts = (tensors["response_mask"][2] == 1) & np.isfinite(p) & np.isfinite(q)
+        for column, values in zip(columns, (p, q, again, place, stale), strict=True):
+            column.append(values[counts])
+    return Streams(*(np.concatenate(column) for column in columns))
 
 
 def page_of(answers: Mapping[str, Mapping[str, Any]]) -> str:

@@ -359,8 +359,9 @@ async def comparison_figure(
 ) -> FigureAnswer:
     """Draw two attempts or runs: their metrics over the steps, or with a step their tensors.
 
-    Without `a` and `b` the sides are the two newest attempts of the run (that have the step). The
-    tensors are compared as by `POST /comparisons`: while that takes, the answer is 503.
+    Without `a` and `b` the sides are the two newest attempts of the run (that have the step); a
+    side alone is held against the run. The tensors are compared as by `POST /comparisons`: while
+    that takes, the answer is 503.
     """
     one, other = await deps.computations.run(_sides, deps, run, step, a, b)
     if read_target(one).step is None and read_target(other).step is None:
@@ -383,21 +384,16 @@ async def comparison_figure(
 def _sides(
     deps: Dependencies, run: str | None, step: int | None, a: str | None, b: str | None
 ) -> tuple[str, str]:
-    """Return both sides as texts.
-
-    Raises:
-        InvalidInput: only one of them is given.
-    """
-    if (a is None) != (b is None):
-        raise InvalidInput("one side is given", expected="a and b, or neither")
-    if a is None or b is None:
+    """Return both sides as texts; one that is not given is the run."""
+    if a is None and b is None:
         return comparison.newest_attempts(deps, run, step)
-    if step is None:
-        return a, b
-    one, other = (
-        text if read_target(text).step is not None else f"{text}:{step}" for text in (a, b)
-    )
-    return one, other
+    name = deps.finder.attempt(run).run if a is None or b is None else ""
+    texts = (a or name, b or name)
+    if step is not None:
+        texts = tuple(
+            text if read_target(text).step is not None else f"{text}:{step}" for text in texts
+        )
+    return texts[0], texts[1]
 
 
 @router.get("/steps/{step}/timeline", response_model=models.Trace, tags=["steps"])

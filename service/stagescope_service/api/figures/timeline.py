@@ -239,15 +239,11 @@ def _with_waits(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], tupl
     for (_, stage), own in ends.items():
         last = max(own, key=lambda at: (own[at], -at))
         for at, end in own.items():
-            length = own[last] - end
-            if length < least:
-                continue
-            # Whoever began something else meanwhile, or was still in it, did not wait.
-            busy = any(
-                each.begin + each.seconds > end and each.begin < own[last] - least
-                for each in lanes[at].slices
-            )
-            if not busy:
+            after = [s for s in lanes[at].slices if s.begin + s.seconds > end]
+            next_begin = min((each.begin for each in after), default=math.inf)
+            # Whoever was in something else, or began it meanwhile, did not wait.
+            if own[last] - end >= least and next_begin >= own[last] - least:
+                length = min(own[last], next_begin) - end
                 waits[at].append(Wait(end, length, stage, lanes[last].ranks[0]))
                 waited[last, stage].append(length)
     with_waits = [
@@ -505,11 +501,12 @@ class TraceEvent(TypedDict):
 
     name: str
     ph: str
-    ts: float
+    ts: int
+    """Microseconds since the step began."""
     pid: int
     tid: int
     cat: NotRequired[str]
-    dur: NotRequired[float]
+    dur: NotRequired[int]
     s: NotRequired[str]
     cname: NotRequired[str]
     args: NotRequired[dict[str, str | int | float]]
@@ -538,7 +535,7 @@ def trace_events(found: TimelineInfo) -> list[TraceEvent]:
 
 
 def _metadata(name: str, pid: int, tid: int, /, **args: str | int | float) -> TraceEvent:
-    return {"name": name, "ph": "M", "ts": 0.0, "pid": pid, "tid": tid, "args": args}
+    return {"name": name, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
 
 
 def _lane_events(lane: Lane, pid: int, rank: int) -> list[TraceEvent]:
@@ -552,8 +549,8 @@ def _lane_events(lane: Lane, pid: int, rank: int) -> list[TraceEvent]:
         if each.policy_version is not None:
             args["policy_version"] = each.policy_version
         event: TraceEvent = {
-            "name": each.stage, "cat": each.status, "ph": "X", "ts": _micros(each.begin),
-            "dur": _micros(each.seconds), "pid": pid, "tid": rank + track * _TRACK, "args": args,
+            "name": each.stage, "cat": each.status, "ph": "X", **_span(each.begin, each.seconds),
+            "pid": pid, "tid": rank + track * _TRACK, "args": args,
         }  # fmt: skip
         if each.status == "failed":
             event["cname"] = "terrible"
@@ -561,14 +558,14 @@ def _lane_events(lane: Lane, pid: int, rank: int) -> list[TraceEvent]:
     events += [
         {
             "name": f"waits for {wait.by[0]} {wait.by[1]}", "cat": "wait", "ph": "X",
-            "ts": _micros(wait.begin), "dur": _micros(wait.seconds), "pid": pid, "tid": rank,
+            **_span(wait.begin, wait.seconds), "pid": pid, "tid": rank,
             "cname": "grey", "args": {"status": "waiting", "stage": wait.stage},
         }
         for wait in lane.waits
     ]  # fmt: skip
     events += [
         {
-            "name": f"not begun: {stage}", "cat": "missing", "ph": "i", "s": "t", "ts": 0.0,
+            "name": f"not begun: {stage}", "cat": "missing", "ph": "i", "s": "t", "ts": 0,
             "pid": pid, "tid": rank, "args": {"status": "not begun"},
         }
         for stage in lane.not_begun
@@ -594,5 +591,12 @@ def _free_track(tracks: list[list[float]], each: Slice) -> int:
     return len(tracks) - 1
 
 
-def _micros(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+class _Span(TypedDict):
+    ts: int
+    dur: int
+
+
+def _span(begin: float, seconds: float) -> _Span:
+    """Return a time in whole microseconds: what ends where the next begins does so here, too."""
+    ts = round(begin * 1e6)
+    return {"ts": ts, "dur": round((begin + seconds) * 1e6) - ts}

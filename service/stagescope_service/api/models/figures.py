@@ -82,7 +82,7 @@ class TraceEvent(Model):
     """The stage, or what is said about a track."""
     ph: Literal["X", "i", "M"]
     """`X`: from `ts` for `dur`; `i`: at `ts`; `M`: a name or an order of a process or thread."""
-    ts: float
+    ts: int
     """Microseconds since the step began, on the service's clock (a number)."""
     pid: int
     """Number of the role, from 1."""
@@ -90,7 +90,7 @@ class TraceEvent(Model):
     """The rank's number; plus 1 000 000 for each further track of slices that overlap."""
     cat: str = ABSENT
     """The stage's status, `wait`, or `missing`."""
-    dur: float = ABSENT
+    dur: int = ABSENT
     """Its length in microseconds (a number)."""
     s: str = ABSENT
     """`t`: the event is of its thread."""

@@ -6,6 +6,7 @@ blob. What these queries read of it lies before the blob.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypedDict
 
@@ -16,7 +17,7 @@ from stagescope_service.store.queries.reader import Reader
 from stagescope_service.store.tables import TABLES
 from stagescope_service.store.tables.compact import works
 
-_QUOTES: Final = ('"', "\\")
+_QUOTABLE: Final = re.compile(r'[^"\\\x00-\x1f]+')
 
 
 class StepState(NamedTuple):
@@ -240,12 +241,12 @@ class CurveQueries(Reader):
     def _numbers(self, names: Sequence[str]) -> list[sa.ColumnElement[Any]]:
         """Return the numbers of these names as columns; the database parses the JSON."""
         column = TABLES["step_metrics"].c.metrics
+        # A name that no metric has stays without a value: paths of SQLite cannot quote every text.
+        known = [name if _QUOTABLE.fullmatch(name) else "" for name in names]
         if self._path is None:
             document = sa.cast(column, sa.JSON)
-            return [document[name] for name in names]
+            return [document[name] for name in known]
         text = sa.type_coerce(column, sa.Text)
-        # A name that no metric can have; SQLite's paths cannot quote it.
-        known = ["" if any(mark in name for mark in _QUOTES) else name for name in names]
         return [sa.func.json_extract(text, f'$."{name}"') for name in known]
 
     def _tuples(self, query: sa.Select[Any]) -> Sequence[sa.Row[Any]]:

@@ -1,0 +1,62 @@
+"""Two attempts against each other: over the steps, and their kept tensors."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.api import Service
+from tests.support.figures import streams
+
+from stagescope.wire.errors import NotFound
+from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.figures import comparison
+from stagescope_service.api.series import Window
+
+MEAN = "logprob_abs_diff/mean"
+EVERYTHING: Window = {"first": None, "last": None}
+
+
+def test_both_attempts_have_their_numbers(deps: Dependencies) -> None:
+    found = comparison.info(deps, "r@1", "r@2", [MEAN], EVERYTHING)
+    (panel,) = found.panels
+    for attempt, lines in ((1, panel.a), (2, panel.b)):
+        values = {s: v for line in lines for s, v in zip(line.steps, line.values, strict=True)}
+        expected = float(streams(7, attempt).distance.mean())
+        assert values[7] == pytest.approx(expected, rel=1e-9)
+    drawn = comparison.figure(found)
+    assert [trace.name for trace in drawn.data] == ["r@1", "r@1", "r@2"]
+    assert drawn.layout.title.text == "r@1 against r@2"
+    assert drawn.layout.yaxis.title.text == "nat"
+
+
+def test_the_newest_attempts_that_have_the_step_are_the_default(
+    trained: Service, deps: Dependencies
+) -> None:
+    assert comparison.newest_attempts(deps, "r", 7) == ("r@1:7", "r@2:7")
+    with pytest.raises(NotFound, match="1 attempts with step 9"):
+        comparison.newest_attempts(deps, "r", 9)
+    answer = trained.get("/figures/comparison", run="r", metric=MEAN)
+    assert answer["title"] == "r@1 against r@2"
+
+
+def test_with_a_step_its_tensors_are_compared(trained: Service) -> None:
+    answer = trained.get("/figures/comparison", run="r", step=7)
+    assert (answer["run"], answer["attempt"], answer["step"]) == ("r", 1, 7)
+    assert answer["note"].startswith("different")
+    flow = answer["figure"]["layout"]
+    assert flow["yaxis"]["title"]["text"] == "|d| = |A - B|"
+    report = trained.read.post("/comparisons", json={"a": "r@1:7", "b": "r@2:7"}).json()
+    assert answer["note"].startswith(report["pairs"][0]["verdict"])
+    again = trained.get("/figures/comparison", a="r@1:7", b="r@2:7", at=1)
+    assert again["title"] != answer["title"]
+    assert trained.problem(404, "/figures/comparison", run="r", step=7, at=99)["expected"]
+
+
+def test_equal_sides_are_said_to_be_the_same(trained: Service) -> None:
+    answer = trained.get("/figures/comparison", a="r@2:7", b="r@2:7")
+    assert answer["note"].startswith("same")
+    assert answer["figure"]["data"] == []
+
+
+def test_a_side_alone_is_held_against_the_run(trained: Service) -> None:
+    answer = trained.get("/figures/comparison", run="r", a="r@1", metric=MEAN)
+    assert answer["title"] == "r@1 against r"
