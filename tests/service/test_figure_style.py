@@ -37,9 +37,9 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def lab(rgb: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[
-    tuple[int], np.dtype[np.float64]
-]:
+def lab(
+    rgb: np.ndarray[tuple[int], np.dtype[np.float64]],
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """CIE L*a*b* of linear sRGB, white point D65."""
     to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722],
                        [0.0193, 0.1192, 0.9505]])  # fmt: skip

@@ -354,6 +354,7 @@ def test_missing_ranks_and_slow_stages(bench: Bench) -> None:
     slow, missing = bench.firing(5, "slow"), bench.firing(6, "missing")
     assert (slow["role"], slow["rank"], slow["evidence"]["value"]) == ("actor", 1, 9.0)
     assert slow["evidence"]["median"] == 1.0
+    assert slow["message"].endswith(" at step 5, stage actor_compute_log_prob, actor rank 1")
     assert (missing["stage"], missing["rank"]) == ("actor_compute_log_prob", 1)
 
 

@@ -22,6 +22,7 @@ from stagescope_service.core.captures.agreement import (
     resolve,
     start_step,
 )
+from stagescope_service.core.captures.participants import step_seconds
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
 
@@ -97,6 +98,17 @@ def look(
     asked: Agreement, spec: CaptureSpec, there: CaptureParticipants, elapsed: float = 0.1
 ) -> Any:
     return agreeing.look(asked, spec, there, elapsed=elapsed, round_trip=0.1, wall=9.0)
+
+
+def test_a_step_takes_what_consecutive_ones_took() -> None:
+    bench, rank = Bench(), Rank(0)
+    bench.give(rank.hello(world_size=1))
+    for step, later in ((1, 0.0), (2, 2.0), (3, 2.0), (50, 100.0), (51, 4.0)):
+        rank.wall += later
+        bench.give(*rank.work(step))  # 0.25 s until it begins, 0.25 s until it ends
+    attempt = bench.state.registry.newest("r")
+    assert attempt is not None
+    assert step_seconds(attempt) == 2.5  # the median of 2.5, 2.5 and 4.5
 
 
 def test_it_waits_for_all_and_names_those_it_goes_without() -> None:

@@ -151,6 +151,19 @@ def test_an_attempt_whose_processes_left_memory_names_no_absent_ranks(bench: Ben
     assert bench.rows.of("findings", kind="absent_ranks") == []
 
 
+@pytest.mark.parametrize(("world_size", "more"), [(11, ""), (12, " and 1 more")])
+def test_ten_absent_ranks_are_named_and_the_others_counted(
+    bench: Bench, world_size: int, more: str
+) -> None:
+    first = Rank(0)
+    bench.give(first.hello(world_size=world_size), *first.work(1), *first.work(2))
+    first.wall += 60.0
+    bench.give(*first.work(3), first.begin(4))
+    [found] = bench.rows.of("findings", kind="absent_ranks")
+    assert f"actor ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10{more}, which no" in found["message"]
+    assert found["evidence"] == {"ranks": [*range(1, world_size)]}
+
+
 def test_a_rank_that_left_is_not_absent(bench: Bench) -> None:
     ranks = [Rank(0), Rank(1)]
     hello(bench, ranks, 2)

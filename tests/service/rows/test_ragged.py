@@ -126,6 +126,8 @@ def test_flat_rows_are_views_with_offsets(tensor: WireTensor) -> None:
         assert found.flat is values or found.flat.base is not None or not values.size
         assert found.lengths.tolist() == np.diff(offsets).tolist()
     assert row_tensor(tensor, rows + 1, "x") is None
+    assert row_tensor((tag, shape, values, None), shape[0] + 1, "x") is None
+    assert row_tensor((tag, (), np.zeros((), values.dtype), None), 1, "x") is None
     of_rows = row_tensor((tag, shape, values, None), shape[0], "x")
     assert of_rows is not None
     width = int(np.prod(shape[1:]))
