@@ -18,6 +18,7 @@ from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect, migrate
 from stagescope_service.store.contract import Row
 from stagescope_service.store.queries import overview
+from stagescope_service.store.queries.changes import ChangeQueries
 from stagescope_service.store.queries.files import FileQueries
 from stagescope_service.store.queries.findings import FindingQueries
 from stagescope_service.store.queries.measurements import MeasurementQueries
@@ -100,7 +101,13 @@ class CaptureQueries(Reader):
 
 
 class Catalogue(
-    RunQueries, MeasurementQueries, WeightQueries, CaptureQueries, FindingQueries, FileQueries
+    RunQueries,
+    MeasurementQueries,
+    WeightQueries,
+    CaptureQueries,
+    FindingQueries,
+    FileQueries,
+    ChangeQueries,
 ):
     """Read the catalogue at `url` (the URL that `SqlStore` writes).
 
