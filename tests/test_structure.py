@@ -59,6 +59,7 @@ ONLY_IN: Final = {
     "plotly": ("service/stagescope_service/figure_style.py",
                "service/stagescope_service/api/figures/",
                "client/stagescope/figures.py",
+               "service/stagescope_service/api/page.py",
                "service/stagescope_service/compare/figures.py",
                "service/stagescope_service/compare/report/html.py"),
     "numba": ("service/stagescope_service/statistics/",),

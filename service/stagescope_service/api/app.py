@@ -27,16 +27,18 @@ from stagescope_service.api import (
     numbers,
     operator_comparisons,
     operators,
+    page,
     problems,
     runs,
     samples,
     series,
     stacks,
     steps,
+    stream,
     triggers,
     weights,
 )
-from stagescope_service.api.auth import OPEN_PATHS, Guard, Tokens, check_bind
+from stagescope_service.api.auth import OPEN_PATHS, WHOAMI, Guard, Tokens, check_bind
 from stagescope_service.api.dependencies import Commands, Computations, Dependencies
 from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.figures import routes as figures
@@ -53,7 +55,8 @@ DESCRIPTION: Final = """\
 Which round, which token, which rank, which operator went wrong.
 
 **Tokens.** `Authorization: Bearer <token>`. The read token answers GET; the operate token also
-POST, PUT and DELETE, `/events` and `/poll` included. `/healthz` and `/readyz` need none.
+POST, PUT and DELETE, `/events` and `/poll` included. `/healthz` and `/readyz` need none. A browser
+trades a token for a cookie: `POST /login`.
 
 **Numbers.** A number that is not finite is the string `"nan"`, `"inf"` or `"-inf"`: JSON has no
 such numbers. `null` means unknown. Times that end in `_wall` are Unix seconds of the service's
@@ -95,7 +98,7 @@ def make_app(
         title="stagescope",
         description=DESCRIPTION,
         openapi_url=None,  # FastAPI would build the document on the event loop, for seconds
-        docs_url=None,  # both load their scripts from elsewhere; the page is offline
+        docs_url=None,  # both load their scripts from elsewhere; see `page.docs`
         redoc_url=None,
         dependencies=[Depends(check_query)],
         default_response_class=Answer,
@@ -106,6 +109,8 @@ def make_app(
         generate_unique_id_function=_operation_id,
     )
     app.state.settings = settings
+    app.state.tokens = tokens
+    app.state.watcher = stream.Watcher(catalogue, clock)
     app.state.bodies = BodyReaders(settings)
     app.state.event_slots = asyncio.Semaphore(settings.max_bodies)
     # Not the shared threads: those may all wait for a hung catalogue, and events must not.
@@ -124,11 +129,13 @@ def make_app(
         counts=Counts(catalogue),
     )
     problems.add_handlers(app)
+    app.add_middleware(page.EntityTags)
     app.add_middleware(Guard, settings=settings, tokens=tokens)
     for router in _ROUTERS:
         app.include_router(router, dependencies=[Depends(_BEARER)])
     app.openapi = lambda: _make_document(app)  # type: ignore[method-assign]
     app.add_route("/openapi.json", _document_route)
+    app.router.routes.extend(page.FILES)
     return app
 
 
@@ -154,6 +161,8 @@ _ROUTERS: Final = (
     comparisons.router,
     kept.router,
     events.router,
+    page.router,
+    stream.router,
 )
 _PROBLEM: Final = {"schema": {"$ref": "#/components/schemas/Problem"}}
 
@@ -183,7 +192,7 @@ def _make_document(app: FastAPI) -> dict[str, Any]:
                 for kind in parameter["schema"].get("anyOf", ()):
                     if kind["type"] == "integer":
                         kind.setdefault("maximum", app.state.settings.max_page_size)
-    for path in OPEN_PATHS & set(document["paths"]):
+    for path in {*OPEN_PATHS, WHOAMI} & set(document["paths"]):
         for operation in document["paths"][path].values():
             operation.pop("security", None)
     return document

@@ -1,13 +1,17 @@
-"""Authentication: two bearer tokens, and the checks of Host and Origin.
+"""Authentication: two bearer tokens, the cookie of a login, and the checks of Host and Origin.
 
 The read token allows GET and the POST routes of `READ_POSTS`. The operate token allows everything,
 `POST /events` and `POST /poll` included: a client that may send numbers may mislead their readers.
+
+A browser trades a token for a cookie (`POST /login`), because it can neither keep a token safely
+nor send one with every request. The cookie holds an HMAC of the token, never the token.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import hmac
 import ipaddress
 import logging
@@ -31,8 +35,12 @@ log = logging.getLogger(__name__)
 
 Grade = Literal["read", "operate"]
 
-OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
-"""Need no token: a supervisor checks them."""
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/login", "/logout", "/", "/docs"})
+"""Need no token: a supervisor checks the first two, and the others come before a login."""
+WHOAMI: Final = "/whoami"
+"""Answers without a login too: that there is none."""
+OPEN_FOLDER: Final = "/static/"
+"""Paths below it need no token: the files of the page hold no data."""
 READ_METHODS: Final = frozenset({"GET", "HEAD"})
 READ_POSTS: Final = frozenset(
     {"/comparisons", "/operators/divergence", "/operators/tensors", "/triggers/test"}
@@ -40,6 +48,9 @@ READ_POSTS: Final = frozenset(
 """POST routes that change nothing (their arguments are too long for a query): read is enough."""
 USER_HEADER: Final = "x-stagescope-user"
 TOKEN_BYTES: Final = 32
+COOKIE: Final = "stagescope"
+COOKIE_SECONDS: Final = 7 * 24 * 3600
+_MOST_LOGINS: Final = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +90,40 @@ class Tokens:
         may_operate = hmac.compare_digest(encoded, self.operate.encode())
         may_read = hmac.compare_digest(encoded, self.read.encode())
         return "operate" if may_operate else "read" if may_read else None
+
+    def login(self, grade: Grade, cookie: str = "") -> str:
+        """Return the cookie of a browser that presented the token of `grade`.
+
+        Browsers send a host's cookies to all of its ports, where tunnels may lead to several
+        services. The logins of others that `cookie` (the one so far) holds are kept.
+        """
+        own = self._keys[grade]
+        return ".".join([own, *self._others(cookie)][:_MOST_LOGINS])
+
+    def logout(self, cookie: str) -> str:
+        """Return a cookie without the logins of this service; empty where none is left."""
+        return ".".join(self._others(cookie))
+
+    def grade_of(self, cookie: str) -> Grade | None:
+        """Return what the logins of a cookie allow, in constant time."""
+        logins = [login.encode("utf-8", "surrogateescape") for login in cookie.split(".")]
+        found: Grade | None = None
+        for grade, key in self._keys.items():
+            same = [hmac.compare_digest(login, key.encode()) for login in logins[:_MOST_LOGINS]]
+            found = grade if any(same) else found
+        return found
+
+    def _others(self, cookie: str) -> list[str]:
+        return [login for login in cookie.split(".") if login and login not in self._keys.values()]
+
+    @property
+    def _keys(self) -> dict[Grade, str]:
+        """What a cookie holds for each grade, the higher one last."""
+        tokens: dict[Grade, str] = {"read": self.read, "operate": self.operate}
+        return {
+            grade: hmac.new(token.encode(), f"login {grade}".encode(), hashlib.sha256).hexdigest()
+            for grade, token in tokens.items()
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,11 +232,20 @@ class Guard:
                 f"{USER_HEADER} is {user!r:.100}", expected="up to 100 printable characters"
             )
         address = (scope.get("client") or ("local", 0))[0]
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER):
             return Caller(user, "open", address)
         if self.tokens is None:
             return Caller(user, "operate", address)
-        grade = self._grade(headers.get("authorization", ""))
+        cookie = Request(scope).cookies.get(COOKIE, "")
+        try:
+            if "authorization" in headers or not cookie:
+                grade = self._grade(headers.get("authorization", ""))
+            else:
+                grade = self._grade_of_login(scope["method"], headers, cookie)
+        except Unauthorized:
+            if scope["path"] != WHOAMI:
+                raise
+            return Caller(user, "open", address)
         is_read = scope["method"] in READ_METHODS or scope["path"] in READ_POSTS
         if grade == "read" and not is_read:
             raise Forbidden(
@@ -206,7 +260,7 @@ class Guard:
         if scheme.lower() != "bearer" or not token.strip():
             raise Unauthorized(
                 "the request has no bearer token",
-                expected="Authorization: Bearer <token>",
+                expected="Authorization: Bearer <token>, or the cookie of a login on the page",
                 advice="the tokens are in read.token and operate.token of the service's home",
             )
         grade = self.tokens.grade(token.strip())
@@ -216,6 +270,32 @@ class Guard:
                 expected="the content of read.token or operate.token of the service's home",
             )
         return grade
+
+    def _grade_of_login(self, method: str, headers: Headers, cookie: str) -> Grade:
+        assert self.tokens is not None
+        grade = self.tokens.grade_of(cookie)
+        if grade is None:
+            raise Unauthorized(
+                "the login is not one of this service, or its token was replaced",
+                expected="a login with a token of today",
+                advice="log in again with the content of read.token or operate.token",
+            )
+        if method not in READ_METHODS and not _is_own_page(headers):
+            raise Forbidden(
+                "a login changes nothing on request of another page",
+                expected="Sec-Fetch-Site: same-origin, or an Origin of this service",
+                advice="programs send a bearer token instead of the cookie",
+            )
+        return grade
+
+
+def _is_own_page(headers: Headers) -> bool:
+    """Return whether a browser says that a page of this service sent the request."""
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site == "same-origin"
+    host = headers.get("origin", "").lower().partition("://")[2]
+    return bool(host) and host == headers.get("host", "").lower()
 
 
 def _read_token_file(home: Path, grade: str) -> str:

@@ -190,16 +190,24 @@ class BodyReaders:
         return self._readers["operate" if caller_of(request).grade == "operate" else "read"]
 
 
-async def read_json(request: Request, settings: Settings) -> JsonObject:
+async def read_json(
+    request: Request, settings: Settings, *, limit: int | None = None
+) -> JsonObject:
     """Return a request's body, a JSON object.
 
+    Args:
+        request: the request.
+        settings: the service's.
+        limit: most bytes; None: what the settings allow.
+
     Raises:
-        TooLarge: more than the settings allow.
+        TooLarge: more bytes than that.
         NotReady: it did not arrive in time.
         InvalidInput: it is no JSON object.
     """
     readers: BodyReaders = request.app.state.bodies
-    async with readers.for_request(request).read(request, limit=settings.max_json_bytes) as text:
+    limit = settings.max_json_bytes if limit is None else limit
+    async with readers.for_request(request).read(request, limit=limit) as text:
         value = decode(text)
     if not isinstance(value, dict):
         raise InvalidInput(f"the body is a {type(value).__name__}", expected="a JSON object")

@@ -29,6 +29,8 @@ BACKLOG: Final = 2048
 _LISTENING: Final = "0A"
 """The state of a listening socket in Linux's /proc/net/tcp."""
 HEADER_SECONDS: Final = 10.0
+ENDLESS_PATHS: Final = frozenset({"/stream"})
+"""Answers that only the client ends: a server that stops does not wait for them."""
 UNREAD_SECONDS: Final = 60
 """A connection whose peer acknowledges no bytes of an answer for so long is closed."""
 
@@ -74,6 +76,12 @@ class _Protocol(H11Protocol):
         super().on_response_complete()
         if self._is_answering():
             self._cancel_deadline()
+
+    def shutdown(self) -> None:
+        """Let a running request finish, unless it has no end."""
+        super().shutdown()
+        if self._is_answering() and self.cycle.scope["path"] in ENDLESS_PATHS:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadline."""

@@ -16,6 +16,7 @@ from stagescope.wire.errors import CatalogueUnavailable
 from stagescope.wire.nonfinite import Json
 from stagescope_service.store import connect, migrate
 from stagescope_service.store.queries import overview
+from stagescope_service.store.queries.changes import ChangeQueries
 from stagescope_service.store.queries.curves import CurveQueries
 from stagescope_service.store.queries.files import FileQueries
 from stagescope_service.store.queries.findings import FindingQueries
@@ -118,6 +119,7 @@ class Catalogue(
     CaptureQueries,
     FindingQueries,
     FileQueries,
+    ChangeQueries,
 ):
     """Read the catalogue at `url` (the URL that `SqlStore` writes).
 

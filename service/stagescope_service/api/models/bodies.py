@@ -138,6 +138,18 @@ class RequestBody(BaseModel):
         return str(location[0])
 
 
+# --- the page -------------------------------------------------------------------------------
+class LoginRequest(RequestBody):
+    """A login of a browser."""
+
+    token: Annotated[
+        str,
+        _document(
+            type="string", description="The content of read.token or operate.token of the service."
+        ),
+    ]
+
+
 # --- processes ------------------------------------------------------------------------------
 class PollRequest(RequestBody):
     """A poll of a process."""

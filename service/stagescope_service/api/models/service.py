@@ -39,6 +39,16 @@ class Ready(Model):
     """That requests can be served."""
 
 
+class Whoami(Model):
+    """What the sender of a request may do."""
+
+    grade: Literal["read", "operate"] | None
+    """`read`: everything that changes nothing; `operate`: everything; null: nothing, for want of a
+    token or login."""
+    user: str
+    """The name that the audit has for it: of the header `X-Stagescope-User`, else `unknown`."""
+
+
 class Load(Model):
     """How the coordinator keeps up with events."""
 

@@ -1,0 +1,194 @@
+// The frame of the page: which view an address shows, the login, the stream.
+
+import { address, ofRun, ofStep, parse } from "./address.js";
+import { View } from "./blocks.js";
+import * as captures from "./captures.js";
+import * as comparisons from "./comparisons.js";
+import { doctor } from "./doctor.js";
+import { h, nodes, patch, problem, refreshTimes } from "./dom.js";
+import { plotly } from "./figure.js";
+import { finding, findings } from "./findings.js";
+import { hangs } from "./hangs.js";
+import { login } from "./login.js";
+import { operators } from "./operators.js";
+import { run, runs, steps } from "./runs.js";
+import { sample } from "./sample.js";
+import { engines, losses } from "./service_views.js";
+import { forget, get, send, Stream, whenLoggedOut } from "./service.js";
+import { rank, round, samples, step } from "./step.js";
+import { triggers } from "./triggers.js";
+import { devices, version, weights } from "./weights.js";
+
+const ROUTES = [
+  ["", runs],
+  ["runs", runs],
+  ["engines", engines],
+  ["devices", devices],
+  ["runs/:run", run],
+  ["runs/:run/steps", steps],
+  ["runs/:run/findings", findings],
+  ["runs/:run/findings/:finding", finding],
+  ["runs/:run/captures", captures.list],
+  ["runs/:run/captures/new", captures.arm],
+  ["runs/:run/captures/:capture", captures.one],
+  ["runs/:run/triggers", triggers],
+  ["runs/:run/hangs", hangs],
+  ["runs/:run/weights", weights],
+  ["runs/:run/weights/:version", version],
+  ["runs/:run/losses", losses],
+  ["runs/:run/comparisons", comparisons.choose],
+  ["runs/:run/doctor", doctor],
+  ["runs/:run/steps/:step", step],
+  ["runs/:run/steps/:step/samples", samples],
+  ["runs/:run/steps/:step/samples/:sample", sample],
+  ["runs/:run/steps/:step/ranks/:role/:rank", rank],
+  ["runs/:run/steps/:step/rounds/:round", round],
+  ["runs/:run/steps/:step/operators", operators],
+].map(([pattern, show]) => ({ pattern: pattern.split("/").filter(Boolean), show }));
+
+const TABS = [
+  ["Overview"], ["Steps", "steps"], ["Findings", "findings"], ["Doctor", "doctor"],
+  ["Captures", "captures"], ["Triggers", "triggers"], ["Hangs", "hangs"], ["Weights", "weights"],
+  ["Losses", "losses"], ["Comparisons", "comparisons"],
+];
+
+const place = (id) => document.getElementById(id);
+const state = { view: null, user: null, stream: "connecting", hash: null };
+
+// --- views ------------------------------------------------------------------------------------
+function find(parts) {
+  for (const { pattern, show } of ROUTES) {
+    if (pattern.length !== parts.length) continue;
+    const params = {};
+    const fits = pattern.every((each, at) =>
+      each.startsWith(":") ? (params[each.slice(1)] = parts[at]) !== undefined : each === parts[at]);
+    if (fits) return { show, params };
+  }
+  return null;
+}
+
+function show() {
+  const { parts, query } = parse(location.hash);
+  const found = find(parts);
+  const before = state.hash && parse(state.hash).parts.join("/");
+  const isSame = before === parts.join("/");
+  state.hash = location.hash;
+  state.view?.close();
+  const main = place("main");
+  const root = h("div.view");
+  const view = new View(root);
+  state.view = view;
+  drawWhere(parts, query);
+  if (found) found.show(view, { ...query, ...found.params }, state.user);
+  else view.add(h("h1", {}, "No such view"), h("p", {}, "The address names no view of this page. ",
+    h("a", { href: "#/" }, "All runs")));
+  main.replaceChildren(root);
+  const heading = root.querySelector("h1");
+  document.title = [heading?.textContent, "stagescope"].filter(Boolean).join(" · ");
+  if (!isSame) {
+    window.scrollTo(0, 0);
+    heading?.setAttribute("tabindex", "-1");
+    if (before !== null) heading?.focus({ preventScroll: true });
+  }
+}
+
+/** The way to the view: runs, run, step, ... */
+function drawWhere(parts, query) {
+  const trail = [["stagescope", "#/"]];
+  const [, name, area, id, kind, ...rest] = parts;
+  if (parts[0] === "runs" && name) trail.push([name, ofRun(name)]);
+  else if (parts[0] && parts[0] !== "runs") trail.push([parts[0], address([parts[0]])]);
+  if (area === "steps" && id) {
+    const attempt = query.attempt ? ` (attempt ${query.attempt})` : "";
+    trail.push([`step ${id}${attempt}`, ofStep(name, id, query.attempt)]);
+    if (kind === "ranks") trail.push([rest.join(" "), location.hash]);
+    else if (kind === "rounds") trail.push([`round ${rest[0]}`, location.hash]);
+    else if (kind === "samples") {
+      trail.push(["samples", ofStep(name, id, query.attempt, "samples")]);
+      if (rest[0]) trail.push([rest[0] === "-" ? `row ${query.row}` : rest[0], location.hash]);
+    } else if (kind) trail.push([kind, location.hash]);
+  } else if (area) {
+    trail.push([area, ofRun(name, area)]);
+    if (id) trail.push([id, location.hash]);
+  }
+  patch(place("where"), nodes(h("ol", {}, trail.map(([text, href], at) =>
+    h("li", {}, h("a", { href, "aria-current": at === trail.length - 1 ? "page" : null }, text))))));
+  const tabs = place("tabs");
+  tabs.hidden = parts[0] !== "runs" || !name;
+  patch(tabs, tabs.hidden ? [] : nodes(TABS.map(([text, tab]) => h("a", {
+    href: tab ? ofRun(name, tab) : ofRun(name),
+    "aria-current": tab === area ? "true" : null,
+  }, text))));
+}
+
+// --- session ----------------------------------------------------------------------------------
+function drawSession() {
+  const isLive = state.stream === "live";
+  patch(place("session"), nodes(
+    h("span.stream", { class: isLive ? "good" : "quiet", title: "whether the page follows the service" },
+      h("span", { "aria-hidden": "true" }, isLive ? "● " : "○ "), state.stream),
+    h("a", { href: "#/engines" }, "engines"),
+    h("a", { href: "/docs" }, "API"),
+    state.user && h("span.quiet", {}, `may ${state.user.grade}`),
+    state.user && h("button", { type: "button", onclick: leave }, "Log out")));
+}
+
+async function enter() {
+  try {
+    state.user = await get("/whoami", true);
+  } catch (error) {
+    patch(place("main"), nodes(problem(error)));
+    setTimeout(enter, 2000);
+    return;
+  }
+  if (state.user.grade === null) {
+    askForLogin();
+    return;
+  }
+  show();
+  drawSession();
+  stream.open();
+  // It is needed by most views, and takes a second to read.
+  (window.requestIdleCallback ?? setTimeout)(() => plotly().catch(() => {}));
+}
+
+async function leave() {
+  await send("POST", "/logout");
+  askForLogin();
+}
+
+function askForLogin() {
+  stream.close();
+  forget();
+  state.user = null;
+  state.view?.close();
+  state.view = null;
+  place("tabs").hidden = true;
+  patch(place("where"), nodes(h("ol", {}, h("li", {}, h("a", { href: "#/" }, "stagescope")))));
+  state.stream = "not logged in";
+  drawSession();
+  document.title = "Log in · stagescope";
+  place("main").replaceChildren(login(enter));
+  place("main").querySelector("input").focus();
+}
+
+const stream = new Stream((event) => {
+  state.view?.notify(event);
+  const { params } = find(parse(location.hash).parts) ?? {};
+  if (event.event === "step" && event.closed && event.measured && event.run === params?.run) {
+    place("said").textContent = `step ${event.step} is measured: ${event.verdict}`;
+  }
+}, (text) => {
+  state.stream = text;
+  drawSession();
+});
+
+whenLoggedOut(() => { if (!document.querySelector("#login")) askForLogin(); });
+addEventListener("hashchange", () => { if (state.user) show(); });
+document.querySelector(".skip").onclick = (event) => {
+  event.preventDefault(); // the part after # is the address of the view
+  place("main").focus();
+};
+setInterval(refreshTimes, 5000);
+drawSession();
+enter();

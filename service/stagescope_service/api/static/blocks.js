@@ -1,0 +1,122 @@
+// A view is made of blocks. Each asks the service for what it shows, draws it, and asks again when
+// an event of the stream concerns it; what has not changed is neither sent nor drawn again.
+
+import { h, nodes, patch, problem } from "./dom.js";
+import { get, known } from "./service.js";
+
+const COALESCE_MS = 200;
+let unique = 0;
+
+/** Watches elements that load once they are nearly in sight. */
+const sight = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    if (isIntersecting) target.onSight?.();
+  }
+}, { rootMargin: "400px" });
+
+/** One view in the page: its blocks, until another view is shown. */
+export class View {
+  constructor(root) {
+    this.root = root;
+    this.blocks = [];
+    this.isOpen = true;
+  }
+
+  /** Add elements that never change. */
+  add(...children) {
+    this.root.append(...nodes(children));
+  }
+
+  /** Add a block; see `Block`. */
+  block(options) {
+    const block = new Block(options);
+    this.place(block);
+    return block;
+  }
+
+  /** Add something with `element`, `load(renew)`, `concerns(event)` and perhaps `close()`. */
+  place(block) {
+    this.blocks.push(block);
+    this.root.append(block.element);
+    if (block.isLazy) {
+      block.element.onSight = () => {
+        sight.unobserve(block.element);
+        block.isLazy = false;
+        block.load();
+      };
+      sight.observe(block.element);
+    } else {
+      block.load();
+    }
+  }
+
+  /** Let the blocks that an event concerns ask again, soon and once. */
+  notify(event) {
+    for (const block of this.blocks) {
+      const isMissed = event.event === "hello" && !event.resumed;
+      if (block.isLazy || !(isMissed || block.concerns(event))) continue;
+      clearTimeout(block.timer);
+      block.timer = setTimeout(() => this.isOpen && block.load(true, event), COALESCE_MS);
+    }
+  }
+
+  /** Release what the blocks hold. */
+  close() {
+    this.isOpen = false;
+    for (const block of this.blocks) {
+      clearTimeout(block.timer);
+      sight.unobserve(block.element);
+      block.close?.();
+    }
+  }
+}
+
+/**
+ * A section with a heading.
+ *
+ * @param title the heading, or null.
+ * @param path what to ask for; a function that returns a promise of the data, given whether a new
+ *     answer is needed; or a list of paths, whose answers `draw` gets as arguments.
+ * @param draw (data, ...) -> children for the section.
+ * @param concerns (event) -> whether an event of the stream makes the answer old.
+ * @param lazy whether it is asked for when it is nearly in sight.
+ */
+export class Block {
+  constructor({ title = null, path, draw, concerns = () => false, lazy = false, id = null, level = 2 }) {
+    const label = `block-${++unique}`;
+    this.note = h("div");
+    this.body = h("div.body", { "aria-busy": "true" }, h("p.quiet", {}, "loading…"));
+    this.element = h(title ? "section" : "div", { class: "block", "aria-labelledby": title && label, id },
+      title && h(`h${level}`, { id: label }, title), this.note, this.body);
+    this.paths = typeof path === "function" ? null : [path].flat();
+    this.ask = typeof path === "function" ? async (renew) => [await path(renew)]
+      : (renew) => Promise.all(this.paths.map((each) => get(each, renew)));
+    this.draw = draw;
+    this.concerns = concerns;
+    this.isLazy = lazy;
+    this.shown = null;
+    const before = this.paths?.map(known);
+    if (before?.length && before.every((each) => each !== undefined)) this.#show(before);
+  }
+
+  /** Ask, and draw what is new. What was drawn stays, beside why it is not kept up to date. */
+  async load(renew = false) {
+    try {
+      this.#show(await this.ask(renew));
+      patch(this.note, []);
+    } catch (error) {
+      if (error.status === 401) return;
+      patch(this.note, nodes(problem(error)));
+      if (!this.shown) patch(this.body, []);
+      this.body.removeAttribute("aria-busy");
+      if (!error.problem) throw error;
+    }
+  }
+
+  #show(data) {
+    if (this.shown && data.every((each, at) => each === this.shown[at])) return;
+    patch(this.body, nodes(this.draw(...data)));
+    this.shown = data;
+    this.body.removeAttribute("aria-busy");
+  }
+}

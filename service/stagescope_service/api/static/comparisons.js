@@ -1,0 +1,88 @@
+// Two attempts, runs or steps held against each other.
+
+import { choose as go, note } from "./address.js";
+import { badge, h, nodes, patch, problem, quantity, table } from "./dom.js";
+import { Figure } from "./figure.js";
+import { count, plural } from "./format.js";
+import { part, send, url } from "./service.js";
+
+const AGAIN_MS = 2000;
+
+/** The choice of two sides, and what differs between them. */
+export function choose(view, { run, a = "", b = "" }) {
+  view.add(h("h1", {}, `Comparisons of ${run}`));
+  const submit = (event) => {
+    event.preventDefault();
+    go({ a: event.target.a.value.trim(), b: event.target.b.value.trim() });
+  };
+  const side = (name, value, example) => [h("label", { for: name }, name.toUpperCase()),
+    h("input", { id: name, name, value, required: true, placeholder: example, size: 28 })];
+  view.add(h("form.row", { onsubmit: submit }, side("a", a, `${run}@1`), side("b", b, `${run}@2:40`),
+    h("button", {}, "Compare")),
+  h("p.quiet", {}, "A side is RUN, RUN@ATTEMPT or RUN@ATTEMPT:STEP."));
+  if (!a || !b) return;
+  const attempts = [a, b].map((each) => each.replace(/:\d+$/, ""));
+  view.block({
+    title: "What differs between the attempts", path: url("/diff", { a: attempts[0], b: attempts[1], limit: 200 }),
+    draw: ({ rows, counts, unknown, next }) => [
+      h("p", {}, Object.entries(counts).map(([weight, size]) => `${count(size)} that may change ${weight}`).join(", ")
+        || "Nothing differs.", unknown.length > 0 && ` ${unknown.join(" and ").toUpperCase()} recorded no fingerprint.`),
+      rows.length > 0 && table("Differences", [
+        ["what", (row) => `${row.area}: ${row.name}`, { head: true, wide: true }],
+        ["may change", (row) => badge(row.weight === "numbers" ? "partial" : "info", row.weight)],
+        ["A", (row) => shown(row.a), { wide: true }], ["B", (row) => shown(row.b), { wide: true }],
+      ], rows, { key: (row) => `${row.area}/${row.name}` }),
+      next && h("p.quiet", {}, "The first 200; /diff lists all."),
+    ],
+  });
+  view.place(new Figure({
+    name: "comparison", title: "The two over their steps", lazy: false, params: { run, a, b },
+  }));
+  const result = h("div", { "aria-live": "polite" });
+  const compare = async (event) => {
+    event?.preventDefault();
+    note({ tensors: "1" });
+    patch(result, nodes(h("p.quiet", {}, "comparing…")));
+    try {
+      patch(result, nodes(drawn(await send("POST", "/comparisons", { a, b }), a, b)));
+    } catch (error) {
+      if (error.status === 503 && view.isOpen) {
+        patch(result, nodes(h("p.quiet", {}, `${error.problem.wrong}…`)));
+        setTimeout(compare, AGAIN_MS);
+      } else {
+        patch(result, nodes(problem(error)));
+      }
+    }
+  };
+  view.add(h("h2", {}, "Kept tensors"), h("form", { onsubmit: compare }, h("button", {}, "Compare what is kept")), result);
+}
+
+const shown = (value) =>
+  value === null || value === undefined ? h("span.quiet", {}, "none")
+  : h("code", {}, typeof value === "object" ? JSON.stringify(value) : String(value));
+
+function drawn({ verdict, reason, pairs }, a, b) {
+  return [
+    h("p.lead", {}, badge(verdict === "same" || verdict === "within noise" ? "ok" : "differs", verdict), ` ${reason}`),
+    pairs.map((pair) => [
+      pair.first && h("p", {}, h("strong", {}, "First difference: "), `${pair.first.section}/${pair.first.name} at the `
+        + `${pair.first.station}: ${pair.first.reason}`),
+      pair.causes.length > 0 && [h("h3", {}, "Likely causes"), h("ol", {}, pair.causes.map((cause) =>
+        h("li", {}, h("strong", {}, cause.title), `: ${cause.evidence}`, h("ul", {}, cause.checks.map((check) =>
+          h("li", {}, check))))))],
+      pair.findings.length > 0 && h("ul", {}, pair.findings.map((found) => h("li", {}, found.message))),
+      table("Tensors", [
+        ["tensor", ([section, row]) => `${section}/${row.name}`, { head: true }],
+        ["", ([, row]) => badge(["same", "within noise"].includes(row.verdict) ? "ok" : "differs", row.verdict)],
+        ["values", ([, row]) => count(row.statistics.pairs), { right: true }],
+        ["differ", ([, row]) => count(row.statistics.unequal), { right: true }],
+        ["largest |d|", ([, row]) => quantity(row.statistics.max_abs), { right: true }],
+        ["mean |d|", ([, row]) => quantity(row.statistics.mean_abs), { right: true }],
+        ["why", ([, row]) => row.reason, { wide: true }],
+      ], pair.sections.flatMap(({ section, tensors }) => tensors.map((row) => [section, row])),
+      { key: ([section, row]) => `${section}/${row.name}/${row.step}`, empty: "Neither side keeps a tensor." }),
+    ]),
+    h("p", {}, h("a", { href: `/comparisons/page?a=${part(a)}&b=${part(b)}` },
+      `The whole comparison as a page of its own, with ${plural(pairs.length, "pair")}`)),
+  ];
+}

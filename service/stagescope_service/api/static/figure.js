@@ -1,0 +1,210 @@
+// Figures of the service, drawn by Plotly in the colours of the page, each with its numbers as a
+// table for those who cannot see it.
+
+import { h, nodes, patch, problem } from "./dom.js";
+import { number } from "./format.js";
+import { get, known, url } from "./service.js";
+
+const MOST_ROWS = 500;
+const CONFIG = {
+  responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset",
+  showTips: false, scrollZoom: false,
+};
+let loading = null;
+const drawn = new Set();
+
+/** Load Plotly, once; it is as large as all else together. */
+export function plotly() {
+  loading ??= new Promise((done, fail) => {
+    const script = h("script", { src: new URL("plotly.min.js", import.meta.url).href });
+    script.onload = () => done(window.Plotly);
+    script.onerror = () => { loading = null; fail(new Error("plotly.min.js could not be loaded")); };
+    document.head.append(script);
+  });
+  return loading;
+}
+
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** What a figure takes from the page: so it is readable in light and dark. */
+function themed(layout) {
+  const ink = style("--ink");
+  return {
+    ...layout,
+    title: undefined, // it is the caption, which wraps
+    autosize: true,
+    width: undefined,
+    font: { ...layout.font, color: ink },
+    hoverlabel: {
+      ...layout.hoverlabel, bgcolor: style("--raised"), bordercolor: style("--line"),
+      font: { ...layout.hoverlabel?.font, color: ink },
+    },
+  };
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const figure of drawn) figure.redraw();
+});
+
+/**
+ * A figure as a block of a view.
+ *
+ * @param name of `/figures/{name}`.
+ * @param params of its query.
+ * @param title stands until the service's own is known.
+ * @param concerns (event) -> whether an event makes it old.
+ * @param grows whether its x axis are steps: of a new step only that is asked for.
+ */
+export class Figure {
+  constructor({ name, params, title, concerns = () => false, lazy = true, grows = false }) {
+    this.path = url(`/figures/${name}`, params);
+    this.name = name;
+    this.params = params;
+    this.concerns = concerns;
+    this.isLazy = lazy;
+    this.grows = grows;
+    this.caption = h("figcaption", {}, h("strong", {}, title));
+    this.note = h("div");
+    this.plot = h("div.plot", { role: "img", "aria-label": title });
+    this.numbers = h("details", { ontoggle: () => this.#list() }, h("summary", {}, "as numbers"));
+    this.numbers.hidden = true;
+    this.element = h("figure", {}, this.caption, this.note, this.plot, this.numbers);
+    this.shown = null;
+    const before = known(this.path);
+    if (before) this.#show(before);
+  }
+
+  /** Ask, and draw what is new. */
+  async load(renew = false, event = null) {
+    try {
+      const isNews = event?.event === "step" && this.grows && this.shown;
+      await this.#show(isNews ? await this.#grown(event.step) : await get(this.path, renew));
+    } catch (error) {
+      if (error.status === 401) return;
+      const missing = error.status === 404 && error.problem.wrong.startsWith("there is no route");
+      patch(this.note, nodes(missing ? h("p.quiet", {}, "this service does not draw this figure")
+        : problem(error)));
+      this.plot.classList.add("empty");
+      if (!error.problem) throw error;
+    }
+  }
+
+  /** The figure with the steps from one on as they are now; the others are not sent again. */
+  async #grown(step) {
+    const news = await get(url(`/figures/${this.name}`, { ...this.params, from: step }), true);
+    return { ...this.shown, figure: joined(this.shown.figure, news.figure, step) };
+  }
+
+  async #show(answer) {
+    if (answer === this.shown) return;
+    this.shown = answer;
+    patch(this.caption, nodes(h("strong", {}, answer.title)));
+    patch(this.note, nodes(answer.note && h("p.quiet", {}, answer.note)));
+    this.plot.setAttribute("aria-label", answer.title);
+    this.plot.style.minHeight = `${answer.figure.layout.height ?? 320}px`;
+    this.numbers.hidden = false;
+    drawn.add(this);
+    await this.redraw();
+    this.#list();
+  }
+
+  /** Draw in the colours of now. */
+  async redraw() {
+    const Plotly = await plotly();
+    if (!this.shown || !drawn.has(this)) return;
+    const { data, layout } = this.shown.figure;
+    await Plotly.react(this.plot, data, themed(layout), CONFIG);
+  }
+
+  #list() {
+    if (!this.numbers.open || !this.shown) return;
+    const [summary] = this.numbers.children;
+    const lists = this.shown.figure.data.map((trace, at) => listed(trace, at));
+    this.numbers.replaceChildren(summary, ...lists);
+  }
+
+  close() {
+    drawn.delete(this);
+    if (window.Plotly && this.plot.data) window.Plotly.purge(this.plot);
+  }
+}
+
+// --- what is inside of figures ----------------------------------------------------------------
+const TYPES = {
+  f8: Float64Array, f4: Float32Array, i4: Int32Array, u4: Uint32Array, i2: Int16Array,
+  u2: Uint16Array, i1: Int8Array, u1: Uint8Array,
+};
+
+/** The values of a trace's column: a list, or bytes in base64 as newer plotlys write them. */
+export function values(column) {
+  if (Array.isArray(column)) return column;
+  if (!column?.bdata) return column === undefined ? [] : [column];
+  const bytes = Uint8Array.from(atob(column.bdata), (each) => each.charCodeAt(0));
+  const flat = [...new TYPES[column.dtype](bytes.buffer)];
+  const [rows, columns] = String(column.shape ?? "").split(",").map(Number);
+  if (!columns) return flat;
+  return Array.from({ length: rows }, (_, at) => flat.slice(at * columns, (at + 1) * columns));
+}
+
+const isColumn = (value) => Array.isArray(value) || Boolean(value?.bdata);
+const nameOf = (trace, at) => `${trace.name ?? ""}/${trace.legendgroup ?? ""}/${trace.type ?? ""}`
+  + (trace.name || trace.legendgroup ? "" : at);
+
+/** A figure whose points from `step` on are those of `news`; other points and axes stay. */
+export function joined(figure, news, step) {
+  const added = new Map(news.data.map((trace, at) => [nameOf(trace, at), trace]));
+  const data = figure.data.map((trace, at) => {
+    const more = added.get(nameOf(trace, at));
+    added.delete(nameOf(trace, at));
+    return more && isColumn(trace.x) ? grownTrace(trace, more, step) : trace;
+  });
+  return { ...figure, data: [...data, ...added.values()] };
+}
+
+function grownTrace(trace, more, step) {
+  const steps = values(trace.x);
+  const stays = steps.map((x) => !(x >= step));
+  const later = values(more.x).map((x) => x >= step);
+  const grow = (old, fresh) => {
+    if (isColumn(old) && values(old).length === steps.length && isColumn(fresh)) {
+      return [...values(old).filter((_, at) => stays[at]),
+        ...values(fresh).filter((_, at) => later[at])];
+    }
+    if (old && typeof old === "object" && !isColumn(old)) {
+      return Object.fromEntries(Object.entries(old).map(([name, each]) =>
+        [name, fresh && name in fresh ? grow(each, fresh[name]) : each]));
+    }
+    return old;
+  };
+  return grow(trace, more);
+}
+
+/** A trace as a table. */
+function listed(trace, at) {
+  const name = trace.name || `series ${at + 1}`;
+  const columns = ["x", "y", "text", "hovertext"].filter((each) => isColumn(trace[each]));
+  const read = columns.map((each) => values(trace[each]));
+  if (isColumn(trace.z)) return listedMatrix(name, trace);
+  const length = Math.max(0, ...read.map((each) => each.length));
+  const rows = Array.from({ length: Math.min(length, MOST_ROWS) }, (_, row) => row);
+  return h("div.scroll", { tabindex: 0, role: "region", "aria-label": name },
+    h("table", {},
+      h("caption", {}, length > MOST_ROWS ? `${name}: the last ${MOST_ROWS} of ${length}` : name),
+      h("thead", {}, h("tr", {}, columns.map((each) => h("th", { scope: "col" }, each)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, read.map((each) =>
+        h("td", {}, cell(each[row + Math.max(0, length - MOST_ROWS)]))))))));
+}
+
+function listedMatrix(name, { x, y, z }) {
+  const [across, down, matrix] = [values(x), values(y), values(z)];
+  return h("div.scroll", { tabindex: 0, role: "region", "aria-label": name },
+    h("table", {}, h("caption", {}, name),
+      h("thead", {}, h("tr", {}, h("td"), across.map((each) => h("th", { scope: "col" }, cell(each))))),
+      h("tbody", {}, matrix.slice(0, MOST_ROWS).map((row, at) =>
+        h("tr", {}, h("th", { scope: "row" }, cell(down[at] ?? at)),
+          values(row).map((each) => h("td", {}, cell(each))))))));
+}
+
+const cell = (value) =>
+  value === null || value === undefined ? "–"
+  : typeof value === "number" ? number(value) : String(value).replace(/<[^>]*>/g, " ");

@@ -1,0 +1,103 @@
+// What the service noticed: causes with the steps and ranks that they concern, and one finding.
+
+import { choose, ofRank, ofRun, ofStep } from "./address.js";
+import { badge, facts, h, table, when } from "./dom.js";
+import { count, number } from "./format.js";
+import { part, url } from "./service.js";
+
+const ONLY = ["error", "warning", "info"];
+
+/** Findings of a run, grouped by cause. */
+export function findings(view, { run, only = "", attempt = "", cursor }) {
+  view.add(h("h1", {}, `Findings of ${run}`), h("p.row", {},
+    h("label", { for: "only" }, "Show"),
+    h("select#only", { onchange: ({ target }) => choose({ only: target.value, cursor: null }) },
+      ["", ...ONLY].map((each) =>
+        h("option", { value: each, selected: each === only }, each ? `${each}s` : "all")))));
+  view.block({
+    path: url("/findings/groups", { run, attempt, only, cursor, limit: 100 }),
+    concerns: (event) => event.run === run && event.event === "finding",
+    draw: ({ rows, groups, grouped, truncated, next }) => [
+      h("p.quiet", {}, `${count(groups)} causes of ${count(grouped)} findings`,
+        truncated && ", the newest; more are left out", "."),
+      findingsTable(run, rows),
+      next && h("button", { type: "button", onclick: () => choose({ cursor: next }) }, "More"),
+    ],
+  });
+}
+
+/** Where a finding, or a group of them, is. */
+const placeOf = ({ where, step, role, rank, stage }) => [
+  where || [step !== null && `step ${step}`, role, rank !== null && `rank ${rank}`].filter(Boolean).join(" ") || "the run",
+  stage && `, ${stage}`,
+];
+
+/** A table of findings, or of groups of them. */
+export const findingsTable = (run, rows) => table("Findings", [
+  ["", (row) => badge(row.severity ?? "info")],
+  ["finding", (row) => h("a", { href: ofRun(run, "findings", row.finding_id) }, row.message ?? row.kind),
+    { head: true, wide: true }],
+  ["where", (row) => placeOf(row)],
+  ["attempt", (row) => count(row.attempt) ?? "", { right: true }],
+  ["times", (row) => count(row.count ?? row.findings ?? 1), { right: true }],
+  ["last seen", (row) => when(row.last_wall)],
+  ["", (row) => (row.over_wall === null ? "" : ["over since ", when(row.over_wall)])],
+], rows, { key: (row) => row.finding_id, empty: "Nothing was found." });
+
+/** One finding with its evidence. */
+export function finding(view, { run, finding: id }) {
+  view.add(h("h1", {}, "Finding"));
+  view.block({
+    path: `/findings/${part(id)}`,
+    concerns: (event) => event.event === "finding" && event.finding_id === id,
+    draw: (row) => [
+      h("p.lead", {}, badge(row.severity ?? "info"), " ", row.message),
+      row.advice && h("p", {}, h("strong", {}, "What to try: "), row.advice),
+      facts([
+        ["kind", row.kind],
+        ["where", row.group.where || "the run"],
+        ["step", row.step !== null && row.attempt !== null
+          && h("a", { href: ofStep(run, row.step, row.attempt) }, `step ${row.step}`)],
+        ["rank", row.step !== null && row.rank !== null && row.role !== null
+          && h("a", { href: ofRank(run, row.step, row.attempt, row.role, row.rank) },
+            `${row.role} ${row.rank}`)],
+        ["stage", row.stage],
+        ["attempt", count(row.attempt)],
+        ["seen", [count(row.count ?? 1), " times, first ", when(row.first_wall), ", last ",
+          when(row.last_wall)]],
+        ["over", row.over_wall === null ? "no" : when(row.over_wall)],
+        ["findings of this cause", count(row.group.findings)],
+      ].map(([name, value]) => [name, value === false ? null : value])),
+      row.evidence && [h("h2", {}, "Evidence"), tree(row.evidence)],
+      row.step !== null && h("p", {}, h("a", {
+        href: ofRun(run, "captures", "new") + captureQuery(row),
+      }, "Arm a capture of this stage and rank")),
+    ],
+  });
+}
+
+function captureQuery({ stage, rank, role }) {
+  const query = new URLSearchParams();
+  if (stage) query.set("stages", stage);
+  if (rank !== null) query.set("ranks", rank);
+  if (role) query.set("roles", role);
+  return query.size ? `?${query}` : "";
+}
+
+/** Nested facts as lists. */
+export function tree(value) {
+  if (Array.isArray(value)) {
+    if (value.every((each) => each === null || typeof each !== "object")) {
+      return value.map((each) => leaf(each)).join(", ") || "none";
+    }
+    return h("ul", {}, value.map((each) => h("li", {}, tree(each))));
+  }
+  if (value !== null && typeof value === "object") {
+    return facts(Object.entries(value).map(([name, each]) => [name.replace(/_/g, " "), tree(each)]));
+  }
+  return leaf(value);
+}
+
+const leaf = (value) =>
+  value === null ? "–" : typeof value === "number" && !Number.isInteger(value) ? number(value)
+  : String(value);

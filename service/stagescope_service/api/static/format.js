@@ -1,0 +1,111 @@
+// Numbers, times and sizes as text: four significant digits, a unit, and never 0 for what is
+// not known. Answers spell numbers that are not finite "nan", "inf" and "-inf".
+
+const SPELLED = { nan: "NaN", inf: "∞", "-inf": "−∞" };
+const DIGITS = 4;
+
+/** Whether an answer's number is there and finite. */
+export const isFinite = (value) => typeof value === "number" && Number.isFinite(value);
+
+/** A number with four significant digits; null where there is none. */
+export function number(value) {
+  if (value === null || value === undefined) return null;
+  if (typeof value === "string") return SPELLED[value] ?? value;
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size < 1e-3 || size >= 1e6) return minus(exponential(value));
+  return minus(size >= 10 ** (DIGITS - 1) ? grouped(Math.round(value)) : value.toPrecision(DIGITS));
+}
+
+/** A count: all digits, in groups of three. */
+export const count = (value) =>
+  value === null || value === undefined ? null
+  : typeof value === "number" && Number.isFinite(value) ? minus(grouped(value))
+  : number(value);
+
+/** A share of 1 as per cent. */
+export function share(value) {
+  if (!isFinite(value)) return number(value);
+  const percent = 100 * value;
+  return value !== 0 && Math.abs(percent) < 0.01 ? `${number(percent)} %`
+    : `${minus(String(Number(percent.toPrecision(3))))} %`;
+}
+
+/** Seconds as the two largest units that say something. */
+export function seconds(value) {
+  if (!isFinite(value)) return number(value);
+  const size = Math.abs(value);
+  if (size < 1e-3) return `${number(value * 1e6)} µs`;
+  if (size < 1) return `${Number((value * 1e3).toPrecision(3))} ms`;
+  if (size < 60) return `${Number(value.toPrecision(3))} s`;
+  if (size < 3600) return `${Math.floor(value / 60)} min ${pad(Math.floor(value % 60))} s`;
+  if (size < 86400) return `${Math.floor(value / 3600)} h ${pad(Math.floor((value % 3600) / 60))} min`;
+  return `${Math.floor(value / 86400)} d ${Math.floor((value % 86400) / 3600)} h`;
+}
+
+/** Bytes in units of 1024. */
+export function bytes(value) {
+  if (!isFinite(value)) return number(value);
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  for (; Math.abs(value) >= 1024 && at < units.length - 1; at++) value /= 1024;
+  return `${at === 0 ? value : Number(value.toPrecision(3))} ${units[at]}`;
+}
+
+/** Unix seconds as local date and time. */
+export function clockTime(wall) {
+  const time = new Date(wall * 1000);
+  const date = [time.getFullYear(), pad(time.getMonth() + 1), pad(time.getDate())].join("-");
+  return `${date} ${pad(time.getHours())}:${pad(time.getMinutes())}:${pad(time.getSeconds())}`;
+}
+
+/** How long ago Unix seconds were. */
+export function ago(wall, now = Date.now() / 1000) {
+  const passed = now - wall;
+  if (passed < 0) return "just now";
+  if (passed < 60) return `${Math.floor(passed)} s ago`;
+  if (passed < 3600) return `${Math.floor(passed / 60)} min ago`;
+  if (passed < 86400) return `${Math.floor(passed / 3600)} h ago`;
+  return `${Math.floor(passed / 86400)} d ago`;
+}
+
+/** Sorted numbers as ranges: "0-3, 7". */
+export function ranges(numbers, most = 8) {
+  const found = [];
+  for (const each of [...numbers].sort((a, b) => a - b)) {
+    const last = found.at(-1);
+    if (last && each === last[1] + 1) last[1] = each;
+    else if (!last || each !== last[1]) found.push([each, each]);
+  }
+  const texts = found.slice(0, most).map(([from, to]) => (from === to ? `${from}` : `${from}-${to}`));
+  const left = found.slice(most).reduce((sum, [from, to]) => sum + to - from + 1, 0);
+  return texts.join(", ") + (left ? ` and ${left} more` : "");
+}
+
+/** "1 rank", "2 ranks". */
+export const plural = (size, noun) => `${count(size)} ${noun}${size === 1 ? "" : "s"}`;
+
+/** The unit of a published number, by its name; empty for shares, ratios and correlations. */
+export function unitOf(name) {
+  if (/_count$|^nonfinite\/|^counts\/(masked_)?tokens|calibration\/tokens/.test(name)) return "tokens";
+  if (/_share|_seq_(mean|max)$/.test(name) && name.startsWith("tail/")) return "";
+  if (/^per_round\/round_\d+_abs|max_diff_value|^logprob|abs_diff_floor|logprob_abs_diff/.test(name)) {
+    return "nat";
+  }
+  return /^rollout_corr\/(kl|k3_kl|.*log_ppl.*)$/.test(name) ? "nat" : "";
+}
+
+const pad = (value) => String(value).padStart(2, "0");
+const minus = (text) => text.replace(/^-/, "−");
+
+function grouped(value) {
+  const [whole, part] = String(value).split(".");
+  const spaced = whole.length > 4 ? whole.replace(/\B(?=(\d{3})+$)/g, "\u202f") : whole;
+  return part === undefined ? spaced : `${spaced}.${part}`;
+}
+
+function exponential(value) {
+  const [mantissa, power] = value.toExponential(DIGITS - 1).split("e");
+  return `${mantissa}e${Number(power)}`.replace("e-", "e−");
+}

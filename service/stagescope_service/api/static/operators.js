@@ -1,0 +1,85 @@
+// The operators of a step's dumps: where a rank first went wrong, and every call in its order.
+
+import { choose, ofRun } from "./address.js";
+import { badge, h, quantity, table } from "./dom.js";
+import { Figure } from "./figure.js";
+import { bytes, count, plural } from "./format.js";
+import { get, part, url } from "./service.js";
+
+const NOTHING = { earliest: null, tables: [], rows: [], next: null };
+
+/** Operators of a step, perhaps of one rank and stage. */
+export function operators(view, params) {
+  const { run, step, attempt, role, rank, stage, name, nonfinite, cursor } = params;
+  const asked = { run, attempt, role, stage };
+  const path = (rest, more = {}) => url(`/steps/${part(step)}/operators${rest}`, { ...asked, ...more });
+  const concerns = (event) => event.event === "capture" && event.run === run;
+  const of = [role, rank, stage && `in ${stage}`].filter(Boolean).join(" ");
+  view.add(h("h1", {}, `Operators of step ${step}${of && `, ${of}`}`));
+  const dumps = url(`/steps/${part(step)}/dumps`, { run, attempt, limit: 1 });
+  view.block({
+    title: "First result that is not finite", concerns,
+    // A step without a dump has no operators to ask for.
+    path: async (renew) => (await get(dumps, renew)).rows.length ? get(path("/non-finite"), renew) : NOTHING,
+    draw: ({ earliest, rows }) => [
+      earliest ? h("p.lead", {}, badge("found", earliest.certain === false ? "perhaps" : "found"), " ",
+        h("code", {}, earliest.name), ` has ${earliest.non_finite} in its ${earliest.section}`,
+        ` on ${plural(earliest.together.length, "rank")}`, earliest.source && [", at ", h("code", {}, earliest.source)])
+        : rows.length > 0 && h("p.lead", {}, badge("not found"), " All results that were read are finite, or masks."),
+      table("By rank", [
+        ["rank", (row) => `${row.role} ${row.rank}`, { head: true }],
+        ["stage", (row) => row.stage],
+        ["first operator", (row) => (row.name ? h("code", {}, row.name)
+          : row.reason ?? (row.state === "announced" ? "being read" : "none")), { wide: true }],
+        ["holds", (row) => row.non_finite ?? ""],
+        ["inputs before it", (row) => (row.bad_inputs ?? []).map((each) =>
+          `${each.section} ${each.index ?? ""}: ${each.non_finite}`).join("; ") || "finite", { wide: true }],
+      ], rows, { key: (row) => `${row.stage}/${row.role}/${row.rank}/${row.part}`,
+        empty: "Nothing was captured at this step." }),
+      !rows.length && h("p", {}, h("a", { href: ofRun(run, "captures", "new") }, "Arm a capture")),
+    ],
+  });
+  view.place(new Figure({
+    name: "operators", title: "Values in execution order", params: { ...asked, step, rank }, concerns,
+  }));
+  const search = (event) => {
+    event.preventDefault();
+    const { name: text, nonfinite: box } = event.target;
+    choose({ name: text.value, nonfinite: box.checked ? "1" : null, cursor: null });
+  };
+  view.add(h("form.row", { onsubmit: search },
+    h("label", { for: "name" }, "Name contains"), h("input#name", { name: "name", value: name ?? "" }),
+    h("label", {}, h("input", { type: "checkbox", name: "nonfinite", checked: Boolean(nonfinite) }),
+      " only what is not finite"), h("button", {}, "Show")));
+  view.block({
+    title: "Calls", concerns,
+    path: async (renew) => (await get(dumps, renew)).rows.length
+      ? get(path("", { rank, name, non_finite: nonfinite ? true : null, limit: 100, cursor }), renew) : NOTHING,
+    draw: ({ tables, rows, next }) => [
+      table("Dumps", [
+        ["dump", (row) => `${row.role} ${row.rank}, ${row.stage}`, { head: true }],
+        ["", (row) => [row.state, row.truncated ? ", cut off" : ""]],
+        ["calls", (row) => count(row.calls) ?? "–", { right: true }],
+        ["not finite", (row) => count(row.non_finite_rows) ?? "–", { right: true }],
+        ["size", (row) => quantity(row.bytes, "", "not read", bytes), { right: true }],
+        ["", (row) => row.reason ?? "", { wide: true }],
+      ], tables, { key: (row) => `${row.stage}/${row.role}/${row.rank}/${row.part}/${row.capture_id}`,
+        empty: "There is no dump of it." }),
+      tables.length > 0 && table("Operator calls in execution order", [
+        ["order", (row) => count(row.order), { right: true }],
+        ["call", (row) => h("code", {}, row.name), { head: true }],
+        ["what", (row) => [row.section, row.index && ` ${row.index}`]],
+        ["dtype", (row) => row.dtype ?? row.type ?? ""],
+        ["shape", (row) => (row.shape ? row.shape.join(" × ") : "")],
+        ["min", (row) => quantity(row.min, "", "-"), { right: true }],
+        ["max", (row) => quantity(row.max, "", "-"), { right: true }],
+        ["mean", (row) => quantity(row.mean, "", "-"), { right: true }],
+        ["norm", (row) => quantity(row.norm, "", "-"), { right: true }],
+        ["", (row) => (row.non_finite ? h("span.bad", {}, row.non_finite) : "")],
+        ["at", (row) => row.source ?? "", { wide: true }],
+      ], rows, { key: (row) => `${row.role}/${row.rank}/${row.order}/${row.section}/${row.index}/${row.name}`,
+        empty: "No call is like that." }),
+      next && h("button", { type: "button", onclick: () => choose({ cursor: next }) }, "Further calls"),
+    ],
+  });
+}

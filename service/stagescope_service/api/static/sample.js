@@ -1,0 +1,109 @@
+// One sample token by token: its mismatch, and what the loss did with each token.
+
+import { address, note, ofRank, ofRun } from "./address.js";
+import { facts, gap, h, nodes, patch, quantity } from "./dom.js";
+import { count, isFinite, plural, share } from "./format.js";
+import { part, url } from "./service.js";
+import { verdict } from "./step.js";
+import { segments, SHADES, TokenText } from "./token_text.js";
+
+/** A sample, by its uid or by the rank and row that hold it. */
+export function sample(view, params) {
+  const { run, step, attempt, sample: uid, role, rank, row, at } = params;
+  const path = (name, more = {}) => url(`/steps/${part(step)}/${name}`, { run, attempt, ...more });
+  const concerns = () => false; // a sample does not change once it is read
+  view.add(h("h1", {}, uid === "-" ? `Row ${row} of ${role} ${rank}, step ${step}` : `Sample ${uid}, step ${step}`));
+  verdict(view, path, concerns, { isShort: true });
+  let text = null;
+  const block = view.block({
+    path: path(`samples/${part(uid)}`, uid === "-" ? { role, rank, row } : {}),
+    draw: (found) => {
+      text?.close();
+      const panel = h("div.panel", { "data-own": true });
+      text = new TokenText(found, (index, isChosen) => {
+        patch(panel, nodes(describe(found, index, params)));
+        if (isChosen) note({ at: found.positions[index] });
+      });
+      const start = found.positions.indexOf(Number(at));
+      text.choose(at !== undefined && start >= 0 ? start : 0, { isQuiet: at === undefined });
+      patch(panel, nodes(describe(found, Math.max(0, start), params)));
+      return [
+        summary(found),
+        legend(found),
+        h("p.row", {},
+          h("button", { type: "button", onclick: () => text.next(-1) }, "◂ Previous"),
+          h("button", { type: "button", onclick: () => text.next(1) }, "Next ▸"),
+          h("span", {}, text.marked.length
+            ? `of ${plural(text.marked.length, "token")} with |d| over 0.1 nat or not finite`
+            : "no token with |d| over 0.1 nat"),
+          h("span.quiet", {}, "With the tokens focused: arrows, Page keys, n and p.")),
+        h("div.tokens-and-panel", { "data-own": true }, text.element, panel),
+      ];
+    },
+  });
+  block.close = () => text?.close();
+}
+
+function summary(found) {
+  const inRounds = segments(found).filter(({ round }) => round !== null);
+  const environment = found.mask.filter((each) => !each).length;
+  return [
+    facts([
+      ["tokens", [count(found.positions.length), environment ? `, ${count(environment)} of the environment` : ""]],
+      ["rounds", count(inRounds.length)],
+      ["text", found.texts ? null : found.token_ids ? "ids: no tokenizer was given"
+        : "not recorded: hand over responses"],
+    ]),
+    found.loss_note && h("p.quiet", {}, found.loss_note),
+  ];
+}
+
+function legend(found) {
+  const marks = [
+    found.clipped && ["clipped-low", "clipped low"], found.clipped && ["clipped-high", "clipped high"],
+    found.rejected && ["rejected", "rejected"], found.advantage && ["no-gradient", "zero advantage"],
+  ].filter(Boolean);
+  return h("p.legend", {}, "|d| in nat: ",
+    SHADES.map(([at, text]) => [h("span.t", { class: `s${at}` }, text), " "]),
+    h("span.t", { class: "environment" }, "environment"), " ",
+    marks.map(([kind, text]) => [h("span.t", { class: kind }, text), " "]));
+}
+
+/** Everything that is known of a token. */
+function describe(found, at, { run, step, attempt, role, rank }) {
+  const column = (name) => found[name]?.[at] ?? null;
+  const [p, q, d] = [column("p"), column("q"), column("d")];
+  const text = column("texts");
+  const own = { role: found.role ?? role, rank: found.rank ?? rank };
+  const why = found.mask[at] ? "not recorded" : "no model token";
+  const ratio = isFinite(d) ? Math.exp(d) : null;
+  return [
+    h("h2", {}, "Token at ", count(found.positions[at])),
+    facts([
+      ["text", text === null ? null : h("code", {}, JSON.stringify(text))],
+      ["id", column("token_ids") === null ? gap("not recorded") : h("code", {}, column("token_ids"))],
+      ["in", found.mask[at] ? `round ${found.round[at]}` : "the environment's tokens"],
+      ["turn", column("turn") === null ? null : count(column("turn"))],
+      ["d = p − q", quantity(d, "nat", why)],
+      ["p, the trainer's", quantity(p, "nat", why)],
+      ["q, the rollout's", quantity(q, "nat", why)],
+      ["probabilities", isFinite(p) && isFinite(q)
+        ? `${share(Math.exp(p))} against ${share(Math.exp(q))}` : gap(why)],
+      ["ratio", quantity(ratio, "", why)],
+      ["advantage", quantity(column("advantage"), "", "not recorded")],
+      ["weight", found.weight_raw || found.weight
+        ? [quantity(column("weight_raw"), "", "not recorded"), " raw, ",
+          quantity(column("weight"), "", "not recorded"), " applied"] : gap("not recorded")],
+      ["clipped", found.clipped ? (column("clipped") ? `on the ${column("clipped")} side` : "no")
+        : gap("not recorded")],
+      ["rejected", found.rejected ? (column("rejected") ? "yes" : "no") : gap("not recorded")],
+      ["masked", found.mask[at] ? null : column("masked_why") ?? "not a token of the model"],
+    ]),
+    own.rank !== undefined && own.rank !== null && h("p.row", {},
+      h("a", { href: address(["runs", run, "steps", step, "operators"], { attempt, ...own }) },
+        "Operators of its rank"),
+      h("a", { href: ofRank(run, step, attempt, own.role, own.rank) }, `${own.role} ${own.rank}`),
+      h("a", { href: `${ofRun(run, "captures", "new")}?${new URLSearchParams({ ranks: own.rank, roles: own.role })}` },
+        "Arm a capture there")),
+  ];
+}

@@ -1,0 +1,159 @@
+"""The query for what changes while trainings run: the newest rows of each noun."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import sqlalchemy as sa
+
+from stagescope_service.store import connect
+from stagescope_service.store.queries.reader import Reader
+from stagescope_service.store.snapshot import Query, rows
+from stagescope_service.store.tables import (
+    attempts,
+    captures,
+    dumps,
+    findings,
+    processes,
+    step_metrics,
+    steps,
+)
+
+ChangedRow: TypeAlias = dict[str, Any]  # of several tables, compared and never looked into
+_MOST_ATTEMPTS: Final = 32
+_NEWEST_ATTEMPTS: Final = 8
+"""Attempts that are read even where they ended long ago."""
+_MOST_STEPS: Final = 64
+"""Newest steps of an attempt that are read; earlier ones hardly ever change."""
+_MOST_FINDINGS: Final = 64
+_MOST_CAPTURES: Final = 64
+
+
+class Recent(NamedTuple):
+    """The newest rows of attempts that may change, of one snapshot."""
+
+    attempts: list[ChangedRow]
+    """Columns of `attempts`, the newest first."""
+    steps: list[ChangedRow]
+    """`attempt_id`, `step`, `closed_wall`, `completeness`, `parts_mark` (of open steps), and of the
+    step summary `whole_wall` and `verdict`; the newest first."""
+    findings: list[ChangedRow]
+    """Columns of `findings`, the last seen first."""
+    captures: list[ChangedRow]
+    """Columns of `captures`, the last requested first, with `acknowledged` (live processes of its
+    run that applied its revision) and `dumps` (state -> number) where it is in force."""
+
+
+class ChangeQueries(Reader):
+    """The query that a watcher repeats."""
+
+    def recent(self, since: float) -> Recent:
+        """Return the newest rows of attempts that did not end before `since` (Unix seconds).
+
+        Every part of it reads few rows by a key or an index, and no blob, however long a run is.
+        """
+        with connect.catalogue_errors(self._where), self._connect() as connection:
+            running = rows(dict[str, Any], connection, _attempts(since))
+            ids = [int(row["attempt_id"]) for row in running]
+            found = [row for each in ids for row in rows(dict[str, Any], connection, _steps(each))]
+            requested = rows(dict[str, Any], connection, _captures())
+            if any(row["removed_wall"] is None for row in requested):
+                known = rows(dict[str, Any], connection, _revisions(ids))
+                made = rows(dict[str, Any], connection, _dumps(ids, [row["step"] for row in found]))
+                _add_progress(requested, running, known, made)
+            return Recent(
+                running, found, rows(dict[str, Any], connection, _findings(ids)), requested
+            )
+
+
+def _attempts(since: float) -> Query:
+    table = attempts.c
+    chosen = [table[name] for name in (
+        "attempt_id", "run", "number", "ended_wall", "end_reason", "resumed_from_step",
+    )]  # fmt: skip
+    # By their ids too: the clock of what is imported is that of its training.
+    newest = sa.select(sa.func.max(table.attempt_id) - _NEWEST_ATTEMPTS).scalar_subquery()
+    may_change = sa.or_(
+        table.ended_wall.is_(None), table.ended_wall > since, table.attempt_id > newest
+    )
+    return (
+        sa.select(*chosen).where(may_change).order_by(table.attempt_id.desc()).limit(_MOST_ATTEMPTS)
+    )
+
+
+def _steps(attempt_id: int) -> Query:
+    table, summary = steps.c, step_metrics.c
+    # A column after the blob `whole` is read only where there is no blob yet.
+    mark = sa.case((table.closed_wall.is_(None), table.parts_mark)).label("parts_mark")
+    same = sa.and_(summary.attempt_id == table.attempt_id, summary.step == table.step)
+    return (
+        sa.select(
+            table.attempt_id, table.step, table.closed_wall, table.completeness, mark,
+            summary.whole_wall, summary.verdict,
+        )
+        .outerjoin(step_metrics, same)
+        .where(table.attempt_id == attempt_id)
+        .order_by(table.step.desc())
+        .limit(_MOST_STEPS)
+    )  # fmt: skip
+
+
+def _findings(ids: list[int]) -> Query:
+    table = findings.c
+    chosen = [table[name] for name in (
+        "finding_id", "run", "attempt_id", "step", "kind", "severity", "message", "last_wall",
+        "over_wall",
+    )]  # fmt: skip
+    return (
+        sa.select(*chosen)
+        .where(table.attempt_id.in_(ids))
+        .order_by(table.last_wall.desc(), table.finding_id)
+        .limit(_MOST_FINDINGS)
+    )
+
+
+def _captures() -> Query:
+    table = captures.c
+    chosen = [table[name] for name in (
+        "capture_id", "run", "state", "revision", "created_wall", "removed_wall",
+    )]  # fmt: skip
+    return sa.select(*chosen).order_by(table.created_wall.desc()).limit(_MOST_CAPTURES)
+
+
+def _revisions(ids: list[int]) -> Query:
+    """Select how many live processes of each attempt have applied which revision of the plan."""
+    table = processes.c
+    alive = table.finished_wall.is_(None) & table.lapsed_wall.is_(None)
+    by = (table.attempt_id, table.plan_revision)
+    return (
+        sa.select(*by, sa.func.count().label("count"))
+        .where(table.attempt_id.in_(ids), alive)
+        .group_by(*by)
+    )
+
+
+def _dumps(ids: list[int], newest_steps: list[Any]) -> Query:
+    table = dumps.c
+    by = (table.capture_id, table.state)
+    where = [table.attempt_id.in_(ids), table.step >= min(newest_steps, default=0)]
+    return sa.select(*by, sa.func.count().label("count")).where(*where).group_by(*by)
+
+
+def _add_progress(
+    requested: list[ChangedRow],
+    running: list[ChangedRow],
+    known: list[ChangedRow],
+    made: list[ChangedRow],
+) -> None:
+    """Add how far each capture has come to its row."""
+    run_of = {row["attempt_id"]: row["run"] for row in running}
+    for row in requested:
+        row["acknowledged"] = sum(
+            each["count"]
+            for each in known
+            if row["run"] in (None, run_of[each["attempt_id"]])
+            and (each["plan_revision"] or 0) >= (row["revision"] or 0)
+        )
+        row["dumps"] = {
+            each["state"]: each["count"] for each in made if each["capture_id"] == row["capture_id"]
+        }
