@@ -39,11 +39,11 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
     ),
     "samples": _read(
         "sample_uid group_id role rank:int? row:int fragments:int rounds:int? tokens:int "
-        "mean_abs:float max_abs:float nonfinite:int reward:float"
+        "mean_abs:float max_abs:float nonfinite:int reward:float kept:bool reason"
     ),
     "loss": _read(
-        "fate gradient:bool tokens:int share_of_tokens:float abs_diff_sum:float "
-        "abs_diff_mean:float share_of_mismatch:float"
+        "fate gradient:bool tokens:int share_of_tokens:float sum_abs:float mean_abs:float "
+        "share_of_mismatch:float"
     ),
     "diagnosis": _read(
         "rule family title verdict sure:float since_step:int? where for:texts against:texts "

@@ -62,7 +62,7 @@ class SampleTokens(Table):
         fields = {field for field, _ in _COLUMNS.values()}
         about = {name: value for name, value in answer.items() if name not in fields}
         reasons = [f"no texts: {about['texts_reason']}"] if about.get("texts_reason") else []
-        reasons += [f"not recorded: {each['record']}" for each in about.get("unrecorded") or ()]
+        reasons += [about["loss_note"]] if about.get("loss_note") else []
         about["note"] = "; ".join(reasons)
         title = f"tokens of {about.get('sample_uid') or 'a row'}"
         return cls(columns, title=title, about=about, kinds=kinds)

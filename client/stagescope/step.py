@@ -35,7 +35,7 @@ _SAMPLE_ORDER: Final = (
     "sample_uid", "max_abs", "mean_abs", "tokens", "rounds", "reward", "rank", "nonfinite",
 )  # fmt: skip
 _LOSS_ORDER: Final = (
-    "fate", "tokens", "share_of_tokens", "share_of_mismatch", "abs_diff_mean", "gradient",
+    "fate", "tokens", "share_of_tokens", "share_of_mismatch", "mean_abs", "gradient",
 )  # fmt: skip
 _STAGE_ORDER: Final = (
     "stage",

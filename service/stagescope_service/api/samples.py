@@ -57,6 +57,8 @@ RECORD: Final[Mapping[str, str]] = {
     "upper, 0 not) in actor_update",
 }
 """Field of `LossTokens` -> what is not known without it, and how to record it."""
+ENVIRONMENT: Final = "environment or padding"
+GONE: Final = "its tensors have left the ring, and were not kept"
 
 
 # --- the list of samples --------------------------------------------------------------------
@@ -72,8 +74,8 @@ def samples(
     """List the step's samples with their mismatch, the largest |p - q| first.
 
     Rows are of the samples that the step's numbers count. `kept` says whether tensors of the step
-    are still there, so that `/samples/{sample_uid}` can show a sample's tokens; a row without
-    `sample_uid` is shown by `/row`.
+    are still there, so that `/samples/{sample_uid}` can show a sample's tokens, else `reason` why
+    not; a row without `sample_uid` is shown by `/row`.
     """
     measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
     summary = measured.summary.summary
@@ -99,11 +101,12 @@ def samples(
     else:
         rows.sort(key=lambda row: _descending(row[sort]))
     kept = bool(payload_artifacts(deps, target, target.step_number))
+    for row in rows:
+        row |= {"kept": kept, "reason": None if kept else GONE}
     return Answer(
         {
             **target.heading(),
             **comparability_fields(measured.comparability),
-            "kept": kept,
             **page.cut(rows),
         }
     )
@@ -242,7 +245,12 @@ def _columns(deps: Dependencies, target: Target, batch: Batch, row: int) -> Json
         "weight": None if one.loss.weight is None else _where(mask, one.loss.weight[0, shown]),
         "clipped": None if clipped is None
         else ["low" if side < 0 else "high" if side > 0 else None for side in clipped.tolist()],
+        "rejected": None if one.loss.in_loss is None
+        else (mask & ~one.loss.in_loss[0, shown]).tolist(),
+        "masked_why": [None if is_model else ENVIRONMENT for is_model in mask.tolist()],
         "fate": [NAMES[Fate(code)] for code in fates.tolist()],
+        "loss_note": "; ".join(f"not recorded: {RECORD[name]}" for name in one.loss.unrecorded())
+        or None,
         "unrecorded": _unrecorded(one.loss),
         "notes": [*one.notes, *(f"{gap.kind}: {gap.message}" for gap in batch.gaps)],
     }  # fmt: skip
@@ -275,8 +283,8 @@ def _loss_of(deps: Dependencies, target: Target) -> tuple[JsonObject, list[JsonO
             "gradient": each.fate is Fate.TRAINED,
             "tokens": each.tokens,
             "share_of_tokens": each.tokens / tokens,
-            "abs_diff_sum": each.abs_diff_sum,
-            "abs_diff_mean": each.abs_diff_sum / each.finite if each.finite else math.nan,
+            "sum_abs": each.abs_diff_sum,
+            "mean_abs": each.abs_diff_sum / each.finite if each.finite else math.nan,
             "share_of_mismatch": each.abs_diff_sum / mismatch if mismatch else math.nan,
         }
         for each in sorted(found, key=lambda each: -each.fate)

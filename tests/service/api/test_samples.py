@@ -115,7 +115,7 @@ def test_samples_are_listed_the_worst_first(step: stagescope.Step) -> None:
         assert found["mean_abs"] == pytest.approx(float(size[row][on].mean()), rel=1e-12)
         assert found["max_abs"] == float(size[row].max())
         assert (found["fragments"], found["nonfinite"]) == (1, 0)
-    assert table.about["kept"] is True
+    assert all(table["kept"])
     assert list(step.samples(sort="sample_uid")["sample_uid"]) == list(SAMPLES)
     assert list(step.samples(rank=1, sort="tokens")["tokens"]) == [4, 2]
 
@@ -144,6 +144,8 @@ def test_the_tokens_of_a_sample_say_what_the_loss_did(step: stagescope.Step) -> 
 def test_what_excludes_a_token_first_is_its_fate(step: stagescope.Step) -> None:
     rejected = step.sample("g1/0")
     # e^3 lies beyond the weights too: that it was rejected comes first. Clipped in one pass alone.
+    assert rejected.about["rejected"] == [False, True, False, False, False]
+    assert rejected.about["masked_why"] == [None, None, "environment or padding", None, None]
     assert list(rejected["fate"]) == ["trained", "rejected", "environment", "trained", "trained"]
     flat = step.sample("g0/1")
     # e^-1.5 = 0.22 is below 0.3; the others have an advantage of 0. What is padded is left out.
@@ -152,7 +154,7 @@ def test_what_excludes_a_token_first_is_its_fate(step: stagescope.Step) -> None:
 
 def test_the_table_says_what_no_gradient_sees(step: stagescope.Step) -> None:
     table = step.loss()
-    sums = {row["fate"]: (row["tokens"], row["abs_diff_sum"]) for row in table}
+    sums = {row["fate"]: (row["tokens"], row["sum_abs"]) for row in table}
     assert sums == {
         "trained": (7, pytest.approx(0.5 + 0 + 0.25 + 0 + 1.0 + 0 + 0.5)),
         "clipped high": (1, pytest.approx(0.25)),

@@ -57,6 +57,10 @@ class SampleRow(Model):
     """Number of its tokens with a value that is not finite."""
     reward: Number | None
     """Its reward; null: not reported."""
+    kept: bool
+    """Whether tensors of the step are still there, so that its tokens can be shown."""
+    reason: str | None
+    """Why they are not there; null: they are."""
 
 
 class Samples(StepHeading, Page[SampleRow]):
@@ -66,8 +70,6 @@ class Samples(StepHeading, Page[SampleRow]):
     cause: Cause
     comparability: list[CheckRow]
     """What the checks of the step's streams found."""
-    kept: bool
-    """Whether tensors of the step are still there, so that tokens can be shown."""
 
 
 class Sample(StepHeading):
@@ -108,8 +110,14 @@ class Sample(StepHeading):
     token: no model token."""
     clipped: list[Literal["low", "high"] | None] | None
     """The bound at which the loss cuts the ratio in every pass; null: not recorded."""
+    rejected: list[bool] | None
+    """Whether the trainer left a model token out of the update; null: not recorded."""
+    masked_why: list[str | None]
+    """Why a token is not the model's; null: it is."""
     fate: list[FateName]
     """What the loss did to each token."""
+    loss_note: str | None
+    """What is not recorded of the loss, and how to record it; null: nothing."""
     unrecorded: list[Unrecorded]
     """What is not recorded of the loss, so that it excludes nothing from `trained`."""
     notes: list[str]
@@ -126,9 +134,9 @@ class LossRow(Model):
     """Number of model tokens."""
     share_of_tokens: Number
     """Share of all model tokens."""
-    abs_diff_sum: Number
+    sum_abs: Number
     """Sum of |p - q| in nats over the tokens whose p and q are finite."""
-    abs_diff_mean: Number
+    mean_abs: Number
     """Mean of |p - q| in nats over these."""
     share_of_mismatch: Number
     """Share of the sum of |p - q|; NaN where that is 0."""
