@@ -75,6 +75,31 @@ class Check:
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
+REST: Final = 0.2
+"""Minimum share of tokens that certainly fit in what a broader check covers, for a narrower one to
+explain it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """A check of all tokens, of some ranks, rounds or samples.
+
+    Attributes:
+        check: Its result.
+        tokens: Number of tokens that it covers: if it failed, of the failing slices.
+        unknown: Number of tokens of other slices that do not certainly fit either.
+    """
+
+    check: Check
+    tokens: float
+    unknown: float
+
+    def explains(self, broader: Scope) -> bool:
+        """Return whether enough of what a failed broader check covers certainly fits."""
+        rest = broader.tokens - self.tokens - self.unknown
+        return rest >= REST * broader.tokens
+
+
 _RESIDUE: Final = 1e-13
 """Standard deviation of equal ratios that rounding leaves, relative to their mean, or to mean - 1
 where that is the smaller."""

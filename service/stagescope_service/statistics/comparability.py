@@ -1,25 +1,23 @@
 """Whether two streams are comparable at all, to be known before their numbers are trusted.
 
-Each check (`checks`) runs on all tokens, on each rank, each round and each sample, so that the
-total does not hide a faulty part. Failed checks come first, the most likely cause at the front: a
-cause precedes the ones that it explains.
+Each check (`checks`) runs on all tokens, on each rank and each round, and some on each sample
+(`sample_checks`), so that the total does not hide a faulty part. Failed checks come first, the
+most likely cause at the front: a cause precedes the ones that it explains.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from stagescope_service.statistics.cell import Bool, Cell, Field, Float64, empty
+from stagescope_service.statistics.cell import Cell, Field, empty
 from stagescope_service.statistics.checks import (
-    CUT_UNRELATED,
     ENOUGH,
-    FITS,
-    UNRELATED,
     Check,
+    Scope,
     biased,
     constant,
     coverage,
@@ -32,8 +30,8 @@ from stagescope_service.statistics.checks import (
     unrelated,
 )
 from stagescope_service.statistics.exact import are_equal, bitwise_equal
-from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.part import RankRow
+from stagescope_service.statistics.sample_checks import check_samples
 from stagescope_service.statistics.summary import Produced, Summary
 
 __all__ = [
@@ -67,23 +65,6 @@ WHAT_TO_CHECK: Final = {
 }
 """What to look at for each cause, the likeliest cause first."""
 LIKELIEST_FIRST: Final = (*WHAT_TO_CHECK,)
-_SAMPLE_TOKENS: Final = 16
-"""Minimum tokens of a sample for its alignment to be checked."""
-_SAMPLE_FAR: Final = 6
-_SAMPLE_FAR_SHARE: Final = 0.12
-"""Minimum number and share of a sample's tokens with |d| over 0.5 to report it as unrelated: a few
-far off are no other sample's."""
-_ONE_SIGN: Final = 0.9
-"""Minimum |sum of d| over sum of |d|, without the largest, of a sample of a cut vocabulary and of
-the median sample."""
-_CUT_Z: Final = 8.0
-"""Standard errors by which the correlation of a sample of a cut vocabulary lies below the median
-sample's, to report it as unrelated; by Fisher's z = artanh(correlation), whose error is
-1 / sqrt(tokens - 3) (Probable Error of a Coefficient of Correlation, 1921)."""
-_R: Final = 0.999
-"""Maximum |correlation|, where z is finite."""
-_OUTLIER: Final = 0.3
-"""Share of a sample's sum of squared deviations of d that one token must not exceed."""
 _MOST: Final = 0.5
 """Minimum share of the sum of |d| in missing tokens for them to explain the difference."""
 _FAR: Final = 1.0
@@ -91,9 +72,6 @@ _FAR: Final = 1.0
 token that is left gives at most -log(top_p), and rounding less."""
 _FAR_TOKENS: Final = 5
 """Minimum of such tokens."""
-_REST: Final = 0.2
-"""Minimum share of tokens that certainly fit in what a broader check covers, for a narrower one to
-explain it."""
 _LISTED: Final = 5
 _OF_RATIOS: Final = frozenset({"rounded", "renormalised", "temperature", "calibration"})
 """Checks that one cause may fail in the smaller counts of a rank."""
@@ -133,7 +111,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     found = [bitwise_equal(total, pair, summary.produced, ranks)]
     found += _check_cell(total, pair, summary.fresh)
     found += [_missing_values(summary), _versions(summary)]
-    scopes = [_Scope(check, total.tokens, 0) for check in found]
+    scopes = [Scope(check, total.tokens, 0) for check in found]
     drifts = _has_stale_tokens(summary)
     if len(ranks) > 1:
         of_ranks = [
@@ -144,7 +122,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     rounds = [_Part(str(key), cell, summary.produced) for key, cell in summary.rounds.items()]
     if len(rounds) > 1:
         scopes += _check_slices("round", rounds, pair, drifts=drifts)
-    scopes += _check_samples(summary)
+    scopes += check_samples(summary)
     return _rank_checks(total, _without_explained(scopes))
 
 
@@ -156,27 +134,7 @@ class _Part(NamedTuple):
     produced: Produced
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scope:
-    """A check of all tokens, of some ranks, rounds or samples.
-
-    Attributes:
-        check: Its result.
-        tokens: Number of tokens that it covers: if it failed, of the failing slices.
-        unknown: Number of tokens of other slices that do not certainly fit either.
-    """
-
-    check: Check
-    tokens: float
-    unknown: float
-
-    def explains(self, broader: _Scope) -> bool:
-        """Return whether enough of what a failed broader check covers certainly fits."""
-        rest = broader.tokens - self.tokens - self.unknown
-        return rest >= _REST * broader.tokens
-
-
-def _without_explained(scopes: Sequence[_Scope]) -> list[Check]:
+def _without_explained(scopes: Sequence[Scope]) -> list[Check]:
     """Return the checks without those that fail only because a slice of their tokens fails.
 
     Tokens out of place in two samples spoil the correlation of all.
@@ -317,7 +275,7 @@ def _check_slices(
     pair: tuple[str, str],
     *,
     drifts: bool,
-) -> list[_Scope]:
+) -> list[Scope]:
     """Check each slice and report the ones that failed."""
     by_name: dict[str, dict[str, Check]] = {}
     for part in parts:
@@ -325,7 +283,7 @@ def _check_slices(
             if check.status == "suspect":
                 by_name.setdefault(check.name, {})[part.name] = check
     return [
-        _Scope(
+        Scope(
             _combine(kind, [*where.items()], len(parts)),
             tokens=sum(part.cell.tokens for part in parts if part.name in where),
             unknown=sum(
@@ -375,95 +333,6 @@ def _missing_values(summary: Summary) -> Check:
     total = summary.total
     in_zeros = total[Field.P_LACKS_ABS] + total[Field.Q_LACKS_ABS]
     return Check("coverage", "suspect", text, {"explains": in_zeros / total[Field.D_ABS_SUM]})
-
-
-def _check_samples(summary: Summary) -> list[_Scope]:
-    """Check the alignment of each sample; a mean hides a single misplaced one."""
-    keys, values = summary.sequences.by_sample()
-    if not len(values):
-        return []
-    column = {name: values[:, at] for at, name in enumerate(ROW)}
-    n = column["tokens"]
-    judged = (n >= _SAMPLE_TOKENS) & (column["lag2_n"] >= _SAMPLE_TOKENS - 4)
-    lags = np.stack(
-        [
-            column[f"{side}_{lag}"] / np.maximum(column[f"lag{lag}_n"], 1.0)
-            for lag in (1, 2)
-            for side in ("ahead", "behind")
-        ]
-    )
-    with np.errstate(invalid="ignore", divide="ignore"):
-        least, own = lags.min(axis=0), column["d_abs_sum"] / n
-        # Without its largest token: one outlier must not make a shift.
-        moved = judged & (least < 0.35 * (own - column["d_abs_max"] / n))
-        far = column["over_1"]
-        strange = judged & ~moved & (far >= np.maximum(_SAMPLE_FAR, _SAMPLE_FAR_SHARE * n))
-        strange &= own > 0.7 * least
-        correlation, is_cut, is_odd = _of_cut_vocabulary(column, judged)
-        strange = np.where(is_cut, is_odd, strange)
-        fitting = judged & ((own < FITS * least) | (correlation > UNRELATED))
-    p, q = summary.pair
-    names = [sample or f"row {row}" for sample, _, row in keys]
-    checks = (
-        (moved, _sample_check(
-            "shifted", moved, judged, names,
-            f"{p} of a token fits {q} of one 1 or 2 tokens away, not its own",
-        )),
-        (strange, _sample_check(
-            "unrelated", strange, judged, names,
-            f"{p} of a token fits its own {q} no better than its neighbours': rows in another "
-            "order, or other tokens",
-        )),
-    )  # fmt: skip
-    return [
-        _Scope(check, float(n[chosen].sum()), float(n[~chosen & ~fitting].sum()))
-        for chosen, check in checks
-    ]
-
-
-def _of_cut_vocabulary(column: Mapping[str, Float64], judged: Bool) -> tuple[Float64, Bool, Bool]:
-    """Return each sample's correlation, whether its vocabulary is cut, and whether it is then odd.
-
-    Of a cut vocabulary every d has one sign, in all samples: that is no sample's own fault. At any
-    lag |p - q| is then the mass that was cut, and only the correlation of p and q tells whether
-    they are of the same tokens. In rows of earlier versions it is NaN, and none is odd.
-    """
-    n, p, q, size = (column[name] for name in ("tokens", "p_sum", "q_sum", "d_abs_sum"))
-    pp, qq, pq = column["pp_sum"] - p * p / n, column["qq_sum"] - q * q / n, column["pq_sum"]
-    pq = pq - p * q / n
-    correlation = pq / np.sqrt(pp * qq)
-    largest = column["d_abs_max"]
-    lean = (np.abs(column["d_sum"]) - largest) / (size - largest)
-    is_cut = judged & (lean > _ONE_SIGN) & (_median(lean[judged]) > _ONE_SIGN)
-    z, usual = (
-        np.arctanh(np.clip(x, -_R, _R)) for x in (correlation, _median(correlation[judged]))
-    )
-    is_odd = (usual - z) * np.sqrt(n - 3.0) > _CUT_Z
-    # One token far off spoils any correlation, and says nothing about the others.
-    has_outlier = (largest - size / n) ** 2 > _OUTLIER * (pp + qq - 2.0 * pq)
-    return correlation, is_cut, is_odd & (correlation < CUT_UNRELATED) & ~has_outlier
-
-
-def _median(values: Float64) -> float:
-    """Return the median of the values that are not NaN; NaN if there is none."""
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if known.size else np.nan
-
-
-def _sample_check(
-    name: str,
-    chosen: Bool,
-    judged: Bool,
-    names: Sequence[str],
-    text: str,
-) -> Check:
-    places = np.flatnonzero(chosen)
-    if not places.size:
-        return Check(name, "ok" if judged.any() else "unknown", "no sample is out of place")
-    listed = ", ".join(names[int(at)] for at in places[:_LISTED])
-    more = ", ..." if places.size > _LISTED else ""
-    message = f"in {places.size} of {int(judged.sum())} samples ({listed}{more}): {text}"
-    return Check(name, "suspect", message, {"samples": float(places.size)})
 
 
 def _versions(summary: Summary) -> Check:

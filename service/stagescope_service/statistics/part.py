@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from stagescope.wire.schema import ROLES, Part
-from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.summary import Produced, Summary
 
 GroupKey = tuple[object, ...]
@@ -15,6 +16,9 @@ GroupKey = tuple[object, ...]
 Priority = tuple[bool, int, int, int, int, int, str, tuple[int, int], int, str, str]
 
 _FIRST_PART: Final = Part()
+_ROW_CONTENT: Final = [ROW.index(name) for name in ("tokens", "q_sum", "qq_sum", "non_finite")]
+_ENOUGH_ROWS: Final = 32
+"""Minimum tokens of a rank for equal sums of the rollout's log-probs to show equal rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,3 +125,33 @@ class RankRow:
 def role_order(role: str) -> tuple[int, str]:
     """Sort key of a role: those of `schema.ROLES` come before others."""
     return (ROLES.index(role) if role in ROLES else len(ROLES), role)
+
+
+def same_rows(counted: Sequence[PartRecord]) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """Return the ranks that handed over the same rows and each count.
+
+    The rollout's log-probs of two samples are never equal in every bit, and neither are their sums;
+    those of a stream that is constant are. Ranks that name samples, a data_rank or a dp_rank said
+    which rows they hold; a group has at least one rank that did not.
+    """
+    contents: dict[tuple[str, int], list[tuple[Part, bytes]]] = {}
+    cells_of: dict[tuple[str, int], list[Cell]] = {}
+    silent: set[tuple[str, int]] = set()
+    for record in counted:
+        place, summary = (record.role, record.rank), record.full_summary
+        rows = summary.sequences.values[:, _ROW_CONTENT].tobytes()
+        contents.setdefault(place, []).append((record.part, rows))
+        cells_of.setdefault(place, []).append(summary.total)
+        if not record.has_ids and record.data_rank is None and "dp_rank" not in record.layout:
+            silent.add(place)
+    groups: dict[tuple[tuple[Part, bytes], ...], list[tuple[str, int]]] = {}
+    for place, parts in contents.items():
+        tokens = sum(cell.tokens for cell in cells_of[place])
+        varies = any(cell[Field.Q_MIN] < cell[Field.Q_MAX] for cell in cells_of[place])
+        if tokens >= _ENOUGH_ROWS and varies:
+            groups.setdefault(tuple(parts), []).append(place)
+    return tuple(
+        tuple(sorted(group))
+        for group in groups.values()
+        if len(group) > 1 and not silent.isdisjoint(group)
+    )

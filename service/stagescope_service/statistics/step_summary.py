@@ -25,15 +25,21 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES, Part
+from stagescope.wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
 from stagescope_service.statistics.batch import TokenBatch
-from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
-from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.ledger import Claim, Ledger
-from stagescope_service.statistics.part import GroupKey, PartRecord, RankRow, Recompute, role_order
+from stagescope_service.statistics.part import (
+    GroupKey,
+    PartRecord,
+    RankRow,
+    Recompute,
+    role_order,
+    same_rows,
+)
 from stagescope_service.statistics.summary import Summary, merge_produced
 
 MISMATCH_PAIRS: Final = tuple(pair for pair in PAIRS if "recomputed" not in pair)
@@ -251,7 +257,7 @@ def assemble(
         sent=sum(map(_tokens_sent, [*chosen, *others])),
         contradictions=identities.contradictions,
         ranks_to_recompute=ranks_to_recompute,
-        same_rows=_same_rows(accounting.counted),
+        same_rows=same_rows(accounting.counted),
     )
 
 
@@ -273,41 +279,6 @@ def skip_of(batch: TokenBatch, skips: Sequence[tuple[int, int, int]]) -> npt.NDA
             shift = begin - (0 if batch.token_offset is None else batch.token_offset[row])
             skip[max(first + shift, begin) : max(min(last + shift, end), begin)] = 1
     return skip
-
-
-_ROW_CONTENT: Final = [ROW.index(name) for name in ("tokens", "q_sum", "qq_sum", "non_finite")]
-_ENOUGH_ROWS: Final = 32
-"""Minimum tokens of a rank for equal sums of the rollout's log-probs to show equal rows."""
-
-
-def _same_rows(counted: Sequence[PartRecord]) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Return the ranks that handed over the same rows and each count.
-
-    The rollout's log-probs of two samples are never equal in every bit, and neither are their sums;
-    those of a stream that is constant are. Ranks that name samples, a data_rank or a dp_rank said
-    which rows they hold; a group has at least one rank that did not.
-    """
-    contents: dict[tuple[str, int], list[tuple[Part, bytes]]] = {}
-    cells_of: dict[tuple[str, int], list[Cell]] = {}
-    silent: set[tuple[str, int]] = set()
-    for record in counted:
-        place, summary = (record.role, record.rank), record.full_summary
-        rows = summary.sequences.values[:, _ROW_CONTENT].tobytes()
-        contents.setdefault(place, []).append((record.part, rows))
-        cells_of.setdefault(place, []).append(summary.total)
-        if not record.has_ids and record.data_rank is None and "dp_rank" not in record.layout:
-            silent.add(place)
-    groups: dict[tuple[tuple[Part, bytes], ...], list[tuple[str, int]]] = {}
-    for place, parts in contents.items():
-        tokens = sum(cell.tokens for cell in cells_of[place])
-        varies = any(cell[Field.Q_MIN] < cell[Field.Q_MAX] for cell in cells_of[place])
-        if tokens >= _ENOUGH_ROWS and varies:
-            groups.setdefault(tuple(parts), []).append(place)
-    return tuple(
-        tuple(sorted(group))
-        for group in groups.values()
-        if len(group) > 1 and not silent.isdisjoint(group)
-    )
 
 
 def _contribution(record: PartRecord, identities: Identities) -> Summary:

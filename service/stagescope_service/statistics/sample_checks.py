@@ -1,0 +1,122 @@
+"""Checks of the alignment of each sample; a mean hides a single misplaced one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from stagescope_service.statistics.cell import Bool, Float64
+from stagescope_service.statistics.checks import CUT_UNRELATED, FITS, UNRELATED, Check, Scope
+from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.summary import Summary
+
+_SAMPLE_TOKENS: Final = 16
+"""Minimum tokens of a sample for its alignment to be checked."""
+_SAMPLE_FAR: Final = 6
+_SAMPLE_FAR_SHARE: Final = 0.12
+"""Minimum number and share of a sample's tokens with |d| over 0.5 to report it as unrelated: a few
+far off are no other sample's."""
+_ONE_SIGN: Final = 0.9
+"""Minimum |sum of d| over sum of |d|, without the largest, of a sample of a cut vocabulary and of
+the median sample."""
+_CUT_Z: Final = 8.0
+"""Standard errors by which the correlation of a sample of a cut vocabulary lies below the median
+sample's, to report it as unrelated; by Fisher's z = artanh(correlation), whose error is
+1 / sqrt(tokens - 3) (On the "Probable Error" of a Coefficient of Correlation, 1921)."""
+_R: Final = 0.999
+"""Maximum |correlation|, where z is finite."""
+_OUTLIER: Final = 0.3
+"""Share of a sample's sum of squared deviations of d that one token must not exceed."""
+_LISTED: Final = 5
+
+
+def check_samples(summary: Summary) -> list[Scope]:
+    """Check each sample, and report the ones that fit other tokens, or none."""
+    keys, values = summary.sequences.by_sample()
+    if not len(values):
+        return []
+    column = {name: values[:, at] for at, name in enumerate(ROW)}
+    n = column["tokens"]
+    judged = (n >= _SAMPLE_TOKENS) & (column["lag2_n"] >= _SAMPLE_TOKENS - 4)
+    lags = np.stack(
+        [
+            column[f"{side}_{lag}"] / np.maximum(column[f"lag{lag}_n"], 1.0)
+            for lag in (1, 2)
+            for side in ("ahead", "behind")
+        ]
+    )
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        least, own = lags.min(axis=0), column["d_abs_sum"] / n
+        # Without its largest token: one outlier must not make a shift.
+        moved = judged & (least < 0.35 * (own - column["d_abs_max"] / n))
+        far = column["over_1"]
+        strange = judged & ~moved & (far >= np.maximum(_SAMPLE_FAR, _SAMPLE_FAR_SHARE * n))
+        strange &= own > 0.7 * least
+        correlation, is_cut, is_odd = _of_cut_vocabulary(column, judged)
+        strange = np.where(is_cut, is_odd, strange)
+        fitting = judged & ((own < FITS * least) | (correlation > UNRELATED))
+    p, q = summary.pair
+    names = [sample or f"row {row}" for sample, _, row in keys]
+    checks = (
+        (moved, _sample_check(
+            "shifted", moved, judged, names,
+            f"{p} of a token fits {q} of one 1 or 2 tokens away, not its own",
+        )),
+        (strange, _sample_check(
+            "unrelated", strange, judged, names,
+            f"{p} of a token fits its own {q} no better than its neighbours': rows in another "
+            "order, or other tokens",
+        )),
+    )  # fmt: skip
+    return [
+        Scope(check, float(n[chosen].sum()), float(n[~chosen & ~fitting].sum()))
+        for chosen, check in checks
+    ]
+
+
+def _of_cut_vocabulary(column: Mapping[str, Float64], judged: Bool) -> tuple[Float64, Bool, Bool]:
+    """Return each sample's correlation, whether its vocabulary is cut, and whether it is then odd.
+
+    Of a cut vocabulary every d has one sign, in all samples: that is no sample's own fault. At any
+    lag |p - q| is then the mass that was cut, and only the correlation of p and q tells whether
+    they are of the same tokens. In rows of earlier versions it is NaN, and none is odd.
+    """
+    n, p, q, size = (column[name] for name in ("tokens", "p_sum", "q_sum", "d_abs_sum"))
+    pp = column["pp_sum"] - p * p / n
+    qq = column["qq_sum"] - q * q / n
+    pq = column["pq_sum"] - p * q / n
+    correlation = pq / np.sqrt(pp * qq)
+    largest = column["d_abs_max"]
+    lean = (np.abs(column["d_sum"]) - largest) / (size - largest)
+    is_cut = judged & (lean > _ONE_SIGN) & (_median(lean[judged]) > _ONE_SIGN)
+    z, usual = (
+        np.arctanh(np.clip(x, -_R, _R)) for x in (correlation, _median(correlation[judged]))
+    )
+    is_odd = (usual - z) * np.sqrt(n - 3.0) > _CUT_Z
+    # One token far off spoils any correlation, and says nothing about the others.
+    has_outlier = (largest - size / n) ** 2 > _OUTLIER * (pp + qq - 2.0 * pq)
+    return correlation, is_cut, is_odd & (correlation < CUT_UNRELATED) & ~has_outlier
+
+
+def _median(values: Float64) -> float:
+    """Return the median of the values that are not NaN; NaN if there is none."""
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if known.size else np.nan
+
+
+def _sample_check(
+    name: str,
+    chosen: Bool,
+    judged: Bool,
+    names: Sequence[str],
+    text: str,
+) -> Check:
+    places = np.flatnonzero(chosen)
+    if not places.size:
+        return Check(name, "ok" if judged.any() else "unknown", "no sample is out of place")
+    listed = ", ".join(names[int(at)] for at in places[:_LISTED])
+    more = ", ..." if places.size > _LISTED else ""
+    message = f"in {places.size} of {int(judged.sum())} samples ({listed}{more}): {text}"
+    return Check(name, "suspect", message, {"samples": float(places.size)})
