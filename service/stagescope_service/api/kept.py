@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request
 from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError, Unreachable
 from stagescope.wire.keep import SECTIONS
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.completeness import ALL_ROWS
+from stagescope_service.api.completeness import ALL_ROWS, rows_removed
 from stagescope_service.api.dependencies import (
     Dependencies,
     Deps,
@@ -85,6 +85,7 @@ def kept(
             "pinned": pinned,
             "files": len(existing),
             "bytes": sum(row["bytes"] or 0 for row in existing),
+            "gap": rows_removed(target.step_row),
             **page.answer(files, more=len(rows) > page.offset + page.limit),
         }
     )

@@ -17,7 +17,7 @@ from stagescope_service.settings import Settings
 
 PROSE = frozenset({"text", "detail", "message", "advice", "expected"})
 """Sentences may be worded better."""
-ADDED = frozenset({"note"})
+ADDED = frozenset({"gap", "note"})
 """Fields that answers have now, and did not have when they were recorded."""
 
 

@@ -77,9 +77,16 @@ class WeightQueries(Reader):
         """Return the versions of weights that were recorded at a step, the highest first."""
         return [row["version"] for row in self._rows(versions_of_step(attempt_id, step))]
 
-    def weight_verdicts(self, attempt_id: int, *, limit: int = LIMIT, offset: int = 0) -> list[Row]:
-        """Return the verdicts of an attempt's versions, the newest first."""
-        where = conditions("weight_verdicts", {"attempt_id": attempt_id})
+    def weight_verdicts(
+        self,
+        attempt_id: int,
+        *,
+        version: int | None = None,
+        limit: int = LIMIT,
+        offset: int = 0,
+    ) -> list[Row]:
+        """Return the verdicts of an attempt's versions, or of one, the newest first."""
+        where = conditions("weight_verdicts", {"attempt_id": attempt_id, "version": version})
         return self._page("weight_verdicts", where, "-version", limit, offset)
 
     def incomplete_weights(self, attempt_id: int, before: int) -> list[int]:
