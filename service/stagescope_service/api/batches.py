@@ -20,7 +20,7 @@ from stagescope.batch.file import pieces
 from stagescope.render import counted
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import RECENT_TENSORS, Part
-from stagescope_service.api.completeness import ALL_ROWS
+from stagescope_service.api.completeness import ALL_ROWS, rows_removed
 from stagescope_service.api.dependencies import Dependencies, Deps, StepTarget
 from stagescope_service.api.kept import KEEP_ADVICE, local_file, payload_artifacts
 from stagescope_service.api.requests import pattern
@@ -183,7 +183,8 @@ def batch_of(
                     expected=f"a sample_uid of /steps/{step}/samples",
                 )
         if not files:
-            reasons = "; ".join(gap.message for gap in gaps)
+            removed = rows_removed(target.step_row)
+            reasons = "; ".join([*(gap.message for gap in gaps), *([removed] if removed else [])])
             raise NotFound(
                 f"no tensors of step {step} of {target.run} are kept"
                 + (reasons and f": {reasons}"),
@@ -277,6 +278,8 @@ def _catalogue_gaps(
         if selection.has_stage(each["stage"]):
             rank = f"{each['role']} {each['rank']}"
             yield Gap("rank", f"{rank} in {each['stage']}: {each['status']}")
+    if (removed := rows_removed(target.step_row)) is not None:
+        yield Gap("payload", f"what was lost and which numbers were logged is unknown: {removed}")
     kept = {_payload_key(row) for row in artifacts}
     for row in payloads:
         if row["state"] != "ingested" and _payload_key(row) not in kept:

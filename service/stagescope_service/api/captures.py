@@ -13,12 +13,12 @@ from stagescope.wire.errors import NotFound
 from stagescope.wire.plan import CaptureSpec
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.capture_progress import progress
-from stagescope_service.api.dependencies import Dependencies, Deps
+from stagescope_service.api.dependencies import RUN_PATTERN, Dependencies, Deps
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import captures as models
 from stagescope_service.api.models.bodies import MAX_WAIT, json_body
 from stagescope_service.api.problems import check_ready
-from stagescope_service.api.requests import Answer, PageOf, read_json
+from stagescope_service.api.requests import Answer, PageOf, pattern, read_json
 from stagescope_service.api.target import LiveRun
 from stagescope_service.core.captures.agreement import AGREED, DONE
 from stagescope_service.store.tables import CaptureRow
@@ -58,7 +58,11 @@ def captures(
     deps: Deps,
     page: PageOf,
     run: Annotated[
-        str | None, Query(max_length=100, description="Only those requested for this run.")
+        str | None,
+        Query(
+            description="Only those requested for this run.",
+            json_schema_extra=pattern(RUN_PATTERN),
+        ),
     ] = None,
 ) -> Answer:
     """List all captures that were ever requested, newest first, withdrawn ones too."""

@@ -171,6 +171,11 @@ def begun_again(
     }
 
 
+def rows_removed(step: StepState) -> str | None:
+    """Return why lists of a step lack rows of its ranks; None where retention removed none."""
+    return None if step["rows_removed"] is None else ROWS_REMOVED
+
+
 def is_behind(step: StepState) -> bool:
     """Return whether payloads of a closed step were read after its numbers were aggregated."""
     return step["parts_mark"] is not None and step["parts_mark"] != step["whole_mark"]

@@ -12,7 +12,7 @@ from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError
 from stagescope.wire.keep import SECTIONS
 from stagescope.wire.schema import Part
 from stagescope_service.api.auth import caller_of
-from stagescope_service.api.completeness import ALL_ROWS
+from stagescope_service.api.completeness import ALL_ROWS, rows_removed
 from stagescope_service.api.dependencies import (
     Dependencies,
     Deps,
@@ -86,6 +86,7 @@ def kept(
             "pinned": pinned,
             "files": len(existing),
             "bytes": sum(row["bytes"] for row in existing),
+            "gap": rows_removed(target.step_row),
             **page.answer(files, more=len(rows) > page.offset + page.limit),
         }
     )

@@ -12,6 +12,7 @@ from stagescope_service.api.completeness import (
     StepProgress,
     begun_again,
     gaps,
+    rows_removed,
     step_progress,
 )
 from stagescope_service.api.dependencies import (
@@ -178,6 +179,7 @@ def scalars(
         {
             **target.heading(),
             "begun_again": begun_again_in(deps, target),
+            "gap": rows_removed(target.step_row),
             **page.first_of([scalar_row(row) for row in rows]),
         }
     )

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import NotFound
 from stagescope.wire.nonfinite import Json
+from stagescope_service.api.completeness import ROWS_REMOVED, rows_removed
 from stagescope_service.api.dependencies import (
     AttemptTarget,
     Dependencies,
@@ -100,6 +101,11 @@ def of_step(deps: Deps, target: StepTarget, page: PageOf, verdict: VerdictFilter
     differ from their replicas. Of several versions the newest is returned; `versions` lists them.
     """
     versions = deps.catalogue.weight_versions(target.attempt_id, target.step_number)
+    if not versions and (removed := rows_removed(target.step_row)) is not None:
+        raise NotFound(
+            f"no weights of step {target.step_number} are left: {removed}",
+            advice="the verdict of each version remains: see /weights",
+        )
     if not versions:
         raise NotFound(
             f"no weights were recorded at step {target.step_number}",
@@ -190,6 +196,12 @@ def _answer(
     """Return the weights of the first of `versions`, with verdict `verdict` (None: any)."""
     rules = deps.settings.weight_names
     compared = compare_version(deps.catalogue, target.attempt_id, versions[0], rules)
+    gap = _removed_records(deps, target, versions[0])
+    if compared is None and gap is not None:
+        raise NotFound(
+            f"no weights of version {versions[0]} are left: {gap}",
+            advice="its verdict remains: see /weights",
+        )
     if compared is None:
         raise NotFound(f"no weights of version {versions[0]} were recorded", advice="see /weights")
     rows = weight_rows(compared, rules)
@@ -204,8 +216,17 @@ def _answer(
         "complete": compared.complete,
         "counts": {**compared.counts(), **({REPLICAS: odd} if odd else {})},
         "recorded": compared.ranks(),
+        "gap": gap,
         **page.cut(rows),
     }
+
+
+def _removed_records(deps: Dependencies, target: Target, version: int) -> str | None:
+    """Return why fewer records of a version are left than its verdict is based on."""
+    verdicts = deps.catalogue.weight_verdicts(target.attempt_id, version=version)
+    left = len(deps.catalogue.weights(target.attempt_id, version))
+    removed = bool(verdicts) and (verdicts[0]["records"] or 0) > left
+    return ROWS_REMOVED if removed else None
 
 
 def weight_rows(

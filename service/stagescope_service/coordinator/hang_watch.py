@@ -277,6 +277,9 @@ class HangWatch:
         stuck: set[_Key],
     ) -> list[Instruction]:
         out: list[Instruction] = []
+        # What ranks said while nobody could be heard (the disk was full, the service restarted) is
+        # still on its way; one that does not speak again is unresponsive, not stuck.
+        is_news = wall - self._state.registry.listening_since > self._silence.seconds
         unheard = {(process.role, process.rank) for process in silent}
         for name, role in roles(attempt, {process.incarnation for process in silent}):
             if name in restarted:
@@ -287,7 +290,7 @@ class HangWatch:
                 key = _key(attempt, name, each)
                 known = key in self._open or key in stuck
                 # An unresponsive process makes one finding, in whichever part it is.
-                if not known and (name, each.rank) in unheard:
+                if not known and (not is_news or (name, each.rank) in unheard):
                     continue
                 if not known:
                     new.append(each)

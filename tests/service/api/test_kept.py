@@ -15,8 +15,10 @@ import stagescope
 from stagescope.cli import main
 from stagescope.session import Session
 from stagescope.wire.errors import Forbidden
+from stagescope_service.api.completeness import ROWS_REMOVED
 from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.ingest.reader import PayloadReader
+from stagescope_service.store.contract import RemoveRows
 from stagescope_service.store.ring import Ring
 
 STEP = 5
@@ -43,6 +45,30 @@ def keep(running: Service, seq: int, **job: Any) -> Path:
     (row,) = [put.row for put in outcome.rows if put.table == "artifacts"]
     running.store.submit([Put("artifacts", row)]).result(30)
     return Path(row["path"])
+
+
+def test_answers_of_rows_say_that_retention_removed_them(running: Service) -> None:
+    rank = Rank(running, rank=1)
+    tensors = [("w", 1, "bfloat16", (4, 8), None)]
+    rank.say("weights", policy_version=4, step=STEP, side="trainer", kind="held", tensors=tensors)
+    rank.say("end_step", step=STEP)
+    answers = {
+        noun: running.get(f"/steps/{STEP}/{noun}") for noun in ("scalars", "kept", "weights")
+    }
+    assert {noun: answer["gap"] for noun, answer in answers.items()} == dict.fromkeys(answers)
+    assert [row["value"] for row in answers["scalars"]["rows"]] == [1.0]
+    removed = {"attempt_id": 1, "step": STEP, "rows_removed": True}
+    running.store.submit([RemoveRows(1, STEP, 1000), Put("steps", removed)]).result(30)
+    for noun in ("scalars", "kept"):
+        answer = running.get(f"/steps/{STEP}/{noun}")
+        assert (answer["rows"], answer["gap"]) == ([], ROWS_REMOVED), noun
+    assert ROWS_REMOVED in running.get(f"/steps/{STEP}/stages")["gap"]
+    for path in (f"/steps/{STEP}/weights", "/weights/4", f"/steps/{STEP}/batch"):
+        assert ROWS_REMOVED in running.problem(404, path)["wrong"], path
+    assert running.tokens is not None
+    with stagescope.attach(running.server.url, token=running.tokens.read) as session:
+        text = " ".join(repr(session.step(STEP).scalars()).split())
+    assert "were removed by retention" in text
 
 
 def test_files_are_listed_with_what_they_hold_and_whether_they_can_be_read(

@@ -17,7 +17,7 @@ from stagescope_service.settings import Settings
 
 PROSE = frozenset({"text", "detail", "message", "advice", "expected"})
 """Sentences may be worded better."""
-ADDED = frozenset({"note", "step_cause", "step_comparable"})
+ADDED = frozenset({"gap", "note", "step_cause", "step_comparable"})
 """Fields that answers have now, and did not have when they were recorded."""
 
 

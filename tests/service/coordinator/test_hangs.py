@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 from tests.support.local import coordinator_of, effects_of
-from tests.support.stores import rows_of, url_of
+from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, STACKS, Sender
@@ -537,6 +538,51 @@ def test_a_service_that_was_held_up_calls_nobody_silent(made: Clocked) -> None:
     made.run(made.coordinator.intake.expire())
     made.pass_time(10.0, polling=(0, 1))
     assert made.findings("process_silent") == []
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_who_left_while_the_disk_was_full_is_not_stuck(
+    made: Clocked, tmp_path: Path, arrives: bool
+) -> None:
+    step = train(made)
+    for rank in (0, 1):
+        made.begin(rank, step)
+    there, away = tmp_path / "catalogue.db", tmp_path / "away.db"
+    os.rename(there, away)
+    waiting = made.store.submit([])
+    eventually(lambda: not made.store.health().healthy)
+    made.pass_time(200.0, polling=())  # both end their stage and leave, and nobody hears of it
+    os.rename(away, there)
+    waiting.result(30)
+    eventually(lambda: made.store.health().healthy)
+    made.pass_time(5.0, polling=())
+    assert made.findings() == []
+    if arrives:
+        for rank in (0, 1):
+            made.end(rank, step)
+            made.say(rank, FINISH)
+    made.pass_time(60.0, polling=())
+    assert made.findings() == []
+    silent = {row["rank"] for row in made.findings("process_silent")}
+    assert silent == (set() if arrives else {0, 1})
+
+
+def test_a_hang_from_before_the_disk_was_full_is_found_after_it(
+    made: Clocked, tmp_path: Path
+) -> None:
+    step = hang(made)
+    there, away = tmp_path / "catalogue.db", tmp_path / "away.db"
+    os.rename(there, away)
+    waiting = made.store.submit([])
+    eventually(lambda: not made.store.health().healthy)
+    made.pass_time(200.0)
+    os.rename(away, there)
+    waiting.result(30)
+    eventually(lambda: made.store.health().healthy)
+    made.pass_time(40.0)
+    [found] = made.findings()
+    assert (found["rank"], found["step"], found["over_wall"]) == (1, step, None)
+    assert found["evidence"]["seconds"] > 200.0
 
 
 def test_nobody_is_silent_or_stuck_while_events_arrive_late(made: Clocked) -> None:

@@ -58,6 +58,10 @@ Complete = Annotated[
         "or `unknown` (the number of ranks is unknown); for another `open`."
     ),
 ]
+RowsGap = Annotated[
+    str | None,
+    Field(description="Why rows are missing that retention removed; null: none are."),
+]
 GapText = Annotated[
     str | None,
     Field(

@@ -16,6 +16,7 @@ from stagescope_service.api.models.common import (
     Rank,
     Role,
     RoleRank,
+    RowsGap,
     Run,
     Step,
     StepHeading,
@@ -350,6 +351,7 @@ class _Weights(Model, Page[Weight]):
     counts: dict[str, int]
     """Verdict -> number of weights; `replicas differ` beside them, where there are some."""
     recorded: RecordedBy
+    gap: RowsGap
 
 
 class WeightsOfVersion(AttemptHeading, _Weights):

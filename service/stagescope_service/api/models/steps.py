@@ -21,6 +21,7 @@ from stagescope_service.api.models.common import (
     Rank,
     Role,
     RoleRank,
+    RowsGap,
     Stage,
     Step,
     StepHeading,
@@ -120,6 +121,7 @@ class Scalars(StepHeading, Page[ScalarRow]):
     """Numbers that ranks handed over."""
 
     begun_again: BegunAgainIn
+    gap: RowsGap
 
 
 class Dumps(StepHeading, Page[DumpRow]):
@@ -297,6 +299,7 @@ class Kept(StepHeading, Page[KeptFile]):
     """Number of files that are not deleted, on all pages."""
     bytes: int
     """Size in bytes of the files that are not deleted, on all pages."""
+    gap: RowsGap
 
 
 class Pin(StepHeading):

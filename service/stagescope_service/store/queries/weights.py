@@ -83,10 +83,15 @@ class WeightQueries(Reader):
         return self._values(versions_of_step(attempt_id, step))
 
     def weight_verdicts(
-        self, attempt_id: int, *, limit: int = LIMIT, offset: int = 0
+        self,
+        attempt_id: int,
+        *,
+        version: int | None = None,
+        limit: int = LIMIT,
+        offset: int = 0,
     ) -> list[WeightVerdictRow]:
-        """Return the verdicts of an attempt's versions, the newest first."""
-        where = conditions("weight_verdicts", {"attempt_id": attempt_id})
+        """Return the verdicts of an attempt's versions, or of one, the newest first."""
+        where = conditions("weight_verdicts", {"attempt_id": attempt_id, "version": version})
         return self._page(WeightVerdictRow, "weight_verdicts", where, "-version", limit, offset)
 
     def incomplete_weights(self, attempt_id: int, before: int) -> list[int]:
