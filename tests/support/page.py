@@ -182,8 +182,8 @@ def sample_columns(size: int) -> dict[str, Any]:
         "。",
         " 数字",
     ]
-    clipped = [None] * size
-    for at in np.flatnonzero(np.abs(d) > 0.25):
+    clipped: list[str | None] = [None] * size
+    for at in np.flatnonzero(np.abs(d) > 0.25).tolist():
         clipped[at] = "high" if d[at] > 0 else "low"
     has = mask.astype(bool)
     if size > 100:
@@ -200,7 +200,8 @@ def sample_columns(size: int) -> dict[str, Any]:
         "mask": mask.tolist(), "round": (place // each).tolist(), "turn": None,
         "p": column((q + d).tolist()), "q": column(q.tolist()), "d": column(d.tolist()),
         "advantage": column(np.where(place % 1000 < 30, 0.0, 0.7).tolist()),
-        "weight_raw": column(np.exp(d).tolist()), "weight": column(np.exp(np.minimum(d, 0.2)).tolist()),
+        "weight_raw": column(np.exp(d).tolist()),
+        "weight": column(np.exp(np.minimum(d, 0.2)).tolist()),
         "clipped": clipped, "rejected": [bool(value) for value in (np.abs(d) > 0.6)],
         "masked_why": [None if known else "environment" for known in has], "loss_note": "",
     }  # fmt: skip

@@ -260,7 +260,7 @@ class Watcher:
         """Send hello, and the events that an interrupted client missed."""
         missed = self._missed(last_id)
         number = self._number - len(missed or ())
-        hello = {"resumed": missed is not None, "wall": self._clock()}
+        hello: JsonObject = {"resumed": missed is not None, "wall": self._clock()}
         text = f"retry: {_RETRY}\n".encode() + self._text("hello", number, hello)
         listener.put([_Sent(number, None, text), *(missed or ())])
 

@@ -22,7 +22,7 @@ from stagescope_service.statistics.step_summary import NOISE_PAIR, StepSummary, 
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.parts import pair_name, part_records
-from stagescope_service.store.tables.measurements import SampleRow
+from stagescope_service.store.tables import FindingRow, LossRow, SampleRow
 
 STEPS: Final = 2000
 """Newest steps that a diagnosis looks at."""
@@ -274,12 +274,12 @@ class History:
 
     # --- what else the service knows --------------------------------------------------------------
     @cached_property
-    def findings(self) -> list[JsonObject]:
+    def findings(self) -> list[FindingRow]:
         """The findings of these attempts, the most recently seen first."""
         return self._catalogue.findings(attempt_id=self._ids, limit=_ROWS) if self._ids else []
 
     @cached_property
-    def losses(self) -> list[JsonObject]:
+    def losses(self) -> list[LossRow]:
         """What was announced and never arrived."""
         return self._catalogue.losses(attempt_id=self._ids, limit=_ROWS) if self._ids else []
 
