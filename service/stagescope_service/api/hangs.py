@@ -26,7 +26,7 @@ from stagescope_service.api.models import steps as models
 from stagescope_service.api.models.bodies import StacksRequest
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_body
-from stagescope_service.api.rows import part_text, with_attempt_numbers
+from stagescope_service.api.rows import finding_rows, part_text
 from stagescope_service.core import hang_detection
 from stagescope_service.core.hang_detection import (
     GONE,
@@ -370,6 +370,7 @@ def stuck(
         if rank in (None, row["rank"])
     ]
     findings = deps.catalogue.findings(attempt_id=target.attempt_id, step=step, kind="stage_stuck")
+    numbers = {row["attempt_id"]: row["number"] for row in deps.catalogue.attempts(target.run)}
     closed = target.step_row["closed_wall"] is not None
     note = f"step {step} is closed: nobody is waited for in it" if closed and not rows else None
     return Answer(
@@ -378,7 +379,7 @@ def stuck(
             "closed": closed,
             "wall": now,
             "note": _nobody_left(deps.catalogue, target.attempt_id) or note,
-            "findings": with_attempt_numbers(findings, {target.attempt_id: target.number}),
+            "findings": finding_rows(findings, numbers),
             **page.cut(rows),
         }
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
+from stagescope.advice import of_attempt
 from stagescope.wire.errors import NotFound
 from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS
 from stagescope_service.api.completeness import (
@@ -207,6 +208,22 @@ def with_attempt_numbers(rows: Iterable[Row], numbers: Mapping[int, int]) -> lis
         }
         for row in rows
     ]
+
+
+def finding_rows(rows: Iterable[Row], numbers: Mapping[int, int]) -> list[Row]:
+    """Return rows of findings with the attempt's number; their advice leads to that attempt.
+
+    Args:
+        rows: of one run.
+        numbers: attempt_id -> number, of all attempts of the run. The newest is the default of
+            every path, and is not named.
+    """
+    newest = max(numbers.values(), default=None)
+    found = with_attempt_numbers(rows, numbers)
+    for row in found:
+        if row["advice"] and row["attempt"] not in (None, newest):
+            row["advice"] = of_attempt(row["advice"], row["attempt"])
+    return found
 
 
 def layout_of(process: Row) -> JsonObject:
