@@ -70,14 +70,17 @@ def for_session(text: str) -> str:
 
     def call(path: re.Match[str]) -> str:
         noun, kind, name = path["noun"], path["kind"], path["name"]
-        arguments = [f'{key}="{value}"' for key, value in _query(path)]
+        arguments = [
+            f"{key}={value}" if key == "attempt" else f'{key}="{value}"'
+            for key, value in _query(path)
+        ]
         if kind == "runs" and noun == "attempts":
             return f'session.attempts("{name}")'
         if kind == "steps" and noun in _OF_STEP:
-            of_run = [each for each in arguments if each.startswith("run=")]
-            step = name if name.lstrip("-").isdigit() else f'"{name}"'
-            rest = (each for each in arguments if each not in of_run)
-            return f"session.step({', '.join([step, *of_run])}).{noun}({', '.join(rest)})"
+            target = [each for each in arguments if each.startswith(("run=", "attempt="))]
+            step = name if name.isdigit() else f'"{name}"'
+            rest = (each for each in arguments if each not in target)
+            return f"session.step({', '.join([step, *target])}).{noun}({', '.join(rest)})"
         if kind is None and noun in _OF_SESSION:
             return f"session.{noun}({', '.join(arguments)})"
         return path[0]
@@ -101,14 +104,30 @@ def of_run(text: str, run: str) -> str:
         'see /steps/5/stages?run=a-1, /losses?kind=dump&run=a-1'
     """
 
-    def named(path: re.Match[str]) -> str:
-        query = path["query"] or ""
-        is_of_run = path["kind"] == "steps" or (path["kind"] is None and path["noun"] in _OF_RUN)
-        if not is_of_run or "run=" in query:
-            return path[0]
-        return f"{path[0]}{'&' if query else '?'}run={run}"
+    return _with_argument(text, "run", run, _OF_RUN)
 
-    return _PATH.sub(named, text)
+
+def of_attempt(text: str, number: int) -> str:
+    """Return `text` with the attempt in each of the API's paths that answer for one.
+
+    Usage:
+        >>> of_attempt("see /steps/5/stages?run=a-1, /devices?run=a-1", 2)
+        'see /steps/5/stages?run=a-1&attempt=2, /devices?run=a-1'
+    """
+    return _with_argument(text, "attempt", str(number), _OF_RUN - {"devices"})
+
+
+def _with_argument(text: str, name: str, value: str, nouns: Container[str]) -> str:
+    """Return `text` with an argument in paths of steps and of `nouns`, unless they have it."""
+
+    def extended(path: re.Match[str]) -> str:
+        query = path["query"] or ""
+        is_meant = path["kind"] == "steps" or (path["kind"] is None and path["noun"] in nouns)
+        if not is_meant or any(key == name for key, _ in _query(path)):
+            return path[0]
+        return f"{path[0]}{'&' if query else '?'}{name}={value}"
+
+    return _PATH.sub(extended, text)
 
 
 def _query(path: re.Match[str]) -> list[list[str]]:

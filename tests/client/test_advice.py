@@ -9,7 +9,7 @@ import pytest
 from click import Context
 
 from stagescope import advice, cli
-from stagescope.advice import for_command_line, for_session, of_run
+from stagescope.advice import for_command_line, for_session, of_attempt, of_run
 from stagescope.session import Session
 from stagescope.step import Step
 
@@ -55,6 +55,11 @@ def test_paths_become_commands(said: str, meant: str) -> None:
         ("compared by /operators/divergence", "compared by session.divergence(a, b)"),
         ("/steps/5/stuck?run=a-1 names", 'session.step(5, run="a-1").stuck() names'),
         ("/exact?run=a-1 says", 'session.exact(run="a-1") says'),
+        (
+            "/steps/5/tokens?kind=worst&run=a&attempt=2",
+            'session.step(5, run="a", attempt=2).tokens(kind="worst")',
+        ),
+        ("/findings?run=a&attempt=2", 'session.findings(run="a", attempt=2)'),
         ("look at /tmp/steps or /home", "look at /tmp/steps or /home"),
     ],
 )
@@ -72,6 +77,27 @@ def test_paths_name_their_run() -> None:
     for name, command in commands.items():
         assert command is not None
         assert "run" in {each.name for each in command.params}, name
+
+
+def test_paths_name_their_attempt() -> None:
+    text = of_run(
+        "see /steps/5/tokens?kind=worst, /losses, /devices, /steps/5/stuck?attempt=1", "a"
+    )
+    text = of_attempt(text, 3)
+    assert text == (
+        "see /steps/5/tokens?kind=worst&run=a&attempt=3, /losses?run=a&attempt=3, /devices?run=a, "
+        "/steps/5/stuck?attempt=1&run=a"
+    )
+    assert for_command_line(text, COMMANDS) == (
+        "see `stagescope tokens 5 --kind worst --run a --attempt 3`, "
+        "`stagescope losses --run a --attempt 3`, `stagescope devices --run a`, "
+        "`stagescope stuck 5 --attempt 1 --run a`"
+    )
+    nouns = {*(advice._OF_RUN - {"devices"}), *(advice._OF_STEP - {"stacks", "weights"})}
+    for name in nouns:
+        command = cli.main.get_command(Context(cli.main), name)
+        assert command is not None
+        assert "attempt" in {each.name for each in command.params}, name
 
 
 def test_the_calls_exist() -> None:

@@ -32,7 +32,7 @@ from stagescope_service.api.event_groups import (
 from stagescope_service.api.group_texts import text_of_all
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
-from stagescope_service.api.rows import with_attempt_numbers
+from stagescope_service.api.rows import finding_rows, with_attempt_numbers
 from stagescope_service.store.queries.findings import (
     AnyOf,
     EventsTable,
@@ -121,7 +121,7 @@ def findings(
         limit=page.limit + 1,
         offset=page.offset,
     )
-    return Answer({**scope.heading, **page.first_of(with_attempt_numbers(rows, scope.numbers))})
+    return Answer({**scope.heading, **page.first_of(finding_rows(rows, scope.numbers))})
 
 
 @router.get("/findings/groups", response_model=models.FindingGroups)
@@ -157,7 +157,7 @@ def finding_groups(
         if each[0]["finding_id"] in by_id  # else it was withdrawn in between
     ]
     more = len(groups) > page.offset + page.limit
-    listed = page.answer(with_attempt_numbers(rows, scope.numbers), more=more)
+    listed = page.answer(finding_rows(rows, scope.numbers), more=more)
     return Answer({**scope.heading, **_counts(outlines, groups), **listed})
 
 
@@ -191,7 +191,7 @@ def finding(
         alone,
     )
     of_cause = {**extent(own), "findings": len(own), "first_id": own[0]["finding_id"]}
-    (answer,) = with_attempt_numbers([row], _attempt_numbers(deps, row["run"]))
+    (answer,) = finding_rows([row], _attempt_numbers(deps, row["run"]))
     return Answer({**answer, "group": of_cause})
 
 

@@ -12,7 +12,7 @@ from stagescope_service.api.completeness import ALL_ROWS, began, ended
 from stagescope_service.api.dependencies import Deps, Rank, Role, Stage, StepTarget
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.requests import Answer, PageOf
-from stagescope_service.api.rows import with_attempt_numbers
+from stagescope_service.api.rows import finding_rows
 from stagescope_service.core import hang_detection
 from stagescope_service.core.hang_detection import (
     GONE,
@@ -368,6 +368,7 @@ def stuck(
         if rank in (None, row["rank"])
     ]
     findings = deps.catalogue.findings(attempt_id=target.attempt_id, step=step, kind="stage_stuck")
+    numbers = {row["attempt_id"]: row["number"] for row in deps.catalogue.attempts(target.run)}
     closed = target.step_row["closed_wall"] is not None
     note = f"step {step} is closed: nobody is waited for in it" if closed and not rows else None
     return Answer(
@@ -376,7 +377,7 @@ def stuck(
             "closed": closed,
             "wall": now,
             "note": _nobody_left(deps.catalogue, target.attempt_id) or note,
-            "findings": with_attempt_numbers(findings, {target.attempt_id: target.number}),
+            "findings": finding_rows(findings, numbers),
             **page.cut(rows),
         }
     )

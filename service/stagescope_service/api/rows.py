@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, TypedDict, TypeVar
+from typing import Final, TypedDict, TypeVar, cast
 
+from stagescope.advice import of_attempt
 from stagescope.wire.errors import NotFound
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import LAYOUT_COLUMNS, Part
@@ -226,6 +227,24 @@ def with_attempt_numbers(
         }
         for row in rows
     ]
+
+
+def finding_rows(
+    rows: Iterable[Mapping[str, Json]], numbers: Mapping[int, int]
+) -> list[JsonObject]:
+    """Return rows of findings with the attempt's number; their advice leads to that attempt.
+
+    Args:
+        rows: of one run.
+        numbers: attempt_id -> number, of all attempts of the run. The newest is the default of
+            every path, and is not named.
+    """
+    newest = max(numbers.values(), default=None)
+    found = with_attempt_numbers(rows, numbers)
+    for row in found:
+        if row["advice"] and row["attempt"] not in (None, newest):
+            row["advice"] = of_attempt(str(row["advice"]), cast("int", row["attempt"]))
+    return found
 
 
 def layout_of(process: ProcessColumns | None) -> JsonObject:

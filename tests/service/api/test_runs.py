@@ -11,6 +11,7 @@ from tests.support.stores import eventually
 from stagescope import attach
 from stagescope_service.api.requests import cursor
 from stagescope_service.api.rows import Lineage
+from stagescope_service.core.findings import finding
 from stagescope_service.store.queries.overview import ListedRun
 from stagescope_service.store.tables import StepState
 
@@ -307,6 +308,24 @@ class TestErrors:
 
 
 class TestLossesAndFindings:
+    def test_advice_leads_to_the_attempt_that_a_finding_is_of(self, live: Service) -> None:
+        resumed(live)
+        advice = "see /steps/5/stages, /devices"
+        found = [
+            finding("k", "wrong", run="r", attempt_id=number, wall=1.0, step=5, advice=advice)
+            for number in (1, 2)
+        ]
+        live.store.submit(found).result(30)
+        told = {1: "see /steps/5/stages?run=r&attempt=1, /devices?run=r"}
+        told[2] = "see /steps/5/stages?run=r, /devices?run=r"  # the newest answers by default
+        for path in ("/findings", "/findings/groups"):
+            rows = live.get(path, run="r", only="k")["rows"]
+            assert {row["attempt"]: row["advice"] for row in rows} == told, path
+        for put, text in zip(found, told.values(), strict=True):
+            assert live.get(f"/findings/{put.row['finding_id']}")["advice"] == text
+        assert live.get("/steps/5/stages", run="r")["attempt"] == 2
+        assert live.get("/steps/5/stages", run="r", attempt=1)["attempt"] == 1
+
     def test_losses_newest_first(self, live: Service) -> None:
         rank = train(live, range(1, 3))
         for count in (1, 2, 3):
