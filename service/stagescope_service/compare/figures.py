@@ -9,11 +9,12 @@ import html
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import plotly.graph_objects as go
 
 from stagescope.comparison_report import part_text
+from stagescope.wire.nonfinite import Json
 from stagescope_service.compare.report.as_json import (
     PairReport,
     SampleReport,
@@ -191,7 +192,7 @@ def _tensors(pair: PairReport) -> list[_TitledTensor]:
 
 def _finished(figure: go.Figure, title: str, height: int = 420) -> go.Figure:
     clear = "rgba(0,0,0,0)"
-    line: dict[str, Any] = {"gridcolor": _GRID, "linecolor": _GRID, "zerolinecolor": _GRID}
+    line: dict[str, Json] = {"gridcolor": _GRID, "linecolor": _GRID, "zerolinecolor": _GRID}
     figure.update_traces(marker_line_width=0, selector={"type": "bar"})
     figure.update_layout(
         title={"text": html.escape(title), "font": {"size": 15}}, template="plotly_white",
