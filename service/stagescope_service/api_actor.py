@@ -16,6 +16,7 @@ from ray import exceptions
 
 from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import NotReady, StagescopeError, Unreachable
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service import service_file
 from stagescope_service.api.auth import Tokens
 from stagescope_service.api.server import ApiServer as HttpServer
@@ -28,7 +29,7 @@ from stagescope_service.store.catalogue import Catalogue
 
 if TYPE_CHECKING:
     from stagescope_service.api.dependencies import Commands, Dependencies, Reply
-    from stagescope_service.api.framing import Payload
+    from stagescope_service.api.framing import FramedPayload
 
 _CALL_SECONDS: Final = 15.0
 _IDEMPOTENT: Final = frozenset({"plan", "poll", "status", "drain", "record_events"})
@@ -67,7 +68,7 @@ class CoordinatorCommands:
         *,
         sender: Sequence[object],
         events: Sequence[Sequence[object]],
-        payloads: Mapping[int, Payload] | None = None,
+        payloads: Mapping[int, FramedPayload] | None = None,
     ) -> Reply:
         """Send a batch; its payloads go through this node's object store."""
         refs = {seq: ray.put(payload) for seq, payload in (payloads or {}).items()}
@@ -76,7 +77,7 @@ class CoordinatorCommands:
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         """Return a part of a file from the ingestor of its node."""
         try:
-            ingestor = Ingestors(self._settings).of(node_id)
+            ingestor = Ingestors(self._settings).handle_of(node_id)
             if ingestor is None:
                 raise Unreachable(
                     f"node {node_id} is gone, and with it {path}",
@@ -154,7 +155,7 @@ class CoordinatorCommands:
 class ApiServer:
     """The API's actor: serves HTTP in a thread, reads the catalogue, calls the coordinator."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:  # JSON of `Settings`
+    def __init__(self, settings: JsonObject) -> None:  # JSON of `Settings`
         self._settings = Settings(**settings)
         self._server: HttpServer | None = None
         self._problem = "the API is starting"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from stagescope_service.core.weights import Tensor, WeightRecord, compare, odd_replicas
+from stagescope_service.core.weights import WeightRecord, WeightTensor, compare, odd_replicas
 from stagescope_workers.checksum import checksum
 
 
@@ -92,7 +92,7 @@ def _on_device(nbytes: int, repeats: int) -> Iterator[str]:
 def comparison(ranks: int, tensors: int, repeats: int) -> str:
     """Measure the comparison of a version, one tensor unlike on one rank of the rollout."""
     entries = tuple(
-        Tensor(f"layers.{at}.weight", "bfloat16", (64, 64), None) for at in range(tensors)
+        WeightTensor(f"layers.{at}.weight", "bfloat16", (64, 64), None) for at in range(tensors)
     )
 
     def record(side: str, rank: int) -> WeightRecord:

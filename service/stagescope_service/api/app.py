@@ -7,12 +7,13 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Final
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
+from stagescope.wire.nonfinite import Json
 from stagescope_service.api import (
     batches,
     captures,
@@ -179,7 +180,7 @@ async def _document_route(request: Request) -> Answer:
     return Answer(await asyncio.to_thread(request.app.openapi))
 
 
-def _make_document(app: FastAPI) -> dict[str, Any]:
+def _make_document(app: FastAPI) -> dict[str, Json]:
     """Return the OpenAPI document; FastAPI keeps it."""
     if app.openapi_schema is not None:
         return app.openapi_schema

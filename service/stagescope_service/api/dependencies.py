@@ -14,8 +14,9 @@ from typing import Annotated, Any, Final, ParamSpec, Protocol, TypeVar
 from fastapi import Depends, Path, Query, Request
 
 from stagescope.wire.errors import NotReady
+from stagescope.wire.nonfinite import Json
 from stagescope_service.api.engine_health import EngineHealth
-from stagescope_service.api.framing import Payload
+from stagescope_service.api.framing import FramedPayload
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
 from stagescope_service.api.requests import pattern, step_number
@@ -24,7 +25,7 @@ from stagescope_service.api.target import Finder, Target
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
-Reply = dict[str, Any]
+Reply = dict[str, Json]
 """A reply of the coordinator; the models of the routes that pass it on name its fields."""
 
 
@@ -41,7 +42,7 @@ class Commands(Protocol):
         *,
         sender: Sequence[object],
         events: Sequence[Sequence[object]],
-        payloads: Mapping[int, Payload] | None = None,
+        payloads: Mapping[int, FramedPayload] | None = None,
     ) -> Reply:
         """Record a batch of events; returns after their commit."""
         ...

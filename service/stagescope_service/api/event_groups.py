@@ -36,12 +36,12 @@ class Extent(TypedDict):
     ranks: int
 
 
-GroupKey = tuple[object, ...]
+CauseKey = tuple[object, ...]
 
 
-def group(rows: Iterable[E], key: Callable[[E], GroupKey]) -> list[list[E]]:
+def group(rows: Iterable[E], key: Callable[[E], CauseKey]) -> list[list[E]]:
     """Return the rows by attempt and key, each group in the order of step and rank."""
-    groups: dict[GroupKey, list[E]] = {}
+    groups: dict[CauseKey, list[E]] = {}
     for row in rows:
         groups.setdefault((row["attempt_id"], *key(row)), []).append(row)
     for each in groups.values():
@@ -53,7 +53,7 @@ def _last_if_none(number: int | None) -> tuple[bool, int]:
     return (number is None, number or 0)
 
 
-def finding_key(row: FindingOutline) -> GroupKey:
+def finding_key(row: FindingOutline) -> CauseKey:
     """Return the cause of a finding."""
     # Findings of a trigger have the same cause by rule and metric: messages name single tokens.
     of_trigger = row["kind"].startswith("trigger_")
@@ -67,12 +67,12 @@ def _subject(row: FindingOutline) -> tuple[object, object]:
     return evidence.get("name"), evidence.get("metric")
 
 
-def loss_key(row: LossOutline) -> GroupKey:
+def loss_key(row: LossOutline) -> CauseKey:
     """Return the cause of a loss."""
     return (row["kind"], without_values(row["reason"]), row["stage"], row["role"])
 
 
-def firing_key(row: FiringOutline) -> GroupKey:
+def firing_key(row: FiringOutline) -> CauseKey:
     """Return the rule and place of a firing."""
     return (row["rule"], row["stage"], row["role"])
 

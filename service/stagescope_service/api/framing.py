@@ -48,7 +48,7 @@ Tensor = tuple[str, tuple[int, ...], Array, Array | None]
 """(dtype tag, shape, data, int64 row offsets of a packed tensor), as tensors travel by Ray."""
 
 
-class Payload(TypedDict):
+class FramedPayload(TypedDict):
     """The tensors of an event, as they travel by Ray."""
 
     schema: int
@@ -63,7 +63,7 @@ class EventBatch(NamedTuple):
     sender: tuple[object, ...]
     events: list[tuple[Any, ...]]
     """Unvalidated: the coordinator parses them."""
-    payloads: dict[int, Payload]
+    payloads: dict[int, FramedPayload]
     """Sequence number of an event -> its payload."""
 
 
@@ -168,11 +168,11 @@ def _stored_tensors(stored: bytes) -> Iterator[tuple[str, _StoredTensor]]:
 
 def _payloads(
     fields: object, tensors: dict[str, _StoredTensor], sequence_numbers: set[int]
-) -> dict[int, Payload]:
+) -> dict[int, FramedPayload]:
     """Return the payloads by sequence number; takes their tensors out of `tensors`."""
     if not isinstance(fields, dict):
         raise InvalidInput("payloads is not an object", expected='{"<seq>": payload}')
-    payloads: dict[int, Payload] = {}
+    payloads: dict[int, FramedPayload] = {}
     for key, payload in fields.items():
         is_seq = key.isascii() and key.isdigit() and len(key) < 20
         if not (is_seq and int(key) in sequence_numbers):
@@ -184,7 +184,7 @@ def _payloads(
     return payloads
 
 
-def _payload(key: str, payload: object, tensors: dict[str, _StoredTensor]) -> Payload:
+def _payload(key: str, payload: object, tensors: dict[str, _StoredTensor]) -> FramedPayload:
     expected = '{"tensors": {name: {"dtype", "shape", "offsets"}}, "strings": {}, "meta": {}}'
     if not isinstance(payload, dict):
         raise InvalidInput(f"payload {key} is {payload!r:.100}", expected=expected)

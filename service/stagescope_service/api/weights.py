@@ -33,7 +33,7 @@ from stagescope_service.core.weights import (
     MISSING,
     VERDICTS,
     Comparison,
-    Tensor,
+    WeightTensor,
 )
 from stagescope_service.store.tables import OddReplicaRow
 
@@ -255,7 +255,7 @@ def _rank_by_verdict(row: WeightRow) -> int:
 
 
 def _weight_row(each: Comparison, odd: Mapping[str, Sequence[NamedRank]]) -> WeightRow:
-    tensor: Tensor | None = each.trainer or each.rollout
+    tensor: WeightTensor | None = each.trainer or each.rollout
     return {
         "name": each.name,
         "verdict": each.verdict,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
 
 import click
 from typing_extensions import NotRequired, Unpack
@@ -28,6 +28,7 @@ from stagescope.wire.errors import (
     StoreError,
     Unreachable,
 )
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import read_target
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ _COMPILING_SECONDS: Final = 5.0
 COULD_NOT: Final = 2
 """Exit status if nothing could be compared, also because of an error."""
 INTERRUPTED: Final = 130
-_TONES: Final[Mapping[str, Mapping[str, Any]]] = {
+_TONES: Final[Mapping[str, JsonObject]] = {
     "title": {"bold": True}, "good": {"fg": "green"}, "bad": {"fg": "red"},
 }  # fmt: skip
-_Report: TypeAlias = dict[str, Any]
+_Report: TypeAlias = dict[str, Json]
 """The JSON report of a comparison, from this process or from the service."""
 
 

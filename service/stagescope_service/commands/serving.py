@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import click
 from typing_extensions import Unpack
@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 from stagescope import terminal, versions
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.names import closest_field
+from stagescope.wire.nonfinite import Json
 
 if TYPE_CHECKING:
     from stagescope_service.serve import ServiceInfo
@@ -160,7 +161,7 @@ def _settings(options: ServeOptions) -> Settings:
         raise terminal.needs_extra(error, "service") from error
     for name, meant in _misspelt_variables(Settings.model_fields, os.environ):
         click.echo(f"note: {name} is not a setting, and ignored: did you mean {meant}?", err=True)
-    given: dict[str, Any] = {n: v for n, v in options.items() if v is not None}  # pydantic checks
+    given: dict[str, Json] = {n: v for n, v in options.items() if v is not None}  # pydantic checks
     try:
         return Settings(**given)
     except ValidationError as error:

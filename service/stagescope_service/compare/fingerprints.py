@@ -38,17 +38,14 @@ _KEEP_SETTINGS: Final = re.compile(r"keep(\.|\Z)")
 """Settings of what is kept, which change nothing that is computed."""
 _RAY_WORKER: Final = "default_worker.py"
 
-Json = object
-"""A JSON value of unknown form."""
-
 
 class FingerprintDifference(NamedTuple):
     """A value that differs between the two sides; None where a side does not have it."""
 
     area: str
     name: str
-    a: Json
-    b: Json
+    a: object
+    b: object
     weight: Weight
 
 
@@ -60,8 +57,8 @@ class AttemptFingerprint(NamedTuple):
         processes: role, rank, world_size and the layout columns of each process.
     """
 
-    fingerprint: Mapping[str, Json] | None
-    processes: Sequence[Mapping[str, Json]]
+    fingerprint: Mapping[str, object] | None
+    processes: Sequence[Mapping[str, object]]
 
 
 def fingerprint_differences(
@@ -77,7 +74,7 @@ def fingerprint_differences(
 
 
 def _fingerprint_changes(
-    a: Mapping[str, Json], b: Mapping[str, Json]
+    a: Mapping[str, object], b: Mapping[str, object]
 ) -> Iterator[FingerprintDifference]:
     for area in ("git", "config", "packages", "drivers", "environment"):
         one, other = a.get(area), b.get(area)
@@ -100,7 +97,7 @@ def _fingerprint_changes(
         yield FingerprintDifference("python", name, value_a, value_b, weight)
 
 
-def _is_absent(tree: Json, name: str) -> bool:
+def _is_absent(tree: object, name: str) -> bool:
     """Return whether a tree lacks a dotted name; a name without a value is unknown, not absent."""
     for part in name.split("."):
         if not isinstance(tree, Mapping) or part not in tree:
@@ -109,7 +106,7 @@ def _is_absent(tree: Json, name: str) -> bool:
     return tree is not None
 
 
-def _interpreter(fingerprint: Mapping[str, Json]) -> dict[str, Json]:
+def _interpreter(fingerprint: Mapping[str, object]) -> dict[str, object]:
     found = {name: fingerprint.get(name) for name in ("python", "platform", "argv", "entrypoint")}
     argv = found["argv"]
     if isinstance(argv, list) and any(str(argument).endswith(_RAY_WORKER) for argument in argv):
@@ -118,7 +115,7 @@ def _interpreter(fingerprint: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _rank_changes(
-    a: Iterable[Mapping[str, Json]], b: Iterable[Mapping[str, Json]]
+    a: Iterable[Mapping[str, object]], b: Iterable[Mapping[str, object]]
 ) -> Iterator[FingerprintDifference]:
     shared = {_rank(row) for row in a} & {_rank(row) for row in b}
     kinds: tuple[tuple[Sequence[str], str, Weight], ...] = (
@@ -133,13 +130,13 @@ def _rank_changes(
             )
 
 
-def _rank(row: Mapping[str, Json]) -> str:
+def _rank(row: Mapping[str, object]) -> str:
     return f"{row['role']}/{row['rank']}"
 
 
 def _columns_by_rank(
-    processes: Iterable[Mapping[str, Json]], names: Sequence[str]
-) -> dict[str, Json]:
+    processes: Iterable[Mapping[str, object]], names: Sequence[str]
+) -> dict[str, object]:
     """Return `role/rank` -> its columns that are known, from the newest process of the rank."""
     return {
         _rank(row): {name: row[name] for name in names if row.get(name) is not None}
@@ -147,7 +144,7 @@ def _columns_by_rank(
     }
 
 
-def _changes(a: Json, b: Json) -> Iterator[tuple[str, Json, Json]]:
+def _changes(a: object, b: object) -> Iterator[tuple[str, object, object]]:
     """Yield the dotted name and both values of everything that differs."""
     of_a, of_b = dict(_leaves("", a)), dict(_leaves("", b))
     for name in sorted({*of_a, *of_b}):
@@ -155,7 +152,7 @@ def _changes(a: Json, b: Json) -> Iterator[tuple[str, Json, Json]]:
             yield name, of_a.get(name), of_b.get(name)
 
 
-def _leaves(prefix: str, value: Json) -> Iterator[tuple[str, Json]]:
+def _leaves(prefix: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _leaves(f"{prefix}.{name}" if prefix else str(name), each)

@@ -19,6 +19,7 @@ from typing import Any, Final
 import ray
 
 from stagescope.wire.errors import NotReady, StagescopeError
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.coordinator import control_socket
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.load import Memory
@@ -40,13 +41,13 @@ _GC_THRESHOLDS: Final = (50_000, 20, 100)
 """Of the state's objects few are garbage: by Python's defaults (700, 10, 10) the search for cycles
 took a sixth of the time of an event."""
 
-Reply = Mapping[str, Any]
+Reply = JsonObject
 
 
 class DebugCoordinator:
     """Takes in what ranks report; see `Coordinator` for what each call promises."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: JsonObject) -> None:
         self._settings_json = dict(settings)
         self._name = uuid.uuid4().hex
         self._started = time.time()
@@ -62,7 +63,9 @@ class DebugCoordinator:
         """A raw caller begins a stage: run, step, stage, rank; role, world_size, attempt_key."""
         return await self._raw("begin", fields)
 
-    async def end_stage(self, *, payload: Mapping[str, Any] | None = None, **fields: Any) -> Reply:
+    async def end_stage(
+        self, *, payload: Mapping[str, object] | None = None, **fields: Any
+    ) -> Reply:
         """A raw caller ends a stage; with a payload it returns at the payload's receipt."""
         return await self._raw("end", {"status": "ok", **fields}, payload)
 
@@ -79,13 +82,13 @@ class DebugCoordinator:
         return await self._raw("finish", fields)
 
     async def _raw(
-        self, kind: str, fields: Mapping[str, Any], payload: Mapping[str, Any] | None = None
+        self, kind: str, fields: JsonObject, payload: Mapping[str, object] | None = None
     ) -> Reply:
         # The task's id is the same on every retry that Ray makes.
         delivery = str(ray.get_runtime_context().get_task_id())
         while True:
             try:
-                return await self._ready().raw_calls.take(kind, delivery, fields, payload)
+                return await self._ready().raw_calls.record(kind, delivery, fields, payload)
             except NotReady:  # noqa: PERF203
                 # A raw caller has no queue of its own: it waits here.
                 await asyncio.sleep(_FIRST_PAUSE)
@@ -118,7 +121,7 @@ class DebugCoordinator:
         return self._coordinator
 
     def _not_ready(self, error: NotReady) -> Reply:
-        reply: dict[str, Any] = {"coordinator": self._name, "not_ready": str(error)}
+        reply: dict[str, Json] = {"coordinator": self._name, "not_ready": str(error)}
         if self._coordinator is not None and (pause := self._coordinator.load.pause):
             reply["pause"] = pause
         return reply

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import pydantic
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import JsonObject
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,7 +44,7 @@ Name = Annotated[
     pydantic.Field(min_length=1, max_length=500),
     pydantic.AfterValidator(_printable),
 ]
-Fields = Mapping[str, Any]
+Fields = JsonObject
 
 _STRICT = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True)
 

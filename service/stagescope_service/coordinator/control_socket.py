@@ -17,9 +17,10 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import StagescopeError, error_of_code
+from stagescope.wire.nonfinite import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ MOST_BYTES: Final = 64 << 20
 _LONGEST_ADDRESS: Final = 100
 """Bytes of a path that fit into a socket's address on every system (Linux: 107)."""
 
-Reply = dict[str, Any]
+Reply = dict[str, Json]
 Method = Callable[..., Awaitable[Reply]]
 
 
@@ -66,7 +67,7 @@ async def serve(folder: Path, methods: Mapping[str, Method]) -> asyncio.Server:
         return server
 
 
-async def call(folder: Path, method: str, arguments: Mapping[str, Any]) -> Reply:
+async def call(folder: Path, method: str, arguments: JsonObject) -> Reply:
     """Call a method of the coordinator that serves `folder` on this machine.
 
     Raises:

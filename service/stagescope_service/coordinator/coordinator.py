@@ -14,7 +14,7 @@ from typing import Any, Final
 from stagescope.engines.registry import check_engine
 from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import NotFound, NotReady, StagescopeError
-from stagescope.wire.nonfinite import Json
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.plan import StoredCapture, StoredPlan
 from stagescope_service.coordinator.arguments import (
     AttemptId,
@@ -183,14 +183,14 @@ class Coordinator:
         revision: Revision,
         unreceipted: Seqs = (),
         wait: Seconds = 20.0,
-    ) -> Mapping[str, Any]:
+    ) -> JsonObject:
         """Renew the lease; returns news of the plan and receipts, after `wait` at most."""
         return await self.intake.poll(sender, revision, unreceipted, wait)
 
     @checked
     async def drain(
         self, *, run: Name | None, timeout: Seconds = 30.0, attempt_key: Name | None = None
-    ) -> Mapping[str, Any]:
+    ) -> JsonObject:
         """Wait until nothing of a run (None: of any) is still to be read; see `Draining`."""
         return await self.draining.drain(run, timeout, attempt_key)
 
@@ -220,7 +220,7 @@ class Coordinator:
         row = await asyncio.to_thread(self._catalogue.capture, entry.capture_id)
         return {**(entry.stored() if row is None else row["spec"]), "notes": requests.notes(entry)}
 
-    async def _capture_for_trigger(self, spec: Mapping[str, Any], by: str) -> Reply:
+    async def _capture_for_trigger(self, spec: JsonObject, by: str) -> Reply:
         return await self.add_capture(spec=spec, by=by)
 
     @checked
@@ -333,7 +333,7 @@ class Coordinator:
             "coordinator": self.intake.coordinator,
             "pid": os.getpid(),
             "wall": self._wall(),
-            "events_taken": self.intake.events_taken + self.raw_calls.taken,
+            "events_taken": self.intake.events_taken + self.raw_calls.recorded,
             "load": self.load.status(),
             "memory_bytes": resident_bytes(),
             "live_processes": sum(process.live for process in processes),
@@ -343,7 +343,7 @@ class Coordinator:
             "keeping": self.effects.retention.health(),
         }
 
-    def _audit(self, by: str, action: str, detail: Mapping[str, Any]) -> Put:
+    def _audit(self, by: str, action: str, detail: JsonObject) -> Put:
         return _audit_row(self._wall(), by, action, detail)
 
 
@@ -384,5 +384,5 @@ def _to_aggregate(snapshot: Snapshot) -> list[Aggregate]:
     return [Aggregate(*key) for key in due if key not in pending]
 
 
-def _audit_row(wall: float, by: str, action: str, detail: Mapping[str, Any]) -> Put:
+def _audit_row(wall: float, by: str, action: str, detail: JsonObject) -> Put:
     return Put("audit", {"wall": wall, "by": by, "action": action, "detail": dict(detail)})

@@ -45,7 +45,7 @@ from stagescope_service.core.instructions import (
     Ingest,
     IngestJob,
     Instruction,
-    NonFinite,
+    NonFiniteScalars,
     PayloadKey,
     Put,
     ReadWatchdogs,
@@ -186,7 +186,7 @@ class Effects:
         elif isinstance(instruction, CompareWeights):
             if self._weight_comparer.takes(instruction):
                 self._run(self._weight_comparer.compare(instruction))
-        elif isinstance(instruction, NonFinite):
+        elif isinstance(instruction, NonFiniteScalars):
             self._run(self.triggers.warn_non_finite(instruction))
         elif isinstance(instruction, ReadWatchdogs):
             self._run(self._read_watchdogs(instruction))

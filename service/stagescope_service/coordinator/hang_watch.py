@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import Work
 from stagescope_service.coordinator.unresponsive import UnresponsiveProcesses
 from stagescope_service.core.catalogue_rows import row_id
@@ -193,7 +194,7 @@ class HangWatch:
         self._began: float | None = None
         """Unix time of the first check."""
 
-    def adopt(self, findings: Iterable[Mapping[str, Any]]) -> None:
+    def adopt(self, findings: Iterable[JsonObject]) -> None:
         """Adopt the open findings of an earlier coordinator."""
         for row in findings:
             if row["kind"] == KIND and row["over_wall"] is None:
@@ -230,7 +231,7 @@ class HangWatch:
             restarted = self._restarted_roles(attempt)
             silent = [
                 process
-                for process in self._silence.of(attempt, now, before)
+                for process in self._silence.unresponsive(attempt, now, before)
                 if process.role not in restarted
             ]
             unheard |= {process.incarnation for process in silent}
@@ -239,9 +240,7 @@ class HangWatch:
                 out += self._judge(attempt, silent, restarted, wall, stuck)
         return out + self._end(stuck, wall) + self._end_silences(unheard, wall)
 
-    def watchdog(
-        self, incarnation: str, fields: Mapping[str, Any], wall: float
-    ) -> list[Instruction]:
+    def watchdog(self, incarnation: str, fields: JsonObject, wall: float) -> list[Instruction]:
         """Apply the file of a process's watchdog (the fields of a STACKS event)."""
         self._silence.read(incarnation)
         process = self._state.registry.processes.get(incarnation)

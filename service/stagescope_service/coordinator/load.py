@@ -13,11 +13,12 @@ import contextlib
 import ctypes
 import math
 import resource
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
 from stagescope.wire.errors import NotReady
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
@@ -118,7 +119,7 @@ class Load:
         self._calls += 1
         self._ages += max(age, 0.0)
 
-    def adopt(self, findings: Iterable[Mapping[str, Any]]) -> None:
+    def adopt(self, findings: Iterable[JsonObject]) -> None:
         """Adopt the open findings of an earlier coordinator."""
         for row in findings:
             if row["kind"] == KIND and row["over_wall"] is None:

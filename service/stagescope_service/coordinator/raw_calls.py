@@ -6,17 +6,20 @@ retried call is the same event.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidEvent, NotFound
 from stagescope.wire.names import closest_field
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import (
     BEGIN,
     END,
     END_STEP,
     FINISH,
+    HELLO,
     LOG,
     WORK_FIELDS,
     Event,
@@ -58,15 +61,15 @@ class RawCalls:
         self._poll_seconds = poll_seconds
         self._wall = effects.wall
         self._mono = mono
-        self.taken = 0
+        self.recorded = 0
 
-    async def take(
+    async def record(
         self,
         kind: str,
         delivery: str,
-        fields: Mapping[str, Any],
+        fields: JsonObject,
         payload: Mapping[str, object] | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Json]:
         """Handle a raw call.
 
         Args:
@@ -88,12 +91,12 @@ class RawCalls:
         self._commits.check_ready()
         run = check_run_name(fields.get("run"))
         seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
-        wall, mono = self._wall(), self._mono()
         body = {name: value for name, value in fields.items() if value is not None}
+        event = Event(kind, seq, self._wall(), self._mono(), body)
         try:  # before anything is changed
             unknown = _unknown_fields(kind, fields)
             sender = self._sender(run, fields)
-            self._state.check(Event(kind, seq, wall, mono, body))
+            self._state.check(event)
             if payload is not None and not isinstance(payload, Mapping):
                 raise InvalidEvent(
                     f"the payload is a {type(payload).__name__}",
@@ -103,36 +106,15 @@ class RawCalls:
             await self._effects.carry_out([self._refusal(run, kind, fields, error)])
             raise
         if kind == FINISH:
-            return await self._finish(run, Event(kind, seq, wall, mono, {}), body, unknown)
-        late = kind != BEGIN and self._has_finished(sender)
-        out: list[Instruction] = []
-        if kind == BEGIN and self._starts_again(run, sender, Work.parse(body)):
-            newest = self._state.registry.newest(run)
-            assert newest is not None
-            out += self._state.registry.open_restart(newest, wall)[1]
-            sender = self._sender(run, fields)
-        if body.get("world_size") is not None:
-            hello = Event("hello", seq, wall, mono, {"world_size": body["world_size"]})
-            out += self._state.handle(sender, hello, mono, raw=True, late=late)
-        if kind in (BEGIN, END) and body.get("occurrence") is None:
-            work = Work.parse(body)
-            body["occurrence"] = _occurrence(
-                self._state.registry, sender.incarnation, work, kind, seq
-            )
-        if payload is not None:
-            body["payload"] = {"tensors": dict.fromkeys(payload), "meta": {}}
-        event = Event(kind, seq, wall, mono, body)
-        has_payload = payload is not None
-        taken = self._state.handle(
-            sender, event, mono, has_payload=has_payload, raw=True, late=late
-        )
-        self._effects.hold(taken, payload)
-        out += taken
+            bare = dataclasses.replace(event, fields={})
+            return await self._finish(run, bare, body, unknown)
+        sender, out = self._handle(sender, event, body, fields, payload)
         process = self._state.registry.processes[sender.incarnation]
         attempt = self._state.registry.attempt_of(process)
         if unknown:
-            out.append(reports.unknown_fields(attempt, process.role, _name(kind), unknown, wall))
-        self.taken += 1
+            name = _name(kind)
+            out.append(reports.unknown_fields(attempt, process.role, name, unknown, event.wall))
+        self.recorded += 1
         await self._effects.carry_out(out)
         answer = {
             "run": run,
@@ -150,9 +132,52 @@ class RawCalls:
                 answer["payload_reason"] = reason
         return answer
 
+    def _handle(
+        self,
+        sender: Sender,
+        event: Event,
+        body: dict[str, Json],
+        fields: JsonObject,
+        payload: Mapping[str, object] | None,
+    ) -> tuple[Sender, list[Instruction]]:
+        """Hand a checked call to the state machine.
+
+        Args:
+            sender: of the call.
+            event: of the call; its fields are `body`.
+            body: receives the occurrence where the call names none, and the payload.
+            fields: of the call.
+            payload: of the call.
+
+        Returns:
+            The sender, of the attempt that the call belongs to, and the instructions.
+        """
+        kind, run, registry = event.kind, sender.run, self._state.registry
+        late = kind != BEGIN and self._has_finished(sender)
+        out: list[Instruction] = []
+        if kind == BEGIN and self._starts_again(run, sender, Work.parse(body)):
+            newest = registry.newest(run)
+            assert newest is not None
+            out += registry.open_restart(newest, event.wall)[1]
+            sender = self._sender(run, fields)
+        if body.get("world_size") is not None:
+            size = {"world_size": body["world_size"]}
+            hello = dataclasses.replace(event, kind=HELLO, fields=size)
+            out += self._state.handle(sender, hello, event.mono, raw=True, late=late)
+        if kind in (BEGIN, END) and body.get("occurrence") is None:
+            work = Work.parse(body)
+            body["occurrence"] = _occurrence(registry, sender.incarnation, work, kind, event.seq)
+        if payload is not None:
+            body["payload"] = {"tensors": dict.fromkeys(payload), "meta": {}}
+        handled = self._state.handle(
+            sender, event, event.mono, has_payload=payload is not None, raw=True, late=late
+        )
+        self._effects.hold(handled, payload)
+        return sender, out + handled
+
     async def _finish(
-        self, run: str, event: Event, fields: Mapping[str, Any], unknown: Collection[str]
-    ) -> dict[str, Any]:
+        self, run: str, event: Event, fields: JsonObject, unknown: Collection[str]
+    ) -> dict[str, Json]:
         """Mark the raw callers of an attempt, or of a role or rank, as finished.
 
         Processes with a probe finish by themselves.
@@ -187,7 +212,7 @@ class RawCalls:
         if unknown:
             role = str(fields.get("role") or "every role")
             out.append(reports.unknown_fields(attempt, role, FINISH, unknown, event.wall))
-        self.taken += 1
+        self.recorded += 1
         await self._effects.carry_out(out)
         answer = {
             "run": run,
@@ -221,7 +246,7 @@ class RawCalls:
         attempt = self._state.registry.find(sender.run, sender.attempt_key)
         return attempt is not None and steps.took_leave(attempt)
 
-    def _sender(self, run: str, fields: Mapping[str, Any]) -> Sender:
+    def _sender(self, run: str, fields: JsonObject) -> Sender:
         """Return the sender of a call, identified by name.
 
         Raises:
@@ -234,9 +259,7 @@ class RawCalls:
         name = f"raw/{run}/{key}/{role}/{rank}"
         return Sender.parse(Sender(name, run, attempt_key, role, rank).wire())
 
-    def _refusal(
-        self, run: str, kind: str, fields: Mapping[str, Any], error: InvalidEvent
-    ) -> Instruction:
+    def _refusal(self, run: str, kind: str, fields: JsonObject, error: InvalidEvent) -> Instruction:
         """Return the finding of a refused call: many callers never read the answer."""
         attempt = self._state.registry.newest(run)
         role, rank = _role(fields), fields.get("rank") or 0
@@ -263,17 +286,17 @@ def _name(kind: str) -> str:
     return _CALLS.get(kind, kind)
 
 
-def _role(fields: Mapping[str, Any]) -> Any:
+def _role(fields: JsonObject) -> Json:
     role = fields.get("role")
     return "actor" if role in (None, "") else role
 
 
-def _named(fields: Mapping[str, Any]) -> str:
+def _named(fields: JsonObject) -> str:
     """Return `role actr, rank 55`, of a call that names one or both."""
     return ", ".join(f"{n} {text(fields[n], 100)}" for n in ("role", "rank") if n in fields)
 
 
-def _unknown_fields(kind: str, fields: Mapping[str, Any]) -> list[str]:
+def _unknown_fields(kind: str, fields: JsonObject) -> list[str]:
     """Return the unknown fields of a call that do not look misspelt.
 
     Raises:

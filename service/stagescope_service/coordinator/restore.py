@@ -22,7 +22,7 @@ from stagescope_service.core.entities import (
     Drops,
     Handshake,
     Participants,
-    Payload,
+    PendingPayload,
     Process,
     Span,
     Step,
@@ -245,7 +245,7 @@ def _restore_payload(state: State, row: PayloadRow) -> None:
         process.settle(row["seq"], row["state"])
         return
     key, work = PayloadKey(row["incarnation"], row["seq"]), _work(row)
-    process.payloads[key] = Payload(key, row["attempt_id"], work)
+    process.payloads[key] = PendingPayload(key, row["attempt_id"], work)
     steps.payload_pending(attempt, work.step, key)
 
 

@@ -30,7 +30,7 @@ from stagescope_service.coordinator.trigger_actions import (
 )
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import NON_FINITE_SCALARS
-from stagescope_service.core.instructions import Delete, NonFinite, Put
+from stagescope_service.core.instructions import Delete, NonFiniteScalars, Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import FiringRow, TriggerRulesRow
 from stagescope_service.store.tables.findings import FiringColumns
@@ -190,7 +190,7 @@ class Triggers:
         return revision
 
     # --- steps ----------------------------------------------------------------------------
-    async def warn_non_finite(self, found: NonFinite) -> None:
+    async def warn_non_finite(self, found: NonFiniteScalars) -> None:
         """Write the finding of a scalar that is not finite for the first time in its attempt.
 
         Rules on it are held against its step when that closes; a training that asserts on a NaN
@@ -262,7 +262,7 @@ class Triggers:
             while len(self._followed) > RUNS_FOLLOWED:
                 self._followed.popitem(last=False)
         self._followed.move_to_end(run)
-        for changes in followed.take(attempt_id, step):
+        for changes in followed.evaluate(attempt_id, step):
             self._change(followed, changes, acts, rows)
         return acts, rows
 
@@ -411,7 +411,7 @@ class _Followed:
         newest = places[-REACH:]
         return deque(sorted(At(numbers[attempt_id], step) for attempt_id, step in newest))
 
-    def take(self, attempt_id: int, step: int) -> Iterator[Changes]:
+    def evaluate(self, attempt_id: int, step: int) -> Iterator[Changes]:
         """Evaluate a step whose turn it is, after the stored steps before it; yield the changes."""
         facts = self._reader.facts(attempt_id, step)
         if facts is None:
@@ -428,7 +428,7 @@ class _Followed:
     def _changes_of(self, facts: Facts) -> Changes:
         fires = self._since.admits(facts.attempt_id, facts.step)
         at = At(facts.attempt, facts.step)
-        return self._watch.take(at, self._reader.values(facts), fires=fires)
+        return self._watch.evaluate(at, self._reader.values(facts), fires=fires)
 
     def explain(self, firing: Firing) -> Fired | None:
         """Describe a firing; None if its step is gone."""

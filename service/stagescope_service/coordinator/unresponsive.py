@@ -39,7 +39,9 @@ class UnresponsiveProcesses:
         if incarnation in self._until:
             self._until[incarnation] = 0.0
 
-    def of(self, attempt: Attempt, now: float, before: Collection[str] = ()) -> list[Process]:
+    def unresponsive(
+        self, attempt: Attempt, now: float, before: Collection[str] = ()
+    ) -> list[Process]:
         """Return the unresponsive processes that worked in an attempt, by role and rank.
 
         Finished and replaced processes are left out; raw callers never poll. `before`: incarnations

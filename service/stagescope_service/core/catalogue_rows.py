@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, Final
 
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import LAYOUT_COLUMNS, Work
 from stagescope_service.core.entities import Attempt, Process, Span
 from stagescope_service.core.instructions import PayloadKey, Put
@@ -16,12 +17,12 @@ _INT64: Final = 1 << 63
 _LONG: Final = 100_000
 
 
-def work_columns(work: Work) -> dict[str, Any]:
+def work_columns(work: Work) -> dict[str, Json]:
     """Return the columns of a work's step, stage and part."""
     return work.fields()
 
 
-def attempt_row(attempt: Attempt, **columns: Any) -> Put:
+def attempt_row(attempt: Attempt, **columns: object) -> Put:
     """Return the row of an attempt, with further `columns`."""
     return Put(
         "attempts",
@@ -42,9 +43,9 @@ def attempt_row(attempt: Attempt, **columns: Any) -> Put:
     )
 
 
-def process_row(process: Process, **columns: Any) -> Put:
+def process_row(process: Process, **columns: object) -> Put:
     """Return the row of a process's identity, with further `columns`."""
-    row: dict[str, Any] = {
+    row: dict[str, Json] = {
         "incarnation": process.incarnation,
         "attempt_id": process.attempt_id,
         "role": process.role,
@@ -60,7 +61,7 @@ def process_row(process: Process, **columns: Any) -> Put:
     return Put("processes", {**row, **columns})
 
 
-def layout_columns(layout: Mapping[str, Any]) -> dict[str, Any]:
+def layout_columns(layout: JsonObject) -> dict[str, Json]:
     """Return the columns of a process's layout, converted to the columns' types."""
     return {
         name: integer(layout[name]) if name.endswith(("_rank", "_size", "_index")) else text(value)
@@ -89,7 +90,9 @@ def span_row(attempt_id: int, span: Span) -> Put:
     return Put("stages", span_columns(attempt_id, span))
 
 
-def payload_row(process: Process, key: PayloadKey, work: Work, state: str, **columns: Any) -> Put:
+def payload_row(
+    process: Process, key: PayloadKey, work: Work, state: str, **columns: object
+) -> Put:
     """Return the row of a payload's identity and state, with further `columns`."""
     return Put(
         "payloads",
@@ -108,7 +111,7 @@ def payload_row(process: Process, key: PayloadKey, work: Work, state: str, **col
 
 
 def scalar_rows(
-    process: Process, work: Work, scalars: Mapping[str, Any], wall: float
+    process: Process, work: Work, scalars: JsonObject, wall: float
 ) -> tuple[list[Put], list[str]]:
     """Return the rows of named numbers, and "name (type)" of the values that are not numbers."""
     where: dict[str, Any] = work.fields()
@@ -134,7 +137,7 @@ def scalar_rows(
 
 
 def loss_row(
-    attempt: Attempt, process: Process, work: Work, kind: str, reason: str, **columns: Any
+    attempt: Attempt, process: Process, work: Work, kind: str, reason: str, **columns: object
 ) -> Put:
     """Return the row of something that was announced and will not arrive."""
     identity = (process.incarnation, work.key, kind, columns.pop("identity", ""))

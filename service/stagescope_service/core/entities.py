@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import Part, Work
 from stagescope_service.core.hang_detection import StageTiming
 from stagescope_service.core.instructions import PayloadKey, Put
@@ -44,7 +45,7 @@ Participants = dict[tuple[str, str], set[int]]
 """(role, stage) -> ranks."""
 
 
-def leaves(settings: Mapping[str, Any]) -> int:
+def leaves(settings: JsonObject) -> int:
     """Return the number of values in settings; a mapping counts its own values."""
     return sum(len(value) if isinstance(value, Mapping) else 1 for value in settings.values())
 
@@ -69,7 +70,7 @@ class Span:
 
 
 @dataclasses.dataclass(slots=True)
-class Payload:
+class PendingPayload:
     """A payload that was announced and is not settled."""
 
     key: PayloadKey
@@ -109,9 +110,9 @@ class Handshake:
     """What a process's HELLO reports about its start; the attempt takes it from there."""
 
     wall: float
-    fingerprint: Mapping[str, Any] | None = None
+    fingerprint: JsonObject | None = None
     #: All settings; None if it reported none.
-    settings: Mapping[str, Any] | None = None
+    settings: JsonObject | None = None
     resumed_from_step: int | None = None
     #: As reported, whether accepted or refused.
     world_size: int | None = None
@@ -131,7 +132,7 @@ class Process:
     world_size: int | None = None
     data_rank: int | None = None
     node_id: str | None = None
-    layout: dict[str, Any] = dataclasses.field(default_factory=dict)
+    layout: dict[str, Json] = dataclasses.field(default_factory=dict)
     #: Whether this process carries out captures.
     captures: bool = True
     #: Roles whose ranks report beside it, as its HELLO lists them.
@@ -139,7 +140,7 @@ class Process:
     #: Path of its watchdog's file, on its node.
     watchdog: str | None = None
     #: The run's settings that it reported (rollout_is and its threshold shape the statistics).
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    settings: dict[str, Json] = dataclasses.field(default_factory=dict)
     #: Its HELLO; moves with it to another attempt.
     handshake: Handshake | None = None
     lease_until: float = 0.0
@@ -182,7 +183,7 @@ class Process:
     open_spans: dict[tuple[str, int], Span] = dataclasses.field(default_factory=dict)
     #: Spans that were marked as unfinished when it lapsed or finished.
     unfinished: dict[tuple[str, int], Span] = dataclasses.field(default_factory=dict)
-    payloads: dict[PayloadKey, Payload] = dataclasses.field(default_factory=dict)
+    payloads: dict[PayloadKey, PendingPayload] = dataclasses.field(default_factory=dict)
     #: Final states of its latest payloads, so that a repeated announcement is answered at once.
     settled: dict[int, str] = dataclasses.field(default_factory=dict)
     #: Reasons for which payloads of a raw caller were refused, for the answer to its call.
@@ -190,7 +191,7 @@ class Process:
     #: (work key, capture) -> column -> seq of the DUMP event that set it last.
     dumps: dict[tuple[str, str], dict[str, int]] = dataclasses.field(default_factory=dict)
     #: Dumps that it began and has not ended: (work key, capture) -> work and row.
-    armed: dict[tuple[str, str], tuple[Work, dict[str, Any]]] = dataclasses.field(
+    armed: dict[tuple[str, str], tuple[Work, dict[str, Json]]] = dataclasses.field(
         default_factory=dict
     )
 
@@ -266,7 +267,7 @@ class Attempt:
     #: (role, rank, age) of the process whose fingerprint it has: the lowest of all, so that the
     #: fingerprints of two attempts come from corresponding processes.
     fingerprint_of: RankAge | None = None
-    fingerprint: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fingerprint: dict[str, Json] = dataclasses.field(default_factory=dict)
     #: The largest configuration that one of its processes reported, and which process that is.
     config: Any = None
     config_of: tuple[int, RankAge] | None = None
@@ -302,9 +303,9 @@ class Attempt:
     #: (role, stage) that were found to hand over values without a step.
     stepless_stages: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     #: Role -> the open finding that none of its ranks has reported.
-    silent_roles: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    silent_roles: dict[str, dict[str, Json]] = dataclasses.field(default_factory=dict)
     #: Role -> ranks that the open finding says no process reports for, and its row.
-    absent_ranks: dict[str, tuple[frozenset[int], dict[str, Any]]] = dataclasses.field(
+    absent_ranks: dict[str, tuple[frozenset[int], dict[str, Json]]] = dataclasses.field(
         default_factory=dict
     )
     #: One of its processes said that an exception ended it.
@@ -361,7 +362,7 @@ class Attempt:
             if processes and max(processes, key=lambda each: each.age).lapsed:
                 yield role, rank, True
 
-    def is_fullest(self, settings: Mapping[str, Any]) -> bool:
+    def is_fullest(self, settings: JsonObject) -> bool:
         """Return whether no other process has reported more of the run's settings."""
         size = leaves(settings)
         self.settings_size, before = max(size, self.settings_size), self.settings_size

@@ -153,7 +153,7 @@ class Aggregate(NamedTuple):
     step: int
 
 
-class NonFinite(NamedTuple):
+class NonFiniteScalars(NamedTuple):
     """Scalars of an open step are NaN or infinite; rules are held against it when it closes."""
 
     attempt_id: int
@@ -178,7 +178,7 @@ Instruction = (
     | Aggregate
     | BuildOperatorTable
     | Ask
-    | NonFinite
+    | NonFiniteScalars
     | DumpReported
     | ReadWatchdogs
 )

@@ -6,9 +6,9 @@ Every function changes only its arguments and returns the instructions that foll
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from stagescope.wire.names import misspelt, misspelt_beside
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import Event, Work
 from stagescope_service.core import steps
 from stagescope_service.core.catalogue_rows import (
@@ -26,7 +26,7 @@ from stagescope_service.core.entities import (
     INGESTED,
     LOST,
     Attempt,
-    Payload,
+    PendingPayload,
     Process,
 )
 from stagescope_service.core.findings import by_message, finding
@@ -46,7 +46,7 @@ def announce(
     process: Process,
     event: Event,
     work: Work,
-    announced: Mapping[str, Any],
+    announced: JsonObject,
     has_payload: bool,
 ) -> list[Instruction]:
     """Record a payload as announced and, if its refs came with it, have it ingested."""
@@ -59,7 +59,7 @@ def announce(
     payload = process.payloads.get(key)
     out: list[Instruction] = []
     if payload is None:
-        payload = Payload(key, process.attempt_id, work)
+        payload = PendingPayload(key, process.attempt_id, work)
         process.payloads[key] = payload
         steps.payload_pending(attempt, work.step, key)
         columns = _payload_columns(process, event, announced)
@@ -93,7 +93,7 @@ def announce(
 
 
 def _misspelt(
-    attempt: Attempt, process: Process, event: Event, work: Work, announced: Mapping[str, Any]
+    attempt: Attempt, process: Process, event: Event, work: Work, announced: JsonObject
 ) -> list[Instruction]:
     """Return a finding of the names in a raw caller's payload that no statistic reads."""
     names = announced.get("tensors")
@@ -122,7 +122,7 @@ def _misspelt(
 
 
 def announce_dropped(
-    attempt: Attempt, process: Process, event: Event, work: Work, dropped: Mapping[str, Any]
+    attempt: Attempt, process: Process, event: Event, work: Work, dropped: JsonObject
 ) -> list[Instruction]:
     """Record a payload that its process dropped (its DROPPED event lists the loss)."""
     key = PayloadKey(process.incarnation, event.seq)
@@ -143,11 +143,11 @@ def announce_dropped(
 def settle(
     attempt: Attempt,
     process: Process,
-    payload: Payload,
+    payload: PendingPayload,
     state: str,
     reason: str | None,
     wall: float,
-    **columns: Any,
+    **columns: object,
 ) -> list[Instruction]:
     """Set the final state of a payload: 'ingested', 'lost', 'refused' or 'dropped'."""
     key, work = payload.key, payload.work
@@ -166,9 +166,7 @@ def settle(
     return [*out, Settled(key, state)]
 
 
-def _payload_columns(
-    process: Process, event: Event, announced: Mapping[str, Any]
-) -> dict[str, Any]:
+def _payload_columns(process: Process, event: Event, announced: JsonObject) -> dict[str, Json]:
     return {
         "tensors": plain(announced.get("tensors")),
         "meta": plain(announced.get("meta")),

@@ -8,8 +8,9 @@ too: ranks that are recreated under one driver keep their job, and with it their
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import LAYOUT_COLUMNS, Event, Sender
 from stagescope_service.core.catalogue_rows import (
     attempt_row,
@@ -69,7 +70,7 @@ _READ: Final = frozenset({"keep", "producers"})
 """The settings that are mappings, and that who reads a payload needs."""
 
 
-def reading_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+def reading_settings(settings: JsonObject | None) -> dict[str, Json]:
     """Return the part of a process's settings that goes to the ingestor with each payload.
 
     A trainer's whole configuration (50 kB in verl) is left out.
@@ -87,7 +88,7 @@ class Registry:
         self._by_key: dict[tuple[str, str], int] = {}
         self._newest: dict[str, int] = {}
         self._gone: dict[str, int] = {}
-        self._reported: dict[str, Any] = {}
+        self._reported: dict[str, Json] = {}
         self._next_id = 1
         self.listening_since = 0.0
         """When anybody could be heard again, by the service's wall clock."""
@@ -228,7 +229,7 @@ class Registry:
         return process, [*out, process_row(process, **columns)]
 
     def introduce(
-        self, process: Process, fields: Mapping[str, Any], wall: float
+        self, process: Process, fields: JsonObject, wall: float
     ) -> tuple[bool, list[Instruction]]:
         """Apply the fields of a process's HELLO.
 
@@ -284,9 +285,9 @@ class Registry:
         came_later = first is not None and process.started > first
         return came_later or self._older(attempt, process) is not None
 
-    def _shared(self, reported: Mapping[str, Any]) -> dict[str, Any]:
+    def _shared(self, reported: JsonObject) -> dict[str, Json]:
         """Return a reported value as JSON; equal values are kept in memory once."""
-        kept: dict[str, Any] = {}
+        kept: dict[str, Json] = {}
         for name, value in reported.items():
             value = plain(value)
             kept[str(name)] = self._reported.setdefault(f"{type(value).__name__} {value!r}", value)
@@ -295,7 +296,7 @@ class Registry:
         return kept
 
     @staticmethod
-    def _to_carry(attempt: Attempt, process: Process) -> dict[str, Any]:
+    def _to_carry(attempt: Attempt, process: Process) -> dict[str, Json]:
         """Return the columns of a process that only a restart of the coordinator reads.
 
         Only the lowest rank of a role stores them: an attempt has the fingerprint of its first.
@@ -311,7 +312,7 @@ class Registry:
         if process.handshake is None or self.may_leave(process):
             return []
         resume_is_new = _adopt_resume(attempt, process)
-        columns: dict[str, Any] = {}
+        columns: dict[str, Json] = {}
         if _adopt_fingerprint(attempt, process):
             columns["fingerprint"] = _fingerprint(attempt)
         out = [attempt_row(attempt, **columns)] if resume_is_new or columns else []
@@ -333,7 +334,7 @@ class Registry:
         out: list[Put] = []
         for process in [*attempt.processes.values()]:
             out += [row for row in self._learn(attempt, process) if row.table == "runs"]
-        columns: dict[str, Any] = {}
+        columns: dict[str, Json] = {}
         if attempt.fingerprint_of != RESTORED:
             columns["fingerprint"] = _fingerprint(attempt)
         return [*out, attempt_row(attempt, **columns)]
@@ -490,11 +491,11 @@ def _adopt_fingerprint(attempt: Attempt, process: Process) -> bool:
     return changed
 
 
-def _fingerprint(attempt: Attempt) -> dict[str, Any] | None:
+def _fingerprint(attempt: Attempt) -> dict[str, Json] | None:
     config = {} if attempt.config_of is None else {"config": attempt.config}
     return {**attempt.fingerprint, **config} or None
 
 
-def _last_report_columns(process: Process) -> dict[str, Any]:
+def _last_report_columns(process: Process) -> dict[str, Json]:
     offset, error = process.clock
     return {"last_wall": process.last_wall, "clock_offset": offset, "clock_error": error}

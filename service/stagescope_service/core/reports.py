@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 from stagescope.wire.names import closest_stage
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import STAGES, Event, Work
 from stagescope_service.core import operator_tables, steps
 from stagescope_service.core.catalogue_rows import (
@@ -35,7 +36,7 @@ from stagescope_service.core.instructions import (
     Delete,
     DumpReported,
     Instruction,
-    NonFinite,
+    NonFiniteScalars,
     Put,
 )
 from stagescope_service.core.settings_findings import of_settings
@@ -66,8 +67,8 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     """Return the rows of an event's scalars; a value that is not a number makes a finding.
 
     Rules are evaluated when a step closes: a non-finite number that arrives later has the step
-    evaluated again, and one of an open step is said at once by `NonFinite`. Work without a step
-    never closes: there it makes a finding at once.
+    evaluated again, and `NonFiniteScalars` reports one of an open step at once. Work without a
+    step never closes: there it makes a finding at once.
     """
     named = event.fields.get("scalars")
     if named is None or (not named and isinstance(named, Mapping)):
@@ -83,7 +84,7 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
         out += steps.aggregate(attempt, work.step, event.wall)
     elif bad:
         found = _non_finite_scalars(attempt, process, event, work, bad)
-        out.append(NonFinite(attempt.attempt_id, frozenset(bad), found))
+        out.append(NonFiniteScalars(attempt.attempt_id, frozenset(bad), found))
     if wrong:
         found = finding(
             "refused_scalar",
@@ -375,7 +376,7 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
     """
     fields = event.fields
     capture_id = text(fields.get("capture_id"), 200) or "local"
-    reported: dict[str, Any] = {
+    reported: dict[str, Json] = {
         name: take(fields[name]) for name, take in _DUMP_COLUMNS.items() if name in fields
     }
     known = process.dumps.setdefault((work.key, capture_id), {})
@@ -455,7 +456,7 @@ def crash(attempt: Attempt, process: Process, event: Event) -> list[Instruction]
     ]
 
 
-def _error(fields: Mapping[str, Any]) -> str:
+def _error(fields: JsonObject) -> str:
     kind = text(fields.get("error_type"), 200) or "an exception"
     message = " ".join((text(fields.get("error_message"), 500) or "").split())
     return f"{kind}: {message}" if message else kind

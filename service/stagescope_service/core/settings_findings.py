@@ -12,6 +12,7 @@ from typing import Any, Final
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.keep import misspelt_selectors, validate_keep
 from stagescope.wire.names import closest_by_words, misspelt_streams
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import by_message, finding
 from stagescope_service.core.instructions import Instruction
@@ -57,7 +58,7 @@ def of_settings(attempt: Attempt, process: Process) -> list[Instruction]:
     ]
 
 
-def _problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _problems(settings: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield (kind of finding, message)."""
     wanted = [name for name in KNOWN if name not in settings]
     for name in settings:
@@ -96,7 +97,7 @@ def _wrong(name: str, value: object) -> tuple[str, str]:
     return "refused_setting", f"settings.{name} is {value!r:.200}: expected {KNOWN[name]}"
 
 
-def _budget(settings: Mapping[str, Any], *, is_auto: bool) -> Iterator[tuple[str, str]]:
+def _budget(settings: JsonObject, *, is_auto: bool) -> Iterator[tuple[str, str]]:
     budget = settings.get("capture_budget")
     if isinstance(budget, Mapping):
         wanted = [name for name in _BUDGET if name not in budget]

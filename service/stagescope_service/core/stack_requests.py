@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidEvent, InvalidInput
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import STACKS, Work
 from stagescope.wire.stacks import MOST_CHARACTERS, MOST_THREADS, PROBE, WATCHDOG
 from stagescope_service.core.catalogue_rows import integer, text, work_columns
@@ -30,7 +31,7 @@ class _Asked:
     handed: bool = False
 
 
-def request_of(fields: Mapping[str, Any]) -> str:
+def request_of(fields: JsonObject) -> str:
     """Return the id of the request that a STACKS event answers.
 
     Raises:
@@ -77,7 +78,7 @@ class StackRequests:
         }
         return [Put("stacks", row), Ask(process.incarnation)]
 
-    def adopt(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def adopt(self, rows: Iterable[JsonObject]) -> None:
         """Add the pending requests of an earlier coordinator."""
         for row in rows:
             requested = _Asked(row["deadline_wall"] or 0.0)
@@ -99,7 +100,7 @@ class StackRequests:
         return [{"what": STACKS, "request_id": request_id} for request_id in found]
 
     def answered(
-        self, attempt: Attempt, process: Process, fields: Mapping[str, Any], work: Work, wall: float
+        self, attempt: Attempt, process: Process, fields: JsonObject, work: Work, wall: float
     ) -> list[Instruction]:
         """Apply the stacks of a process: its answer, or its watchdog's file.
 
@@ -154,7 +155,7 @@ class StackRequests:
 
 def choose(
     attempt: Attempt, role: str | None, ranks: Collection[int] | None
-) -> tuple[list[Process], list[dict[str, Any]]]:
+) -> tuple[list[Process], list[dict[str, Json]]]:
     """Return the processes that can answer, and (role, rank, reason) of those that cannot.
 
     Args:
@@ -166,7 +167,7 @@ def choose(
         InvalidInput: more than `MOST_ASKED` processes.
     """
     requested: list[Process] = []
-    refused: list[dict[str, Any]] = []
+    refused: list[dict[str, Json]] = []
     known: set[int] = set()
     for (its_role, rank), processes in sorted(attempt.by_rank.items()):
         if (
@@ -202,10 +203,10 @@ def _why_not(process: Process) -> str | None:
     return "it reports by raw calls, which carry no requests" if process.raw else None
 
 
-def _checked(value: object) -> tuple[list[dict[str, Any]], bool]:
+def _checked(value: object) -> tuple[list[dict[str, Json]], bool]:
     """Return threads as the catalogue stores them, and whether some were left out."""
     reported_threads = value if isinstance(value, list | tuple) else []
-    threads: list[dict[str, Any]] = []
+    threads: list[dict[str, Json]] = []
     left, truncated = MOST_CHARACTERS, len(reported_threads) > MOST_THREADS
     for thread in reported_threads[:MOST_THREADS]:
         if not isinstance(thread, Mapping):
@@ -225,10 +226,8 @@ def _checked(value: object) -> tuple[list[dict[str, Any]], bool]:
     return threads, truncated
 
 
-def _stood_still(
-    attempt: Attempt, process: Process, row: Mapping[str, Any], wall: float
-) -> Instruction:
-    threads: list[dict[str, Any]] = row["threads"]
+def _stood_still(attempt: Attempt, process: Process, row: JsonObject, wall: float) -> Instruction:
+    threads: list[dict[str, Json]] = row["threads"]
     training = next((each for each in threads if each["is_training"]), None)
     frames = (training or {}).get("stack", "").splitlines()
     where = f": {frames[-1].strip()}" if frames else ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import Sender
 from stagescope_service.core.catalogue_rows import number
 from stagescope_service.core.entities import Process, Span, Step
@@ -34,7 +32,7 @@ def note_begin(step: Step, process: Process, span: Span, at: float) -> None:
 
 
 def note_end(
-    step: Step, process: Process, span: Span, at: float, fields: Mapping[str, Any], mono: float
+    step: Step, process: Process, span: Span, at: float, fields: JsonObject, mono: float
 ) -> None:
     """Record that a process ended a part; its begin may be known only from `fields`.
 

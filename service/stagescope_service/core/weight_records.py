@@ -19,7 +19,7 @@ from stagescope.wire.schema import WEIGHT_KINDS, WEIGHT_SIDES, Event, Work
 from stagescope_service.core.catalogue_rows import integer, text
 from stagescope_service.core.entities import Process
 from stagescope_service.core.instructions import Put
-from stagescope_service.core.weights import COPY, TP_COPY, Shard, Tensor, WeightRecord
+from stagescope_service.core.weights import COPY, TP_COPY, Shard, WeightRecord, WeightTensor
 
 if TYPE_CHECKING:
     from stagescope_service.store.tables import WeightsRow
@@ -35,7 +35,7 @@ class ReportedWeights(NamedTuple):
     version: int
     side: str
     kind: str
-    tensors: list[Tensor]
+    tensors: list[WeightTensor]
     checksums: list[int | None]
     device: JsonObject
 
@@ -84,14 +84,16 @@ def read(event: Event, work: Work) -> ReportedWeights:
     return reported
 
 
-def _tensor(entry: Json) -> tuple[Tensor, int | None]:
+def _tensor(entry: Json) -> tuple[WeightTensor, int | None]:
     try:
         name, checksum, dtype, shape, shard = entry[:5]
         if not isinstance(name, str) or not name:
             raise TypeError
         if checksum is not None and not 0 <= int(checksum) < 1 << 64:
             raise ValueError
-        tensor = Tensor(text(name) or "", text(dtype, 100) or "", _sizes(shape), _shard(shard))
+        tensor = WeightTensor(
+            text(name) or "", text(dtype, 100) or "", _sizes(shape), _shard(shard)
+        )
         return tensor, None if checksum is None else int(checksum)
     except (TypeError, ValueError, OverflowError):
         raise InvalidEvent(f"a weight is {entry!r:.200}", expected=_EXPECTED) from None
@@ -149,7 +151,7 @@ def put(
     return out
 
 
-def manifest_of(blob: bytes) -> tuple[tuple[Tensor, ...], list[bool]]:
+def manifest_of(blob: bytes) -> tuple[tuple[WeightTensor, ...], list[bool]]:
     """Return the tensors of a manifest, and which of them have checksums."""
     tensors, known = json.loads(zlib.decompress(blob))
     return tuple(_tensor((name, None, *rest))[0] for name, *rest in tensors), known
@@ -157,7 +159,7 @@ def manifest_of(blob: bytes) -> tuple[tuple[Tensor, ...], list[bool]]:
 
 def record_of(
     row: WeightsRow,
-    manifest: tuple[Sequence[Tensor], Sequence[bool]],
+    manifest: tuple[Sequence[WeightTensor], Sequence[bool]],
     layout: Mapping[str, object],
 ) -> WeightRecord:
     """Return the record of a row."""

@@ -35,7 +35,7 @@ class Shard(NamedTuple):
     dims: tuple[str, ...]
 
 
-class Tensor(NamedTuple):
+class WeightTensor(NamedTuple):
     """The metadata of one weight on a rank."""
 
     name: str
@@ -56,7 +56,7 @@ class WeightRecord:
     step: int | None
     #: Of two records of one rank the later counts.
     order: tuple[float, str, int]
-    tensors: Sequence[Tensor]
+    tensors: Sequence[WeightTensor]
     checksums: Sequence[int | None]
     layout: Mapping[str, object]
 
@@ -73,8 +73,8 @@ class Comparison(NamedTuple):
     kind: str
     verdict: str
     reason: str
-    trainer: Tensor | None
-    rollout: Tensor | None
+    trainer: WeightTensor | None
+    rollout: WeightTensor | None
     trainer_checksum: int | None
     rollout_checksum: int | None
     ranks: tuple[int, ...]
@@ -96,7 +96,7 @@ class DivergingRank(NamedTuple):
 class _Holding(NamedTuple):
     """One value of a weight, and the ranks that hold it."""
 
-    tensor: Tensor
+    tensor: WeightTensor
     checksum: int | None
     coordinates: tuple[object, ...]
     ranks: list[int]
@@ -121,7 +121,7 @@ class _SameRecord(NamedTuple):
     role: str
     kind: str
     where: tuple[object, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[WeightTensor, ...]
     checksums: tuple[int | None, ...]
 
 
@@ -321,7 +321,7 @@ def _against(received: _Holding, trainer: Sequence[_Holding]) -> tuple[str, str,
     return (AGREES, "", same[0]) if same else (DIFFERS, "", alike[0])
 
 
-def _cut(tensor: Tensor) -> object:
+def _cut(tensor: WeightTensor) -> object:
     """Return which part of the full tensor this is; None: all of it."""
     shard = tensor.shard
     if not isinstance(shard, Shard) or (shard.shape == tensor.shape and shard.offsets is not None):

@@ -270,7 +270,7 @@ class Ingestors:
         """The node of this process."""
         return str(self._home)
 
-    def on(self, node_id: str | None) -> Any:
+    def handle_for(self, node_id: str | None) -> Any:
         """Return the handle for a node; the home node's if the node is unknown or not alive."""
         node = self.place(node_id)
         handle = self._handles.get(node)
@@ -290,9 +290,9 @@ class Ingestors:
             self._handles[node] = handle
         return handle
 
-    def of(self, node_id: str) -> Any | None:
+    def handle_of(self, node_id: str) -> Any | None:
         """Return the handle of a node's own ingestor; None if the node is not alive."""
-        return self.on(node_id) if self._is_alive(node_id) else None
+        return self.handle_for(node_id) if self._is_alive(node_id) else None
 
     def place(self, node_id: str | None) -> str:
         """Return the node whose ingestor reads data that is recorded for a node."""
@@ -339,7 +339,7 @@ class RayIngestors:
         reason = ""
         for _ in range(2):
             try:
-                return await self._actors.on(node_id).ingest.remote(key, job, payload)  # type: ignore[no-any-return]
+                return await self._actors.handle_for(node_id).ingest.remote(key, job, payload)  # type: ignore[no-any-return]
             except exceptions.RayActorError as error:  # noqa: PERF203
                 reason = f"its ingestor died while reading it: {describe(error)}"
                 self._actors.forget(node_id)
@@ -374,7 +374,7 @@ class RayIngestors:
     async def build_operator_table(self, node_id: str | None, job: AnnouncedDump) -> list[Put]:
         """Build a dump's operator table."""
         try:
-            return await self._actors.on(node_id).build_operator_table.remote(job)  # type: ignore[no-any-return]
+            return await self._actors.handle_for(node_id).build_operator_table.remote(job)  # type: ignore[no-any-return]
         except exceptions.RayActorError as error:
             self._actors.forget(node_id)
             raise IngestorDied(describe(error)) from error
@@ -413,7 +413,7 @@ class RayIngestors:
 
     async def _call(self, node_id: str | None, method: str, *arguments: object) -> Any:
         try:
-            return await getattr(self._actors.on(node_id), method).remote(*arguments)
+            return await getattr(self._actors.handle_for(node_id), method).remote(*arguments)
         except exceptions.RayError as error:
             self._actors.forget(node_id)
             raise Unreachable(

@@ -165,7 +165,7 @@ class IngestWorker:
     def ingest(self, key: PayloadKey, job: IngestJob, value: object) -> Outcome:
         """Read a payload whose tensors are in memory."""
         try:
-            return self.reader.take(key, job, value)
+            return self.reader.read(key, job, value)
         except Exception as error:  # an error of one payload must not end the ingestor
             return Outcome("refused", f"the service failed to read it: {describe(error)}", [], {})
 

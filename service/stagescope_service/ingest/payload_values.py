@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from stagescope.wire.errors import InvalidEvent, InvalidTensor
+from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN, SCHEMA
 from stagescope_service.statistics import WireTensor
 
@@ -26,7 +27,7 @@ class Payload:
 
     tensors: dict[str, WireTensor]
     strings: dict[str, list[str]]
-    meta: dict[str, Any]
+    meta: dict[str, Json]
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +79,7 @@ def _checked(name: str, wire: object) -> WireTensor:
 def _raw(value: Mapping[Any, object]) -> Payload:
     tensors: dict[str, WireTensor] = {}
     strings: dict[str, list[str]] = {}
-    meta: dict[str, Any] = {}
+    meta: dict[str, Json] = {}
     for name, item in value.items():
         if str(name) in PAYLOAD_STRINGS and isinstance(item, Sequence | np.ndarray):
             strings[str(name)] = [str(text) for text in item]

@@ -79,7 +79,7 @@ class PayloadReader:
         self.ring = ring
         self.keeper = keeper or Keeper(data_dir, node_id)
 
-    def take(self, key: PayloadKey, job: IngestJob, value: object) -> Outcome:
+    def read(self, key: PayloadKey, job: IngestJob, value: object) -> Outcome:
         """Read a payload.
 
         Args:

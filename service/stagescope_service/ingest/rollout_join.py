@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.rows.positions import TokenIndex
 from stagescope_service.rows.ragged import Bools, Int64, cumulative, row_of_each, slice_indexes
 from stagescope_service.statistics import TokenBatch, WireTensor
@@ -100,7 +101,7 @@ def skip_rows(batch: TokenBatch, rows: Collection[int]) -> npt.NDArray[np.uint8]
 def rollout_rows(
     tensors: Mapping[str, WireTensor],
     strings: Mapping[str, Sequence[str]],
-    meta: Mapping[str, Any],
+    meta: JsonObject,
     wanted: Collection[str],
     age: tuple[int, int] = (0, 0),
 ) -> RolloutRows | None:
@@ -138,7 +139,7 @@ def rollout_rows(
 def stream_of(
     tensors: Mapping[str, WireTensor],
     strings: Mapping[str, Sequence[str]],
-    meta: Mapping[str, Any],
+    meta: JsonObject,
     stream: str,
 ) -> TokenBatch:
     """Return a payload of one stream as a batch; q is the same stream.

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import Json
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
@@ -31,7 +32,7 @@ VERSION: Final = 1
 _KEY: Final = "stagescope"
 
 Arrays = dict[str, Array]
-Document = dict[str, Any]
+Document = dict[str, Json]
 """A file's JSON document; readers validate it by use and report errors."""
 
 

@@ -222,6 +222,43 @@ def _row_add(row: Float64, cell: Float64) -> None:
 
 
 @exact
+def _keep_first_unequal(
+    d: Float64, n: int, at: tuple[float, int, int, int], kept: Float64, ids: Int64, used: int
+) -> int:
+    """Keep the first token of a block whose d is not 0; later ones of its segment sort after it.
+
+    `at` is the sample's order, the block's first token, what is added to a token for its position,
+    and the segment.
+    """
+    order, first, position, segment = at
+    for k in range(n):
+        if d[k] != 0.0:
+            key = (0.0, order, float(position + first + k))
+            return _keep_least(kept, ids, used, key, first + k, segment)
+    return used
+
+
+@exact
+def _keep_worst(
+    d: Float64, n: int, largest: float, at: tuple[float, int, int, int],
+    kept: Float64, ids: Int64, used: int,
+) -> int:  # fmt: skip
+    """Keep the tokens of a block that are among the worst; `largest` is its largest |d|."""
+    order, first, position, segment = at
+    bound = -kept[0, 0] if used == kept.shape[0] else 0.0
+    if largest < bound:
+        return used
+    for k in range(n):
+        x = abs(d[k])
+        if x >= bound and x > 0.0:
+            key = (-x, order, float(position + first + k))
+            used = _keep_least(kept, ids, used, key, first + k, segment)
+            if used == kept.shape[0]:
+                bound = -kept[0, 0]
+    return used
+
+
+@exact
 def _edges(
     p_raw: UInt8, p_kind: int, q_raw: UInt8, q_kind: int, start: int, stop: int,
     p: Float64, q: Float64, cell: Float64,
@@ -320,27 +357,13 @@ def accumulate(
                     histogram(d, j - i, int(part[AT.EQUAL]), slot, counts)
                     largest = larger(abs(part[AT.D_MIN]), abs(part[AT.D_MAX]))
                     if largest > 0.0:
-                        for k in range(j - i):
-                            if d[k] != 0.0:
-                                token = base + i + k
-                                key = (0.0, order, float(position + token))
-                                unequal_used = _keep_least(
-                                    unequal, unequal_ids, unequal_used, key, token, s
-                                )
-                                # Later tokens of the segment sort after this one.
-                                break
-                    bound = -worst[0, 0] if worst_used == worst.shape[0] else 0.0
-                    if largest >= bound and largest > 0.0:
-                        for k in range(j - i):
-                            x = abs(d[k])
-                            if x >= bound and x > 0.0:
-                                token = base + i + k
-                                key = (-x, order, float(position + token))
-                                worst_used = _keep_least(
-                                    worst, worst_ids, worst_used, key, token, s
-                                )
-                                if worst_used == worst.shape[0]:
-                                    bound = -worst[0, 0]
+                        at = (order, base + i, position, s)
+                        unequal_used = _keep_first_unequal(
+                            d, j - i, at, unequal, unequal_ids, unequal_used
+                        )
+                        worst_used = _keep_worst(
+                            d, j - i, largest, at, worst, worst_ids, worst_used
+                        )
                 if j < size:
                     token = base + j
                     _non_finite(p[j], q[j], cell)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.statistics.cell import CLAMP, Float64
 
 KEPT_TOKENS: Final = 64
@@ -46,7 +46,7 @@ class Settings:
         _ = self.bounds
 
     @classmethod
-    def of_run(cls, settings: Mapping[str, Any]) -> Settings:
+    def of_run(cls, settings: JsonObject) -> Settings:
         """Return those of a run's settings.
 
         Raises:

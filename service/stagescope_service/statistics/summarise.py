@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -64,39 +64,24 @@ def summarise(
     batch, ignored = _within_limits(batch)
     found = _segments(batch, skip)
     table = found.table
-    if table.size and int(table[:, _ROUND].max()) >= MOST_ROUNDS:
-        np.minimum(table[:, _ROUND], MOST_ROUNDS - 1, out=table[:, _ROUND])
-        ignored = (*ignored, "response_mask")
-    round_keys, round_slots = np.unique(table[:, _ROUND], return_inverse=True)
-    turn_keys, turn_slots = _optional_slots(table[:, _TURN], batch.turn_ids is not None)
-    if len(turn_keys) > MOST_ROUNDS:  # each would have a cell
-        turn_keys, turn_slots = _optional_slots(table[:, _TURN], known=False)
-        ignored = (*ignored, "turn_ids")
-    ages = batch.policy_version is not None and batch.versions is not None
-    age_keys, age_slots = _optional_slots((batch.policy_version or 0) - table[:, _VERSION], ages)
-    if len(age_keys) > MOST_ROUNDS:
-        age_keys, age_slots = _optional_slots(table[:, _VERSION], known=False)
-        ignored = (*ignored, "versions")
-    slots = np.stack([round_slots.reshape(-1), turn_slots, age_slots], axis=1).astype(np.int64)
-
+    keys = _slice_keys(batch, table)
     round_cells, turn_cells, age_cells = (
-        cells.empty(len(keys)) for keys in (round_keys, turn_keys, age_keys)
+        cells.empty(len(each)) for each in (keys.rounds, keys.turns, keys.ages)
     )
     row_values = np.zeros((batch.rows, len(kernel.ROW)))
-    counts = np.zeros((len(round_keys), 2 * kernel.HISTOGRAM_HALF), np.uint32)
+    counts = np.zeros((len(keys.rounds), 2 * kernel.HISTOGRAM_HALF), np.uint32)
     worst, worst_ids = _kept(settings.worst)
     bad, bad_ids = _kept(settings.worst)
     unequal, unequal_ids = _kept(1)
     worst_used, bad_used, unequal_used = kernel.accumulate(
         batch.p.view(np.uint8), _KINDS[batch.p_dtype], batch.q.view(np.uint8),
-        _KINDS[batch.q_dtype], table, slots, _keys(batch, table), settings.weight_rule(),
+        _KINDS[batch.q_dtype], table, keys.slots, _keys(batch, table), settings.weight_rule(),
         round_cells, turn_cells, age_cells, row_values, counts, worst, worst_ids, bad, bad_ids,
         unequal, unequal_ids,
     )  # fmt: skip
     sequences, index = _sequences(batch, found, row_values)
     worst_tokens = _tokens(worst_ids[:worst_used], batch, table, index)
     bad_tokens = _tokens(bad_ids[:bad_used], batch, table, index)
-    first = _tokens(unequal_ids[:unequal_used], batch, table, index)
     ids = batch.sample_ids or ()
     empty_samples = tuple(sorted({ids[row] for row in np.flatnonzero(index < 0)} if ids else ()))
     filled_round, filled_bucket = np.nonzero(counts)
@@ -104,11 +89,11 @@ def summarise(
         pair=batch.pair,
         settings=settings,
         dtypes={batch.pair[0]: (batch.p_dtype,), batch.pair[1]: (batch.q_dtype,)},
-        rounds=Slices(round_keys, round_cells),
-        turns=Slices(turn_keys, turn_cells),
-        staleness=Slices(age_keys, age_cells),
+        rounds=Slices(keys.rounds, round_cells),
+        turns=Slices(keys.turns, turn_cells),
+        staleness=Slices(keys.ages, age_cells),
         histogram=Histogram(
-            round_keys[filled_round],
+            keys.rounds[filled_round],
             filled_bucket - kernel.HISTOGRAM_HALF,
             counts[filled_round, filled_bucket].astype(np.int64),
         ),
@@ -119,14 +104,46 @@ def summarise(
         empty_samples=empty_samples,
         unnamed_empty=0 if batch.sample_ids is not None else batch.rows - len(sequences),
         versions=_versions(batch, table),
-        unequal=first,
-        ignored=ignored,
+        unequal=_tokens(unequal_ids[:unequal_used], batch, table, index),
+        ignored=(*ignored, *keys.ignored),
         produced={
             (batch.producers[0] or "", batch.producers[1] or ""): int(
                 round_cells[:, cells.Field.TOKENS].sum()
             )
         },
     )
+
+
+class _SliceKeys(NamedTuple):
+    """The rounds, turns and staleness of a batch, and those of each segment."""
+
+    rounds: Int64
+    turns: Int64
+    ages: Int64
+    slots: Int64
+    """[segments, 3]: index in `rounds`, `turns`, `ages`, or -1."""
+    ignored: tuple[str, ...]
+    """Tensors that tell more apart than the limit."""
+
+
+def _slice_keys(batch: TokenBatch, table: Int64) -> _SliceKeys:
+    """Return the slices of a batch; rounds beyond the limit are one (`table` is changed)."""
+    ignored: tuple[str, ...] = ()
+    if table.size and int(table[:, _ROUND].max()) >= MOST_ROUNDS:
+        np.minimum(table[:, _ROUND], MOST_ROUNDS - 1, out=table[:, _ROUND])
+        ignored = ("response_mask",)
+    rounds, round_slots = np.unique(table[:, _ROUND], return_inverse=True)
+    turns, turn_slots = _optional_slots(table[:, _TURN], batch.turn_ids is not None)
+    if len(turns) > MOST_ROUNDS:  # each would have a cell
+        turns, turn_slots = _optional_slots(table[:, _TURN], known=False)
+        ignored = (*ignored, "turn_ids")
+    has_ages = batch.policy_version is not None and batch.versions is not None
+    ages, age_slots = _optional_slots((batch.policy_version or 0) - table[:, _VERSION], has_ages)
+    if len(ages) > MOST_ROUNDS:
+        ages, age_slots = _optional_slots(table[:, _VERSION], known=False)
+        ignored = (*ignored, "versions")
+    slots = np.stack([round_slots.reshape(-1), turn_slots, age_slots], axis=1).astype(np.int64)
+    return _SliceKeys(rounds, turns, ages, slots, ignored)
 
 
 def _within_limits(batch: TokenBatch) -> tuple[TokenBatch, tuple[str, ...]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.store.artifacts import make_directory
 from stagescope_service.store.tensorfile import (
     MOST_BYTES,
@@ -40,10 +41,10 @@ class Kept(NamedTuple):
     sections: dict[str, list[str]]
     scalars: dict[str, float]
     strings: dict[str, list[str]]
-    meta: dict[str, Any]
-    job: dict[str, Any]
+    meta: dict[str, Json]
+    job: dict[str, Json]
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Json]:
         """Return the metadata of the file."""
         return {name: getattr(self, name) for name in _FIELDS}
 
@@ -80,9 +81,7 @@ def read_kept(path: Path, *, most_bytes: int = MOST_BYTES) -> Kept:
     return from_metadata(file.tensors, file.metadata, path)
 
 
-def from_metadata(
-    tensors: Mapping[str, WireTensor], metadata: Mapping[str, Any], path: Path
-) -> Kept:
+def from_metadata(tensors: Mapping[str, WireTensor], metadata: JsonObject, path: Path) -> Kept:
     """Build the content of a kept file from its tensors and metadata.
 
     Raises:

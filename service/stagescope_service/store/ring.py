@@ -18,9 +18,10 @@ import urllib.parse
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidTensor, NotFound, StagescopeError
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.store.contract import Health
 from stagescope_service.store.pins import MOST, SUFFIX, Pinned, Pins
 from stagescope_service.store.tensorfile import (
@@ -152,7 +153,7 @@ class Ring:
         self,
         key: RingKey,
         tensors: Mapping[str, WireTensor],
-        metadata: Mapping[str, Any] | None = None,
+        metadata: JsonObject | None = None,
     ) -> RingEntry | None:
         """Keep a payload; return None if that is not possible now (`health()` has the reason).
 

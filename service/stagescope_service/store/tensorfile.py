@@ -32,6 +32,7 @@ from stagescope.tensorfile import (
     read_metadata,
 )
 from stagescope.wire.errors import InvalidTensor, NotFound, StoreError
+from stagescope.wire.nonfinite import Json, JsonObject
 
 __all__ = [
     "MOST_BYTES",
@@ -56,7 +57,7 @@ class Description(NamedTuple):
     """The content of a file's header: (dtype tag, shape) of each tensor and of row offsets."""
 
     shapes: dict[str, tuple[str, tuple[int, ...]]]
-    metadata: dict[str, Any]
+    metadata: dict[str, Json]
 
 
 class Written(NamedTuple):
@@ -70,7 +71,7 @@ class Written(NamedTuple):
 def write_tensors(
     path: Path,
     tensors: Mapping[str, WireTensor],
-    metadata: Mapping[str, Any] | None = None,
+    metadata: JsonObject | None = None,
     *,
     durable: bool = True,
 ) -> Written:
@@ -110,7 +111,7 @@ def write_tensors(
     return Written(path, size, f"sha256:{digest.hexdigest()}" if digest is not None else "")
 
 
-def size_of(tensors: Mapping[str, WireTensor], metadata: Mapping[str, Any] | None = None) -> int:
+def size_of(tensors: Mapping[str, WireTensor], metadata: JsonObject | None = None) -> int:
     """Return the bytes of the file that `write_tensors` would write."""
     return encode_tensors(tensors, metadata or {})[2]
 
@@ -187,7 +188,7 @@ _mapped: Final[weakref.WeakValueDictionary[tuple[int, ...], npt.NDArray[np.uint8
 class _HeaderInfo(NamedTuple):
     entries: list[TensorEntry]
     start: int
-    strings: dict[str, Any]
+    strings: dict[str, Json]
 
 
 @functools.lru_cache(maxsize=64)  # callers read a file once for each of its sections

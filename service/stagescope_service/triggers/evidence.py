@@ -41,7 +41,7 @@ class TokenRow(TypedDict):
     rank: int | None
 
 
-class Cause(TypedDict):
+class StreamCause(TypedDict):
     """Why a rank's streams cannot be compared: the name of the check, and a sentence."""
 
     name: str
@@ -66,7 +66,7 @@ class Evidence:
     numbers: dict[str, Json]
     ranks: tuple[RoleRank, ...]
     affected: tuple[RoleRank, ...]
-    cause: Cause | None = None
+    cause: StreamCause | None = None
     """Of the rank; None if unknown."""
     scalars: tuple[JsonObject, ...] = ()
     """Non-finite scalars in the order of their logging; the first `LISTED`."""
@@ -127,7 +127,7 @@ def explain(
 
 def _cause(
     rule: Rule, firing: Firing, step_summary: StepSummary | None, role: str | None, rank: int | None
-) -> Cause | None:
+) -> StreamCause | None:
     """Return why a rank's streams cannot be compared, if its own tokens show a cause."""
     if step_summary is None or rule.of_scalars or rule.of_stages:
         return None

@@ -86,6 +86,6 @@ def replay(catalogue: Catalogue, run: str, rules: Rules, *, most: int) -> tuple[
             continue
         read_steps += 1
         at = At(facts.attempt, step)
-        changes = watch.take(at, reader.values(facts))
+        changes = watch.evaluate(at, reader.values(facts))
         fired += [reader.explain(firing, facts) for firing in changes.fired]
     return fired, read_steps

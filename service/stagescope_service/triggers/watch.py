@@ -126,7 +126,7 @@ class Watch:
         bisect.insort(self._order, at)
         self._steps[at] = self._step(at, values, fires=False)
 
-    def take(self, at: At, values: Mapping[str, Values], *, fires: bool = True) -> Changes:
+    def evaluate(self, at: At, values: Mapping[str, Values], *, fires: bool = True) -> Changes:
         """Evaluate the rules on a step that was aggregated (again).
 
         Args:

@@ -56,7 +56,7 @@ def stored_files(
         assert keep is not None
         place = {"role": "actor", "rank": 0, "stage": end["stage"], "step": end["step"]}
         job = ingest_job(**{**end, **place, "keep": matching_selectors(keep, **place)})
-        outcome = intake.take(PayloadKey(incarnation, seq), job, payload)
+        outcome = intake.read(PayloadKey(incarnation, seq), job, payload)
         (row,) = [put.row for put in outcome.rows if put.table == "artifacts"]
         part = f"{end['epoch']}.{end['minibatch']}"
         found[end["stage"], part] = read_kept(Path(row["path"]))

@@ -41,7 +41,7 @@ def keep(running: Service, seq: int, **job: Any) -> Path:
         "keep": ["old_log_probs", "loss"], "scalars": {"loss": 1.0}, **job,
     }  # fmt: skip
     intake = PayloadReader(data_dir, node_id, Ring(data_dir / "ring", 0))
-    outcome = intake.take(PayloadKey("i", seq), ingest_job(**made), payload())
+    outcome = intake.read(PayloadKey("i", seq), ingest_job(**made), payload())
     (row,) = [put.row for put in outcome.rows if put.table == "artifacts"]
     running.store.submit([Put("artifacts", row)]).result(30)
     return Path(row["path"])

@@ -49,7 +49,7 @@ class Clocked:
 
     def raw(self, kind: str, delivery: str, **fields: Any) -> dict[str, Any]:
         body = {"run": "r", "step": 1, "stage": "actor_update", **fields}
-        return self.run(self.coordinator.raw_calls.take(kind, delivery, body))
+        return self.run(self.coordinator.raw_calls.record(kind, delivery, body))
 
     def begin(self) -> None:
         """Let a probe begin a stage."""
@@ -85,11 +85,11 @@ def test_finish_of_a_raw_run_ends_its_newest_attempt_for_all_its_ranks(made: Clo
         made.raw("end", f"end {rank}", rank=rank, status="ok")
     one = made.raw("finish", "one", rank=1)
     assert (one["finished"], one["over"]) == ([{"role": "actor", "rank": 1}], False)
-    reply = made.run(made.coordinator.raw_calls.take("finish", "all", {"run": "r"}))
+    reply = made.run(made.coordinator.raw_calls.record("finish", "all", {"run": "r"}))
     assert ([each["rank"] for each in reply["finished"]], reply["over"]) == ([0, 2], True)
     (attempt,) = rows_of(made.store, "attempts")
     assert (attempt["end_reason"], attempt["ended_wall"] is not None) == ("finished", True)
-    again = made.run(made.coordinator.raw_calls.take("finish", "all", {"run": "r"}))
+    again = made.run(made.coordinator.raw_calls.record("finish", "all", {"run": "r"}))
     assert (again["finished"], again["over"]) == ([], True)
 
 
@@ -99,7 +99,7 @@ def test_finish_of_somebody_who_is_not_there_is_refused(
 ) -> None:
     made.raw("begin", "begin", rank=0)
     with pytest.raises(InvalidEvent, match="expected one of actor 0"):
-        made.run(made.coordinator.raw_calls.take("finish", "x", {"run": "r", **named}))
+        made.run(made.coordinator.raw_calls.record("finish", "x", {"run": "r", **named}))
     [found] = rows_of(made.store, "findings")
     assert found["kind"] == "refused_call"
     assert all(str(value) in found["message"] for value in named.values())
@@ -185,7 +185,7 @@ def test_a_misspelt_field_of_a_raw_call_is_refused(
     made: Clocked, kind: str, fields: dict[str, Any], meant: str
 ) -> None:
     with pytest.raises(InvalidEvent, match=f"has no field .*{meant}, which is the closest"):
-        made.run(made.coordinator.raw_calls.take(kind, "d", fields))
+        made.run(made.coordinator.raw_calls.record(kind, "d", fields))
     [row] = rows_of(made.store, "findings")
     assert (row["kind"], row["advice"]) == ("refused_call", "nothing of this call was taken")
     assert rows_of(made.store, "stages") == []
@@ -257,7 +257,7 @@ def test_a_raw_call_says_why_its_payload_was_not_taken(made: Clocked) -> None:
     async def end() -> dict[str, Any]:
         fields = {"run": "r", "step": 1, "stage": "s"}
         call = asyncio.create_task(
-            made.coordinator.raw_calls.take("end", "d", fields, {"old_log_probs": [[0.5]]})
+            made.coordinator.raw_calls.record("end", "d", fields, {"old_log_probs": [[0.5]]})
         )
         await asyncio.sleep(0)  # it was taken, and waits for who reads it
         [key] = made.coordinator.state.pending("r")
@@ -270,7 +270,7 @@ def test_a_raw_call_says_why_its_payload_was_not_taken(made: Clocked) -> None:
 
 def test_a_raw_callers_misspelt_tensor_is_a_finding(made: Clocked) -> None:
     async def end() -> None:
-        taken = made.coordinator.raw_calls.take(
+        taken = made.coordinator.raw_calls.record(
             "end",
             "d",
             {"run": "r", "step": 1, "stage": "s"},
@@ -336,7 +336,7 @@ def test_leases_begin_anew_where_the_catalogue_could_not_be_written(
 def test_a_payload_that_is_no_dict_is_refused_and_ends_nothing(made: Clocked) -> None:
     with pytest.raises(InvalidEvent, match="the payload is a int"):
         made.run(
-            made.coordinator.raw_calls.take("end", "d", {"run": "r", "step": 1, "stage": "s"}, 5)  # type: ignore[arg-type]
+            made.coordinator.raw_calls.record("end", "d", {"run": "r", "step": 1, "stage": "s"}, 5)  # type: ignore[arg-type]
         )
     assert made.statuses() == []
 

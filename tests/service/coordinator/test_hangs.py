@@ -233,7 +233,7 @@ def ask(made: Clocked, ranks: list[int] | None = None, seconds: float = 10.0) ->
 def test_who_can_be_asked_is_asked_and_the_others_are_named(made: Clocked) -> None:
     train(made)
     made.run(
-        made.coordinator.raw_calls.take(
+        made.coordinator.raw_calls.record(
             "begin", "d", {"run": "r", "rank": 2, "step": 5, "stage": "s"}, None
         )
     )

@@ -101,7 +101,7 @@ class Node(LocalIngestors):
         work = ingest_job(**made)
         reservation = await self.retention.make_room(self.node_id, work)
         work["no_room"] = reservation.refused
-        outcome = self.intake.take(PayloadKey("i", 100 * step + seq), work, payload())
+        outcome = self.intake.read(PayloadKey("i", 100 * step + seq), work, payload())
         rows = [
             Put(put.table, {**put.row, "wall": self.now} if put.table == "artifacts" else put.row)
             for put in outcome.rows

@@ -21,7 +21,7 @@ from stagescope_service.api.models.triggers import FiredActions
 from stagescope_service.coordinator.trigger_watch import Triggers
 from stagescope_service.core.captures import agreement
 from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import NonFinite
+from stagescope_service.core.instructions import NonFiniteScalars
 from stagescope_service.store.contract import Put
 from stagescope_service.store.ring import RingEntry
 from stagescope_service.triggers import budget
@@ -161,7 +161,7 @@ def test_the_first_scalar_that_arrived_is_said_also_where_many_arrive_at_once(
         ]
         await asyncio.gather(
             *(
-                bench.triggers.warn_non_finite(NonFinite(1, frozenset({"loss"}), each))
+                bench.triggers.warn_non_finite(NonFiniteScalars(1, frozenset({"loss"}), each))
                 for each in said
             )
         )

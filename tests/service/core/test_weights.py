@@ -21,8 +21,8 @@ from stagescope_service.core.weights import (
     TP_COPY,
     DivergingRank,
     Shard,
-    Tensor,
     WeightRecord,
+    WeightTensor,
     compare,
     newest,
     odd_replicas,
@@ -53,7 +53,7 @@ def record(
         version=1,
         step=2,
         order=(at, f"{side}-{rank}", 1),
-        tensors=tuple(Tensor(name, dtype, shape, shard) for name in weights),
+        tensors=tuple(WeightTensor(name, dtype, shape, shard) for name in weights),
         checksums=list(weights.values()),
         layout=layout or {"dp_rank": rank},
     )

@@ -461,7 +461,7 @@ def written(tmp_path: Path, whole: WholeStep, keep: tuple[str, ...] = (), **of_j
         }
         said = job(rank, **of_job, keep=list(keep))
         key = PayloadKey(f"{said['attempt_key']}-{rank}", said["step"] or 0)
-        assert intake.take(key, said, value).state == "ingested"
+        assert intake.read(key, said, value).state == "ingested"
 
 
 def test_a_step_is_read_from_the_ring_and_from_kept_files(tmp_path: Path) -> None:

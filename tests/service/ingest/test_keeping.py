@@ -35,7 +35,7 @@ class Node:
 
     def take(self, seq: int = 1, value: object = None, **job: Any) -> Outcome:
         given = payload() if value is None else value
-        return self.intake.take(PayloadKey("incarnation", seq), ingest_job(**{**JOB, **job}), given)
+        return self.intake.read(PayloadKey("incarnation", seq), ingest_job(**{**JOB, **job}), given)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_nothing_is_overwritten_by_the_next_part(node: Node) -> None:
     assert len({row["path"] for row in paths}) == 24
     assert all(Path(row["path"]).exists() for row in paths)
     # Made anew, a rank does the same work under another name.
-    again = node.intake.take(PayloadKey("other", 0), JOB, payload())
+    again = node.intake.read(PayloadKey("other", 0), JOB, payload())
     assert kept(again)[0]["path"] not in {row["path"] for row in paths}
 
 

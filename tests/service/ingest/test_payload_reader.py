@@ -34,7 +34,7 @@ def take(tmp_path: Path, ids: list[str], **tensors: tuple[object, ...]) -> Outco
     taken["strings"] = {"sample_ids": ids}
     taken["tensors"] |= tensors
     intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
-    return intake.take(PayloadKey("incarnation", 1), JOB, taken)
+    return intake.read(PayloadKey("incarnation", 1), JOB, taken)
 
 
 def test_ids_of_prompts_taken_for_ids_of_samples_lose_no_token(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_setting_that_verl_does_not_have_loses_no_number(
     tmp_path: Path, settings: dict[str, object]
 ) -> None:
     found, plain = (
-        PayloadReader(tmp_path / name, "node-1", Ring(tmp_path / name, 1 << 20)).take(
+        PayloadReader(tmp_path / name, "node-1", Ring(tmp_path / name, 1 << 20)).read(
             PayloadKey("i", 1), ingest_job(settings=given), payload()
         )
         for name, given in (("wrong", settings), ("none", {}))
@@ -78,7 +78,7 @@ def findings_of(tmp_path: Path, **changed: object) -> list[tuple[str, str]]:
     taken = payload()
     taken["tensors"] = {k: v for k, v in {**taken["tensors"], **changed}.items() if v is not None}
     intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
-    outcome = intake.take(PayloadKey("incarnation", 1), ingest_job(reported=True), taken)
+    outcome = intake.read(PayloadKey("incarnation", 1), ingest_job(reported=True), taken)
     assert outcome.state == "refused"
     rows = [put.row for put in outcome.rows if put.table == "findings"]
     return [(row["kind"], row["message"]) for row in rows]
@@ -99,7 +99,7 @@ def test_a_misspelt_mask_of_a_raw_caller_is_one_finding(tmp_path: Path) -> None:
     taken = payload()
     taken["tensors"]["respones_mask"] = taken["tensors"].pop("response_mask")
     intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
-    outcome = intake.take(PayloadKey("incarnation", 1), JOB, taken)
+    outcome = intake.read(PayloadKey("incarnation", 1), JOB, taken)
     [found] = [put.row for put in outcome.rows if put.table == "findings"]
     assert "response_mask is missing" in found["message"]
     assert "rename respones_mask" in found["message"]
@@ -142,7 +142,7 @@ def test_rows_of_one_id_in_a_payload_count_each_content_once(data: st.DataObject
                 "sample_ids": [name for name, _ in rows],
             }
             job = ingest_job(microbatch=seq)
-            outcome = intake.take(PayloadKey("i", seq), job, raw)
+            outcome = intake.read(PayloadKey("i", seq), job, raw)
             assert outcome.state == "ingested", outcome.reason
             (put,) = [put.row for put in outcome.rows if put.table == "summaries"]
             summary = summary_from_bytes(put["summary"])
@@ -175,7 +175,7 @@ def test_producers_are_said_by_a_payload_or_once_by_its_process(tmp_path: Path) 
     intake = PayloadReader(tmp_path, "node-1", Ring(tmp_path / "ring", 1 << 20))
     for seq, meta in enumerate(({}, {"producers": {"rollout": "other", "old": "other"}}), start=1):
         said = {**taken, "meta": meta}
-        outcome = intake.take(PayloadKey("i", seq), ingest_job(settings=settings), said)
+        outcome = intake.read(PayloadKey("i", seq), ingest_job(settings=settings), said)
         (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
         found = summary_from_bytes(row["summary"])
         want = ("other", "other") if meta else ("trainer", "engine")

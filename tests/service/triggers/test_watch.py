@@ -40,7 +40,7 @@ def train(
     watch = Watch(rules.rules)
     for at in order:
         step = values(*steps[at])
-        watch.take(at, {rule.name: step for rule in rules.rules}, fires=at.step >= since)
+        watch.evaluate(at, {rule.name: step for rule in rules.rules}, fires=at.step >= since)
     return watch
 
 
@@ -88,7 +88,7 @@ class Told:
 
     def take(self, at: At, *numbers: float) -> Changes:
         step = values(*numbers)
-        changes = self.watch.take(at, {rule.name: step for rule in self.rules.rules})
+        changes = self.watch.evaluate(at, {rule.name: step for rule in self.rules.rules})
         self.firings |= {(firing.rule, firing.at): firing for firing in changes.fired}
         for gone in changes.withdrawn:
             del self.firings[gone]
@@ -151,13 +151,13 @@ def test_a_new_watch_neither_repeats_a_series_nor_silences_another() -> None:
     told = Told(rules_of({"cooldown": 9}))
     told.take(At(1, 1), 2, 0)
     again = told.restarted()  # step 1 is no longer in memory: what was kept of its firing counts
-    assert not again.take(At(1, 2), {"rule-0": values(2, 0)}).fired
-    (fired,) = again.take(At(1, 3), {"rule-0": values(2, 2)}).fired
+    assert not again.evaluate(At(1, 2), {"rule-0": values(2, 0)}).fired
+    (fired,) = again.evaluate(At(1, 3), {"rule-0": values(2, 2)}).fired
     assert ([hit.series.round for hit in fired.hits], fired.cools_since) == ([1], At(1, 1))
     # Of an earlier release nobody knows what a firing named: all of it, as it was then.
     old = Watch(told.rules.rules, fired={("rule-0", At(1, 1)): FiringRecord()})
-    assert not old.take(At(1, 3), {"rule-0": values(2, 2)}).fired
-    assert old.take(At(1, 10), {"rule-0": values(2, 2)}).fired
+    assert not old.evaluate(At(1, 3), {"rule-0": values(2, 2)}).fired
+    assert old.evaluate(At(1, 10), {"rule-0": values(2, 2)}).fired
 
 
 def test_what_a_late_step_takes_away_or_adds_is_acted_on() -> None:
@@ -221,18 +221,18 @@ def test_cooldown_goes_on_over_a_restart_but_not_from_a_branch_that_was_left() -
 def test_a_whole_that_is_formed_again_fires_once_and_may_take_a_firing_back() -> None:
     rules = rules_of({})
     watch = Watch(rules.rules)
-    first = watch.take(At(1, 1), {"rule-0": values(0.5, 3.0)})
+    first = watch.evaluate(At(1, 1), {"rule-0": values(0.5, 3.0)})
     assert [(f.rule, f.at) for f in first.fired] == [("rule-0", At(1, 1))]
     assert [hit.series.round for hit in first.fired[0].hits] == [1]
     for again in (values(0.5, 3.0), values(0.7, 3.5), values(math.nan, 4.0)):
-        changes = watch.take(At(1, 1), {"rule-0": again})
+        changes = watch.evaluate(At(1, 1), {"rule-0": again})
         assert not changes.fired
         assert not changes.withdrawn
     # What it did not name when it fired is told, and the firing stays one.
-    (more,) = watch.take(At(1, 1), {"rule-0": values(2.5, 3.0)}).fired
+    (more,) = watch.evaluate(At(1, 1), {"rule-0": values(2.5, 3.0)}).fired
     assert ([hit.series.round for hit in more.hits], more.cools_since) == ([1, 0], None)
     assert watch.fired("rule-0") == [At(1, 1)]
-    assert watch.take(At(1, 1), {"rule-0": values(0.5)}).withdrawn == [("rule-0", At(1, 1))]
+    assert watch.evaluate(At(1, 1), {"rule-0": values(0.5)}).withdrawn == [("rule-0", At(1, 1))]
     assert watch.fired("rule-0") == []
 
 
@@ -240,7 +240,7 @@ def test_the_worst_comes_first() -> None:
     rules = rules_of({"when": {"non_finite": True}}, {"when": {"<": 5}}, {})
     watch = Watch(rules.rules)
     step = values(2.0, 3.0, -1.0, math.inf)
-    changes = watch.take(At(1, 1), {rule.name: step for rule in rules.rules})
+    changes = watch.evaluate(At(1, 1), {rule.name: step for rule in rules.rules})
     rounds = {f.rule: [hit.series.round for hit in f.hits] for f in changes.fired}
     assert rounds == {"rule-0": [3], "rule-1": [2, 0, 1], "rule-2": [3, 1, 0]}
 
@@ -258,7 +258,7 @@ def test_a_new_watch_that_knows_what_fired_goes_on() -> None:
         for at in list(steps)[:cut]:
             again.remember(at, {"rule-0": values(*steps[at])})
         for at in list(steps)[cut:]:
-            again.take(at, {"rule-0": values(*steps[at])})
+            again.evaluate(at, {"rule-0": values(*steps[at])})
         assert again.fired("rule-0") == whole.fired("rule-0")
 
 
@@ -300,7 +300,7 @@ def test_no_order_and_no_repetition_changes_what_fired(
     position: set[tuple[str, At]] = set()
     for at in repeated:
         step = values(*steps[at])
-        changes = watch.take(at, {rule.name: step for rule in rules.rules})
+        changes = watch.evaluate(at, {rule.name: step for rule in rules.rules})
         for firing in changes.fired:
             position.add((firing.rule, firing.at))
             assert firing.hits
@@ -337,6 +337,6 @@ def test_what_is_remembered_is_bounded_and_a_very_late_step_is_let_go() -> None:
     assert len(watch._steps) == HISTORY + REACH
     # What lasts is named once, however many steps hold it.
     assert len({id(step.values["rule-0"].series) for step in watch._steps.values()}) == 1
-    assert not watch.take(At(1, 0), {"rule-0": values(9.0)}).fired
+    assert not watch.evaluate(At(1, 0), {"rule-0": values(9.0)}).fired
     late = At(1, count - REACH + 1)
-    assert watch.take(late, {"rule-0": values(9.0)}).fired
+    assert watch.evaluate(late, {"rule-0": values(9.0)}).fired

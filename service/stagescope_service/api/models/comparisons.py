@@ -12,11 +12,12 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from stagescope.wire.nonfinite import Json
 from stagescope_service.api.models.common import Attempt, Model, Page, Run, Step
 from stagescope_service.compare.report import SCHEMA_FILE
 
 COMPARISON: Final = "Comparison"
-COMPARISON_RESPONSE: Final[dict[int | str, dict[str, Any]]] = {
+COMPARISON_RESPONSE: Final[dict[int | str, dict[str, Json]]] = {
     200: {
         "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{COMPARISON}"}}}
     }
@@ -66,7 +67,7 @@ class Diff(Model, Page[Difference]):
 
 
 @functools.cache
-def comparison_schemas() -> dict[str, Any]:
+def comparison_schemas() -> dict[str, Json]:
     """Return the published schema of a comparison as components of the API's document."""
     document = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
     names = {name: f"{COMPARISON}{name.title().replace('_', '')}" for name in document["$defs"]}

@@ -17,12 +17,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from stagescope.wire import errors
 from stagescope.wire.errors import NotReady, StagescopeError
+from stagescope.wire.nonfinite import Json
 from stagescope_service.compare.operators.differences import Thresholds
 from stagescope_service.compare.operators.divergence import difference_curve, first_divergent
 from stagescope_service.compare.operators.non_finite import first_non_finite
@@ -30,7 +31,7 @@ from stagescope_service.compare.operators.non_finite import first_non_finite
 SMALL_ROWS: Final = 20_000
 MOST_SECONDS: Final = 300.0
 
-Fields = dict[str, Any]
+Fields = dict[str, Json]
 """Arguments or results as JSON values, which are checked only by the functions below."""
 
 

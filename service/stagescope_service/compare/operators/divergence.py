@@ -15,10 +15,11 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Final, TypedDict
 
 import numpy as np
 
+from stagescope.wire.nonfinite import Json
 from stagescope_service.compare.operators.calls import Floats, OperatorColumns, pair_calls
 from stagescope_service.compare.operators.differences import (
     VERDICTS,
@@ -125,7 +126,7 @@ class OperatorDivergence:
         """Whether no row differs and both sides have the same operators."""
         return self.first is None and not self.only_a_count and not self.only_b_count
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Json]:
         """Return it as a dict."""
         return {"same": self.same, **dataclasses.asdict(self)}
 

@@ -47,7 +47,7 @@ _SEQUENCES: Final = (
 """Tensors whose first dimension is the number of rows, where nothing else gives it."""
 
 
-class Extent(NamedTuple):
+class RowExtent(NamedTuple):
     """Which values of a tensor count.
 
     Attributes:
@@ -124,37 +124,37 @@ class RecordRows:
                 return mask
         return None
 
-    def extents(self, name: str) -> dict[str, Extent]:
+    def extents(self, name: str) -> dict[str, RowExtent]:
         """Return the extents of a tensor that are known, by kind, the most exact first."""
         tensor = self.tensor(name)
         if tensor.width == 1 and len(tensor.shape) == 1:
-            return {"row": Extent("row", None)}
-        found: dict[str, Extent] = {}
+            return {"row": RowExtent("row", None)}
+        found: dict[str, RowExtent] = {}
         mask = self.mask_of(name)
         if is_structural(name) or not tensor.dtype.startswith(("float", "bfloat")):
             if (full := self._full(name, tensor)) is not None:
                 found["full"] = full
             if mask is not None:
-                found["span"] = Extent("span", self._span(mask))
+                found["span"] = RowExtent("span", self._span(mask))
             elif name in WHOLE_SEQUENCES and (ones := self._response_ones(tensor)) is not None:
-                found["response"] = Extent("response", spans(ones, tensor.offsets))
+                found["response"] = RowExtent("response", spans(ones, tensor.offsets))
         elif mask is not None:
-            found["mask"] = Extent("mask", self.ones(mask))
-        return found | {"row": Extent("row", None)}
+            found["mask"] = RowExtent("mask", self.ones(mask))
+        return found | {"row": RowExtent("row", None)}
 
-    def _full(self, name: str, tensor: RowTensor) -> Extent | None:
+    def _full(self, name: str, tensor: RowTensor) -> RowExtent | None:
         if tensor.width is None:
-            return Extent("full", None)
+            return RowExtent("full", None)
         attention = self.find("attention_mask")
         if attention is None or attention.width is None or name == "attention_mask":
             return None
         if attention.width == tensor.width:
-            return Extent("full", self.ones("attention_mask"))
+            return RowExtent("full", self.ones("attention_mask"))
         if name in ("prompts", "responses", "response_mask") and attention.width > tensor.width:
             # The attention mask covers the prompt and then the response.
             both = self.ones("attention_mask").reshape(-1, attention.width)
             part = both[:, : tensor.width] if name == "prompts" else both[:, -tensor.width :]
-            return Extent("full", np.ascontiguousarray(part).reshape(-1))
+            return RowExtent("full", np.ascontiguousarray(part).reshape(-1))
         return None
 
     def _response_ones(self, tensor: RowTensor) -> Bools | None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare.flow import is_structural
-from stagescope_service.compare.pairing.record_rows import Extent, RecordRows
+from stagescope_service.compare.pairing.record_rows import RecordRows, RowExtent
 from stagescope_service.dumps.records import Location
 from stagescope_service.rows.positions import TokenIndex
 from stagescope_service.rows.ragged import (
@@ -212,14 +212,14 @@ def keeps_of(a: RecordRows, b: RecordRows, name: str) -> tuple[Bools | None, Boo
     return extent_a.keep, extent_b.keep
 
 
-def _extents(one: RecordRows, other: RecordRows, name: str) -> tuple[str, Extent, Extent]:
+def _extents(one: RecordRows, other: RecordRows, name: str) -> tuple[str, RowExtent, RowExtent]:
     """Return the most exact kind of extent that both sides have, and the extent of each."""
     a, b = one.extents(name), other.extents(name)
     masks = one.mask_of(name), other.mask_of(name)
     if not is_structural(name) and None not in masks and masks[0] != masks[1]:
         # One mask is of responses and one of whole sequences: both cover the policy's tokens.
         ones = [rows.ones(mask) for rows, mask in zip((one, other), masks, strict=True) if mask]
-        return "mask", Extent("mask", ones[0]), Extent("mask", ones[1])
+        return "mask", RowExtent("mask", ones[0]), RowExtent("mask", ones[1])
     for kind in ("full", "mask", "span"):
         if kind in a and kind in b:
             return kind, a[kind], b[kind]
@@ -229,7 +229,7 @@ def _extents(one: RecordRows, other: RecordRows, name: str) -> tuple[str, Extent
     if "mask" in a or "mask" in b:
         return "row", a.get("mask", a["row"]), b.get("mask", b["row"])
     keeps = _without_padding(one.tensor(name), other.tensor(name))
-    return "row", Extent("row", keeps[0]), Extent("row", keeps[1])
+    return "row", RowExtent("row", keeps[0]), RowExtent("row", keeps[1])
 
 
 def _without_padding(one: RowTensor, other: RowTensor) -> tuple[Bools | None, Bools | None]:

@@ -33,9 +33,6 @@ MOST_SAMPLES: Final = 100
 """Most differing samples that a tensor lists, the worst first; all are counted."""
 MOST_TRAJECTORIES: Final = 10_000
 
-Json = object
-"""A JSON value of unknown form."""
-
 
 class ShardLocationReport(TypedDict):
     """Location of a shard, and its text."""
@@ -240,7 +237,7 @@ class SideReport(TypedDict):
     ranks: list[int]
     parts: list[str]
     sections: list[str]
-    about: Json
+    about: object
 
 
 class ComparisonReport(TypedDict):
@@ -447,7 +444,7 @@ def _statistics(found: Pairwise) -> StatisticsReport:
     }
 
 
-def _plain(value: object) -> Json:
+def _plain(value: object) -> object:
     """Return the metadata of a dump as JSON values; other objects become their text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -30,6 +30,7 @@ from stagescope.comparison_report import (
     worst_first,
 )
 from stagescope.wire import nonfinite
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.compare.figures import MOST_DETAILED, pictures
 from stagescope_service.compare.report.as_json import (
     FirstReport,
@@ -115,7 +116,7 @@ _SHOWN: Final = 12
 _WIDE: Final = 200
 
 
-def as_html(report: Mapping[str, Any]) -> str:
+def as_html(report: JsonObject) -> str:
     """Return a `ComparisonReport`, with `changes` and `remarks` if it has them, as a page."""
     report, figures = ComparisonReport(report), PageFigures()
     pairs = cast("list[PairReport]", report["pairs"])
@@ -128,7 +129,7 @@ def as_html(report: Mapping[str, Any]) -> str:
     return as_page(f"{report['verdict']}: comparison of dumps", "\n".join(body), figures)
 
 
-def _head(report: Mapping[str, Any]) -> Iterator[str]:
+def _head(report: JsonObject) -> Iterator[str]:
     yield f"<h1>{_badge(report['verdict'], title_of(report))} comparison of dumps</h1>"
     yield f"<p>{_text(report['reason'])}</p>"
     yield from (f"<p>{_text(remark)}</p>" for remark in report.get("remarks", ()))

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from stagescope.render import counted
 from stagescope.wire.errors import StagescopeError
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import Part
 from stagescope_service.compare.pairing.record_rows import RecordRows
 from stagescope_service.compare.plan import COUNTERPART_SECTIONS
@@ -78,13 +79,13 @@ _Float64 = npt.NDArray[np.float64]
 
 
 def as_nexrl(
-    report: Mapping[str, Any],
+    report: JsonObject,
     dumps: Mapping[str, Dump],
     *,
     step: int | None = None,
     ranks: int | None = None,
     microbatches: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """Return our report with the keys of NexRL's.
 
     Args:

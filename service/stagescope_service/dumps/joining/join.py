@@ -17,7 +17,7 @@ from stagescope.batch.data import flow_index
 from stagescope.tensorfile import Array
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.dumps.joining.column import Allocate, Assembly, Column
-from stagescope_service.dumps.joining.parts import StepParts, find_parts
+from stagescope_service.dumps.joining.parts import DumpParts, find_parts
 from stagescope_service.dumps.joining.rows import RecordedPart
 from stagescope_service.dumps.records import Dump, Record
 from stagescope_service.rows.positions import POSITION_TENSORS, TokenPositions, token_positions
@@ -80,7 +80,7 @@ class _Joiner:
     """Columns and parts while they are read."""
 
     def __init__(
-        self, dump: Dump, found: StepParts, names: Collection[str] | None, allocate: Allocate
+        self, dump: Dump, found: DumpParts, names: Collection[str] | None, allocate: Allocate
     ) -> None:
         self.seen: set[str] = set()
         self._dump = dump

@@ -31,7 +31,7 @@ _PayloadKey: TypeAlias = "tuple[_PartKey, object, object]"
 
 
 @dataclasses.dataclass
-class StepParts:
+class DumpParts:
     """The parts of a step, in the order in which their data flow.
 
     Attributes:
@@ -80,7 +80,7 @@ class StepParts:
         return {**found, "dump": dict(dump.about)} if dump.about else found
 
 
-def find_parts(dump: Dump, step: int | None, stages: Collection[str] | None) -> StepParts:
+def find_parts(dump: Dump, step: int | None, stages: Collection[str] | None) -> DumpParts:
     """Scan the entries of a step and assign their rows.
 
     Raises:
@@ -115,7 +115,7 @@ def find_parts(dump: Dump, step: int | None, stages: Collection[str] | None) -> 
         )  # fmt: skip
     gaps += [Gap("file", f"{each.path}: {each.message}") for each in dump.problems]
     gaps += _missing_ranks(parts)
-    return StepParts(parts, rows, scanner.sides(), gaps, scanner.files)
+    return DumpParts(parts, rows, scanner.sides(), gaps, scanner.files)
 
 
 def _assign(rows: RowIndex, group: Sequence[RecordedPart]) -> list[Gap]:

@@ -36,7 +36,7 @@ from typing import BinaryIO, Final, TypeAlias
 from stagescope.wire.errors import InvalidInput, NotFound, TooLarge
 from stagescope_service.store.tensorfile import disk_errors
 
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 """A JSON value."""
 
 CHUNK_BYTES: Final = 1 << 20
@@ -121,7 +121,7 @@ class JsonWindow:
         self._at += 1
         return found
 
-    def value(self) -> Json:
+    def value(self) -> JsonValue:
         """Consume and return one value.
 
         Raises:
@@ -155,7 +155,7 @@ class JsonWindow:
                 return found
             self._grow()
 
-    def entries(self) -> Iterator[tuple[str, Json]]:
+    def entries(self) -> Iterator[tuple[str, JsonValue]]:
         """Yield the (name, value) pairs of the object that begins here, in file order.
 
         Raises:
@@ -270,7 +270,7 @@ class DumpFile:
         """Bytes read so far."""
         return self._window.bytes_read
 
-    def records(self) -> Iterator[tuple[str, Json]]:
+    def records(self) -> Iterator[tuple[str, JsonValue]]:
         """Yield (name, record); ends, with `truncated_at` set, where the file is truncated.
 
         Raises:
@@ -287,13 +287,13 @@ class DumpFile:
         except Truncated:
             self.truncated_at = self._window.bytes_read
 
-    def _data(self) -> Iterator[tuple[str, Json]]:
+    def _data(self) -> Iterator[tuple[str, JsonValue]]:
         for name, record in self._window.entries():
             if len(name) > MOST_NAME:
                 raise TooLarge(f"{self._what}: a name of {len(name)} characters")
             self.last_name = name
             yield name, record
 
-    def _set_header(self, key: str, value: Json) -> None:
+    def _set_header(self, key: str, value: JsonValue) -> None:
         if key in self.header and value is not None:
             self.header[key] = str(value)[:MOST_NAME]

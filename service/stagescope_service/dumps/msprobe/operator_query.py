@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stagescope.wire.errors import InvalidInput, NotFound, StoreError
+from stagescope.wire.nonfinite import Json
 from stagescope_service.dumps.msprobe.operator_table import SCHEMA, STACKS_KEY, SUMMARY_KEY
 
 MOST_ROWS: Final = 10_000
@@ -108,7 +109,7 @@ def read_operators(
 
 def iterate_rows(
     path: Path, where: OperatorFilter | None = None, *, columns: Sequence[str] | None = None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, Json]]:
     """Yield every matching row as a dict, in execution order; a few thousand are in memory.
 
     Raises:
@@ -120,7 +121,7 @@ def iterate_rows(
 
 def load_columns(
     path: Path, columns: Sequence[str], where: OperatorFilter | None = None
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """Read complete columns for a computation.
 
     Returns:
@@ -134,7 +135,7 @@ def load_columns(
     schema = pa.schema([_encoded_field(SCHEMA.field(name)) for name in wanted])
     batches = [_encode(batch, schema) for batch in _batches(path, where, wanted)]
     table = pa.Table.from_batches(batches, schema).unify_dictionaries()
-    found: dict[str, Any] = {}
+    found: dict[str, Json] = {}
     for name in wanted:
         column = table[name].combine_chunks()
         if pa.types.is_dictionary(schema.field(name).type):
@@ -147,7 +148,7 @@ def load_columns(
     return found
 
 
-def read_summary(path: Path) -> dict[str, Any]:
+def read_summary(path: Path) -> dict[str, Json]:
     """Return `OperatorSummary.fields` of the table.
 
     Raises:
@@ -178,12 +179,12 @@ def read_stacks(path: Path) -> dict[str, list[str]]:
     return _metadata(path, STACKS_KEY)
 
 
-def _metadata(path: Path, key: bytes) -> dict[str, Any]:
+def _metadata(path: Path, key: bytes) -> dict[str, Json]:
     with _table_errors(path):
         metadata = pq.read_metadata(path).metadata or {}
         if key not in metadata:
             raise StoreError(f"{path} is no operator table")
-        found: dict[str, Any] = json.loads(metadata[key])
+        found: dict[str, Json] = json.loads(metadata[key])
         return found
 
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidInput
-from stagescope_service.dumps.msprobe.json_window import Json
+from stagescope_service.dumps.msprobe.json_window import JsonValue
 
 _MODULE: Final = re.compile(
     r"(?P<kind>Module|Cell)\.(?:(?P<operator>.+)\.)?(?P<module_class>[^.]+)"
@@ -99,7 +99,7 @@ class Leaf(NamedTuple):
     data_name: str | None = None
 
 
-def leaves(name: str, direction: str | None, record: Json) -> Iterator[Leaf]:
+def leaves(name: str, direction: str | None, record: JsonValue) -> Iterator[Leaf]:
     """Yield the leaves of a record in file order.
 
     Args:
@@ -112,7 +112,7 @@ def leaves(name: str, direction: str | None, record: Json) -> Iterator[Leaf]:
     """
     if direction == "debug":
         # A record of debug.json is the saved value itself.
-        sections: dict[str, Json] = {"grad" if _GRADIENT.search(name) else "output": record}
+        sections: dict[str, JsonValue] = {"grad" if _GRADIENT.search(name) else "output": record}
     elif not isinstance(record, dict):
         raise InvalidInput(
             f"record {name!r:.200} is a {type(record).__name__}", expected="an object"
@@ -148,8 +148,8 @@ def non_finite_kind(low: float | None, high: float | None) -> str | None:
 
 
 def _walk(
-    content: Json, path: tuple[str, ...], name: str
-) -> Iterator[tuple[tuple[str, ...], Json]]:
+    content: JsonValue, path: tuple[str, ...], name: str
+) -> Iterator[tuple[tuple[str, ...], JsonValue]]:
     if len(path) > MOST_DEPTH:
         raise InvalidInput(f"record {name!r:.200} is nested over {MOST_DEPTH} deep")
     if isinstance(content, list):
@@ -162,12 +162,12 @@ def _walk(
         yield path, content
 
 
-def _single(value: Json) -> Json:
+def _single(value: JsonValue) -> JsonValue:
     """Return the only item of a list: a parameter's gradient is in a list of its own."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _leaf(section: str, index: str, leaf: Json) -> Leaf:
+def _leaf(section: str, index: str, leaf: JsonValue) -> Leaf:
     if leaf is None:
         return Leaf(section, index)
     if not isinstance(leaf, dict):
@@ -175,7 +175,7 @@ def _leaf(section: str, index: str, leaf: Json) -> Leaf:
     kind = _text(str(leaf["type"]))
     dtype, shape = leaf.get("dtype"), leaf.get("shape")
     if not isinstance(dtype, str) or not isinstance(shape, list):
-        fields: Json = {key: value for key, value in leaf.items() if key != "type"}
+        fields: JsonValue = {key: value for key, value in leaf.items() if key != "type"}
         return Leaf(section, index, kind, value=_value_text(leaf.get("value", fields)))
     low, high = _number(leaf.get("Min")), _number(leaf.get("Max"))
     requires_grad, checksum = leaf.get("requires_grad"), leaf.get("md5")
@@ -198,7 +198,7 @@ def _leaf(section: str, index: str, leaf: Json) -> Leaf:
     )
 
 
-def _number(value: Json) -> float | None:
+def _number(value: JsonValue) -> float | None:
     if not isinstance(value, int | float):  # a bool is 0 or 1
         return None
     try:
@@ -207,12 +207,12 @@ def _number(value: Json) -> float | None:
         return None
 
 
-def _shape(shape: list[Json]) -> list[int] | None:
+def _shape(shape: list[JsonValue]) -> list[int] | None:
     sizes = [size for size in shape if isinstance(size, int) and 0 <= size < _INT64]
     return sizes if len(sizes) == len(shape) <= MOST_DEPTH else None
 
 
-def _value_text(value: Json) -> str:
+def _value_text(value: JsonValue) -> str:
     if isinstance(value, str):
         return _text(value)
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import NotFound, StagescopeError
-from stagescope_service.dumps.msprobe.json_window import Json, JsonWindow, Truncated, open_file
+from stagescope_service.dumps.msprobe.json_window import JsonValue, JsonWindow, Truncated, open_file
 from stagescope_service.dumps.msprobe.operators import forward_name
 
 MOST_NAMES: Final = 250_000
@@ -98,7 +98,7 @@ def source_of(frames: list[str]) -> str | None:
     return None
 
 
-def _stack(value: Json) -> tuple[list[str], list[str]]:
+def _stack(value: JsonValue) -> tuple[list[str], list[str]]:
     """Return (names, frames) of an entry; empty lists if it is malformed."""
     if not isinstance(value, list) or len(value) != 2:
         return [], []
@@ -109,7 +109,7 @@ def _stack(value: Json) -> tuple[list[str], list[str]]:
     return names, frames
 
 
-def _entries(path: Path, problems: list[str]) -> Iterator[tuple[str, Json]]:
+def _entries(path: Path, problems: list[str]) -> Iterator[tuple[str, JsonValue]]:
     try:
         with open_file(path) as file:
             window = JsonWindow(file, path.name, most_value=_MOST_VALUE)

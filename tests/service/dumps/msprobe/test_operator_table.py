@@ -16,7 +16,7 @@ from tests.support.dumps import Masked, capture, table, tabled
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
 
 from stagescope.wire.errors import InvalidInput, NotFound, StoreError
-from stagescope_service.dumps.msprobe.json_window import Json
+from stagescope_service.dumps.msprobe.json_window import JsonValue
 from stagescope_service.dumps.msprobe.operator_query import read_stack, read_summary
 from stagescope_service.dumps.msprobe.operator_table import write_operator_table
 from stagescope_service.dumps.msprobe.operators import (
@@ -230,8 +230,8 @@ def test_the_old_table_stays_if_the_new_dump_cannot_be_read(tmp_path: Path) -> N
 
 
 def test_an_argument_named_type_or_dtype_is_an_argument() -> None:
-    number: Json = {"type": "int", "value": 3}
-    record: Json = {
+    number: JsonValue = {"type": "int", "value": 3}
+    record: JsonValue = {
         "input_args": [],
         "input_kwargs": {"type": number, "dtype": number, "shape": None},
     }
@@ -242,12 +242,12 @@ def test_an_argument_named_type_or_dtype_is_an_argument() -> None:
 
 
 def test_a_call_without_arguments_has_one_row() -> None:
-    record: Json = {"input_args": [], "input_kwargs": {}, "output": []}
+    record: JsonValue = {"input_args": [], "input_kwargs": {}, "output": []}
     assert list(leaves("Distributed.barrier.0.forward", "forward", record)) == [Leaf()]
 
 
 def test_leaves_other_than_tensors_have_a_value() -> None:
-    odd: list[Json] = [
+    odd: list[JsonValue] = [
         {"type": "slice", "value": [0, None, 2]},
         {"type": "torch.memory_format", "format": "contiguous"},
         {"type": "float", "value": -math.inf},

@@ -21,11 +21,10 @@ from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl import minibatches, modes, ranks, rollout, trainer_calls
 from stagescope_workers.integrations.verl.guard import guarded
 from stagescope_workers.integrations.verl.modes import ALL, METRICS, OFF, STAGES, Mode
-from stagescope_workers.integrations.verl.patches import Patch
+from stagescope_workers.integrations.verl.patches import Function, Patch
 
 _log = logging.getLogger("stagescope.verl")
 
-Function = Callable[..., Any]
 Wrap = Callable[[Function], Function]
 
 _warned_of_bypass = False

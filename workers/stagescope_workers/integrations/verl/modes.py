@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope_workers.integrations.verl.guard import guarded
+from stagescope_workers.integrations.verl.patches import Function
 
 _log = logging.getLogger("stagescope.verl")
 
@@ -57,8 +57,6 @@ def wants_float32() -> bool:
     """Return whether to upcast verl's own numbers; by default none of them is changed."""
     return os.environ.get(FLOAT32, "").strip().lower() in ("1", "true", "yes", "on")
 
-
-Function = Callable[..., Any]
 
 _PATHS: Final = ("STAGESCOPE_HOME", "STAGESCOPE_TOKEN_FILE")
 # No token: Ray shows a job's variables to everybody with access to the job. The path of a token

@@ -18,6 +18,7 @@ from stagescope_workers.integrations.verl import minibatches
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.guard import guarded, running
 from stagescope_workers.integrations.verl.minibatches import Minibatches
+from stagescope_workers.integrations.verl.patches import Function
 from stagescope_workers.integrations.verl.processes import get_probe
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
@@ -81,8 +82,6 @@ def _megatron() -> dict[str, int]:
             found[name] = int(getattr(state, function)())
     return found
 
-
-Function = Callable[..., Any]
 
 _latest_context: Context | None = None
 _active: Final[contextvars.ContextVar[bool]] = contextvars.ContextVar(

@@ -21,10 +21,9 @@ from typing import Any, Final
 from stagescope_workers.integrations.verl import batches, configuration
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.guard import guarded, running
+from stagescope_workers.integrations.verl.patches import Function
 from stagescope_workers.integrations.verl.processes import get_probe, has_service
 from stagescope_workers.probe.stage import Stage
-
-Function = Callable[..., Any]
 
 _INDEX: Final = re.compile(r"_(\d+)_[0-9a-f]+\Z")
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl.driver import Driver
 from stagescope_workers.integrations.verl.guard import guarded, running
 from stagescope_workers.integrations.verl.modes import current_mode, wants_float32
+from stagescope_workers.integrations.verl.patches import Function
 from stagescope_workers.probe.stage import Stage
-
-Function = Callable[..., Any]
 
 _driver: Driver | None = None
 _awaiting_tensors: tuple[Stage, object] | None = None
