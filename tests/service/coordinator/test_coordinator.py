@@ -151,7 +151,7 @@ def test_raw_calls_that_are_refused_for_several_reasons_are_counted_apart(
     again.adopt(snapshot)
     body = {"run": "r", "step": -5, "stage": "actor_update"}
     with pytest.raises(InvalidEvent):
-        made.run(again.raw_calls.take("begin", "later", body))
+        made.run(again.raw_calls.record("begin", "later", body))
     rows = rows_of(made.store, "findings")
     assert [row["count"] for row in rows if "step is -5" in row["message"]] == [3]
     assert len(rows) == 3
