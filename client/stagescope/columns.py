@@ -19,6 +19,14 @@ def _read(text: str) -> dict[str, str]:
     return {name: kind or "text" for name, _, kind in pairs}
 
 
+RECORDS: Final[Mapping[str, Kinds]] = {
+    "begun_again": _read("role ranks:ints stages:texts"),
+    "missing": _read("role rank:int stage status since:float"),
+    "superseded": _read("from_step:int by:int"),
+    "odd_ranks": _read("role rank:int"),
+}
+"""Nested column whose values are lists of records -> the fields of a record."""
+
 COLUMNS: Final[Mapping[str, Kinds]] = {
     "rounds": _read(
         "tokens:int masked_tokens:int abs_diff_mean:float abs_diff_max:float abs_diff_sum:float "

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from stagescope.columns import Kinds
+from stagescope.columns import RECORDS, Kinds
 from stagescope.render import Columns
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import MissingExtra
@@ -51,7 +51,7 @@ def to_polars(columns: Columns, kinds: Kinds = _NONE) -> polars.DataFrame:
     """Return the columns as a polars DataFrame."""
     library = _import("polars")
     series = [
-        library.Series(name, _flat(kind, values), dtype=_polars_type(library, kind))
+        library.Series(name, _flat(kind, values, name), dtype=_polars_type(library, kind, name))
         for name, values in columns.items()
         for kind in (_kind(name, values, kinds),)
     ]
@@ -63,7 +63,7 @@ def to_arrow(columns: Columns, kinds: Kinds = _NONE) -> pyarrow.Table:
     """Return the columns as a pyarrow Table."""
     arrow = _import("pyarrow")
     arrays = {
-        name: arrow.array(_flat(kind, values), type=_arrow_type(arrow, kind))
+        name: arrow.array(_flat(kind, values, name), type=_arrow_type(arrow, kind, name))
         for name, values in columns.items()
         for kind in (_kind(name, values, kinds),)
     }
@@ -80,6 +80,7 @@ _PANDAS: Final[Mapping[str, str]] = {
     "ints": "object",
     "texts": "object",
     "nested": "object",
+    "records": "object",
 }
 
 
@@ -106,7 +107,7 @@ _BOOLS: Final = frozenset({
     "raw", "whole_role", "fired_live", "order_differs", "earliest", "acknowledged", "there",
     "joined_later", "processed", "device_time",
 })  # fmt: skip
-_INT_LISTS: Final = frozenset({"ranks", "odd_ranks", "shape", "policy_versions"})
+_INT_LISTS: Final = frozenset({"ranks", "shape", "policy_versions"})
 _TEXT_LISTS: Final = frozenset({"sections", "suspects", "names", "dtypes"})
 
 
@@ -122,9 +123,14 @@ def _kind_by_name(name: str) -> str:
 
 
 def _kind(name: str, values: Sequence[Json], kinds: Kinds) -> str:
-    """Return a column's kind: int, bool, float, text, ints, texts or nested; `?`: with None."""
+    """Return a column's kind: int, bool, float, text, ints, texts, records or nested.
+
+    `?`: with None. Records are lists of mappings whose fields `RECORDS` knows by the column's name.
+    """
     present = [value for value in values if value is not None]
     known = kinds.get(name)
+    if known == "nested" and name in RECORDS:
+        known = "records"
     declared = known or _kind_by_name(name)
     if not values and known:
         return known
@@ -145,16 +151,24 @@ def _kind(name: str, values: Sequence[Json], kinds: Kinds) -> str:
         return "text"
     if types == {list}:
         inner = {type(item) for value in present for item in value}
+        if name in RECORDS and inner <= {dict}:
+            return "records"
         if not inner:
             return "ints" if name in _INT_LISTS else "texts" if name in _TEXT_LISTS else "nested"
         return "ints" if inner == {int} else "texts" if inner == {str} else "nested"
     return "nested"
 
 
-def _flat(kind: str, values: Sequence[Json]) -> list[Json]:
+def _flat(kind: str, values: Sequence[Json], name: str) -> list[Json]:
     """Return the values of a column; nested values become JSON text, ints among floats floats."""
     if kind == "float":
         return [None if value is None else float(value) for value in values]
+    if kind == "records":  # of the known fields alone: a later service may add some
+        fields = RECORDS[name]
+        return [
+            None if value is None else [{each: item.get(each) for each in fields} for item in value]
+            for value in values
+        ]
     if kind != "nested":
         return list(values)
     return [
@@ -163,7 +177,10 @@ def _flat(kind: str, values: Sequence[Json]) -> list[Json]:
     ]
 
 
-def _polars_type(polars: _Library, kind: str) -> object:
+def _polars_type(polars: _Library, kind: str, name: str) -> object:
+    if kind == "records":
+        fields = RECORDS[name].items()
+        return polars.List(polars.Struct({n: _polars_type(polars, kind, n) for n, kind in fields}))
     return {
         "int": polars.Int64,
         "bool": polars.Boolean,
@@ -173,7 +190,10 @@ def _polars_type(polars: _Library, kind: str) -> object:
     }.get(kind.rstrip("?"), polars.String)
 
 
-def _arrow_type(arrow: _Library, kind: str) -> object:
+def _arrow_type(arrow: _Library, kind: str, name: str) -> object:
+    if kind == "records":
+        fields = [(n, _arrow_type(arrow, kind, n)) for n, kind in RECORDS[name].items()]
+        return arrow.list_(arrow.struct(fields))
     return {
         "int": arrow.int64(),
         "bool": arrow.bool_(),

@@ -196,11 +196,17 @@ class Table:
         return convert.to_pandas(self._columns, self._kinds)
 
     def to_polars(self) -> polars.DataFrame:
-        """Return a polars DataFrame; lists stay lists, other nested values are JSON text."""
+        """Return a polars DataFrame; lists and records (`begun_again`) stay what they are.
+
+        Other nested values are JSON text.
+        """
         return convert.to_polars(self._columns, self._kinds)
 
     def to_arrow(self) -> pyarrow.Table:
-        """Return a pyarrow Table; lists stay lists, other nested values are JSON text."""
+        """Return a pyarrow Table; lists and records (`begun_again`) stay what they are.
+
+        Other nested values are JSON text.
+        """
         return convert.to_arrow(self._columns, self._kinds)
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
+import pandas
 import polars
 import pytest
 from pydantic import BaseModel
 
 from stagescope import Table
-from stagescope.columns import COLUMNS
+from stagescope.columns import COLUMNS, RECORDS
 from stagescope.wire.nonfinite import Json
 from stagescope_service.api.models import (
     common,
@@ -106,6 +107,49 @@ def test_a_table_without_rows_concatenates_with_a_full_one(noun: str) -> None:
         assert empty.to_arrow().schema == full.to_arrow().schema
         assert dict(empty.to_pandas().dtypes) == dict(full.to_pandas().dtypes)
         assert empty.lines() == ["(no rows)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("begun_again", common.BegunAgain),
+        ("missing", common.Missing),
+        ("superseded", runs.Superseded),
+        ("odd_ranks", common.RoleRank),
+    ],
+)
+def test_records_have_the_fields_of_the_answers(name: str, model: type[BaseModel]) -> None:
+    assert RECORDS[name] == columns_of(model)
+
+
+@pytest.mark.parametrize("noun", ["steps", "attempts", "weights"])
+def test_records_keep_their_type_whatever_they_hold(noun: str) -> None:
+    columns = COLUMNS[noun]
+    names = [name for name in columns if name in RECORDS]
+    assert names
+    spell: dict[str, Json] = {
+        "int": 1, "float": 0.5, "text": "x", "bool": True, "ints": [1], "texts": ["x"],
+        "nested": {"a": 1},
+    }  # fmt: skip
+    empty_row = {name: spell[kind.rstrip("?")] for name, kind in columns.items()}
+    record = {name: {field: spell[kind] for field, kind in RECORDS[name].items()} for name in names}
+    full_row = empty_row | {name: [{**record[name], "later": 7}] for name in names}
+    empty_row |= {name: [] for name in names}
+    lacking = empty_row | dict.fromkeys(names)
+    tables = [
+        Table.from_rows(rows, columns=columns)
+        for rows in ([], [empty_row], [full_row], [empty_row, full_row], [lacking], [lacking] * 0)
+    ]
+    frames = [table.to_polars() for table in tables]
+    both = polars.concat(frames)
+    assert [both[name].to_list() for name in names] == [
+        [[], [record[name]], [], [record[name]], None] for name in names
+    ]
+    assert both.filter(polars.col(names[0]).list.len() > 0).height == 2
+    assert len({str(table.to_arrow().schema) for table in tables}) == 1
+    assert tables[2].to_arrow().to_pylist()[0][names[0]] == [record[names[0]]]
+    joined = pandas.concat([table.to_pandas() for table in tables])
+    assert {str(joined[name].dtype) for name in names} == {"object"}
 
 
 def test_a_selection_without_rows_keeps_the_types_of_its_table() -> None:

@@ -17,7 +17,7 @@ PATH = "/data/stagescope/qwen3-8b-countdown/key-1/step_120/actor_update/0.0.1.0/
 
 def table(**changes: Json) -> Table:
     """A row as a route about ranks gives it."""
-    row = {"role": "actor", "rank": 1, "k3_kl": 0.5, "live": True, "host": "a", "odd_ranks": [1],
+    row = {"role": "actor", "rank": 1, "k3_kl": 0.5, "live": True, "host": "a", "ranks": [1],
            "missing": [{"rank": 1}], "wall": 1.5}  # fmt: skip
     return Table.from_rows([{**row, **changes}])
 
@@ -27,8 +27,8 @@ def table(**changes: Json) -> Table:
     [
         {"rank": None, "k3_kl": None, "live": None, "host": None, "wall": None},
         {"k3_kl": 1, "wall": 2},
-        {"odd_ranks": [], "missing": []},
-        {"odd_ranks": None, "missing": None},
+        {"ranks": [], "missing": []},
+        {"ranks": None, "missing": None},
     ],
 )
 def test_tables_of_two_steps_concatenate(changes: dict[str, Json]) -> None:
@@ -36,7 +36,7 @@ def test_tables_of_two_steps_concatenate(changes: dict[str, Json]) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pandas = pytest.importorskip("pandas")
     one, other = table(), table(**changes)
-    if "odd_ranks" not in changes or changes["odd_ranks"] is not None:
+    if "ranks" not in changes or changes["ranks"] is not None:
         assert polars.concat([one.to_polars(), other.to_polars()]).height == 2
         assert pyarrow.concat_tables([one.to_arrow(), other.to_arrow()]).num_rows == 2
     else:  # of lists that are not there a name alone tells nothing for certain: text
