@@ -19,7 +19,7 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stagescope.discovery import NAMESPACE
+from stagescope.discovery import NAMESPACE, ingestor_name
 from stagescope.wire.errors import Unreachable
 from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import IngestJob, PayloadKey, StepJob
@@ -52,11 +52,6 @@ _GONE: Final = (
     exceptions.RayTaskError,
     exceptions.RayActorError,
 )
-
-
-def ingestor_name(node_id: str) -> str:
-    """Return the actor's name."""
-    return f"ingestor-{node_id}"
 
 
 class Ingestor:
