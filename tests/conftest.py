@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.metadata
 import inspect
 import os
 import shutil
 import tempfile
+from typing import Final
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +31,36 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # CTranslate2 reads it when it is first imported; see examples/countdown/engine.py.
 os.environ.setdefault("CT2_USE_MKL", "1")
+
+
+_CLUSTERS: Final = contextlib.ExitStack()
+
+
+@pytest.fixture(scope="session")
+def clusters() -> contextlib.ExitStack:
+    """The cluster that `address` has started; once it is closed, the next file starts another."""
+    return _CLUSTERS
+
+
+@pytest.fixture(scope="module")
+def address(clusters: contextlib.ExitStack) -> str:
+    """The address of the cluster of which this process is the driver.
+
+    A start costs seconds: files take turns with one cluster, each with a service of its own.
+    """
+    ray = pytest.importorskip("ray")
+    from tests.support.cluster import ray_cluster
+
+    if not ray.is_initialized():
+        clusters.enter_context(ray_cluster())
+    return str(ray.get_runtime_context().gcs_address)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End the cluster before a test that shall see none."""
+    if nextitem is None or nextitem.get_closest_marker("ray") is None:
+        _CLUSTERS.close()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -28,6 +28,8 @@ from stagescope.wire.nonfinite import JsonObject
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 NAMESPACE: Final = "stagescope"
 """Ray's namespace of the service's actors."""
+COORDINATOR_NAME: Final = "DebugCoordinator"
+"""Name of the coordinator's actor."""
 API_NAME: Final = "ApiServer"
 """Name of the actor that serves the API in Ray."""
 _RAY_SECONDS: Final = 5.0
@@ -49,6 +51,11 @@ class ServiceLocation:
 def service_file() -> Path:
     """Return the path of service.json, whether it exists or not."""
     return Path(os.environ.get("STAGESCOPE_HOME") or "~/.stagescope").expanduser() / "service.json"
+
+
+def ingestor_name(node_id: str) -> str:
+    """Return the name of a node's ingestor, an actor."""
+    return f"ingestor-{node_id}"
 
 
 def find(url: str | None = None, token: str | None = None) -> ServiceLocation:

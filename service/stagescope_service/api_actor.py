@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 import ray
 from ray import exceptions
 
-from stagescope.discovery import NAMESPACE
+from stagescope.discovery import COORDINATOR_NAME, NAMESPACE
 from stagescope.wire.errors import NotReady, StagescopeError, Unreachable
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service import service_file
@@ -22,7 +22,7 @@ from stagescope_service.api.auth import Tokens
 from stagescope_service.api.server import ApiServer as HttpServer
 from stagescope_service.api.server import raise_file_limit
 from stagescope_service.coordinator import control_socket
-from stagescope_service.coordinator.actor import COMMANDS, NAME
+from stagescope_service.coordinator.actor import COMMANDS
 from stagescope_service.ingest.actor import Ingestors
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
@@ -146,7 +146,9 @@ class CoordinatorCommands:
                         f"the coordinator ended before it answered {method}", advice=_MAY_BE_DONE
                     ) from error
         if self._handle is None:
-            self._handle = await asyncio.to_thread(ray.get_actor, NAME, namespace=NAMESPACE)
+            self._handle = await asyncio.to_thread(
+                ray.get_actor, COORDINATOR_NAME, namespace=NAMESPACE
+            )
         ref = getattr(self._handle, method).remote(**arguments)
         answer: Reply = await asyncio.wrap_future(ref.future())
         return answer

@@ -11,22 +11,20 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import ray
 from ray import exceptions
 
-from stagescope.discovery import API_NAME, NAMESPACE
+from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE, ingestor_name
 from stagescope.wire.errors import Conflict, InvalidInput, NotReady, Unreachable
 from stagescope_service import clusters, embedded, service_file
 from stagescope_service.api.auth import Tokens, check_bind, token_path
 from stagescope_service.api.server import bind
-from stagescope_service.api_actor import ApiLocation, ApiServer
-from stagescope_service.coordinator.actor import NAME, DebugCoordinator
-from stagescope_service.core.captures.keep_policy import read_keep_policy
-from stagescope_service.ingest.actor import ingestor_name
 from stagescope_service.settings import Settings
-from stagescope_service.triggers.rules import read_yaml
+
+if TYPE_CHECKING:
+    from stagescope_service.api_actor import ApiLocation
 
 CONCURRENCY: Final = 20_000
 """Pending calls of the coordinator: every process has a poll pending."""
@@ -76,8 +74,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
     tokens = Tokens.load(settings) if settings.auth else None
     check_bind(settings, tokens)
     _check_triggers(settings)
-    if settings.keep is not None:
-        read_keep_policy(settings.keep)
+    _check_keep(settings)
     previous = clusters.of_home(settings)
     with (
         service_file.kept_on_failure(settings),
@@ -139,6 +136,8 @@ def _check_triggers(settings: Settings) -> None:
     """Refuse an invalid file of rules here, where the user sees it, not in the coordinator."""
     if settings.triggers is None:
         return
+    from stagescope_service.triggers.rules import read_yaml
+
     try:
         read_yaml(settings.triggers.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -147,6 +146,14 @@ def _check_triggers(settings: Settings) -> None:
             expected="a YAML file of rules",
             advice="see STAGESCOPE_TRIGGERS",
         ) from error
+
+
+def _check_keep(settings: Settings) -> None:
+    """Refuse an invalid file of the keep policy."""
+    if settings.keep is not None:
+        from stagescope_service.core.captures.keep_policy import read_keep_policy
+
+        read_keep_policy(settings.keep)
 
 
 def is_same(home: Path, other: Path) -> bool:
@@ -219,7 +226,7 @@ def _check_own(settings: Settings, address: str, home: Path | None) -> None:
             advice=f"`STAGESCOPE_HOME={home} stagescope stop` stops it, and {anyway}",
         )
     is_known = service_file.read(settings).get("cluster_address") == address
-    if home is None and not is_known and any(map(_actor, (API_NAME, NAME))):
+    if home is None and not is_known and any(map(_actor, (API_NAME, COORDINATOR_NAME))):
         raise NotReady(f"the service at {address} does not say whose it is", advice=anyway)
 
 
@@ -244,12 +251,19 @@ def _actor(name: str) -> ActorHandle | None:
 
 def _start_actors(settings: Settings, running: bool) -> tuple[str, ApiLocation]:
     """Create the actors that are missing; return the API's URL and location."""
+    # Not at the top: a command that stops a service or is refused needs nothing of these.
+    from stagescope_service.api_actor import ApiServer
+    from stagescope_service.coordinator.actor import DebugCoordinator
+
     options = json.loads(
         settings.model_dump_json(exclude={"read_token", "operate_token"}, exclude_none=True)
     )
-    coordinator = _create_actor(NAME, DebugCoordinator, options, max_concurrency=CONCURRENCY)
-    ray.get(coordinator.status.remote(), timeout=_START_SECONDS)
+    # Both import for seconds: side by side.
+    coordinator = _create_actor(
+        COORDINATOR_NAME, DebugCoordinator, options, max_concurrency=CONCURRENCY
+    )
     api = _create_actor(API_NAME, ApiServer, options, max_concurrency=16)
+    ray.get(coordinator.status.remote(), timeout=_START_SECONDS)
     advice = "`stagescope stop` ends it" if running else "choose another with --port (0 = any)"
     return _await_url(api, advice)
 
@@ -303,7 +317,7 @@ def _ended_on_failure() -> Iterator[None]:
 
 def _names() -> list[str]:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return [API_NAME, NAME, *(ingestor_name(node["NodeID"]) for node in nodes)]
+    return [API_NAME, COORDINATOR_NAME, *(ingestor_name(node["NodeID"]) for node in nodes)]
 
 
 def _end_actors(names: list[str]) -> bool:
@@ -313,7 +327,7 @@ def _end_actors(names: list[str]) -> bool:
         actor = _actor(name)
         if actor is None:
             continue
-        if name in (API_NAME, NAME):
+        if name in (API_NAME, COORDINATOR_NAME):
             was_running = True
             # Killed even if it does not answer: acknowledged events are on disk.
             with contextlib.suppress(exceptions.RayError):

@@ -34,16 +34,6 @@ def answers_as_documented(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """A cluster for the tests of a module."""
-    pytest.importorskip("ray")
-    from tests.support.cluster import ray_cluster
-
-    with ray_cluster() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A data directory: a filesystem of its own, where this user may mount one."""
     path = tmp_path_factory.mktemp("data") / "disk"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -20,6 +19,8 @@ from tests.support.trainers import Training  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
+RUN = "trained"
+
 
 @pytest.fixture(scope="module")
 def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
@@ -29,15 +30,15 @@ def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     running.stop()
 
 
-@contextlib.contextmanager
-def training(service: Service, run: str) -> Iterator[Training]:
-    """Two ranks that are in their first steps, and known to the service."""
-    made = Training(run)
+@pytest.fixture(scope="module")
+def ranks(service: Service) -> Iterator[Training]:
+    """Two ranks that are in their first steps, and known to the service; they train to the end."""
+    made = Training(RUN)
     try:
         with service.session() as session:
-            eventually(lambda: session.step(run=run).step >= 2)
+            eventually(lambda: session.step(run=RUN).step >= 2)
             eventually(
-                lambda: [row["status"] for row in session.step(2, run=run).stages()] == ["ok"] * 2
+                lambda: [row["status"] for row in session.step(2, run=RUN).stages()] == ["ok"] * 2
             )
         yield made
     finally:
@@ -61,10 +62,12 @@ def captured(session: Any, **order: Any) -> Any:
     raise AssertionError(found)
 
 
-def test_both_ranks_capture_the_same_step_of_a_running_training(service: Service) -> None:
-    with training(service, "together") as ranks, service.session() as session:
+def test_both_ranks_capture_the_same_step_of_a_running_training(
+    service: Service, ranks: Training
+) -> None:
+    with service.session() as session:
         found = captured(session, stages=["actor_update"], steps={"next": 2}, level="L1")
-        assert found["run"] == "together"
+        assert found["run"] == RUN
         agreed = found["agreement"]
         assert agreed["members"] == [{"role": "actor", "rank": n} for n in (0, 1)]
         start = agreed["start"]
@@ -82,9 +85,9 @@ def test_both_ranks_capture_the_same_step_of_a_running_training(service: Service
         eventually(lambda: len(session.plan()) == 0)
 
 
-def test_a_stopped_rank_is_named_and_waited_for(service: Service) -> None:
-    with training(service, "stopped") as ranks, service.session() as session:
-        order: dict[str, Any] = {"run": "stopped", "stages": ["actor_update"], "task": "statistics"}
+def test_a_stopped_rank_is_named_and_waited_for(service: Service, ranks: Training) -> None:
+    with service.session() as session:
+        order: dict[str, Any] = {"run": RUN, "stages": ["actor_update"], "task": "statistics"}
         os.kill(ranks.pids[1], signal.SIGSTOP)
         try:
             given_up = session.capture(**order, late="give_up", timeout=0.5)
@@ -97,9 +100,7 @@ def test_a_stopped_rank_is_named_and_waited_for(service: Service) -> None:
             assert waiting["notes"] == ["waiting for actor rank 1"]
             without = session.capture(**order, late="go_on", timeout=0.5)
             eventually(lambda: session.progress(without["capture_id"])["state"] == "agreed")
-            (finding,) = [
-                row for row in session.findings("stopped") if row["kind"] == "capture_partial"
-            ]
+            (finding,) = [row for row in session.findings(RUN) if row["kind"] == "capture_partial"]
             assert "without actor rank 1" in finding["message"]
         finally:
             os.kill(ranks.pids[1], signal.SIGCONT)
@@ -107,23 +108,26 @@ def test_a_stopped_rank_is_named_and_waited_for(service: Service) -> None:
         assert found["state"] == "complete", found
 
 
-def test_an_agreement_outlives_the_coordinator(service: Service) -> None:
-    with training(service, "outlives") as ranks, service.session() as session:
-        step = ranks.where() + 450  # far enough that a slow restart is over before it
-        ordered = session.capture(
-            run="outlives", stages=["actor_update"], steps=[step], task="statistics"
-        )
-        eventually(lambda: session.progress(ordered["capture_id"])["state"] == "agreed")
-        service.kill_and_await("coordinator")
-        assert ranks.where() < step
+def test_an_agreement_outlives_the_coordinator(service: Service, ranks: Training) -> None:
+    with service.session() as session:
+        with ranks.slowed(1.0):
+            step = ranks.where() + 60  # far enough that a slow restart is over before it
+            ordered = session.capture(
+                run=RUN, stages=["actor_update"], steps=[step], task="statistics"
+            )
+            eventually(lambda: session.progress(ordered["capture_id"])["state"] == "agreed")
+            service.kill_and_await("coordinator")
+            assert ranks.where() < step
         found = session.wait_for(ordered["capture_id"], timeout=240)
         assert states(found) == {(step, 0): "complete", (step, 1): "complete"}
 
 
-def test_what_does_not_fit_is_refused_before_it_starts_unless_forced(service: Service) -> None:
-    with training(service, "large"), service.session() as session:
+def test_what_does_not_fit_is_refused_before_it_starts_unless_forced(
+    service: Service, ranks: Training
+) -> None:
+    with service.session() as session:
         order: dict[str, Any] = {
-            "run": "large", "stages": ["actor_update"], "task": "statistics",
+            "run": RUN, "stages": ["actor_update"], "task": "statistics",
             "limits": {"reserve_bytes": 1e15},
         }  # fmt: skip
         ordered = session.capture(**order)
@@ -134,10 +138,10 @@ def test_what_does_not_fit_is_refused_before_it_starts_unless_forced(service: Se
         assert session.capture(**order, force=True)["agreement"]["phase"] == "agreed"
 
 
-def test_a_withdrawn_order_is_let_go_of_by_every_rank(service: Service) -> None:
-    with training(service, "withdrawn"), service.session() as session:
+def test_a_withdrawn_order_is_let_go_of_by_every_rank(service: Service, ranks: Training) -> None:
+    with service.session() as session:
         ordered = session.capture(
-            run="withdrawn", stages=["actor_update"], steps={"every": 100_000}, task="statistics"
+            run=RUN, stages=["actor_update"], steps={"every": 100_000}, task="statistics"
         )
         capture_id = ordered["capture_id"]
         eventually(lambda: session.progress(capture_id)["state"] == "agreed")
@@ -146,13 +150,13 @@ def test_a_withdrawn_order_is_let_go_of_by_every_rank(service: Service) -> None:
         eventually(lambda: all(row["acknowledged"] for row in session.progress(capture_id).ranks()))
 
 
-def test_gradients_and_parameters_of_every_rank_are_kept(service: Service) -> None:
-    with training(service, "gradients"), service.session() as session:
+def test_gradients_and_parameters_of_every_rank_are_kept(service: Service, ranks: Training) -> None:
+    with service.session() as session:
         order = {"gradients": ["*.weight"], "parameters": ["1.bias"]}
-        found = captured(session, run="gradients", stages=["actor_update"], **order)
+        found = captured(session, run=RUN, stages=["actor_update"], **order)
         assert all(each["bytes"] > 0 for each in found["agreement"]["estimates"])
         start = found["agreement"]["start"]
-        kept = eventually(lambda: files(service, "gradients", start, 2))
+        kept = eventually(lambda: files(service, start, 2))
         for file in kept:
             with safetensors.safe_open(file, "np") as tensors:
                 assert {*tensors.keys()} == {
@@ -162,6 +166,6 @@ def test_gradients_and_parameters_of_every_rank_are_kept(service: Service) -> No
                 assert np.any(tensors.get_tensor("gradient/1.weight"))
 
 
-def files(service: Service, run: str, step: int, count: int) -> list[Path]:
-    found = [*service.settings.data_path.glob(f"{run}/*/step_{step}/actor_update/**/*.safetensors")]
+def files(service: Service, step: int, count: int) -> list[Path]:
+    found = [*service.settings.data_path.glob(f"{RUN}/*/step_{step}/actor_update/**/*.safetensors")]
     return found if len(found) == count else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,15 @@ class Machine:
             timeout=110,
             env={**kept, "STAGESCOPE_HOME": str(self.home(name)), "RAY_TMPDIR": str(self.path)},
         )
+
+    def calls(
+        self, commands: Mapping[str, Sequence[str]]
+    ) -> dict[str, subprocess.CompletedProcess[str]]:
+        """Run commands of several homes side by side, by home."""
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            running = {name: threads.submit(self.call, name, *words)
+                       for name, words in commands.items()}  # fmt: skip
+        return {name: done.result() for name, done in running.items()}
 
     def json(self, name: str, *arguments: str) -> dict[str, Any]:
         done = self.call(name, *arguments, "--json")
@@ -155,14 +165,18 @@ def taken() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_an_address_without_a_cluster_is_said_at_once(machine: Machine, host: str) -> None:
+def test_an_address_without_a_cluster_is_said_at_once(machine: Machine) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # it does not listen
-        done = machine.call("nowhere", "serve", "--address", f"{host}:{unused.getsockname()[1]}")
-    assert done.returncode != 0
-    assert "nothing listens there" in done.stderr
-    assert machine.file("nowhere") is None
+        port = unused.getsockname()[1]
+        calls = {
+            host: ("serve", "--address", f"{host}:{port}")
+            for host in ("127.0.0.1", "localhost", "[::1]")
+        }
+        for home, done in machine.calls(calls).items():
+            assert done.returncode != 0
+            assert "nothing listens there" in done.stderr
+            assert machine.file(home) is None
 
 
 def test_no_cluster_of_a_driver_is_joined_unasked(machine: Machine, private: str) -> None:
@@ -210,18 +224,15 @@ def test_serve_without_a_cluster_starts_one_and_stop_ends_it_and_no_other(
     assert machine.json("own", "stop") == {"stopped": False}
 
 
-@pytest.mark.parametrize("before", [None, {"url": None, "embedded_pid": None, "x": 1}])
-def test_a_start_that_fails_leaves_nothing(
-    machine: Machine, private: str, taken: int, before: dict[str, Any] | None
-) -> None:
-    name = f"failing-{before is None}"
-    if before is not None:
-        machine.home(name).mkdir()
-        (machine.home(name) / "service.json").write_text(json.dumps(before))
-    done = machine.call(name, "serve", "--port", str(taken), "--address", private)
-    assert done.returncode != 0
-    assert "is taken" in done.stderr
-    assert machine.file(name) == before
+def test_a_start_that_fails_leaves_nothing(machine: Machine, private: str, taken: int) -> None:
+    before = {"url": None, "embedded_pid": None, "x": 1}
+    machine.home("failing").mkdir()
+    (machine.home("failing") / "service.json").write_text(json.dumps(before))
+    start = ("serve", "--port", str(taken), "--address", private)
+    for home, done in machine.calls({"failing": start, "failing-anew": start}).items():
+        assert done.returncode != 0
+        assert "is taken" in done.stderr
+        assert machine.file(home) == (before if home == "failing" else None)
     assert machine.actors(private) == "[]"
 
 

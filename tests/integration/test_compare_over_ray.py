@@ -55,7 +55,7 @@ def train(service: Service, checkpoints: Path, *words: str) -> str:
 def trained(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Service:
     """A run of the float32 engine, its last step scored again by int8, and a run with int8."""
     checkpoints = tmp_path_factory.mktemp("checkpoints")
-    short = ("--steps", str(STEPS), "--warmup-steps", "40")
+    short = ("--steps", str(STEPS), "--warmup-steps", "8")
     train(service, checkpoints, "--run", "exact", "--engine", "float32", *short)
     again = train(service, checkpoints, "--replay", f"exact:{STEPS}", "--rescore", "int8")
     assert "is the stored one, bit by bit" in again

@@ -56,7 +56,7 @@ def test_ray_tasks_give_what_threads_give(address: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["compare", "compare-dumps"])
 def test_the_command_takes_the_cluster(command: str, address: str, tmp_path: Path) -> None:
-    a, b = (str(nexrl_directory(tmp_path / name)) for name in "ab")
+    a, b = (str(nexrl_directory(tmp_path / name, ranks=1)) for name in "ab")
     named = ("--self_hosted_dir", a, "--weaver_dir", b)
     words = (a, b) if command == "compare" else named
     program = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,10 +18,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[tuple[str, str, str]]:
+def nodes(clusters: contextlib.ExitStack) -> Iterator[tuple[str, str, str]]:
     """Be the driver of two nodes; yields the address and their ids, the driver's own first."""
     from ray.cluster_utils import Cluster
 
+    clusters.close()  # a process is the driver of one cluster
     options: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100_000_000}
     cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
     try:

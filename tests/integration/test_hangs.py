@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray")
-
 from tests.support.cluster import Service, answer, eventually
 from tests.support.hanging import Trainer
 
@@ -19,6 +18,8 @@ import stagescope
 from stagescope.hangs import Stacks
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.store.catalogue import Catalogue
+
+pytestmark = pytest.mark.ray
 
 FLOOR = 2.0
 

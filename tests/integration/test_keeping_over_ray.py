@@ -271,39 +271,15 @@ def unhealthy(service: Service) -> Any:
     return None if keeping["healthy"] or keeping["not_kept"] < 4 else keeping
 
 
-def test_what_the_settings_have_runs_keep_reaches_ranks_also_when_it_changes(
-    address: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "keep.yaml"
-    file.write_text("runs: {'set*': {every_n_steps: 2, what: [is_loss]}}")
-    service = started(tmp_path / "home", address, keep=file)
-    ranks = [Rank(run) for run in ("settings", "other")]
-    try:
-        eventually(lambda: ranks[0].wants(2))
-        assert not ranks[1].wants(2)
-        for rank in ranks:
-            assert rank.step(1) == 0
-        assert [rank.step(2) for rank in ranks] == [4, 0]
-        files(service, "settings", 2, 4)
-        file.write_text("what: [loss]")
-        service.kill_and_await("coordinator")
-        eventually(lambda: not ranks[0].wants(4))
-        for rank in ranks:
-            rank.step(4)
-        for run in ("settings", "other"):
-            assert {*files(service, run, 4, 4)[0].sections} == {"loss"}
-    finally:
-        for rank in ranks:
-            rank.close()
-        service.stop()
-
-
 # A cluster has one service: those of single tests came first.
 
 
 @pytest.fixture(scope="module")
 def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    running = started(tmp_path_factory.mktemp("keeping"), address, lease_seconds=20.0)
+    home = tmp_path_factory.mktemp("keeping")
+    file = home / "keep.yaml"
+    file.write_text("runs: {'set*': {every_n_steps: 2, what: [is_loss]}}")
+    running = started(home, address, lease_seconds=20.0, keep=file)
     yield running
     running.stop()
 
@@ -363,3 +339,25 @@ def test_the_ingestor_killed_in_the_middle_loses_nothing(service: Service) -> No
     eventually(rank.settled)
     assert not [*service.settings.data_path.glob("killed/**/.*.tmp")]
     rank.close()
+
+
+def test_what_the_settings_have_runs_keep_reaches_ranks_also_when_it_changes(
+    service: Service,
+) -> None:
+    ranks = [Rank(run) for run in ("settings", "other")]
+    eventually(lambda: ranks[0].wants(2))
+    assert not ranks[1].wants(2)
+    for rank in ranks:
+        assert rank.step(1) == 0
+    assert [rank.step(2) for rank in ranks] == [4, 0]
+    files(service, "settings", 2, 4)
+    assert service.settings.keep is not None
+    service.settings.keep.write_text("what: [loss]")
+    service.kill_and_await("coordinator")
+    eventually(lambda: not ranks[0].wants(4))
+    for rank in ranks:
+        rank.step(4)
+    for run in ("settings", "other"):
+        assert {*files(service, run, 4, 4)[0].sections} == {"loss"}
+    for rank in ranks:
+        rank.close()

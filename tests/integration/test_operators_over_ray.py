@@ -13,12 +13,12 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("msprobe")
 from tests.support.cluster import SECONDS, Service, answer, eventually, kill  # noqa: E402
 
-from stagescope.discovery import NAMESPACE  # noqa: E402
+from stagescope.discovery import NAMESPACE, ingestor_name  # noqa: E402
 from stagescope.wire.errors import NotFound  # noqa: E402
-from stagescope_service.ingest.actor import ingestor_name  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
+RUN = "layers"
 STAGE = "actor_update"
 CUT_AFTER = 1200
 """Calls before a rank dies: msprobe writes every 1000."""
@@ -93,6 +93,15 @@ def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     running.stop()
 
 
+@pytest.fixture(scope="module")
+def both(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Replicas:
+    """Two replicas that stay alive, with the tables of their first step."""
+    made = replicas(service, tmp_path_factory.mktemp("plan"), RUN)
+    made.step(1)
+    digested(service, RUN, 1)
+    return made
+
+
 def replicas(service: Service, directory: Path, run: str, **capture: Any) -> Replicas:
     """Start two replicas with a capture of every step."""
     order = {
@@ -116,41 +125,37 @@ def digested(service: Service, run: str, step: int, count: int = 2) -> Any:
     return eventually(tables)
 
 
-def test_a_broken_and_a_changed_layer_are_named(service: Service, tmp_path: Path) -> None:
-    both = replicas(service, tmp_path, "layers")
-    both.step(1)
+def test_a_broken_and_a_changed_layer_are_named(service: Service, both: Replicas) -> None:
     both.step(2, "1.weight", 1.5)
     both.step(3, "2.weight", float("nan"))
     for step in (1, 2, 3):
-        for table in digested(service, "layers", step):
+        for table in digested(service, RUN, step):
             assert (table["state"], table["truncated"], table["done"]) == ("digested", False, True)
             assert Path(table["path"]).is_file()
     with service.session() as session:
-        same = session.divergence({"run": "layers", "step": 1, "rank": 0}, {"rank": 1}, exact=True)
+        same = session.divergence({"run": RUN, "step": 1, "rank": 0}, {"rank": 1}, exact=True)
         assert same.same, same
-        changed = session.divergence({"run": "layers", "step": 2, "rank": 0}, {"rank": 1})
+        changed = session.divergence({"run": RUN, "step": 2, "rank": 0}, {"rank": 1})
         assert changed["first"]["a"]["parent"] == "Module.1.Linear.forward.0"
         assert changed["first_parameter"]["a"]["operator"] == "1"
-        broken = session.step(3, run="layers").non_finite()
+        broken = session.step(3, run=RUN).non_finite()
         earliest = broken.about["earliest"]
         assert (earliest["rank"], earliest["parent"]) == (1, "Module.2.Linear.forward.0")
-        (found,) = [
-            row for row in session.findings("layers") if row["kind"] == "non_finite_operator"
-        ]
+        (found,) = [row for row in session.findings(RUN) if row["kind"] == "non_finite_operator"]
         assert (found["step"], found["stage"], found["rank"]) == (3, STAGE, 1)
         assert found["evidence"]["parent"] == "Module.2.Linear.forward.0"
-        rows = session.step(3, run="layers").operators(rank=1, non_finite=True)
+        rows = session.step(3, run=RUN).operators(rank=1, non_finite=True)
         assert {row["rank"] for row in rows} == {1}
-        before = session.divergence({"run": "layers", "step": 1, "rank": 0}, {"step": 2})
+        before = session.divergence({"run": RUN, "step": 1, "rank": 0}, {"step": 2})
         assert before.same
 
 
 def test_a_rank_that_dies_inside_a_capture_leaves_a_truncated_table(
     service: Service, tmp_path: Path
 ) -> None:
-    both = replicas(service, tmp_path, "dies", config={"task": "statistics", "level": "L1"})
-    pids = both.step(1)
-    answer(both.ranks[1].hang.remote(2, CUT_AFTER), 2 * SECONDS)
+    two = replicas(service, tmp_path, "dies", config={"task": "statistics", "level": "L1"})
+    pids = two.step(1)
+    answer(two.ranks[1].hang.remote(2, CUT_AFTER), 2 * SECONDS)
     kill(pids[1])
     (table,) = digested(service, "dies", 2, count=1)
     assert (table["rank"], table["truncated"], table["done"]) == (1, True, None)
@@ -164,18 +169,15 @@ def test_a_rank_that_dies_inside_a_capture_leaves_a_truncated_table(
 
 
 def test_what_was_announced_before_the_coordinator_died_is_read_after(
-    service: Service, tmp_path: Path
+    service: Service, both: Replicas
 ) -> None:
-    both = replicas(service, tmp_path, "outlives")
-    both.step(1)
-    digested(service, "outlives", 1)
     with service.held("ingestor"):
-        both.step(2)
+        both.step(4)
 
         def announced() -> bool:
             try:
                 with service.session() as session:
-                    found = session.step(2, run="outlives").operators(limit=1)
+                    found = session.step(4, run=RUN).operators(limit=1)
             except NotFound:
                 return False
             return [table["state"] for table in found.about["tables"]] == ["announced"] * 2
@@ -183,7 +185,7 @@ def test_what_was_announced_before_the_coordinator_died_is_read_after(
         eventually(announced)
         service.kill_and_await("coordinator")
         assert announced()
-    tables = digested(service, "outlives", 2)
+    tables = digested(service, RUN, 4)
     assert [table["state"] for table in tables] == ["digested"] * 2
 
 
@@ -191,16 +193,15 @@ def test_what_a_capture_wrote_is_read_outside_the_allowed_roots_too(
     service: Service, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"
-    both = replicas(service, tmp_path, "outside", data_dir=str(outside))
-    both.step(1)
+    two = replicas(service, tmp_path, "outside", data_dir=str(outside))
+    two.step(1)
     assert {table["state"] for table in digested(service, "outside", 1)} == {"digested"}
     assert len([*outside.rglob("*.parquet")]) == 2
 
 
-def test_a_node_gives_out_its_artifacts_and_nothing_else(service: Service, tmp_path: Path) -> None:
-    both = replicas(service, tmp_path, "pieces")
-    both.step(1)
-    table = Path(digested(service, "pieces", 1)[0]["path"])
+@pytest.mark.usefixtures("both")
+def test_a_node_gives_out_its_artifacts_and_nothing_else(service: Service) -> None:
+    table = Path(digested(service, RUN, 1)[0]["path"])
     node = ray.get_runtime_context().get_node_id()
     ingestor = ray.get_actor(ingestor_name(node), namespace=NAMESPACE)
     whole = table.read_bytes()

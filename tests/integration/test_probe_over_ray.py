@@ -70,21 +70,8 @@ def make_coordinator() -> Any:
     return DebugCoordinator
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=200_000_000,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def coordinator(cluster: None) -> Iterator[Any]:
+def coordinator(address: str) -> Iterator[Any]:
     actor = ray.remote(make_coordinator())
     handle = actor.options(
         name="DebugCoordinator",

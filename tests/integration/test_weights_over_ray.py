@@ -58,16 +58,21 @@ def _replica_class() -> Any:
     """Return the class by value: the actor's process cannot import the tests."""
 
     class Replica:
-        """A rank of plain data parallelism over gloo."""
+        """A rank of plain data parallelism over gloo, in one run after the other."""
 
-        def __init__(self, run: str, rank: int, size: int) -> None:
-            from stagescope_workers import init
-
-            layout = {"dp_rank": rank, "device_kind": "npu", "device_serial": f"SN-{rank}"}
-            self.probe = init(run, rank=rank, world_size=size, attempt_key="a", layout=layout)
-            self.rank, self.size = rank, size
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
             self.store: Any = None
             self.model: Any = None
+
+        def init(self, run: str, size: int) -> None:
+            """Begin a run of so many ranks."""
+            from stagescope_workers import init
+
+            serial = f"SN-{self.rank}"
+            layout = {"dp_rank": self.rank, "device_kind": "npu", "device_serial": serial}
+            self.probe = init(run, rank=self.rank, world_size=size, attempt_key="a", layout=layout)
+            self.size = size
 
         def listen(self) -> int:
             """On rank 0: open the meeting place."""
@@ -111,26 +116,35 @@ def _replica_class() -> Any:
             import torch.distributed as dist
 
             dist.destroy_process_group()
+            self.store = None
             return self.probe.close(30.0)
 
     return Replica
 
 
-def replicas(run: str, size: int) -> list[Any]:
+@pytest.fixture(scope="module")
+def cards(address: str) -> list[Any]:
     made = ray.remote(_replica_class()).options(num_cpus=0)
-    handles = [made.remote(run, rank, size) for rank in range(size)]
-    port = answer(handles[0].listen.remote())
-    everybody(handles, "join", port)
-    return handles
+    return [made.remote(rank) for rank in range(3)]
+
+
+def replicas(cards: list[Any], run: str) -> list[Any]:
+    """Let a run begin on these cards."""
+    everybody(cards, "init", run, len(cards))
+    port = answer(cards[0].listen.remote())
+    everybody(cards, "join", port)
+    return cards
 
 
 def everybody(handles: Sequence[Any], method: str, *arguments: Any) -> None:
     ray.get([getattr(each, method).remote(*arguments) for each in handles], timeout=SECONDS)
 
 
-def test_a_card_that_is_one_bit_off_is_named_in_every_run(service: Service) -> None:
+def test_a_card_that_is_one_bit_off_is_named_in_every_run(
+    service: Service, cards: list[Any]
+) -> None:
     for run in ("first", "second"):
-        ranks = replicas(run, 3)
+        ranks = replicas(cards, run)
         everybody(ranks, "record", 1)
         ray.get([rank.record.remote(2, at == 1) for at, rank in enumerate(ranks)], timeout=SECONDS)
         everybody(ranks, "close")
@@ -152,9 +166,9 @@ def test_a_card_that_is_one_bit_off_is_named_in_every_run(service: Service) -> N
 
 
 def test_of_two_replicas_both_are_named_and_a_killed_coordinator_forgets_nothing(
-    service: Service,
+    service: Service, cards: list[Any]
 ) -> None:
-    ranks = replicas("two", 2)
+    ranks = replicas(cards[:2], "two")
     everybody(ranks[:1], "record", 1)
     with service.session() as session:
         eventually(lambda: len(session.weights(run="two")))

@@ -19,11 +19,9 @@ import ray
 from ray import exceptions
 
 import stagescope
-from stagescope.discovery import API_NAME, NAMESPACE
+from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE, ingestor_name
 from stagescope.session import Session
 from stagescope.wire.errors import NotReady, StagescopeError
-from stagescope_service.coordinator.actor import NAME
-from stagescope_service.ingest.actor import ingestor_name
 from stagescope_service.serve import ServiceInfo, start_service, stop_service
 from stagescope_service.settings import Settings
 
@@ -112,7 +110,7 @@ class Service:
     @property
     def coordinator(self) -> Any:
         """The coordinator's handle."""
-        return ray.get_actor(NAME, namespace=NAMESPACE)
+        return ray.get_actor(COORDINATOR_NAME, namespace=NAMESPACE)
 
     def status(self) -> dict[str, Any]:
         """Return what the coordinator says of itself, waiting for its restart."""

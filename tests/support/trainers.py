@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ def _trainer_class() -> Any:
             self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
             self.probe = init(run=run, rank=rank, world_size=size)
             self.step = 0
+            self.seconds = 0.0
             self.stopping = False
 
         def pid(self) -> int:
@@ -43,6 +46,7 @@ def _trainer_class() -> Any:
             import time
 
             torch = self.torch
+            self.seconds = seconds
             while True:
                 going = torch.tensor([0.0 if self.stopping else 1.0])
                 torch.distributed.all_reduce(going, op=torch.distributed.ReduceOp.MIN)
@@ -54,7 +58,11 @@ def _trainer_class() -> Any:
                     self.model(torch.ones(2, 8)).sum().backward()
                     for parameter in self.model.parameters():
                         torch.distributed.all_reduce(parameter.grad)
-                time.sleep(seconds)
+                time.sleep(self.seconds)
+
+        def slow_down(self, seconds: float) -> None:
+            """Let steps take so long from the next one on."""
+            self.seconds = seconds
 
         def stop(self) -> None:
             """Let every rank end with this step."""
@@ -75,7 +83,7 @@ class Training:
     """`size` ranks that train together, from its making until `stop`."""
 
     def __init__(self, run: str, size: int = 2, seconds: float = 0.05) -> None:
-        self.run, self.size = run, size
+        self.run, self.size, self.seconds = run, size, seconds
         store = Path(tempfile.mkdtemp(prefix="gloo")) / "store"
         made = ray.remote(_trainer_class()).options(num_cpus=0, max_restarts=0, max_concurrency=4)
         self.ranks = [made.remote(run, rank, size, str(store)) for rank in range(size)]
@@ -85,6 +93,15 @@ class Training:
     def where(self, rank: int = 0) -> int:
         """Return the step that a rank is in."""
         return int(answer(self.ranks[rank].where.remote()))
+
+    @contextlib.contextmanager
+    def slowed(self, seconds: float) -> Iterator[None]:
+        """Let every step take so long inside the block."""
+        ray.get([rank.slow_down.remote(seconds) for rank in self.ranks], timeout=SECONDS)
+        try:
+            yield
+        finally:
+            ray.get([rank.slow_down.remote(self.seconds) for rank in self.ranks], timeout=SECONDS)
 
     def stop(self) -> None:
         """End after the present step, then the processes."""

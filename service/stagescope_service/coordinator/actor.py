@@ -30,7 +30,6 @@ from stagescope_service.store.sql import SqlStore
 
 logger = logging.getLogger(__name__)
 
-NAME: Final = "DebugCoordinator"
 COMMANDS: Final = (
     "plan", "add_capture", "remove_capture", "set_triggers", "pin", "unpin",
     "add_engine", "remove_engine", "ask_stacks", "drain",

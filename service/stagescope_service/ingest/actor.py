@@ -19,7 +19,7 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stagescope.discovery import NAMESPACE
+from stagescope.discovery import NAMESPACE, ingestor_name
 from stagescope.wire.errors import Unreachable
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.findings import describe
@@ -54,11 +54,6 @@ _GONE: Final = (
     exceptions.RayTaskError,
     exceptions.RayActorError,
 )
-
-
-def ingestor_name(node_id: str) -> str:
-    """Return the actor's name."""
-    return f"ingestor-{node_id}"
 
 
 class Ingestor:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 
 import stagescope
-from examples.countdown import checkpoint
-from examples.countdown.actors import Report
 from examples.countdown.batch import Batch
 from examples.countdown.config import Settings
 from examples.countdown.replay import ReplayedRollout, Source, stored_loss, verdict
 from examples.countdown.rescore import RescoredRollout
 from examples.countdown.rollout import Rollout
-from examples.countdown.train import Job
 from examples.countdown.trainer import Trainer
 from stagescope.batch import BatchPart, Tensor
 from stagescope.wire.schema import Part
@@ -126,48 +122,6 @@ def test_a_source_is_read(text: str, source: Source) -> None:
 def test_what_is_no_source_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected RUN:STEP"):
         Source.parse(text)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(
-        address="local", num_cpus=2, include_dashboard=False, object_store_memory=200_000_000,
-        log_to_driver=False, namespace="countdown-replay",
-    )  # fmt: skip
-    yield
-    ray.shutdown()
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("first", [1, 2])
-def test_a_replayed_step_has_the_same_loss_bit_by_bit(
-    cluster: None, tmp_path: Path, first: int
-) -> None:
-    settings = Settings(algorithm="ppo", groups=4, warmup_steps=3, warmup_rows=8)
-    job = Job(settings, Report("countdown-test", "first"))
-    job.prepare(None)
-    steps = []
-    for step in (1, 2):
-        steps.append(job.step(step))
-        job.save(tmp_path, step)
-    job.close(5.0)
-
-    batches = [
-        stored(batch, step, settings) for step, (batch, _) in enumerate(steps, 1) if step >= first
-    ]
-    again = Job(settings, Report("countdown-test.replay", "second"), stored=batches)
-    reported = dataclasses.asdict(settings)
-    again.prepare(checkpoint.after(tmp_path, first - 1, reported) if first > 1 else None)
-    for each in batches:
-        assert each.step is not None
-        batch, scalars = steps[each.step - 1]
-        batch_again, scalars_again = again.step(each.step)
-        assert scalars_again == scalars
-        assert np.array_equal(batch_again.columns["old_log_probs"], batch.columns["old_log_probs"])
-    again.close(5.0)
-    with pytest.raises(ValueError, match="no checkpoint after step 7"):
-        checkpoint.after(tmp_path, 7, reported)
 
 
 def test_the_verdict_is_on_bits(rollout: Batch) -> None:

@@ -19,12 +19,11 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, NamedTuple, Protocol
 
 from stagescope import discovery
-from stagescope.discovery import API_NAME, NAMESPACE
+from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE
 from stagescope.wire.errors import StagescopeError, Unreachable
 from stagescope_workers.transport.calls import Reply, in_thread
 from stagescope_workers.transport.http_link import HttpLink
 
-COORDINATOR: Final = "DebugCoordinator"
 _JOIN_SECONDS: Final = 5.0
 _READ_SECONDS: Final = 30.0
 
@@ -165,7 +164,7 @@ class RayLink:
         if ray is None:
             return None
         try:
-            handle = ray.get_actor(COORDINATOR, namespace=namespace)
+            handle = ray.get_actor(COORDINATOR_NAME, namespace=namespace)
         except ValueError:
             return None
         return cls(ray, handle, namespace)
@@ -214,7 +213,7 @@ class RayLink:
     def moved(self) -> bool:
         """Return whether the name is free, or belongs to another actor than the one in use."""
         try:
-            handle = self._ray.get_actor(COORDINATOR, namespace=self._namespace)
+            handle = self._ray.get_actor(COORDINATOR_NAME, namespace=self._namespace)
         except Exception:
             return True
         return bool(handle._actor_id != self._handle._actor_id)
@@ -277,7 +276,7 @@ def describe_search(url: str | None, namespace: str) -> str:
         return http
     ray = _ray()
     cluster = "this process has not joined Ray" if ray is None else f"at {_cluster_address(ray)}"
-    actor = f"the actor {COORDINATOR} in namespace {namespace}"
+    actor = f"the actor {COORDINATOR_NAME} in namespace {namespace}"
     return f"{actor} of its Ray cluster ({cluster}); {http}"
 
 
