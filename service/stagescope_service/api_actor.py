@@ -28,8 +28,8 @@ from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
 if TYPE_CHECKING:
+    from stagescope.wire.framing import WirePayload
     from stagescope_service.api.dependencies import Commands, Dependencies, Reply
-    from stagescope_service.api.framing import FramedPayload
 
 _CALL_SECONDS: Final = 15.0
 _IDEMPOTENT: Final = frozenset({"plan", "poll", "status", "drain", "record_events"})
@@ -68,7 +68,7 @@ class CoordinatorCommands:
         *,
         sender: Sequence[object],
         events: Sequence[Sequence[object]],
-        payloads: Mapping[int, FramedPayload] | None = None,
+        payloads: Mapping[int, WirePayload] | None = None,
     ) -> Reply:
         """Send a batch; its payloads go through this node's object store."""
         refs = {seq: ray.put(payload) for seq, payload in (payloads or {}).items()}

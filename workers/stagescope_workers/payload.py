@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
+from stagescope.tensorfile import WireTensor as WireTensor
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import DTYPE_BYTES, INTEGER_TENSORS, PAYLOAD_STRINGS, PER_TOKEN
 from stagescope_workers.buffers import POOL
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
-WireTensor: TypeAlias = tuple[str, tuple[int, ...], Array, IntArray | None]
-"""(dtype tag, shape, buffer, row offsets of a packed tensor)."""
 
 _EXPECTED: Final = f"one of {', '.join(DTYPE_BYTES)}"
 # numpy has unsigned types that the wire lacks; the next wider signed one holds the same values.

@@ -19,17 +19,23 @@ import dataclasses
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final, TypedDict
 
 import numpy as np
 
-from stagescope.tensorfile import CODES, Array
+from stagescope.tensorfile import CODES, Array, WireTensor
 from stagescope.wire.nonfinite import Json, JsonObject, spell
 
-WirePayload: TypeAlias = JsonObject
-"""A payload as `stagescope.wire.schema` describes it: `{"tensors", "strings", "meta"}`."""
-
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
+
+
+class WirePayload(TypedDict):
+    """The payload of an event, as `stagescope.wire.schema` describes it."""
+
+    schema: int
+    tensors: Mapping[str, WireTensor]
+    strings: Mapping[str, Sequence[str]]
+    meta: JsonObject
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Final, ParamSpec, Protocol, TypeVar
 from fastapi import Depends, Path, Query, Request
 
 from stagescope.wire.errors import NotReady
+from stagescope.wire.framing import WirePayload
 from stagescope.wire.nonfinite import Json
 from stagescope_service.api.engine_health import EngineHealth
-from stagescope_service.api.framing import FramedPayload
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
 from stagescope_service.api.requests import pattern, step_number
@@ -42,7 +42,7 @@ class Commands(Protocol):
         *,
         sender: Sequence[object],
         events: Sequence[Sequence[object]],
-        payloads: Mapping[int, FramedPayload] | None = None,
+        payloads: Mapping[int, WirePayload] | None = None,
     ) -> Reply:
         """Record a batch of events; returns after their commit."""
         ...

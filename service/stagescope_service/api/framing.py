@@ -20,15 +20,16 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, TypedDict, TypeGuard
+from typing import Final, NamedTuple, TypedDict, TypeGuard
 
 import numpy as np
-import numpy.typing as npt
 import safetensors
 
+from stagescope.tensorfile import Array, WireTensor
 from stagescope.wire.errors import InvalidInput, InvalidTensor, TooLarge
+from stagescope.wire.framing import WirePayload
 from stagescope.wire.schema import DTYPE_BYTES, SCHEMA, Sender
-from stagescope_service.api.encoding import JsonObject, decode, parse_nonfinite
+from stagescope_service.api.encoding import decode, parse_nonfinite
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
 _LENGTH: Final = struct.Struct("<Q")
@@ -43,27 +44,13 @@ _STORAGE_DTYPES: Final[Mapping[str, tuple[str, ...]]] = {
 _MAX_DIMENSIONS: Final = 8
 
 
-Array = npt.NDArray[np.generic]
-Tensor = tuple[str, tuple[int, ...], Array, Array | None]
-"""(dtype tag, shape, data, int64 row offsets of a packed tensor), as tensors travel by Ray."""
-
-
-class FramedPayload(TypedDict):
-    """The tensors of an event, as they travel by Ray."""
-
-    schema: int
-    tensors: dict[str, Tensor]
-    strings: dict[str, list[str]]
-    meta: JsonObject
-
-
 class EventBatch(NamedTuple):
     """The content of a request to `/events`."""
 
     sender: tuple[object, ...]
-    events: list[tuple[Any, ...]]
+    events: list[tuple[object, ...]]
     """Unvalidated: the coordinator parses them."""
-    payloads: dict[int, FramedPayload]
+    payloads: dict[int, WirePayload]
     """Sequence number of an event -> its payload."""
 
 
@@ -135,7 +122,7 @@ def _split(body: bytes, max_json: int) -> tuple[bytes, bytes]:
     return body[_LENGTH.size : end], body[end:]
 
 
-def _event(event: object) -> tuple[Any, ...]:
+def _event(event: object) -> tuple[object, ...]:
     """Return an event as it travels by Ray; the coordinator refuses one that it cannot parse."""
     if not isinstance(event, list):
         return (event,)
@@ -168,11 +155,11 @@ def _stored_tensors(stored: bytes) -> Iterator[tuple[str, _StoredTensor]]:
 
 def _payloads(
     fields: object, tensors: dict[str, _StoredTensor], sequence_numbers: set[int]
-) -> dict[int, FramedPayload]:
+) -> dict[int, WirePayload]:
     """Return the payloads by sequence number; takes their tensors out of `tensors`."""
     if not isinstance(fields, dict):
         raise InvalidInput("payloads is not an object", expected='{"<seq>": payload}')
-    payloads: dict[int, FramedPayload] = {}
+    payloads: dict[int, WirePayload] = {}
     for key, payload in fields.items():
         is_seq = key.isascii() and key.isdigit() and len(key) < 20
         if not (is_seq and int(key) in sequence_numbers):
@@ -184,7 +171,7 @@ def _payloads(
     return payloads
 
 
-def _payload(key: str, payload: object, tensors: dict[str, _StoredTensor]) -> FramedPayload:
+def _payload(key: str, payload: object, tensors: dict[str, _StoredTensor]) -> WirePayload:
     expected = '{"tensors": {name: {"dtype", "shape", "offsets"}}, "strings": {}, "meta": {}}'
     if not isinstance(payload, dict):
         raise InvalidInput(f"payload {key} is {payload!r:.100}", expected=expected)
@@ -202,7 +189,7 @@ def _payload(key: str, payload: object, tensors: dict[str, _StoredTensor]) -> Fr
     return {"schema": SCHEMA, "tensors": parsed, "strings": strings, "meta": meta}
 
 
-def _tensor(entry: str, description: object, tensors: dict[str, _StoredTensor]) -> Tensor:
+def _tensor(entry: str, description: object, tensors: dict[str, _StoredTensor]) -> WireTensor:
     described = description if isinstance(description, dict) else {}
     dtype, shape = described.get("dtype"), described.get("shape")
     if not isinstance(dtype, str) or dtype not in _STORAGE_DTYPES or not _is_shape(shape):

@@ -9,7 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from stagescope.engines.registry import check_engine
 from stagescope.wire.captures import validate_capture
@@ -167,8 +167,8 @@ class Coordinator:
     async def record_events(
         self,
         *,
-        sender: Sequence[Any],
-        events: Sequence[Any],
+        sender: Sequence[object],
+        events: Sequence[object],
         payloads: Mapping[int, object] | None = None,
     ) -> Mapping[str, object]:
         """Take in a batch; returns after its commit; see `Intake.record`."""
@@ -179,7 +179,7 @@ class Coordinator:
     async def poll(
         self,
         *,
-        sender: Sequence[Any],
+        sender: Sequence[object],
         revision: Revision,
         unreceipted: Seqs = (),
         wait: Seconds = 20.0,

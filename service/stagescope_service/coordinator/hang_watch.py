@@ -40,6 +40,7 @@ from stagescope_service.core.hang_detection import (
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
 from stagescope_service.core.steps import took_leave
+from stagescope_service.store.tables import FindingRow
 
 
 def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str, Role]]:
@@ -194,15 +195,20 @@ class HangWatch:
         self._began: float | None = None
         """Unix time of the first check."""
 
-    def adopt(self, findings: Iterable[JsonObject]) -> None:
+    def adopt(self, findings: Iterable[FindingRow]) -> None:
         """Adopt the open findings of an earlier coordinator."""
         for row in findings:
-            if row["kind"] == KIND and row["over_wall"] is None:
-                place = (row["attempt_id"], row["step"], row["stage"], row["role"], row["rank"])
-                self._open[_Key(*place)] = row["finding_id"]
-            elif row["kind"] == UNRESPONSIVE_KIND and row["over_wall"] is None:
+            attempt_id = row["attempt_id"]
+            if row["over_wall"] is not None or attempt_id is None:
+                continue
+            if row["kind"] == KIND:
+                stage, role = row["stage"], row["role"]
+                if stage is not None and role is not None:
+                    key = _Key(attempt_id, row["step"], stage, role, row["rank"])
+                    self._open[key] = row["finding_id"]
+            elif row["kind"] == UNRESPONSIVE_KIND:
                 incarnation = str((row["evidence"] or {}).get("incarnation"))
-                self._silent[incarnation] = (row["attempt_id"], row["finding_id"])
+                self._silent[incarnation] = (attempt_id, row["finding_id"])
                 process = self._state.registry.processes.get(incarnation)
                 if process is not None:
                     self._adopted[incarnation] = process.last_contact

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final, TypedDict
 
 from stagescope.wire.errors import NotReady
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Instruction, Put
 from stagescope_service.core.state import State
+from stagescope_service.store.tables import FindingRow
 
 KIND: Final = "service_behind"
 MOST_EVENTS: Final = 50_000
@@ -119,11 +119,12 @@ class Load:
         self._calls += 1
         self._ages += max(age, 0.0)
 
-    def adopt(self, findings: Iterable[JsonObject]) -> None:
+    def adopt(self, findings: Iterable[FindingRow]) -> None:
         """Adopt the open findings of an earlier coordinator."""
         for row in findings:
-            if row["kind"] == KIND and row["over_wall"] is None:
-                self._open[row["attempt_id"]] = row["finding_id"]
+            attempt_id = row["attempt_id"]
+            if row["kind"] == KIND and row["over_wall"] is None and attempt_id is not None:
+                self._open[attempt_id] = row["finding_id"]
 
     def look(self, now: float, wall: float) -> list[Instruction]:
         """Return the findings to write; called often.

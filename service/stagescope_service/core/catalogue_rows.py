@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import LAYOUT_COLUMNS, Work
@@ -197,7 +197,7 @@ def numbers(value: object) -> dict[str, float]:
     return {name: item for name, item in found.items() if item is not None}
 
 
-def plain(value: object, depth: int = 20) -> Any:
+def plain(value: object, depth: int = 20) -> Json:
     """Return a value as JSON; its `repr` where JSON has no type for it."""
     if value is None or isinstance(value, bool):
         return value

@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import Part, Work
@@ -269,7 +269,7 @@ class Attempt:
     fingerprint_of: RankAge | None = None
     fingerprint: dict[str, Json] = dataclasses.field(default_factory=dict)
     #: The largest configuration that one of its processes reported, and which process that is.
-    config: Any = None
+    config: Json = None
     config_of: tuple[int, RankAge] | None = None
     #: Number of values in the settings that the run is shown with.
     settings_size: int = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.names import closest_stage
 from stagescope.wire.nonfinite import Json, JsonObject
@@ -55,7 +55,7 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 NAMES_JUDGED: Final = 1000
 """Stages of an attempt of which the names are judged; more are no names."""
 
-_DUMP_COLUMNS: Final[Mapping[str, Callable[[object], Any]]] = {
+_DUMP_COLUMNS: Final[Mapping[str, Callable[[object], Json]]] = {
     **dict.fromkeys(("path", "state", "task", "level", "error"), text),
     **dict.fromkeys(("bytes", "files"), integer),
     "seconds": number,
@@ -211,7 +211,7 @@ def handshake_fields(attempt: Attempt, process: Process) -> list[Instruction]:
 def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
     """Return a finding of the unsupported packages of a process."""
     handshake = process.handshake
-    reported: Any = None if handshake is None else handshake.fingerprint
+    reported: Json = None if handshake is None else handshake.fingerprint
     for name in ("versions", "unsupported"):
         reported = reported.get(name) if isinstance(reported, Mapping) else None
     lines = (

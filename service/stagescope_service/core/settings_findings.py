@@ -7,12 +7,12 @@ an invalid value, makes a finding. They are checked once, in a process's HELLO, 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.keep import misspelt_selectors, validate_keep
 from stagescope.wire.names import closest_by_words, misspelt_streams
-from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import by_message, finding
 from stagescope_service.core.instructions import Instruction
@@ -118,7 +118,7 @@ def _budget(settings: JsonObject, *, is_auto: bool) -> Iterator[tuple[str, str]]
         )
 
 
-def _producers(producers: Any) -> Iterator[tuple[str, str]]:
+def _producers(producers: Json) -> Iterator[tuple[str, str]]:
     if producers is None:
         return
     if not isinstance(producers, Mapping):
@@ -129,7 +129,7 @@ def _producers(producers: Any) -> Iterator[tuple[str, str]]:
         yield "misspelt_setting", text + _beside(meant, producers)
 
 
-def _kept(keep: Any) -> Iterator[tuple[str, str]]:
+def _kept(keep: Json) -> Iterator[tuple[str, str]]:
     if keep is None:
         return
     try:

@@ -7,8 +7,8 @@ process answers each request once; an answer after the deadline is stored all th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
-from typing import Final
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from stagescope.wire.errors import InvalidEvent, InvalidInput
 from stagescope.wire.nonfinite import Json, JsonObject
@@ -18,6 +18,9 @@ from stagescope_service.core.catalogue_rows import integer, text, work_columns
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Ask, Instruction, Put
+
+if TYPE_CHECKING:
+    from stagescope_service.store.tables import StackRow, StackThread
 
 ASKED, ANSWERED, NOT_ANSWERED = "asked", "answered", "not answered"
 
@@ -78,7 +81,7 @@ class StackRequests:
         }
         return [Put("stacks", row), Ask(process.incarnation)]
 
-    def adopt(self, rows: Iterable[JsonObject]) -> None:
+    def adopt(self, rows: Iterable[StackRow]) -> None:
         """Add the pending requests of an earlier coordinator."""
         for row in rows:
             requested = _Asked(row["deadline_wall"] or 0.0)
@@ -129,7 +132,7 @@ class StackRequests:
         if source == PROBE:
             return [Put("stacks", row)]
         row |= {"reason": "its watchdog went off", "wall": wall}
-        return [Put("stacks", row), _stood_still(attempt, process, row, wall)]
+        return [Put("stacks", row), _stood_still(attempt, process, row, threads, wall)]
 
     def expire(self, wall: float) -> tuple[list[Instruction], list[str]]:
         """Drop the requests whose deadline has passed; return rows and processes."""
@@ -203,10 +206,10 @@ def _why_not(process: Process) -> str | None:
     return "it reports by raw calls, which carry no requests" if process.raw else None
 
 
-def _checked(value: object) -> tuple[list[dict[str, Json]], bool]:
+def _checked(value: object) -> tuple[list[StackThread], bool]:
     """Return threads as the catalogue stores them, and whether some were left out."""
     reported_threads = value if isinstance(value, list | tuple) else []
-    threads: list[dict[str, Json]] = []
+    threads: list[StackThread] = []
     left, truncated = MOST_CHARACTERS, len(reported_threads) > MOST_THREADS
     for thread in reported_threads[:MOST_THREADS]:
         if not isinstance(thread, Mapping):
@@ -226,10 +229,15 @@ def _checked(value: object) -> tuple[list[dict[str, Json]], bool]:
     return threads, truncated
 
 
-def _stood_still(attempt: Attempt, process: Process, row: JsonObject, wall: float) -> Instruction:
-    threads: list[dict[str, Json]] = row["threads"]
+def _stood_still(
+    attempt: Attempt,
+    process: Process,
+    row: JsonObject,
+    threads: Sequence[StackThread],
+    wall: float,
+) -> Instruction:
     training = next((each for each in threads if each["is_training"]), None)
-    frames = (training or {}).get("stack", "").splitlines()
+    frames = training["stack"].splitlines() if training else []
     where = f": {frames[-1].strip()}" if frames else ""
     return finding(
         "interpreter_held",

@@ -12,10 +12,11 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias, TypedDict
+from typing import Final, NamedTuple, TypeAlias
 
 from stagescope.wire import schema
 from stagescope.wire.errors import StagescopeError
+from stagescope.wire.framing import WirePayload
 from stagescope_service.dumps.formats.listing import modified_at
 from stagescope_service.dumps.formats.msprobe_directory import (
     DUMP_FILES,
@@ -63,15 +64,6 @@ class OperatorDump(NamedTuple):
     directory: Path
 
 
-class ImportedPayload(TypedDict):
-    """A payload as it travels; see `stagescope.wire.schema`."""
-
-    schema: int
-    tensors: dict[str, WireTensor]
-    strings: dict[str, list[str]]
-    meta: dict[str, object]
-
-
 @dataclasses.dataclass(frozen=True)
 class ProcessEvents:
     """Events of one process, to be sent in one batch.
@@ -85,7 +77,7 @@ class ProcessEvents:
 
     sender: _Wire
     events: list[_Wire]
-    payloads: Mapping[int, ImportedPayload]
+    payloads: Mapping[int, WirePayload]
     problems: Sequence[Problem] = ()
 
 
@@ -210,7 +202,7 @@ class _ProcessReplay:
         return records, problems
 
 
-def _merge(records: Sequence[Record]) -> tuple[ImportedPayload, dict[str, float | int]]:
+def _merge(records: Sequence[Record]) -> tuple[WirePayload, dict[str, float | int]]:
     """Merge the sections of one place into a payload and scalars; the first of a name counts."""
     tensors: dict[str, WireTensor] = {}
     strings: dict[str, list[str]] = {}
@@ -226,7 +218,7 @@ def _merge(records: Sequence[Record]) -> tuple[ImportedPayload, dict[str, float 
                 strings.setdefault(name, [*texts])
         scalars = {**_scalars(record.numbers), **scalars}
         meta = {**record.about, **meta}
-    payload: ImportedPayload = {
+    payload: WirePayload = {
         "schema": schema.SCHEMA, "tensors": tensors, "strings": strings, "meta": meta,
     }  # fmt: skip
     return payload, scalars
@@ -245,7 +237,7 @@ def _scalars(numbers: Mapping[str, float | int]) -> dict[str, float | int]:
     return found
 
 
-def _describe(payload: ImportedPayload) -> dict[str, object]:
+def _describe(payload: WirePayload) -> dict[str, object]:
     tensors = payload["tensors"]
     return {
         "tensors": {

@@ -15,6 +15,8 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
+from stagescope.wire.nonfinite import Json
+
 Int: Final[TypeEngine[int]] = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 Real: Final[TypeEngine[float]] = sa.Double().with_variant(sa.REAL(), "sqlite")
 Text: Final[TypeEngine[str]] = sa.Text()
@@ -30,7 +32,7 @@ def nonfinite_name(value: float) -> str | None:
     return None if math.isfinite(value) else _NAMES.get(value, "nan")
 
 
-def split_value(value: float | None) -> dict[str, Any]:
+def split_value(value: float | None) -> dict[str, Json]:
     """Return the columns `value` and `nonfinite` of a scalar."""
     if value is None:
         return {"value": None, "nonfinite": None}
@@ -39,7 +41,7 @@ def split_value(value: float | None) -> dict[str, Any]:
     return {"value": None if name else value, "nonfinite": name}
 
 
-def dump_json(value: Any) -> str:
+def dump_json(value: Json) -> str:
     """Write strict JSON: non-finite floats become the strings 'nan', 'inf', '-inf'.
 
     Raises:
@@ -51,7 +53,7 @@ def dump_json(value: Any) -> str:
         return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: Json) -> Json:
     if isinstance(value, float):
         return nonfinite_name(value) or value
     if isinstance(value, dict):
@@ -67,11 +69,11 @@ class StrictJson(TypeDecorator[Any]):
     impl = sa.Text
     cache_ok = True
 
-    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+    def process_bind_param(self, value: Json, dialect: Dialect) -> str | None:
         """Write JSON."""
         return None if value is None else dump_json(value)
 
-    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+    def process_result_value(self, value: Json, dialect: Dialect) -> Json:
         """Read JSON."""
         return None if value is None else json.loads(value)
 

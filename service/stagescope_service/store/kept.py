@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.nonfinite import Json, JsonObject
@@ -97,5 +97,5 @@ def from_metadata(tensors: Mapping[str, WireTensor], metadata: JsonObject, path:
         raise InvalidTensor(f"{path} is no file that was kept of a stage: {error!r}") from error
 
 
-def _number(value: Any) -> float:
+def _number(value: Json) -> float:
     return _SPELLED[value] if value in _SPELLED else float(value)

@@ -14,9 +14,9 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +95,7 @@ def write_tensors(
         try:
             with os.fdopen(descriptor, "wb", buffering=0) as file:
                 for piece in (header, *buffers):
-                    _write_all(file, piece)
+                    _write_all(file, memoryview(piece))
                     if digest is not None:
                         digest.update(piece)
                 if durable:
@@ -247,7 +247,6 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _write_all(file: Any, piece: Any) -> None:
-    view = memoryview(piece)
+def _write_all(file: FileIO, view: memoryview) -> None:
     while view.nbytes:  # one call writes at most 2 GB
         view = view[file.write(view) :]

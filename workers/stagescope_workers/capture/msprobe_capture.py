@@ -15,9 +15,10 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from stagescope.wire.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
+from stagescope.wire.nonfinite import Json
 from stagescope.wire.plan import CaptureLimits, CaptureRequest
 from stagescope.wire.schema import Part
 from stagescope_workers.capture import capture_estimate, dump_paths
@@ -56,10 +57,10 @@ def save(variable: object, name: str, save_backward: bool = True) -> None:
 class ArmedCapture:
     """A capture that was begun: running, or already skipped or failed."""
 
-    def __init__(self, fields: dict[str, Any], *, strict: bool) -> None:
+    def __init__(self, fields: dict[str, Json], *, strict: bool) -> None:
         self._fields = fields
         self._strict = strict
-        self._result: dict[str, Any] | None = None
+        self._result: dict[str, Json] | None = None
         self._running: _RunningCapture | None = None
 
     @property
@@ -73,7 +74,7 @@ class ArmedCapture:
         path: str | None = self._fields["path"]
         return path
 
-    def finish(self, exc: BaseException | None) -> dict[str, Any]:
+    def finish(self, exc: BaseException | None) -> dict[str, Json]:
         """End the capture and return the fields of its DUMP event; a second call returns the same.
 
         Args:
@@ -197,7 +198,7 @@ class _CaptureSetup:
         self.data_root = data_root
         self.tokens = tokens
         self.limits: CaptureLimits = capture.get("limits") or {}
-        self.fields: dict[str, Any] = {
+        self.fields: dict[str, Json] = {
             "capture_id": capture.get("capture_id"),
             "path": None,
             "state": "armed",
@@ -307,7 +308,7 @@ class _RunningCapture:
         self._monitor = monitor
         self._began = began
 
-    def end(self, exc: BaseException | None) -> dict[str, Any]:
+    def end(self, exc: BaseException | None) -> dict[str, Json]:
         try:
             failure = self._close()
         finally:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from stagescope.engines import Generation
+from stagescope_workers.consistency.prompts import Tokenizer
 from stagescope_workers.consistency.scored import Float64, Scored
 
 _MIN_NEIGHBOURS: Final = 16
@@ -49,7 +50,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], generations: Sequence[Genera
     return Check("prompts", False, text)
 
 
-def check_bos(prompts: Sequence[Sequence[int]], tokenizer: Any) -> Check:
+def check_bos(prompts: Sequence[Sequence[int]], tokenizer: Tokenizer) -> Check:
     """Check that no prompt begins with two BOS tokens."""
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:
@@ -65,7 +66,7 @@ def check_bos(prompts: Sequence[Sequence[int]], tokenizer: Any) -> Check:
 
 
 def check_vocabulary(
-    generations: Sequence[Generation], tokenizer: Any, vocabulary: Sequence[str]
+    generations: Sequence[Generation], tokenizer: Tokenizer, vocabulary: Sequence[str]
 ) -> Check:
     """Check that the engine's ids are the tokenizer's.
 
@@ -96,7 +97,7 @@ def check_vocabulary(
     return Check("vocabulary", True, f"{len(texts)} answers are the same texts by the tokenizer")
 
 
-def _same_text(generation: Generation, tokenizer: Any) -> bool:
+def _same_text(generation: Generation, tokenizer: Tokenizer) -> bool:
     # Servers strip special tokens and spaces at the ends in different ways.
     ids = list(generation.token_ids or ())
     shown = {

@@ -23,7 +23,7 @@ from stagescope.wire.errors import (
 )
 from stagescope_workers.consistency.answers import MATCHES, Marking
 from stagescope_workers.consistency.comparison import EngineComparison, Options, compare
-from stagescope_workers.consistency.prompts import Item, built_in, read_items
+from stagescope_workers.consistency.prompts import Item, Tokenizer, built_in, read_items
 from stagescope_workers.consistency.report import Report
 from stagescope_workers.consistency.stored import STORED, read_batch, rescore
 
@@ -247,7 +247,7 @@ def _rescore(
     )
 
 
-def _tokenizer(model: Path) -> object:
+def _tokenizer(model: Path) -> Tokenizer | None:
     """Return the tokenizer, or None: it only shows the texts of given tokens."""
     try:
         from stagescope_workers.consistency.transformers_engine import load_tokenizer

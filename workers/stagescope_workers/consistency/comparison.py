@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from stagescope.engines import Engine, EngineInfo, Generation, Sampling, multimodal_warning
 from stagescope.engines.base import Prompt
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_workers.consistency.alignment import (
     Check,
     check_bos,
@@ -19,7 +20,7 @@ from stagescope_workers.consistency.alignment import (
     check_vocabulary,
 )
 from stagescope_workers.consistency.answers import Agreement, Marking, compare_answers
-from stagescope_workers.consistency.prompts import Item, data_url, token_ids
+from stagescope_workers.consistency.prompts import Item, Tokenizer, data_url, token_ids
 from stagescope_workers.consistency.scored import (
     Scored,
     WorstToken,
@@ -44,7 +45,7 @@ class Chats(Protocol):
     """An engine that accepts messages with images."""
 
     def chat(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: Sampling | None = None
+        self, conversations: Sequence[Sequence[JsonObject]], sampling: Sampling | None = None
     ) -> list[Generation]:
         """Answer each conversation."""
         ...
@@ -95,7 +96,7 @@ class EngineComparison:
     worst: tuple[WorstToken, ...]
     checks: tuple[Check, ...]
     left_out: Mapping[str, str]
-    streams: Mapping[str, Mapping[str, Any]]
+    streams: Mapping[str, JsonObject]
     agreement: Agreement | None = None
     warnings: tuple[str, ...] = ()
     stored: str = ""
@@ -112,10 +113,10 @@ def compare(
     items: Sequence[Item],
     engine: Engine,
     other: Engine,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     options: Options,
     *,
-    config: Mapping[str, Any] | None = None,
+    config: JsonObject | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> EngineComparison:
     """Sample answers with `engine`, and compare both sides' log-probs of each sampled token.
@@ -170,7 +171,7 @@ def compare(
 def _generate(
     items: Sequence[Item],
     engine: Engine,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     options: Options,
     on_progress: Callable[[str], None],
 ) -> tuple[list[Generation], list[list[int]]]:
@@ -188,7 +189,7 @@ def _generate(
     return engine.generate(sent, options.sampling), prompts
 
 
-def _as_text(item: Item, tokenizer: Any, chat: bool) -> str:
+def _as_text(item: Item, tokenizer: Tokenizer, chat: bool) -> str:
     """Return the prompt as a text, for an engine that tokenises it."""
     if item.messages is None and not chat:
         return item.prompt or ""
@@ -212,7 +213,7 @@ def _usable(
     items: Sequence[Item],
     prompts: Sequence[Sequence[int]],
     generations: Sequence[Generation],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
 ) -> tuple[list[_Usable], dict[str, str]]:
     """Return the answers that can be scored, and prompt -> problem of the others."""
     usable: list[_Usable] = []
@@ -257,7 +258,7 @@ def _score(
     return rows, is_scaled
 
 
-def _recovered_ids(generation: Generation, tokenizer: Any) -> tuple[int, ...]:
+def _recovered_ids(generation: Generation, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids of an answer whose server returns only texts; () where uncertain."""
     ids = tokenizer(generation.text, add_special_tokens=False)["input_ids"]
     if len(ids) != len(generation.log_probs):
@@ -334,7 +335,7 @@ def _checks(
     generations: Sequence[Generation],
     rows: Sequence[Scored],
     engine: Engine,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     options: Options,
 ) -> tuple[Check, ...]:
     vocabulary = getattr(engine, "vocabulary", ())

@@ -7,9 +7,13 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from stagescope.wire.errors import Forbidden, InvalidInput
+from stagescope.wire.nonfinite import JsonObject
+
+Tokenizer: TypeAlias = Any
+"""A tokenizer of transformers, which types them as an untyped union of many kinds."""
 
 MAX_BYTES: Final = 256 << 20
 MAX_ROWS: Final = 100_000
@@ -43,7 +47,7 @@ class Item:
 
     name: str
     prompt: str | None = None
-    messages: tuple[Mapping[str, Any], ...] | None = None
+    messages: tuple[JsonObject, ...] | None = None
     ids: tuple[int, ...] | None = None
     answer: str | None = None
     image: Path | None = None
@@ -150,7 +154,7 @@ def _image_path(value: object, path: Path, where: str) -> Path:
     return found
 
 
-def token_ids(item: Item, tokenizer: Any, *, chat: bool) -> list[int]:
+def token_ids(item: Item, tokenizer: Tokenizer, *, chat: bool) -> list[int]:
     """Return the tokens of a prompt, as the tokenizer of the model makes them.
 
     Args:

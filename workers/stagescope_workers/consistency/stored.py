@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import read_target
 from stagescope_workers.consistency.alignment import Check, check_shift
 from stagescope_workers.consistency.comparison import EngineComparison, stream_provenance
+from stagescope_workers.consistency.prompts import Tokenizer
 from stagescope_workers.consistency.scored import Float64, Scored, numbers, worst_tokens
 
 STORED: Final = "rollout_log_probs"
@@ -42,7 +43,7 @@ def rescore(
     engine: Engine,
     other: Engine | str,
     *,
-    tokenizer: object = None,
+    tokenizer: Tokenizer | None = None,
     limit: int | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> EngineComparison:
@@ -109,7 +110,7 @@ def _responses(scores: Sequence[Sequence[float]], kept: Sequence[Trajectory]) ->
     return found
 
 
-def _texts(engine: Engine, tokenizer: Any) -> Callable[[int], str]:
+def _texts(engine: Engine, tokenizer: Tokenizer) -> Callable[[int], str]:
     """Return a function that decodes a token id."""
     vocabulary: Sequence[str] = getattr(engine, "vocabulary", ())
     if tokenizer is not None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from stagescope.engines import EngineInfo, Generation, Prompt, Sampling, vision_part
 from stagescope.engines.base import check_ids, check_prompt
 from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound
+from stagescope.wire.nonfinite import JsonObject
+from stagescope_workers.consistency.prompts import Tokenizer
 
 try:
     import torch
@@ -49,7 +51,7 @@ class TransformersEngine:
             raise InvalidInput(f"dtype is {dtype!r:.50}", expected=f"one of {', '.join(_DTYPES)}")
         with _loading(path):
             config: Any = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-            self.config: Mapping[str, Any] = config.to_dict()
+            self.config: JsonObject = config.to_dict()
             self.sees = vision_part(self.config) is not None
             auto: Any = (
                 transformers.AutoModelForImageTextToText
@@ -135,7 +137,7 @@ class TransformersEngine:
             ]
 
     def chat(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: Sampling | None = None
+        self, conversations: Sequence[Sequence[JsonObject]], sampling: Sampling | None = None
     ) -> list[Generation]:
         """Answer conversations whose parts may be `{"type": "image", "path": FILE}`.
 
@@ -165,7 +167,7 @@ class TransformersEngine:
     def _ids(self, prompt: str | list[int]) -> list[int]:
         return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
 
-    def _generate(self, inputs: Mapping[str, Any], options: Sampling, length: int) -> Generation:
+    def _generate(self, inputs: JsonObject, options: Sampling, length: int) -> Generation:
         model = self._model
         tensors = {name: value.to(model.device) for name, value in inputs.items()}
         tensors.setdefault("attention_mask", torch.ones_like(tensors["input_ids"]))
@@ -197,15 +199,14 @@ class TransformersEngine:
         )
 
 
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a model directory.
 
     Raises:
         NotFound: it has no tokenizer.
     """
     with _loading(path):
-        # Untyped, and a union of many kinds.
-        auto: Any = transformers.AutoTokenizer
+        auto: Tokenizer = transformers.AutoTokenizer
         return auto.from_pretrained(path, local_files_only=True)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
+from stagescope.wire.framing import WirePayload
 from stagescope.wire.names import misspelt, misspelt_beside, misspelt_streams
+from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import (
     DTYPE_BYTES,
     PAYLOAD_STRINGS,
@@ -119,7 +121,7 @@ class Draft:
         shapes = (spec.shape for name, spec in self._specs.items() if name in _BY_TOKEN)
         return max(map(math.prod, shapes), default=0)
 
-    def description(self, *, reported: bool = False) -> dict[str, Any]:
+    def description(self, *, reported: bool = False) -> dict[str, Json]:
         """Return the PAYLOAD_FIELDS of an END event; see there for `reported`."""
         fields: dict[str, object] = {"reported": True} if reported else {}
         return fields | {
@@ -130,7 +132,7 @@ class Draft:
             "meta": dict(self._meta),
         }
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> WirePayload:
         """Return the payload in its wire form; waits for a device that still copies.
 
         A tensor that was written after it was handed over is omitted, and named in the metadata.

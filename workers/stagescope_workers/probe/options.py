@@ -7,12 +7,13 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.keep import validate_keep
 from stagescope.wire.names import closest_field
+from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.plan import KeepSpec
 from stagescope.wire.schema import (
     MOST_STEPS,
@@ -60,7 +61,7 @@ class ProbeOptions:
     """Of arguments that were refused; the others are in force."""
 
 
-def checked_options(arguments: Mapping[str, Any]) -> ProbeOptions:
+def checked_options(arguments: JsonObject) -> ProbeOptions:
     """Return the options of a probe; environment variables replace arguments that are None.
 
     Args:

@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from stagescope.discovery import is_loopback
 from stagescope.wire.errors import NotFound, NotReady, StagescopeError, Unauthorized, Unreachable
-from stagescope.wire.framing import MEDIA_TYPE, pack_batch
+from stagescope.wire.framing import MEDIA_TYPE, WirePayload, pack_batch
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_workers.transport.calls import Reply, in_thread
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class HttpLink:
         self._running_calls = 0
         self._is_closed = False
 
-    def pack(self, payload: dict[str, object]) -> object:
+    def pack(self, payload: WirePayload) -> object:
         """Return `payload` unchanged: it is sent in the request's body."""
         return payload
 
@@ -104,13 +105,14 @@ class HttpLink:
         payloads: dict[int, object],
     ) -> Future[Reply]:
         """Send a batch to `POST /events`."""
-        return self._start(lambda: self._record(sender, events, payloads))
+        packed = cast("dict[int, WirePayload]", payloads)  # by `pack`
+        return self._start(lambda: self._record(sender, events, packed))
 
     def _record(
         self,
         sender: Sequence[object],
         events: Sequence[Sequence[object]],
-        payloads: Mapping[int, Any],
+        payloads: Mapping[int, WirePayload],
     ) -> Reply:
         body = pack_batch(sender, events, payloads)
         return self._answer("/events", content=body, headers={"Content-Type": MEDIA_TYPE})
@@ -182,9 +184,7 @@ class HttpLink:
         """Return False: an address does not change."""
         return False
 
-    def drain(
-        self, run: str | None, timeout: float, attempt_key: str | None = None
-    ) -> Mapping[str, Any]:
+    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
         """Wait, `timeout` seconds at most, for all receipts of a run; see `Link`.
 
         Raises:

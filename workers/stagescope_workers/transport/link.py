@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, NamedTuple, Protocol
@@ -21,6 +20,8 @@ from typing import Any, Final, NamedTuple, Protocol
 from stagescope import discovery
 from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE
 from stagescope.wire.errors import StagescopeError, Unreachable
+from stagescope.wire.framing import WirePayload
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_workers.transport.calls import Reply, in_thread
 from stagescope_workers.transport.http_link import HttpLink
 
@@ -41,7 +42,7 @@ class Link(Protocol):
         """A description of the address."""
         ...
 
-    def pack(self, payload: dict[str, object]) -> object:
+    def pack(self, payload: WirePayload) -> object:
         """Return `payload` in the form in which `record` sends it."""
         ...
 
@@ -72,9 +73,7 @@ class Link(Protocol):
         """Return whether the coordinator is gone and a new link is needed."""
         ...
 
-    def drain(
-        self, run: str | None, timeout: float, attempt_key: str | None = None
-    ) -> Mapping[str, Any]:
+    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
         """Wait, `timeout` seconds at most, for all receipts of a run.
 
         With an attempt key, that attempt is over: its processes are requested to finish first.
@@ -169,7 +168,7 @@ class RayLink:
             return None
         return cls(ray, handle, namespace)
 
-    def pack(self, payload: dict[str, object]) -> object:
+    def pack(self, payload: WirePayload) -> object:
         """Put `payload` into the object store, where an Ingestor of the same node reads it."""
         return self._ray.put(payload)
 
@@ -218,12 +217,10 @@ class RayLink:
             return True
         return bool(handle._actor_id != self._handle._actor_id)
 
-    def drain(
-        self, run: str | None, timeout: float, attempt_key: str | None = None
-    ) -> Mapping[str, Any]:
+    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
         """Wait, `timeout` seconds at most, for all receipts of a run; see `Link`."""
         ref = self._handle.drain.remote(run=run, timeout=timeout, attempt_key=attempt_key)
-        answer: Mapping[str, Any] = self._ray.get(ref, timeout=timeout + 1.0)
+        answer: JsonObject = self._ray.get(ref, timeout=timeout + 1.0)
         return answer
 
     def close(self) -> None:

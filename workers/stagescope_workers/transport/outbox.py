@@ -20,8 +20,10 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
+from stagescope.wire.framing import WirePayload
+from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG, SCHEMA, WORK_FIELDS
 from stagescope_workers.probe.draft import Draft
 
@@ -56,14 +58,14 @@ class Entry:
     seq: int
     wall: float
     mono: float
-    fields: dict[str, Any]
+    fields: dict[str, Json]
     draft: Draft | None = None
     packed: object = None
     """The payload as the link sends it (a ref, or the value), once it is packed."""
     nbytes: int = 0
     awaits: Sequence[Awaited] = ()
     """Device work that must finish before the entry can be sent."""
-    finalise: Callable[[dict[str, Any]], None] | None = None
+    finalise: Callable[[dict[str, Json]], None] | None = None
     """Completes the fields off the training thread (device seconds, scalars on a device)."""
 
     def wire(self) -> tuple[object, ...]:
@@ -110,11 +112,11 @@ class Outbox:
     def put(
         self,
         kind: str,
-        fields: dict[str, Any],
+        fields: dict[str, Json],
         *,
         draft: Draft | None = None,
         awaits: Sequence[Awaited] = (),
-        finalise: Callable[[dict[str, Any]], None] | None = None,
+        finalise: Callable[[dict[str, Json]], None] | None = None,
     ) -> Entry:
         """Queue an event with its payload; drop others by the policy where a bound is reached."""
         wall, mono = time.time(), time.monotonic()
@@ -246,7 +248,7 @@ class Outbox:
             nbytes += entry.nbytes
         return chosen
 
-    def pack(self, entry: Entry, pack: Callable[[dict[str, object]], object]) -> None:
+    def pack(self, entry: Entry, pack: Callable[[WirePayload], object]) -> None:
         """Convert the body of an entry in flight to its wire form, once.
 
         A body that cannot be packed (the object store or the disk is full) is dropped and counted.

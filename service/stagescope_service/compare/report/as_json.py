@@ -10,8 +10,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Final, TypedDict
 
+from stagescope.wire.nonfinite import Json
 from stagescope_service.compare.pairing.token_alignment import COMPARED, ValueLocation
 from stagescope_service.compare.results import (
     ComparisonFinding,
@@ -253,7 +254,7 @@ class ComparisonReport(TypedDict):
     pairs: list[PairReport]
 
 
-def as_json(comparison: DumpComparison) -> dict[str, Any]:
+def as_json(comparison: DumpComparison) -> dict[str, Json]:
     """Return the fields of `ComparisonReport` as a dict, to which callers may add their own."""
     return {**comparison_report(comparison)}
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_workers.integrations.verl.context import SAMPLES
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def versions(batch: Any) -> dict[str, object]:
 
     A trajectory of several versions gets its oldest; the number of these is returned too.
     """
-    tags: Sequence[Mapping[str, Any]] | None = getattr(batch, "tags", None)
+    tags: Sequence[JsonObject] | None = getattr(batch, "tags", None)
     if not tags:
         return {}
     oldest = [tag.get("min_global_steps") for tag in tags]

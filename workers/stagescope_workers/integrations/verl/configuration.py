@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from stagescope.wire.nonfinite import Json
 from stagescope_workers.probe.identity import hide, visible_arguments
 
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
@@ -69,7 +70,7 @@ def is_bypass(config: object) -> bool:
     return bool(lookup(config, "algorithm", "rollout_correction", "bypass_mode"))
 
 
-def settings(config: object) -> dict[str, Any]:
+def settings(config: object) -> dict[str, Json]:
     """Return the settings that influence the statistics, and the whole configuration.
 
     Only the driver reports them. The configuration is flat, `{"actor_rollout_ref.actor.ppo_epochs":
@@ -97,7 +98,7 @@ def statistics_settings(config: object) -> dict[str, object]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def streams(config: object) -> dict[str, Any]:
+def streams(config: object) -> dict[str, Json]:
     """Return the metadata of a batch: the producers of its streams, and how tokens were sampled."""
     rollout = lookup(config, "actor_rollout_ref", "rollout")
     sampling = {name: lookup(rollout, name) for name in ("temperature", "top_p", "top_k")}
@@ -132,7 +133,7 @@ def profiler(config: object) -> dict[str, object] | None:
         return None
     tool = (block.get("global_tool_config") or {}).get("precision_debugger") or {}
     directory = tool.get("data_dir") or block.get("save_path")
-    found: dict[str, Any] = {
+    found: dict[str, Json] = {
         "global_profiler": {
             "tool": "precision_debugger",
             "steps": block.get("steps"),
@@ -168,7 +169,7 @@ def lookup(node: Any, *path: str) -> Any:
     return node
 
 
-def to_container(node: object) -> Any:
+def to_container(node: object) -> Json:
     """Return an OmegaConf node as built-in types, with interpolations resolved where possible."""
     if node is None or isinstance(node, dict):
         return node
@@ -202,7 +203,7 @@ def visible_leaves(tree: Mapping[object, object]) -> dict[str, object]:
     return found
 
 
-def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, object]]:
+def _leaves(tree: Json, prefix: str) -> Iterator[tuple[str, object]]:
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         if isinstance(value, Mapping) or any(
             isinstance(item, Mapping | list | tuple) for item in _as_list(value)

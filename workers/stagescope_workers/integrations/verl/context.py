@@ -14,6 +14,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from stagescope.wire.nonfinite import JsonObject
+
 KEY: Final = "stagescope"
 SAMPLES: Final = "stagescope_sample_ids"
 """The key of per-row ids in a batch."""
@@ -45,9 +47,9 @@ class Context:
     synchronous: bool = False
     bypass: bool = False
     version: int | None = None
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    streams: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    profiler: Mapping[str, Any] | None = None
+    settings: JsonObject = dataclasses.field(default_factory=dict)
+    streams: JsonObject = dataclasses.field(default_factory=dict)
+    profiler: JsonObject | None = None
 
     @property
     def policy_version(self) -> int:

@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any, Final
 
+from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.verl import batches, configuration, processes
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl.context import Context
@@ -134,7 +135,7 @@ class Driver:
         context = self.context()
         if context is None or context.step != step:
             return {}
-        scalars: dict[str, Any] = {
+        scalars: dict[str, Json] = {
             str(name): float(value)
             for name, value in data.items()
             if isinstance(value, numbers.Real) and not isinstance(value, bool)

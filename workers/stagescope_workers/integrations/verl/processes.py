@@ -7,13 +7,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from stagescope import discovery
 from stagescope.discovery import NAMESPACE
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
@@ -93,7 +94,7 @@ def get_probe(
     rank: int,
     *,
     world_size: int | None = None,
-    describe: Callable[[], Mapping[str, Any]] = dict,
+    describe: Callable[[], JsonObject] = dict,
 ) -> Probe:
     """Return the probe of a role in this process, created on first use.
 
