@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Final
+from typing import Any, Final
 
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import LAYOUT_COLUMNS, Work
