@@ -27,8 +27,8 @@ from stagescope_service.core.entities import (
     Span,
     Step,
 )
+from stagescope_service.core.handshakes import RESTORED, reading_settings, role_names
 from stagescope_service.core.instructions import PayloadKey
-from stagescope_service.core.registry import RESTORED, reading_settings, role_names
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Snapshot
 from stagescope_service.store.tables import (

@@ -7,20 +7,23 @@ too: ranks that are recreated under one driver keep their job, and with it their
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import LAYOUT_COLUMNS, Event, Sender
+from stagescope.wire.schema import Event, Sender
 from stagescope_service.core.catalogue_rows import (
     attempt_row,
-    integer,
-    layout_columns,
-    plain,
     process_row,
-    text,
 )
-from stagescope_service.core.entities import Attempt, Handshake, Process, RankAge, leaves
+from stagescope_service.core.entities import Attempt, Process
+from stagescope_service.core.handshakes import (
+    ReportedValues,
+    adopt_handshake,
+    columns_to_carry,
+    fingerprint_column,
+    forget_handshakes,
+    read_hello,
+)
 from stagescope_service.core.instructions import Instruction, Put
 
 UNKEYED: Final = "unkeyed"
@@ -31,14 +34,6 @@ SILENT_SECONDS: Final = 30.0
 """A process that lives polls more often, as long as the service keeps up."""
 REFRESH: Final = 5.0
 """Seconds after which a process's row says again when it was last heard."""
-
-MAX_WORLD_SIZE: Final = 1 << 18
-"""No role has more ranks; a greater number is a mistake, and is not believed."""
-
-MAX_ROLES: Final = 100
-
-RESTORED: Final[RankAge] = ("", -1, (0.0, ""))
-"""Stands for who an attempt's fingerprint is of where that was not stored: it stays."""
 
 GONE_REMEMBERED: Final = 100_000
 """Processes of earlier attempts of which the attempt alone stays in memory."""
@@ -54,31 +49,6 @@ def base_key(key: str) -> str:
     return key.partition(RESTART_MARK)[0]
 
 
-def role_names(reported: object) -> frozenset[str]:
-    """Return the roles that a HELLO expects to report beside its sender (its field `expects`)."""
-    names = reported if isinstance(reported, list | tuple) else ()
-    return frozenset(name for name in names[:MAX_ROLES] if isinstance(name, str) and name)
-
-
-SAID_REMEMBERED: Final = 1000
-"""Parts of what processes said of their starts, of which equal ones are kept once."""
-
-_APART: Final = ("layout", "settings", "fingerprint")
-"""Fields of a HELLO that are stored elsewhere than with its others."""
-
-_READ: Final = frozenset({"keep", "producers"})
-"""The settings that are mappings, and that who reads a payload needs."""
-
-
-def reading_settings(settings: JsonObject | None) -> dict[str, Json]:
-    """Return the part of a process's settings that goes to the ingestor with each payload.
-
-    A trainer's whole configuration (50 kB in verl) is left out.
-    """
-    given = settings or {}
-    return {k: v for k, v in given.items() if k in _READ or not isinstance(v, Mapping)}
-
-
 class Registry:
     """Attempts and processes by their identities; only the state machine changes it."""
 
@@ -88,7 +58,7 @@ class Registry:
         self._by_key: dict[tuple[str, str], int] = {}
         self._newest: dict[str, int] = {}
         self._gone: dict[str, int] = {}
-        self._reported: dict[str, Json] = {}
+        self._reports = ReportedValues()
         self._next_id = 1
         self.listening_since = 0.0
         """When anybody could be heard again, by the service's wall clock."""
@@ -238,39 +208,11 @@ class Registry:
         Returns whether the known size of its role changed, and the instructions.
         """
         attempt = self.attempt_of(process)
-        size = integer(fields.get("world_size"))
-        if size is not None and process.rank < size <= MAX_WORLD_SIZE:
-            process.world_size = size
-        data_rank = integer(fields.get("data_rank"))
-        process.data_rank = process.data_rank if data_rank is None else data_rank
-        layout = fields.get("layout")
-        if isinstance(layout, Mapping):
-            process.layout.update({str(name): plain(value) for name, value in layout.items()})
-        settings, fingerprint = fields.get("settings"), fields.get("fingerprint")
-        settings = plain(settings) if isinstance(settings, Mapping) else None
-        process.settings = reading_settings(settings) or process.settings
-        process.captures = fields.get("captures") is not False
-        process.watchdog = text(fields.get("watchdog"), 1000) or process.watchdog
-        process.expected_roles |= role_names(fields.get("expects"))
+        columns = read_hello(process, fields, wall, self._reports)
         attempt.expected_roles |= process.expected_roles
-        process.handshake = Handshake(
-            wall,
-            fingerprint=self._shared(fingerprint) if isinstance(fingerprint, Mapping) else None,
-            settings=None if settings is None else self._shared(settings),
-            resumed_from_step=integer(fields.get("resumed_from_step")),
-            world_size=size,
-        )
-        hello = {name: plain(value) for name, value in fields.items() if name not in _APART}
-        hello["layout"] = {
-            name: value for name, value in process.layout.items() if name not in LAYOUT_COLUMNS
-        }
         if self.may_leave(process):
-            hello |= self._to_carry(attempt, process)
-        columns = {"pid": integer(fields.get("pid")), "settings": settings, "hello": hello}
-        out: list[Instruction] = [
-            process_row(process, **layout_columns(process.layout), **columns),
-            *self._learn(attempt, process),
-        ]
+            columns["hello"] |= columns_to_carry(attempt, process)
+        out: list[Instruction] = [process_row(process, **columns), *self._adopt(attempt, process)]
         return attempt.believe(process), out
 
     def may_leave(self, process: Process) -> bool:
@@ -285,59 +227,19 @@ class Registry:
         came_later = first is not None and process.started > first
         return came_later or self._older(attempt, process) is not None
 
-    def _shared(self, reported: JsonObject) -> dict[str, Json]:
-        """Return a reported value as JSON; equal values are kept in memory once."""
-        kept: dict[str, Json] = {}
-        for name, value in reported.items():
-            value = plain(value)
-            kept[str(name)] = self._reported.setdefault(f"{type(value).__name__} {value!r}", value)
-            if len(self._reported) > SAID_REMEMBERED:
-                del self._reported[next(iter(self._reported))]
-        return kept
-
-    @staticmethod
-    def _to_carry(attempt: Attempt, process: Process) -> dict[str, Json]:
-        """Return the columns of a process that only a restart of the coordinator reads.
-
-        Only the lowest rank of a role stores them: an attempt has the fingerprint of its first.
-        """
-        reported = process.handshake
-        lower = (attempt.by_rank.get((process.role, rank)) for rank in range(process.rank))
-        if reported is None or reported.fingerprint is None or any(lower):
-            return {}
-        return {"fingerprint": reported.fingerprint, "said_wall": reported.wall}
-
-    def _learn(self, attempt: Attempt, process: Process) -> list[Put]:
-        """Apply a process's handshake to its attempt."""
-        if process.handshake is None or self.may_leave(process):
+    def _adopt(self, attempt: Attempt, process: Process) -> list[Put]:
+        """Apply a process's handshake to its attempt, where it is certainly of that attempt."""
+        if self.may_leave(process):
             return []
-        resume_is_new = _adopt_resume(attempt, process)
-        columns: dict[str, Json] = {}
-        if _adopt_fingerprint(attempt, process):
-            columns["fingerprint"] = _fingerprint(attempt)
-        out = [attempt_row(attempt, **columns)] if resume_is_new or columns else []
-        # Ranks know less of the configuration than a driver: the largest one is kept.
-        settings = process.handshake.settings
-        if settings and attempt is self.newest(attempt.run) and attempt.is_fullest(settings):
-            out.append(Put("runs", {"run": attempt.run, "settings": settings}))
-        return out
+        return adopt_handshake(attempt, process, is_newest=attempt is self.newest(attempt.run))
 
-    def _learn_again(self, attempt: Attempt) -> list[Put]:
+    def _adopt_again(self, attempt: Attempt) -> list[Put]:
         """Derive an attempt's fingerprint and resume step from its present processes."""
-        attempt.resumed_from_step = attempt.resumed_restored
-        attempt.resume_reported = attempt.resumed_restored is not None
-        if not attempt.resume_reported and attempt.number > 1 and attempt.first_step is not None:
-            attempt.resumed_from_step = attempt.first_step - 1
-        if attempt.fingerprint_of != RESTORED:
-            attempt.fingerprint_of, attempt.fingerprint = None, {}
-            attempt.config_of, attempt.config = None, None
+        forget_handshakes(attempt)
         out: list[Put] = []
         for process in [*attempt.processes.values()]:
-            out += [row for row in self._learn(attempt, process) if row.table == "runs"]
-        columns: dict[str, Json] = {}
-        if attempt.fingerprint_of != RESTORED:
-            columns["fingerprint"] = _fingerprint(attempt)
-        return [*out, attempt_row(attempt, **columns)]
+            out += [row for row in self._adopt(attempt, process) if row.table == "runs"]
+        return [*out, attempt_row(attempt, **fingerprint_column(attempt))]
 
     def bind(self, process: Process, step: int) -> tuple[Attempt | None, list[Instruction]]:
         """Bind a process to its attempt at the first step that it begins.
@@ -351,7 +253,7 @@ class Registry:
         process.bound = True
         older = self._restarted(attempt, process, step)
         if older is None:
-            return None, [*(self._learn(attempt, process) if was_open else ())]
+            return None, [*(self._adopt(attempt, process) if was_open else ())]
         opened, out = self.open_restart(attempt, process.started)
         # Processes of the same start that reported before any of them began a step move as well.
         for other in [*attempt.processes.values()]:
@@ -361,7 +263,7 @@ class Registry:
                 opened.add(other)
                 opened.opened_wall = min(opened.opened_wall, other.started)
                 out.append(process_row(other))
-        return attempt, [*out, *self._learn_again(attempt), *self._learn_again(opened)]
+        return attempt, [*out, *self._adopt_again(attempt), *self._adopt_again(opened)]
 
     def _restarted(self, attempt: Attempt, process: Process, step: int) -> Process | None:
         """Return the older incarnation that a process replaces in a new attempt, else None."""
@@ -455,45 +357,6 @@ def _last_sign(process: Process) -> float:
     left = process.left_wall if process.finished else None
     # Its FINISH arrives while it waits for the answer: later than it was made.
     return max(process.last_wall, process.last_contact, left or 0.0)
-
-
-def _adopt_resume(attempt: Attempt, process: Process) -> bool:
-    """Apply the resume step that a process reports; return whether it reported one."""
-    reported = process.handshake
-    if reported is None or reported.resumed_from_step is None:
-        return False
-    resume_is_new = attempt.resumed_from_step if attempt.resume_reported else None
-    attempt.resume_reported = True
-    resumed = reported.resumed_from_step
-    attempt.resumed_from_step = resumed if resume_is_new is None else min(resume_is_new, resumed)
-    return True
-
-
-def _adopt_fingerprint(attempt: Attempt, process: Process) -> bool:
-    """Apply a process's fingerprint; return whether that changed the attempt's.
-
-    An attempt has the fingerprint of its lowest (role, rank) and its first incarnation, except for
-    the configuration: the largest one counts, since a driver knows more of it than ranks.
-    """
-    fingerprint = None if process.handshake is None else process.handshake.fingerprint
-    if fingerprint is None:
-        return False
-    place, known = (process.role, process.rank, process.age), attempt.fingerprint_of
-    changed = known is None or place < known
-    if changed:
-        attempt.fingerprint_of, attempt.fingerprint = place, dict(fingerprint)
-    config = fingerprint.get("config")
-    if known != RESTORED and isinstance(config, Mapping):
-        size = (-leaves(config), place)
-        if attempt.config_of is None or size < attempt.config_of:
-            attempt.config_of, attempt.config = size, config
-            changed = True
-    return changed
-
-
-def _fingerprint(attempt: Attempt) -> dict[str, Json] | None:
-    config = {} if attempt.config_of is None else {"config": attempt.config}
-    return {**attempt.fingerprint, **config} or None
 
 
 def _last_report_columns(process: Process) -> dict[str, Json]:

@@ -17,8 +17,8 @@ from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.core import payloads
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import FindingLocation
+from stagescope_service.core.handshakes import reading_settings
 from stagescope_service.core.instructions import PayloadKey, Put
-from stagescope_service.core.registry import reading_settings
 from stagescope_service.ingest.reader import Outcome, PayloadReader
 from stagescope_service.ingest.recompute import Recomputer
 from stagescope_service.statistics import PartRecord, assemble
