@@ -37,9 +37,9 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def lab(rgb: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[
-    tuple[int], np.dtype[np.float64]
-]:
+def lab(
+    rgb: np.ndarray[tuple[int], np.dtype[np.float64]],
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """CIE L*a*b* of linear sRGB, white point D65."""
     to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722],
                        [0.0193, 0.1192, 0.9505]])  # fmt: skip
@@ -106,8 +106,8 @@ def test_a_thinned_curve_keeps_every_spike_and_every_gap(values: list[float], mo
 
 def test_panels_fill_the_figure_from_the_top() -> None:
     first, second = style.panels((300, 100), gap=40)
-    assert first == (pytest.approx(140 / 440), 1.0)
-    assert second == (0.0, pytest.approx(100 / 440))
+    assert first == pytest.approx((140 / 440, 1.0))
+    assert second == pytest.approx((0.0, 100 / 440))
 
 
 def test_empty_is_axes_and_a_sentence() -> None:
