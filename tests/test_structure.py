@@ -58,7 +58,7 @@ ONLY_IN: Final = {
     "uvicorn": ("service/stagescope_service/api/",),
     "plotly": ("service/stagescope_service/figure_style.py",
                "service/stagescope_service/api/figures/",
-               "client/stagescope/figures.py",
+               "client/stagescope/plotting.py",
                "service/stagescope_service/api/page.py",
                "service/stagescope_service/compare/figures.py",
                "service/stagescope_service/compare/report/html.py"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from typing_extensions import Self
@@ -17,6 +17,7 @@ from stagescope import discovery
 from stagescope.advice import AdviceFormat, for_session
 from stagescope.columns import COLUMNS, Kinds
 from stagescope.findings import GROUP_ORDER, FindingRows
+from stagescope.plotting import figure_of, graph_objects
 from stagescope.table import Table
 from stagescope.transport import Params, QueryValue, Transport
 from stagescope.wire import nonfinite
@@ -29,6 +30,9 @@ from stagescope.wire.errors import (
 )
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import MOST_STEPS
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
 
 LIMIT: Final = 1000
 """Most rows of a table unless `limit` is given."""
@@ -96,6 +100,23 @@ class Connection:
     def get(self, path: str, **params: QueryValue) -> Json:
         """Return the JSON that a route answers; a query parameter of None is left out."""
         return self._transport.get(path, params)
+
+    def figure(self, name: str, **parameters: QueryValue) -> plotly.graph_objects.Figure:
+        """Return a figure that the service draws, as plotly's; its numbers are in it.
+
+        Usage:
+            >>> session.figure("distribution", step=5, of="ratio")
+
+        Args:
+            name: one of `session.figures()`.
+            parameters: its query parameters; None is left out.
+
+        Raises:
+            MissingExtra: plotly is not installed.
+            NotFound: there is no such figure, run or step.
+        """
+        graph_objects()  # without plotly nothing is requested
+        return figure_of(self.get(f"/figures/{segment(name)}", **parameters))
 
     def download(
         self,

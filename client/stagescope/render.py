@@ -24,6 +24,8 @@ GAP: Final = "  "
 _MIN_WIDTH: Final = 24
 """Cells of up to this width are never shortened: a time, an id, a stage's name."""
 _MAX_WIDTH: Final = 48
+_PICTURE_WIDTH: Final = 480
+_PICTURE_HEIGHT: Final = 48
 _MAX_RANGES: Final = 6
 """Most ranges of numbers that are listed."""
 WIDE_ENOUGH: Final = 1000
@@ -293,6 +295,38 @@ def html_table(
         f"{_html_heading(caption)}"
         f'<table style="border-collapse:collapse;color:inherit"><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table>{notes}</div>"
+    )
+
+
+def html_bars(names: Sequence[str], values: Sequence[Json], what: str) -> str:
+    """Return a small picture of bars as HTML; a value that is missing or not finite is a gap.
+
+    It has no script and takes the colour of the text around it; a bar's name and value are shown
+    where the pointer rests on it.
+
+    Args:
+        names: of the bars.
+        values: their heights; negative ones are drawn by their magnitude.
+        what: the values' name.
+    """
+    numbers = [
+        abs(float(value)) if isinstance(value, int | float) and math.isfinite(value) else None
+        for value in values
+    ]
+    most = max((number for number in numbers if number is not None), default=0.0) or 1.0
+    width = min(max(_PICTURE_WIDTH / max(len(numbers), 1), 2.0), 24.0)
+    bars = "".join(
+        f'<rect x="{at * width:.1f}" y="{_PICTURE_HEIGHT * (1 - (number or 0.0) / most):.1f}" '
+        f'width="{width * 0.85:.1f}" height="{_PICTURE_HEIGHT * (number or 0.0) / most:.1f}" '
+        f'fill="currentColor" fill-opacity="0.6"><title>{html.escape(printable(name))}: '
+        f"{html.escape(format_value(value))}</title></rect>"
+        for at, (name, value, number) in enumerate(zip(names, values, numbers, strict=True))
+    )
+    size = f'width="{len(numbers) * width:.0f}" height="{_PICTURE_HEIGHT}"'
+    label = html.escape(f"{what}, largest {format_value(most)}")
+    return (
+        f'<svg {size} role="img" aria-label="{label}" style="display:block;color:inherit">'
+        f"{bars}</svg><div><small>{label}</small></div>"
     )
 
 

@@ -26,6 +26,7 @@ from stagescope.comparison_requests import ComparisonRequests
 from stagescope.connection import LIMIT, segment, step_segment
 from stagescope.doctor import DIAGNOSIS_ORDER, Diagnosis
 from stagescope.engines.http import engine_url
+from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
 from stagescope.hangs import Stacks
 from stagescope.series import Exact, Series
@@ -103,7 +104,7 @@ def attach(
     return session
 
 
-class Session(CaptureRequests, ComparisonRequests):
+class Session(CaptureRequests, ComparisonRequests, FigureRequests):
     """The data of the service, one method per noun; safe to use from several threads.
 
     Each answer names its run and attempt. The default of `run` is the run whose training stage

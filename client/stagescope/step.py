@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from stagescope.answers import Metrics, Record
 from stagescope.batch import Batch
@@ -13,12 +15,15 @@ from stagescope.columns import COLUMNS
 from stagescope.connection import LIMIT, segment
 from stagescope.hangs import STUCK_ORDER, Stacks, Stuck
 from stagescope.operators import NonFiniteOperators, Operators, Stack
+from stagescope.plotting import PlottedTable
 from stagescope.samples import SampleTokens
 from stagescope.table import Table
 from stagescope.transport import QueryValue
 from stagescope.weights import WEIGHT_ORDER, Weights
 
 if TYPE_CHECKING:
+    import plotly.graph_objects
+
     from stagescope.capture_requests import CaptureRequests
 
 # Columns that are shown first: in 80 columns a table leaves out the last ones.
@@ -55,6 +60,12 @@ _OPERATOR_ORDER: Final = (
 )  # fmt: skip
 _NON_FINITE_ORDER: Final = ("rank", "name", "section", "index", "non_finite", "source", "earliest")
 _SCALAR_ORDER: Final = ("name", "value", "stage", "role", "rank")
+
+
+def _of_slice(filters: Mapping[str, object]) -> str:
+    """Return which slice filters select, "" for none."""
+    given = [f"{name} {value}" for name, value in filters.items() if value is not None]
+    return f"of a slice ({', '.join(given)})" if given else ""
 
 
 class Step:
@@ -105,15 +116,26 @@ class Step:
         role: str | None = None,
         rank: int | None = None,
         limit: int = LIMIT,
-    ) -> Table:
+    ) -> PlottedTable:
         """Return the mismatch per round, or per true turn or staleness.
 
         `about["whole"]` has the same columns for the step, to which the rows add up. `comparable`
         is of a row's own tokens, `step_comparable` of the whole step: the text marks rows with `*`
-        where these can be compared and the step cannot.
+        where these can be compared and the step cannot. `plot` draws the
+        rounds of the step against the steps before.
+
+        Usage:
+            >>> session.step(5).rounds().plot(compare=3)
         """
         filters = {"by": by, "stage": stage, "role": role, "rank": rank}
-        return self._table("rounds", _ROUND_ORDER, limit, **filters)
+        sliced = {**filters, "by": None if by == "round" else by}
+        return PlottedTable.drawn_by(
+            self._table("rounds", _ROUND_ORDER, limit, **filters),
+            functools.partial(self.figure, "rounds"),
+            label=by or "round",
+            column="abs_diff_mean",
+            refusal=_of_slice(sliced),
+        )
 
     def ranks(
         self,
@@ -122,12 +144,82 @@ class Step:
         role: str | None = None,
         rank: int | None = None,
         limit: int = LIMIT,
-    ) -> Table:
+    ) -> PlottedTable:
         """Return the mismatch per rank, with each rank's placement.
 
-        `comparable` and `step_comparable` are as in `rounds`.
+        `comparable` and `step_comparable` are as in `rounds`; `plot` draws a number by rank and
+        round, as `heatmap`.
+
+        Usage:
+            >>> session.step(5).ranks().plot(metric="rollout_corr/k3_kl")
         """
-        return self._table("ranks", _RANK_ORDER, limit, stage=stage, role=role, rank=rank)
+        filters = {"stage": stage, "role": role, "rank": rank}
+        return PlottedTable.drawn_by(
+            self._table("ranks", _RANK_ORDER, limit, **filters),
+            functools.partial(self.figure, "rank-rounds"),
+            label="rank",
+            column="abs_diff_mean",
+            refusal=_of_slice(filters),
+        )
+
+    def figure(self, name: str, **parameters: object) -> plotly.graph_objects.Figure:
+        """Return a figure of this step by its name; `session.figures()` lists them.
+
+        Usage:
+            >>> session.step(5).figure("distribution", of="ratio")
+
+        Raises:
+            MissingExtra: plotly is not installed.
+            NotFound: there is no such figure.
+        """
+        # Values of any figure's parameters: the service checks them.
+        query: dict[str, Any] = {**parameters}
+        return self._session.figure(name, **self._params(step=self.step, **query))
+
+    def heatmap(self, metric: str = "logprob_abs_diff/mean") -> plotly.graph_objects.Figure:
+        """Return a figure of a number by rank and round; many ranks are folded.
+
+        Usage:
+            >>> session.step(5).heatmap("rollout_corr/k3_kl")
+        """
+        return self.figure("rank-rounds", metric=metric)
+
+    def timeline(self) -> plotly.graph_objects.Figure:
+        """Return a figure of the step's stages: a lane a rank, and who waits for whom.
+
+        Usage:
+            >>> session.step(5).timeline()
+        """
+        return self.figure("timeline")
+
+    def distribution(
+        self, of: Literal["abs", "ratio"] = "abs", *, round: int | None = None
+    ) -> plotly.graph_objects.Figure:
+        """Return a figure of how many tokens have which |p - q|, or which ratio e^(p - q).
+
+        Usage:
+            >>> session.step(5).distribution("ratio")
+        """
+        return self.figure("distribution", of=of, round=round)
+
+    def density(self) -> plotly.graph_objects.Figure:
+        """Return a figure of the trainer's log-probs against the rollout's, with the verdict.
+
+        Usage:
+            >>> session.step(5).density()
+        """
+        return self.figure("density")
+
+    def save_trace(self, path: str | Path) -> Path:
+        """Write the step's stages as trace events, for ui.perfetto.dev; return the path.
+
+        Usage:
+            >>> session.step(5).save_trace("step5.trace.json")
+        """
+        trace = self._session.get(self._path("timeline"), **self._params())
+        with atomic_file(Path(path)) as file:
+            file.write(json.dumps(trace).encode())
+        return Path(path)
 
     def tokens(
         self,

@@ -13,7 +13,7 @@ import json
 import os
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import httpx
@@ -33,9 +33,9 @@ from stagescope.wire.errors import (
 )
 from stagescope.wire.nonfinite import Json, JsonObject
 
-QueryValue: TypeAlias = str | int | float | bool | None
+QueryValue: TypeAlias = str | int | float | bool | Sequence[str] | None
 Params: TypeAlias = Mapping[str, QueryValue]
-"""Query parameters; those of None are left out."""
+"""Query parameters; those of None are left out, a sequence is given several times."""
 
 _INITIAL_BACKOFF: Final = 0.1
 _MAX_BACKOFF: Final = 1.0

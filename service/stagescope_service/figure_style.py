@@ -178,9 +178,9 @@ def thinned(values: Floats, most: int = WIDTH) -> Indexes:
     if count <= 2 * most:
         return np.arange(count)
     size = -(-count // most)
-    rows = np.full(size * -(-count // size), np.nan)
-    rows[:count] = values
-    rows = rows.reshape(-1, size)
+    padded = np.full(size * -(-count // size), np.nan)
+    padded[:count] = values
+    rows = padded.reshape(-1, size)
     starts = np.arange(len(rows)) * size
     lowest = np.where(np.isnan(rows), np.inf, rows).argmin(axis=1) + starts
     highest = np.where(np.isnan(rows), -np.inf, rows).argmax(axis=1) + starts

@@ -106,8 +106,8 @@ def test_a_thinned_curve_keeps_every_spike_and_every_gap(values: list[float], mo
 
 def test_panels_fill_the_figure_from_the_top() -> None:
     first, second = style.panels((300, 100), gap=40)
-    assert first == (pytest.approx(140 / 440), 1.0)
-    assert second == (0.0, pytest.approx(100 / 440))
+    assert first == pytest.approx((140 / 440, 1.0))
+    assert second == pytest.approx((0.0, 100 / 440))
 
 
 def test_empty_is_axes_and_a_sentence() -> None:

@@ -85,7 +85,7 @@ def test_findings_and_dumps_by_step(filled: SqlStore, catalogue: Catalogue) -> N
         Put("dumps", {**dump, "work_key": "2", "state": "failed"}),
     )
     assert catalogue.findings_by_step([1, 2]) == [MarkedStep(1, 1, "k", "error", 2, "a")]
-    assert {(row.severity, row.count) for row in catalogue.dumps_by_step([1])} == {
+    assert {(row.severity, row.times) for row in catalogue.dumps_by_step([1])} == {
         ("complete", 1), ("failed", 1),
     }  # fmt: skip
     assert catalogue.dumps_by_step([1], first=2) == []

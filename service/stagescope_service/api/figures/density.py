@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,8 +25,9 @@ from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.kept import local_file, payload_artifacts
 from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.api.target import Target
-from stagescope_service.statistics.batch import TokenBatch
+from stagescope_service.statistics.batch import TokenBatch, WireTensor
 from stagescope_service.statistics.cell import Cell, Field, Float64
+from stagescope_service.store.contract import Row
 from stagescope_service.store.parts import part_key
 from stagescope_service.store.tensorfile import map_tensors
 
@@ -162,7 +165,7 @@ def _cloud(
 ) -> tuple[Cloud | None, str | None]:
     """Count the tokens of the payloads that count in the step; return also what is missing."""
     wanted = set(measured.summary.counted)
-    rows = {}
+    rows: dict[str, list[Row]] = {}
     for row in payload_artifacts(deps, target, target.step_number):
         key = part_key(row["incarnation"], row["seq"])
         if key in wanted:
@@ -178,7 +181,7 @@ def _cloud(
                 break
             for row in rows[key]:
                 try:
-                    kept = map_tensors(local_file(deps, row, type(directory)(copies)))
+                    kept = map_tensors(local_file(deps, row, Path(copies)))
                     p, q = _streams(kept.tensors, measured.summary.summary.pair)
                 except StagescopeError:  # gone, or it holds one stream alone
                     continue
@@ -205,13 +208,13 @@ def _cloud(
     return cloud, "; ".join(lacking) or None
 
 
-def _streams(tensors: dict[str, object], pair: tuple[str, str]) -> tuple[Float64, Float64]:
+def _streams(tensors: Mapping[str, WireTensor], pair: tuple[str, str]) -> tuple[Float64, Float64]:
     """Return p and q of the tokens under the mask that are both finite.
 
     Raises:
         InvalidTensor: a stream or the mask is not there.
     """
-    batch = TokenBatch.from_tensors(tensors, pair=pair)  # type: ignore[arg-type]
+    batch = TokenBatch.from_tensors(tensors, pair=pair)
     chosen = batch.mask == batch.mask_one
     p, q = (
         _as_float64(values, dtype)[chosen]
@@ -298,7 +301,7 @@ def _draw_cloud(drawn: go.Figure, cloud: Cloud) -> None:
         "<extra></extra>",
         colorbar={
             "thickness": 10, "tickvals": powers,
-            "ticktext": [f"1e{power} tokens" if power else "1 token" for power in powers],
+            "ticktext": [style.number(10.0**power, "tokens") for power in powers],
             "outlinewidth": 0, "orientation": "h", "x": 0.5, "len": 1.0,
             "yref": "container", "y": 1.0, "yanchor": "top", "ypad": 0,
         },

@@ -533,7 +533,7 @@ def figure(found: HeatInfo) -> go.Figure:
     bar: dict[str, Any] = {
         "ticksuffix": f" {found.unit}" if found.unit else "",
         "orientation": "h", "thickness": 10, "x": 0.5, "len": 1.0,
-        "yref": "container", "y": 1.0, "yanchor": "top", "ypad": 0,
+        "yref": "container", "y": 0.985, "yanchor": "top", "ypad": 0,
         "tickfont": {"size": 10}, "nticks": 5, "outlinewidth": 0, "exponentformat": "e",
     }  # fmt: skip
     if is_log:

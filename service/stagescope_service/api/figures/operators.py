@@ -73,17 +73,17 @@ class OperatorsInfo:
 def info(deps: Dependencies, target: Target, filters: TableFilters) -> OperatorsInfo:
     """Read the results of a dump: of the rank with the earliest non-finite one, else the first."""
     heading = (target.run, target.number, target.step_number)
-    nothing = ((), 0, 0, None, False, None)
+    nothing = OperatorsInfo(*heading, None, (), 0, 0, None, False, None, None)
     try:
         tables = tables_of(deps, target, **filters)
     except StagescopeError as error:
-        return OperatorsInfo(*heading, None, *nothing, error.wrong)
+        return dataclasses.replace(nothing, note=error.wrong)
     table = _chosen(tables)
     try:
         path = deps.operator_files.path(table)
         results = _Results.read(path)
     except StagescopeError as error:
-        return OperatorsInfo(*heading, table_key(table), *nothing, error.wrong)
+        return dataclasses.replace(nothing, table=table_key(table), note=error.wrong)
     notes = []
     if len(tables) > 1:
         notes.append(f"one of {counted(len(tables), 'dump')} of the step: name stage and rank")

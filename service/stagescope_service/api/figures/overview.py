@@ -384,7 +384,7 @@ class _Reader:
         return [
             Mark(
                 "capture", row.severity or "", row.step, row.step,
-                f"capture {row.kind}: {counted(row.count, 'dump')} of {row.text}, "
+                f"capture {row.kind}: {counted(row.times, 'dump')} of {row.text}, "
                 f"{row.severity or 'state unknown'}",
             )
             for row in self._shown(rows)
@@ -395,7 +395,7 @@ class _Reader:
         rows = self._deps.catalogue.findings_by_step(self._ids, **self._window)
         return [
             Mark("finding", row.severity or "", row.step, row.step,
-                 f"{row.kind}: {row.text:.200}" + (f" ({row.count})" if row.count > 1 else ""))
+                 f"{row.kind}: {row.text:.200}" + (f" ({row.times})" if row.times > 1 else ""))
             for row in self._shown(rows)
         ]  # fmt: skip
 

@@ -92,9 +92,17 @@ def round_numbers(summary: Summary) -> tuple[RoundNumbers, ...]:
         p50, p99 = (
             histogram.quantile(share, zeros=zeros, largest=cell.abs_max) for share in (0.5, 0.99)
         )
-        numbers = (cell.mean(Field.D_ABS_SUM), p50, p99, cell.abs_max)
-        bad = int(sum(non_finite(cell, *summary.pair).values()))
-        found.append(RoundNumbers(key, cell.tokens, *map(_known, numbers), bad))
+        found.append(
+            RoundNumbers(
+                round=key,
+                tokens=cell.tokens,
+                mean=_known(cell.mean(Field.D_ABS_SUM)),
+                p50=_known(p50),
+                p99=_known(p99),
+                largest=_known(cell.abs_max),
+                nonfinite=int(sum(non_finite(cell, *summary.pair).values())),
+            )
+        )
     return tuple(found)
 
 

@@ -388,12 +388,11 @@ def _sides(
     if a is None and b is None:
         return comparison.newest_attempts(deps, run, step)
     name = deps.finder.attempt(run).run if a is None or b is None else ""
-    texts = (a or name, b or name)
-    if step is not None:
-        texts = tuple(
-            text if read_target(text).step is not None else f"{text}:{step}" for text in texts
-        )
-    return texts[0], texts[1]
+    one, other = (
+        text if step is None or read_target(text).step is not None else f"{text}:{step}"
+        for text in (a or name, b or name)
+    )
+    return one, other
 
 
 @router.get("/steps/{step}/timeline", response_model=models.Trace, tags=["steps"])

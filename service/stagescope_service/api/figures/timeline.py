@@ -548,28 +548,30 @@ def _lane_events(lane: Lane, pid: int, rank: int) -> list[TraceEvent]:
             args["error"] = each.error
         if each.policy_version is not None:
             args["policy_version"] = each.policy_version
+        ts, dur = _span(each.begin, each.seconds)
         event: TraceEvent = {
-            "name": each.stage, "cat": each.status, "ph": "X", **_span(each.begin, each.seconds),
+            "name": each.stage, "cat": each.status, "ph": "X", "ts": ts, "dur": dur,
             "pid": pid, "tid": rank + track * _TRACK, "args": args,
         }  # fmt: skip
         if each.status == "failed":
             event["cname"] = "terrible"
         events.append(event)
-    events += [
-        {
-            "name": f"waits for {wait.by[0]} {wait.by[1]}", "cat": "wait", "ph": "X",
-            **_span(wait.begin, wait.seconds), "pid": pid, "tid": rank,
-            "cname": "grey", "args": {"status": "waiting", "stage": wait.stage},
-        }
-        for wait in lane.waits
-    ]  # fmt: skip
-    events += [
-        {
-            "name": f"not begun: {stage}", "cat": "missing", "ph": "i", "s": "t", "ts": 0,
-            "pid": pid, "tid": rank, "args": {"status": "not begun"},
-        }
-        for stage in lane.not_begun
-    ]  # fmt: skip
+    for wait in lane.waits:
+        ts, dur = _span(wait.begin, wait.seconds)
+        events.append(
+            {
+                "name": f"waits for {wait.by[0]} {wait.by[1]}", "cat": "wait", "ph": "X", "ts": ts,
+                "dur": dur, "pid": pid, "tid": rank, "cname": "grey",
+                "args": {"status": "waiting", "stage": wait.stage},
+            }
+        )  # fmt: skip
+    for stage in lane.not_begun:
+        events.append(  # noqa: PERF401 - a list of typed dicts of two kinds
+            {
+                "name": f"not begun: {stage}", "cat": "missing", "ph": "i", "s": "t", "ts": 0,
+                "pid": pid, "tid": rank, "args": {"status": "not begun"},
+            }
+        )  # fmt: skip
     names = []
     for track in range(max(len(tracks), 1)):
         tid = rank + track * _TRACK
@@ -591,12 +593,10 @@ def _free_track(tracks: list[list[float]], each: Slice) -> int:
     return len(tracks) - 1
 
 
-class _Span(TypedDict):
-    ts: int
-    dur: int
+def _span(begin: float, seconds: float) -> tuple[int, int]:
+    """Return begin and length in whole microseconds.
 
-
-def _span(begin: float, seconds: float) -> _Span:
-    """Return a time in whole microseconds: what ends where the next begins does so here, too."""
+    What ends where the next begins does so here, too.
+    """
     ts = round(begin * 1e6)
-    return {"ts": ts, "dur": round((begin + seconds) * 1e6) - ts}
+    return ts, round((begin + seconds) * 1e6) - ts

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from stagescope_service.store import connect
 from stagescope_service.store.queries.reader import Reader
+from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import TABLES
 from stagescope_service.store.tables.compact import works
 
@@ -49,7 +50,8 @@ class MarkedStep(NamedTuple):
     step: int
     kind: str
     severity: str
-    count: int
+    times: int
+    """How many there are."""
     text: str
 
 
@@ -249,7 +251,7 @@ class CurveQueries(Reader):
         text = sa.type_coerce(column, sa.Text)
         return [sa.func.json_extract(text, f'$."{name}"') for name in known]
 
-    def _tuples(self, query: sa.Select[Any]) -> Sequence[sa.Row[Any]]:
+    def _tuples(self, query: Query) -> Sequence[tuple[Any, ...]]:
         """Return the rows of a query as tuples: a dict a row would take longer than the query."""
         with connect.catalogue_errors(self._where), self._connect() as connection:
             return connection.execute(query).all()

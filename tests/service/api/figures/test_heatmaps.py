@@ -58,7 +58,7 @@ def test_numbers_are_those_that_are_published(
     for row in found.rows:
         (rank,) = row.ranks
         published = trained.get("/steps/7/metrics", run="r", rank=rank[1])["metrics"][metric]
-        assert row.values == (pytest.approx(published, rel=1e-9),)
+        assert list(row.values) == pytest.approx([published], rel=1e-9)
     tokens = streams(7, 2)
     by_hand = {
         "logprob_abs_diff/max": lambda d: np.abs(d).max(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,8 +98,8 @@ def test_gaps_have_their_reason(found: OverviewInfo) -> None:
 def test_scalars_and_what_is_not_finite(deps: Dependencies) -> None:
     found = overview.info(deps, "r", Request(["loss", "reward"]))
     loss, reward = found.panels
-    assert values_of(reward)[2, 9] == (False, pytest.approx(9 / 20))
-    assert values_of(loss)[1, 5] == (False, pytest.approx(1 / 5))
+    assert values_of(reward)[2, 9][1] == pytest.approx(9 / 20)
+    assert values_of(loss)[1, 5][1] == pytest.approx(1 / 5)
     assert values_of(loss)[1, 4] == (False, None)
     assert loss.not_finite == (NotFinite(4, 1, "inf"),)
     bad = next(t for t in overview.figure(found).data if t.name == "not finite")
@@ -146,7 +146,7 @@ def test_numbers_that_are_missing_are_null_in_json(found: OverviewInfo) -> None:
     title, drawing = as_json(overview.figure(found))
     assert title == "Over the steps of r"
     assert "title" not in drawing["layout"]  # type: ignore[operator]
-    traces: list[Mapping[str, list[float]]] = drawing["data"]  # type: ignore[assignment]
+    traces: list[dict[str, Any]] = drawing["data"]  # type: ignore[assignment]
     first = next(t for t in traces if t["name"] == "value" and t["yaxis"] == "y")
     assert [math.isnan(value) for value in first["y"]] == [False, False, True, False, False]
 

@@ -57,7 +57,7 @@ def test_who_waited_for_whom_and_how_long(found: TimelineInfo) -> None:
         (wait,) = waits
         own = 4.0 + 0.1 * rank + 2.0 + 3.0 + 0.5 + 3 * 0.25
         assert wait.by == ("actor", SLOW)
-        assert (wait.begin, wait.seconds) == (pytest.approx(own), pytest.approx(end - own))
+        assert (wait.begin, wait.seconds) == pytest.approx((own, end - own))
     worst = found.held_up[0]
     assert (worst.rank, worst.stage, worst.ranks) == (SLOW, "weight_sync", RANKS - 1)
     assert worst.longest == pytest.approx(2.5 + 0.1 * SLOW)
@@ -126,8 +126,8 @@ def test_many_ranks_are_folded_and_those_that_matter_are_not(
     folded = next(lane for lane in found.lanes if len(lane.ranks) > 1)
     (first, *_, last) = [rank for _, rank in folded.ranks]
     generate = folded.slices[0]
-    assert (generate.begin, generate.seconds) == (0.0, pytest.approx(2.0 + last / 100))
-    assert generate.all_in == (0.0, pytest.approx(2.0 + first / 100))
+    assert (generate.begin, generate.seconds) == pytest.approx((0.0, 2.0 + last / 100))
+    assert generate.all_in == pytest.approx((0.0, 2.0 + first / 100))
     assert "actor 41 held up" in (found.note or "")
 
 
