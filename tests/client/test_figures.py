@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import doctest
+import importlib
 import importlib.util
 import json
 import math
@@ -113,7 +114,7 @@ def test_without_plotly_the_error_says_what_to_install(
     for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", refuse)
-    monkeypatch.setattr(plotting.importlib, "import_module", refuse)
+    monkeypatch.setattr(importlib, "import_module", refuse)
     for draw in (session.plot, session.step(5).timeline, session.step(5).rounds().plot):
         with pytest.raises(MissingExtra, match=r"stagescope\[notebook\]"):
             draw()

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from stagescope.wire.errors import NotFound
+from stagescope.wire.framing import WirePayload
 from stagescope.wire.schema import Event, Sender
 
 
@@ -180,7 +181,7 @@ class FakeLink:
         self._place = location
         self._coordinator = location.coordinator
 
-    def pack(self, payload: dict[str, Any]) -> object:
+    def pack(self, payload: WirePayload) -> object:
         self._place.packed += 1
         if self._place.pack_error is not None:
             raise self._place.pack_error

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -23,6 +24,7 @@ from tests.support.coordinators import FakeCoordinator, wait_for
 from stagescope import discovery
 from stagescope.wire import framing
 from stagescope.wire.errors import Unauthorized, Unreachable
+from stagescope.wire.framing import WirePayload
 from stagescope.wire.schema import DTYPE_BYTES
 from stagescope_service.api import framing as api_framing
 from stagescope_workers.device import PinnedPool
@@ -45,7 +47,7 @@ def write_service_file(monkeypatch: pytest.MonkeyPatch, home: Path, url: str, to
 SENDER = (1, "incarnation", "run", "key", "actor", 0, None, None, None)
 
 
-def pack_and_parse(payload: dict[str, object], fields: dict[str, object]) -> api_framing.EventBatch:
+def pack_and_parse(payload: WirePayload, fields: dict[str, object]) -> api_framing.EventBatch:
     event = (1, "end", 7, 1.0, 2.0, fields)
     body = framing.pack_batch(SENDER, [event], {7: payload})
     return api_framing.parse(body, framed=True, max_json=1 << 20, max_events=10)
@@ -79,7 +81,7 @@ def test_rows_and_nonfinite_numbers_arrive() -> None:
         [1, 1, 0],
         [0, 2, 3],
     )
-    scalars = batch.events[0][5]["scalars"]
+    scalars: Any = batch.events[0][5]["scalars"]
     assert scalars["a"] == inf
     assert np.isnan(scalars["b"])
     assert scalars["c"] == 1.5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from stagescope.wire.framing import WirePayload
 from stagescope.wire.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.draft import Draft
@@ -179,7 +179,7 @@ def test_body_that_cannot_be_packed_is_dropped_and_its_event_goes() -> None:
     outbox = Outbox()
     entry = put_end(outbox, 1)
 
-    def full(payload: dict[str, Any]) -> object:
+    def full(payload: WirePayload) -> object:
         raise OSError(28, os.strerror(28))
 
     [entry] = outbox.next_batch()

@@ -16,7 +16,7 @@ from stagescope_service.core.findings import BEGUN_AGAIN, NOT_AGGREGATED
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.measurements import PayloadStates
 from stagescope_service.store.queries.overview import ListedAttempt, ListedStep, StepOverview
-from stagescope_service.store.tables import ProcessColumns, StageRow, StepState
+from stagescope_service.store.tables import ProcessColumns, StageRow, StepMarks, StepState
 
 Expected = Mapping[str, Mapping[str, list[int]]]
 """role -> stage -> ranks."""
@@ -176,7 +176,7 @@ def rows_removed(step: StepState) -> str | None:
     return None if step["rows_removed"] is None else ROWS_REMOVED
 
 
-def is_behind(step: StepState) -> bool:
+def is_behind(step: StepMarks) -> bool:
     """Return whether payloads of a closed step were read after its numbers were aggregated."""
     return step["parts_mark"] is not None and step["parts_mark"] != step["whole_mark"]
 

@@ -32,6 +32,7 @@ from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.target import Target
+from stagescope_service.store.tables import StepMarks
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.store.queries.measurements import ScalarValues, StepNumbers
 from stagescope_service.triggers.evidence import ranks_text
@@ -274,7 +275,7 @@ def _recompute(
     return SliceMetrics.of(measured.summary) if slices else measured.published
 
 
-def why_unmeasured(row: StepNumbers, error: str | None, loss: str | None) -> str:
+def why_unmeasured(row: StepMarks, error: str | None, loss: str | None) -> str:
     """Return why a step has no numbers.
 
     Args:

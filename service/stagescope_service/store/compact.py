@@ -443,6 +443,8 @@ def _advance_begins(connection: sa.Connection, ids: Ids, columns: Columns) -> No
         if attempt_id not in known or begun > known[attempt_id]:
             latest[attempt_id], known[attempt_id] = key, begun
     if latest:
-        begins = dict(zip(names, zip(*latest.values(), strict=True), strict=True))
+        begins: dict[str, Sequence[Any]] = dict(
+            zip(names, zip(*latest.values(), strict=True), strict=True)
+        )
         sets = frozenset(names[1:])
         statements.upsert(connection, training_begins, begins, sets, newer="begun_wall")

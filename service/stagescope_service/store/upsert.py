@@ -95,9 +95,11 @@ class Batch:
             elif isinstance(write, Delete):
                 merging.pop(write.table, None)
                 phases = tables.setdefault(write.table, [])
-                if not phases or not isinstance(phases[-1], list):
-                    phases.append([])
-                phases[-1].append(write)
+                last = phases[-1] if phases else None
+                if isinstance(last, list):
+                    last.append(write)
+                else:
+                    phases.append([write])
 
     def execute(self, connection: sa.Connection, ids: Ids | None = None) -> None:
         """Run the statements; errors of the database propagate.

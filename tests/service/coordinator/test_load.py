@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.support.local import coordinator_of
@@ -26,6 +26,7 @@ from stagescope_service.coordinator.load import (
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
 from stagescope_service.store.sql import SqlStore
+from stagescope_service.store.tables import FindingRow
 
 RANKS = 1000
 
@@ -88,7 +89,8 @@ def test_ranks_that_come_back_after_an_outage_are_no_load(state: State) -> None:
 
 def test_a_new_coordinator_ends_the_finding_of_its_predecessor(state: State) -> None:
     clock = Clock(Load(state))
-    clock.load.adopt([{"kind": KIND, "over_wall": None, "attempt_id": 1, "finding_id": "f"}])
+    known = {"kind": KIND, "over_wall": None, "attempt_id": 1, "finding_id": "f"}
+    clock.load.adopt([cast("FindingRow", known)])
     assert clock.window(0, 0.0) == [{"finding_id": "f", "over_wall": clock.now}]
 
 

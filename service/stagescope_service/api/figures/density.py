@@ -27,8 +27,8 @@ from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.batch import TokenBatch, WireTensor
 from stagescope_service.statistics.cell import Cell, Field, Float64
-from stagescope_service.store.contract import Row
 from stagescope_service.store.parts import part_key
+from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.store.tensorfile import map_tensors
 
 BINS: Final = 96
@@ -165,7 +165,7 @@ def _cloud(
 ) -> tuple[Cloud | None, str | None]:
     """Count the tokens of the payloads that count in the step; return also what is missing."""
     wanted = set(measured.summary.counted)
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[ArtifactRow]] = {}
     for row in payload_artifacts(deps, target, target.step_number):
         key = part_key(row["incarnation"], row["seq"])
         if key in wanted:

@@ -14,7 +14,6 @@ import plotly.graph_objects as go
 
 from stagescope.render import counted
 from stagescope.wire.errors import StagescopeError
-from stagescope.wire.nonfinite import JsonObject
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.models.bodies import SideFields
@@ -24,7 +23,13 @@ from stagescope_service.api.operator_comparisons import (
     device_kind,
     find_sides,
 )
-from stagescope_service.api.operators import TableFilters, TableKey, table_key, tables_of
+from stagescope_service.api.operators import (
+    OperatorTable,
+    TableFilters,
+    TableKey,
+    table_key,
+    tables_of,
+)
 from stagescope_service.api.target import Target
 from stagescope_service.compare.operators import comparison_process
 from stagescope_service.compare.operators.differences import Thresholds
@@ -106,9 +111,9 @@ def info(deps: Dependencies, target: Target, filters: TableFilters) -> Operators
     )
 
 
-def _chosen(tables: Sequence[JsonObject]) -> JsonObject:
+def _chosen(tables: Sequence[OperatorTable]) -> OperatorTable:
     bad = [row for row in tables if row["first_non_finite"] is not None]
-    return min(bad, key=lambda row: row["first_non_finite"]["order"]) if bad else tables[0]
+    return min(bad, key=lambda row: (row["first_non_finite"] or {})["order"]) if bad else tables[0]
 
 
 class _Results:
@@ -157,7 +162,7 @@ class _Results:
         return sorted({*style.thinned(self.largest).tolist(), *bad})
 
 
-def _first(table: JsonObject, results: _Results) -> tuple[OperatorPoint | None, bool]:
+def _first(table: OperatorTable, results: _Results) -> tuple[OperatorPoint | None, bool]:
     """Return the first non-finite result as the dump's table has it, which knows masks."""
     first = table["first_non_finite"]
     if first is None:
@@ -286,7 +291,7 @@ def divergence_info(deps: Dependencies, a: SideFields, b: SideFields) -> Diverge
         deps.operator_files.path(one.table),
         deps.operator_files.path(other.table),
         thresholds,
-        rows=one.table["rows"] + other.table["rows"],
+        rows=(one.table["rows"] or 0) + (other.table["rows"] or 0),
         points=POINTS,
     )
     names = ("order", "name", "section", "relative", "threshold", "verdict")

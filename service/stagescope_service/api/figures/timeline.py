@@ -17,13 +17,13 @@ import plotly.graph_objects as go
 from typing_extensions import NotRequired
 
 from stagescope.render import counted
-from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import STAGES, Part
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ROWS_REMOVED, MissingRank, began
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.steps import NOT_BEGUN, progress_of
 from stagescope_service.api.target import Target
+from stagescope_service.store.tables import StageRow
 
 MOST_LANES: Final = 64
 _SHOWN_ALONE: Final = 24
@@ -168,12 +168,12 @@ def read(deps: Dependencies, target: Target) -> TimelineInfo:
     )  # fmt: skip
 
 
-def _slice(row: JsonObject, begin: float, until: float) -> Slice:
+def _slice(row: StageRow, begin: float, until: float) -> Slice:
     status = row["status"] or "open"
     if row["begin_mono"] is not None and row["end_mono"] is not None:
         # Raw calls are timed when they arrive: the end may arrive before the begin.
         seconds = max(row["end_mono"] - row["begin_mono"], 0.0)
-    elif row["end_wall"] is not None:
+    elif row["begin_wall"] is not None and row["end_wall"] is not None:
         seconds = max(row["end_wall"] - row["begin_wall"], 0.0)
     else:
         seconds = max(until - begin, 0.0)
@@ -189,13 +189,15 @@ def _slice(row: JsonObject, begin: float, until: float) -> Slice:
     )
 
 
-def _last_known(rows: Iterable[JsonObject], start: float) -> float:
+def _last_known(rows: Iterable[StageRow], start: float) -> float:
     """Return the last time of a closed step: of an end, else of a begin."""
     times = [start]
     for row in rows:
         if (begin := began(row)) is not None:
-            ended = row["end_mono"] is not None and row["begin_mono"] is not None
-            times.append(begin + max(row["end_mono"] - row["begin_mono"], 0.0) if ended else begin)
+            seconds = 0.0
+            if row["end_mono"] is not None and row["begin_mono"] is not None:
+                seconds = max(row["end_mono"] - row["begin_mono"], 0.0)
+            times.append(begin + seconds)
     return max(times)
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypedDict
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 
 from stagescope_service.store import connect
 from stagescope_service.store.queries.reader import Reader
 from stagescope_service.store.snapshot import Query
-from stagescope_service.store.tables import TABLES
+from stagescope_service.store.tables import TABLES, StepMarks
 from stagescope_service.store.tables.compact import works
 
 _QUOTABLE: Final = re.compile(r'[^"\\\x00-\x1f]+')
@@ -55,15 +55,11 @@ class MarkedStep(NamedTuple):
     text: str
 
 
-class UnmeasuredStep(TypedDict):
-    """The columns of a step without numbers that say why it has none."""
+class UnmeasuredStep(StepMarks):
+    """A step without numbers, and whether it has a step summary of another version."""
 
     attempt_id: int
     step: int
-    closed_wall: float | None
-    parts_mark: int | None
-    whole_mark: int | None
-    rows_removed: float | None
     has_whole: bool
 
 

@@ -166,18 +166,23 @@ class UnfinishedRank(TypedDict):
     status: str
 
 
-class StepState(TypedDict):
+class StepMarks(TypedDict):
+    """The columns of `steps` that say why a step has no numbers, or old ones."""
+
+    closed_wall: float | None
+    parts_mark: int | None
+    whole_mark: int | None
+    rows_removed: bool | None
+
+
+class StepState(StepMarks):
     """The columns of `steps` that say how far a step and its numbers have come."""
 
     attempt_id: int
     step: int
-    closed_wall: float | None
     completeness: str | None
     superseded_by: int | None
     whole_wall: float | None
-    parts_mark: int | None
-    whole_mark: int | None
-    rows_removed: bool | None
 
 
 class StepColumns(StepState):
