@@ -41,6 +41,7 @@ class Visit:
             self.page.evaluate("address => { location.hash = address }", address)
         else:
             self.page.goto(self.url + "/" + address)
+        self.wait_until("document.querySelector('#main').dataset.address === location.hash")
         self.settle()
 
     def log_in(self, token: str) -> None:
@@ -53,8 +54,9 @@ class Visit:
         """Wait until everything in sight has loaded and is drawn."""
         self.wait_until(
             "document.querySelector('main h1') && "
-            "[...document.querySelectorAll('main [aria-busy=true]')].every("
-            "e => e.getBoundingClientRect().top > innerHeight + 300)"
+            "[...document.querySelectorAll('main [aria-busy=true]')].every(e => {"
+            "const { top, bottom } = e.getBoundingClientRect();"
+            "return bottom < -300 || top > innerHeight + 300 })"
         )
 
     def wait_until(self, condition: str, seconds: float = 30.0) -> None:

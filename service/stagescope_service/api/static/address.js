@@ -1,5 +1,8 @@
 // Addresses of views: all state of a view is in the part of the URL after #.
 
+/** The event by which a view asks to be shown anew, at the same address. */
+export const AGAIN = "stagescope-again";
+
 /** The address of a view: address(["runs", run], { attempt }). */
 export function address(parts, query = {}) {
   const chosen = Object.entries(query).filter(([, value]) =>

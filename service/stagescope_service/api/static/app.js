@@ -1,6 +1,6 @@
 // The frame of the page: which view an address shows, the login, the stream.
 
-import { address, ofRun, ofStep, parse } from "./address.js";
+import { address, AGAIN, ofRun, ofStep, parse } from "./address.js";
 import { View } from "./blocks.js";
 import * as captures from "./captures.js";
 import * as comparisons from "./comparisons.js";
@@ -52,6 +52,7 @@ const TABS = [
   ["Losses", "losses"], ["Comparisons", "comparisons"],
 ];
 
+const PATIENCE_MS = 1500;
 const place = (id) => document.getElementById(id);
 const state = { view: null, user: null, stream: "connecting", hash: null };
 
@@ -67,13 +68,14 @@ function find(parts) {
   return null;
 }
 
+/** Show the view of the address; of the same view what is shown stays until the new is there. */
 function show() {
   const { parts, query } = parse(location.hash);
   const found = find(parts);
   const before = state.hash && parse(state.hash).parts.join("/");
   const isSame = before === parts.join("/");
   state.hash = location.hash;
-  state.view?.close();
+  const old = state.view;
   const main = place("main");
   const root = h("div.view");
   const view = new View(root);
@@ -82,14 +84,20 @@ function show() {
   if (found) found.show(view, { ...query, ...found.params }, state.user);
   else view.add(h("h1", {}, "No such view"), h("p", {}, "The address names no view of this page. ",
     h("a", { href: "#/" }, "All runs")));
-  main.replaceChildren(root);
-  const heading = root.querySelector("h1");
-  document.title = [heading?.textContent, "stagescope"].filter(Boolean).join(" · ");
-  if (!isSame) {
+  const put = () => {
+    old?.close();
+    if (state.view !== view) return;
+    main.replaceChildren(root);
+    main.dataset.address = location.hash;
+    const heading = root.querySelector("h1");
+    document.title = [heading?.textContent, "stagescope"].filter(Boolean).join(" · ");
+    if (isSame) return;
     window.scrollTo(0, 0);
     heading?.setAttribute("tabindex", "-1");
     if (before !== null) heading?.focus({ preventScroll: true });
-  }
+  };
+  if (!isSame) put();
+  else Promise.race([view.ready, new Promise((done) => setTimeout(done, PATIENCE_MS))]).then(put);
 }
 
 /** The way to the view: runs, run, step, ... */
@@ -135,7 +143,7 @@ function drawSession() {
 
 async function enter() {
   try {
-    state.user = await get("/whoami", true);
+    state.user = await get("/whoami", performance.now());
   } catch (error) {
     patch(place("main"), nodes(problem(error)));
     setTimeout(enter, 2000);
@@ -184,7 +192,8 @@ const stream = new Stream((event) => {
 });
 
 whenLoggedOut(() => { if (!document.querySelector("#login")) askForLogin(); });
-addEventListener("hashchange", () => { if (state.user) show(); });
+addEventListener("hashchange", () => { if (state.user && location.hash !== state.hash) show(); });
+addEventListener(AGAIN, show);
 document.querySelector(".skip").onclick = (event) => {
   event.preventDefault(); // the part after # is the address of the view
   place("main").focus();

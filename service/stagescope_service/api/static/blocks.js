@@ -14,6 +14,18 @@ const sight = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "400px" });
 
+/** A `path` that is asked once: for what does not change, or must not be drawn anew. */
+export function once(ask) {
+  let answer = null;
+  return () => {
+    answer ??= ask().catch((error) => {
+      answer = null;
+      throw error;
+    });
+    return answer;
+  };
+}
+
 /** One view in the page: its blocks, until another view is shown. */
 export class View {
   constructor(root) {
@@ -34,7 +46,7 @@ export class View {
     return block;
   }
 
-  /** Add something with `element`, `load(renew)`, `concerns(event)` and perhaps `close()`. */
+  /** Add something with `element`, `load(since, events)`, `concerns(event)` and perhaps `close()`. */
   place(block) {
     this.blocks.push(block);
     this.root.append(block.element);
@@ -46,17 +58,24 @@ export class View {
       };
       sight.observe(block.element);
     } else {
-      block.load();
+      block.ready = block.load();
     }
+  }
+
+  /** Resolves once everything in sight at first has loaded. */
+  get ready() {
+    return Promise.allSettled(this.blocks.map((block) => block.ready));
   }
 
   /** Let the blocks that an event concerns ask again, soon and once. */
   notify(event) {
+    const since = performance.now();
     for (const block of this.blocks) {
       const isMissed = event.event === "hello" && !event.resumed;
       if (block.isLazy || !(isMissed || block.concerns(event))) continue;
       clearTimeout(block.timer);
-      block.timer = setTimeout(() => this.isOpen && block.load(true, event), COALESCE_MS);
+      (block.events ??= []).push(event);
+      block.timer = setTimeout(() => this.isOpen && block.load(since, block.events.splice(0)), COALESCE_MS);
     }
   }
 
@@ -75,8 +94,8 @@ export class View {
  * A section with a heading.
  *
  * @param title the heading, or null.
- * @param path what to ask for; a function that returns a promise of the data, given whether a new
- *     answer is needed; or a list of paths, whose answers `draw` gets as arguments.
+ * @param path what to ask for; a list of paths, whose answers `draw` gets as arguments; or a
+ *     function (since) -> promise of the data, see `get`.
  * @param draw (data, ...) -> children for the section.
  * @param concerns (event) -> whether an event of the stream makes the answer old.
  * @param lazy whether it is asked for when it is nearly in sight.
@@ -89,8 +108,8 @@ export class Block {
     this.element = h(title ? "section" : "div", { class: "block", "aria-labelledby": title && label, id },
       title && h(`h${level}`, { id: label }, title), this.note, this.body);
     this.paths = typeof path === "function" ? null : [path].flat();
-    this.ask = typeof path === "function" ? async (renew) => [await path(renew)]
-      : (renew) => Promise.all(this.paths.map((each) => get(each, renew)));
+    this.ask = typeof path === "function" ? async (since) => [await path(since)]
+      : (since) => Promise.all(this.paths.map((each) => get(each, since)));
     this.draw = draw;
     this.concerns = concerns;
     this.isLazy = lazy;
@@ -100,9 +119,9 @@ export class Block {
   }
 
   /** Ask, and draw what is new. What was drawn stays, beside why it is not kept up to date. */
-  async load(renew = false) {
+  async load(since = 0) {
     try {
-      this.#show(await this.ask(renew));
+      this.#show(await this.ask(since));
       patch(this.note, []);
     } catch (error) {
       if (error.status === 401) return;

@@ -1,6 +1,7 @@
 // Captures: arm one, see who acknowledged it, watch it arrive.
 
 import { address, ofRun } from "./address.js";
+import { once } from "./blocks.js";
 import { badge, facts, gap, h, nodes, patch, problem, quantity, table, when } from "./dom.js";
 import { bytes, count, plural, ranges, seconds } from "./format.js";
 import { get, part, send, url } from "./service.js";
@@ -71,7 +72,7 @@ export function one(view, { run, capture: id }, user) {
         h("button", { type: "button", onclick: async () => {
           try {
             await send("DELETE", path, null, localStorage.getItem(NAME));
-            block.load(true);
+            block.load(performance.now());
           } catch (error) {
             patch(failed, nodes(problem(error)));
           }
@@ -162,8 +163,8 @@ export function arm(view, { run, stages = "", ranks = "all", roles = "", steps =
   }
   const given = new Set(stages.split(",").filter(Boolean));
   view.block({
-    path: () => stagesOf(run),
-    draw: (known) => form(run, { known: [...new Set([...known, ...given])].sort(), given, ranks, roles, steps, task }),
+    path: once(() => stagesOf(run)), // what somebody fills in is not drawn anew
+    draw: (found) => form(run, { known: [...new Set([...found, ...given])].sort(), given, ranks, roles, steps, task }),
   });
 }
 

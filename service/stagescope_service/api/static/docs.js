@@ -8,7 +8,7 @@ if (answer.status === 401) {
 } else {
   // Not the validator's badge: it would be asked of another host.
   window.SwaggerUIBundle({
-    spec: await answer.json(), domNode: place, validatorUrl: null, docExpansion: "none",
+    spec: await answer.json(), domNode: place, validatorUrl: null, docExpansion: "list",
     defaultModelsExpandDepth: 0, persistAuthorization: false,
   });
 }

@@ -42,7 +42,8 @@ export function nodes(...children) {
 /**
  * Let an element hold `fresh` nodes with as few changes as possible, so that focus, scrolling and
  * opened details stay. Children with data-key are moved with their content; what is inside an
- * element with data-own is its owner's.
+ * element with data-own is its owner's. Elements that stay get the handlers of the fresh ones, which
+ * must not refer to other fresh elements.
  */
 export function patch(element, fresh) {
   const keyed = new Map();

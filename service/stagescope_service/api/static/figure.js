@@ -75,10 +75,13 @@ export class Figure {
   }
 
   /** Ask, and draw what is new. */
-  async load(renew = false, event = null) {
+  async load(since = 0, events = []) {
+    const steps = events.map((each) => (each.event === "step" ? each.step : -Infinity));
+    const first = Math.min(...steps);
     try {
-      const isNews = event?.event === "step" && this.grows && this.shown;
-      await this.#show(isNews ? await this.#grown(event.step) : await get(this.path, renew));
+      const isGrown = this.grows && this.shown && Number.isFinite(first);
+      await this.#show(isGrown ? await this.#grown(first, since) : await get(this.path, since));
+      this.plot.classList.remove("empty");
     } catch (error) {
       if (error.status === 401) return;
       const missing = error.status === 404 && error.problem.wrong.startsWith("there is no route");
@@ -90,8 +93,8 @@ export class Figure {
   }
 
   /** The figure with the steps from one on as they are now; the others are not sent again. */
-  async #grown(step) {
-    const news = await get(url(`/figures/${this.name}`, { ...this.params, from: step }), true);
+  async #grown(step, since) {
+    const news = await get(url(`/figures/${this.name}`, { ...this.params, from: step }), since);
     return { ...this.shown, figure: joined(this.shown.figure, news.figure, step) };
   }
 

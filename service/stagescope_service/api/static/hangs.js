@@ -61,7 +61,7 @@ export function hangs(view, { run, role, rank }, user) {
       patch(failed, nodes(h("p", {}, `${plural(found.rows.length, "rank")} answered`,
         found.not_answered.length > 0 && `; not ${found.not_answered.map((each) =>
           `${each.role ?? "rank"} ${each.rank} (${each.reason})`).join(", ")}`)));
-      stacks.load(true);
+      stacks.load(performance.now());
     } catch (error) {
       patch(failed, nodes(problem(error)));
     }

@@ -20,7 +20,7 @@ export function operators(view, params) {
   view.block({
     title: "First result that is not finite", concerns,
     // A step without a dump has no operators to ask for.
-    path: async (renew) => (await get(dumps, renew)).rows.length ? get(path("/non-finite"), renew) : NOTHING,
+    path: async (since) => (await get(dumps, since)).rows.length ? get(path("/non-finite"), since) : NOTHING,
     draw: ({ earliest, rows }) => [
       earliest ? h("p.lead", {}, badge("found", earliest.certain === false ? "perhaps" : "found"), " ",
         h("code", {}, earliest.name), ` has ${earliest.non_finite} in its ${earliest.section}`,
@@ -53,8 +53,8 @@ export function operators(view, params) {
       " only what is not finite"), h("button", {}, "Show")));
   view.block({
     title: "Calls", concerns,
-    path: async (renew) => (await get(dumps, renew)).rows.length
-      ? get(path("", { rank, name, non_finite: nonfinite ? true : null, limit: 100, cursor }), renew) : NOTHING,
+    path: async (since) => (await get(dumps, since)).rows.length
+      ? get(path("", { rank, name, non_finite: nonfinite ? true : null, limit: 100, cursor }), since) : NOTHING,
     draw: ({ tables, rows, next }) => [
       table("Dumps", [
         ["dump", (row) => `${row.role} ${row.rank}, ${row.stage}`, { head: true }],

@@ -70,7 +70,7 @@ export function run(view, { run: name }) {
   });
   view.block({
     title: "Newest steps",
-    path: (renew) => pageOfSteps(name, { limit: RECENT }, renew),
+    path: (since) => pageOfSteps(name, { limit: RECENT }, since),
     concerns: (event) => own(event) && ["step", "attempt"].includes(event.event),
     draw: (found) => [
       stepsTable(found),
@@ -131,7 +131,7 @@ export function steps(view, { run: name, cursor }) {
     h("form.row", { onsubmit: go }, h("label", { for: "go" }, "Go to step"),
       h("input#go", { name: "step", inputmode: "numeric", size: 10 }), h("button", {}, "Go")));
   view.block({
-    path: (renew) => pageOfSteps(name, { limit: PAGE, cursor }, renew),
+    path: (since) => pageOfSteps(name, { limit: PAGE, cursor }, since),
     concerns: (event) => !cursor && event.run === name && ["step", "attempt"].includes(event.event),
     draw: (found) => [
       stepsTable(found),
@@ -146,13 +146,13 @@ export function steps(view, { run: name, cursor }) {
 let lastPage = null;
 
 /** A page of steps with the verdict and the two numbers that say most. */
-async function pageOfSteps(run, page, renew) {
-  const listed = await get(url("/steps", { run, ...page }), renew);
+async function pageOfSteps(run, page, since) {
+  const listed = await get(url("/steps", { run, ...page }), since);
   const numbers = listed.rows.map((row) => row.step);
   const window = { run, superseded: true, from: Math.min(...numbers), to: Math.max(...numbers) };
   const series = await Promise.all([MEAN, K3].map((metric) =>
     numbers.length && listed.rows.some((row) => row.measured)
-      ? get(url("/series", { metric, ...window }), renew).catch(() => null) : null));
+      ? get(url("/series", { metric, ...window }), since).catch(() => null) : null));
   const parts = [listed, ...series];
   // What has not changed is the same object, so that nothing is drawn again.
   if (lastPage && parts.every((each, at) => each === lastPage.parts[at])) return lastPage.page;

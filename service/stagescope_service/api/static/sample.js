@@ -1,9 +1,10 @@
 // One sample token by token: its mismatch, and what the loss did with each token.
 
 import { address, note, ofRank, ofRun } from "./address.js";
+import { once } from "./blocks.js";
 import { facts, gap, h, nodes, patch, quantity } from "./dom.js";
 import { count, isFinite, plural, share } from "./format.js";
-import { part, url } from "./service.js";
+import { get, part, url } from "./service.js";
 import { verdict } from "./step.js";
 import { segments, SHADES, TokenText } from "./token_text.js";
 
@@ -11,12 +12,12 @@ import { segments, SHADES, TokenText } from "./token_text.js";
 export function sample(view, params) {
   const { run, step, attempt, sample: uid, role, rank, row, at } = params;
   const path = (name, more = {}) => url(`/steps/${part(step)}/${name}`, { run, attempt, ...more });
-  const concerns = () => false; // a sample does not change once it is read
+  const concerns = () => false;
   view.add(h("h1", {}, uid === "-" ? `Row ${row} of ${role} ${rank}, step ${step}` : `Sample ${uid}, step ${step}`));
   verdict(view, path, concerns, { isShort: true });
   let text = null;
   const block = view.block({
-    path: path(`samples/${part(uid)}`, uid === "-" ? { role, rank, row } : {}),
+    path: once(() => get(path(`samples/${part(uid)}`, uid === "-" ? { role, rank, row } : {}))),
     draw: (found) => {
       text?.close();
       const panel = h("div.panel", { "data-own": true });
@@ -73,6 +74,7 @@ function legend(found) {
 function describe(found, at, { run, step, attempt, role, rank }) {
   const column = (name) => found[name]?.[at] ?? null;
   const [p, q, d] = [column("p"), column("q"), column("d")];
+  const [weightRaw, weight] = [column("weight_raw"), column("weight")];
   const text = column("texts");
   const own = { role: found.role ?? role, rank: found.rank ?? rank };
   const why = found.mask[at] ? "not recorded" : "no model token";
@@ -90,13 +92,11 @@ function describe(found, at, { run, step, attempt, role, rank }) {
       ["probabilities", isFinite(p) && isFinite(q)
         ? `${share(Math.exp(p))} against ${share(Math.exp(q))}` : gap(why)],
       ["ratio", quantity(ratio, "", why)],
-      ["advantage", quantity(column("advantage"), "", "not recorded")],
-      ["weight", found.weight_raw || found.weight
-        ? [quantity(column("weight_raw"), "", "not recorded"), " raw, ",
-          quantity(column("weight"), "", "not recorded"), " applied"] : gap("not recorded")],
-      ["clipped", found.clipped ? (column("clipped") ? `on the ${column("clipped")} side` : "no")
-        : gap("not recorded")],
-      ["rejected", found.rejected ? (column("rejected") ? "yes" : "no") : gap("not recorded")],
+      ["advantage", quantity(column("advantage"), "", why)],
+      ["weight", weightRaw === null && weight === null ? gap(why)
+        : [quantity(weightRaw, "", "not recorded"), " raw, ", quantity(weight, "", "not recorded"), " applied"]],
+      ["clipped", found.clipped ? (column("clipped") ? `on the ${column("clipped")} side` : "no") : gap(why)],
+      ["rejected", found.rejected ? (column("rejected") ? "yes" : "no") : gap(why)],
       ["masked", found.mask[at] ? null : column("masked_why") ?? "not a token of the model"],
     ]),
     own.rank !== undefined && own.rank !== null && h("p.row", {},

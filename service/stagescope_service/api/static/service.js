@@ -11,8 +11,8 @@ export class ServiceError extends Error {
 
 const MOST_KEPT = 300;
 const FRESH_MS = 1000;
-const kept = new Map(); // path -> { data, tag, at }
-const asking = new Map(); // path -> promise
+const kept = new Map(); // path -> { data, tag, began }
+const asking = new Map(); // path -> { began, answer }
 let onLogin = () => {};
 
 /** Call `callback` where an answer says that nobody is logged in. */
@@ -42,44 +42,46 @@ export const known = (path) => kept.get(path)?.data;
 /**
  * The answer of a path. One that has not changed is the same object as before: the service then
  * sends its status alone.
- * @param renew whether an answer of a moment ago, or one that is on its way, is too old.
+ * @param since when (performance.now()) something changed that it must show; 0: nothing did.
  */
-export function get(path, renew = false) {
+export function get(path, since = 0) {
   const before = kept.get(path);
-  if (!renew && before && performance.now() - before.at < FRESH_MS) {
+  if (before && before.began >= (since || performance.now() - FRESH_MS)) {
     return Promise.resolve(before.data);
   }
   const running = asking.get(path);
-  if (running && !renew) return running;
-  const next = running ? running.catch(() => {}).then(() => ask(path)) : ask(path);
-  const settled = next.finally(() => { if (asking.get(path) === settled) asking.delete(path); });
-  asking.set(path, settled);
-  return settled;
+  if (running && running.began >= since) return running.answer;
+  const began = performance.now();
+  const answer = ask(path, began).finally(() => {
+    if (asking.get(path)?.began === began) asking.delete(path);
+  });
+  asking.set(path, { began, answer });
+  return answer;
 }
 
-async function ask(path) {
+async function ask(path, began) {
   const before = kept.get(path);
   const headers = before?.tag ? { "If-None-Match": before.tag } : {};
   const response = await reach(path, { headers, cache: "no-store" });
   if (response.status === 304 && before) {
-    before.at = performance.now();
+    before.began = began;
     return before.data;
   }
   const data = await read(response);
   kept.delete(path);
-  kept.set(path, { data, tag: response.headers.get("ETag"), at: performance.now() });
+  kept.set(path, { data, tag: response.headers.get("ETag"), began });
   if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
   return data;
 }
 
 /** Every row of a list, page by page, as the first page with all rows; at most `most` of them. */
-export async function all(path, renew = false, most = 20_000) {
-  const first = await get(path, renew);
+export async function all(path, since = 0, most = 20_000) {
+  const first = await get(path, since);
   if (!first.next) return first;
   const rows = [...first.rows];
   const joined = path.includes("?") ? "&" : "?";
   for (let next = first.next; next && rows.length < most;) {
-    const page = await get(`${path}${joined}cursor=${part(next)}`);
+    const page = await get(`${path}${joined}cursor=${part(next)}`, since);
     rows.push(...page.rows);
     next = page.next;
   }

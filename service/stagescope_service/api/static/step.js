@@ -1,7 +1,7 @@
 // One step: whether its numbers can be trusted, the numbers, and where they come from; and the
 // same of one rank, one round, and the samples of the step.
 
-import { address, choose, ofRank, ofRun, ofSample, ofStep } from "./address.js";
+import { address, AGAIN, choose, ofRank, ofRun, ofSample, ofStep } from "./address.js";
 import { badge, facts, gap, h, quantity, table, when } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
@@ -19,61 +19,104 @@ const ANATOMY = {
 /** What the views of a step have in common. */
 function scope({ run, step, attempt }) {
   const asked = { run, attempt };
-  const isLatest = step === "latest";
   return {
     asked,
     path: (name, params = {}) => url(`/steps/${part(step)}/${name}`, { ...asked, ...params }),
     concerns: (event) => event.event === "step" && event.run === run
-      && (isLatest || String(event.step) === String(step))
-      && (!attempt || String(event.attempt) === String(attempt)),
+      && String(event.step) === String(step) && (!attempt || String(event.attempt) === String(attempt)),
   };
 }
 
+/**
+ * An answer about the numbers of a step. One that has none yet is told once, by the verdict: what
+ * else would show them shows nothing, and is not asked for.
+ */
+const measured = (path, name, params) => async (since) => {
+  const found = await numbersOf(path, since);
+  return found.none ? found : name === "ranks" ? all(path(name, params), since) : get(path(name, params), since);
+};
+
+const without = new Map();
+
+async function numbersOf(path, since) {
+  try {
+    return await get(path("metrics"), since);
+  } catch (error) {
+    if (error.status !== 404 || !error.problem.wrong.includes("no numbers")) throw error;
+    const key = `${path("metrics")} ${error.problem.wrong}`;
+    if (!without.has(key)) without.set(key, { none: error.problem });
+    return without.get(key);
+  }
+}
+
+const orNothing = (draw) => (found) => (found.none ? h("p.quiet", {}, "No numbers yet.") : draw(found));
+
 // --- the step ---------------------------------------------------------------------------------
-/** A step. */
+/** A step; `latest` is the newest one that is measured, also when another one is. */
 export function step(view, params, user) {
+  if (params.step !== "latest") {
+    showStep(view, params, user);
+    return;
+  }
+  let shown;
+  view.add(h("h1", {}, `Newest step of ${params.run}`));
+  view.block({
+    path: (since) => newestMeasured(params, since),
+    concerns: ({ event, run, measured }) => event === "step" && run === params.run && measured,
+    draw: (own) => {
+      if (own === null) return h("p", {}, "No step is measured yet.");
+      if (shown !== undefined) dispatchEvent(new Event(AGAIN));
+      else showStep(view, { ...params, step: own, isLatest: true }, user);
+      shown = own;
+      return [];
+    },
+  });
+}
+
+async function newestMeasured({ run, attempt }, since) {
+  const found = await get(url("/series", { metric: "counts/tokens", run, attempt, limit: 20 }), since);
+  const values = found.series[0]?.values ?? [];
+  const at = values.findLastIndex((value) => value !== null);
+  return at < 0 ? null : found.steps[at];
+}
+
+function showStep(view, params, user) {
   const { run, step: number_, attempt } = params;
   const { asked, path, concerns } = scope(params);
   const figure = (name, title, more = {}) => view.place(new Figure({
     name, title, concerns, params: { ...asked, step: number_, ...more },
   }));
-  view.add(h("h1", {}, `Step ${number_} of ${run}`));
+  view.add(params.isLatest ? h("p.lead", {}, `Step ${number_}`) : h("h1", {}, `Step ${number_} of ${run}`));
   view.block({
-    path: (renew) => neighbours(params, renew),
+    path: (since) => neighbours(params, since),
     concerns,
-    draw: (found) => neighbourLinks(run, found),
+    draw: (found) => neighbourLinks(params, found),
   });
   verdict(view, path, concerns);
   view.block({
-    path: async (renew) => {
-      const own = number_ === "latest" ? (await get(path("metrics"), renew)).step : number_;
-      return get(url("/findings", { run, step: own, attempt, limit: 20 }), renew);
-    },
+    path: url("/findings", { run, step: number_, attempt, limit: 20 }),
     concerns: (event) => ["finding", "step"].includes(event.event) && concerns({ ...event, event: "step" }),
     draw: ({ rows }) => rows.length > 0 && [
       h("h2", {}, "Found at this step"), findingsTable(run, rows)],
   });
   view.block({
-    title: "Mismatch",
-    path: [path("metrics")],
-    concerns,
-    draw: (found) => [tiles(found, run), everyNumber(found)],
+    title: "Mismatch", path: measured(path, "metrics"), concerns,
+    draw: orNothing((found) => [tiles(found), everyNumber(found)]),
   });
   lossTable(view, path, concerns);
   view.block({
-    title: "Rounds", path: path("rounds", { limit: 1000 }), concerns, lazy: true,
-    draw: (found) => roundsTable(found),
+    title: "Rounds", path: measured(path, "rounds", { limit: 1000 }), concerns, lazy: true,
+    draw: orNothing(roundsTable),
   });
   figure("rounds", "Mismatch by round, against the steps before");
   view.block({
-    title: "Ranks", lazy: true, concerns,
-    path: (renew) => all(path("ranks", { limit: 1000 }), renew),
-    draw: (found) => ranksTable(found, params.ranks === "all"),
+    title: "Ranks", path: measured(path, "ranks", { limit: 1000 }), concerns, lazy: true,
+    draw: orNothing((found) => ranksTable(found, params.ranks === "all")),
   });
   figure("rank-rounds", "Mismatch by rank and round", { metric: params.metric });
   view.block({
-    title: "Worst tokens", path: path("tokens", { limit: 128 }), concerns, lazy: true,
-    draw: (found) => tokensTable(found, params.tokens === "all"),
+    title: "Worst tokens", path: measured(path, "tokens", { limit: 128 }), concerns, lazy: true,
+    draw: orNothing((found) => tokensTable(found, params.tokens === "all")),
   });
   view.add(h("p", {}, h("a", { href: ofStep(run, number_, attempt, "samples") },
     "Samples of the step, token by token")));
@@ -102,9 +145,13 @@ export function step(view, params, user) {
  */
 export function verdict(view, path, concerns, { slice = {}, isShort = false } = {}) {
   view.block({
-    path: path("metrics", slice),
+    path: measured(path, "metrics", slice),
     concerns,
     draw: (found) => {
+      if (found.none) {
+        return h("div.verdict", {}, h("p.lead", {}, badge("not measured"), ` ${found.none.wrong}`),
+          h("p.quiet", {}, found.none.advice));
+      }
       const { coverage } = found;
       const left = Object.entries(coverage.tokens_left_out)
         .map(([why, tokens]) => `${count(tokens)} ${why}`);
@@ -137,7 +184,7 @@ export function verdict(view, path, concerns, { slice = {}, isShort = false } = 
 }
 
 /** The numbers that say most. */
-function tiles({ metrics, noise_floor: floor, nonfinite, complete }, run) {
+function tiles({ metrics, noise_floor: floor, nonfinite, complete }) {
   const why = complete === "open" ? "the step is open" : "no token counts";
   const mean = metrics["logprob_abs_diff/mean"];
   const own = floor?.["logprob_abs_diff/mean"];
@@ -183,38 +230,33 @@ function everyNumber({ metrics, noise_floor: floor, streams, rollout_is: weights
 }
 
 // --- where to go from here --------------------------------------------------------------------
-async function neighbours({ run, step: at, attempt }, renew) {
-  const before = at === "latest" ? null : Number(at);
-  const window = before === null ? { limit: 2 } : { from: before - 50, to: before + 50 };
-  const found = await get(url("/series", { metric: "counts/tokens", run, attempt, ...window }), renew)
-    .catch(() => null);
-  const steps = found?.steps ?? [];
-  const own = before ?? steps.at(-1);
-  const earlier = steps.filter((each) => each < own).at(-1);
-  const key = [earlier, steps.find((each) => each > own), own, attempt].join();
-  if (key !== lastNeighbours.key) {
-    lastNeighbours = {
-      key, attempt, own, isLatest: at === "latest", earlier,
-      later: steps.find((each) => each > own),
-    };
-  }
-  return lastNeighbours;
-}
 let lastNeighbours = { key: null };
 
-const neighbourLinks = (run, { earlier, later, own, isLatest, attempt }) => h("p.row", {},
+async function neighbours({ run, step: own, attempt }, since) {
+  const window = { from: Number(own) - 50, to: Number(own) + 50 };
+  const found = await get(url("/series", { metric: "counts/tokens", run, attempt, ...window }), since)
+    .catch(() => ({ steps: [] }));
+  const earlier = found.steps.filter((each) => each < own).at(-1);
+  const later = found.steps.find((each) => each > own);
+  const key = [run, earlier, later, own, attempt].join();
+  // What has not changed is the same object, so that nothing is drawn again.
+  if (key !== lastNeighbours.key) lastNeighbours = { key, earlier, later };
+  return lastNeighbours;
+}
+
+const neighbourLinks = ({ run, step: own, attempt, isLatest }, { earlier, later }) => h("p.row", {},
   earlier === undefined ? h("span.quiet", {}, "no earlier step")
     : h("a", { href: ofStep(run, earlier, attempt), rel: "prev" }, `← step ${earlier}`),
   later === undefined ? h("span.quiet", {}, "no later step")
     : h("a", { href: ofStep(run, later, attempt), rel: "next" }, `step ${later} →`),
-  isLatest ? own !== undefined && h("a", { href: ofStep(run, own, attempt) }, `stay at step ${own}`)
+  isLatest ? h("a", { href: ofStep(run, own, attempt) }, `stay at step ${own}`)
     : h("a", { href: ofStep(run, "latest") }, "follow the newest step"));
 
 // --- tables -----------------------------------------------------------------------------------
 function lossTable(view, path, concerns) {
   view.block({
-    title: "What the loss did with it", path: path("loss"), concerns,
-    draw: ({ rows, note }) => [
+    title: "What the loss did with it", path: measured(path, "loss"), concerns,
+    draw: orNothing(({ rows, note }) => [
       table("Mismatch by what the loss did", [
         ["tokens that were", (row) => row.fate, { head: true }],
         ["tokens", (row) => quantity(row.tokens, "", "", count), { right: true }],
@@ -223,7 +265,7 @@ function lossTable(view, path, concerns) {
         ["share of the mismatch", (row) => quantity(row.share_of_mismatch, "", "", share), { right: true }],
       ], rows, { key: (row) => row.fate, empty: "The trainer does not record it." }),
       note && h("p.quiet", {}, note),
-    ],
+    ]),
   });
 }
 
@@ -380,7 +422,7 @@ function kept(view, { run, step: at, attempt }, path, concerns, user) {
         : "The step is not pinned: the ring drops its tensors when it needs room. ",
       user?.grade === "operate" && h("button", { type: "button", onclick: async () => {
         await send(files.pinned ? "DELETE" : "PUT", path("pin"));
-        block.load(true);
+        block.load(performance.now());
       } }, files.pinned ? "Unpin" : "Pin the step")),
       table("Kept files", [
         ["file", (row) => h("code", {}, row.path.split("/").at(-1)), { head: true }],
@@ -416,7 +458,7 @@ export function rank(view, params) {
   verdict(view, path, concerns, { slice });
   view.block({
     title: "Mismatch", path: path("metrics", slice), concerns,
-    draw: (found) => [tiles(found, run), everyNumber(found)],
+    draw: (found) => [tiles(found), everyNumber(found)],
   });
   view.block({
     title: "Rounds", path: path("rounds", { ...slice, limit: 1000 }), concerns,

@@ -1,0 +1,548 @@
+"""The page in a real browser whose network is closed to all but the service."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from tests.support.api import Service, service
+from tests.support.browser import chromium
+from tests.support.page import Visit, stand_in, visiting
+from tests.support.shown_run import BROKEN, HOT_RANK, NAN_RANK, RESTART, RUN, ShownRun, shown
+
+STEPS: Final = 36
+OF_RUN: Final = f"#/runs/{RUN}"
+STEP: Final = f"{OF_RUN}/steps/{STEPS}"
+VIEWS: Final = {
+    "runs": "#/",
+    "run": OF_RUN,
+    "steps": f"{OF_RUN}/steps",
+    "step": STEP,
+    "broken step": f"{OF_RUN}/steps/{BROKEN}",
+    "newest step": f"{OF_RUN}/steps/latest",
+    "step of an earlier attempt": f"{OF_RUN}/steps/22?attempt=1",
+    "rank": f"{STEP}/ranks/actor/{HOT_RANK}",
+    "round": f"{STEP}/rounds/3",
+    "samples": f"{STEP}/samples",
+    "sample": f"{STEP}/samples/g36-0-0%2F1?at=700",
+    "operators": f"{STEP}/operators?role=actor&rank=3",
+    "findings": f"{OF_RUN}/findings",
+    "captures": f"{OF_RUN}/captures",
+    "arming": f"{OF_RUN}/captures/new?stages=actor_update&ranks=5",
+    "triggers": f"{OF_RUN}/triggers",
+    "hangs": f"{OF_RUN}/hangs",
+    "weights": f"{OF_RUN}/weights",
+    "losses": f"{OF_RUN}/losses",
+    "comparisons": f"{OF_RUN}/comparisons?a={RUN}@1&b={RUN}@2",
+    "doctor": f"{OF_RUN}/doctor",
+    "engines": "#/engines",
+    "devices": "#/devices",
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with a training that nobody continues."""
+    with service(tmp_path_factory.mktemp("home"), recorded=False) as running:
+        stand_in(running)
+        shown(running, STEPS, rows=2, tokens=48)
+        yield running
+
+
+@pytest.fixture
+def training(live: Service) -> ShownRun:
+    """A training of four ranks in its third step, which a test continues."""
+    stand_in(live)
+    run = ShownRun(live, ranks=4, steps=8, rows=2, tokens=16)
+    run.train(1, 2)
+    return run
+
+
+def operator(live: Service) -> str:
+    assert live.tokens is not None
+    return live.tokens.operate
+
+
+def text(visit: Visit, selector: str = "main") -> str:
+    return str(visit.page.inner_text(selector))
+
+
+# --- login ------------------------------------------------------------------------------------
+def test_a_visitor_is_told_what_to_paste_and_where_to_find_it(
+    browser: Any, shared: Service
+) -> None:
+    assert shared.tokens is not None
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        shown_text = text(visit)
+        assert "read.token" in shown_text
+        assert "operate.token" in shown_text
+        assert "STAGESCOPE_HOME" in shown_text
+        assert visit.page.evaluate("document.activeElement.id") == "token"
+        assert visit.messages == []  # nobody is logged in yet, which is no error
+        visit.page.fill("#token", "wrong")
+        visit.page.keyboard.press("Enter")
+        visit.wait_until("document.querySelector('#login [role=alert]').textContent")
+        assert "not a token of this service" in text(visit)
+        visit.log_in(shared.tokens.read)
+        visit.settle()
+        assert text(visit, "h1") == "Runs"
+        assert "may read" in text(visit, "#session")
+        everywhere = visit.page.evaluate(
+            "JSON.stringify([document.cookie, {...localStorage}, {...sessionStorage}, "
+            "location.href, history.state, document.documentElement.outerHTML])"
+        )
+        assert shared.tokens.read not in everywhere
+        assert not any(shared.tokens.read in url for url in visit.requests)
+        visit.page.reload()
+        visit.settle()
+        assert text(visit, "h1") == "Runs"
+        visit.page.click("text=Log out")
+        visit.page.wait_for_selector("#login")
+        visit.page.reload()
+        visit.page.wait_for_selector("#login")
+
+
+def test_a_login_shows_the_view_of_its_address(browser: Any, shared: Service) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.goto(f"{shared.server.url}/{STEP}")
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.settle()
+        assert text(visit, "h1") == f"Step {STEPS} of {RUN}"
+
+
+def test_without_tokens_there_is_no_login(browser: Any, tmp_path: Path) -> None:
+    with service(tmp_path, auth=False) as running, visiting(browser, running) as visit:
+        visit.settle()
+        assert text(visit, "h1") == "Runs"
+        assert "stagescope_workers.init" in text(visit)
+
+
+# --- views ------------------------------------------------------------------------------------
+@pytest.fixture(scope="module", params=["wide light", "narrow dark"])
+def entered(request: pytest.FixtureRequest, browser: Any, shared: Service) -> Iterator[Visit]:
+    """A window in which somebody is logged in."""
+    width, scheme = request.param.split()
+    with visiting(browser, shared, width=1280 if width == "wide" else 400, scheme=scheme) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        yield visit
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_view_is_quiet_accessible_and_fits(entered: Visit, name: str) -> None:
+    del entered.messages[:]
+    entered.go(VIEWS[name])
+    # To the end and back, so that what loads in sight has loaded.
+    for _ in range(20):
+        at_end = entered.page.evaluate(
+            "() => { scrollBy(0, 700); return scrollY + innerHeight >= document.body.scrollHeight - 1 }"
+        )
+        entered.settle()
+        if at_end:
+            break
+    entered.page.evaluate("scrollTo(0, 0)")
+    entered.settle()
+    assert entered.page.inner_text("h1")
+    assert entered.page.title() != "stagescope"
+    assert not entered.page.query_selector(".problem"), text(entered, ".problem")
+    assert entered.foreign == []
+    assert entered.messages == []
+    assert entered.page.evaluate(
+        "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    )
+    # Tables scroll on their own, and can be scrolled by keyboard.
+    assert entered.page.evaluate(
+        "[...document.querySelectorAll('main table')].every(e => e.closest('.scroll[tabindex]'))"
+    )
+    assert entered.problems() == []
+
+
+def test_from_the_runs_to_the_tokens_and_back(browser: Any, shared: Service) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.settle()
+        way = []
+
+        def follow(link: str, heading: str) -> None:
+            visit.page.click(link)
+            visit.wait_until(f"document.querySelector('h1').textContent.includes('{heading}')")
+            visit.settle()
+            way.append((visit.page.url, visit.page.inner_text("h1")))
+
+        follow(f"main >> text={RUN}", RUN)
+        follow(f"main table >> text=/^{STEPS}$/", f"Step {STEPS}")
+        visit.page.locator("h2:text-is('Worst tokens')").scroll_into_view_if_needed()
+        visit.settle()
+        follow(f"main table >> text=actor {HOT_RANK} >> nth=0", f"actor rank {HOT_RANK}")
+        follow("section:has(h2:text('Worst tokens')) tbody th a >> nth=0", "Sample ")
+        follow("text=Operators of its rank", "Operators of step")
+        # Each has an address of its own, by which somebody else sees the same.
+        assert len({url for url, _ in way}) == 5
+        for url, heading in reversed(way):
+            assert visit.page.inner_text("h1") == heading
+            visit.page.reload()
+            visit.settle()
+            assert (visit.page.url, visit.page.inner_text("h1")) == (url, heading)
+            visit.page.go_back()
+            visit.settle()
+        assert visit.page.inner_text("h1") == "Runs"
+
+
+def test_numbers_are_those_of_the_service_with_their_verdict(
+    entered: Visit, shared: Service
+) -> None:
+    entered.go(f"{OF_RUN}/steps/{BROKEN}")
+    metrics = shared.get(f"/steps/{BROKEN}/metrics")
+    mean = metrics["metrics"]["logprob_abs_diff/mean"]
+    verdict = text(entered, ".verdict")
+    assert verdict.split("\n")[0].strip().startswith("✓ comparable")
+    assert f"{metrics['coverage']['tokens']}".replace(",", "") in re.sub(r"\s", "", verdict)
+    tile = text(entered, ".tile >> nth=0")
+    assert f"{mean:.4g}" in tile
+    assert "nat" in tile
+    assert "noise floor not measured" in tile  # a gap with its reason, not a 0
+    assert text(entered, ".tile:has(dt:text-is('not finite')) dd") == "3 nan in old"
+    entered.page.locator("h2:text-is('Ranks')").scroll_into_view_if_needed()
+    entered.settle()
+    first = text(entered, "section:has(h2:text-is('Ranks')) tbody tr >> nth=0")
+    assert first.startswith(f"actor {NAN_RANK}")  # what is not finite comes first
+
+
+def test_what_is_not_measured_is_a_gap(entered: Visit) -> None:
+    entered.go(f"{OF_RUN}/steps")
+    assert "not measured" in text(entered, f'tr[data-key="1/{RESTART}"]')  # it died in it
+    assert "comparable" in text(entered, f'tr[data-key="2/{RESTART}"]')
+    open_row = text(entered, f'tr[data-key="2/{STEPS + 1}"]')
+    assert "open" in open_row
+    assert not re.search(r"\b0(\.0+)?\s*nat", open_row)
+    old = entered.page.query_selector_all("tr.old")
+    assert len(old) == RESTART - 20  # the steps that the second attempt repeats
+    assert "repeated by 2" in old[0].inner_text()
+
+
+def test_an_address_of_nothing_says_what_there_is(browser: Any, shared: Service) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.go(f"{OF_RUN}/steps/999")
+        visit.page.wait_for_selector(".problem")
+        assert f"run {RUN} has no step 999" in text(visit)
+        visit.go("#/runs/none")
+        visit.page.wait_for_selector(".problem")
+        assert "there is no run 'none'" in text(visit)
+        visit.go("#/nonsense/x")
+        assert text(visit, "h1") == "No such view"
+
+
+def test_a_figure_is_redrawn_in_the_colours_of_the_page(browser: Any, shared: Service) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.go(OF_RUN)
+        visit.page.wait_for_selector(".plot .xtick text")
+        ink = "getComputedStyle(document.querySelector('.plot .xtick text')).fill"
+        light = visit.page.evaluate(ink)
+        visit.page.emulate_media(color_scheme="dark")
+        visit.wait_until(f"{ink} !== '{light}'")
+        assert visit.page.evaluate(ink) == visit.page.evaluate(
+            "getComputedStyle(document.body).color"
+        )
+        # Its numbers are there for those who do not see it.
+        visit.page.click("figure summary")
+        assert len(visit.page.query_selector_all("figure tbody tr")) >= STEPS
+
+
+# --- what changes -----------------------------------------------------------------------------
+def test_a_new_step_appears_without_reload(browser: Any, live: Service, training: ShownRun) -> None:
+    with visiting(browser, live) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(live))
+        visit.go(OF_RUN)
+        visit.page.wait_for_selector(".plot .xtick")
+        visit.wait_until("document.querySelector('#session').textContent.includes('live')")
+        newest = "document.querySelector('tbody th a[href*=\"/steps/\"]')"
+        visit.page.evaluate(
+            "() => { window.same = document.querySelector('tr[data-key=\"1/2\"]');"
+            "window.plot = document.querySelector('.plot svg');"
+            "same.querySelector('a').focus(); scrollTo(0, 120); window.stays = scrollY }"
+        )
+        del visit.requests[:]
+        training.train(3, 3)
+        visit.wait_until(f"{newest}?.textContent === '4'")
+        visit.wait_until(
+            "document.querySelector('tr[data-key=\"1/3\"]')?.textContent.includes('comparable')"
+        )
+        # Nothing else moved: the same row, focused, at the same place; the same drawing, grown.
+        assert visit.page.evaluate("same.isConnected && same.contains(document.activeElement)")
+        assert visit.page.evaluate("scrollY === stays")
+        assert visit.page.evaluate("plot.isConnected")
+        visit.wait_until("document.querySelector('.plot').data[0].x.includes(3)")
+        asked = [url.removeprefix(live.server.url) for url in visit.requests]
+        assert not [path for path in asked if "/static/" in path or path.startswith("/runs")]
+        figures = [path for path in asked if path.startswith("/figures/")]
+        assert figures
+        assert all("from=3" in path for path in figures)  # not what was drawn already
+        assert "step 3 is measured" in visit.page.text_content("#said")
+        assert visit.messages == []
+
+
+def test_an_open_step_fills_while_it_is_looked_at(
+    browser: Any, live: Service, training: ShownRun
+) -> None:
+    with visiting(browser, live) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(live))
+        visit.go(f"{OF_RUN}/steps/latest")
+        visit.wait_until("document.querySelector('#session').textContent.includes('live')")
+        training.train(3, 3)
+        visit.wait_until("document.querySelector('.verdict')?.textContent.includes('comparable')")
+        visit.wait_until("document.querySelector('main').textContent.includes('stay at step')")
+
+
+def test_what_has_not_changed_is_not_sent_again(browser: Any, shared: Service) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.go(OF_RUN)
+        visit.page.wait_for_selector(".plot .xtick")
+        visit.go("#/")
+        visit.page.wait_for_timeout(1100)  # an answer of a second ago is not even asked for
+        statuses: list[int] = []
+        visit.page.on(
+            "response",
+            lambda answer: statuses.append(answer.status) if "/static/" not in answer.url else None,
+        )
+        visit.go(OF_RUN)
+        visit.page.wait_for_selector(".plot .xtick")
+        visit.wait_until("true")
+        assert len(statuses) >= 4
+        assert set(statuses) == {304}
+
+
+def test_a_service_that_restarts_is_followed_again(
+    browser: Any, live: Service, training: ShownRun
+) -> None:
+    with visiting(browser, live) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(live))
+        visit.go(f"{OF_RUN}/steps")
+        is_live = "document.querySelector('#session').textContent.includes('live')"
+        visit.wait_until(is_live)
+        port = live.server.port
+        live.server.stop()
+        visit.wait_until(f"!{is_live}")
+        training.train(3, 3)
+        live.server._requested_port = port
+        live.server.start(wait_for_port=10)
+        visit.wait_until(is_live, seconds=60)
+        # What happened meanwhile is there.
+        visit.wait_until("document.querySelector('tr[data-key=\"1/3\"]')")
+
+
+# --- captures ---------------------------------------------------------------------------------
+def test_a_capture_is_armed_acknowledged_and_arrives(
+    browser: Any, live: Service, training: ShownRun
+) -> None:
+    with visiting(browser, live) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(live))
+        visit.go(f"{OF_RUN}/captures/new")
+        visit.page.wait_for_selector("form.form")
+        assert "actor_update" in text(visit, "fieldset")
+        visit.page.uncheck("input[name=every]")
+        visit.page.check("input[value=actor_update]")
+        visit.page.fill("#ranks", "0-99999999999999")
+        visit.page.fill("#user", "ada")
+        visit.page.click("text=Arm the capture")
+        visit.page.wait_for_selector(".form .problem")
+        assert "ranks" in text(visit, ".form .problem")
+        del visit.messages[:]
+        visit.page.fill("#ranks", "0,2-3")
+        visit.page.click("text=Arm the capture")
+        visit.page.wait_for_selector("progress")
+        (capture,) = live.get("/captures")["rows"]
+        assert capture["by"] == "ada (operate token, 127.0.0.1)"
+        assert capture["spec"]["ranks"] == [0, 2, 3]
+        assert capture["spec"]["stages"] == ["actor_update"]
+        assert visit.page.url.endswith(f"/captures/{capture['capture_id']}")
+        assert "0 of 3 ranks" in text(visit)
+        capture_id = capture["capture_id"]
+        training.acknowledge(capture_id, range(1))
+        visit.wait_until("document.querySelector('main').innerText.includes('1 of 3 ranks')")
+        training.acknowledge(capture_id, range(1, 4))
+        visit.wait_until("document.querySelector('.lead').innerText.includes('agreed')")
+        start = live.get(f"/captures/{capture_id}")["agreement"]["start"]
+        for step in range(3, start + 1):
+            training.do(step)
+        for rank in (0, 2):
+            training.dump(capture_id, start, rank)
+        visit.wait_until("document.querySelector('main').innerText.includes('2 ranks')")
+        training.dump(capture_id, start, 3, "failed")
+        training.train(start + 1, start + 2)
+        visit.wait_until("document.querySelector('.lead').innerText.includes('partial')")
+        assert "no space left on device" in text(visit)
+        assert visit.problems() == []
+        assert visit.messages == []
+
+
+def test_the_read_token_arms_nothing(browser: Any, shared: Service) -> None:
+    assert shared.tokens is not None
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(shared.tokens.read)
+        visit.go(f"{OF_RUN}/captures/new")
+        assert "operate.token" in text(visit)
+        assert not visit.page.query_selector("form.form")
+        visit.go(STEP)
+        assert not visit.page.query_selector("text=Pin the step")
+
+
+def test_a_capture_is_withdrawn_and_a_step_pinned(
+    browser: Any, live: Service, training: ShownRun
+) -> None:
+    capture_id = training.capture()
+    with visiting(browser, live) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(live))
+        visit.go(f"{OF_RUN}/captures/{capture_id}")
+        visit.page.click("text=Withdraw")
+        visit.wait_until("document.querySelector('.lead').innerText.includes('withdrawn')")
+        visit.go(f"{OF_RUN}/steps/2")
+        visit.page.locator("text=Kept files").scroll_into_view_if_needed()
+        visit.page.click("text=Pin the step")
+        visit.page.wait_for_selector("text=The step is pinned")
+        assert live.get("/steps/2/kept")["pinned"] is True
+        assert visit.messages == []
+
+
+# --- keyboard and tokens ------------------------------------------------------------------------
+def test_the_keyboard_reaches_everything(browser: Any, shared: Service) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.page.keyboard.type(operator(shared))
+        visit.page.keyboard.press("Enter")
+        visit.page.wait_for_selector("#login", state="detached")
+        visit.go(STEP)
+        # A new view is told to a screen reader by its heading, which has the focus.
+        assert visit.page.evaluate("document.activeElement.tagName") == "H1"
+        visit.page.reload()
+        visit.settle()
+        visit.page.keyboard.press("Tab")
+        assert visit.page.evaluate("document.activeElement.textContent") == "Skip to the content"
+        visit.page.keyboard.press("Enter")
+        assert visit.page.evaluate("document.activeElement.id") == "main"
+        assert visit.page.url.endswith(STEP)  # the address stays
+        seen = set()
+        for _ in range(60):
+            visit.page.keyboard.press("Tab")
+            focused = visit.page.evaluate(
+                "() => { const e = document.activeElement; const s = getComputedStyle(e);"
+                "return [e.tagName, e.innerText?.slice(0, 30), s.outlineStyle !== 'none'] }"
+            )
+            assert focused[2] or focused[0] == "BODY", focused  # what has the focus shows it
+            seen.add(focused[1])
+        assert {"← step 35", f"actor {HOT_RANK}"} <= seen
+
+
+def test_tokens_by_keyboard(browser: Any, shared: Service) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.go(f"{STEP}/samples/g36-0-0%2F1")
+        visit.page.focus(".tokens")
+        at = "document.querySelector('.tokens').getAttribute('aria-activedescendant')"
+        assert visit.page.evaluate(at) == "token-0"
+        visit.page.keyboard.press("ArrowRight")
+        assert visit.page.evaluate(at) == "token-1"
+        assert text(visit, ".panel h2") == "Token at 1"
+        visit.page.keyboard.press("End")
+        last = visit.page.evaluate(at)
+        assert int(last.removeprefix("token-")) > 1000
+        chosen = visit.page.query_selector(f"#{last}")
+        assert chosen.get_attribute("aria-selected") == "true"
+        assert "position" in chosen.get_attribute("aria-label")
+        visit.page.keyboard.press("Home")
+        visit.page.keyboard.press("ArrowDown")
+        visit.page.keyboard.press("n")
+        marked = visit.page.evaluate(at)
+        assert re.search(
+            r"\bs[4-8]\b", visit.page.query_selector(f"#{marked}").get_attribute("class")
+        )
+        # The address names the token: who opens it sees the same.
+        position = text(visit, ".panel h2").removeprefix("Token at ")
+        assert f"at={position}" in visit.page.url
+        visit.page.reload()
+        visit.settle()
+        assert text(visit, ".panel h2") == f"Token at {position}"
+        assert visit.page.evaluate(at) == marked
+        assert visit.messages == []
+
+
+def test_what_the_loss_did_with_a_token(browser: Any, shared: Service) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.go(f"{STEP}/samples/g36-0-0%2F1")
+        found = visit.page.evaluate(
+            "fetch(location.hash.replace('#/runs/', '/').replace(/^[^/]*\\/[^/]+/, '')"
+            f" + '?run={RUN}').then(r => r.json())"
+        )
+        clipped = next(at for at, side in enumerate(found["clipped"]) if side == "high")
+        environment = found["mask"].index(0)
+        nan = next(at for at, d in enumerate(found["d"]) if d == "nan")
+        for at, expected in (
+            (clipped, ["on the high side", "raw", "applied", "round"]),
+            (environment, ["environment", "no model token"]),
+            (nan, ["NaN"]),
+        ):
+            visit.go(f"{STEP}/samples/g36-0-0%2F1?at={found['positions'][at]}")
+            panel = text(visit, ".panel")
+            for words in expected:
+                assert words in panel, (at, panel)
+        # By pointer, too.
+        token = visit.page.locator(".t[data-at]:not(.chosen)").nth(40)
+        token.hover()
+        pointed = token.get_attribute("data-at")
+        visit.wait_until(f"document.querySelector('.panel h2').textContent.includes('{pointed}')")
+
+
+def test_only_the_tokens_in_sight_are_elements(browser: Any, shared: Service) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.go(f"{STEP}/samples/long")
+        visit.page.wait_for_selector(".token-line")
+        assert len(visit.page.query_selector_all(".t[data-at]")) < 3_000
+        visit.page.evaluate("document.querySelector('.tokens').scrollTop = 1e9")
+        visit.wait_until("document.querySelector('#token-32767')")
+        assert len(visit.page.query_selector_all(".t[data-at]")) < 3_000
+
+
+# --- documentation ----------------------------------------------------------------------------
+def test_the_documentation_is_drawn_without_a_network(browser: Any, shared: Service) -> None:
+    pytest.importorskip("fastapi_offline")
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.page.goto(f"{shared.server.url}/docs")
+        visit.page.wait_for_selector("text=Log in")
+        visit.page.goto(shared.server.url)
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        del visit.messages[:]
+        visit.page.goto(f"{shared.server.url}/docs")
+        visit.page.wait_for_selector(".opblock")
+        assert "/steps/{step}/metrics" in text(visit, "body").replace("\u200b", "")
+        assert visit.foreign == []
+        assert visit.messages == []
