@@ -166,7 +166,7 @@ def sample_columns(size: int) -> dict[str, Any]:
     random = np.random.default_rng(size)
     place = np.arange(size)
     each = max(size // 8, 1)
-    mask = (place % each >= each // 8).astype(int)
+    has = place % each >= each // 8
     d = random.normal(0.0, 0.01, size) * (1 + 60 * (random.random(size) < 0.01))
     q = -random.exponential(0.8, size)
     words = [
@@ -182,30 +182,32 @@ def sample_columns(size: int) -> dict[str, Any]:
         "\n",
         " sum",
         "。",
-        " 数字",
+        " 数",
     ]
-    clipped: list[str | None] = [None] * size
-    for at in np.flatnonzero(np.abs(d) > 0.25).tolist():
-        clipped[at] = "high" if d[at] > 0 else "low"
-    has = mask.astype(bool)
+    fates = np.where(has, "trained", "environment").astype(object)
+    fates[has & (place % 1000 < 330) & (place % 1000 > 300)] = "zero advantage"
+    fates[has & (d > 0.25)] = "clipped high"
+    fates[has & (d < -0.25)] = "clipped low"
+    fates[has & (np.abs(d) > 0.6)] = "rejected"
     if size > 100:
         d[size // 3 : size // 3 + 2] = np.nan
 
     def column(values: Any) -> list[Any]:
         return [value if known else None for value, known in zip(values, has, strict=True)]
 
+    sides = {"clipped high": "high", "clipped low": "low"}
     return {
-        "sample_uid": "g40-0-0/1", "role": "actor", "rank": 0, "row": 1,
-        "positions": place.tolist(),
+        "sample_uid": "g40-0-0/1", "group_id": "g40-0-0",
+        "positions": place.tolist(), "mask": has.astype(int).tolist(),
         "token_ids": random.integers(0, 150_000, size).tolist(),
-        "texts": [words[at] for at in random.integers(0, len(words), size)],
-        "mask": mask.tolist(), "round": (place // each).tolist(), "turn": None,
-        "p": column((q + d).tolist()), "q": column(q.tolist()), "d": column(d.tolist()),
-        "advantage": column(np.where(place % 1000 < 30, 0.0, 0.7).tolist()),
+        "texts": [words[at] for at in random.integers(0, len(words), size)], "texts_reason": None,
+        "round": column((place // each).tolist()), "turn": None, "p_stream": "old_log_probs",
+        "p": column((q + d).tolist()), "q": column(q.tolist()), "d": d.tolist(),
+        "advantage": column(np.where(fates == "zero advantage", 0.0, 0.7).tolist()),
         "weight_raw": column(np.exp(d).tolist()),
         "weight": column(np.exp(np.minimum(d, 0.2)).tolist()),
-        "clipped": clipped, "rejected": [bool(value) for value in (np.abs(d) > 0.6)],
-        "masked_why": [None if known else "environment" for known in has], "loss_note": "",
+        "clipped": [sides.get(fate) for fate in fates], "fate": fates.tolist(),
+        "unrecorded": [], "notes": [],
     }  # fmt: skip
 
 
@@ -218,47 +220,56 @@ def _sample(request: Request) -> Answer:
 def _samples(request: Request) -> Answer:
     rows = [
         {
-            "sample_uid": f"g40-{rank}-{row // 2}/{row % 2}", "group_id": f"g40-{rank}-{row // 2}",
-            "role": "actor", "rank": rank, "row": row, "rounds": 4, "tokens": 384,
+            "sample_uid": f"g36-{rank}-{row // 2}/{row % 2}", "group_id": f"g36-{rank}-{row // 2}",
+            "role": "actor", "rank": rank, "row": row, "fragments": 1, "rounds": 4, "tokens": 384,
             "mean_abs": 0.01 * (rank + 1), "max_abs": 1.0 / (rank + 1), "nonfinite": 0,
-            "reward": None if rank % 2 else 0.5, "kept": rank < 6,
-            "reason": None if rank < 6 else "the ring needed its room",
+            "reward": None if rank % 2 else 0.5,
         }
         for rank in range(8)
         for row in range(4)
     ]  # fmt: skip
-    return Answer({"rows": rows, "next": None})
+    return Answer({"comparable": "comparable", "kept": True, "rows": rows, "next": None})
 
 
 def _loss(request: Request) -> Answer:
-    fates = {"trained": 9000, "clipped low": 120, "clipped high": 300, "rejected": 40,
-             "zero advantage": 2000, "masked": 800}  # fmt: skip
-    total, mismatch = sum(fates.values()), 100.0
+    fates = {"trained": 9000, "clipped high": 300, "clipped low": 120, "zero advantage": 2000,
+             "rejected": 40}  # fmt: skip
+    total = sum(fates.values())
     rows = [
         {
-            "fate": fate, "tokens": tokens, "share_of_tokens": tokens / total,
-            "sum_abs": mismatch * at / 15, "share_of_mismatch": at / 15,
+            "fate": fate, "gradient": fate == "trained", "tokens": tokens,
+            "share_of_tokens": tokens / total, "abs_diff_sum": 10.0 * (at + 1),
+            "abs_diff_mean": 10.0 * (at + 1) / tokens, "share_of_mismatch": (at + 1) / 15,
         }
         for at, (fate, tokens) in enumerate(fates.items())
     ]  # fmt: skip
-    return Answer({"rows": rows, "next": None})
+    note = "93.3% of the mismatch (sum of |p - q|) sits in tokens that no gradient sees"
+    return Answer({"note": note, "unrecorded": [], "notes": [], "rows": rows, "next": None})
 
 
 def _diagnosis(request: Request) -> Answer:
     common = {"since_step": 21, "where": "rank 3 of actor", "figure": None, "record": None}
     rows = [
         {
-            **common, "rule": "one_rank_apart", "title": "One rank is apart", "verdict": "found",
-            "sure": 0.9, "for": ["rank 3: mean |d| 0.0434 nat, the others 0.0109"],
+            **common, "rule": "rank_apart", "family": "mismatch", "title": "One rank is apart",
+            "verdict": "found", "sure": 0.9, "meaning": "its device, weights or data are others",
+            "for": ["rank 3: mean |d| 0.0434 nat, the others 0.0109"],
             "against": ["its streams are comparable"],
             "next": ["stagescope capture --ranks 3 --steps next"], "sources": ["verl#1234"],
-            "figure": "/figures/rank-rounds?run=r&step=40",
+            "figure": f"/figures/rank-rounds?run={request.path_params['run']}&step=30",
         },
         {
-            **common, "rule": "entropy", "title": "Entropy collapses", "verdict": "not measured",
-            "sure": 0.0, "for": [], "against": [], "next": [], "sources": [],
-            "record": "stage.log(entropy=...)",
+            **common, "rule": "entropy_collapse", "family": "reward", "title": "Entropy collapses",
+            "verdict": "not measured", "sure": 0.0, "meaning": "", "for": [], "against": [],
+            "next": [], "sources": [], "record": "stage.log(entropy=...)",
         },
     ]  # fmt: skip
-    run = request.path_params["run"]
-    return Answer({"run": run, "attempt": 2, "steps": [1, 40], "rows": rows, "next": None})
+    parts = [{"name": "noise floor", "share": None, "text": "not recorded", "counted": True},
+             {"name": "unexplained", "share": 1.0, "text": "the rest", "counted": True}]  # fmt: skip
+    return Answer(
+        {
+            "run": request.path_params["run"], "attempt": None, "steps": 40, "measured": 40,
+            "text": "1 of 2 symptoms found, 1 not measured", "measured_step": 40,
+            "mismatch": parts, "rows": rows, "next": None,
+        }
+    )  # fmt: skip

@@ -81,7 +81,8 @@ def test_rows_and_nonfinite_numbers_arrive() -> None:
         [1, 1, 0],
         [0, 2, 3],
     )
-    scalars: Any = batch.events[0][5]["scalars"]
+    fields: Any = batch.events[0][5]
+    scalars = fields["scalars"]
     assert scalars["a"] == inf
     assert np.isnan(scalars["b"])
     assert scalars["c"] == 1.5

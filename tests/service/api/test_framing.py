@@ -98,7 +98,8 @@ def test_json_alone() -> None:
 def test_scalars_become_numbers_again() -> None:
     log = [1, "log", 8, 1.0, 1.0, {"step": 1, "scalars": {"loss": "nan", "reward": "-inf", "x": 2}}]
     batch = parse(json.dumps(header(events=[log], payloads={})).encode(), framed=False)
-    scalars: Any = batch.events[0][5]["scalars"]
+    fields: Any = batch.events[0][5]
+    scalars = fields["scalars"]
     assert math.isnan(scalars["loss"])
     assert scalars["reward"] == -math.inf
     assert scalars["x"] == 2

@@ -146,7 +146,8 @@ def test_every_view_is_quiet_accessible_and_fits(entered: Visit, name: str) -> N
     # To the end and back, so that what loads in sight has loaded.
     for _ in range(20):
         at_end = entered.page.evaluate(
-            "() => { scrollBy(0, 700); return scrollY + innerHeight >= document.body.scrollHeight - 1 }"
+            "() => { scrollBy(0, 700);"
+            "return scrollY + innerHeight >= document.body.scrollHeight - 1 }"
         )
         entered.settle()
         if at_end:
@@ -499,11 +500,11 @@ def test_what_the_loss_did_with_a_token(browser: Any, shared: Service) -> None:
             "fetch(location.hash.replace('#/runs/', '/').replace(/^[^/]*\\/[^/]+/, '')"
             f" + '?run={RUN}').then(r => r.json())"
         )
-        clipped = next(at for at, side in enumerate(found["clipped"]) if side == "high")
+        clipped = found["fate"].index("clipped high")
         environment = found["mask"].index(0)
         nan = next(at for at, d in enumerate(found["d"]) if d == "nan")
         for at, expected in (
-            (clipped, ["on the high side", "raw", "applied", "round"]),
+            (clipped, ["clipped high", "on the high side", "raw", "applied", "round"]),
             (environment, ["environment", "no model token"]),
             (nan, ["NaN"]),
         ):

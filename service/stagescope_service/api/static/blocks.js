@@ -5,6 +5,7 @@ import { h, nodes, patch, problem } from "./dom.js";
 import { get, known } from "./service.js";
 
 const COALESCE_MS = 200;
+const NEAR = 400; // pixels: how far out of sight a block is still kept up to date
 let unique = 0;
 
 /** Watches elements that load once they are nearly in sight. */
@@ -12,7 +13,12 @@ const sight = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
     if (isIntersecting) target.onSight?.();
   }
-}, { rootMargin: "400px" });
+}, { rootMargin: `${NEAR}px` });
+
+function isNear(element) {
+  const { top, bottom } = element.getBoundingClientRect();
+  return bottom > -NEAR && top < innerHeight + NEAR;
+}
 
 /** A `path` that is asked once: for what does not change, or must not be drawn anew. */
 export function once(ask) {
@@ -50,16 +56,19 @@ export class View {
   place(block) {
     this.blocks.push(block);
     this.root.append(block.element);
-    if (block.isLazy) {
-      block.element.onSight = () => {
-        sight.unobserve(block.element);
-        block.isLazy = false;
-        block.load();
-      };
-      sight.observe(block.element);
-    } else {
-      block.ready = block.load();
-    }
+    block.events = [];
+    block.since = 0;
+    if (block.isLazy) this.#await(block);
+    else block.ready = block.load();
+  }
+
+  #await(block) {
+    block.element.onSight = () => {
+      sight.unobserve(block.element);
+      block.isLazy = false;
+      block.load(block.since, block.events.splice(0));
+    };
+    sight.observe(block.element);
   }
 
   /** Resolves once everything in sight at first has loaded. */
@@ -67,15 +76,21 @@ export class View {
     return Promise.allSettled(this.blocks.map((block) => block.ready));
   }
 
-  /** Let the blocks that an event concerns ask again, soon and once. */
+  /** Let the blocks that an event concerns ask again, soon and once, or when they are in sight. */
   notify(event) {
-    const since = performance.now();
     for (const block of this.blocks) {
       const isMissed = event.event === "hello" && !event.resumed;
-      if (block.isLazy || !(isMissed || block.concerns(event))) continue;
+      if (!(isMissed || block.concerns(event))) continue;
+      block.since = performance.now();
+      block.events.push(event);
       clearTimeout(block.timer);
-      (block.events ??= []).push(event);
-      block.timer = setTimeout(() => this.isOpen && block.load(since, block.events.splice(0)), COALESCE_MS);
+      if (block.isLazy || !isNear(block.element)) {
+        this.#await(block);
+      } else {
+        block.timer = setTimeout(() => {
+          if (this.isOpen) block.load(block.since, block.events.splice(0));
+        }, COALESCE_MS);
+      }
     }
   }
 

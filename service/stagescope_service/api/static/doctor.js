@@ -1,9 +1,9 @@
 // The doctor's panel: what the rulebook finds, what speaks for and against it, what to do next.
 
 import { choose } from "./address.js";
-import { badge, h, table } from "./dom.js";
+import { badge, h, quantity, table } from "./dom.js";
 import { Figure } from "./figure.js";
-import { share } from "./format.js";
+import { plural, share } from "./format.js";
 import { part, url } from "./service.js";
 
 const ORDER = ["found", "not measured", "not found"];
@@ -20,18 +20,24 @@ export function doctor(view, { run, step = "" }) {
   h("button", {}, "Ask")));
   const figures = h("div");
   view.block({
-    path: url(`/runs/${part(run)}/diagnosis`, { step }),
+    path: url(`/runs/${part(run)}/diagnosis`, { step, limit: 200 }),
     concerns: (event) => event.run === run && event.event === "step" && event.closed && event.measured,
-    draw: ({ rows, steps, attempt }) => {
+    draw: ({ rows, text, mismatch, measured_step: at }) => {
       const sorted = [...rows].sort((a, b) =>
         ORDER.indexOf(a.verdict) - ORDER.indexOf(b.verdict) || b.sure - a.sure);
       const found = sorted.filter((row) => row.verdict === "found");
       const rest = sorted.filter((row) => row.verdict !== "found");
       return [
-        h("p.quiet", {}, `Attempt ${attempt}, steps ${steps[0]} to ${steps[1]}; ${found.length} of ${rows.length} rules find something.`),
+        h("p.lead", {}, text),
+        mismatch.length > 0 && h("p", {}, `The mismatch of step ${at} taken apart:`),
+        mismatch.length > 0 && table("Parts of the mismatch", [
+          ["part", (row) => row.name, { head: true }],
+          ["share", (row) => quantity(row.share, "", "not measured", share), { right: true }],
+          ["because", (row) => row.text, { wide: true }],
+        ], mismatch, { key: (row) => row.name }),
         found.length === 0 && h("p.lead", {}, badge("ok", "nothing found"), " by the rules whose data is there"),
         found.map((row) => h("article.symptom", { "data-key": row.rule }, symptom(view, figures, row))),
-        h("details", {}, h("summary", {}, `${rest.length} rules that find nothing or cannot tell`),
+        h("details", {}, h("summary", {}, `${plural(rest.length, "rule")} more: nothing found, or not measured`),
           table("Other rules", [
             ["rule", (row) => row.title, { head: true, wide: true }],
             ["", (row) => badge(row.verdict)],
@@ -48,7 +54,8 @@ export function doctor(view, { run, step = "" }) {
 function symptom(view, figures, row) {
   return [
     h("h2", {}, badge("found", `${share(row.sure)} sure`), ` ${row.title}`),
-    h("p", {}, row.where, row.since_step !== null && `, since step ${row.since_step}`),
+    h("p", {}, row.meaning),
+    h("p", {}, [row.where, row.since_step !== null && `since step ${row.since_step}`].filter(Boolean).join(", ")),
     evidence("For", row.for), evidence("Against", row.against),
     row.next.length > 0 && [h("h3", {}, "Next"), h("ul", {}, row.next.map((each) => h("li", {}, h("code", {}, each))))],
     row.record && h("p", {}, "To know more, record it: ", h("code", {}, row.record)),
@@ -59,9 +66,8 @@ function symptom(view, figures, row) {
         name: path.replace(/^\/figures\//, ""), title: row.title, lazy: false,
         params: Object.fromEntries(new URLSearchParams(query)),
       });
+      view.place(figure);
       figures.append(figure.element);
-      figure.load();
-      view.blocks.push(figure);
       figures.scrollIntoView({ block: "nearest" });
     } }, "Show the picture")),
     row.sources.length > 0 && h("p.quiet", {}, "Met by others: ", row.sources.join(", ")),

@@ -77,6 +77,11 @@ export function run(view, { run: name }) {
       found.next && h("p", {}, h("a", { href: ofRun(name, "steps") }, "All steps")),
     ],
   });
+  const figure = (name, title) => view.place(new Figure({
+    name, title, params: { run: name }, concerns: (event) => own(event) && event.event === "step" && event.measured,
+  }));
+  figure("rank-steps", "Mismatch by rank and step");
+  figure("offenders", "Prompts that are apart again and again");
   view.block({
     title: "Attempts",
     path: `/runs/${part(name)}/attempts`,

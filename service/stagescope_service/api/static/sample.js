@@ -6,7 +6,7 @@ import { facts, gap, h, nodes, patch, quantity } from "./dom.js";
 import { count, isFinite, plural, share } from "./format.js";
 import { get, part, url } from "./service.js";
 import { verdict } from "./step.js";
-import { segments, SHADES, TokenText } from "./token_text.js";
+import { FATES, segments, SHADES, TokenText } from "./token_text.js";
 
 /** A sample, by its uid or by the rank and row that hold it. */
 export function sample(view, params) {
@@ -17,7 +17,7 @@ export function sample(view, params) {
   verdict(view, path, concerns, { isShort: true });
   let text = null;
   const block = view.block({
-    path: once(() => get(path(`samples/${part(uid)}`, uid === "-" ? { role, rank, row } : {}))),
+    path: once(() => get(uid === "-" ? path("row", { role, rank, row }) : path(`samples/${part(uid)}`))),
     draw: (found) => {
       text?.close();
       const panel = h("div.panel", { "data-own": true });
@@ -48,26 +48,26 @@ export function sample(view, params) {
 function summary(found) {
   const inRounds = segments(found).filter(({ round }) => round !== null);
   const environment = found.mask.filter((each) => !each).length;
+  const missing = [...found.unrecorded.map((each) => each.record), ...found.notes];
   return [
     facts([
       ["tokens", [count(found.positions.length), environment ? `, ${count(environment)} of the environment` : ""]],
       ["rounds", count(inRounds.length)],
-      ["text", found.texts ? null : found.token_ids ? "ids: no tokenizer was given"
-        : "not recorded: hand over responses"],
+      ["group", found.group_id],
+      ["text", found.texts ? null : `${found.token_ids ? "ids" : "none"}: ${found.texts_reason}`],
     ]),
-    found.loss_note && h("p.quiet", {}, found.loss_note),
+    missing.length > 0 && h("details", {}, h("summary", {}, "What is not recorded of it"),
+      h("ul", {}, missing.map((each) => h("li", {}, each)))),
   ];
 }
 
 function legend(found) {
-  const marks = [
-    found.clipped && ["clipped-low", "clipped low"], found.clipped && ["clipped-high", "clipped high"],
-    found.rejected && ["rejected", "rejected"], found.advantage && ["no-gradient", "zero advantage"],
-  ].filter(Boolean);
+  const fates = new Set(found.fate);
+  const marks = Object.entries(FATES).filter(([fate]) => fates.has(fate));
   return h("p.legend", {}, "|d| in nat: ",
     SHADES.map(([at, text]) => [h("span.t", { class: `s${at}` }, text), " "]),
     h("span.t", { class: "environment" }, "environment"), " ",
-    marks.map(([kind, text]) => [h("span.t", { class: kind }, text), " "]));
+    marks.map(([text, kind]) => [h("span.t", { class: kind }, text), " "]));
 }
 
 /** Everything that is known of a token. */
@@ -76,7 +76,7 @@ function describe(found, at, { run, step, attempt, role, rank }) {
   const [p, q, d] = [column("p"), column("q"), column("d")];
   const [weightRaw, weight] = [column("weight_raw"), column("weight")];
   const text = column("texts");
-  const own = { role: found.role ?? role, rank: found.rank ?? rank };
+  const own = { role, rank };
   const why = found.mask[at] ? "not recorded" : "no model token";
   const ratio = isFinite(d) ? Math.exp(d) : null;
   return [
@@ -96,10 +96,9 @@ function describe(found, at, { run, step, attempt, role, rank }) {
       ["weight", weightRaw === null && weight === null ? gap(why)
         : [quantity(weightRaw, "", "not recorded"), " raw, ", quantity(weight, "", "not recorded"), " applied"]],
       ["clipped", found.clipped ? (column("clipped") ? `on the ${column("clipped")} side` : "no") : gap(why)],
-      ["rejected", found.rejected ? (column("rejected") ? "yes" : "no") : gap(why)],
-      ["masked", found.mask[at] ? null : column("masked_why") ?? "not a token of the model"],
+      ["the loss", column("fate")],
     ]),
-    own.rank !== undefined && own.rank !== null && h("p.row", {},
+    rank !== undefined && h("p.row", {},
       h("a", { href: address(["runs", run, "steps", step, "operators"], { attempt, ...own }) },
         "Operators of its rank"),
       h("a", { href: ofRank(run, step, attempt, own.role, own.rank) }, `${own.role} ${own.rank}`),

@@ -11,6 +11,8 @@ export class ServiceError extends Error {
 
 const MOST_KEPT = 300;
 const FRESH_MS = 1000;
+const BUSY = 503;
+const MOST_TIMES = 20; // an answer that is computed for long is asked for again
 const kept = new Map(); // path -> { data, tag, began }
 const asking = new Map(); // path -> { began, answer }
 let onLogin = () => {};
@@ -62,7 +64,12 @@ export function get(path, since = 0) {
 async function ask(path, began) {
   const before = kept.get(path);
   const headers = before?.tag ? { "If-None-Match": before.tag } : {};
-  const response = await reach(path, { headers, cache: "no-store" });
+  let response = await reach(path, { headers, cache: "no-store" });
+  for (let times = 0; response.status === BUSY && times < MOST_TIMES; times++) {
+    const seconds = Number(response.headers.get("Retry-After")) || 1;
+    await new Promise((done) => setTimeout(done, 1000 * seconds));
+    response = await reach(path, { headers, cache: "no-store" });
+  }
   if (response.status === 304 && before) {
     before.began = began;
     return before.data;

@@ -253,18 +253,31 @@ const neighbourLinks = ({ run, step: own, attempt, isLatest }, { earlier, later 
     : h("a", { href: ofStep(run, "latest") }, "follow the newest step"));
 
 // --- tables -----------------------------------------------------------------------------------
+const GONE = {
+  rows: [], unrecorded: [], notes: [],
+  note: "No tensors of this step are kept: pin a step, or arm a capture, to look at its tokens.",
+};
+
 function lossTable(view, path, concerns) {
   view.block({
-    title: "What the loss did with it", path: measured(path, "loss"), concerns,
-    draw: orNothing(({ rows, note }) => [
-      table("Mismatch by what the loss did", [
+    title: "What the loss did with it", concerns,
+    path: async (since) => {
+      const found = await measured(path, "samples", { limit: 1 })(since);
+      return found.none ? found : found.kept ? get(path("loss"), since) : GONE;
+    },
+    draw: orNothing(({ rows, note, unrecorded }) => [
+      h("p", {}, note),
+      rows.length > 0 && table("Mismatch by what the loss did", [
         ["tokens that were", (row) => row.fate, { head: true }],
+        ["gradient", (row) => (row.gradient ? "yes" : h("span.quiet", {}, "none"))],
         ["tokens", (row) => quantity(row.tokens, "", "", count), { right: true }],
         ["share of tokens", (row) => quantity(row.share_of_tokens, "", "", share), { right: true }],
-        ["sum of |d|", (row) => quantity(row.sum_abs, "nat"), { right: true }],
+        ["sum of |d|", (row) => quantity(row.abs_diff_sum, "nat"), { right: true }],
+        ["mean |d|", (row) => quantity(row.abs_diff_mean, "nat"), { right: true }],
         ["share of the mismatch", (row) => quantity(row.share_of_mismatch, "", "", share), { right: true }],
-      ], rows, { key: (row) => row.fate, empty: "The trainer does not record it." }),
-      note && h("p.quiet", {}, note),
+      ], rows, { key: (row) => row.fate }),
+      unrecorded.length > 0 && h("details", {}, h("summary", {}, "What is not recorded"),
+        h("ul", {}, unrecorded.map((each) => h("li", {}, each.record)))),
     ]),
   });
 }
@@ -533,25 +546,24 @@ export function samples(view, params) {
       Object.entries(SORTS).map(([value, text]) =>
         h("option", { value, selected: value === sort }, text)))));
   view.block({
-    path: path("samples", { sort, limit: 100, cursor }), concerns,
-    draw: ({ rows, next }) => [
+    path: measured(path, "samples", { sort, limit: 100, cursor }), concerns,
+    draw: orNothing(({ rows, next, kept: isKept }) => [
+      !isKept && h("p.quiet", {}, GONE.note),
       table("Samples", [
-        ["sample", (row) => row.kept
-          ? h("a", { href: ofSample(run, at, attempt, row) }, row.sample_uid ?? `row ${row.row}`)
+        ["sample", (row) => isKept ? h("a", { href: ofSample(run, at, attempt, row) }, row.sample_uid ?? `row ${row.row}`)
           : row.sample_uid ?? `row ${row.row}`, { head: true }],
         ["group", (row) => row.group_id ?? ""],
-        ["rank", (row) => h("a", { href: ofRank(run, at, attempt, row.role, row.rank) },
-          `${row.role} ${row.rank}`)],
-        ["rounds", (row) => count(row.rounds), { right: true }],
+        ["rank", (row) => (row.rank === null ? gap("its process is not known")
+          : h("a", { href: ofRank(run, at, attempt, row.role, row.rank) }, `${row.role} ${row.rank}`))],
+        ["rounds", (row) => count(row.rounds) ?? gap("not reported"), { right: true }],
         ["tokens", (row) => count(row.tokens), { right: true }],
         ["mean |d|", (row) => quantity(row.mean_abs, "nat"), { right: true }],
         ["largest |d|", (row) => quantity(row.max_abs, "nat"), { right: true }],
         ["not finite", (row) => row.nonfinite ? h("span.bad", {}, count(row.nonfinite)) : "0", { right: true }],
-        ["reward", (row) => quantity(row.reward, "", "not recorded"), { right: true }],
-        ["tensors", (row) => (row.kept ? "kept" : gap(row.reason ?? "no longer kept"))],
+        ["reward", (row) => quantity(row.reward, "", "not reported"), { right: true }],
       ], rows, { key: (row) => `${row.sample_uid}/${row.role}/${row.rank}/${row.row}`,
         empty: "No sample is known." }),
       next && h("button", { type: "button", onclick: () => choose({ cursor: next }) }, "More samples"),
-    ],
+    ]),
   });
 }

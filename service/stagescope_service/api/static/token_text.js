@@ -25,15 +25,11 @@ export function shade(d) {
 export const SHADES = [...BOUNDS.map((bound, at) => [at, `< ${bound}`]),
   [BOUNDS.length, `≥ ${BOUNDS.at(-1)}`], [BOUNDS.length + 1, "not finite"]];
 
-/** What the loss did with a token, as classes. */
-function fate(sample, at) {
-  const found = [];
-  const clipped = sample.clipped?.[at];
-  if (clipped) found.push(`clipped-${clipped}`);
-  if (sample.rejected?.[at]) found.push("rejected");
-  if (sample.advantage && sample.advantage[at] === 0) found.push("no-gradient");
-  return found;
-}
+/** What the loss did with a token -> how it is marked. */
+export const FATES = {
+  "clipped low": "clipped-low", "clipped high": "clipped-high", rejected: "rejected",
+  "zero weight": "no-gradient", "zero advantage": "no-gradient",
+};
 
 /** Segments of a row: rounds, and the environment's tokens between them. */
 export function segments(sample) {
@@ -188,7 +184,7 @@ export class TokenText {
   #token(at) {
     const token = document.createElement("span");
     const kind = this.sample.mask[at] ? `s${this.shades[at]}` : "environment";
-    token.className = ["t", kind, ...fate(this.sample, at), at === this.chosen ? "chosen" : "",
+    token.className = ["t", kind, FATES[this.sample.fate[at]] ?? "", at === this.chosen ? "chosen" : "",
       this.sample.texts ? "" : "id"].join(" ");
     token.dataset.at = at;
     token.id = `token-${at}`;
@@ -260,8 +256,7 @@ export class TokenText {
     const d = this.sample.d[at];
     const kind = this.sample.mask[at] ? `round ${this.sample.round[at]}` : "environment";
     const size = d === null ? "no mismatch" : `d ${d}`;
-    return [`${this.#shown(at)}`, `position ${this.sample.positions[at]}`, kind, size,
-      ...fate(this.sample, at)].join(", ");
+    return [this.#shown(at), `position ${this.sample.positions[at]}`, kind, size, this.sample.fate[at]].join(", ");
   }
 
   #point(event, isChosen) {
