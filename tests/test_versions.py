@@ -61,10 +61,10 @@ def test_pyproject_asks_for_the_floor(supported: Supported) -> None:
 
 
 @packages
-def test_the_readme_has_the_same_ranges(supported: Supported) -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_documentation_has_the_same_ranges(supported: Supported) -> None:
+    page = (ROOT / "docs/operations.md").read_text()
     newest = supported.tried or "none, for want of a device"
-    assert f"\n| {supported.package} | {supported.floor} | {newest} |" in readme
+    assert f"\n| {supported.package} | {supported.floor} | {newest} |" in page
 
 
 @packages

@@ -265,7 +265,8 @@ def _diagnosis(request: Request) -> Answer:
         },
     ]  # fmt: skip
     parts = [{"name": "noise floor", "share": None, "text": "not recorded", "counted": True},
-             {"name": "unexplained", "share": 1.0, "text": "the rest", "counted": True}]  # fmt: skip
+             {"name": "unexplained", "share": 1.0, "text": "the rest", "counted": True},
+    ]  # fmt: skip
     return Answer(
         {
             "run": request.path_params["run"], "attempt": None, "steps": 40, "measured": 40,

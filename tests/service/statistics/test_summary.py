@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.batches import batch_of, bfloat16, from_bfloat16, random_streams
+from tests.support.metrics_page import PAGE, metrics_page
 from tests.support.mismatch_reference import reference, tails, tokens_of
 
 from stagescope.wire.errors import InvalidInput
@@ -421,3 +422,7 @@ def test_a_rounds_numbers_are_those_of_its_tokens() -> None:
         own = {name: value for name, value in expected.items() if name in found}
         assert len(own) > 10
         assert_close(found, own, 1e-9)
+
+
+def test_the_page_of_metrics_is_that_of_the_code() -> None:
+    assert PAGE.read_text() == metrics_page(), "run python -m tests.support.metrics_page"

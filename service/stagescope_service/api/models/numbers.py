@@ -174,7 +174,7 @@ class RolloutIs(Model):
 Published = Annotated[
     dict[str, Number],
     Field(
-        description="Published name -> number; README and `statistics/mismatch.py` define them.",
+        description="Published name -> number; docs/metrics.md defines them.",
         examples=[{"rollout_corr/kl": 0.0012, "training/rollout_probs_diff_mean": 0.0031}],
     ),
 ]
