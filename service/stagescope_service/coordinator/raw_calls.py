@@ -238,7 +238,10 @@ class RawCalls:
             return False
         if work.step is None or work.step != attempt.top_step:
             return work.step is not None
-        found = spans.of_stage(attempt.steps[work.step], sender.incarnation, work)
+        step = attempt.steps.get(work.step)
+        if step is None:  # it has left memory, long after they finished
+            return True
+        found = spans.of_stage(step, sender.incarnation, work)
         return any(span.begin_seq is not None and span.end_seq is not None for span in found)
 
     def _has_finished(self, sender: Sender) -> bool:

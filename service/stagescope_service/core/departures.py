@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from stagescope.wire.schema import Work
 from stagescope_service.core import operator_tables, payloads, spans, steps
 from stagescope_service.core.catalogue_rows import loss_row, process_row, row_id
 from stagescope_service.core.entities import LOST, Attempt, Process, Span
 from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.registry import Registry
+
+LONG_GONE_SECONDS: Final = 3600.0
+"""After which a process that is gone is not expected back: ranks hold out without a service."""
+
+
+def release(attempt: Attempt, wall: float) -> None:
+    """Give back the memory of processes that have been gone for long; the catalogue has the rest.
+
+    What tells a rank's next start from this one stays, and where it stopped while its attempt goes
+    on. Once all processes of an attempt are gone for long, its steps go as well. A process that
+    comes back all the same continues as one whose steps have left memory.
+    """
+    is_over = attempt.over and not attempt.pending
+    for process in attempt.processes.values():
+        left = process.left_wall
+        if left is None or wall - left < LONG_GONE_SECONDS or process.payloads:
+            is_over = False
+        elif process.settled or process.dumps or process.unbound_rows:
+            for kept in (process.settled, process.reasons, process.dumps, process.unbound_rows):
+                kept.clear()
+    if not is_over or not (attempt.steps or attempt.stepless.spans):
+        return
+    for process in attempt.processes.values():
+        process.unfinished.clear()
+        process.returned = True
+    attempt.forget_steps()
 
 
 def leave(

@@ -340,6 +340,14 @@ class Attempt:
         self.sizes[process.role] = (process.age, process.world_size)
         return known is None or known[1] != process.world_size
 
+    def forget_steps(self) -> None:
+        """Remove all steps from memory; their stored rows stay."""
+        if self.top_step is not None:
+            self.forgotten_through = self.top_step
+        without = self.stepless
+        for mapping in (self.steps, without.spans, without.holders, without.ranks):
+            mapping.clear()
+
     def note_closed(self, wall: float) -> None:
         """Record when a step closed."""
         first = self.first_closed_wall

@@ -343,13 +343,9 @@ class Registry:
             self._gone[incarnation] = attempt.attempt_id
         while len(self._gone) > GONE_REMEMBERED:
             del self._gone[next(iter(self._gone))]
-        top = attempt.top_step
-        if top is not None:
-            attempt.forgotten_through = top
-        for mapping in (attempt.processes, attempt.by_rank, attempt.steps, attempt.stepless.spans):
-            mapping.clear()
-        attempt.stepless.holders.clear()
-        attempt.stepless.ranks.clear()
+        attempt.processes.clear()
+        attempt.by_rank.clear()
+        attempt.forget_steps()
 
 
 def _last_sign(process: Process) -> float:

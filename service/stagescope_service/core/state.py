@@ -388,6 +388,7 @@ class State:
             elif process.payloads:
                 out += departures.lose_unread(self.registry, process, wall)
         for attempt in self.registry.attempts.values():
+            departures.release(attempt, wall)
             self.registry.forget(attempt, now)
         return out
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.support.trainings import Bench, Rank, check_memory
 
+from stagescope_service.core.departures import LONG_GONE_SECONDS
 from stagescope_service.core.entities import OPEN_STEPS, RECENT_STEPS, SETTLED_REMEMBERED
 
 
@@ -466,6 +467,70 @@ def test_memory_stays_bounded_over_a_long_training(bench: Bench) -> None:
     process = bench.rows.one("processes", role="actor", rank=0)
     assert process["dropped_events"] == 599
     assert len(process["dropped_seqs"]) <= 256
+
+
+def test_ranks_that_never_come_back_give_their_memory_back(bench: Bench) -> None:
+    ranks = [Rank(rank, started=1000.0) for rank in range(8)]
+    stays = Rank(8)
+    hello(bench, [*ranks, stays], 9)
+    for step in range(1, 40):
+        for rank in [*ranks, stays]:
+            bench.give(*rank.work(step, payload=True))
+            bench.give(rank.dump(step, "actor_update", "complete", path="/d"))
+        bench.settle_all()
+    bench.give(*(rank.begin(40) for rank in [*ranks, stays]))
+    for each in ranks:
+        bench.state.registry.processes[each.sender.incarnation].lease_until = -1.0
+    left = 5_000.0
+    bench.carry_out(bench.state.expire(bench.now, left))
+    attempt = bench.state.registry.attempts[1]
+    processes = [attempt.processes[each.sender.incarnation] for each in ranks]
+    assert {(len(each.settled), len(each.dumps)) for each in processes} == {(39, 39)}
+    bench.carry_out(bench.state.expire(bench.now, left + LONG_GONE_SECONDS - 1.0))
+    assert all(each.settled and each.dumps for each in processes)
+    bench.carry_out(bench.state.expire(bench.now, left + LONG_GONE_SECONDS))
+    assert not any(each.settled or each.dumps for each in processes)
+    # Where they stopped is known for as long as somebody may wait for them.
+    assert all(len(each.unfinished) == 1 for each in processes)
+    assert attempt.processes[stays.sender.incarnation].settled
+    assert attempt.steps
+    stays.wall = left + 2 * LONG_GONE_SECONDS
+    bench.give(stays.finish())
+    assert attempt.over
+    bench.carry_out(bench.state.expire(bench.now, stays.wall + LONG_GONE_SECONDS))
+    assert held(bench) == 0
+    assert not attempt.steps
+    assert not any(each.unfinished for each in processes)
+    check_memory(bench.state)
+    # The start of each rank is known: one that begins again at an earlier step is another attempt.
+    again = Rank(0, started=50_000.0)
+    bench.give(again.hello(world_size=9), again.begin(20))
+    assert bench.attempt(2)["number"] == 2
+
+
+@pytest.mark.parametrize("after", [0.0, 3 * LONG_GONE_SECONDS])
+def test_a_rank_that_comes_back_after_very_long_is_counted_as_before(
+    bench: Bench, after: float
+) -> None:
+    rank = Rank(0)
+    bench.give(rank.hello(world_size=1), *rank.work(1, payload=True))
+    bench.settle_all()
+    begun = rank.begin(2)
+    bench.give(begun)
+    bench.silence(5_000.0)
+    assert bench.rows.one("losses")["kind"] == "stage"
+    bench.carry_out(bench.state.expire(bench.now, 5_000.0 + after))
+    rank.wall = 5_000.0 + after
+    bench.give(rank.end(begun, payload=True), *rank.work(3))
+    bench.settle_all()
+    bench.give(rank.finish())
+    assert bench.rows.of("losses") == []
+    assert {row["status"] for row in bench.rows.of("stages")} == {"ok"}
+    assert {row["state"] for row in bench.rows.of("payloads")} == {"ingested"}
+    assert bench.rows.of("attempts")[0]["end_reason"] == "finished"
+    assert len(bench.rows.of("attempts")) == 1
+    assert [bench.step(step)["closed_wall"] is not None for step in (1, 2, 3)] == [True] * 3
+    check_memory(bench.state)
 
 
 def held(bench: Bench) -> int:
