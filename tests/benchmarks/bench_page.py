@@ -19,8 +19,8 @@ from typing import Any
 from tests.benchmarks.bench_series import fill as fill_long_run
 from tests.support.api import Rank, Service, service
 from tests.support.browser import chromium
-from tests.support.page import Visit, stand_in, visiting
-from tests.support.shown_run import LOG_PROB, payload
+from tests.support.page import Visit, visiting
+from tests.support.shown_run import LOG_PROB, keep_tensors, payload
 
 from stagescope_service.statistics.summarise import warm
 
@@ -106,9 +106,12 @@ def main(ranks: int, steps: int, tokens: int) -> None:
         service(Path(home), recorded=False, auth=False) as live,
         chromium() as browser,
     ):
-        stand_in(live)
+        keep_tensors(live)
         fill_large(live, ranks)
         fill_long_run(live, steps)
+        rank = Rank(live, run="long", world_size=1)
+        rank.stage(LOG_PROB, 1, payload(1, 0, rows=1, rounds=8, tokens=tokens // 8))
+        rank.begin(LOG_PROB, 2)
         measure(browser, live, ranks, steps, tokens)
 
 
@@ -125,7 +128,7 @@ def measure(browser: Any, live: Service, ranks: int, steps: int, tokens: int) ->
         show(f"step of {ranks} ranks x {ROUNDS} rounds", large)
         long = [opened(visit, "#/runs/r", ".plot .xtick") for _ in range(3)]
         show(f"overview of {steps} steps", long)
-        visit.go("#/runs/r/steps/1/samples/long")
+        visit.go("#/runs/long/steps/1/samples/g1-0-0%2F0")
         visit.page.wait_for_selector(".token-line")
         # The wheel of a mouse brings about 100 pixels a frame, a dragged scroll bar thousands.
         for pixels in (100, 1000, 5000):

@@ -13,6 +13,9 @@ from typing import Any, Final
 import numpy as np
 from tests.support.api import Rank, Service
 
+from stagescope_service.ingest.reader import PayloadReader
+from stagescope_service.store.ring import Ring
+
 LOG_PROB: Final = "actor_compute_log_prob"
 RUN: Final = "qwen3-8b-countdown"
 RESTART: Final = 24
@@ -49,6 +52,32 @@ def payload(
     }
     ids = [f"g{step}-{rank}-{row // 2}/{row % 2}" for row in range(rows)]
     return {"schema": 1, "tensors": tensors, "strings": {"sample_ids": ids}, "meta": {}}
+
+
+def loss(streams: dict[str, Any], step: int, rank: int) -> dict[str, Any]:
+    """What the loss did with a payload's tokens: a rejected row, clipped tokens, no advantage."""
+    random = np.random.default_rng([step, rank, 1])
+    p, q = (streams["tensors"][f"{name}_log_probs"][2] for name in ("old", "rollout"))
+    mask = streams["tensors"]["response_mask"][2].copy()
+    d = np.nan_to_num(p - q)
+    mask[np.abs(d) > 1.0] = 0
+    clipped = np.where(d > 0.05, 1, np.where(d < -0.05, -1, 0)).astype(np.int8)
+    advantages = np.ones_like(p) * random.normal(0.0, 1.0, (len(p), 1)).astype(np.float32)
+    advantages[-1] = 0.0
+    tensors = {
+        "response_mask": ("int64", mask.shape, mask, None),
+        "advantages": ("float32", advantages.shape, advantages, None),
+        "clipped": ("int8", clipped.shape, clipped, None),
+        "rollout_is_weights": ("float32", d.shape, np.exp(np.clip(d, -1, 0.2)).astype("f4"), None),
+    }
+    return {"schema": 1, "tensors": tensors, "strings": streams["strings"], "meta": {}}
+
+
+def keep_tensors(live: Service) -> None:
+    """Let the service keep what ranks hand over in its ring, as a service with a disk does."""
+    data = live.settings.data_path
+    ring = Ring(data / "ring" / "here", 1 << 30, reserve_bytes=0)
+    live.engine.read_with(PayloadReader(data, "here", ring))
 
 
 class ShownRun:
@@ -109,9 +138,10 @@ class ShownRun:
             if step == BROKEN and rank == NAN_RANK:
                 handed["tensors"]["old_log_probs"][2][1, 40:43] = math.nan
             actor.stage(LOG_PROB, step, handed, seconds=8.0 + 0.1 * rank)
-            loss = math.nan if step == BROKEN and rank == NAN_RANK else 0.1 + 0.01 * rank
-            scalars = {"loss": loss, "grad_norm": 1.0 + 0.1 * rank, "reward": 0.4 + 0.005 * step}
-            actor.stage("actor_update", step, seconds=12.0, scalars=scalars)
+            value = math.nan if step == BROKEN and rank == NAN_RANK else 0.1 + 0.01 * rank
+            scalars = {"loss": value, "grad_norm": 1.0 + 0.1 * rank, "reward": 0.4 + 0.005 * step}
+            seen = loss(handed, step, rank)
+            actor.stage("actor_update", step, seen, seconds=12.0, scalars=scalars)
 
     def restart(self) -> None:
         """Let every process die inside `RESTART`, and resume after `RESUMED`."""

@@ -8,12 +8,24 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from tests.support.api import Service, service
+from tests.support.api import Rank, Service, service
 from tests.support.browser import chromium
-from tests.support.page import Visit, stand_in, visiting
-from tests.support.shown_run import BROKEN, HOT_RANK, NAN_RANK, RESTART, RUN, ShownRun, shown
+from tests.support.page import Visit, visiting
+from tests.support.shown_run import (
+    BROKEN,
+    HOT_RANK,
+    LOG_PROB,
+    NAN_RANK,
+    RESTART,
+    RUN,
+    ShownRun,
+    keep_tensors,
+    payload,
+    shown,
+)
 
 STEPS: Final = 36
+TOKENS: Final = 32_768
 OF_RUN: Final = f"#/runs/{RUN}"
 STEP: Final = f"{OF_RUN}/steps/{STEPS}"
 VIEWS: Final = {
@@ -27,7 +39,7 @@ VIEWS: Final = {
     "rank": f"{STEP}/ranks/actor/{HOT_RANK}",
     "round": f"{STEP}/rounds/3",
     "samples": f"{STEP}/samples",
-    "sample": f"{STEP}/samples/g36-0-0%2F1?at=700",
+    "sample": f"{STEP}/samples/g36-0-0%2F1?at=100",
     "operators": f"{STEP}/operators?role=actor&rank=3",
     "findings": f"{OF_RUN}/findings",
     "captures": f"{OF_RUN}/captures",
@@ -53,15 +65,18 @@ def browser() -> Iterator[Any]:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with a training that nobody continues."""
     with service(tmp_path_factory.mktemp("home"), recorded=False) as running:
-        stand_in(running)
+        keep_tensors(running)
         shown(running, STEPS, rows=2, tokens=48)
+        rank = Rank(running, run="long", world_size=1)
+        rank.stage(LOG_PROB, 1, payload(1, 0, rows=1, rounds=8, tokens=TOKENS // 8))
+        rank.begin(LOG_PROB, 2)
         yield running
 
 
 @pytest.fixture
 def training(live: Service) -> ShownRun:
     """A training of four ranks in its third step, which a test continues."""
-    stand_in(live)
+    keep_tensors(live)
     run = ShownRun(live, ranks=4, steps=8, rows=2, tokens=16)
     run.train(1, 2)
     return run
@@ -262,7 +277,7 @@ def test_a_figure_is_redrawn_in_the_colours_of_the_page(browser: Any, shared: Se
         )
         # Its numbers are there for those who do not see it.
         visit.page.click("figure summary")
-        assert len(visit.page.query_selector_all("figure tbody tr")) >= STEPS
+        visit.wait_until(f"document.querySelectorAll('figure tbody tr').length >= {STEPS}")
 
 
 # --- what changes -----------------------------------------------------------------------------
@@ -271,7 +286,7 @@ def test_a_new_step_appears_without_reload(browser: Any, live: Service, training
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(live))
         visit.go(OF_RUN)
-        visit.page.wait_for_selector(".plot .xtick")
+        visit.page.wait_for_selector(".plot .xtick text")
         visit.wait_until("document.querySelector('#session').textContent.includes('live')")
         newest = "document.querySelector('tbody th a[href*=\"/steps/\"]')"
         visit.page.evaluate(
@@ -292,7 +307,7 @@ def test_a_new_step_appears_without_reload(browser: Any, live: Service, training
         visit.wait_until("document.querySelector('.plot').data[0].x.includes(3)")
         asked = [url.removeprefix(live.server.url) for url in visit.requests]
         assert not [path for path in asked if "/static/" in path or path.startswith("/runs")]
-        figures = [path for path in asked if path.startswith("/figures/")]
+        figures = [path for path in asked if path.startswith("/figures/overview")]
         assert figures
         assert all("from=3" in path for path in figures)  # not what was drawn already
         assert "step 3 is measured" in visit.page.text_content("#said")
@@ -317,7 +332,7 @@ def test_what_has_not_changed_is_not_sent_again(browser: Any, shared: Service) -
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
         visit.go(OF_RUN)
-        visit.page.wait_for_selector(".plot .xtick")
+        visit.page.wait_for_selector(".plot .xtick text")
         visit.go("#/")
         visit.page.wait_for_timeout(1100)  # an answer of a second ago is not even asked for
         statuses: list[int] = []
@@ -326,7 +341,7 @@ def test_what_has_not_changed_is_not_sent_again(browser: Any, shared: Service) -
             lambda answer: statuses.append(answer.status) if "/static/" not in answer.url else None,
         )
         visit.go(OF_RUN)
-        visit.page.wait_for_selector(".plot .xtick")
+        visit.page.wait_for_selector(".plot .xtick text")
         visit.wait_until("true")
         assert len(statuses) >= 4
         assert set(statuses) == {304}
@@ -461,7 +476,7 @@ def test_tokens_by_keyboard(browser: Any, shared: Service) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
-        visit.go(f"{STEP}/samples/g36-0-0%2F1")
+        visit.go(f"{STEP}/samples/g36-3-0%2F0")
         visit.page.focus(".tokens")
         at = "document.querySelector('.tokens').getAttribute('aria-activedescendant')"
         assert visit.page.evaluate(at) == "token-0"
@@ -470,7 +485,7 @@ def test_tokens_by_keyboard(browser: Any, shared: Service) -> None:
         assert text(visit, ".panel h2") == "Token at 1"
         visit.page.keyboard.press("End")
         last = visit.page.evaluate(at)
-        assert int(last.removeprefix("token-")) > 1000
+        assert last == "token-191"  # four rounds of 48 tokens
         chosen = visit.page.query_selector(f"#{last}")
         assert chosen.get_attribute("aria-selected") == "true"
         assert "position" in chosen.get_attribute("aria-label")
@@ -492,26 +507,21 @@ def test_tokens_by_keyboard(browser: Any, shared: Service) -> None:
 
 
 def test_what_the_loss_did_with_a_token(browser: Any, shared: Service) -> None:
+    found = {uid: shared.get(f"/steps/{STEPS}/samples/g36-3-0%2F{uid}", run=RUN) for uid in (0, 1)}
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
-        visit.go(f"{STEP}/samples/g36-0-0%2F1")
-        found = visit.page.evaluate(
-            "fetch(location.hash.replace('#/runs/', '/').replace(/^[^/]*\\/[^/]+/, '')"
-            f" + '?run={RUN}').then(r => r.json())"
-        )
-        clipped = found["fate"].index("clipped high")
-        environment = found["mask"].index(0)
-        nan = next(at for at, d in enumerate(found["d"]) if d == "nan")
-        for at, expected in (
-            (clipped, ["clipped high", "on the high side", "raw", "applied", "round"]),
-            (environment, ["environment", "no model token"]),
-            (nan, ["NaN"]),
+        for uid, fate, expected in (
+            (0, "clipped high", ["clipped high", "on the high side", "raw", "applied", "round"]),
+            (0, "environment", ["the environment's tokens", "no model token"]),
+            (1, "zero advantage", ["zero advantage"]),
         ):
-            visit.go(f"{STEP}/samples/g36-0-0%2F1?at={found['positions'][at]}")
+            at = found[uid]["fate"].index(fate)
+            visit.go(f"{STEP}/samples/g36-3-0%2F{uid}?at={found[uid]['positions'][at]}")
             panel = text(visit, ".panel")
+            assert panel.startswith(f"Token at {found[uid]['positions'][at]}")
             for words in expected:
-                assert words in panel, (at, panel)
+                assert words in panel, (fate, panel)
         # By pointer, too.
         token = visit.page.locator(".t[data-at]:not(.chosen)").nth(40)
         token.hover()
@@ -523,11 +533,11 @@ def test_only_the_tokens_in_sight_are_elements(browser: Any, shared: Service) ->
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
-        visit.go(f"{STEP}/samples/long")
+        visit.go("#/runs/long/steps/1/samples/g1-0-0%2F0")
         visit.page.wait_for_selector(".token-line")
         assert len(visit.page.query_selector_all(".t[data-at]")) < 3_000
         visit.page.evaluate("document.querySelector('.tokens').scrollTop = 1e9")
-        visit.wait_until("document.querySelector('#token-32767')")
+        visit.wait_until(f"document.querySelector('#token-{TOKENS - 1}')")
         assert len(visit.page.query_selector_all(".t[data-at]")) < 3_000
 
 

@@ -1,6 +1,7 @@
 // Figures of the service, drawn by Plotly in the colours of the page, each with its numbers as a
 // table for those who cannot see it.
 
+import { once } from "./blocks.js";
 import { h, nodes, patch, problem } from "./dom.js";
 import { number } from "./format.js";
 import { get, known, url } from "./service.js";
@@ -23,6 +24,14 @@ export function plotly() {
   });
   return loading;
 }
+
+/** Whether the service draws a figure of this name: others are not asked for. */
+async function isDrawn(name) {
+  const { rows } = await everyFigure();
+  return rows.some((row) => row.name === name);
+}
+
+const everyFigure = once(() => get("/figures"));
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -79,14 +88,17 @@ export class Figure {
     const steps = events.map((each) => (each.event === "step" ? each.step : -Infinity));
     const first = Math.min(...steps);
     try {
+      if (!await isDrawn(this.name)) {
+        patch(this.note, nodes(h("p.quiet", {}, "This service does not draw this figure.")));
+        this.plot.classList.add("empty");
+        return;
+      }
       const isGrown = this.grows && this.shown && Number.isFinite(first);
       await this.#show(isGrown ? await this.#grown(first, since) : await get(this.path, since));
       this.plot.classList.remove("empty");
     } catch (error) {
       if (error.status === 401) return;
-      const missing = error.status === 404 && error.problem.wrong.startsWith("there is no route");
-      patch(this.note, nodes(missing ? h("p.quiet", {}, "this service does not draw this figure")
-        : problem(error)));
+      patch(this.note, nodes(problem(error)));
       this.plot.classList.add("empty");
       if (!error.problem) throw error;
     }

@@ -77,11 +77,13 @@ export function run(view, { run: name }) {
       found.next && h("p", {}, h("a", { href: ofRun(name, "steps") }, "All steps")),
     ],
   });
-  const figure = (name, title) => view.place(new Figure({
-    name, title, params: { run: name }, concerns: (event) => own(event) && event.event === "step" && event.measured,
-  }));
-  figure("rank-steps", "Mismatch by rank and step");
-  figure("offenders", "Prompts that are apart again and again");
+  const figures = { "rank-steps": "Mismatch by rank and step", offenders: "Prompts that are apart again and again" };
+  for (const [figure, title] of Object.entries(figures)) {
+    view.place(new Figure({
+      name: figure, title, params: { run: name },
+      concerns: (event) => own(event) && event.event === "step" && event.measured,
+    }));
+  }
   view.block({
     title: "Attempts",
     path: `/runs/${part(name)}/attempts`,

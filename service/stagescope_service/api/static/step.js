@@ -233,7 +233,7 @@ function everyNumber({ metrics, noise_floor: floor, streams, rollout_is: weights
 let lastNeighbours = { key: null };
 
 async function neighbours({ run, step: own, attempt }, since) {
-  const window = { from: Number(own) - 50, to: Number(own) + 50 };
+  const window = { from: Math.max(0, Number(own) - 50), to: Number(own) + 50 };
   const found = await get(url("/series", { metric: "counts/tokens", run, attempt, ...window }), since)
     .catch(() => ({ steps: [] }));
   const earlier = found.steps.filter((each) => each < own).at(-1);
@@ -263,7 +263,7 @@ function lossTable(view, path, concerns) {
     title: "What the loss did with it", concerns,
     path: async (since) => {
       const found = await measured(path, "samples", { limit: 1 })(since);
-      return found.none ? found : found.kept ? get(path("loss"), since) : GONE;
+      return found.none ? found : found.rows.some((row) => row.kept) ? get(path("loss"), since) : GONE;
     },
     draw: orNothing(({ rows, note, unrecorded }) => [
       h("p", {}, note),
@@ -272,8 +272,8 @@ function lossTable(view, path, concerns) {
         ["gradient", (row) => (row.gradient ? "yes" : h("span.quiet", {}, "none"))],
         ["tokens", (row) => quantity(row.tokens, "", "", count), { right: true }],
         ["share of tokens", (row) => quantity(row.share_of_tokens, "", "", share), { right: true }],
-        ["sum of |d|", (row) => quantity(row.abs_diff_sum, "nat"), { right: true }],
-        ["mean |d|", (row) => quantity(row.abs_diff_mean, "nat"), { right: true }],
+        ["sum of |d|", (row) => quantity(row.sum_abs, "nat"), { right: true }],
+        ["mean |d|", (row) => quantity(row.mean_abs, "nat"), { right: true }],
         ["share of the mismatch", (row) => quantity(row.share_of_mismatch, "", "", share), { right: true }],
       ], rows, { key: (row) => row.fate }),
       unrecorded.length > 0 && h("details", {}, h("summary", {}, "What is not recorded"),
@@ -547,10 +547,10 @@ export function samples(view, params) {
         h("option", { value, selected: value === sort }, text)))));
   view.block({
     path: measured(path, "samples", { sort, limit: 100, cursor }), concerns,
-    draw: orNothing(({ rows, next, kept: isKept }) => [
-      !isKept && h("p.quiet", {}, GONE.note),
+    draw: orNothing(({ rows, next }) => [
+      !rows.some((row) => row.kept) && h("p.quiet", {}, GONE.note),
       table("Samples", [
-        ["sample", (row) => isKept ? h("a", { href: ofSample(run, at, attempt, row) }, row.sample_uid ?? `row ${row.row}`)
+        ["sample", (row) => row.kept ? h("a", { href: ofSample(run, at, attempt, row) }, row.sample_uid ?? `row ${row.row}`)
           : row.sample_uid ?? `row ${row.row}`, { head: true }],
         ["group", (row) => row.group_id ?? ""],
         ["rank", (row) => (row.rank === null ? gap("its process is not known")
