@@ -119,8 +119,9 @@ class CaptureProgress(Record):
         """Return the progress as text, one fact per line."""
         agreement = self["agreement"]
         lines = [_acknowledgements(self["ranks"], self["state"])]
-        if self["run"] is not None and self["attempt"] is None and not self.ended:
-            lines = [f"no run {self['run']} has reported yet: it waits for one of that name"]
+        run = self.get("run")
+        if run is not None and self.get("attempt") is None and not self.ended:
+            lines = [f"no run {run} has reported yet: it waits for one of that name"]
         if unmatched := self.get("unmatched_ranks"):
             lines.append(f"no rank {_numbers(unmatched)} is there: nothing is collected of it")
         if self.is_abandoned:

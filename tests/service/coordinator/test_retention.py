@@ -173,7 +173,7 @@ def test_pinned_steps_stay_and_where_nothing_may_go_keeping_stops_and_starts_aga
     node: Node,
 ) -> None:
     size = file_bytes(node)
-    node.retention = node.made(Limits(2 * size + SIZE))
+    node.retention = node.made(Limits(2 * size + SIZE - 1))
     node.keep(1)
     node.keep(2)
     for step in (1, 2):
@@ -210,7 +210,7 @@ def test_what_was_not_kept_is_over_also_after_a_restart(node: Node) -> None:
 
 def test_a_step_never_makes_room_for_itself(node: Node) -> None:
     size = file_bytes(node)
-    node.retention = node.made(Limits(2 * size + SIZE))
+    node.retention = node.made(Limits(2 * size + SIZE - 1))
     kept = [node.keep(1, seq) for seq in range(4)]
     assert [bool(path) for path in kept] == [True, True, False, False]
     assert node.retention.health()["not_kept"] == 2

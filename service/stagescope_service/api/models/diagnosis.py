@@ -70,7 +70,7 @@ class Diagnosis(RunHeading, Page[Symptom]):
     measured: int
     """Number of these that have numbers."""
     measured_step: Step | None
-    """The newest of these, which `mismatch` is of; null: none."""
+    """Number of the newest step with numbers, which `mismatch` is of; null: none."""
     text: str
     """How many symptoms were found, as a sentence."""
     mismatch: list[MismatchPart]

@@ -56,7 +56,7 @@ class SampleRow(Model):
     nonfinite: int
     """Number of its tokens with a value that is not finite."""
     reward: Number | None
-    """Its reward; null: not reported."""
+    """Its reward, in units of its own; null: not reported."""
     kept: bool
     """Whether tensors of the step are still there, so that its tokens can be shown."""
     reason: str | None
@@ -82,7 +82,7 @@ class Sample(StepHeading):
     positions: list[int]
     """Each token's position in its sample, from 0."""
     mask: list[int]
-    """1 = model token, 0 = environment or padding."""
+    """For each position the number 1 (model token) or 0 (environment or padding)."""
     token_ids: list[int] | None
     """Token ids; null: not recorded, or not as wide as the mask."""
     texts: list[str] | None
@@ -92,7 +92,7 @@ class Sample(StepHeading):
     round: list[int | None]
     """Each model token's round, from 0; null: no model token."""
     turn: list[int] | None
-    """True turns; null: not recorded."""
+    """Index of the true turn of each position; null: not recorded."""
     p: list[Number | None]
     """The trainer's log-probs in nats; null: no model token."""
     q: list[Number | None]
@@ -102,12 +102,12 @@ class Sample(StepHeading):
     d: list[Number]
     """p - q in nats, of tokens of the environment too where both are recorded."""
     advantage: list[Number] | None
-    """Advantages; null: not recorded."""
+    """Advantages, in units of the reward; null: not recorded."""
     weight_raw: list[Number | None]
-    """Importance weights before they are cut: exp(d), or of the sequence; null: no model token."""
+    """Importance ratio before it is cut: exp(d), or of the sequence; null: no model token."""
     weight: list[Number | None] | None
-    """Importance weights that the loss applies; null: it applies none, or they are not known; of a
-    token: no model token."""
+    """Importance ratio that the loss applies; null: it applies none, or it is not known; of a token:
+    no model token."""
     clipped: list[Literal["low", "high"] | None] | None
     """The bound at which the loss cuts the ratio in every pass; null: not recorded."""
     rejected: list[bool] | None
