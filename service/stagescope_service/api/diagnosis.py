@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 
+from stagescope.wire.schema import MOST_STEPS
 from stagescope_service.api.dependencies import RUN_PATTERN, AttemptNumber, Dependencies, Deps
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import diagnosis as models
@@ -26,7 +27,7 @@ async def diagnosis(
     attempt: AttemptNumber = None,
     step: Annotated[
         int | None,
-        Query(gt=-(10**18), lt=10**18, description="Look at the steps up to this one alone."),
+        Query(ge=0, lt=MOST_STEPS, description="Look at the steps up to this one alone."),
     ] = None,
 ) -> Answer:
     """Hold the rulebook against the newest 2000 steps of a run: what is sick, and how sure that is.

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import read_target
+from stagescope.wire.schema import MOST_STEPS, read_target
 from stagescope_service.api.comparisons import SIDE_PATTERN, compare_sides
 from stagescope_service.api.dependencies import (
     STEP_PATTERN,
@@ -307,7 +307,7 @@ async def operators_figure(
 @router.get("/figures/operator-divergence", response_model=models.Figure)
 async def operator_divergence_figure(
     deps: Deps,
-    step: Annotated[int, Query(gt=-(10**18), lt=10**18, description="The trainer's step.")],
+    step: Annotated[int, Query(ge=0, lt=MOST_STEPS, description="The trainer's step.")],
     run: Run = None,
     attempt: AttemptNumber = None,
     stage: Stage = None,
@@ -317,9 +317,7 @@ async def operator_divergence_figure(
     b_attempt: Annotated[
         int | None, Query(ge=1, lt=1 << 31, description="Another attempt's number.")
     ] = None,
-    b_step: Annotated[
-        int | None, Query(gt=-(10**18), lt=10**18, description="Another step.")
-    ] = None,
+    b_step: Annotated[int | None, Query(ge=0, lt=MOST_STEPS, description="Another step.")] = None,
     b_stage: Annotated[str | None, Query(max_length=200, description="Another stage.")] = None,
     b_rank: Annotated[int | None, Query(ge=0, lt=1 << 31, description="Another rank.")] = None,
 ) -> FigureAnswer:
@@ -339,7 +337,7 @@ async def comparison_figure(
     deps: Deps,
     run: Run = None,
     step: Annotated[
-        int | None, Query(gt=-(10**18), lt=10**18, description="The step of both sides.")
+        int | None, Query(ge=0, lt=MOST_STEPS, description="The step of both sides.")
     ] = None,
     a: Annotated[
         str | None,

@@ -106,8 +106,8 @@ class Sample(StepHeading):
     weight_raw: list[Number | None]
     """Importance ratio before it is cut: exp(d), or of the sequence; null: no model token."""
     weight: list[Number | None] | None
-    """Importance ratio that the loss applies; null: it applies none, or it is not known; of a token:
-    no model token."""
+    """Importance ratio that the loss applies; null: none, or it is not known; of a token: no model
+    token."""
     clipped: list[Literal["low", "high"] | None] | None
     """The bound at which the loss cuts the ratio in every pass; null: not recorded."""
     rejected: list[bool] | None
