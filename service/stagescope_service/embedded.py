@@ -29,13 +29,14 @@ def start(home: Path) -> tuple[int, str]:
     """Start a cluster that outlives this process; return its keeper's pid and its address.
 
     Raises:
-        NotReady: it did not start; the message names its log.
+        NotReady: it did not start; the message has the last line of its log, and names it.
     """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "cluster.log"
     address_file = home / "cluster.json"
     address_file.unlink(missing_ok=True)
     with log.open("ab") as output:
+        begin = output.tell()
         keeper = subprocess.Popen(
             [sys.executable, "-m", _MODULE, str(home)],
             stdin=subprocess.DEVNULL,
@@ -51,7 +52,12 @@ def start(home: Path) -> tuple[int, str]:
         time.sleep(0.05)
     if keeper.poll() is None:
         keeper.terminate()
-    raise NotReady("the embedded Ray cluster did not start", advice=f"see {log}")
+    problem = "the embedded Ray cluster did not start"
+    with log.open("rb") as written:
+        written.seek(begin)
+        lines = written.read().decode("utf-8", "replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    raise NotReady(f"{problem}: {last[:300]}" if last else problem, advice=f"see {log}")
 
 
 def is_ours(pid: int, home: Path) -> bool:

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,14 +61,20 @@ class Machine:
         content: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
         return content
 
-    def call(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, name: str, *arguments: str, ray_tmpdir: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
         kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         return subprocess.run(
             [sys.executable, "-c", "from stagescope.cli import main; main()", *arguments],
             capture_output=True,
             text=True,
             timeout=110,
-            env={**kept, "STAGESCOPE_HOME": str(self.home(name)), "RAY_TMPDIR": str(self.path)},
+            env={
+                **kept,
+                "STAGESCOPE_HOME": str(self.home(name)),
+                "RAY_TMPDIR": str(ray_tmpdir or self.path),
+            },
         )
 
     def calls(
@@ -97,10 +104,12 @@ class Machine:
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    made = Machine(tmp_path_factory.mktemp("m"))
-    made.left.parent.mkdir()
-    return made
+def machine() -> Iterator[Machine]:
+    # Ray puts sockets below RAY_TMPDIR, whose paths have at most 107 bytes: pytest's are longer.
+    with tempfile.TemporaryDirectory(prefix="m", dir="/tmp", ignore_cleanup_errors=True) as path:
+        made = Machine(Path(path))
+        made.left.parent.mkdir()
+        yield made
 
 
 @contextlib.contextmanager
@@ -163,6 +172,16 @@ def taken() -> Iterator[int]:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
         yield sock.getsockname()[1]
+
+
+def test_a_cluster_that_cannot_start_says_why(machine: Machine) -> None:
+    deep = machine.path / ("a-path-that-no-socket-can-have" * 4)
+    deep.mkdir()
+    done = machine.call("deep", "serve", "--port", "0", ray_tmpdir=deep)
+    assert done.returncode == 3, done.stderr
+    assert "the embedded Ray cluster did not start: " in done.stderr
+    assert "AF_UNIX path length" in done.stderr
+    assert "cluster.log" in done.stderr
 
 
 def test_an_address_without_a_cluster_is_said_at_once(machine: Machine) -> None:

@@ -257,7 +257,9 @@ class Triggers:
         rows: list[Put | Delete] = []
         followed = self._followed.get(run)
         if followed is None:
-            followed = self._followed[run] = _Followed(self._catalogue, run, rules, self._since)
+            due = (attempt_id, step)
+            followed = _Followed(self._catalogue, run, rules, self._since, due)
+            self._followed[run] = followed
             acts += followed.owed
             while len(self._followed) > RUNS_FOLLOWED:
                 self._followed.popitem(last=False)
@@ -370,9 +372,16 @@ class Since:
 
 
 class _Followed:
-    """A run whose steps are in memory."""
+    """A run whose steps are in memory.
 
-    def __init__(self, catalogue: Catalogue, run: str, rules: Rules, since: Since) -> None:
+    Args:
+        catalogue, run, rules, since: what is evaluated.
+        due: (attempt id, step) of the step whose turn it is.
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, run: str, rules: Rules, since: Since, due: tuple[int, int]
+    ) -> None:
         self._since = since
         self._reader = StepReader(catalogue, run, rules)
         self.ids = {r["number"]: r["attempt_id"] for r in catalogue.attempts(run)}
@@ -394,22 +403,26 @@ class _Followed:
         }
         self._watch = Watch(rules.rules, fired=fired)
 
-        self._ahead = self._load()
+        self._ahead = self._load(due)
 
-    def _load(self) -> deque[At]:
+    def _load(self, due: tuple[int, int]) -> deque[At]:
         """Read the run's newest steps; return those to evaluate, in order.
 
-        Each waits for its turn: a stored step may still lack a payload.
+        Each waits for its turn: a stored step may still lack a payload. The steps after `due`
+        were never evaluated, however many were stored while it waited; of those before it, a
+        coordinator that ended may have left the last `REACH`.
         """
         places = self._reader.steps(HISTORY + REACH)
-        for attempt_id, step in places[:-REACH]:
+        turn = places.index(due) if due in places else 0
+        begin = max(turn - REACH, 0)
+        for attempt_id, step in places[:begin]:
             facts = self._reader.facts(attempt_id, step)
             if facts is not None:
                 at = At(facts.attempt, step)
                 self._watch.remember(at, self._reader.values(facts))
         numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
-        newest = places[-REACH:]
-        return deque(sorted(At(numbers[attempt_id], step) for attempt_id, step in newest))
+        ahead = places[begin:]
+        return deque(sorted(At(numbers[attempt_id], step) for attempt_id, step in ahead))
 
     def evaluate(self, attempt_id: int, step: int) -> Iterator[Changes]:
         """Evaluate a step whose turn it is, after the stored steps before it; yield the changes."""

@@ -27,6 +27,7 @@ from stagescope_service.store.ring import RingEntry
 from stagescope_service.triggers import budget
 from stagescope_service.triggers.replay import replay
 from stagescope_service.triggers.rules import Rules, defaults
+from stagescope_service.triggers.watch import REACH
 
 PIN = {"finding": {}, "pin": 2}
 
@@ -539,6 +540,22 @@ def test_no_step_is_looked_at_before_its_turn(bench: Bench) -> None:
 
     run(work)
     assert [row["step"] for row in bench.catalogue.firings(run="r")] == [3]
+
+
+def test_steps_that_are_aggregated_before_the_first_has_its_turn_are_no_history(
+    bench: Bench,
+) -> None:
+    """As where a new service compiles its kernels while a training does many short steps."""
+
+    async def work() -> None:
+        await bench.triggers.put(rules_of(rule(cooldown=2000)), by="me")
+        for step in range(1, REACH + 10):
+            await bench.step(step, 1.0 if step >= 6 else 0.01, hold=True)
+        for step in range(1, 9):
+            await bench.triggers.aggregated(1, step)
+
+    run(work)
+    assert bench.fired() == [(1, 6, "mean")]
 
 
 def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: Bench) -> None:
