@@ -121,5 +121,5 @@ $(LOWEST)/bin/python:
 
 # Not the extras `example` and `dev`: the one wants the newest torch, the other brings linters.
 $(LOWEST)/installed: $(LOWEST_NEEDS) | $(LOWEST)/bin/python
-	$(LOWEST_INSTALL) -e '.[service,workers,msprobe,notebook]' torch transformers ctranslate2 tensordict hypothesis playwright psutil pytest pytest-timeout pytest-xdist
+	$(LOWEST_INSTALL) -e '.[service,workers,msprobe,notebook]' torch transformers ctranslate2 tensordict hypothesis playwright psutil 'psycopg[binary]' pytest pytest-timeout pytest-xdist
 	@touch $@

@@ -57,9 +57,16 @@ def address(clusters: contextlib.ExitStack) -> str:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """End the cluster before a test that shall see none."""
-    if nextitem is None or nextitem.get_closest_marker("ray") is None:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the cluster before a test that shall see none; after a failure, with each file.
+
+    Ranks that a failed test has left would report to the next file's service.
+    """
+    if (
+        nextitem is None
+        or nextitem.get_closest_marker("ray") is None
+        or (item.session.testsfailed and nextitem.path != item.path)
+    ):
         _CLUSTERS.close()
 
 

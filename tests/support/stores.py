@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import itertools
+import os
 import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import pytest
+import sqlalchemy as sa
 
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.connect import catalogue_url
@@ -16,10 +24,64 @@ from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
 
+DATABASES: Final = ("sqlite", "postgresql")
+ON_SQLITE: Final = pytest.mark.parametrize("store", ["sqlite"], indirect=True)
+"""For a test of what SQLite alone has."""
+_REQUIRED: Final = "STAGESCOPE_TEST_POSTGRESQL"
+"""Set to `required` where a missing server is a failure and not a reason to skip."""
+
 
 def url_of(directory: Path) -> str:
     """The URL of a SQLite catalogue in `directory`."""
     return catalogue_url(directory)
+
+
+@contextlib.contextmanager
+def postgresql() -> Iterator[str]:
+    """The URL of a PostgreSQL server of its own, where there is one to start.
+
+    It answers on a Unix socket in its directory alone, and does not flush to the disk.
+    """
+    tools = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    as_root = os.getuid() == 0
+    driver = importlib.util.find_spec("psycopg")
+    if not driver or not tools or (as_root and not shutil.which("runuser")):
+        assert os.environ.get(_REQUIRED) != "required", f"psycopg: {driver}, servers: {tools}"
+        pytest.skip("no psycopg or no PostgreSQL server here: Debian has it as `postgresql`")
+    prefix = ["runuser", "-u", "postgres", "--"] if as_root else []  # it refuses to run as root
+
+    def run(tool: str, *arguments: str) -> None:
+        command = [*prefix, str(tools[-1] / tool), "-D", data, *arguments]
+        subprocess.run(command, check=True, capture_output=True, cwd="/")
+
+    # Not below pytest's own directory, which each start of pytest closes to other users.
+    with tempfile.TemporaryDirectory(prefix="postgresql-") as data:
+        if as_root:
+            shutil.chown(data, "postgres")
+        run("initdb", "-U", "tester", "-A", "trust", "-E", "UTF8", "--no-sync")
+        options = f"-k {data} -c listen_addresses='' -c fsync=off"
+        run("pg_ctl", "-w", "-o", options, "-l", f"{data}/log", "start")
+        try:
+            yield f"postgresql+psycopg://tester@/postgres?host={data}"
+        finally:
+            run("pg_ctl", "-m", "immediate", "stop")
+
+
+_NUMBERS: Final = itertools.count(1)
+
+
+@contextlib.contextmanager
+def database(server: str, template: str = "template1") -> Iterator[str]:
+    """The URL of a new database of a PostgreSQL server."""
+    name = f"catalogue_{next(_NUMBERS)}"
+    engine = sa.create_engine(server, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {name} TEMPLATE {template}")
+        try:
+            yield server.replace("/postgres?", f"/{name}?")
+        finally:
+            connection.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
+    engine.dispose()
 
 
 @contextlib.contextmanager

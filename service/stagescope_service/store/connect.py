@@ -149,7 +149,7 @@ def _server_engine(url: str) -> sa.Engine:
     except (exc.ArgumentError, ImportError) as error:
         raise CatalogueUnavailable(
             f"no driver for catalogue {url.partition('://')[0]!r}: {error}",
-            advice="install it, for PostgreSQL: pip install 'psycopg[binary]'",
+            advice="install it, for PostgreSQL: pip install 'stagescope[postgresql]'",
         ) from error
 
 

@@ -29,6 +29,7 @@ from stagescope_service.statistics import (
     Summary,
     assemble,
     calibration,
+    causes_of_ranks,
     examine,
     examine_cell,
     publish,
@@ -471,6 +472,22 @@ def test_who_is_shifted_is_named() -> None:
     pair = whole.summary.pair
     verdicts = [examine_cell(row.cell, pair, row.produced).verdict for row in whole.ranks]
     assert verdicts == ["suspect", *["comparable"] * 7]
+
+
+def test_a_cause_that_is_already_said_leaves_those_of_other_ranks() -> None:
+    batch = moved(draw(np.random.default_rng(1), 128, 60), 1, slice(0, 16))
+    of_rank_3 = slice(48, 64)
+    batch.q[of_rank_3] = lacking(batch).q[of_rank_3]
+    whole = assembled(batch, 8)
+
+    def places(besides: str | None) -> dict[str, Any]:
+        causes = causes_of_ranks(whole.summary, whole.ranks, besides)
+        return {cause.check.name: cause.places for cause in causes}
+
+    shifted, coverage = {"shifted": (("actor", 0),)}, {"coverage": (("actor", 3),)}
+    assert places(None) == {**shifted, **coverage}
+    assert places("shifted") == coverage
+    assert places("coverage") == shifted
 
 
 def test_several_policy_versions() -> None:

@@ -131,13 +131,15 @@ def test_what_alignment_rounding_and_padding_show(seed: int, rows: int, width: i
     p, q, mask = random_streams(rng, rows, width, 0.01)
     p[rng.random(p.shape) < 0.3] = 0.0
     q[rng.random(p.shape) < 0.3] = 0.0
+    p[rng.random(p.shape) < 0.02] = 0.25
     q[rng.random(p.shape) < 0.01] = np.nan
     rounded = rng.random(p.shape) < 0.2
     q[rounded] = from_bfloat16(bfloat16(p[rounded]))
     expected: dict[str, float] = dict.fromkeys(
         ("AHEAD_1", "BEHIND_1", "AHEAD_2", "BEHIND_2", "NEXT_N", "LAG2_N", "SEGMENTS",
-         "EDGE_ZERO", "EDGE_CAPPED", "P_BF16", "Q_BF16", "SAME_BF16", "BOTH_ZERO",
-         "P_LACKS_ABS", "Q_LACKS_ABS"), 0.0,
+         "EDGE_ZERO", "EDGE_CAPPED", "P_BF16", "Q_BF16", "SAME_BF16", "P_ZERO", "Q_ZERO",
+         "P_POSITIVE", "Q_POSITIVE", "BOTH_ZERO", "P_LACKS", "Q_LACKS", "P_LACKS_ABS",
+         "Q_LACKS_ABS"), 0.0,
     )  # fmt: skip
     first = None
     for row in range(rows):
@@ -157,7 +159,13 @@ def test_what_alignment_rounding_and_padding_show(seed: int, rows: int, width: i
             expected["SEGMENTS"] += 1
             expected["EDGE_ZERO"] += lead + trail
             expected["EDGE_CAPPED"] += min(lead, cells.EDGE) + min(trail, cells.EDGE)
+            x_lacks, y_lacks = ((v == 0) | ~np.isfinite(v) for v in (x, y))
+            expected["P_LACKS"] += int((x_lacks & ~y_lacks).sum())
+            expected["Q_LACKS"] += int((y_lacks & ~x_lacks).sum())
             x, y = x[both], y[both]
+            for name, values in (("P", x), ("Q", y)):
+                expected[f"{name}_ZERO"] += int((values == 0).sum())
+                expected[f"{name}_POSITIVE"] += int((values > 0).sum())
             p_held, q_held = (
                 from_bfloat16(bfloat16(v.astype(np.float32))).astype(float) for v in (x, y)
             )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import random
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,7 @@ from alembic import command
 from alembic.config import Config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.stores import rows_of, url_of, write
+from tests.support.stores import DATABASES, database, rows_of, url_of, write
 
 from stagescope.wire.schema import PART_FIELDS
 from stagescope_service.store import connect, migrate
@@ -152,43 +148,12 @@ def _read(connection: sa.Connection) -> dict[str, list[str]]:
     return {name: _shown(rows(dict, connection, TABLES[name].select())) for name in COMPACT_VIEWS}
 
 
-@contextlib.contextmanager
-def _server(directory: Path) -> Iterator[str]:
-    """The URL of a PostgreSQL server of its own, where there is one."""
-    pytest.importorskip("psycopg")
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    if not found or (os.getuid() == 0 and not shutil.which("runuser")):
-        pytest.skip("no PostgreSQL server here")
-    data, tools = directory / "pg", found[-1].parent
-    data.mkdir()
-    prefix: list[str] = []
-    if os.getuid() == 0:  # it refuses to run as root
-        prefix = ["runuser", "-u", "postgres", "--"]
-        for folder in (data, *data.parents):
-            if folder == data or (folder.stat().st_mode & 0o001) == 0:
-                folder.chmod(folder.stat().st_mode | 0o011)
-        shutil.chown(data, "postgres")
-
-    def run(*arguments: str) -> None:
-        subprocess.run([*prefix, *arguments], check=True, capture_output=True, cwd="/")
-
-    run(str(tools / "initdb"), "-D", str(data), "-U", "tester", "-A", "trust", "-E", "UTF8")
-    options = f"-k {data} -c listen_addresses='' -c fsync=off"
-    control = str(tools / "pg_ctl")
-    run(control, "-D", str(data), "-w", "-o", options, "-l", str(data / "log"), "start")
-    try:
-        yield f"postgresql+psycopg://tester@/postgres?host={data}"
-    finally:
-        run(control, "-D", str(data), "-m", "immediate", "stop")
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+@pytest.fixture(scope="module", params=DATABASES)
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = tmp_path_factory.mktemp("compact")
     if request.param == "sqlite":
-        yield url_of(directory)
+        yield url_of(tmp_path_factory.mktemp("compact"))
     else:
-        with _server(directory) as found:
+        with database(request.getfixturevalue("server")) as found:
             yield found
 
 

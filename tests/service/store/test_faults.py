@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from tests.support.stores import eventually, fill, rows_of, stage_row, url_of, write
 
 from stagescope.wire.errors import CatalogueUnavailable
@@ -71,6 +72,29 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     assert {f"{number}-b" for number in acknowledged} <= metas
     # What was not acknowledged is there as a whole or not at all.
     assert {name[:-2] for name in runs} == {name[:-2] for name in metas}
+
+
+@pytest.mark.parametrize("store", ["postgresql"], indirect=True)
+def test_a_server_that_ends_its_connections_gets_every_row(store: SqlStore) -> None:
+    """As where PostgreSQL is restarted or fails over while the service writes."""
+    others = (
+        "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    submitted = []
+    engine = sa.create_engine(store.url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        for number in range(2000):
+            row = Put("meta", {"key": f"{number}", "value": number})
+            submitted.append(store.submit([row]))
+            if number % 400 == 399:
+                submitted[number // 2].result(60)
+                connection.exec_driver_sql(others)
+        for each in submitted:
+            each.result(60)
+        written = connection.exec_driver_sql("SELECT count(*) FROM meta WHERE key ~ '^[0-9]+$'")
+        assert written.scalar() == 2000
+    engine.dispose()
 
 
 def test_a_full_disk_holds_writes_back_until_there_is_space(

@@ -8,7 +8,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.support.stores import eventually, keyed, rows_of, stage_row, training, url_of, write
+from tests.support.stores import (
+    ON_SQLITE,
+    eventually,
+    keyed,
+    rows_of,
+    stage_row,
+    training,
+    url_of,
+    write,
+)
 
 from stagescope.wire.errors import CatalogueUnavailable, StoreError
 from stagescope_service.store.catalogue import Catalogue
@@ -16,6 +25,7 @@ from stagescope_service.store.contract import Delete, Put
 from stagescope_service.store.sql import SqlStore
 
 
+@ON_SQLITE
 def test_a_receipt_means_that_another_process_sees_the_row(store: SqlStore, tmp_path: Path) -> None:
     store.submit(training()).result(30)
     other = sqlite3.connect(tmp_path / "catalogue.db")
@@ -24,6 +34,7 @@ def test_a_receipt_means_that_another_process_sees_the_row(store: SqlStore, tmp_
     other.close()
 
 
+@ON_SQLITE
 def test_commits_are_flushed(store: SqlStore) -> None:
     assert store._writer is not None
     with store._writer.connect() as connection:
