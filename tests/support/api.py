@@ -142,6 +142,7 @@ class LocalEngine:
         self._thread.join()
         self._loop.close()
         self.ingestors.close()
+        self.coordinator.effects.catalogue.close()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.support import recorded
 from tests.support.api import Service, service
+from tests.support.stores import database, postgresql
 
 from stagescope_service.settings import Settings
 
@@ -42,6 +43,19 @@ def test_a_recorded_catalogue_answers_as_before(tmp_path: Path, answers: dict[st
 
 
 def test_the_same_events_are_answered_as_before(live: Service, answers: dict[str, Any]) -> None:
+    _compare_numbers(live, answers)
+
+
+def test_the_same_events_are_answered_alike_from_postgresql(
+    tmp_path: Path, answers: dict[str, Any]
+) -> None:
+    with postgresql() as server, database(server) as url:
+        with service(tmp_path / "home", database_url=url) as live:
+            _compare_numbers(live, answers)
+        assert not [*tmp_path.rglob("catalogue.db")]
+
+
+def _compare_numbers(live: Service, answers: dict[str, Any]) -> None:
     # What was recorded was reported to a stand-in, which checked no rules and no streams' dtypes.
     recorded.fill(live)
     found = recorded.ask(live)
