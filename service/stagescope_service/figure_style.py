@@ -102,11 +102,15 @@ def empty(title: str, sentence: str, *, x: str, y: str, height: int = 240) -> go
     return figure.update_yaxes(showgrid=False)
 
 
+def traces(figure: go.Figure) -> tuple[Any, ...]:
+    """Return the traces of a figure: plotly has no types, and is taken for other things."""
+    return tuple(figure.select_traces())
+
+
 def legend_below(figure: go.Figure) -> go.Figure:
     """Move the legend below the axes, with room for two entries a line; return the figure."""
-    entries = {
-        trace.legendgroup or trace.name for trace in figure.data if trace.showlegend is not False
-    }
+    shown = [trace for trace in traces(figure) if trace.showlegend is not False]
+    entries = {trace.legendgroup or trace.name for trace in shown}
     room = 24 * -(-len(entries) // 2)
     figure.update_layout(
         legend={"y": 0, "yref": "container", "yanchor": "bottom"},

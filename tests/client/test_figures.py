@@ -24,6 +24,7 @@ from stagescope import Session, Step, figures, plotting, render
 from stagescope import step as step_module
 from stagescope.connection import Connection
 from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound
+from stagescope_service.figure_style import traces
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def session(real: Service) -> Iterator[Session]:
 def test_a_metric_over_the_steps(session: Session) -> None:
     figure = session.plot("rollout_corr/k3_kl", "reward", from_step=2, to_step=4)
     assert isinstance(figure, go.Figure)
-    line = next(trace for trace in figure.data if trace.name == "value")
+    line = next(trace for trace in traces(figure) if trace.name == "value")
     series = session.series("rollout_corr/k3_kl", from_step=2, to_step=4)
     assert list(line.x) == [2, 3, 4]
     assert list(line.y) == pytest.approx(list(series["value"]))
@@ -62,12 +63,12 @@ def test_a_metric_over_the_steps(session: Session) -> None:
 def test_the_rounds_and_ranks_of_a_step_are_drawn(session: Session) -> None:
     step = session.step(5)
     rounds = step.rounds()
-    mean = next(trace for trace in rounds.plot(compare=1).data if trace.name == "mean")
+    mean = next(trace for trace in traces(rounds.plot(compare=1)) if trace.name == "mean")
     assert list(mean.y) == pytest.approx(list(rounds["abs_diff_mean"]))
-    (heat,) = step.ranks().plot(metric="rollout_corr/k3_kl").data
+    (heat,) = traces(step.ranks().plot(metric="rollout_corr/k3_kl"))
     assert len(heat.y) == 2
-    assert step.heatmap().data[0].type == "heatmap"
-    assert {trace.name for trace in step.timeline().data} >= {LOG_PROB}
+    assert traces(step.heatmap())[0].type == "heatmap"
+    assert {trace.name for trace in traces(step.timeline())} >= {LOG_PROB}
     assert "ratios" in step.distribution("ratio").layout.title.text
     assert "old against rollout" in step.density().layout.title.text
 
@@ -75,7 +76,7 @@ def test_the_rounds_and_ranks_of_a_step_are_drawn(session: Session) -> None:
 def test_a_slice_has_no_figure(session: Session) -> None:
     with pytest.raises(InvalidInput, match="of a slice \\(rank 1\\)"):
         session.step(5).rounds(rank=1).plot()
-    assert session.step(5).rounds(by="round").plot().data
+    assert traces(session.step(5).rounds(by="round").plot())
     with pytest.raises(InvalidInput, match="by turn"):
         session.step(5).rounds(by="turn").plot()
 
@@ -182,7 +183,7 @@ def test_a_live_cell_follows_the_run(session: Session, real: Service) -> None:
 
 
 def last_step(live: figures.Watch) -> int:
-    lines = [trace for trace in live.widget.data if trace.name == "value"]
+    lines = [trace for trace in traces(live.widget) if trace.name == "value"]
     return max((max(line.x) for line in lines), default=0)  # none while it is redrawn
 
 

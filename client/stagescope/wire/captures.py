@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from stagescope.wire.errors import Forbidden, InvalidPlan
 from stagescope.wire.nonfinite import Json, JsonObject
@@ -322,7 +322,7 @@ def _limits(value: object) -> CaptureLimits:
         positive = isinstance(number, int | float) and not isinstance(number, bool) and number > 0
         if number is not None and not positive:
             raise InvalidPlan(f"limits.{name} is {number!r}", expected="a number over 0, or null")
-    return {**limits, **value}
+    return cast("CaptureLimits", {**limits, **value})
 
 
 def _path(value: object, field: str, roots: Sequence[str]) -> str | None:
@@ -365,7 +365,7 @@ def matches(capture: CaptureScope, *, stage: str, role: str, rank: int, step: in
         start, every, count = steps["start"] or 0, steps["every"], steps.get("count")
         past, rest = divmod(step - start, every)
         return past >= 0 and rest == 0 and (count is None or past < count)
-    return step in steps
+    return not isinstance(steps, str) and step in steps
 
 
 def needs_ranks(capture: CaptureSpec) -> bool:
@@ -380,9 +380,9 @@ def uses_msprobe(capture: CaptureSpec) -> bool:
 
 def matches_rank(ranks: CaptureRanks, rank: int) -> bool:
     """Return whether a capture's `ranks` include a rank; an unresolved 'worst(k)' includes none."""
-    return ranks == "all" or (not isinstance(ranks, Mapping) and rank in ranks)
+    return ranks == "all" or (not isinstance(ranks, str | Mapping) and rank in ranks)
 
 
 def unmatched_ranks(ranks: CaptureRanks, live_ranks: Iterable[int]) -> list[int]:
     """Return the ranks that a capture lists by number and that are not live."""
-    return [] if ranks == "all" or isinstance(ranks, Mapping) else sorted({*ranks} - {*live_ranks})
+    return [] if isinstance(ranks, str | Mapping) else sorted({*ranks} - {*live_ranks})

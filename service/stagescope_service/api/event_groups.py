@@ -144,11 +144,11 @@ def outcomes(fired: Sequence[FiredActions | None]) -> list[str]:
 
 
 def _capture_outcomes(results: Sequence[FiredActions]) -> list[str]:
-    captures = [actions["capture"] for actions in results if actions.get("capture")]
-    ids = [*dict.fromkeys(each["capture_id"] for each in captures if each.get("capture_id"))]
+    captures = [capture for actions in results if (capture := actions.get("capture"))]
+    ids = [*dict.fromkeys(each for fired in captures if (each := fired.get("capture_id")))]
     more = f" and {len(ids) - MAX_RANGES} more" if len(ids) > MAX_RANGES else ""
     texts = [f"capture {', '.join(ids[:MAX_RANGES])}{more} ordered"] if ids else []
-    refusals = [each["refused"] for each in captures if each.get("refused")]
+    refusals = [why for fired in captures if (why := fired.get("refused"))]
     return texts + [f"capture refused{times}: {why}" for why, times in _count_texts(refusals)]
 
 
@@ -156,7 +156,8 @@ def _pin_outcomes(results: Sequence[FiredActions]) -> list[str]:
     # Firings of neighbouring steps pin the same steps: each step counts once.
     pins: dict[int, PinOutcome] = {}
     for actions in results:
-        for pin in actions["pin"]["steps"] if actions.get("pin") else ():
+        pinned_by = actions.get("pin")
+        for pin in pinned_by["steps"] if pinned_by else ():
             earlier = pins.get(pin["step"])
             if earlier is None or pin["payloads"] >= earlier["payloads"]:
                 pins[pin["step"]] = pin
@@ -176,7 +177,7 @@ def _pin_outcomes(results: Sequence[FiredActions]) -> list[str]:
 
 
 def _webhook_outcomes(results: Sequence[FiredActions]) -> list[str]:
-    calls = [actions["webhook"] for actions in results if actions.get("webhook")]
+    calls = [webhook for actions in results if (webhook := actions.get("webhook"))]
     delivered = [f"webhook {call['host']} told" for call in calls if call["delivered"]]
     failed = [
         f"webhook {call['host']} not told: {call['reason']}"

@@ -237,7 +237,8 @@ def _metric_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
     for row in deps.catalogue.step_metrics(
         requested.attempt_ids, version=VERSION, **requested.window, numbers=numbers
     ):
-        stored: Mapping[str, Value] | bytes | SliceMetrics | None = row.pop(numbers)
+        stored: Mapping[str, Value] | bytes | SliceMetrics | None
+        stored = row.pop("metrics", None) if numbers == "metrics" else row.pop("slices", None)
         point = Point(row, {})
         if stored is None and row["has_whole"]:
             old_steps += 1
@@ -466,7 +467,7 @@ def _check_name(
     has_slice = requested.by or requested.role or requested.rank is not None
     if name in metrics and has_slice:
         rows = deps.catalogue.step_metrics(ids, version=VERSION, numbers="slices")
-        blob = next((row["slices"] for row in rows if row["slices"]), None)
+        blob = next((each for row in rows if (each := row.get("slices"))), None)
         slices = SliceMetrics.from_bytes(blob) if blob else None
         if slices is not None and name not in slices.names:
             raise NotFound(
@@ -523,4 +524,4 @@ def _check_scalar(deps: Dependencies, requested: SeriesRequest, last: int | None
             expected=f"one of {', '.join(stages)}" if stages else "no stage",
             advice=f"did you mean {' or '.join(close)}?" if close else "",
         )
-    _check_rank(requested, {(row["role"], row["rank"]) for row in rows})
+    _check_rank(requested, {(row["role"], row.get("rank")) for row in rows})

@@ -189,8 +189,9 @@ class History:
             self._ids, version=VERSION, first=first, last=last, numbers="slices"
         ):
             step = wanted.get((row["attempt_id"], row["step"]))
-            if step is not None and row["slices"] is not None:
-                found.append((step, SliceMetrics.from_bytes(row["slices"]).column(by, name)))
+            blob = row.get("slices")
+            if step is not None and blob is not None:
+                found.append((step, SliceMetrics.from_bytes(blob).column(by, name)))
         return found[::-1]
 
     @cached_property
@@ -216,7 +217,7 @@ class History:
         in_force = {(step.attempt_id, step.step) for step in self.steps}
         sums: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
         for row in self._catalogue.scalar_values(self._ids, name, by_rank=False, last=self._last):
-            key = (row["attempt_id"], row["step"])
+            key = (row["attempt_id"], -1 if row["step"] is None else row["step"])
             if key in in_force:
                 bad = row["nan"] or row["posinf"] or row["neginf"]
                 mean = math.nan if bad or row["mean"] is None else float(row["mean"])

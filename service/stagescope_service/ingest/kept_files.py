@@ -89,8 +89,9 @@ class Keeper:
 
     def _write(self, key: PayloadKey, job: IngestJob, kept: Kept) -> Put:
         part = Part.of_columns(job)
+        attempt_key = job["attempt_key"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
         directory = step_directory(
-            self.data_dir, job["run"], job["attempt_key"], job["step"], job["stage"], part
+            self.data_dir, job["run"], attempt_key, job["step"], job["stage"], part
         )
         path = kept_path(directory, job["role"], job["rank"], key.incarnation, key.seq)
         self._check_room(bytes_of(kept), job)
@@ -101,8 +102,8 @@ class Keeper:
         )  # fmt: skip
 
     def _check_room(self, needed: int, job: IngestJob) -> None:
-        if job.get("no_room"):
-            raise StoreError(job["no_room"])
+        if no_room := job.get("no_room"):
+            raise StoreError(no_room)
         with disk_errors(self.data_dir):
             self.data_dir.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.data_dir).free

@@ -92,7 +92,7 @@ class Ids:
         missing = sorted({text for text in wanted if text is not None} - self.texts.keys())
         for chunk in _chunks(missing):
             found = connection.execute(_OF_TEXTS, {"chosen": chunk})
-            self.texts.update((row[0], row[1]) for row in found)
+            self.texts.update({row.text: row.text_id for row in found})
         new = [(text,) for text in missing if text not in self.texts]
         for (text,), text_id in self._insert(connection, texts, "text_id", new):
             self.texts[text] = text_id
@@ -200,7 +200,7 @@ def _looked_up(
     return list(map(find, wanted))
 
 
-def _choose(column: sa.Column[Any], *columns: Any) -> sa.Select[Any]:
+def _choose(column: sa.Column[Any], *columns: Any) -> sa.Executable:
     return sa.select(*columns).where(column.in_(sa.bindparam("chosen", expanding=True)))
 
 

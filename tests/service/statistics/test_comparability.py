@@ -29,13 +29,13 @@ from stagescope_service.statistics import (
     Summary,
     assemble,
     calibration,
-    causes_of_ranks,
     examine,
     examine_cell,
     publish,
     summarise,
 )
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
+from stagescope_service.statistics.comparability import causes_of_ranks
 from stagescope_service.statistics.exact import first_difference, unequal_tokens
 
 RNG = np.random.default_rng(0)

@@ -479,7 +479,9 @@ def figure(found: OverviewInfo) -> go.Figure:
     drawn = go.Figure()
     if not found.steps:
         return style.empty(title, found.note or "no step yet", x="step", y="value")
-    kinds = [kind for kind in _ROWS if any(mark.kind == kind for mark in found.marks)]
+    kinds: list[MarkKind] = [
+        kind for kind in _ROWS if any(mark.kind == kind for mark in found.marks)
+    ]
     heights = [_PANEL] * len(found.panels) + ([_ROW * len(kinds)] if kinds else [])
     domains = style.panels(heights, gap=_GAP)
     total = sum(heights) + _GAP * (len(heights) - 1)
@@ -536,7 +538,7 @@ def _draw_panel(drawn: go.Figure, panel: Panel, *, axis: str, first: bool) -> No
             x=np.array(line.steps)[kept], y=values[kept], yaxis=axis, mode="lines",
             line={"width": 1, "color": style.GREY}, fill="tozeroy" if is_distance else "none",
             fillcolor="rgba(118,124,132,0.25)", name="noise floor", legendgroup="noise floor",
-            showlegend=first and not any(trace.name == "noise floor" for trace in drawn.data),
+            showlegend=first and "noise floor" not in {each.name for each in style.traces(drawn)},
             hovertemplate="step %{x}: noise floor %{y:.4g}<extra></extra>",
         )  # fmt: skip
     shown: set[str] = set()

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple, TypedDict
 
+from typing_extensions import Required
+
 from stagescope.wire.captures import matches_rank
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.plan import CaptureRanks, CaptureSpec, CaptureSteps
@@ -53,10 +55,10 @@ class MissedStep(NamedRank):
 class CaptureCost(TypedDict, total=False):
     """A rank's estimate of what a capture costs in a stage."""
 
-    role: str
-    rank: int
+    role: Required[str]
+    rank: Required[int]
     step: int | None
-    stage: str | None
+    stage: Required[str | None]
     node_id: str | None
     error: str | None
     bytes: int | None
@@ -298,8 +300,8 @@ def refusal(request: CaptureSpec, estimates: Iterable[CaptureCost]) -> str | Non
     """
     estimates = [*estimates]
     for each in estimates:
-        if each.get("error"):
-            return f"{each['role']} rank {each['rank']} cannot carry it out: {each['error']}"
+        if error := each.get("error"):
+            return f"{each['role']} rank {each['rank']} cannot carry it out: {error}"
     if request["force"]:
         return None
     limit = count_of(request["steps"]) or 1

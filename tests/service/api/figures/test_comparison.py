@@ -10,6 +10,7 @@ from stagescope.wire.errors import NotFound
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import comparison
 from stagescope_service.api.series import Window
+from stagescope_service.figure_style import traces
 
 MEAN = "logprob_abs_diff/mean"
 EVERYTHING: Window = {"first": None, "last": None}
@@ -23,7 +24,7 @@ def test_both_attempts_have_their_numbers(deps: Dependencies) -> None:
         expected = float(streams(7, attempt).distance.mean())
         assert values[7] == pytest.approx(expected, rel=1e-9)
     drawn = comparison.figure(found)
-    assert [trace.name for trace in drawn.data] == ["r@1", "r@1", "r@2"]
+    assert [trace.name for trace in traces(drawn)] == ["r@1", "r@1", "r@2"]
     assert drawn.layout.title.text == "r@1 against r@2"
     assert drawn.layout.yaxis.title.text == "nat"
 

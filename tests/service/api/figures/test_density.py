@@ -13,6 +13,7 @@ from tests.support.figures import LOG_PROB, UNMEASURED, rounds_payload, streams
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import density
 from stagescope_service.api.figures.density import DensityInfo
+from stagescope_service.figure_style import traces
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_the_verdict_and_its_reason_are_drawn(deps: Dependencies) -> None:
     assert text.startswith("<b>suspect</b><br>")
     assert drawn.layout.xaxis.title.text == "rollout (q), nat"
     assert drawn.layout.yaxis.title.text == "old (p), nat"
-    names = [trace.name for trace in drawn.data]
+    names = [trace.name for trace in traces(drawn)]
     assert "p = q" in names
     assert found.moments is not None
     assert f"regression, slope {found.moments.slope:.3f}" in names
@@ -107,5 +108,5 @@ def test_without_numbers_axes_and_the_reason(trained: Service, deps: Dependencie
     found = density.info(deps, deps.finder.step("r", None, UNMEASURED))
     assert (found.tokens, found.cloud, found.moments) == (0, None, None)
     drawn = density.figure(found)
-    assert len(drawn.data) == 0
+    assert len(traces(drawn)) == 0
     assert "both streams" in drawn.layout.annotations[0].text.replace("<br>", " ")

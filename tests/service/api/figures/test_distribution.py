@@ -12,6 +12,7 @@ from tests.support.figures import LOG_PROB, UNMEASURED, rounds_payload, streams
 from stagescope.wire.errors import NotFound
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import distribution
+from stagescope_service.figure_style import traces
 
 
 def test_each_bar_counts_the_tokens_between_its_edges(deps: Dependencies) -> None:
@@ -63,7 +64,7 @@ def test_the_figure_has_log_axes_units_and_quantiles(deps: Dependencies) -> None
     drawn = distribution.figure(found)
     assert (drawn.layout.xaxis.type, drawn.layout.yaxis.type) == ("log", "log")
     assert drawn.layout.xaxis.title.text == "|d| = |p - q|, nat"
-    (bars,) = drawn.data
+    (bars,) = traces(drawn)
     edges = np.array(bars.x) + np.array(bars.width)
     assert np.allclose(edges, [bar.high for bar in found.bars])
     assert [text.text for text in drawn.layout.annotations] == ["p50", "p90", "p99", "p999"]
@@ -87,7 +88,7 @@ def test_zeros_have_a_bar_of_their_own(tmp_path_factory: pytest.TempPathFactory)
         equal = int((tensors["old_log_probs"][2] == q)[mask].sum())
         assert found.zeros == equal > 30
         drawn = distribution.figure(found)
-        zeros = next(trace for trace in drawn.data if trace.name == "exactly 0")
+        zeros = next(trace for trace in traces(drawn) if trace.name == "exactly 0")
         assert list(zeros.y) == [equal]
         assert "0" in drawn.layout.xaxis.ticktext
         ratios = distribution.figure(

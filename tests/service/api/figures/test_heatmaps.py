@@ -25,6 +25,7 @@ from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import heatmaps
 from stagescope_service.api.figures.heatmaps import HeatInfo, explained, standing_apart
 from stagescope_service.api.series import Window
+from stagescope_service.figure_style import traces
 
 EVERYTHING: Window = {"first": None, "last": None}
 METRICS: tuple[heatmaps.Metric, ...] = tuple(heatmaps._MEASURES)
@@ -115,7 +116,7 @@ def test_by_step_it_stands_apart_since_it_does(deps: Dependencies) -> None:
 def test_the_figure_has_a_gap_where_nothing_was_measured(deps: Dependencies) -> None:
     found = heatmaps.steps_info(deps, "r", None, EVERYTHING, heatmaps.DEFAULT)
     drawn = heatmaps.figure(found)
-    (heat,) = drawn.data
+    (heat,) = traces(drawn)
     assert np.isnan(heat.z[:, UNMEASURED - 1]).all()
     assert "not measured" in heat.text[0][UNMEASURED - 1]
     assert heat.y[0] == f"▲ rank {APART} (dp {APART})"
@@ -127,7 +128,7 @@ def test_a_step_without_numbers_says_why(deps: Dependencies) -> None:
     found = heatmaps.rounds_info(deps, target(deps, UNMEASURED))
     assert (found.rows, found.ranks) == ((), 0)
     assert "both streams" in (found.note or "")
-    assert len(heatmaps.figure(found).data) == 0
+    assert len(traces(heatmaps.figure(found))) == 0
 
 
 # --- many ranks -----------------------------------------------------------------------------

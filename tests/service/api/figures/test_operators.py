@@ -15,6 +15,7 @@ from tests.support.small_decoder import small_decoder
 from stagescope_service.api.figures import operators
 from stagescope_service.api.models.bodies import SideFields
 from stagescope_service.compare.operators.divergence import difference_curve
+from stagescope_service.figure_style import traces
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def test_the_figure_marks_the_first(dumps_service: Service) -> None:
     assert line.x0 == found.first.order
     assert "first not finite" in drawn.layout.annotations[0].text
     assert drawn.layout.xaxis.title.text == "call, in execution order"
-    bad = next(trace for trace in drawn.data if trace.name == "not finite")
+    bad = next(trace for trace in traces(drawn) if trace.name == "not finite")
     assert len(bad.x) == found.non_finite > 3
     assert "not finite" in drawn.layout.yaxis.ticktext
 
@@ -96,7 +97,7 @@ def test_the_difference_along_the_order_is_that_of_the_comparison(dumps_service:
         differing
     )
     drawn = operators.divergence_figure(found)
-    assert {trace.name for trace in drawn.data} == {
+    assert {trace.name for trace in traces(drawn)} == {
         "within the threshold", "differs", "threshold",
     }  # fmt: skip
 

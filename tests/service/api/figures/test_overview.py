@@ -16,6 +16,7 @@ from stagescope_service.api.figures import overview
 from stagescope_service.api.figures.overview import Mark, NotFinite, OverviewInfo, Panel, Request
 from stagescope_service.api.figures.routes import as_json
 from stagescope_service.api.series import Window
+from stagescope_service.figure_style import traces
 
 MEAN, K3 = "logprob_abs_diff/mean", "rollout_corr/k3_kl"
 PEARSON = "training/rollout_actor_probs_pearson_corr"
@@ -102,7 +103,7 @@ def test_scalars_and_what_is_not_finite(deps: Dependencies) -> None:
     assert values_of(loss)[1, 5][1] == pytest.approx(1 / 5)
     assert values_of(loss)[1, 4] == (False, None)
     assert loss.not_finite == (NotFinite(4, 1, "inf"),)
-    bad = next(t for t in overview.figure(found).data if t.name == "not finite")
+    bad = next(t for t in traces(overview.figure(found)) if t.name == "not finite")
     assert (list(bad.x), "∞" in bad.hovertext[0]) == ([4], True)
 
 
@@ -134,9 +135,11 @@ def test_the_figure_has_a_panel_a_metric_and_shows_its_units(found: OverviewInfo
     assert {f"<b>{MEAN}</b>", f"<b>{K3}</b>", f"<b>{PEARSON}</b>", "attempt 2"} <= names
     (line,) = drawn.layout.shapes
     assert (line.x0, line.x1) == (5.5, 5.5)
-    faded = [trace for trace in drawn.data if trace.name == "done again later"]
+    faded = [trace for trace in traces(drawn) if trace.name == "done again later"]
     assert {trace.opacity for trace in faded} == {0.5}
-    bands = [trace for trace in drawn.data if trace.name == "noise floor" and trace.fill != "none"]
+    bands = [
+        trace for trace in traces(drawn) if trace.name == "noise floor" and trace.fill != "none"
+    ]
     assert {trace.yaxis for trace in bands} == {"y", "y2"}  # no band under a correlation
     rows = drawn.layout.yaxis4
     assert list(rows.ticktext) == ["finding", "capture", "weight sync", "no value"]
@@ -156,7 +159,7 @@ def test_a_service_and_a_range_without_steps(trained: Service, deps: Dependencie
     nothing = overview.info(deps, "r", Request([MEAN], None, window))
     assert nothing.note == "run r has no step in this range yet"
     drawn = overview.figure(nothing)
-    assert len(drawn.data) == 0
+    assert len(traces(drawn)) == 0
     assert "no step in this range" in drawn.layout.annotations[0].text.replace("<br>", " ")
     only = overview.info(
         deps, "r", Request([MEAN], None, Window(first=UNMEASURED, last=UNMEASURED))

@@ -12,6 +12,7 @@ from tests.support.figures import LENGTH, RANKS, ROUNDS, ROWS, UNMEASURED, strea
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import rounds
 from stagescope_service.api.figures.rounds import RoundsInfo
+from stagescope_service.figure_style import traces
 
 BUCKET = 0.045
 """Relative error of a quantile by histogram."""
@@ -56,7 +57,7 @@ def test_what_is_not_finite_is_counted_and_marked(deps: Dependencies) -> None:
     found = rounds.info(deps, deps.finder.step("r", None, 2))
     assert [each.nonfinite for each in found.rounds] == [1, 0, 0, 0]
     assert found.rounds[0].tokens == RANKS * ROWS * LENGTH - 1
-    bad = next(trace for trace in rounds.figure(found).data if trace.name == "not finite")
+    bad = next(trace for trace in traces(rounds.figure(found)) if trace.name == "not finite")
     assert list(bad.x) == [0]
 
 
@@ -64,12 +65,12 @@ def test_the_figure_has_units_and_its_worst_round_stands_out(found: RoundsInfo) 
     drawn = rounds.figure(found)
     assert drawn.layout.xaxis.title.text == "round"
     assert [axis.title.text for axis in drawn.select_yaxes()] == ["|d|, nat", "tokens"]
-    mean = next(trace for trace in drawn.data if trace.name == "mean")
+    mean = next(trace for trace in traces(drawn) if trace.name == "mean")
     worst = max(found.rounds, key=lambda each: each.mean or 0.0).round
     assert [at for at, symbol in enumerate(mean.marker.symbol) if symbol == "diamond"] == [worst]
-    before = [trace for trace in drawn.data if trace.name == "steps before: mean"]
+    before = [trace for trace in traces(drawn) if trace.name == "steps before: mean"]
     assert len(before) == 3
-    bars = next(trace for trace in drawn.data if trace.name == "tokens")
+    bars = next(trace for trace in traces(drawn) if trace.name == "tokens")
     assert list(bars.y) == [RANKS * ROWS * LENGTH] * ROUNDS
 
 
@@ -78,7 +79,7 @@ def test_a_step_without_numbers_says_why(trained: Service, deps: Dependencies) -
     assert found.rounds == ()
     assert "no rank has handed over both streams" in (found.note or "")
     drawn = rounds.figure(found)
-    assert (len(drawn.data), drawn.layout.xaxis.title.text) == (0, "round")
+    assert (len(traces(drawn)), drawn.layout.xaxis.title.text) == (0, "round")
     answer = trained.get("/figures/rounds", run="r", step=UNMEASURED)
     assert answer["note"] == found.note
     assert answer["figure"]["data"] == []

@@ -13,6 +13,7 @@ from tests.support.figures import LOG_PROB, RANKS, SLOW, UPDATE
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import timeline
 from stagescope_service.api.figures.timeline import Lane, TimelineInfo
+from stagescope_service.figure_style import traces
 
 STAGES = ("rollout_generate", LOG_PROB, UPDATE, "weight_sync")
 
@@ -79,7 +80,7 @@ def test_failed_unfinished_and_absent_ranks(trouble: TimelineInfo) -> None:
     assert lane_of(trouble, 7).slices == ()
     assert "rollout_generate" in lane_of(trouble, 7).not_begun
     drawn = timeline.figure(trouble)
-    marks = {trace.name: trace for trace in drawn.data if trace.type == "scatter"}
+    marks = {trace.name: trace for trace in traces(drawn) if trace.type == "scatter"}
     assert list(marks["failed"].y) == ["actor 2"]
     assert "&lt;b&gt;out" in marks["failed"].hovertext[0]
     assert list(marks["open"].y) == ["actor 6"]
@@ -90,7 +91,7 @@ def test_the_figure_has_a_lane_a_rank_and_its_units(found: TimelineInfo) -> None
     drawn = timeline.figure(found)
     assert drawn.layout.xaxis.title.text == "seconds since the step began"
     assert list(drawn.layout.yaxis.categoryarray) == [f"actor {rank}" for rank in range(RANKS)]
-    bars = {trace.name: trace for trace in drawn.data if trace.type == "bar"}
+    bars = {trace.name: trace for trace in traces(drawn) if trace.type == "bar"}
     assert set(bars) == {*STAGES, "waits"}
     assert len(bars[UPDATE].x) == RANKS
     assert "waits 2.8 s for actor 3" in " ".join(bars["waits"].hovertext)
@@ -101,7 +102,7 @@ def test_a_step_that_nobody_began_says_so() -> None:
         "r", 1, 8, None, 0.0, (), (), 0, (), None, "no rank has begun a stage of this step"
     )
     drawn = timeline.figure(nothing)
-    assert len(drawn.data) == 0
+    assert len(traces(drawn)) == 0
     assert "no rank has begun" in drawn.layout.annotations[0].text
     assert drawn.layout.xaxis.title.text == "seconds since the step began"
 
