@@ -167,7 +167,7 @@ def _plotly_script() -> str:
 
     plotly 5 loads it from the network, later ones add it to the page, which the policy forbids.
     """
-    script = re.sub(r"https://unpkg\.com/[^\"]*\.css", "data:text/css,", get_plotlyjs())
+    script = re.sub(r"https://unpkg\.com/[^\"]*", "data:text/css,", get_plotlyjs())
     return re.sub(r'if\(!document\.getElementById\("[0-9a-f]{64}"\)\)', "if(!1)", script)
 
 

@@ -99,7 +99,7 @@ def as_page(title: str, body: str, figures: PageFigures) -> str:
 @functools.cache
 def _scripts() -> tuple[str, str]:
     # plotly 5 loads a style sheet of its maps from the network, even if there is no map.
-    drawing = re.sub(r"https://unpkg\.com/[^\"]*\.css", "data:text/css,", get_plotlyjs())
+    drawing = re.sub(r"https://unpkg\.com/[^\"]*", "data:text/css,", get_plotlyjs())
     return drawing, (_HERE / "page.js").read_text(encoding="utf-8")
 
 
