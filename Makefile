@@ -26,7 +26,7 @@ demo: $(VENV)/installed-demo  ## a service, a training that is killed and resume
 # A file's tests stay together, for what they share: often a service of their own. Two clusters at a
 # time, on whatever machine: more on two cores, and Ray's own deadlines for a start pass.
 PARALLEL := -m "not ray" -n logical --dist loadfile
-WITH_RAY := -m ray -n 2 --dist loadfile --no-loadscope-reorder
+WITH_RAY := -m ray -n 2 --dist loadfile
 # Nothing runs beside it: it holds what is killed to the seconds after which it answers again.
 RAY_ALONE := tests/integration/test_faults.py
 # The longest come first, so that none of them is left when the others are done.
@@ -37,7 +37,7 @@ RAY := $(RAY_FIRST) $(filter-out $(RAY_FIRST) $(RAY_ALONE),$(wildcard tests/inte
 
 test: $(VENV)/installed-dev  ## every test (a real Ray cluster, real msprobe, real databases)
 	$(BIN)/python -m pytest $(PARALLEL)
-	$(BIN)/python -m pytest $(WITH_RAY) $(RAY)
+	$(BIN)/python -m pytest $(WITH_RAY) --no-loadscope-reorder $(RAY)
 	$(BIN)/python -m pytest -m ray $(RAY_ALONE)
 
 test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our numbers against its own, its tests with us
