@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 
 CHROMIUM: Final = Path("/usr/bin/chromium")
-_REQUIRED: Final = "STAGESCOPE_TEST_BROWSER"
+_REQUIRED: Final = "TEST_BROWSER"
 """Set to `required` where a missing browser is a failure and not a reason to skip."""
 
 # What a reader sees, in the page's own measures. Contrast is WCAG 2's of a text and the colours

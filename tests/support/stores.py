@@ -27,7 +27,7 @@ from stagescope_service.store.tables import TABLES
 DATABASES: Final = ("sqlite", "postgresql")
 ON_SQLITE: Final = pytest.mark.parametrize("store", ["sqlite"], indirect=True)
 """For a test of what SQLite alone has."""
-_REQUIRED: Final = "STAGESCOPE_TEST_POSTGRESQL"
+_REQUIRED: Final = "TEST_POSTGRESQL"
 """Set to `required` where a missing server is a failure and not a reason to skip."""
 
 
