@@ -29,6 +29,7 @@ from stagescope.engines.http import engine_url
 from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
 from stagescope.hangs import Stacks
+from stagescope.saving import FileRequests
 from stagescope.series import Exact, Series
 from stagescope.step import Step
 from stagescope.table import Table
@@ -104,7 +105,7 @@ def attach(
     return session
 
 
-class Session(CaptureRequests, ComparisonRequests, FigureRequests):
+class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests):
     """The data of the service, one method per noun; safe to use from several threads.
 
     Each answer names its run and attempt. The default of `run` is the run whose training stage

@@ -35,6 +35,7 @@ TASKS: Final[Mapping[str, tuple[str, ...]]] = {
                                "tensors"),
     "Compare and keep": ("compare", "compare-dumps", "diff", "kept", "batch", "pin", "unpin",
                          "import", "export", "convert"),
+    "Send what is known": ("report",),
     "Engines": ("engines", "consistency"),
 }  # fmt: skip
 """Section of the help -> its commands."""
@@ -255,6 +256,7 @@ def question(*options: Option) -> Callable[[Callable[..., Answer]], click.Comman
             wide: bool,
             **own: OptionValue,
         ) -> None:
+            click.get_current_context().meta[terminal.IS_JSON] = as_json
             token = None if token_file is None else discovery.read_token(token_file)
             commands = terminal.in_commands
             with attach(url, token=token, timeout=timeout, format_advice=commands) as session:

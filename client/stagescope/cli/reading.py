@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from typing_extensions import Unpack
 
+from stagescope import terminal
 from stagescope.answers import Metrics, Record
 from stagescope.batch import Batch
 from stagescope.changes import Changes
@@ -293,7 +294,9 @@ def batch(
         chosen = session.step("latest", run=run, attempt=attempt)  # it has tensors, no numbers
     if output is None:
         return _BatchSummary(chosen.batch(names=names, stages=stages), None)
-    return _BatchSummary(chosen.save_batch(output, names=names, stages=stages), output)
+    with terminal.progress("batch") as update:
+        saved = chosen.save_batch(output, names=names, stages=stages, on_progress=update)
+    return _BatchSummary(saved, output)
 
 
 @step_question(

@@ -46,6 +46,7 @@ from stagescope_service.api.figures import routes as figures
 from stagescope_service.api.models.comparisons import comparison_schemas
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
+from stagescope_service.api.report import routes as report
 from stagescope_service.api.requests import Answer, BodyReaders, check_query
 from stagescope_service.api.step_summaries import StepSummaries
 from stagescope_service.api.target import Finder
@@ -145,6 +146,7 @@ _ROUTERS: Final = (
     runs.router,
     findings.router,
     diagnosis.router,
+    report.router,
     steps.router,
     numbers.router,
     samples.router,
