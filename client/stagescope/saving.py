@@ -25,7 +25,7 @@ def _ignore(done: int, total: int) -> None:
 
 
 class FileRequests(Connection):
-    """Reports, as files."""
+    """Reports and bundles, as files."""
 
     def save_report(
         self,
@@ -66,6 +66,46 @@ class FileRequests(Connection):
             "bytes": size,
         }  # fmt: skip
         return Record(fields, title=f"report of {run}")
+
+    def save_bundle(
+        self,
+        path: str | Path,
+        run: str,
+        step: int,
+        *,
+        attempt: int | None = None,
+        tensors: bool = True,
+        limit_bytes: int | None = None,
+        timeout: float = 600.0,
+        on_progress: OnProgress = _ignore,
+    ) -> Record:
+        """Save a step as one archive without secrets, for whoever must look at it elsewhere.
+
+        `stagescope attach PATH` and `stagescope.attach(PATH)` open it, without a service.
+
+        Args:
+            path: the archive, such as step5.tar.gz.
+            run: its name.
+            step: the trainer's step.
+            attempt: its number; default: the newest that has the step.
+            tensors: with the step's tensors: log-probs, and prompts and responses as token ids.
+            limit_bytes: most bytes of its files; what does not fit is named in its manifest.
+            timeout: seconds in which the service may make it.
+            on_progress: called as bytes arrive.
+
+        Raises:
+            NotFound: there is no such run or step.
+        """
+        path = Path(path)
+        params: dict[str, str | int | None] = {
+            "step": step, "attempt": attempt, "tensors": "true" if tensors else "false",
+            "limit_bytes": limit_bytes,
+        }  # fmt: skip
+        size = self._save(f"/runs/{segment(run, 'run')}/bundle", params, path, timeout, on_progress)
+        fields: dict[str, Json] = {
+            "run": run, "attempt": attempt, "step": step, "path": str(path), "bytes": size,
+        }  # fmt: skip
+        return Record(fields, title=f"bundle of {run}, step {step}")
 
     def _save(
         self, route: str, params: Params, path: Path, timeout: float, on_progress: OnProgress

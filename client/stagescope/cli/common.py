@@ -35,7 +35,7 @@ TASKS: Final[Mapping[str, tuple[str, ...]]] = {
                                "tensors"),
     "Compare and keep": ("compare", "compare-dumps", "diff", "kept", "batch", "pin", "unpin",
                          "import", "export", "convert"),
-    "Send what is known": ("report",),
+    "Send what is known": ("report", "bundle", "attach"),
     "Engines": ("engines", "consistency"),
 }  # fmt: skip
 """Section of the help -> its commands."""

@@ -46,6 +46,42 @@ def report(
         )  # fmt: skip
 
 
+@question(
+    click.argument("run", metavar="RUN"),
+    click.argument("step", type=click.IntRange(min=0)),
+    ATTEMPT,
+    click.option(
+        "--output", "-o", type=click.Path(path_type=Path), required=True, metavar="FILE.tar.gz",
+        help="The archive.",
+    ),
+    click.option(
+        "--without-tensors", is_flag=True,
+        help="Leave out the step's tensors: log-probs, and prompts and responses as token ids.",
+    ),
+    click.option(
+        "--limit-bytes", type=click.IntRange(min=1 << 20), metavar="BYTES",
+        help="Most bytes of its files; what does not fit is named [default: 2 GiB].",
+    ),
+    _WAIT,
+)  # fmt: skip
+def bundle(
+    session: Session,
+    run: str,
+    step: int,
+    attempt: int | None,
+    output: Path,
+    without_tensors: bool,
+    limit_bytes: int | None,
+    wait: float,
+) -> Record:
+    """Save a step as one archive without secrets, to be opened elsewhere by `stagescope attach`."""
+    with terminal.progress("bundle") as update:
+        return session.save_bundle(
+            output, run, step, attempt=attempt, tensors=not without_tensors,
+            limit_bytes=limit_bytes, timeout=wait, on_progress=update,
+        )  # fmt: skip
+
+
 def _run(session: Session, name: str | None, run: str | None) -> str:
     """Return the run that is named, else the one whose training stage began last."""
     if name and run and name != run:

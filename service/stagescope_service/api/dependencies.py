@@ -215,6 +215,30 @@ class Dependencies:
     engine_health: EngineHealth
     counts: Counts
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        catalogue: Catalogue,
+        commands: Commands,
+        settings: Settings,
+        clock: Callable[[], float],
+    ) -> Dependencies:
+        """Return the collaborators of routes that read this catalogue."""
+        return cls(
+            catalogue=catalogue,
+            commands=commands,
+            settings=settings,
+            clock=clock,
+            finder=Finder(catalogue),
+            step_summaries=StepSummaries(catalogue, settings.cache_steps),
+            operator_files=OperatorFiles(commands, settings.data_path / "copies"),
+            computations=Computations(),
+            long_computations=Computations(1),
+            engine_health=EngineHealth(clock),
+            counts=Counts(catalogue),
+        )
+
 
 async def dependencies_of(request: Request) -> Dependencies:
     """Return the dependencies of the app."""
