@@ -27,7 +27,7 @@ SERVICE_COMMANDS: Final = ("serve", "stop")
 TASKS: Final[Mapping[str, tuple[str, ...]]] = {
     "Start and stop": ("serve", "stop", "status"),
     "What went wrong": ("doctor", "findings", "finding", "losses", "stuck", "stacks", "triggers"),
-    "What has reported": ("runs", "attempts", "steps", "stages", "scalars"),
+    "What has reported": ("top", "runs", "attempts", "steps", "stages", "scalars"),
     "Rollout against training": ("metrics", "series", "rounds", "ranks", "tokens", "samples",
                                  "sample", "loss", "weights", "devices", "exact"),
     "Capture operators": ("capture", "captures", "progress", "plan", "remove-capture"),
