@@ -98,6 +98,18 @@ class Commands(Protocol):
         """Remove an engine from the registry: `{"name"}`."""
         ...
 
+    async def note_bundle(
+        self,
+        *,
+        run: str,
+        attempt_id: int,
+        step: int | None,
+        message: str,
+        path: str | None,
+    ) -> Reply:
+        """Write where the bundle of an attempt is (None: why there is none): `{"finding_id"}`."""
+        ...
+
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         """Return a part of a file on a node; called in a thread, see `operator_files.Nodes`."""
         ...
