@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,15 +20,19 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from stagescope.wire.errors import InvalidInput, TooLarge
-from stagescope_service.api.bundle.contents import CATALOGUE, MANIFEST, SCHEMA, BundledFile
+from stagescope_service.api.bundle.contents import (
+    CATALOGUE,
+    MANIFEST,
+    SCHEMA,
+    BundledFile,
+    check_name,
+)
 
 MOST_FILES: Final = 100_000
 MOST_BYTES: Final = 16 << 30
 MOST_MANIFEST_BYTES: Final = 64 << 20
 _BLOCK: Final = tarfile.BLOCKSIZE
 _CHUNK: Final = 1 << 20
-_NAME: Final = re.compile(r"(?!.*(?:^|/)\.\.?(?:/|$))[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
-_LONGEST: Final = 255
 _LEVEL: Final = 1
 """Of compression: log-probs hardly shrink, and time counts."""
 
@@ -151,17 +154,10 @@ def _parse(text: bytes) -> Manifest:
     if (size := sum(file.bytes for file in files)) > MOST_BYTES:
         raise TooLarge(f"it unpacks to {size} bytes", expected=f"at most {MOST_BYTES}")
     for file in files:
-        _check_name(file.path)
+        check_name(file.path)
     if CATALOGUE not in {file.path for file in files}:
         raise InvalidInput("it has no catalogue", expected="a file of `stagescope bundle`")
     return found
-
-
-def _check_name(name: str) -> None:
-    if len(name) > _LONGEST or _NAME.fullmatch(name) is None:
-        raise InvalidInput(
-            f"a file is called {name!r:.200}", expected="a path of letters, digits, '.', '_', '-'"
-        )
 
 
 def _members(packed: gzip.GzipFile) -> Iterator[tuple[str, int]]:
@@ -185,7 +181,7 @@ def _members(packed: gzip.GzipFile) -> Iterator[tuple[str, int]]:
         folder, _, name = info.name.partition("/")
         if folder != "stagescope-bundle":
             raise InvalidInput(f"a file is called {info.name!r:.200}")
-        _check_name(name)
+        check_name(name)
         if not 0 <= info.size <= MOST_BYTES:
             raise TooLarge(f"{name} has {info.size} bytes", expected=f"at most {MOST_BYTES}")
         yield name, info.size

@@ -13,7 +13,7 @@ from typing import Final
 
 import stagescope
 from stagescope.tensorfile import read_header
-from stagescope.wire.errors import Forbidden, StagescopeError
+from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError
 from stagescope_service.api.bundle.redaction import SECRET_NAME, Redactor
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.encoding import JsonObject, encode
@@ -40,6 +40,30 @@ LOG_PATHS: Final[Mapping[str, str]] = {
 """Variable of the training -> what lies at its path, or begins with it."""
 _DUMP_FILES: Final = ("dump.json", "stack.json", "construct.json")
 _CHUNK: Final = 1 << 20
+
+
+_NAME: Final = re.compile(r"(?!.*(?:^|/)\.\.?(?:/|$))[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
+_LONGEST: Final = 200
+_LONGEST_PART: Final = 80
+"""Of a path: tar's oldest format has no room for longer ones."""
+
+
+def check_name(name: str) -> None:
+    """Check the path of a file inside a bundle.
+
+    Raises:
+        InvalidInput: it may lead out of the bundle, or has other characters than such paths.
+    """
+    is_short = len(name) <= _LONGEST and all(len(p) <= _LONGEST_PART for p in name.split("/"))
+    if not is_short or _NAME.fullmatch(name) is None:
+        raise InvalidInput(
+            f"a file is called {name!r:.200}", expected="a path of letters, digits, '.', '_', '-'"
+        )
+
+
+def part_of_name(text: str, longest: int) -> str:
+    """Return the end of a text as a part of such a path."""
+    return safe_name(text[-longest:]).lstrip(".") or "_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +146,7 @@ class Bundle:
         self.left_out.append(LeftOut(self.redactor.text(what), self.redactor.text(reason)))
 
     def _path(self, name: str) -> Path:
+        check_name(name)
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -245,7 +270,7 @@ def _add_payloads(deps: Dependencies, bundle: Bundle) -> None:
             except StagescopeError as error:
                 bundle.leave_out(f"tensors of {place}: {row['path']}", str(error))
                 continue
-            stage, role = safe_name(row["stage"])[:40], safe_name(row["role"])[:20]
+            stage, role = part_of_name(row["stage"], 32), part_of_name(row["role"], 16)
             name = f"data/payloads/{number:05d}-{stage}-{role}{row['rank']}.safetensors"
 
             def copy(source: Path, path: Path) -> None:
@@ -327,8 +352,9 @@ def _add_dumps(deps: Dependencies, bundle: Bundle) -> None:
         if not files:
             bundle.leave_out(f"{place}: {row['path']}", "it is not on this machine, or gone")
         for path in files:
-            inner = safe_name(str(path.relative_to(directory)).replace("/", "-"))
-            name = f"dumps/{safe_name(str(row['stage']))[:40]}-{row['role']}{row['rank']}-{inner}"
+            inner = part_of_name(str(path.relative_to(directory)).replace("/", "-"), 24)
+            stage, role = part_of_name(row["stage"], 24), part_of_name(row["role"], 12)
+            name = f"dumps/{stage}-{role}{row['rank']}-{inner}"
             _add_text_file(bundle, _free(bundle, name), path, place, deps.settings.roots)
 
 
@@ -356,7 +382,7 @@ def _add_logs(deps: Dependencies, bundle: Bundle) -> None:
         if not files:
             bundle.leave_out(f"{what}: {text}", "nothing is there on this machine")
         for path in files[:MOST_LOGS]:
-            name = f"logs/{safe_name(path.name)}"
+            name = f"logs/{part_of_name(path.name, 72)}"
             _add_text_file(bundle, _free(bundle, name), path, what, deps.settings.roots)
         if (more := len(files) - MOST_LOGS) > 0:
             bundle.leave_out(f"{what}: {more} older files of {text}", f"{MOST_LOGS} are enough")

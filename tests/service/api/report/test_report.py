@@ -259,7 +259,7 @@ def test_a_long_run_of_many_ranks_stays_below_8_megabytes(tmp_path: Path) -> Non
         ]
         for step in (steps - 1, steps):
             for rank, actor in enumerate(actors):
-                handed = shown_payload(step, rank, rows=1, rounds=16, tokens=8)
+                handed = shown_payload(step, rank, rows=1, rounds=16, tokens=16)
                 actor.stage("actor_compute_log_prob", step, handed)
         for actor in actors:
             actor.begin("actor_compute_log_prob", steps + 1)
