@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO, Final, NamedTuple
+from typing import Annotated, BinaryIO, Final, NamedTuple, cast
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
@@ -18,7 +18,13 @@ from stagescope_service.api.auth import Tokens
 from stagescope_service.api.bundle.archive import write_archive
 from stagescope_service.api.bundle.contents import CATALOGUE, Bundle, collect, finish
 from stagescope_service.api.bundle.opened import BundleCommands
-from stagescope_service.api.dependencies import RUN_PATTERN, AttemptNumber, Dependencies, Deps
+from stagescope_service.api.dependencies import (
+    RUN_PATTERN,
+    AttemptNumber,
+    Commands,
+    Dependencies,
+    Deps,
+)
 from stagescope_service.api.report.content import make_report
 from stagescope_service.api.report.rendering import as_html, as_markdown
 from stagescope_service.api.requests import pattern
@@ -129,7 +135,7 @@ def _add_reports(deps: Dependencies, bundle: Bundle) -> None:
     found = Catalogue(settings.catalogue_url)
     try:
         own = Dependencies.of(
-            catalogue=found, commands=BundleCommands("a bundle"), settings=settings,
+            catalogue=found, commands=cast("Commands", BundleCommands("a bundle")), settings=settings,
             clock=deps.clock,
         )  # fmt: skip
         target = bundle.target
