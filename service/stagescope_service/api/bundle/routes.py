@@ -135,8 +135,8 @@ def _add_reports(deps: Dependencies, bundle: Bundle) -> None:
     found = Catalogue(settings.catalogue_url)
     try:
         own = Dependencies.of(
-            catalogue=found, commands=cast("Commands", BundleCommands("a bundle")), settings=settings,
-            clock=deps.clock,
+            catalogue=found, commands=cast("Commands", BundleCommands("a bundle")),
+            settings=settings, clock=deps.clock,
         )  # fmt: skip
         target = bundle.target
         for name, step in (("report-step", target.step_number), ("report-run", None)):
