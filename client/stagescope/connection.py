@@ -51,8 +51,10 @@ class Connection:
         *,
         timeout: float = 10.0,
         format_advice: AdviceFormat = for_session,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._location = location
+        self._on_close = on_close
         self._format_advice = format_advice
         self._transport = Transport(location, timeout=timeout, format_advice=format_advice)
 
@@ -64,6 +66,7 @@ class Connection:
     def close(self) -> None:
         """Close the connections; the session cannot be used afterwards."""
         self._transport.close()
+        self._on_close()
 
     def __enter__(self) -> Self:
         return self

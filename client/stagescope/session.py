@@ -13,7 +13,7 @@ Usage::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -29,6 +29,8 @@ from stagescope.engines.http import engine_url
 from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
 from stagescope.hangs import Stacks
+from stagescope.opening import is_bundle, open_bundle
+from stagescope.saving import FileRequests
 from stagescope.series import Exact, Series
 from stagescope.step import Step
 from stagescope.table import Table
@@ -61,6 +63,7 @@ _STEPS_ORDER: Final = (
 )
 _ENGINE_ORDER: Final = ("name", "state", "age_seconds", "kind", "url", "model", "used_by")
 _POLL_SECONDS: Final = 2.0
+_UNPACK_SECONDS: Final = 600.0
 
 
 def engine(name: str, *, key_file: str | Path | None = None, timeout: float = 120.0) -> HttpEngine:
@@ -75,13 +78,16 @@ def engine(name: str, *, key_file: str | Path | None = None, timeout: float = 12
 
 
 def attach(
-    url: str | None = None,
+    url: str | Path | None = None,
     *,
     token: str | None = None,
     timeout: float = 10.0,
     format_advice: AdviceFormat = for_session,
 ) -> Session:
-    """Connect to the service of this machine's user, or to the one at `url`.
+    """Connect to the service of this machine's user, or to the one at `url`; or open a bundle.
+
+    `url` may be an archive of `stagescope bundle`: a process of its own then serves it on loopback,
+    read only, until the session is closed. That needs the extra `service`, and no service.
 
     The default of `url` is that of the service in the Ray cluster that this process has joined, as
     `init` has it; then `STAGESCOPE_URL`, then the URL in `$STAGESCOPE_HOME/service.json`, which
@@ -92,10 +98,15 @@ def attach(
     Raises:
         Unreachable: no service is known, or nothing answers there.
         Unauthorized: the service does not accept the token, or requires one.
+        InvalidInput: the archive is no bundle, or damaged.
     """
-    location = discovery.find_in_ray(token) if url is None else None
-    location = location or discovery.find(url, token)
-    session = Session(location, timeout=timeout, format_advice=format_advice)
+    on_close: Callable[[], None] = lambda: None  # noqa: E731 - nothing to end
+    if url is not None and is_bundle(url):
+        location, on_close = open_bundle(url, _UNPACK_SECONDS)
+    else:
+        in_ray = discovery.find_in_ray(token) if url is None else None
+        location = in_ray or discovery.find(None if url is None else str(url), token)
+    session = Session(location, timeout=timeout, format_advice=format_advice, on_close=on_close)
     try:
         session.check()
     except BaseException:
@@ -104,7 +115,7 @@ def attach(
     return session
 
 
-class Session(CaptureRequests, ComparisonRequests, FigureRequests):
+class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests):
     """The data of the service, one method per noun; safe to use from several threads.
 
     Each answer names its run and attempt. The default of `run` is the run whose training stage

@@ -398,10 +398,19 @@ class Step:
         names: Sequence[str] | None = None,
         stages: Sequence[str] | None = None,
         timeout: float = 120.0,
+        on_progress: Callable[[int, int], object] = lambda done, total: None,
     ) -> Batch:
-        """Download the result of `batch` to a file, and open it."""
+        """Download the result of `batch` to a file, and open it.
+
+        `on_progress` is called with the bytes that have arrived, and all.
+        """
         with atomic_file(Path(path)) as file:
-            self._download(lambda chunk, size: file.write(chunk), names, stages, timeout)
+
+            def write(chunk: bytes, size: int) -> None:
+                file.write(chunk)
+                on_progress(file.tell(), size)
+
+            self._download(write, names, stages, timeout)
         return load(Path(path), Batch)
 
     def _download(

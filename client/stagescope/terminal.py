@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from typing import Final, Protocol
 
 import click
@@ -105,6 +108,73 @@ def show(answer: Displayable, *, wide: bool = False) -> None:
 def show_json(value: object) -> None:
     """Print strict JSON: non-finite numbers are the strings "nan", "inf" and "-inf"."""
     click.echo(nonfinite.dumps(value))
+
+
+# --- progress -------------------------------------------------------------------------------
+_PROGRESS_AFTER: Final = 1.0
+"""Seconds after which a command says how far it is."""
+_PROGRESS_EVERY: Final = 0.2
+_BAR: Final = 24
+IS_JSON: Final = "stagescope.json"
+"""Key of click's `meta`: the command prints JSON, and nothing else."""
+
+
+class Progress:
+    """How far a command is; called with what is done and all of it, in any unit."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._done, self._total = 0, 0
+        self._began = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Set how far it is; a total of 0 means that it is not known."""
+        self._done, self._total = done, total
+
+    def line(self) -> str:
+        """Return a line that says so."""
+        text = f"{self._label}  {time.monotonic() - self._began:.0f} s"
+        if self._total <= 0:
+            return text
+        share = min(self._done / self._total, 1.0)
+        filled = int(share * _BAR)
+        return f"{text}  [{'#' * filled}{'-' * (_BAR - filled)}] {share:.0%}"
+
+
+@contextlib.contextmanager
+def progress(label: str, *, hidden: bool = False) -> Iterator[Progress]:
+    """Show how far the block is, if it takes longer than a second and stderr is a terminal.
+
+    With `hidden`, and in a command that prints JSON, nothing is shown.
+    """
+    state = Progress(label)
+    context = click.get_current_context(silent=True)
+    if hidden or not sys.stderr.isatty() or (context and context.meta.get(IS_JSON)):
+        yield state
+        return
+    ended = threading.Event()
+
+    def show() -> None:
+        shown = 0
+        pause = _PROGRESS_AFTER
+        while not ended.wait(pause):
+            pause = _PROGRESS_EVERY
+            columns = shutil.get_terminal_size((80, 24)).columns
+            line = state.line()[: columns - 1]
+            sys.stderr.write(f"\r{line.ljust(shown)}")
+            sys.stderr.flush()
+            shown = len(line)
+        if shown:
+            sys.stderr.write(f"\r{' ' * shown}\r")
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=show, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield state
+    finally:
+        ended.set()
+        thread.join()
 
 
 def needs_extra(error: ImportError, extra: str) -> MissingExtra:

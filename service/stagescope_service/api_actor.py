@@ -28,8 +28,11 @@ from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from stagescope.wire.framing import WirePayload
     from stagescope_service.api.dependencies import Commands, Dependencies, Reply
+    from stagescope_service.store.queries.runs import DiedAttempt
 
 _CALL_SECONDS: Final = 15.0
 _IDEMPOTENT: Final = frozenset({"plan", "poll", "status", "drain", "record_events"})
@@ -163,6 +166,7 @@ class ApiServer:
         self._problem = "the API is starting"
         self._started = time.time()
         self._stopping = threading.Event()
+        self._keeping: threading.Thread | None = None
         # Whatever may fail runs in the thread: an error in a restarted constructor ends the actor.
         threading.Thread(target=self._keep_serving, name="api-starter", daemon=True).start()
 
@@ -197,9 +201,35 @@ class ApiServer:
             app, host=settings.host, port=port, header_seconds=settings.header_seconds
         )
         server.start(wait_for_port=5.0)
+        self._keep_bundles(app.state.deps, tokens)
         location = {"url": server.url, "pid": os.getpid(), "host": socket.gethostname()}
         service_file.change(settings, location)
         return server
+
+    def _keep_bundles(self, deps: Dependencies, tokens: Tokens | None) -> None:
+        """Make bundles of attempts that die, in a thread that nothing waits for.
+
+        A server that is started anew continues with the thread that there is.
+        """
+        from stagescope_service.api.bundle.keeper import BundleKeeper
+
+        if self._keeping is not None:
+            return
+
+        def note(attempt: DiedAttempt, step: int | None, message: str, path: Path | None) -> None:
+            asyncio.run(
+                deps.commands.note_bundle(
+                    run=attempt["run"], attempt_id=attempt["attempt_id"], step=step,
+                    message=message, path=None if path is None else str(path),
+                )
+            )  # fmt: skip
+
+        secrets = () if tokens is None else (tokens.read, tokens.operate)
+        keeper = BundleKeeper(deps, note, secrets)
+        self._keeping = threading.Thread(
+            target=keeper.run, args=(self._stopping,), name="api-bundles", daemon=True
+        )
+        self._keeping.start()
 
     def where(self) -> ApiLocation:
         """Return where the API serves."""

@@ -154,6 +154,12 @@ class Settings(BaseSettings):
         ge=0,
         description="What kept files and the ring leave free on the disk for others.",
     )
+    bundle_bytes: int = Field(
+        default=4 * GIB,
+        ge=0,
+        description="Disk for the bundles that are made of attempts which die; one takes at most "
+        "a quarter, the oldest go. 0 makes none.",
+    )
     tokenizer: Path | None = Field(
         default=None,
         description="A tokenizer.json, or a directory that holds one: samples of runs that name no "

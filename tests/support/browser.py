@@ -79,6 +79,26 @@ _LOOK: Final = """
 """
 
 
+_AXE: Final = "axe_playwright_python"
+_SERIOUS: Final = ("serious", "critical")
+
+
+def axe_problems(page: Any) -> list[str]:
+    """What axe-core finds wrong with a page that keeps somebody from using it."""
+    found = importlib.util.find_spec(_AXE)
+    if found is None or found.origin is None:
+        pytest.skip("axe-core is not installed: pip install axe-playwright-python")
+    # Evaluated by the browser's debugger, which no policy of the page forbids.
+    page.evaluate(Path(found.origin).with_name("axe.min.js").read_text(encoding="utf-8"))
+    result = page.evaluate("() => axe.run(document)")
+    return [
+        f"{each['id']} ({each['impact']}): {node['html'][:200]} {node['failureSummary']}"
+        for each in result["violations"]
+        if each["impact"] in _SERIOUS
+        for node in each["nodes"]
+    ]
+
+
 @dataclasses.dataclass
 class Opened:
     """A page that was opened: `look` is what a reader sees (see `_LOOK`)."""
@@ -91,6 +111,10 @@ class Opened:
     def look(self) -> dict[str, Any]:
         found: dict[str, Any] = self.page.evaluate(_LOOK)
         return found
+
+    def problems(self) -> list[str]:
+        """What axe-core finds wrong with the page."""
+        return axe_problems(self.page)
 
     def wait_until(self, condition: str) -> None:
         """Wait, frame by frame, until an expression is true."""

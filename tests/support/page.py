@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import pytest
 from tests.support.api import Service
-
-_AXE: Final = "axe_playwright_python"
-_FREQUENCY: Final = ("serious", "critical")
+from tests.support.browser import axe_problems
 
 
 @dataclasses.dataclass
@@ -68,18 +63,7 @@ class Visit:
 
     def problems(self) -> list[str]:
         """What axe-core finds wrong with the page that keeps somebody from using it."""
-        found = importlib.util.find_spec(_AXE)
-        if found is None or found.origin is None:
-            pytest.skip("axe-core is not installed: pip install axe-playwright-python")
-        # Evaluated by the browser's debugger, which no policy of the page forbids.
-        self.page.evaluate(Path(found.origin).with_name("axe.min.js").read_text(encoding="utf-8"))
-        result = self.page.evaluate("() => axe.run(document)")
-        return [
-            f"{each['id']} ({each['impact']}): {node['html'][:200]} {node['failureSummary']}"
-            for each in result["violations"]
-            if each["impact"] in _FREQUENCY
-            for node in each["nodes"]
-        ]
+        return axe_problems(self.page)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ SERVICE_COMMANDS: Final = ("serve", "stop")
 TASKS: Final[Mapping[str, tuple[str, ...]]] = {
     "Start and stop": ("serve", "stop", "status"),
     "What went wrong": ("doctor", "findings", "finding", "losses", "stuck", "stacks", "triggers"),
-    "What has reported": ("runs", "attempts", "steps", "stages", "scalars"),
+    "What has reported": ("top", "runs", "attempts", "steps", "stages", "scalars"),
     "Rollout against training": ("metrics", "series", "rounds", "ranks", "tokens", "samples",
                                  "sample", "loss", "weights", "devices", "exact"),
     "Capture operators": ("capture", "captures", "progress", "plan", "remove-capture"),
@@ -35,6 +35,7 @@ TASKS: Final[Mapping[str, tuple[str, ...]]] = {
                                "tensors"),
     "Compare and keep": ("compare", "compare-dumps", "diff", "kept", "batch", "pin", "unpin",
                          "import", "export", "convert"),
+    "Send what is known": ("report", "bundle", "attach"),
     "Engines": ("engines", "consistency"),
 }  # fmt: skip
 """Section of the help -> its commands."""
@@ -255,6 +256,7 @@ def question(*options: Option) -> Callable[[Callable[..., Answer]], click.Comman
             wide: bool,
             **own: OptionValue,
         ) -> None:
+            click.get_current_context().meta[terminal.IS_JSON] = as_json
             token = None if token_file is None else discovery.read_token(token_file)
             commands = terminal.in_commands
             with attach(url, token=token, timeout=timeout, format_advice=commands) as session:

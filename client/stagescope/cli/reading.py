@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from typing_extensions import Unpack
 
+from stagescope import terminal
 from stagescope.answers import Metrics, Record
 from stagescope.batch import Batch
 from stagescope.changes import Changes
@@ -228,7 +229,8 @@ def doctor(
     """What is sick in a run, since when, how sure that is, and what to do next."""
     if name and run and name != run:
         raise InvalidInput(f"two runs are named: {name} and {run}", expected="one of them")
-    return session.doctor(name or run, attempt, step=step)
+    with terminal.progress("doctor"):
+        return session.doctor(name or run, attempt, step=step)
 
 
 @question(click.argument("finding_id", metavar="ID"))
@@ -292,8 +294,11 @@ def batch(
             raise
         chosen = session.step("latest", run=run, attempt=attempt)  # it has tensors, no numbers
     if output is None:
-        return _BatchSummary(chosen.batch(names=names, stages=stages), None)
-    return _BatchSummary(chosen.save_batch(output, names=names, stages=stages), output)
+        with terminal.progress("batch"):
+            return _BatchSummary(chosen.batch(names=names, stages=stages), None)
+    with terminal.progress("batch") as update:
+        saved = chosen.save_batch(output, names=names, stages=stages, on_progress=update)
+    return _BatchSummary(saved, output)
 
 
 @step_question(

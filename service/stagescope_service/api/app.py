@@ -40,15 +40,12 @@ from stagescope_service.api import (
     weights,
 )
 from stagescope_service.api.auth import OPEN_PATHS, WHOAMI, Guard, Tokens, check_bind
-from stagescope_service.api.dependencies import Commands, Computations, Dependencies
-from stagescope_service.api.engine_health import EngineHealth
+from stagescope_service.api.bundle import routes as bundle
+from stagescope_service.api.dependencies import Commands, Dependencies
 from stagescope_service.api.figures import routes as figures
 from stagescope_service.api.models.comparisons import comparison_schemas
-from stagescope_service.api.operator_files import OperatorFiles
-from stagescope_service.api.prometheus import Counts
+from stagescope_service.api.report import routes as report
 from stagescope_service.api.requests import Answer, BodyReaders, check_query
-from stagescope_service.api.step_summaries import StepSummaries
-from stagescope_service.api.target import Finder
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
@@ -116,18 +113,8 @@ def make_app(
     app.state.event_slots = asyncio.Semaphore(settings.max_bodies)
     # Not the shared threads: those may all wait for a hung catalogue, and events must not.
     app.state.event_threads = ThreadPoolExecutor(settings.max_bodies, "api-events")
-    app.state.deps = Dependencies(
-        catalogue=catalogue,
-        commands=commands,
-        settings=settings,
-        clock=clock,
-        finder=Finder(catalogue),
-        step_summaries=StepSummaries(catalogue, settings.cache_steps),
-        operator_files=OperatorFiles(commands, settings.data_path / "copies"),
-        computations=Computations(),
-        long_computations=Computations(1),
-        engine_health=EngineHealth(clock),
-        counts=Counts(catalogue),
+    app.state.deps = Dependencies.of(
+        catalogue=catalogue, commands=commands, settings=settings, clock=clock
     )
     problems.add_handlers(app)
     app.add_middleware(page.EntityTags)
@@ -145,6 +132,8 @@ _ROUTERS: Final = (
     runs.router,
     findings.router,
     diagnosis.router,
+    report.router,
+    bundle.router,
     steps.router,
     numbers.router,
     samples.router,

@@ -98,6 +98,18 @@ class Commands(Protocol):
         """Remove an engine from the registry: `{"name"}`."""
         ...
 
+    async def note_bundle(
+        self,
+        *,
+        run: str,
+        attempt_id: int,
+        step: int | None,
+        message: str,
+        path: str | None,
+    ) -> Reply:
+        """Write where the bundle of an attempt is (None: why there is none): `{"finding_id"}`."""
+        ...
+
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         """Return a part of a file on a node; called in a thread, see `operator_files.Nodes`."""
         ...
@@ -214,6 +226,30 @@ class Dependencies:
     """Those that may take minutes: one at a time."""
     engine_health: EngineHealth
     counts: Counts
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        catalogue: Catalogue,
+        commands: Commands,
+        settings: Settings,
+        clock: Callable[[], float],
+    ) -> Dependencies:
+        """Return the collaborators of routes that read this catalogue."""
+        return cls(
+            catalogue=catalogue,
+            commands=commands,
+            settings=settings,
+            clock=clock,
+            finder=Finder(catalogue),
+            step_summaries=StepSummaries(catalogue, settings.cache_steps),
+            operator_files=OperatorFiles(commands, settings.data_path / "copies"),
+            computations=Computations(),
+            long_computations=Computations(1),
+            engine_health=EngineHealth(clock),
+            counts=Counts(catalogue),
+        )
 
 
 async def dependencies_of(request: Request) -> Dependencies:

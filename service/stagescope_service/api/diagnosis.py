@@ -38,11 +38,11 @@ async def diagnosis(
     service's own data, then precision, mismatch, reward, time and settings. `mismatch` takes the
     newest measured step's mismatch apart.
     """
-    found, rows = await deps.computations.run(_diagnosis_of, deps, run, attempt, step)
+    found, rows = await deps.computations.run(diagnosis_of, deps, run, attempt, step)
     return Answer({**found, **page.cut(rows)})
 
 
-def _diagnosis_of(
+def diagnosis_of(
     deps: Dependencies, run: str, attempt: int | None, step: int | None
 ) -> tuple[JsonObject, list[JsonObject]]:
     """Return the fields of the answer, and its rows."""

@@ -133,7 +133,7 @@ def rounds(
 
     A row's `comparable` is of its own tokens: read it with the row's `step_comparable`.
     """
-    measured, step = _measure(deps, target, Slice(stage, role, rank))
+    measured, step = measure(deps, target, Slice(stage, role, rank))
     summary = measured.summary.summary
     return Answer(
         {
@@ -160,7 +160,7 @@ def ranks(
     The numbers of a rank are its own, even if a replica counts in its place (`parts_counted` 0),
     and so is its verdict: read `comparable` with the row's `step_comparable`.
     """
-    measured, step = _measure(deps, target, Slice(stage))
+    measured, step = measure(deps, target, Slice(stage))
     rows = rank_rows(measured, step, deps.catalogue.processes(target.attempt_id))
     rows = matching(rows, f"step {target.step_number}", role=role, rank=rank)
     return Answer({**_heading(deps, target), **_context(measured, step), **page.cut(rows)})
@@ -181,7 +181,7 @@ def tokens(
 
     As many of each as a summary keeps (64): of the step, or of the requested rank.
     """
-    measured, step = _measure(deps, target, Slice(stage, role, rank))
+    measured, step = measure(deps, target, Slice(stage, role, rank))
     rows = token_rows(measured, deps.catalogue.processes(target.attempt_id))
     if kind is not None:
         rows = [row for row in rows if row["kind"] == kind]
@@ -201,11 +201,11 @@ def metrics_of(
     Raises:
         NotFound: nothing of that stage, role, rank or round was measured (yet).
     """
-    measured, step = _measure(deps, target, part)
+    measured, step = measure(deps, target, part)
     return {**_heading(deps, target), **metrics_fields(measured, step, round)}
 
 
-def _measure(deps: Dependencies, target: Target, part: Slice) -> tuple[MeasuredStep, Comparability]:
+def measure(deps: Dependencies, target: Target, part: Slice) -> tuple[MeasuredStep, Comparability]:
     """Return the statistics of a part of a step, and whether the step's streams can be compared."""
     measured = deps.step_summaries.measure(target.attempt_id, target.step_row, part)
     if part == Slice():

@@ -221,7 +221,7 @@ async def non_finite(
     `order_differs` marks ranks with another order of calls.
     """
     filters: TableFilters = {"stage": stage, "role": role, "part": part, "capture_id": capture_id}
-    rows, earliest = await deps.computations.run(_first_non_finite, deps, target, filters)
+    rows, earliest = await deps.computations.run(first_non_finite, deps, target, filters)
     return Answer({**target.heading(), "earliest": earliest, **page.cut(rows)})
 
 
@@ -271,7 +271,7 @@ def _only_table(rows: list[OperatorTable]) -> OperatorTable:
     return rows[0]
 
 
-def _first_non_finite(
+def first_non_finite(
     deps: Dependencies, target: Target, filters: TableFilters
 ) -> tuple[list[JsonObject], JsonObject | None]:
     """Return a row for each table, and the earliest call of them."""

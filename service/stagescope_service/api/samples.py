@@ -266,11 +266,11 @@ async def loss(deps: Deps, target: StepTarget, page: PageOf) -> Answer:
     `trained`. What is not recorded excludes nothing: `unrecorded` names it. Computed from what the
     ring and the kept files hold of the step: `tokens` of `tokens_counted`.
     """
-    found, rows = await deps.computations.run(_loss_of, deps, target)
+    found, rows = await deps.computations.run(loss_of, deps, target)
     return Answer({**target.heading(), **found, **page.cut(rows)})
 
 
-def _loss_of(deps: Dependencies, target: Target) -> tuple[JsonObject, list[JsonObject]]:
+def loss_of(deps: Dependencies, target: Target) -> tuple[JsonObject, list[JsonObject]]:
     """Return the fields of the answer, and its rows."""
     measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
     batch = batch_of(deps, target, Selection(None, None))

@@ -194,9 +194,12 @@ def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Repor
     timer.daemon = True
     timer.start()
     try:
-        with attach(
-            options["url"], token=token, timeout=_SECONDS, format_advice=terminal.in_commands
-        ) as session:
+        with (
+            attach(
+                options["url"], token=token, timeout=_SECONDS, format_advice=terminal.in_commands
+            ) as session,
+            terminal.progress("comparing", hidden=options["as_json"]),
+        ):
             return dict(session.compare(*targets, tolerances=options["tolerances"]))
     except Unreachable as error:
         runs = " and ".join(

@@ -42,7 +42,8 @@ def convert(ctx: click.Context, source: Path, out: Path, yes: bool, as_json: boo
     plan = plan_conversion(source)
     if plan.unsafe and not yes:
         _confirm(plan)
-    convert_files(plan, out, run_code=True)
+    with terminal.progress("converting", hidden=as_json):
+        convert_files(plan, out, run_code=True)
     if as_json:
         failed = {str(path): why for path, why in plan.failed.items()}
         terminal.show_json(
@@ -78,7 +79,8 @@ def export(
         from stagescope_service.dumps.formats.nexrl_writer import write_nexrl
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
-    written = write_nexrl(open_dump(source, step=step, kind=kind), out, format)
+    with terminal.progress("exporting", hidden=as_json):
+        written = write_nexrl(open_dump(source, step=step, kind=kind), out, format)
     if as_json:
         terminal.show_json(
             {"out": str(out), "files": written.files, "bytes": written.bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
 
@@ -121,8 +121,14 @@ def import_directory(
     name = check_run_name(run or _name_of(directory))
     token = None if token_file is None else discovery.read_token(token_file)
     dump = open_dump(directory.resolve(), step=step, kind=kind)
-    with attach(url, token=token, timeout=timeout, format_advice=terminal.in_commands) as session:
-        report = import_dump(session, dump, name, directory, step=step, new_attempt=new_attempt)
+    with (
+        attach(url, token=token, timeout=timeout, format_advice=terminal.in_commands) as session,
+        terminal.progress("importing", hidden=as_json) as update,
+    ):
+        report = import_dump(
+            session, dump, name, directory,
+            step=step, new_attempt=new_attempt, on_progress=update,
+        )  # fmt: skip
     if as_json:
         terminal.show_json(report)
     else:
@@ -138,6 +144,7 @@ def import_dump(
     *,
     step: int | None = None,
     new_attempt: bool = False,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> ImportReport:
     """Send a dump as a run of the service and wait until its payloads are ingested.
 
@@ -148,6 +155,7 @@ def import_dump(
         directory: for messages.
         step: of operator dumps only this one.
         new_attempt: whether a run that is not of this directory gets another attempt.
+        on_progress: called with the payloads that are taken in, and how many there are, about.
 
     Raises:
         Conflict: the run exists, its newest attempt is not of this directory, and `new_attempt` is
@@ -167,6 +175,7 @@ def import_dump(
     key = import_key(dump, run)
     nothing_new = _is_complete(session, dump, run, key, new_attempt=new_attempt)
     events = payloads = 0
+    parts = len({each.location for each in dump.entries})
     senders: set[tuple[object, ...]] = set()
     problems = [_unread(each) for each in dump.problems]
     refused: list[Refusal] = []
@@ -181,6 +190,7 @@ def import_dump(
         refused += _wait_for_payloads(session, batch.sender, accepted)
         events += len(batch.events)
         payloads += len(accepted)
+        on_progress(payloads, parts)
     steps = {location.step for _, location in found if location.step is not None}
     tables = _wait_for_tables(session, run, steps, len(found))
     refused += [

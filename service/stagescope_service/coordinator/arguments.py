@@ -44,6 +44,7 @@ Name = Annotated[
     pydantic.Field(min_length=1, max_length=500),
     pydantic.AfterValidator(_printable),
 ]
+Message = Annotated[str, pydantic.Field(min_length=1, max_length=4000)]
 Fields = JsonObject
 
 _STRICT = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True)

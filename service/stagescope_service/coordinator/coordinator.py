@@ -19,6 +19,7 @@ from stagescope.wire.plan import StoredCapture, StoredPlan
 from stagescope_service.coordinator.arguments import (
     AttemptId,
     Fields,
+    Message,
     Name,
     Ranks,
     Revision,
@@ -41,6 +42,7 @@ from stagescope_service.core import operator_tables
 from stagescope_service.core.captures.keep_policy import KeepPolicy, read_keep_policy
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
+from stagescope_service.core.findings import ATTEMPT_BUNDLED, finding
 from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import Aggregate, Instruction, Put
 from stagescope_service.core.stack_requests import choose
@@ -259,6 +261,26 @@ class Coordinator:
         rows = [Put("steps", {**key, "pinned": False})] if done else []
         await self.effects.write([*rows, self._audit(by, "unpin", key)])
         return {**key, "unpinned": done}
+
+    @checked
+    async def note_bundle(
+        self,
+        *,
+        run: Name,
+        attempt_id: AttemptId,
+        step: StepNumber | None,
+        message: Message,
+        path: Message | None,
+    ) -> Reply:
+        """Write the finding that says where the bundle of an attempt is, or why there is none."""
+        self.commits.check_ready()
+        put = finding(
+            ATTEMPT_BUNDLED, message, run=run, attempt_id=attempt_id, step=step, wall=self._wall(),
+            severity="warning" if path is None else "info", evidence={"path": path},
+            advice="" if path is None else f"`stagescope attach {path}` opens it, anywhere",
+        )  # fmt: skip
+        await self.effects.write([put])
+        return {"finding_id": str(put.row["finding_id"])}
 
     # --- engines ----------------------------------------------------------------------------
     @checked

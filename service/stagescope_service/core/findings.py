@@ -26,6 +26,9 @@ NON_FINITE_SCALARS: Final = "non_finite_scalars"
 BEGUN_AGAIN: Final = "step_begun_again"
 """Of a rank's stage: its process began the step again within the attempt; both goes count."""
 
+ATTEMPT_BUNDLED: Final = "attempt_bundled"
+"""Of an attempt that died: where its last step lies as a bundle, or why there is none."""
+
 REFUSED_CALL: Final = "refused_call"
 """Of a raw call of which nothing was taken."""
 

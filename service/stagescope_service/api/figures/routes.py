@@ -223,7 +223,7 @@ def rounds_figure(
 ) -> FigureAnswer:
     """Draw |d| by round of a step with its quantiles, and the number of tokens."""
     found = rounds.info(deps, target, compare=compare)
-    return _of_step("rounds", rounds.figure(found), found)
+    return of_step("rounds", rounds.figure(found), found)
 
 
 @router.get("/figures/rank-rounds", response_model=models.Figure)
@@ -236,7 +236,7 @@ def rank_rounds_figure(
 ) -> FigureAnswer:
     """Draw a number by rank and round of a step; many ranks are folded, the odd one out on top."""
     found = heatmaps.rounds_info(deps, target, metric)
-    return _of_step("rank-rounds", heatmaps.figure(found), found)
+    return of_step("rank-rounds", heatmaps.figure(found), found)
 
 
 @router.get("/figures/rank-steps", response_model=models.Figure)
@@ -252,7 +252,7 @@ def rank_steps_figure(
 ) -> FigureAnswer:
     """Draw a number by rank and step, by default of the newest 200 steps."""
     found = heatmaps.steps_info(deps, run, attempt, _window(first, last), metric)
-    return _of_step("rank-steps", heatmaps.figure(found), found)
+    return of_step("rank-steps", heatmaps.figure(found), found)
 
 
 @router.get("/figures/distribution", response_model=models.Figure)
@@ -269,7 +269,7 @@ def distribution_figure(
 ) -> FigureAnswer:
     """Draw how many tokens of a step have which |d|, or which ratio of probabilities."""
     found = distribution.info(deps, target, of=of, round=round)
-    return _of_step("distribution", distribution.figure(found), found)
+    return of_step("distribution", distribution.figure(found), found)
 
 
 @router.get("/figures/density", response_model=models.Figure)
@@ -280,14 +280,14 @@ async def density_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
     of regression and the worst tokens are drawn, which are stored of every step.
     """
     found = await deps.computations.run(density.info, deps, target)
-    return _of_step("density", density.figure(found), found)
+    return of_step("density", density.figure(found), found)
 
 
 @router.get("/figures/timeline", response_model=models.Figure)
 def timeline_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
     """Draw the stages of a step: a lane a rank, who waits for whom, what failed or did not end."""
     found = timeline.info(deps, target)
-    return _of_step("timeline", timeline.figure(found), found)
+    return of_step("timeline", timeline.figure(found), found)
 
 
 @router.get("/figures/operators", response_model=models.Figure)
@@ -301,7 +301,7 @@ async def operators_figure(
     found = await deps.computations.run(
         operators.info, deps, target, {"stage": stage, "role": role, "rank": rank}
     )
-    return _of_step("operators", operators.figure(found), found)
+    return of_step("operators", operators.figure(found), found)
 
 
 @router.get("/figures/operator-divergence", response_model=models.Figure)
@@ -329,7 +329,7 @@ async def operator_divergence_figure(
     a = SideFields(run=run, attempt=attempt, step=step, stage=stage, role=role, rank=rank)
     b = SideFields(run=b_run, attempt=b_attempt, step=b_step, stage=b_stage, rank=b_rank)
     found = await deps.computations.run(operators.divergence_info, deps, a, b)
-    return _of_step("operator-divergence", operators.divergence_figure(found), found)
+    return of_step("operator-divergence", operators.divergence_figure(found), found)
 
 
 @router.get("/figures/comparison", response_model=models.Figure)
@@ -416,20 +416,32 @@ def trace(deps: Deps, target: StepTarget) -> Answer:
     )
 
 
-class _OfStep(typing.Protocol):
+class OfStep(typing.Protocol):
     """What the figures of a step have in common."""
 
     @property
-    def run(self) -> str: ...
+    def run(self) -> str:
+        """The run's name."""
+        ...
+
     @property
-    def attempt(self) -> int | None: ...
+    def attempt(self) -> int | None:
+        """The attempt's number; None: the attempts in force."""
+        ...
+
     @property
-    def step(self) -> int | None: ...
+    def step(self) -> int | None:
+        """The trainer's step; None: several."""
+        ...
+
     @property
-    def note(self) -> str | None: ...
+    def note(self) -> str | None:
+        """Why there is nothing to see, or what is left out."""
+        ...
 
 
-def _of_step(name: str, figure: go.Figure, found: _OfStep) -> FigureAnswer:
+def of_step(name: str, figure: go.Figure, found: OfStep) -> FigureAnswer:
+    """Return the answer of the figure `name`."""
     return FigureAnswer(
         name, figure, run=found.run, attempt=found.attempt, step=found.step, note=found.note
     )

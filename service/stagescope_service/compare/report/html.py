@@ -52,9 +52,15 @@ class PageFigures:
 
     def add(self, figure: go.Figure) -> str:
         """Add a figure; return an empty HTML element for it, below its title as wrapping text."""
-        element_id = f"figure-{len(self._by_id)}"
         drawing = json.loads(str(figure.to_json()))
-        caption = drawing["layout"].pop("title")["text"]
+        return self._add(drawing["layout"].pop("title")["text"], drawing)
+
+    def add_answer(self, answer: Mapping[str, object]) -> str:
+        """Add a figure as `/figures/{name}` answers it; see `add`."""
+        return self._add(html.escape(str(answer["title"])), answer["figure"])
+
+    def _add(self, caption: str, drawing: object) -> str:
+        element_id = f"figure-{len(self._by_id)}"
         self._by_id[element_id] = drawing
         return f'<figure><figcaption>{caption}</figcaption><div id="{element_id}"></div></figure>'
 
@@ -139,7 +145,7 @@ def _head(report: JsonObject) -> Iterator[str]:
          _text(", ".join(side["sections"]))]
         for letter, side in zip(SIDES, report["sides"], strict=False)
     ]  # fmt: skip
-    yield _table(("", "dump", "kind", "steps", "ranks", "sections"), rows)
+    yield html_table(("", "dump", "kind", "steps", "ranks", "sections"), rows)
     if changes := deciding_changes(report):
         yield "<h3>Changed between the attempts</h3>"
         yield _list([line.strip() for row in changes for line in change_lines(row, _WIDE)])
@@ -214,7 +220,7 @@ def _tensors(tensors: Sequence[TensorReport], *, several_steps: bool) -> str:
         columns = (found["max_abs"], found["mean_abs"], found["relative"], found["cosine"])
         numbers = [str(found["pairs"]), *(f"{number:.6g}" for number in columns)]
         rows.append([_badge(tensor["verdict"]), name, *numbers, _text(tensor["reason"])])
-    return _table(heads, rows, "tensors", numbers=range(2, 7))
+    return html_table(heads, rows, "tensors", numbers=range(2, 7))
 
 
 def _shards(shards: Sequence[ShardReport]) -> str:
@@ -228,7 +234,7 @@ def _shards(shards: Sequence[ShardReport]) -> str:
     return _folded(f"{len(shards)} ranks and parts", _cut(lines))
 
 
-def _table(
+def html_table(
     heads: Sequence[str],
     rows: Sequence[Sequence[str]],
     kind: str = "",
@@ -245,7 +251,7 @@ def _table(
     head = line("th", [_text(text) for text in heads])
     body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
     return (
-        f'<div class="wide"><table class="{kind}"><thead><tr>{head}</tr></thead>'
+        f'<div class="wide" tabindex="0"><table class="{kind}"><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 

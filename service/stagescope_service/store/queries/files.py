@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from stagescope_service.store.queries import overview
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
 from stagescope_service.store.snapshot import Query
-from stagescope_service.store.tables import TABLES, ArtifactRow, artifacts, steps
+from stagescope_service.store.tables import TABLES, ArtifactRow, OperatorTableRow, artifacts, steps
 
 _THERE = (artifacts.c.kind == "kept") & artifacts.c.deleted_wall.is_(None)
 _OLDEST_FIRST = (artifacts.c.wall, artifacts.c.step, artifacts.c.artifact_id)
@@ -132,6 +132,18 @@ class FileQueries(Reader):
             where.append(column.is_not(None) if deleted else column.is_(None))
         order = "step stage rank artifact_id"
         return self._page(ArtifactRow, "artifacts", where, order, limit, offset)
+
+    def placed_artifacts(self, prefix: str) -> list[ArtifactRow]:
+        """Return the artifacts whose path begins with `prefix`."""
+        table = TABLES["artifacts"]
+        where = table.c.path.startswith(prefix, autoescape=True)
+        return self._rows(ArtifactRow, sa.select(table).where(where))
+
+    def placed_operators(self, prefix: str) -> list[OperatorTableRow]:
+        """Return the operator tables whose path begins with `prefix`."""
+        table = TABLES["operators"]
+        where = table.c.path.startswith(prefix, autoescape=True)
+        return self._rows(OperatorTableRow, sa.select(table).where(where))
 
     def kept_steps(self, attempt_id: int) -> list[int]:
         """Return the steps that have payload files, the newest first."""

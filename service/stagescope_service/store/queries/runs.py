@@ -82,6 +82,16 @@ def timings(attempt_id: int, steps: Sequence[int]) -> Query:
     )
 
 
+class DiedAttempt(TypedDict):
+    """An attempt that did not finish."""
+
+    attempt_id: int
+    run: str
+    number: int
+    ended_wall: float
+    end_reason: str
+
+
 class RunQueries(Reader):
     """Queries for runs, attempts, steps, stages and processes."""
 
@@ -121,6 +131,26 @@ class RunQueries(Reader):
         table = TABLES["attempts"].c
         query = sa.select(table.fingerprint).where(table.attempt_id == attempt_id)
         return next(iter(self._values(query)), None)
+
+    def died_attempts(
+        self, reasons: Sequence[str], *, since: float, until: float, without: str
+    ) -> list[DiedAttempt]:
+        """Return the attempts that ended for one of the reasons, without a finding of a kind.
+
+        Args:
+            reasons: values of `end_reason`.
+            since, until: when they ended, in Unix seconds.
+            without: the kind of finding that they do not have.
+        """
+        table, findings = TABLES["attempts"].c, TABLES["findings"].c
+        found = sa.exists().where(findings.attempt_id == table.attempt_id, findings.kind == without)
+        query = (
+            sa.select(table.attempt_id, table.run, table.number, table.ended_wall, table.end_reason)
+            .where(table.end_reason.in_(list(reasons)))
+            .where(table.ended_wall.between(since, until), ~found)
+            .order_by(table.ended_wall.desc())
+        )
+        return self._rows(DiedAttempt, query.limit(LIMIT))
 
     def attempt(self, attempt_id: int) -> ListedAttempt | None:
         """Return one attempt, or None."""

@@ -1,0 +1,124 @@
+"""The methods of `Session` that save what the service makes as one file: reports and bundles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from stagescope.answers import Record
+from stagescope.batch.file import atomic_file
+from stagescope.connection import Connection, segment
+from stagescope.transport import Params
+from stagescope.wire.errors import InvalidInput
+from stagescope.wire.nonfinite import Json
+
+FORMATS: Final = {".html": "html", ".htm": "html", ".json": "json", ".md": "md"}
+"""Ending of a file -> format of the report."""
+
+OnProgress = Callable[[int, int], object]
+"""Called with the bytes that have arrived, and all."""
+
+
+def _ignore(done: int, total: int) -> None:
+    pass
+
+
+class FileRequests(Connection):
+    """Reports and bundles, as files."""
+
+    def save_report(
+        self,
+        path: str | Path,
+        run: str,
+        *,
+        step: int | None = None,
+        attempt: int | None = None,
+        timeout: float = 120.0,
+        on_progress: OnProgress = _ignore,
+    ) -> Record:
+        """Save what is known of a run, or of one of its steps: verdicts, tables, figures, advice.
+
+        Usage:
+            >>> session.save_report("report.html", "qwen3-8b")          # one file for a browser
+            >>> session.save_report("step5.md", "qwen3-8b", step=5)     # for a pull request
+
+        Args:
+            path: ends in .html, .json or .md.
+            run: its name.
+            step: that step in detail; default: the whole run.
+            attempt: only this attempt; default: the attempts in force.
+            timeout: seconds in which the service may make it.
+            on_progress: called as bytes arrive.
+
+        Raises:
+            InvalidInput: the path has another ending.
+            NotFound: there is no such run or step.
+        """
+        path = Path(path)
+        kind = FORMATS.get(path.suffix.lower())
+        if kind is None:
+            raise InvalidInput(f"{str(path)!r} names no format", expected=".html, .json or .md")
+        params: dict[str, str | int | None] = {"step": step, "attempt": attempt, "format": kind}
+        size = self._save(f"/runs/{segment(run, 'run')}/report", params, path, timeout, on_progress)
+        fields: dict[str, Json] = {
+            "run": run, "attempt": attempt, "step": step, "format": kind, "path": str(path),
+            "bytes": size,
+        }  # fmt: skip
+        return Record(fields, title=f"report of {run}")
+
+    def save_bundle(
+        self,
+        path: str | Path,
+        run: str,
+        step: int,
+        *,
+        attempt: int | None = None,
+        tensors: bool = True,
+        limit_bytes: int | None = None,
+        timeout: float = 600.0,
+        on_progress: OnProgress = _ignore,
+    ) -> Record:
+        """Save a step as one archive without secrets, for whoever must look at it elsewhere.
+
+        `stagescope attach PATH` and `stagescope.attach(PATH)` open it, without a service.
+
+        Args:
+            path: the archive, such as step5.tar.gz.
+            run: its name.
+            step: the trainer's step.
+            attempt: its number; default: the newest that has the step.
+            tensors: with the step's tensors: log-probs, and prompts and responses as token ids.
+            limit_bytes: most bytes of its files; what does not fit is named in its manifest.
+            timeout: seconds in which the service may make it.
+            on_progress: called as bytes arrive.
+
+        Raises:
+            NotFound: there is no such run or step.
+        """
+        path = Path(path)
+        params: dict[str, str | int | None] = {
+            "step": step, "attempt": attempt, "tensors": "true" if tensors else "false",
+            "limit_bytes": limit_bytes,
+        }  # fmt: skip
+        size = self._save(f"/runs/{segment(run, 'run')}/bundle", params, path, timeout, on_progress)
+        fields: dict[str, Json] = {
+            "run": run, "attempt": attempt, "step": step, "path": str(path), "bytes": size,
+        }  # fmt: skip
+        return Record(fields, title=f"bundle of {run}, step {step}")
+
+    def _save(
+        self, route: str, params: Params, path: Path, timeout: float, on_progress: OnProgress
+    ) -> int:
+        """Download a route's answer to a file; return its bytes."""
+        received = 0
+        with atomic_file(path) as file:
+
+            def write(chunk: bytes, size: int) -> None:
+                nonlocal received
+                file.write(chunk)
+                received += len(chunk)
+                on_progress(received, size)
+
+            self.download(route, params, write, timeout=timeout)
+        return received

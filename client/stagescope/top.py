@@ -1,0 +1,306 @@
+"""A run as a screen of text: its steps, who waits for whom, findings and captures."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from stagescope import render
+from stagescope.connection import segment
+from stagescope.render import clip, format_value, printable, stretches
+from stagescope.session import Session
+from stagescope.wire import nonfinite
+from stagescope.wire.errors import NotFound, StagescopeError
+from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.schema import STAGES
+
+LEAST_WIDTH: Final = 40
+LEAST_HEIGHT: Final = 8
+_STEPS: Final = 8
+"""Newest steps that are requested; a high screen shows all of them."""
+_FINDINGS: Final = 8
+_CAPTURES: Final = 4
+_METRICS: Final = {"k3_kl": "rollout_corr/k3_kl", "mean |d|": "logprob_abs_diff/mean"}
+_DONE, _INSIDE, _ABSENT, _GONE = "#", ">", ".", "!"
+_MARKS: Final[Mapping[str, str]] = {"not begun": _ABSENT, "unfinished": _GONE}
+"""Status of a missing rank -> its mark; others are inside the stage."""
+_WORST: Final = (_GONE, _ABSENT, _INSIDE, _DONE)
+"""The mark of several ranks is the first of these that one of them has."""
+_LEGEND: Final = f"{_DONE} done  {_INSIDE} inside  {_ABSENT} not begun  {_GONE} gone"
+_GOOD: Final = ("comparable", "exact")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the screen, and how it is meant: title, good, bad, dim or plain."""
+
+    text: str
+    tone: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What the service says of a run at one time; parts that it could not answer are empty."""
+
+    run: str
+    attempt: JsonObject
+    steps: Sequence[JsonObject]
+    verdicts: Mapping[int, str]
+    """Step -> verdict on its streams."""
+    numbers: Mapping[str, Mapping[int, Json]]
+    """Title of a column -> step -> value."""
+    progress: JsonObject
+    """The answer of `/steps/latest/stages`."""
+    rounds: Sequence[JsonObject]
+    measured: int | None
+    """The step that `rounds` is of."""
+    findings: Sequence[JsonObject]
+    captures: Sequence[JsonObject]
+    wall: float
+
+
+class Reader:
+    """Reads snapshots of a run; rounds are requested again only where their step is another."""
+
+    def __init__(self, session: Session, run: str) -> None:
+        self._session = session
+        self._run = run
+        self._rounds: tuple[object, Sequence[JsonObject]] = (None, ())
+
+    def read(self) -> Snapshot:
+        """Return what the service says now.
+
+        Raises:
+            StagescopeError: it cannot be reached, or there is no such run.
+        """
+        run = self._run
+        ask = self._session.get
+        attempts = ask(f"/runs/{segment(run, 'run')}/attempts", limit=1)["rows"]
+        steps = ask("/steps", run=run, limit=_STEPS)["rows"]
+        numbers: dict[str, dict[int, Json]] = {}
+        verdicts: dict[int, str] = {}
+        for title, metric in _METRICS.items():
+            try:
+                found = ask("/series", metric=metric, run=run, limit=_STEPS + 2)
+            except NotFound:  # no step has numbers yet
+                continue
+            verdicts |= {
+                step: verdict
+                for step, verdict in zip(found["steps"], found["comparable"], strict=True)
+                if verdict is not None
+            }
+            values = found["series"][0]["values"] if found["series"] else []
+            numbers[title] = dict(zip(found["steps"], nonfinite.numbers(values), strict=False))
+        measured = next((row for row in steps if row["measured"]), None)
+        return Snapshot(
+            run=run,
+            attempt=attempts[0] if attempts else {},
+            steps=steps,
+            verdicts=verdicts,
+            numbers=numbers,
+            progress=self._of_newest_step() if steps else {},
+            rounds=() if measured is None else self._rounds_of(measured),
+            measured=None if measured is None else measured["step"],
+            findings=ask("/findings", run=run, limit=_FINDINGS)["rows"],
+            captures=ask("/captures", run=run, limit=_CAPTURES)["rows"],
+            wall=time.time(),
+        )
+
+    def _of_newest_step(self) -> JsonObject:
+        answer: JsonObject = self._session.get("/steps/latest/stages", run=self._run, limit=1)
+        return answer
+
+    def _rounds_of(self, row: JsonObject) -> Sequence[JsonObject]:
+        key = (row["attempt"], row["step"], row["closed_wall"])
+        if self._rounds[0] != key:
+            try:
+                answer = self._session.get(
+                    f"/steps/{row['step']}/rounds",
+                    run=self._run, attempt=row["attempt"], limit=500,
+                )  # fmt: skip
+            except StagescopeError:
+                return ()
+            self._rounds = (key, answer["rows"])
+        return self._rounds[1]
+
+
+def screen(
+    snapshot: Snapshot | None, *, width: int, height: int, run: str = "", problem: str = ""
+) -> list[Line]:
+    """Return at most `height` lines of at most `width` columns.
+
+    Args:
+        snapshot: the newest that there is; None: none yet.
+        width, height: of the screen.
+        run: its name, where there is no snapshot.
+        problem: why the newest request was not answered; empty: it was.
+    """
+    width, height = max(width, LEAST_WIDTH), max(height, LEAST_HEIGHT)
+    if snapshot is None:
+        text = problem or "asking the service ..."
+        lines = [Line(f"stagescope  {run}", "title"), *_wrapped(text, width, "bad")]
+        return _fitted(lines, width, height)
+    parts = [
+        _step_lines(snapshot),
+        _progress_lines(snapshot, width),
+        _round_lines(snapshot),
+        _finding_lines(snapshot),
+        _capture_lines(snapshot),
+    ]
+    head = [_title(snapshot)]
+    if problem:
+        head += _wrapped(f"no answer: {problem}", width, "bad")[:2]
+    foot = Line("q quits", "dim")
+    room = height - len(head) - 1
+    # The title of each part and its first row come before further rows of any.
+    shown = _shared([part for part in parts if part], room)
+    return _fitted([*head, *shown, foot], width, height)
+
+
+def _fitted(lines: Iterable[Line], width: int, height: int) -> list[Line]:
+    return [Line(clip(printable(line.text.rstrip()), width), line.tone) for line in lines][:height]
+
+
+def _shared(parts: Sequence[Sequence[Line]], room: int) -> list[Line]:
+    """Return the parts one after the other; where room lacks, each gets some of its lines."""
+    given = [0] * len(parts)
+    while room > 0 and any(given[at] < len(part) for at, part in enumerate(parts)):
+        for at, part in enumerate(parts):
+            if room > 0 and given[at] < len(part):
+                given[at] += 1
+                room -= 1
+    return [line for at, part in enumerate(parts) for line in part[: given[at]]]
+
+
+def _wrapped(text: str, width: int, tone: str) -> list[Line]:
+    return [Line(line, tone) for line in render.wrapped("", text, width)]
+
+
+def _title(snapshot: Snapshot) -> Line:
+    attempt = snapshot.attempt
+    state = str(attempt.get("state", "no attempt"))
+    if state == "ended":
+        state = f"ended ({attempt.get('end_reason') or 'no reason known'})"
+    number = attempt.get("attempt")
+    processes = attempt.get("processes")
+    which = "" if number is None else f"  attempt {number}, {state}"
+    several = "" if processes is None else f", {render.counted(processes, 'process', 'processes')}"
+    clock = time.strftime("%H:%M:%SZ", time.gmtime(snapshot.wall))
+    return Line(f"{clock}  {snapshot.run}{which}{several}", "title")
+
+
+def _step_lines(snapshot: Snapshot) -> list[Line]:
+    head = f"{'STEP':>8}  {'verdict':<13}{'complete':<10}"
+    head += "".join(f"{title:>11}" for title in _METRICS)
+    lines = [Line(f"{head}  lacks", "title")]
+    for row in snapshot.steps:
+        step = int(row["step"])
+        verdict = snapshot.verdicts.get(step) or ("" if row["measured"] else "no numbers")
+        text = f"{step:>8}  {verdict:<13}{row['complete']:<10}"
+        for title in _METRICS:
+            value = snapshot.numbers.get(title, {}).get(step)
+            text += f"{'' if value is None else f'{value:.4g}':>11}"
+        superseded = row.get("superseded_by")
+        lacks = row["gap"] or ("" if superseded is None else f"repeated by attempt {superseded}")
+        tone = "good" if verdict in _GOOD else "" if verdict in ("", "no numbers") else "bad"
+        tone = "bad" if row["complete"] == "partial" else tone
+        lines.append(Line(f"{text}  {lacks}", tone))
+    if not snapshot.steps:
+        lines.append(Line("          no step yet"))
+    return lines
+
+
+def _progress_lines(snapshot: Snapshot, width: int) -> list[Line]:
+    """Return a line for each stage: its ranks as marks, and who is waited for."""
+    progress = snapshot.progress
+    expected = progress.get("expected") or {}
+    if not expected:
+        return []
+    missing: dict[tuple[str, str], dict[int, JsonObject]] = {}
+    for each in progress.get("missing") or ():
+        missing.setdefault((each["role"], each["stage"]), {})[each["rank"]] = each
+    lines = [Line(f"RANKS in step {progress['step']}, {progress['complete']}   {_LEGEND}", "title")]
+    room = max(width // 4, 10)
+    for role, stages in expected.items():
+        for stage, ranks in sorted(stages.items(), key=lambda each: _place(each[0])):
+            late = missing.get((role, stage), {})
+            marks = "".join(
+                _DONE if rank not in late else _MARKS.get(late[rank]["status"], _INSIDE)
+                for rank in ranks
+            )
+            done = len(ranks) - len(late)
+            text = f"{clip(stage, 22):<23}{_folded(marks, room):<{room}} {done}/{len(ranks)}"
+            if late:
+                text += f"  {_waited(role, late, progress.get('wall'))}"
+            lines.append(Line(text, "bad" if _GONE in marks else ""))
+    return lines
+
+
+def _place(stage: str) -> tuple[int, str]:
+    """Return a sort key: stages in the order in which trainers go through them."""
+    return (STAGES.index(stage) if stage in STAGES else len(STAGES)), stage
+
+
+def _folded(marks: str, room: int) -> str:
+    """Return marks in at most `room` characters: each is the worst of some ranks."""
+    if len(marks) <= room:
+        return marks
+    found = ""
+    for at in range(room):
+        part = marks[at * len(marks) // room : (at + 1) * len(marks) // room]
+        found += next(mark for mark in _WORST if mark in part)
+    return found
+
+
+def _waited(role: str, late: Mapping[int, JsonObject], now: Json) -> str:
+    """Return who is waited for, and since when."""
+    since = [each["since"] for each in late.values() if each.get("since") is not None]
+    text = f"{role} {stretches('rank', sorted(late)).partition(' ')[2]}"
+    if since and now is not None:
+        text += f", {max(now - min(since), 0.0):.0f} s"
+    return text
+
+
+def _round_lines(snapshot: Snapshot) -> list[Line]:
+    rows = [row for row in snapshot.rounds if _number(row["abs_diff_mean"]) is not None]
+    if not rows:
+        return []
+    worst = max(rows, key=lambda row: _number(row["abs_diff_mean"]) or 0.0)
+    return [
+        Line(
+            f"WORST ROUND of step {snapshot.measured}: {worst['round']} of {len(snapshot.rounds)}, "
+            f"mean |d| {_number(worst['abs_diff_mean']):.4g} nats, max "
+            f"{format_value(_number(worst['abs_diff_max']))}, {worst['tokens']} tokens",
+            "title",
+        )
+    ]
+
+
+def _number(value: Json) -> float | None:
+    """Return a number that is finite; None for others."""
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _finding_lines(snapshot: Snapshot) -> list[Line]:
+    lines = [Line("FINDINGS, the last seen first", "title")]
+    for row in snapshot.findings:
+        step = "" if row["step"] is None else f"step {row['step']}"
+        over = " (over)" if row.get("over_wall") is not None else ""
+        text = f"{row['severity']:<8}{step:<11}{row['message']}{over}"
+        lines.append(Line(text, "bad" if row["severity"] == "error" and not over else ""))
+    if not snapshot.findings:
+        lines.append(Line("none", "good"))
+    return lines
+
+
+def _capture_lines(snapshot: Snapshot) -> list[Line]:
+    if not snapshot.captures:
+        return []
+    lines = [Line("CAPTURES", "title")]
+    for row in snapshot.captures:
+        spec = row.get("spec") or {}
+        stages = ", ".join(spec.get("stages") or ())
+        lines.append(Line(f"{row['capture_id']}  {row['state']:<10}{stages}"))
+    return lines

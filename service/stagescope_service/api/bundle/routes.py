@@ -1,0 +1,157 @@
+"""The route of bundles, and how one is made."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, BinaryIO, Final, NamedTuple, cast
+
+from fastapi import APIRouter, Query, Request
+from fastapi import Path as PathParameter
+from fastapi.responses import StreamingResponse
+
+from stagescope.wire.errors import StoreError
+from stagescope.wire.schema import MOST_STEPS
+from stagescope_service.api.auth import Tokens
+from stagescope_service.api.bundle.archive import write_archive
+from stagescope_service.api.bundle.contents import CATALOGUE, Bundle, collect, finish
+from stagescope_service.api.bundle.opened import BundleCommands
+from stagescope_service.api.dependencies import (
+    RUN_PATTERN,
+    AttemptNumber,
+    Commands,
+    Dependencies,
+    Deps,
+)
+from stagescope_service.api.report.content import make_report
+from stagescope_service.api.report.rendering import as_html, as_markdown
+from stagescope_service.api.requests import pattern
+from stagescope_service.api.target import Target
+from stagescope_service.store.artifacts import safe_name
+from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.tensorfile import disk_errors
+
+router = APIRouter(tags=["runs"])
+
+MEDIA_TYPE: Final = "application/gzip"
+DEFAULT_BYTES: Final = 2 << 30
+LEAST_ROOM: Final = 16 << 20
+"""Bytes that a bundle needs at least: less is no disk to work on."""
+_CHUNK: Final = 1 << 20
+_FILE: Final = {"type": "string", "format": "binary", "description": "A tar.gz file."}
+
+
+@router.get(
+    "/runs/{run}/bundle",
+    response_class=StreamingResponse,
+    responses={200: {"content": {MEDIA_TYPE: {"schema": _FILE}}}},
+)
+async def bundle(
+    request: Request,
+    deps: Deps,
+    run: Annotated[
+        str, PathParameter(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
+    ],
+    step: Annotated[int, Query(ge=0, lt=MOST_STEPS, description="The trainer's step.")],
+    attempt: AttemptNumber = None,
+    tensors: Annotated[
+        bool,
+        Query(description="With the step's tensors: log-probs, and prompts and responses as ids."),
+    ] = True,
+    limit_bytes: Annotated[
+        int,
+        Query(ge=1 << 20, le=1 << 40, description="Most bytes of its files; others are named."),
+    ] = DEFAULT_BYTES,
+) -> StreamingResponse:
+    """Return a step as one archive without secrets, for whoever must look at it elsewhere.
+
+    It holds the run's rows of the catalogue, the step's tensors, operators, findings, stacks and
+    fingerprint, its report, and logs that the training's variables name inside the allowed roots.
+    `manifest.json` lists every file with its checksum, and what was left out, and why.
+    `stagescope attach FILE` opens it, without a service.
+    """
+    target = deps.finder.step(run, attempt, step)
+    tokens: Tokens | None = request.app.state.tokens
+    secrets = () if tokens is None else (tokens.read, tokens.operate)
+    made = await deps.long_computations.run(
+        make_bundle, deps, target, tensors=tensors, limit=limit_bytes, secrets=secrets
+    )
+    headers = {
+        "content-length": str(made.bytes),
+        "content-disposition": f'attachment; filename="{made.name}"',
+    }
+    return StreamingResponse(_chunks(made.file), media_type=MEDIA_TYPE, headers=headers)
+
+
+class MadeBundle(NamedTuple):
+    """An archive; its file has no name any more, so that it vanishes when it is closed."""
+
+    file: BinaryIO
+    bytes: int
+    name: str
+
+
+def make_bundle(
+    deps: Dependencies, target: Target, *, tensors: bool, limit: int, secrets: tuple[str, ...]
+) -> MadeBundle:
+    """Make the archive of a step.
+
+    Raises:
+        StoreError: the disk has no room for it.
+    """
+    directory = deps.settings.data_path / "copies"
+    with disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        # Files and archive lie side by side, and others need the disk, too.
+        room = (shutil.disk_usage(directory).free - deps.settings.reserve_bytes) // 2
+        if room < LEAST_ROOM:
+            raise StoreError(
+                f"{directory} has no room for a bundle", advice="free space on the disk of data_dir"
+            )
+        with tempfile.TemporaryDirectory(prefix="bundle-", dir=directory) as temporary:
+            root, path = Path(temporary) / "bundle", Path(temporary) / "bundle.tar.gz"
+            root.mkdir()
+            made = collect(
+                deps, target, root, limit=min(limit, room), tensors=tensors, secrets=secrets
+            )
+            _add_reports(deps, made)
+            finish(made, deps.clock())
+            size = write_archive(root, path)
+            name = f"{safe_name(target.run)}-{target.number}-step{target.step_number}.tar.gz"
+            return MadeBundle(path.open("rb"), size, name)
+
+
+def _add_reports(deps: Dependencies, bundle: Bundle) -> None:
+    """Add the reports of run and step, made from the bundle's own rows and files.
+
+    So they are redacted as these are, and say no more than the bundle can show.
+    """
+    catalogue = bundle.root / CATALOGUE
+    settings = deps.settings.model_copy(
+        update={"data_dir": catalogue.parent, "database_url": None, "allowed_roots": ()}
+    )
+    found = Catalogue(settings.catalogue_url)
+    try:
+        own = Dependencies.of(
+            catalogue=found, commands=cast("Commands", BundleCommands("a bundle")),
+            settings=settings, clock=deps.clock,
+        )  # fmt: skip
+        target = bundle.target
+        for name, step in (("report-step", target.step_number), ("report-run", None)):
+            attempt = None if step is None else target.number
+            report = make_report(own, target.run, attempt=attempt, step=step)
+            for ending, text in (("html", as_html(report)), ("md", as_markdown(report))):
+                path = bundle.root / f"{name}.{ending}"
+                path.write_text(text, "utf-8")
+                bundle.list_file(path.name, "report")
+    finally:
+        found.close()
+    shutil.rmtree(catalogue.parent / "copies", ignore_errors=True)
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(_CHUNK):
+            yield piece

@@ -1,0 +1,710 @@
+"""What a report says: sections of sentences, items, a table and figures.
+
+Every number is that of an answer of the API, and every figure that of `/figures`: the report asks
+the routes' own functions, so that it cannot say anything else than the page or a notebook.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, cast
+
+from fastapi.responses import Response
+
+import stagescope
+from stagescope.render import counted, format_value, stretches
+from stagescope.series import sparkline
+from stagescope.wire.errors import NotFound, StagescopeError
+from stagescope_service.api import (
+    captures,
+    comparisons,
+    findings,
+    numbers,
+    operators,
+    runs,
+    samples,
+    series,
+    steps,
+)
+from stagescope_service.api.capture_progress import progress
+from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.diagnosis import diagnosis_of
+from stagescope_service.api.encoding import JsonObject, decode, encode, parse_nonfinite
+from stagescope_service.api.figures import density, overview, routes
+from stagescope_service.api.figures import operators as operator_figures
+from stagescope_service.api.requests import Page
+from stagescope_service.api.step_summaries import Slice
+from stagescope_service.api.target import Target
+
+MOST_ROWS: Final = 20
+"""Rows of a table; the API has the others."""
+MOST_ITEMS: Final = 40
+MOST_FIGURE_BYTES: Final = 2_500_000
+"""Of all figures as JSON: with plotly's own 4.8 MB the file stays below 8 MB."""
+LONGEST: Final = 2000
+"""Most characters of a text of the catalogue."""
+_STEPS: Final = 1000
+"""Newest steps that are searched for one with numbers, and for gaps."""
+_TREND: Final = 40
+"""Bars of a sparkline."""
+_SCALARS: Final = ("reward", "loss", "grad_norm", "entropy", "response_length")
+_METRICS: Final = (
+    "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max",
+    "training/rollout_actor_probs_pearson_corr", "rollout_corr/kl", "rollout_corr/k3_kl",
+    "rollout_corr/chi2_token", "rollout_corr/ppl_ratio", "train_rollout_logprob_abs_diff",
+    "token_mult_prob_error", "per_round/total_rounds", "per_round/max_round_diff",
+    "per_round/max_diff_value",
+)  # fmt: skip
+_STREAMS: Final[Mapping[str, bool | None]] = {
+    "exact": False, "comparable": False, "not measured": None, "unknown": None,
+}  # fmt: skip
+"""Verdict on a step's streams -> whether it is bad; of others it is."""
+_SEVERITIES: Final = ("error", "warning", "info")
+_ROUND_COLUMNS: Final = (
+    "round", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "pearson", "nonfinite",
+    "comparable",
+)  # fmt: skip
+_RANK_COLUMNS: Final = (
+    "role", "rank", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "nonfinite", "host",
+    "comparable",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Something with a title and lines below it."""
+
+    title: str
+    lines: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows as the API answers them; `more` are not listed."""
+
+    columns: Sequence[str]
+    rows: Sequence[JsonObject]
+    more: int = 0
+    title: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of a report.
+
+    Attributes:
+        name: its identifier.
+        title: plain text.
+        texts: sentences.
+        items: with details.
+        table: rows.
+        figures: as `/figures/{name}` answers them.
+        gaps: what is missing, and why.
+    """
+
+    name: str
+    title: str
+    texts: Sequence[str] = ()
+    items: Sequence[Item] = ()
+    table: Table | None = None
+    figures: Sequence[JsonObject] = ()
+    gaps: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A question, its answer in a word, and in a sentence; `bad` None means unknown."""
+
+    name: str
+    verdict: str
+    text: str
+    bad: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What is known of a run, or of a step of it."""
+
+    run: str
+    attempt: int | None
+    """The requested attempt, or that of the step; None: the attempts in force."""
+    step: int | None
+    made_wall: float
+    version: str
+    verdicts: Sequence[Verdict]
+    sections: Sequence[Section]
+
+    @property
+    def title(self) -> str:
+        """What it is of."""
+        attempt = "" if self.attempt is None else f", attempt {self.attempt}"
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.run}{attempt}{step}"
+
+    def to_json(self) -> JsonObject:
+        """Return the answer of the API."""
+        fields = cast("JsonObject", dataclasses.asdict(self))
+        return {"schema": 1, "title": self.title, **fields}
+
+
+def make_report(
+    deps: Dependencies,
+    run: str,
+    *,
+    attempt: int | None,
+    step: int | None,
+    at_step: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Return the report of a run, or of one of its steps.
+
+    Args:
+        deps: the collaborators.
+        run: its name.
+        attempt: its number; None: the attempts in force.
+        step: the trainer's step; None: the whole run.
+        at_step: called with the name of each section before it is made.
+
+    Raises:
+        NotFound: there is no such run, attempt or step.
+    """
+    scope = _Scope.find(deps, run, attempt, step)
+    makers = _OF_RUN if step is None else _OF_STEP
+    sections: list[Section] = []
+    for name, (title, make) in makers.items():
+        at_step(name)
+        try:
+            section = make(scope)
+        except StagescopeError as error:
+            section = Section(name, title, gaps=[_short(str(error))])
+        if section is not None:
+            sections.append(dataclasses.replace(section, name=name, title=section.title or title))
+    return Report(
+        run=scope.run,
+        attempt=scope.target.number if step is not None else attempt,
+        step=step,
+        made_wall=deps.clock(),
+        version=stagescope.__version__,
+        verdicts=scope.verdicts,
+        sections=_within(sections, MOST_FIGURE_BYTES),
+    )
+
+
+@dataclasses.dataclass
+class _Scope:
+    """What a report is of, and what its sections find out on their way."""
+
+    deps: Dependencies
+    target: Target
+    attempt: int | None
+    measured: Target | None
+    """The step whose numbers are shown: the requested one, or the newest with numbers."""
+    verdicts: list[Verdict] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def find(cls, deps: Dependencies, run: str, attempt: int | None, step: int | None) -> _Scope:
+        if step is not None:
+            target = deps.finder.step(run, attempt, step)
+            return cls(deps, target, attempt, target)
+        target = deps.finder.attempt(run, attempt)
+        answer = body_of(steps.steps(deps, Page(_STEPS), target.run, attempt))
+        for row in _rows(answer):
+            if row["measured"] and (attempt is not None or row["superseded_by"] is None):
+                number, newest = cast("int", row["attempt"]), cast("int", row["step"])
+                return cls(deps, target, attempt, deps.finder.step(run, number, newest))
+        return cls(deps, target, attempt, None)
+
+    @property
+    def run(self) -> str:
+        return self.target.run
+
+    @property
+    def step(self) -> int | None:
+        """The requested step."""
+        return None if self.target.step is None else self.target.step_number
+
+    @property
+    def measured_step(self) -> Target:
+        if self.measured is None:
+            raise NotFound(f"no step of run {self.run} has numbers")
+        return self.measured
+
+    def say(self, name: str, verdict: str, text: str, *, bad: bool | None) -> None:
+        self.verdicts.append(Verdict(name, verdict, _short(text), bad))
+
+
+def body_of(response: Response) -> JsonObject:
+    """Return the JSON of an answer of a route."""
+    return cast("JsonObject", decode(bytes(response.body)))
+
+
+def _rows(answer: Mapping[str, object], name: str = "rows") -> list[JsonObject]:
+    return cast("list[JsonObject]", answer[name])
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _table(answer: Mapping[str, object], columns: str, total: int | None = None) -> Table | None:
+    """Return the rows of an answer as a table of some columns; None where it has none."""
+    rows = _rows(answer)
+    names = columns.split()
+    if not rows:
+        return None
+    shown = [{name: row.get(name) for name in names} for row in rows[:MOST_ROWS]]
+    return Table(names, shown, max((len(rows) if total is None else total) - len(shown), 0))
+
+
+# --- what every report says -----------------------------------------------------------------
+def _doctor(scope: _Scope) -> Section:
+    fields, rows = diagnosis_of(scope.deps, scope.run, scope.attempt, scope.step)
+    items, unknown = [], []
+    found = [row for row in rows if row["verdict"] == "found"]
+    for row in found:
+        since = "" if row["since_step"] is None else f", since step {row['since_step']}"
+        where = "" if row["where"] is None else f", {row['where']}"
+        lines = [f"+ {text}" for text in cast("list[str]", row["for"])]
+        lines += [f"- {text}" for text in cast("list[str]", row["against"])]
+        lines += [str(row["meaning"])]
+        lines += [f"-> {text}" for text in cast("list[str]", row["next"])]
+        sure = f"{float(cast('float', row['sure'])):.0%} sure"
+        items.append(Item(f"{row['title']}{since}{where} ({sure})", lines))
+    for row in rows:
+        if row["verdict"] == "not measured":
+            reasons = "; ".join(cast("list[str]", row["against"]))
+            record = "" if row["record"] is None else f" -> {row['record']}"
+            unknown.append(f"{row['rule']} is not measured: {reasons}{record}")
+    names = ", ".join(str(row["rule"]) for row in rows if row["verdict"] == "not found")
+    texts = [str(fields["text"]), *([f"not found: {names}"] if names else [])]
+    parts = cast("list[JsonObject]", fields["mismatch"])
+    title = "The newest measured step's mismatch, taken apart"
+    table = Table(("name", "share", "text"), parts, title=title) if parts else None
+    titles = "; ".join(str(row["title"]) for row in found[:3])
+    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+    scope.say(
+        "doctor", f"{len(found)} found", titles + more or str(fields["text"]), bad=bool(found)
+    )
+    return Section("", "", texts=texts, items=items[:MOST_ITEMS], table=table, gaps=unknown)
+
+
+def _findings(scope: _Scope) -> Section:
+    deps, step = scope.deps, scope.step
+    if step is None:
+        answer = body_of(findings.finding_groups(deps, Page(MOST_ROWS), scope.run, scope.attempt))
+        total = cast("int", answer["groups"])
+    else:
+        number = scope.target.number
+        answer = body_of(findings.findings(deps, Page(200), scope.run, number, step=step))
+        total = len(_rows(answer))
+    items = []
+    rows = sorted(_rows(answer), key=lambda row: _SEVERITIES.index(str(row["severity"])))
+    for row in rows[:MOST_ROWS]:
+        where = row.get("where")
+        title = f"{row['severity']}: {row['message']}" + (f" ({where})" if where else "")
+        over = "" if row.get("over_wall") is None else "; over"
+        advice = [f"-> {row['advice']}"] if row.get("advice") else []
+        items.append(Item(_short(title), [f"{row['kind']}, {row['finding_id']}{over}", *advice]))
+    errors = sum(row["severity"] == "error" for row in rows)
+    where = "" if step is None else " of this step"
+    text = counted(total, "kind of problem", "kinds of problems") if step is None else (
+        counted(total, "finding")
+    )  # fmt: skip
+    text += f", {counted(errors, 'error')}"
+    texts = [text] if total else [f"the service noticed nothing wrong{where}"]
+    scope.say("findings", str(total), text if total else texts[0], bad=bool(errors))
+    if total > len(items):
+        texts.append(f"{total - len(items)} more are not listed: stagescope findings")
+    return Section("", "", texts=texts, items=items)
+
+
+def _losses(scope: _Scope) -> Section:
+    deps, step = scope.deps, scope.step
+    if step is None:
+        answer = body_of(findings.loss_groups(deps, Page(MOST_ROWS), scope.run, scope.attempt))
+        total, columns = cast("int", answer["groups"]), "kind reason where stage role count bytes"
+    else:
+        number = scope.target.number
+        answer = body_of(findings.losses(deps, Page(200), scope.run, number, step=step))
+        total, columns = len(_rows(answer)), "kind reason stage role rank count bytes"
+    count = sum(cast("int", row["count"] or 1) for row in _rows(answer))
+    text = "nothing that ranks announced was lost"
+    if total:
+        text = f"{counted(count, 'thing')} announced that never arrived, or dropped"
+    scope.say("losses", str(count), text, bad=count > 0)
+    return Section("", "", texts=[text], table=_table(answer, columns, total))
+
+
+def _metrics(scope: _Scope) -> Section:
+    answer = numbers.metrics_of(scope.deps, scope.measured_step)
+    answer = cast("JsonObject", decode(encode(answer)))
+    comparable, cause = str(answer["comparable"]), answer["cause"]
+    reasons = [str(each["text"]) for each in _rows(answer, "comparability")]
+    bad = _STREAMS.get(comparable, True)
+    why = reasons[0] if reasons else f"no check speaks against it, step {answer['step']}"
+    scope.say("streams", comparable, why, bad=bad)
+    published = cast("JsonObject", answer["metrics"])
+    rows: list[JsonObject] = [
+        {"metric": name, "value": published[name]} for name in _METRICS if name in published
+    ]
+    coverage = cast("JsonObject", answer["coverage"])
+    pair = " against ".join(cast("list[str]", answer["pair"]))
+    texts = [
+        f"step {answer['step']} of attempt {answer['attempt']}, stage {answer['stage']}: {pair}; "
+        f"{coverage['tokens']} tokens of {coverage['sequences']} sequences",
+        f"the streams: {comparable}" + (f" ({cause})" if cause else ""),
+        *reasons,
+    ]
+    gaps = [str(answer["gap"])] if answer["gap"] else []
+    if answer["complete"] != "complete":
+        gaps.append(f"the step is {answer['complete']}")
+    missing = cast("list[JsonObject]", answer["missing"])
+    gaps += [f"missing: {_names(missing)}"] if missing else []
+    worst = published.get("per_round/max_round_diff")
+    if worst is not None:
+        value = format_value(parse_nonfinite(published.get("per_round/max_diff_value")))
+        scope.say("worst round", f"round {format_value(worst)}", f"mean |d| {value} nats", bad=None)
+    return Section("", "", texts=texts, table=Table(("metric", "value"), rows), gaps=gaps)
+
+
+def _names(missing: Sequence[Mapping[str, object]]) -> str:
+    """Return who is missing, by stage and status."""
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for each in missing:
+        key = (str(each["role"]), str(each["stage"]), str(each["status"]))
+        groups.setdefault(key, []).append(cast("int", each["rank"]))
+    return "; ".join(
+        f"{role} {stretches('rank', sorted(ranks))} in {stage}: {status}"
+        for (role, stage, status), ranks in groups.items()
+    )
+
+
+def _rounds(scope: _Scope) -> Section:
+    deps, target = scope.deps, scope.measured_step
+    answer = body_of(numbers.rounds(deps, target, Page(MOST_ROWS)))
+    drawn = [
+        body_of(routes.rounds_figure(deps, target, 3)),
+        body_of(routes.distribution_figure(deps, target)),
+    ]
+    total = MOST_ROWS + 1 if answer["next"] else None
+    return Section("", "", table=_table(answer, " ".join(_ROUND_COLUMNS), total), figures=drawn)
+
+
+def _ranks(scope: _Scope) -> Section:
+    deps, target = scope.deps, scope.measured_step
+    measured, step = numbers.measure(deps, target, Slice())
+    rows = numbers.rank_rows(measured, step, deps.catalogue.processes(target.attempt_id))
+    rows = cast("list[JsonObject]", decode(encode(rows)))
+    rows.sort(key=lambda row: -_size(row["abs_diff_mean"]))
+    texts = [f"{len(rows)} ranks, the largest mean |d| first"] if rows else []
+    drawn = [body_of(routes.rank_rounds_figure(deps, target))]
+    table = _table({"rows": rows}, " ".join(_RANK_COLUMNS))
+    return Section("", "", texts=texts, table=table, figures=drawn)
+
+
+def _size(value: object) -> float:
+    """Return a number for sorting: what is not finite is largest."""
+    number = parse_nonfinite(value)
+    return number if isinstance(number, int | float) and number == number else float("inf")
+
+
+def _tokens(scope: _Scope) -> Section:
+    answer = body_of(numbers.tokens(scope.deps, scope.measured_step, Page(200)))
+    columns = "kind abs_diff p q round position sample_uid token_id role rank"
+    return Section("", "", table=_table(answer, columns))
+
+
+def _loss(scope: _Scope) -> Section:
+    fields, rows = samples.loss_of(scope.deps, scope.measured_step)
+    rows = cast("list[JsonObject]", decode(encode(rows)))
+    columns = "fate tokens share_of_tokens sum_abs share_of_mismatch"
+    notes = cast("list[str]", fields["notes"])
+    return Section(
+        "", "", texts=[str(fields["note"])], table=_table({"rows": rows}, columns),
+        gaps=[_short(text) for text in notes[:MOST_ROWS]],
+    )  # fmt: skip
+
+
+# --- what is said of a run ------------------------------------------------------------------
+def _attempts(scope: _Scope) -> Section:
+    deps = scope.deps
+    answer = body_of(runs.attempts(deps, Page(1000), scope.run))
+    rows = _rows(answer)
+    columns = "attempt state begun ended end_reason resumed_from_step first_step last_closed_step"
+    texts, items = [], []
+    for row in rows[:MOST_ROWS]:
+        texts += [
+            f"steps of attempt {row['attempt']} from {part['from_step']} on are repeated by "
+            f"attempt {part['by']}"
+            for part in cast("list[JsonObject]", row["superseded"])
+        ]
+    restarts = len(rows) - 1
+    newest = rows[0]
+    since = newest["resumed_from_step"]
+    text = "no restart"
+    if restarts:
+        resumed = "" if since is None else f"; attempt {newest['attempt']} resumed after {since}"
+        text = f"{counted(restarts, 'restart')}{resumed}"
+    scope.say("attempts", str(len(rows)), f"{text}; newest: {newest['state']}", bad=None)
+    if restarts:
+        a, b = (deps.finder.attempt(scope.run, cast("int", row["attempt"])) for row in rows[1::-1])
+        changed = comparisons.attempt_differences(deps, a, b).rows
+        lines = [
+            f"{row['area']} {row['name']}: {format_value(row['a'])} -> {format_value(row['b'])}"
+            for row in changed if row["weight"] == "numbers"
+        ]  # fmt: skip
+        title = f"what may change numbers, attempt {a.number} against {b.number}"
+        items.append(Item(title, [_short(line) for line in lines[:MOST_ROWS]] or ["nothing known"]))
+    items.append(Item("fingerprint of the newest attempt", _fingerprint(newest["fingerprint"])))
+    return Section("", "", texts=texts, items=items, table=_table(answer, columns))
+
+
+def _fingerprint(found: object) -> list[str]:
+    """Return an attempt's fingerprint as lines; environment and configuration as counts."""
+    if not isinstance(found, Mapping) or not found:
+        return ["none is known"]
+    lines = []
+    for name, value in found.items():
+        if name in ("environment", "config") and isinstance(value, Mapping):
+            lines.append(f"{name}: {len(value)} values (stagescope attempts --json)")
+        elif isinstance(value, Mapping):
+            lines.append(f"{name}: {', '.join(f'{k} {format_value(v)}' for k, v in value.items())}")
+        else:
+            lines.append(f"{name}: {format_value(value)}")
+    return [_short(line) for line in lines]
+
+
+def _course(scope: _Scope) -> Section:
+    """Return the numbers over the steps."""
+    deps = scope.deps
+    drawn = [
+        body_of(routes.overview_figure(deps, scope.run, scope.attempt)),
+        body_of(routes.rank_steps_figure(deps, scope.run, scope.attempt)),
+    ]
+    rows: list[JsonObject] = []
+    for metric in (*overview.DEFAULT, *_SCALARS):
+        try:
+            found = series.series(
+                deps, metric, scope.run, scope.attempt,
+                by=None, first=None, last=None, limit=series.MAX_STEPS,
+            )  # fmt: skip
+        except StagescopeError:  # it is not recorded
+            continue
+        rows += _trends(metric, body_of(found))
+    columns = ("metric", "course", "last", "min", "max", "steps")
+    text = "each bar is the largest value of its steps; a space is a gap, ! is not finite"
+    return Section("", "", texts=[text], table=Table(columns, rows), figures=drawn)
+
+
+def _trends(metric: str, answer: Mapping[str, object]) -> Iterator[JsonObject]:
+    several = _rows(answer, "series")
+    for each in several:
+        values = [
+            cast("float | None", parse_nonfinite(value))
+            for value in cast("list[object]", each["values"])
+        ]
+        known = [value for value in values if value is not None]
+        if not known:
+            continue
+        finite = [value for value in known if abs(value) < float("inf")]
+        stage = f" ({each['stage']})" if len(several) > 1 else ""
+        yield {
+            "metric": f"{metric}{stage}",
+            "course": sparkline(values, _TREND, bars="▁▂▃▄▅▆▇█"),
+            "last": known[-1],
+            "min": min(finite, default=None),
+            "max": max(finite, default=None),
+            "steps": len(known),
+        }
+
+
+def _steps(scope: _Scope) -> Section:
+    answer = body_of(steps.steps(scope.deps, Page(_STEPS), scope.run, scope.attempt))
+    rows = _rows(answer)
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[str(row["complete"])] = counts.get(str(row["complete"]), 0) + 1
+    text = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none yet"
+    bad = [row for row in rows if row["complete"] in ("partial", "unknown") or row["gap"]]
+    newest = f"the newest {len(rows)} steps" if answer["next"] else f"{len(rows)} steps"
+    partial = counts.get("partial", 0)
+    scope.say("steps", f"{partial} partial", f"{newest}: {text}", bad=partial > 0)
+    listed: list[JsonObject] = [
+        {**row, "missing": _names(cast("list[JsonObject]", row["missing"])) or None} for row in bad
+    ]
+    columns = "step attempt complete missing gap losses superseded_by"
+    return Section("", "", texts=[f"{newest}: {text}"], table=_table({"rows": listed}, columns))
+
+
+def _captures(scope: _Scope) -> Section | None:
+    deps, step = scope.deps, scope.step
+    answer = body_of(captures.captures(deps, Page(MOST_ROWS), scope.run))
+    rows: list[JsonObject] = []
+    for row in _rows(answer):
+        stored = deps.catalogue.capture(str(row["capture_id"]))
+        if stored is None:
+            continue
+        found = progress(deps.catalogue, stored)
+        of_steps = [each for each in found.steps if step in (None, each["step"])]
+        if step is not None and not of_steps:
+            continue
+        rows.append(
+            {
+                "capture_id": row["capture_id"],
+                "state": found.state,
+                "stages": ", ".join(stored["spec"].get("stages") or ()),
+                "steps": ", ".join(f"{each['step']} {each['state']}" for each in of_steps[:8]),
+                "dumps": sum(each["collected"] for each in of_steps),
+                "created_wall": row["created_wall"],
+                "by": row["by"],
+            }
+        )
+    text = [] if rows else ["no capture was requested" + ("" if step is None else " of this step")]
+    columns = "capture_id state stages steps dumps created_wall by"
+    return Section("", "", texts=text, table=_table({"rows": rows}, columns))
+
+
+# --- what is said of a step -----------------------------------------------------------------
+def _step(scope: _Scope) -> Section:
+    deps, target = scope.deps, scope.target
+    rows, found = steps.progress_of(deps, target)
+    missing = cast("list[JsonObject]", found.missing)
+    gap = steps.gap_of(deps, target)
+    text = f"the step is {found.complete}"
+    scope.say("step", found.complete, gap or text, bad=found.complete in ("partial", "unknown"))
+    superseded = target.superseded_by
+    texts = [text] + ([] if superseded is None else [f"attempt {superseded} repeats this step"])
+    times: dict[tuple[str, str], list[tuple[float, int]]] = {}
+    for row in rows:
+        if row["begin_mono"] is not None and row["end_mono"] is not None:
+            seconds = max(row["end_mono"] - row["begin_mono"], 0.0)
+            times.setdefault((row["stage"], row["role"]), []).append((seconds, row["rank"]))
+    table: list[JsonObject] = [
+        {
+            "stage": stage,
+            "role": role,
+            "parts": len(each),
+            "mean_seconds": sum(seconds for seconds, _ in each) / len(each),
+            "slowest_seconds": max(each)[0],
+            "slowest_rank": max(each)[1],
+        }
+        for (stage, role), each in times.items()
+    ]
+    columns = "stage role parts mean_seconds slowest_seconds slowest_rank"
+    gaps = [text for text in (gap, f"missing: {_names(missing)}" if missing else None) if text]
+    return Section(
+        "", "", texts=texts, table=_table({"rows": table}, columns), gaps=gaps,
+        figures=[body_of(routes.timeline_figure(deps, target))],
+    )  # fmt: skip
+
+
+def _spread(scope: _Scope) -> Section:
+    deps, target = scope.deps, scope.measured_step
+    found = density.info(deps, target)
+    return Section(
+        "", "",
+        figures=[
+            body_of(routes.distribution_figure(deps, target, "ratio")),
+            body_of(routes.of_step("density", density.figure(found), found)),
+        ],
+    )  # fmt: skip
+
+
+def _samples(scope: _Scope) -> Section:
+    answer = body_of(samples.samples(scope.deps, scope.measured_step, Page(MOST_ROWS + 1)))
+    columns = "sample_uid group_id role rank rounds tokens mean_abs max_abs nonfinite reward"
+    return Section("", "", table=_table(answer, columns))
+
+
+def _scalars(scope: _Scope) -> Section | None:
+    found: dict[tuple[str | None, str, str], list[float]] = {}
+    target = scope.target
+    rows = scope.deps.catalogue.scalars(target.attempt_id, target.step_number, limit=1_000_000)
+    for row in rows:
+        found.setdefault((row["stage"], row["role"], row["name"]), []).append(row["value"])
+    if not found:
+        return None
+    table: list[JsonObject] = [
+        {"name": name, "stage": stage, "role": role, "ranks_and_parts": len(values),
+         "mean": sum(values) / len(values), "min": min(values), "max": max(values)}
+        for (stage, role, name), values in found.items()
+    ]  # fmt: skip
+    table = cast("list[JsonObject]", decode(encode(table)))
+    columns = "name stage role ranks_and_parts mean min max"
+    return Section("", "", table=_table({"rows": table}, columns))
+
+
+def _operators(scope: _Scope) -> Section:
+    deps, target = scope.deps, scope.target
+    rows, earliest = operators.first_non_finite(deps, target, {})
+    columns = "stage role rank part name index certain"
+    texts = ["all results of the captured operators are finite"]
+    if earliest is not None:
+        texts = [f"the first operator with a NaN or infinite result: {earliest['name']} of "
+                 f"{earliest['role']} {earliest['rank']} in {earliest['stage']}"]  # fmt: skip
+    listed = [row for row in rows if row.get("name") is not None]
+    found = operator_figures.info(deps, target, {})
+    return Section(
+        "", "", texts=texts, table=_table({"rows": listed}, columns),
+        figures=[body_of(routes.of_step("operators", operator_figures.figure(found), found))],
+    )  # fmt: skip
+
+
+_Makers = Mapping[str, tuple[str, Callable[[_Scope], Section | None]]]
+
+_OF_RUN: Final[_Makers] = {
+    "doctor": ("What the doctor finds", _doctor),
+    "course": ("Over the steps", _course),
+    "attempts": ("Attempts and restarts", _attempts),
+    "steps": ("Steps that lack something", _steps),
+    "metrics": ("The newest step with numbers", _metrics),
+    "rounds": ("Its rounds", _rounds),
+    "ranks": ("Its ranks", _ranks),
+    "tokens": ("Its worst tokens", _tokens),
+    "loss": ("What the loss did with its tokens", _loss),
+    "findings": ("Findings", _findings),
+    "losses": ("What never arrived", _losses),
+    "captures": ("Captures", _captures),
+}
+_OF_STEP: Final[_Makers] = {
+    "step": ("The step", _step),
+    "metrics": ("Rollout against training", _metrics),
+    "rounds": ("Rounds", _rounds),
+    "ranks": ("Ranks", _ranks),
+    "spread": ("How far the tokens are apart", _spread),
+    "tokens": ("Worst tokens", _tokens),
+    "samples": ("Worst samples", _samples),
+    "loss": ("What the loss did with the tokens", _loss),
+    "scalars": ("Scalars", _scalars),
+    "operators": ("Captured operators", _operators),
+    "findings": ("Findings", _findings),
+    "losses": ("What never arrived", _losses),
+    "captures": ("Captures", _captures),
+    "doctor": ("What the doctor finds up to this step", _doctor),
+}
+
+
+# --- figures --------------------------------------------------------------------------------
+def _within(sections: Iterable[Section], most: int) -> list[Section]:
+    """Return sections without the figures that do not fit into `most` bytes; they are named."""
+    kept, used = [], 0
+    for section in sections:
+        figures, gaps = [], list(section.gaps)
+        for figure in section.figures:
+            size = len(encode(figure["figure"]))
+            if used + size > most:
+                gaps.append(
+                    f"figure {figure['name']} has {size} bytes and is left out: "
+                    f"GET /figures/{figure['name']} has it"
+                )
+                continue
+            used += size
+            figures.append(figure)
+        kept.append(dataclasses.replace(section, figures=figures, gaps=gaps))
+    return kept
+
+
+def file_name(report: Report, ending: str) -> str:
+    """Return a name for the file of a report."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', report.title)}.{ending}"

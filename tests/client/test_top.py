@@ -1,0 +1,362 @@
+"""`stagescope top` on a real terminal: a pty of 80 x 24, keys, signals, a service that goes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.api import Rank, Service, service
+from tests.support.command_line import invoke
+from tests.support.measure import payload
+from tests.support.shown_run import RUN, shown
+from tests.support.stores import eventually
+
+from stagescope.top import Snapshot, screen
+
+ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
+PROGRAM = "from stagescope.cli import main; main()"
+
+
+class Terminal:
+    """A command on a pty, and what it drew."""
+
+    def __init__(self, *words: str, rows: int = 24, columns: int = 80, **environment: str) -> None:
+        self._controller, terminal = pty.openpty()
+        self.resize(rows, columns, signalled=False)
+        self.mode = termios.tcgetattr(terminal)
+        self._terminal = terminal
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm",
+               **environment}  # fmt: skip
+        for name in ("COLUMNS", "LINES"):
+            env.pop(name, None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *words],
+            stdin=terminal, stdout=terminal, stderr=terminal, env=env, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        self.seen = ""
+
+    def resize(self, rows: int, columns: int, *, signalled: bool = True) -> None:
+        size = struct.pack("HHHH", rows, columns, 0, 0)
+        fcntl.ioctl(self._controller, termios.TIOCSWINSZ, size)
+        if signalled:
+            self.process.send_signal(signal.SIGWINCH)
+
+    def press(self, keys: str) -> None:
+        os.write(self._controller, keys.encode())
+
+    def read(self, seconds: float = 0.2) -> None:
+        """Take what was written within some seconds."""
+        while select.select([self._controller], [], [], seconds)[0]:
+            try:
+                self.seen += os.read(self._controller, 1 << 16).decode("utf-8", "replace")
+            except OSError:  # the other side is closed
+                return
+            seconds = 0.0
+
+    @property
+    def frames(self) -> list[list[str]]:
+        """The complete frames, each as its lines without colours."""
+        found = [part.partition("\x1b[J") for part in self.seen.split("\x1b[H")[1:]]
+        return [
+            STYLE.sub("", text.removesuffix("\x1b[K")).split("\x1b[K\r\n")
+            for text, end, _ in found if end
+        ]  # fmt: skip
+
+    def wait_for(self, condition: Callable[[list[str]], Any], seconds: float = 60.0) -> list[str]:
+        """Return the first new frame of which the condition is true."""
+        deadline = time.monotonic() + seconds
+        start = len(self.frames)
+        while True:
+            self.read()
+            for frame in self.frames[max(start - 1, 0) :]:
+                if condition(frame):
+                    return frame
+            assert self.process.poll() is None, self.seen[-2000:]
+            assert time.monotonic() < deadline, self.seen[-2000:]
+
+    def wait_for_text(self, text: str) -> list[str]:
+        return self.wait_for(lambda frame: text in "\n".join(frame))
+
+    def end(self) -> int:
+        """Wait until the command has ended by itself; return its status."""
+        deadline = time.monotonic() + 30.0
+        while self.process.poll() is None:
+            self.read(0.05)
+            assert time.monotonic() < deadline, self.seen[-2000:]
+        self.read(0.0)
+        return self.process.returncode
+
+    def is_restored(self) -> bool:
+        """Whether the terminal is as it was: its mode, its screen, its cursor."""
+        same = termios.tcgetattr(self._terminal)[:4] == self.mode[:4]
+        return same and self.seen.rstrip().endswith(f"\x1b[?25h{LEAVE}")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for descriptor in (self._controller, self._terminal):
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def top(live: Service, *words: str, **arguments: Any) -> Iterator[Terminal]:
+    assert live.tokens is not None
+    terminal = Terminal(
+        "top", *words, "--url", live.server.url, "--every", "0.2",
+        STAGESCOPE_TOKEN=live.tokens.read, **arguments,
+    )  # fmt: skip
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Service]:
+    with service(tmp_path / "home") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A run in step 35: five of eight ranks have generated, one is in the next stage."""
+    with service(tmp_path_factory.mktemp("home")) as running:
+        training = shown(running, 34, rows=2, tokens=24)
+        capture_id = training.capture()
+        training.acknowledge(capture_id, range(7))
+        for rank in range(5):
+            training.actors[rank].end("rollout_generate", 35)
+        training.actors[0].begin("actor_compute_log_prob", 35)
+        yield running
+
+
+def fits(frame: list[str], rows: int, columns: int) -> bool:
+    return len(frame) <= rows and all(len(line) <= columns for line in frame)
+
+
+def test_a_run_on_80_by_24(trained: Service) -> None:
+    with top(trained, RUN) as terminal:
+        frame = terminal.wait_for_text("STEP")
+        assert terminal.seen.startswith(ENTER)
+        text = "\n".join(frame)
+        assert f"{RUN}  attempt 2, live, 8 processes" in frame[0]
+        # The numbers are those of the API.
+        metrics = trained.get("/steps/34/metrics", run=RUN)["metrics"]
+        row = next(line for line in frame if line.split()[:1] == ["34"])
+        assert row.split()[1:3] == ["comparable", "complete"]
+        assert row.split()[3] == f"{metrics['rollout_corr/k3_kl']:.4g}"
+        assert next(line for line in frame if line.split()[:1] == ["33"]).split()[1] == "suspect"
+        # Stages in the order of training; who is done, inside, absent.
+        ranks = next(at for at, line in enumerate(frame) if line.startswith("RANKS in step 35"))
+        assert frame[ranks + 1].split()[:3] == ["rollout_generate", "#####>>>", "5/8"]
+        assert "actor 5-7, " in frame[ranks + 1]
+        assert frame[ranks + 2].split()[:3] == ["actor_compute_log_prob", ">.......", "0/8"]
+        rounds = trained.get("/steps/34/rounds", run=RUN)["rows"]
+        worst = max(rounds, key=lambda each: each["abs_diff_mean"])
+        assert f"WORST ROUND of step 34: {worst['round']} of 4" in text
+        assert f"mean |d| {worst['abs_diff_mean']:.4g}" in text
+        assert "error   step 33" in text
+        assert "asked     actor_update" in text
+        terminal.press("x")  # no key of it
+        terminal.wait_for_text("STEP")
+        terminal.press("q")
+        assert terminal.end() == 0
+        assert terminal.is_restored()
+        assert all(fits(each, 24, 80) for each in terminal.frames)
+
+
+def test_it_does_not_clear_what_it_draws_again(trained: Service) -> None:
+    with top(trained, RUN) as terminal:
+        for _ in range(4):
+            terminal.wait_for_text("STEP")
+        # The screen is cleared once, when it is entered; then lines are written over.
+        assert terminal.seen.count("\x1b[2J") == 1
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "term", "escape"])
+def test_it_restores_the_terminal_however_it_ends(trained: Service, how: str) -> None:
+    with top(trained, RUN) as terminal:
+        terminal.wait_for_text("STEP")
+        if how == "term":
+            terminal.process.send_signal(signal.SIGTERM)
+        else:
+            terminal.press("\x03" if how == "ctrl-c" else "\x1b")
+        assert terminal.end() == 0
+        assert terminal.is_restored()
+        assert "Traceback" not in terminal.seen
+
+
+def test_an_arrow_does_not_quit(trained: Service) -> None:
+    with top(trained, RUN) as terminal:
+        terminal.wait_for_text("STEP")
+        terminal.press("\x1b[A")
+        for _ in range(3):
+            terminal.wait_for_text("STEP")
+        assert terminal.process.poll() is None
+
+
+def test_it_can_be_suspended(trained: Service) -> None:
+    with top(trained, RUN) as terminal:
+        terminal.wait_for_text("STEP")
+        terminal.press("\x1a")
+        deadline = time.monotonic() + 30.0
+        while not terminal.seen.endswith(LEAVE):
+            terminal.read(0.05)
+            assert time.monotonic() < deadline
+        assert terminal.is_restored()
+        status = Path(f"/proc/{terminal.process.pid}/stat")
+        eventually(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+        terminal.process.send_signal(signal.SIGCONT)
+        drawn = len(terminal.frames)
+        terminal.wait_for(lambda frame: len(terminal.frames) > drawn)
+        assert terminal.seen.count(ENTER) == 2
+        terminal.press("q")
+        assert terminal.end() == 0
+
+
+def test_it_follows_the_size_of_the_window(trained: Service) -> None:
+    with top(trained, RUN) as terminal:
+        terminal.wait_for_text("CAPTURES")
+        terminal.resize(12, 50)
+        small = terminal.wait_for(lambda frame: fits(frame, 12, 50))
+        # Every part keeps its title.
+        assert [word for line in small[1:] if (word := line.split()[0]).isupper()] == [
+            "STEP", "RANKS", "WORST", "FINDINGS,", "CAPTURES",
+        ]  # fmt: skip
+        assert small[-1] == "q quits"
+        terminal.resize(50, 120)
+        large = terminal.wait_for(lambda frame: len(frame) > 20)
+        assert fits(large, 50, 120)
+
+
+def test_without_colour_it_says_the_same(trained: Service) -> None:
+    with top(trained, RUN, NO_COLOR="1") as terminal:
+        frame = terminal.wait_for_text("STEP")
+        assert not STYLE.search(terminal.seen)
+        assert any("suspect" in line for line in frame)
+    with top(trained, RUN) as terminal:
+        terminal.wait_for_text("STEP")
+        assert STYLE.search(terminal.seen)
+
+
+def test_a_new_step_appears(live: Service) -> None:
+    rank = Rank(live, world_size=1)
+    rank.stage("actor_compute_log_prob", 1, payload())
+    rank.begin("rollout_generate", 2)
+    with top(live) as terminal:
+        terminal.wait_for_text("RANKS in step 2")
+        rank.end("rollout_generate", 2)
+        rank.stage("actor_compute_log_prob", 2, payload(seed=1))
+        rank.begin("rollout_generate", 3)
+        frame = terminal.wait_for_text("RANKS in step 3")
+        assert any(line.split()[:1] == ["2"] for line in frame)
+
+
+def test_a_run_that_ends_says_why(live: Service) -> None:
+    rank = Rank(live, world_size=1)
+    rank.begin("rollout_generate", 1)
+    with top(live, "r") as terminal:
+        terminal.wait_for_text("attempt 1, live")
+        live.engine.fall_silent(rank)
+        frame = terminal.wait_for_text("ended")
+        assert "its processes fell silent" in frame[0]
+        assert any(line.split()[:2] == ["rollout_generate", "!"] for line in frame)
+        terminal.press("q")
+        assert terminal.end() == 0
+
+
+def test_a_service_that_goes_is_said(live: Service) -> None:
+    Rank(live, world_size=1).begin("rollout_generate", 1)
+    with top(live, "r", "--timeout", "1") as terminal:
+        terminal.wait_for_text("RANKS in step 1")
+        port = int(live.server.url.rpartition(":")[2])
+        live.server.stop()
+        frame = terminal.wait_for_text("no answer")
+        # What was known stays.
+        assert any(line.startswith("RANKS in step 1") for line in frame)
+        assert fits(frame, 24, 80)
+        live.server._requested_port = port
+        live.server.start()
+        terminal.wait_for(lambda frame: "no answer" not in "\n".join(frame))
+        terminal.press("q")
+        assert terminal.end() == 0
+        assert terminal.is_restored()
+
+
+def test_no_service_is_an_error_and_leaves_the_terminal_alone() -> None:
+    terminal = Terminal("top", "r", "--url", "http://127.0.0.1:9", "--timeout", "1")
+    try:
+        assert terminal.end() == 3
+        assert "cannot be reached" in terminal.seen
+        assert ENTER not in terminal.seen
+    finally:
+        terminal.close()
+
+
+def test_once_prints_one_screen(trained: Service) -> None:
+    assert trained.tokens is not None
+    env = {"STAGESCOPE_TOKEN": trained.tokens.read}
+    for words in (["--once"], []):  # a pipe is no terminal
+        result = invoke("top", RUN, *words, "--url", trained.server.url, env=env)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert "\x1b" not in result.stdout
+        lines = result.stdout.splitlines()
+        assert fits(lines, 24, 80)
+        assert "q quits" not in result.stdout
+    result = invoke("top", "nobody", "--once", "--url", trained.server.url, env=env)
+    assert result.exit_code == 4
+
+
+def test_1024_ranks_fit(live: Service) -> None:
+    ranks = [Rank(live, rank=rank, world_size=1024) for rank in range(1024)]
+    for rank in ranks:
+        rank.begin("rollout_generate", 1)
+    for rank in ranks[:1000]:
+        rank.end("rollout_generate", 1)
+    with top(live, "r") as terminal:
+        frame = terminal.wait_for_text("1000/1024")
+        assert fits(frame, 24, 80)
+        row = next(line for line in frame if "1000/1024" in line)
+        # Of 20 marks the last stands for ranks that are inside.
+        assert re.search(r" #{19}> 1000/1024  actor 1000-1023", row)
+
+
+def test_hostile_names_and_numbers_do_not_control_the_terminal() -> None:
+    evil = "\x1b]0;owned\x07\n<b>\u202e" + "w" * 300
+    snapshot = Snapshot(
+        run=evil, attempt={"attempt": 1, "state": "ended", "end_reason": evil, "processes": 1},
+        steps=[{"step": 10**15, "complete": "partial", "measured": True, "gap": evil,
+                "superseded_by": None}],
+        verdicts={10**15: evil}, numbers={"k3_kl": {10**15: float("nan")}},
+        progress={"step": 1, "complete": "open", "wall": 9.0, "expected": {evil: {evil: [0, 1]}},
+                  "missing": [{"role": evil, "stage": evil, "rank": 1, "status": "not begun",
+                               "since": None}]},
+        rounds=[{"abs_diff_mean": "nan", "round": 0}], measured=1,
+        findings=[{"severity": evil, "step": None, "message": evil}],
+        captures=[{"capture_id": evil, "state": evil, "spec": {"stages": [evil]}}], wall=0.0,
+    )  # fmt: skip
+    for width, height in ((80, 24), (40, 8), (200, 60), (1, 1)):
+        lines = screen(snapshot, width=width, height=height, problem=evil)
+        assert len(lines) <= max(height, 8)
+        for line in lines:
+            assert line.text.isprintable()
+            assert len(line.text) <= max(width, 40)
+    (title, *_) = screen(None, width=80, height=24, run="r", problem=evil)
+    assert title.text == "stagescope  r"
