@@ -103,12 +103,12 @@ function showStep(view, params, user) {
     title: "Mismatch", path: measured(path, "metrics"), concerns,
     draw: orNothing((found) => [tiles(found), everyNumber(found)]),
   });
-  lossTable(view, path, concerns);
   view.block({
     title: "Rounds", path: measured(path, "rounds", { limit: 1000 }), concerns, lazy: true,
     draw: orNothing(roundsTable),
   });
   figure("rounds", "Mismatch by round, against the steps before");
+  lossTable(view, path, concerns);
   view.block({
     title: "Ranks", path: measured(path, "ranks", { limit: 1000 }), concerns, lazy: true,
     draw: orNothing((found) => ranksTable(found, params.ranks === "all")),
@@ -260,7 +260,7 @@ const GONE = {
 
 function lossTable(view, path, concerns) {
   view.block({
-    title: "What the loss did with it", concerns,
+    title: "What the loss did with it", concerns, lazy: true, // it reads a file of every rank
     path: async (since) => {
       const found = await measured(path, "samples", { limit: 1 })(since);
       return found.none ? found : found.rows.some((row) => row.kept) ? get(path("loss"), since) : GONE;
