@@ -6,6 +6,8 @@ each has a line of its own and is never shortened.
 
 from __future__ import annotations
 
+import html
+
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Final, TypedDict
@@ -127,7 +129,7 @@ class Operators(Table):
     """Operator calls in execution order: one row per argument, result, parameter or gradient.
 
     Usage:
-        >>> operators = session.step(5).operators(rank=0, name="*lm_head*")
+        >>> operators = session.step("captured").operators(rank=0, name="*lm_head*")
         >>> operators.to_pandas()
         >>> operators.about["tables"]    # the tables read: state, truncated, done, ...
     """
@@ -160,9 +162,23 @@ class Operators(Table):
 
 
 class NonFiniteOperators(Table):
-    """The first operator with a NaN or infinite result on each rank, and the earliest of all."""
+    """The first operator with a NaN or infinite result on each rank, and the earliest of all.
+
+    Usage:
+        >>> found = session.step("captured").non_finite()
+        >>> found.about["earliest"]      # None if everything is finite
+    """
 
     __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """Return the text, with the rows folded below it."""
+        text = html.escape("\n".join(self.lines(width=100)))
+        return render.html_block(
+            self.heading,
+            f'<pre style="white-space:pre-wrap;color:inherit;background:transparent">{text}</pre>'
+            f"<details><summary>as a table</summary>{super()._repr_html_()}</details>",
+        )
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return them as lines of at most `width` columns, the earliest first."""
