@@ -15,7 +15,7 @@ PYTHON_LOWEST ?= $(shell for python in python3.10 $(HOME)/.pyenv/versions/3.10.*
 LOWEST_INSTALL := $(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-lowest.txt
 LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 
-.PHONY: demo test test-verl test-lowest verl check check-fast bench bench-verl format clean help
+.PHONY: demo pictures test test-verl test-lowest verl check check-fast bench bench-verl format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -86,6 +86,9 @@ bench: $(VENV)/installed-dev  ## every benchmark; ratios against a reference of 
 
 bench-verl: $(VERL)/installed-dev  ## what the plugin costs a step of verl, and what the noise is
 	$(VERL)/bin/python -m tests.benchmarks.bench_verl
+
+pictures: $(VENV)/installed-dev  ## draw docs/pictures/ anew: the page, a terminal, a notebook
+	$(BIN)/python -m tests.support.pictures
 
 format: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff format .

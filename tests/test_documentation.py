@@ -13,14 +13,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tests.support.api import Service, service
-from tests.support.command_line import invoke
-from tests.support.investigated_run import investigated
-from tests.support.shown_run import RUN
 
 import stagescope
 from stagescope import cli
 from stagescope_workers import init
+from tests.support.api import Service, service
+from tests.support.command_line import invoke
+from tests.support.investigated_run import investigated
+from tests.support.shown_run import RUN
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -63,9 +63,8 @@ def commands() -> list[tuple[str, str]]:
     """Pages with the commands after their prompts, without comments."""
     found = []
     for block in blocks("console"):
-        for line in block.source.splitlines():
-            if prompt := re.match(r"(?:\w*)\$ (.*)", line):
-                found.append((block.page, re.split(r"\s+# ", prompt[1])[0].strip()))
+        prompts = re.findall(r"^\w*\$ (.*)", block.source, re.M)
+        found += [(block.page, re.split(r"\s+# ", prompt)[0].strip()) for prompt in prompts]
     return found
 
 
@@ -159,7 +158,8 @@ def run_in_training(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     scope |= {
         "p": np.minimum(scope["q"] + noise, 0).astype(np.float32),
         "mask": np.ones((1, 64), np.int64), "rank": 0, "world_size": 1, "step": 5, "model": model,
-        "new": scope["q"], "received": dict(model.named_parameters()), "e": 0, "m": 0, "b": 0, "loss": 0.1,
+        "new": scope["q"], "received": dict(model.named_parameters()), "e": 0, "m": 0, "b": 0,
+        "loss": 0.1,
     }  # fmt: skip
     with service(tmp_path / "another", recorded=False) as running:
         assert running.tokens is not None

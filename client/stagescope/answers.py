@@ -329,12 +329,11 @@ class Record(Mapping[str, Json]):
         columns = self._cells()
         if type(self).lines is Record.lines:
             return render.html_table(columns, units={}, caption=self._title)
-        text = "\n".join(self.lines(width=_HTML_WIDTH))
+        text = "\n".join(map(render.printable, self.lines(width=_HTML_WIDTH)))
         table = render.html_table(columns, units={}, caption="")
         return render.html_block(
             self.heading,
-            f'<pre style="white-space:pre-wrap;color:inherit;background:transparent">'
-            f"{_escaped_lines(text)}</pre>"
+            f"{render.html_text(text)}"
             f"<details><summary>all {len(columns['field'])} fields</summary>{table}</details>",
         )
 
@@ -359,10 +358,6 @@ def _with_unit(value: object, unit: str) -> str:
 
 def _escaped(text: str) -> str:
     return html.escape(render.printable(text))
-
-
-def _escaped_lines(text: str) -> str:
-    return "\n".join(map(_escaped, text.splitlines()))
 
 
 class Status(Record):

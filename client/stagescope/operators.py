@@ -6,8 +6,6 @@ each has a line of its own and is never shortened.
 
 from __future__ import annotations
 
-import html
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Final, TypedDict
@@ -173,11 +171,10 @@ class NonFiniteOperators(Table):
 
     def _repr_html_(self) -> str:
         """Return the text, with the rows folded below it."""
-        text = html.escape("\n".join(self.lines(width=100)))
+        text = render.html_text("\n".join(map(render.printable, self.lines(width=100))))
         return render.html_block(
             self.heading,
-            f'<pre style="white-space:pre-wrap;color:inherit;background:transparent">{text}</pre>'
-            f"<details><summary>as a table</summary>{super()._repr_html_()}</details>",
+            f"{text}<details><summary>as a table</summary>{super()._repr_html_()}</details>",
         )
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:

@@ -36,15 +36,19 @@ def figure_of(answer: JsonObject) -> plotly.graph_objects.Figure:
     """
     figure = graph_objects().Figure(answer["figure"])
     title, note = _lines(answer["title"]), _lines(answer.get("note") or "")
-    room = _LINE * (len(title) + len(note) + 1)
+    room = _LINE * (len(title) + len(note) + 2)
+    height = (figure.layout.height or 420) + room
+    for trace in figure.data:  # what stands at the top of the figure stands below its title
+        if "colorbar" in trace and trace.colorbar.yref == "container":
+            trace.colorbar.y -= room / height
     figure.update_layout(
         title={
             "text": "<br>".join([*title, *(f"<sub>{line}</sub>" for line in note)]),
             "font": {"size": 15}, "x": 0, "xref": "paper", "xanchor": "left",
-            "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 8},
+            "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": _LINE},
         },
         margin_t=(figure.layout.margin.t or 0) + room,
-        height=(figure.layout.height or 420) + room,
+        height=height,
     )  # fmt: skip
     return figure
 

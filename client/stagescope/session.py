@@ -13,7 +13,6 @@ Usage::
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -121,7 +120,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests):
         try:
             found = self.runs(limit=20)._repr_html_()
         except StagescopeError as error:
-            found = f'<pre style="color:inherit">{html.escape(str(error))}</pre>'
+            found = render.html_text(str(error))
         return render.html_block(f"stagescope at {self.url}", found)
 
     def status(self) -> Status:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -105,8 +104,7 @@ class Step:
         try:
             return self.metrics()._repr_html_()
         except StagescopeError as error:
-            text = html.escape(str(error))
-            return render.html_block(repr(self), f'<pre style="color:inherit">{text}</pre>')
+            return render.html_block(repr(self), render.html_text(str(error)))
 
     def metrics(
         self,

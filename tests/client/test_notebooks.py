@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from tests.support.api import Rank, Service, service
+from tests.support.api import Service, service
 from tests.support.investigated_run import BROKEN_OPERATOR, STEPS, investigated
 from tests.support.shown_run import HOT_RANK, NAN_RANK, RUN
 
@@ -178,7 +178,8 @@ def train(step):
 """
 _WAIT: Final = """
 def last():
-    return max((x for trace in live.widget.data if trace.name == "value" for x in trace.x), default=0)
+    lines = [trace for trace in live.widget.data if trace.name == "value"]
+    return max((max(line.x) for line in lines), default=0)
 train(3)
 deadline = time.monotonic() + 30
 while last() < 3 and time.monotonic() < deadline:

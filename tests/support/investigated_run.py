@@ -4,6 +4,7 @@ Documentation, notebooks and pictures are all of this run: what they say of one 
 """
 
 from __future__ import annotations
+
 from typing import Final
 
 import torch
