@@ -190,7 +190,9 @@ last(), live
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
-def test_a_live_cell_follows_the_run_in_a_kernel(tmp_path: Path) -> None:
+def test_a_live_cell_follows_the_run_in_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("anywidget")
     cells = [
@@ -201,7 +203,11 @@ def test_a_live_cell_follows_the_run_in_a_kernel(tmp_path: Path) -> None:
         _WAIT,
     ]
     notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)))
-    done = executed(notebook, tmp_path)
+    with service(tmp_path / "another", recorded=False) as running:
+        assert running.tokens is not None
+        monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
+        monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.operate)
+        done = executed(notebook, tmp_path)
     data = [out["data"] for cell in done.cells for out in cell.outputs if "data" in out]
     assert "application/vnd.jupyter.widget-view+json" in data[0]
     assert data[-1]["text/plain"].startswith("(3, <stagescope.Watch stopped")

@@ -26,20 +26,21 @@ DUMPED: Final = {22: (0,), BROKEN: (0, 1, NAN_RANK)}
 BROKEN_OPERATOR: Final = "blocks.1.down"
 
 
-def investigated(live: Service) -> ShownRun:
-    """Feed the training, with the dumps of a capture in its step `BROKEN`."""
+def investigated(live: Service, **size: int) -> ShownRun:
+    """Feed the training, with the dumps of a capture in its step `BROKEN`; see `ShownRun`."""
     keep_tensors(live)
-    training = ShownRun(live, steps=STEPS)
-    for step in range(1, RESTART):
-        training.do(step)
-        _dump(training, step, 1)
+    training = ShownRun(live, steps=STEPS, **size)
+    _train(training, 1, RESTART - 1, attempt=1)
     training.restart()
-    for step in range(RESUMED + 1, STEPS + 1):
-        training.do(step)
-        _dump(training, step, 2)
-    for actor in training.actors:
-        actor.begin("rollout_generate", STEPS + 1)
+    _train(training, RESUMED + 1, STEPS, attempt=2)
     return training
+
+
+def _train(training: ShownRun, first: int, last: int, *, attempt: int) -> None:
+    for step in range(first, last + 1):
+        training.do(step)
+        _dump(training, step, attempt)
+    training.train(last + 1, last)  # which begins the step after
 
 
 def _dump(training: ShownRun, step: int, attempt: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import html
+import importlib
 import os
 import re
 import sys
@@ -97,16 +98,16 @@ def pictured_commands(page: Any, directory: Path) -> None:
 
 def pictured_notebooks(page: Any, directory: Path) -> None:
     """Run notebooks, and draw them as nbconvert shows them."""
-    import nbformat
-    from nbclient import NotebookClient
-    from nbconvert import HTMLExporter
-
+    # Neither has types; who does not draw notebooks needs neither.
+    nbformat, nbclient, nbconvert = map(
+        importlib.import_module, ("nbformat", "nbclient", "nbconvert")
+    )
     for name, (notebook, height) in NOTEBOOKS.items():
         read = nbformat.read(ROOT / f"client/notebooks/{notebook}.ipynb", as_version=4)
-        NotebookClient(read, timeout=120).execute()
+        nbclient.NotebookClient(read, timeout=120).execute()
         # Its own scripts are from the network, and draw formulas: there are none.
         body = re.sub(r'<script src="https?://[^"]*"></script>', "",
-                      HTMLExporter().from_notebook_node(read)[0])  # fmt: skip
+                      nbconvert.HTMLExporter().from_notebook_node(read)[0])  # fmt: skip
         with tempfile.NamedTemporaryFile("w", suffix=".html") as file:
             file.write(body)
             file.flush()

@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.browser import chromium
+from tests.support.investigated_run import STEPS, investigated
 from tests.support.page import Visit, visiting
 from tests.support.shown_run import (
     BROKEN,
@@ -21,11 +22,9 @@ from tests.support.shown_run import (
     ShownRun,
     keep_tensors,
     payload,
-    shown,
 )
 from tests.support.stores import eventually
 
-STEPS: Final = 36
 TOKENS: Final = 32_768
 OF_RUN: Final = f"#/runs/{RUN}"
 STEP: Final = f"{OF_RUN}/steps/{STEPS}"
@@ -42,6 +41,7 @@ VIEWS: Final = {
     "samples": f"{STEP}/samples",
     "sample": f"{STEP}/samples/g36-0-0%2F1?at=100",
     "operators": f"{STEP}/operators?role=actor&rank=3",
+    "captured operators": f"{OF_RUN}/steps/{BROKEN}/operators?role=actor&rank={NAN_RANK}",
     "findings": f"{OF_RUN}/findings",
     "captures": f"{OF_RUN}/captures",
     "arming": f"{OF_RUN}/captures/new?stages=actor_update&ranks=5",
@@ -66,8 +66,7 @@ def browser() -> Iterator[Any]:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with a training that nobody continues."""
     with service(tmp_path_factory.mktemp("home"), recorded=False) as running:
-        keep_tensors(running)
-        shown(running, STEPS, rows=2, tokens=48)
+        investigated(running, rows=2, tokens=48)
         rank = Rank(running, run="long", world_size=1)
         rank.stage(LOG_PROB, 1, payload(1, 0, rows=1, rounds=8, tokens=TOKENS // 8))
         rank.begin(LOG_PROB, 2)
@@ -178,6 +177,7 @@ def test_every_view_is_quiet_accessible_and_fits(entered: Visit, name: str) -> N
     assert entered.page.evaluate(
         "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     )
+    assert "no token counts" not in text(entered)
     # Tables scroll on their own, and can be scrolled by keyboard.
     assert entered.page.evaluate(
         "[...document.querySelectorAll('main table')].every(e => e.closest('.scroll[tabindex]'))"
