@@ -100,9 +100,9 @@ class SampleTokens(Table):
         facts = [f"position {self['position'][at]}", f"round {self['round'][at]}"]
         facts += [f"{name} {render.format_value(self[name][at])}" for name in ("d", "p", "q")]
         facts += [str(self["fate"][at])] if self["fate"][at] else []
-        is_finite = d is not None and math.isfinite(d)
-        strength = min(abs(d) / _FULL_SHADE, 1.0) if is_finite else 1.0
-        colour = _SHADE if is_finite else _NOT_FINITE
+        value = float(d) if isinstance(d, int | float) else math.nan
+        strength = min(abs(value) / _FULL_SHADE, 1.0) if math.isfinite(value) else 1.0
+        colour = _SHADE if math.isfinite(value) else _NOT_FINITE
         return (
             f'<span style="background:rgba({colour},{0.8 * strength:.2f})" '
             f'title="{html.escape(", ".join(facts))}">{html.escape(shown)}</span>'

@@ -117,13 +117,24 @@ def test_examples_of_docstrings_run(session: Session, holder: Any) -> None:
 
 
 # --- in a real kernel ---------------------------------------------------------------------------
-def executed(notebook: Any, directory: Path) -> Any:
-    """Run a notebook in a kernel of its own; return it with its outputs."""
+def executed(notebook: Any, directory: Path, messages: list[Any] | None = None) -> Any:
+    """Run a notebook in a kernel of its own; return it with its outputs.
+
+    `messages` gets what widgets sent to the browser.
+    """
     client = pytest.importorskip("nbclient", reason="pip install 'stagescope[dev]'")
     pytest.importorskip("ipykernel")
     kernel = client.NotebookClient(
         notebook, timeout=120, resources={"metadata": {"path": str(directory)}}
     )
+    process = kernel.process_message
+
+    def keep(message: Any, *rest: Any) -> Any:
+        if messages is not None and message["header"]["msg_type"] == "comm_msg":
+            messages.append(message)
+        return process(message, *rest)
+
+    kernel.process_message = keep
     return kernel.execute()
 
 
@@ -207,10 +218,15 @@ def test_a_live_cell_follows_the_run_in_a_kernel(
         assert running.tokens is not None
         monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
         monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.operate)
-        done = executed(notebook, tmp_path)
+        messages: list[Any] = []
+        done = executed(notebook, tmp_path, messages)
     data = [out["data"] for cell in done.cells for out in cell.outputs if "data" in out]
     assert "application/vnd.jupyter.widget-view+json" in data[0]
     assert data[-1]["text/plain"].startswith("(3, <stagescope.Watch stopped")
+    # What a browser was sent while the next cell ran.
+    sent = [message["content"]["data"].get("state", {}) for message in messages]
+    updates = [state["_py2js_update"] for state in sent if state.get("_py2js_update")]
+    assert [1, 2, 3] in [x for update in updates for x in update["style_data"]["x"]]
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")

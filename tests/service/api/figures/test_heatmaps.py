@@ -129,7 +129,7 @@ def test_ranks_that_are_apart_are_labelled_among_many(deps: Dependencies) -> Non
     rows = [
         dataclasses.replace(found.rows[0], label=f"rank {at}", apart=at < 5) for at in range(80)
     ]
-    labels = heatmaps.figure(dataclasses.replace(found, rows=rows)).layout.yaxis.tickvals
+    labels = heatmaps.figure(dataclasses.replace(found, rows=tuple(rows))).layout.yaxis.tickvals
     assert [f"▲ rank {at}" for at in range(5)] == list(labels[:5])
     assert "rank 78" in labels
     assert "rank 77" not in labels
