@@ -198,6 +198,8 @@ def test_links_and_pictures_exist_and_the_readme_is_short() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for picture in (ROOT / "docs/pictures").iterdir():
+        assert picture.stat().st_size < 250_000, picture.name
     assert len(PAGES[0].read_text("utf-8").splitlines()) < 150
 
 

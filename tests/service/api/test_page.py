@@ -348,6 +348,25 @@ def test_what_has_not_changed_is_not_sent_again(browser: Any, shared: Service) -
         assert set(statuses) == {304}
 
 
+def test_what_is_far_below_is_asked_for_when_it_is_scrolled_to(
+    browser: Any, shared: Service
+) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.settle()
+        del visit.requests[:]
+        visit.go(STEP)
+        visit.wait_until("document.querySelector('.verdict')")
+        visit.settle()
+        costly = re.compile(r"/steps/\d+/(tokens|scalars|stages)\b")
+        assert not [url for url in visit.requests if costly.search(url)]
+        visit.page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        eventually(
+            lambda: visit.page.wait_for_timeout(20) or any(map(costly.search, visit.requests))
+        )
+
+
 def test_a_service_that_restarts_is_followed_again(
     browser: Any, live: Service, training: ShownRun
 ) -> None:
