@@ -15,7 +15,7 @@ PYTHON_LOWEST ?= $(shell for python in python3.10 $(HOME)/.pyenv/versions/3.10.*
 LOWEST_INSTALL := $(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-lowest.txt
 LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 
-.PHONY: demo test test-verl test-lowest verl check check-fast bench bench-verl format clean help
+.PHONY: demo pictures test test-verl test-lowest verl check check-fast bench bench-verl format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -73,7 +73,7 @@ check: $(VENV)/installed-dev  ## format, lint, types, tests
 
 # What needs neither Ray, a database, a browser nor msprobe, but the longest searches of hypothesis.
 FAST := tests/test_structure.py tests/client $(addprefix tests/service/,core statistics triggers) \
-	$(addprefix --ignore=tests/,client/engines client/test_against_the_service.py client/test_cli.py \
+	$(addprefix --ignore=tests/,client/engines client/test_against_the_service.py client/test_cli.py client/test_notebooks.py \
 	service/core/test_any_order.py service/triggers/test_watch.py)
 
 check-fast: $(VENV)/installed-dev  ## while editing: format, lint, mypy, the tests of pure code
@@ -86,6 +86,9 @@ bench: $(VENV)/installed-dev  ## every benchmark; ratios against a reference of 
 
 bench-verl: $(VERL)/installed-dev  ## what the plugin costs a step of verl, and what the noise is
 	$(VERL)/bin/python -m tests.benchmarks.bench_verl
+
+pictures: $(VENV)/installed-dev  ## draw docs/pictures/ anew: the page, a terminal, a notebook
+	$(BIN)/python -m tests.support.pictures
 
 format: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff format .

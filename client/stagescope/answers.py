@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -42,6 +43,7 @@ KEY_METRICS: Final[tuple[str, ...]] = (
 )
 """The most important metrics; they are displayed first."""
 
+_ROUND_MEAN: Final = re.compile(r"per_round/round_\d+_abs_diff_mean")
 _NATS: Final = ("rollout_corr/kl", "rollout_corr/k3_kl", "logprob", "per_round/max_diff_value")
 _TOKENS: Final = ("counts/tokens", "counts/masked_tokens", "nonfinite/")
 
@@ -261,12 +263,21 @@ class Metrics(Mapping[str, float]):
         first = self.head()
         rest = Metrics({n: v for n, v in self._values.items() if n not in first}, self._about)
         notes = "".join(f"<div>{_escaped(note)}</div>" for note in self.notes())
-        shown = render.html_table(first._with_units(), units={}, caption=self.heading)
+        shown = self._picture()
+        shown += render.html_table(first._with_units(), units={}, caption=self.heading)
         if not len(rest):
             return render.html_block("", f"{shown}{notes}")
         table = render.html_table(rest._with_units(), units={}, caption="")
         folded = f"<details><summary>{len(rest)} more metrics</summary>{table}</details>"
         return render.html_block("", f"{shown}{notes}{folded}")
+
+    def _picture(self) -> str:
+        """Return the mean mismatch of each round as a small picture; "" for fewer than two."""
+        names = [name for name in self._values if _ROUND_MEAN.fullmatch(name)]
+        names.sort(key=lambda name: int(name.split("_")[2]))
+        labels = [f"round {name.split('_')[2]}" for name in names]
+        values = [self._values[name] for name in names]
+        return render.html_bars(labels, values, "mean |d| by round") if len(names) > 1 else ""
 
     def _with_units(self) -> _Columns:
         return {**self._columns(), "unit": tuple(map(unit_of_metric, self._values))}
@@ -318,12 +329,11 @@ class Record(Mapping[str, Json]):
         columns = self._cells()
         if type(self).lines is Record.lines:
             return render.html_table(columns, units={}, caption=self._title)
-        text = "\n".join(self.lines(width=_HTML_WIDTH))
+        text = "\n".join(map(render.printable, self.lines(width=_HTML_WIDTH)))
         table = render.html_table(columns, units={}, caption="")
         return render.html_block(
             self.heading,
-            f'<pre style="white-space:pre-wrap;color:inherit;background:transparent">'
-            f"{_escaped_lines(text)}</pre>"
+            f"{render.html_text(text)}"
             f"<details><summary>all {len(columns['field'])} fields</summary>{table}</details>",
         )
 
@@ -348,10 +358,6 @@ def _with_unit(value: object, unit: str) -> str:
 
 def _escaped(text: str) -> str:
     return html.escape(render.printable(text))
-
-
-def _escaped_lines(text: str) -> str:
-    return "\n".join(map(_escaped, text.splitlines()))
 
 
 class Status(Record):

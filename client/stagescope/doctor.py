@@ -61,9 +61,9 @@ class Diagnosis(Table):
         body = [f"<p>{html.escape(str(self.about.get('text') or ''))}</p>"]
         body += [
             f'<details open><summary style="color:{_COLOURS["found"]}"><b>'
-            f"{html.escape(_title(row))}</b></summary><pre>"
-            + html.escape("\n".join(_paragraph(row, 100)[1:]))
-            + "</pre></details>"
+            f"{html.escape(_title(row))}</b></summary>"
+            + render.html_text("\n".join(_paragraph(row, 100)[1:]))
+            + "</details>"
             for row in self.found
         ]
         for verdict in ("not measured", "not found"):

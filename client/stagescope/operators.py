@@ -127,7 +127,7 @@ class Operators(Table):
     """Operator calls in execution order: one row per argument, result, parameter or gradient.
 
     Usage:
-        >>> operators = session.step(5).operators(rank=0, name="*lm_head*")
+        >>> operators = session.step("captured").operators(rank=0, name="*lm_head*")
         >>> operators.to_pandas()
         >>> operators.about["tables"]    # the tables read: state, truncated, done, ...
     """
@@ -160,9 +160,22 @@ class Operators(Table):
 
 
 class NonFiniteOperators(Table):
-    """The first operator with a NaN or infinite result on each rank, and the earliest of all."""
+    """The first operator with a NaN or infinite result on each rank, and the earliest of all.
+
+    Usage:
+        >>> found = session.step("captured").non_finite()
+        >>> found.about["earliest"]      # None if everything is finite
+    """
 
     __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """Return the text, with the rows folded below it."""
+        text = render.html_text("\n".join(map(render.printable, self.lines(width=100))))
+        return render.html_block(
+            self.heading,
+            f"{text}<details><summary>as a table</summary>{super()._repr_html_()}</details>",
+        )
 
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return them as lines of at most `width` columns, the earliest first."""

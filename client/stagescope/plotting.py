@@ -36,15 +36,19 @@ def figure_of(answer: JsonObject) -> plotly.graph_objects.Figure:
     """
     figure = graph_objects().Figure(answer["figure"])
     title, note = _lines(answer["title"]), _lines(answer.get("note") or "")
-    room = _LINE * (len(title) + len(note) + 1)
+    room = _LINE * (len(title) + len(note) + 2)
+    height = (figure.layout.height or 420) + room
+    for trace in figure.data:  # what stands at the top of the figure stands below its title
+        if "colorbar" in trace and trace.colorbar.yref == "container":
+            trace.colorbar.y -= room / height
     figure.update_layout(
         title={
             "text": "<br>".join([*title, *(f"<sub>{line}</sub>" for line in note)]),
             "font": {"size": 15}, "x": 0, "xref": "paper", "xanchor": "left",
-            "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 8},
+            "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": _LINE},
         },
         margin_t=(figure.layout.margin.t or 0) + room,
-        height=(figure.layout.height or 420) + room,
+        height=height,
     )  # fmt: skip
     return figure
 
@@ -68,7 +72,43 @@ def _lines(text: str) -> list[str]:
     return [html.escape(line) for line in textwrap.wrap(text, _WRAPPED)]
 
 
-class PlottedTable(Table):
+class BarTable(Table):
+    """A table whose rows a notebook shows as bars above them, one a row.
+
+    Usage:
+        >>> samples = session.step(5).samples()
+        >>> samples.where(rank=3)["max_abs"]     # a selection has no bars
+    """
+
+    __slots__ = ("_column", "_label")
+
+    _label: str
+    _column: str
+
+    @classmethod
+    def with_bars(cls, table: Table, *, label: str, column: str) -> Self:
+        """Return a table with bars.
+
+        Args:
+            table: the rows.
+            label: the column that names a row.
+            column: the column of the bars' heights.
+        """
+        found = cls.of(table)
+        found._label, found._column = label, column
+        return found
+
+    def _repr_html_(self) -> str:
+        table = super()._repr_html_()
+        if self._label not in self.names or self._column not in self.names or len(self) < 2:
+            return table
+        picture = render.html_bars(
+            [str(name) for name in self[self._label]], self[self._column], self._column
+        )
+        return f"{picture}{table}"
+
+
+class PlottedTable(BarTable):
     """A table that the service can draw; in a notebook a small picture stands above its rows.
 
     Usage:
@@ -77,11 +117,9 @@ class PlottedTable(Table):
         >>> figure = session.step(5).ranks().plot(metric="rollout_corr/k3_kl")
     """
 
-    __slots__ = ("_column", "_draw", "_label", "_refusal")
+    __slots__ = ("_draw", "_refusal")
 
     _draw: Callable[..., plotly.graph_objects.Figure]
-    _label: str
-    _column: str
     _refusal: str
 
     @classmethod
@@ -103,9 +141,8 @@ class PlottedTable(Table):
             column: the column of the small picture.
             refusal: why there is no figure of these rows; "" if there is one.
         """
-        found = cls.of(table)
-        found._draw, found._label, found._column = draw, label, column
-        found._refusal = refusal
+        found = cls.with_bars(table, label=label, column=column)
+        found._draw, found._refusal = draw, refusal
         return found
 
     def plot(self, **parameters: object) -> plotly.graph_objects.Figure:
@@ -121,12 +158,3 @@ class PlottedTable(Table):
         if self._refusal:
             raise InvalidInput(f"there is no figure {self._refusal}", expected="all rows")
         return self._draw(**parameters)
-
-    def _repr_html_(self) -> str:
-        table = super()._repr_html_()
-        if self._label not in self.names or self._column not in self.names or len(self) < 2:
-            return table
-        picture = render.html_bars(
-            [str(name) for name in self[self._label]], self[self._column], self._column
-        )
-        return f"{picture}{table}"

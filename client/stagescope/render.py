@@ -330,6 +330,12 @@ def html_bars(names: Sequence[str], values: Sequence[Json], what: str) -> str:
     )
 
 
+def html_text(text: str) -> str:
+    """Return lines of text as HTML in a font of fixed width, as a terminal shows them."""
+    style = "white-space:pre-wrap;font-family:monospace;color:inherit;background:transparent"
+    return f'<pre style="{style}">{html.escape(text)}</pre>'
+
+
 def html_block(heading: str, body: str) -> str:
     """Return a heading with `body` below it; `body` is HTML."""
     return f'<div style="overflow-x:auto;color:inherit">{_html_heading(heading)}{body}</div>'
@@ -352,11 +358,8 @@ def _html_cell(value: Json, unit: str) -> str:
     text = html.escape(format_value(value, unit))
     if not isinstance(value, Mapping) or len(value) <= 3:
         return text
-    body = html.escape(_json(value, indent=2))
-    return (
-        f"<details><summary>{text}</summary>"
-        f'<pre style="color:inherit;background:transparent">{body}</pre></details>'
-    )
+    body = html_text(_json(value, indent=2))
+    return f"<details><summary>{text}</summary>{body}</details>"
 
 
 def _json(value: Json, indent: int | None = None) -> str:

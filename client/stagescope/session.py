@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from stagescope import discovery
+from stagescope import discovery, render
 from stagescope.advice import AdviceFormat, for_session
 from stagescope.answers import Record, Status
 from stagescope.capture_requests import CaptureRequests
@@ -35,7 +35,7 @@ from stagescope.series import Exact, Series
 from stagescope.step import Step
 from stagescope.table import Table
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
-from stagescope.wire.errors import NotFound
+from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.framing import MEDIA_TYPE, SendResult, WirePayload, pack_batch
 from stagescope.wire.nonfinite import Json
 
@@ -120,7 +120,19 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
 
     Each answer names its run and attempt. The default of `run` is the run whose training stage
     began last, that of `attempt` is the run's latest.
+
+    Usage:
+        >>> session.runs(), session.steps(), session.findings(), session.doctor()
+        >>> session.step("measured").metrics()["rollout_corr/k3_kl"]
     """
+
+    def _repr_html_(self) -> str:
+        """Return the service's address and its runs, or why it does not answer."""
+        try:
+            found = self.runs(limit=20)._repr_html_()
+        except StagescopeError as error:
+            found = render.html_text(str(error))
+        return render.html_block(f"stagescope at {self.url}", found)
 
     def status(self) -> Status:
         """Return the service's state: ready or the reason why not, versions, counts."""
@@ -307,6 +319,9 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         self, run: str | None = None, attempt: int | None = None, *, step: int | None = None
     ) -> Diagnosis:
         """Hold the rulebook against a run: what is sick, since when, and how sure that is.
+
+        Usage:
+            >>> session.doctor().found[0]["title"]
 
         Args:
             run: its name; default: the run whose training stage began last.

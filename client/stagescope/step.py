@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from stagescope import render
 from stagescope.answers import Metrics, Record
 from stagescope.batch import Batch
 from stagescope.batch.file import DownloadBuffer, atomic_file, load, parse
@@ -15,11 +16,12 @@ from stagescope.columns import COLUMNS
 from stagescope.connection import LIMIT, segment
 from stagescope.hangs import STUCK_ORDER, Stacks, Stuck
 from stagescope.operators import NonFiniteOperators, Operators, Stack
-from stagescope.plotting import PlottedTable
+from stagescope.plotting import BarTable, PlottedTable
 from stagescope.samples import SampleTokens
 from stagescope.table import Table
 from stagescope.transport import QueryValue
 from stagescope.weights import WEIGHT_ORDER, Weights
+from stagescope.wire.errors import StagescopeError
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -69,7 +71,12 @@ def _of_slice(filters: Mapping[str, object]) -> str:
 
 
 class Step:
-    """One step of one attempt of one run; each method asks one question about it."""
+    """One step of one attempt of one run; each method asks one question about it.
+
+    Usage:
+        >>> step = session.step(5)
+        >>> step.metrics(), step.rounds(), step.ranks(), step.tokens()
+    """
 
     def __init__(
         self,
@@ -91,6 +98,13 @@ class Step:
     def __repr__(self) -> str:
         gap = f": {self.gap}" if self.gap else ""
         return f"<stagescope.Step {self.step} of run {self.run}, attempt {self.attempt}{gap}>"
+
+    def _repr_html_(self) -> str:
+        """Return the most important metrics, or why there are none; it asks the service."""
+        try:
+            return self.metrics()._repr_html_()
+        except StagescopeError as error:
+            return render.html_block(repr(self), render.html_text(str(error)))
 
     def metrics(
         self,
@@ -242,12 +256,24 @@ class Step:
         role: str | None = None,
         rank: int | None = None,
         limit: int = LIMIT,
-    ) -> Table:
-        """Return the step's samples with their mismatch, the largest |p - q| first."""
-        return self._table("samples", _SAMPLE_ORDER, limit, sort=sort, role=role, rank=rank)
+    ) -> BarTable:
+        """Return the step's samples with their mismatch, the largest |p - q| first.
+
+        Usage:
+            >>> session.step(5).samples(sort="mean_abs")[0]["sample_uid"]
+        """
+        return BarTable.with_bars(
+            self._table("samples", _SAMPLE_ORDER, limit, sort=sort, role=role, rank=rank),
+            label="sample_uid",
+            column="max_abs",
+        )
 
     def sample(self, sample_uid: str) -> SampleTokens:
         """Return the tokens of a sample: both log-probs, and what the loss did to each.
+
+        Usage:
+            >>> step = session.step(5)
+            >>> step.sample(step.tokens()[0]["sample_uid"])     # that of the worst token
 
         Raises:
             NotFound: its tensors are not kept, or there is no such sample.
@@ -257,6 +283,9 @@ class Step:
 
     def loss(self, *, limit: int = LIMIT) -> Table:
         """Return how much of the mismatch sits in tokens that the loss trains on, or leaves out.
+
+        Usage:
+            >>> session.step(5).loss().about["note"]
 
         `about["note"]` is the sentence; `about["unrecorded"]` names what is not known.
 

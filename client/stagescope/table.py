@@ -43,7 +43,7 @@ class Table:
         >>> table = session.step(5).rounds()
         >>> table[0]                    # first row, a dict
         >>> table["abs_diff_mean"]      # a column, a tuple
-        >>> table.where(stage="actor_update").to_pandas()
+        >>> table.where(comparable="comparable").to_pandas()
     """
 
     __slots__ = (

@@ -89,6 +89,12 @@ def test_the_note_stands_below_the_title(session: Session) -> None:
     assert figure.layout.margin.t > 40
 
 
+def test_a_colour_bar_stands_below_the_title(session: Session) -> None:
+    figure = session.step(5).heatmap()
+    from_top = (1 - figure.data[0].colorbar.y) * figure.layout.height
+    assert from_top > 2 * figure.layout.title.font.size  # pixels
+
+
 def test_figures_are_listed_and_unknown_ones_are_not_found(session: Session) -> None:
     listed = session.figures()
     assert {"overview", "rounds", "timeline"} <= set(listed["name"])

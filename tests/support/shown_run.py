@@ -98,6 +98,7 @@ class ShownRun:
         self.size = size
         self.ranks = ranks
         self.start = time.time() - steps * SECONDS * 1.2 if start is None else start
+        self.is_resumed = False
         self.actors = self._begin("one", 0)
 
     def _begin(self, key: str, resumed: int) -> list[Rank]:
@@ -133,7 +134,7 @@ class ShownRun:
         for rank, actor in enumerate(self.actors):
             actor.stage("rollout_generate", step, seconds=30.0 + rank)
         for rank, actor in enumerate(self.actors):
-            is_hot = rank == HOT_RANK and step > RESUMED
+            is_hot = rank == HOT_RANK and self.is_resumed
             handed = payload(step, rank, scale=4.0 if is_hot else 1.0, **self.size)
             if step == BROKEN and rank == NAN_RANK:
                 handed["tensors"]["old_log_probs"][2][1, 40:43] = math.nan
@@ -148,6 +149,7 @@ class ShownRun:
         for actor in self.actors:
             self.live.engine.fall_silent(actor)
         self.start += 4 * SECONDS
+        self.is_resumed = True
         self.actors = self._begin("two", RESUMED)
 
     def capture(self) -> str:

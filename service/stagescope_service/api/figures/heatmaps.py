@@ -52,6 +52,8 @@ _MOST_BYTES: Final = 96 << 20
 """Of the numbers of ranks that are read for one figure; of more steps some are left out."""
 _ALONE: Final = 12
 """Most ranks that stand apart and have rows of their own, where the others are folded."""
+_MOST_LABELS: Final = 50
+"""Labels of rows, a row of which is 16 pixels high as long as there are no more."""
 _GROUPS: Final = 40
 """Most rows of folded ranks."""
 _APART: Final = 6.0
@@ -552,11 +554,21 @@ def figure(found: HeatInfo) -> go.Figure:
     drawn.update_xaxes(title={"text": axis}, tickformat="d", dtick=1 if few else None)
     drawn.update_yaxes(
         title={"text": "rank"}, autorange="reversed", type="category", tickmode="array",
-        tickvals=labels[:: -(-len(labels) // 40)], tickfont={"size": 10},
+        tickvals=_labelled(found.rows, labels), tickfont={"size": 10},
     )  # fmt: skip
     height = min(max(len(found.rows) * 16, 60), 800) + 150
     drawn = style.finished(drawn, title, height)
     return drawn.update_layout(showlegend=False, margin={"t": 50}, yaxis={"showgrid": False})
+
+
+def _labelled(rows: Sequence[HeatRow], labels: Sequence[str]) -> list[str]:
+    """Return the labels for which there is room; those that are apart always have one."""
+    every = -(-len(rows) // _MOST_LABELS)
+    return [
+        label
+        for at, (row, label) in enumerate(zip(rows, labels, strict=True))
+        if row.apart or at % every == 0
+    ]
 
 
 def _log_ticks(shown: Float64, unit: str) -> dict[str, object]:

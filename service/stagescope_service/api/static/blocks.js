@@ -119,7 +119,8 @@ export class Block {
   constructor({ title = null, path, draw, concerns = () => false, lazy = false, id = null, level = 2 }) {
     const label = `block-${++unique}`;
     this.note = h("div");
-    this.body = h("div.body", { "aria-busy": "true" }, h("p.quiet", {}, "loading…"));
+    this.body = h("div.body", { "aria-busy": "true", class: lazy ? "awaited" : "" },
+      h("p.quiet", {}, "loading…"));
     this.element = h(title ? "section" : "div", { class: "block", "aria-labelledby": title && label, id },
       title && h(`h${level}`, { id: label }, title), this.note, this.body);
     this.paths = typeof path === "function" ? null : [path].flat();
@@ -142,7 +143,7 @@ export class Block {
       if (error.status === 401) return;
       patch(this.note, nodes(problem(error)));
       if (!this.shown) patch(this.body, []);
-      this.body.removeAttribute("aria-busy");
+      this.#settle();
       if (!error.problem) throw error;
     }
   }
@@ -151,6 +152,11 @@ export class Block {
     if (this.shown && data.every((each, at) => each === this.shown[at])) return;
     patch(this.body, nodes(this.draw(...data)));
     this.shown = data;
+    this.#settle();
+  }
+
+  #settle() {
     this.body.removeAttribute("aria-busy");
+    this.body.classList.remove("awaited");
   }
 }

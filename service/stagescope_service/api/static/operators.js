@@ -6,6 +6,8 @@ import { Figure } from "./figure.js";
 import { bytes, count, plural } from "./format.js";
 import { get, part, url } from "./service.js";
 
+/** The last two parts of a path: "/a/b/model/block.py:23 in forward" is "model/block.py:23 in forward". */
+const shortPath = (source) => source.replace(/^\S*\/(?=[^/\s]+\/[^/\s]+)/, "");
 const NOTHING = { earliest: null, tables: [], rows: [], next: null };
 
 /** Operators of a step, perhaps of one rank and stage. */
@@ -76,7 +78,7 @@ export function operators(view, params) {
         ["mean", (row) => quantity(row.mean, "", "-"), { right: true }],
         ["norm", (row) => quantity(row.norm, "", "-"), { right: true }],
         ["", (row) => (row.non_finite ? h("span.bad", {}, row.non_finite) : "")],
-        ["at", (row) => row.source ?? "", { wide: true }],
+        ["at", (row) => (row.source ? h("span", { title: row.source }, shortPath(row.source)) : "")],
       ], rows, { key: (row) => `${row.role}/${row.rank}/${row.order}/${row.section}/${row.index}/${row.name}`,
         empty: "No call is like that." }),
       next && h("button", { type: "button", onclick: () => choose({ cursor: next }) }, "Further calls"),

@@ -103,12 +103,12 @@ function showStep(view, params, user) {
     title: "Mismatch", path: measured(path, "metrics"), concerns,
     draw: orNothing((found) => [tiles(found), everyNumber(found)]),
   });
-  lossTable(view, path, concerns);
   view.block({
     title: "Rounds", path: measured(path, "rounds", { limit: 1000 }), concerns, lazy: true,
     draw: orNothing(roundsTable),
   });
   figure("rounds", "Mismatch by round, against the steps before");
+  lossTable(view, path, concerns);
   view.block({
     title: "Ranks", path: measured(path, "ranks", { limit: 1000 }), concerns, lazy: true,
     draw: orNothing((found) => ranksTable(found, params.ranks === "all")),
@@ -195,12 +195,15 @@ function tiles({ metrics, noise_floor: floor, nonfinite, complete }) {
     h("div.tile", { "data-key": name }, h("dt", {}, name), h("dd", {}, value,
       remark && h("span.remark", {}, remark)));
   const of = (name, unit = unitOf(name)) => quantity(metrics[name] ?? null, unit, why);
+  // Of a rank or a round fewer numbers are published: what is not among them has no tile.
+  const published = (name, label, remark) =>
+    (name in metrics || complete === "open") && tile(label, of(name), remark);
   return h("dl.tiles", {},
     tile("mean |d|", of("logprob_abs_diff/mean"), isFinite(own)
       ? own > 0 && isFinite(mean) ? `${number(mean / own)} times the noise floor ${number(own)}`
         : `noise floor ${number(own)}`
       : "noise floor not measured: hand over recomputed_log_probs"),
-    tile("99 % of |d| below", of("logprob_abs_diff/p99")),
+    published("logprob_abs_diff/p99", "99 % of |d| below"),
     tile("largest |d|", of("logprob_abs_diff/max")),
     tile("KL (k3)", of("rollout_corr/k3_kl")),
     tile("KL (k1)", of("rollout_corr/kl")),
@@ -208,9 +211,9 @@ function tiles({ metrics, noise_floor: floor, nonfinite, complete }) {
     tile("correlation", of("training/rollout_actor_probs_pearson_corr")),
     tile("ratio outside 0.5 to 2", quantity(metrics["tail/ratio_outside_0.5_2_share"] ?? null, "", why, share),
       plural(metrics["tail/ratio_outside_0.5_2_count"] ?? 0, "token")),
-    tile("calibration z", of("calibration/z"), "beyond ±6 the rollout sampled from another distribution"),
+    published("calibration/z", "calibration z", "beyond ±6 the rollout sampled from another distribution"),
     tile("not finite", broken.length ? h("span.bad", {}, broken.join(", ")) : quantity(0, "tokens")),
-    tile("rounding alone", of("rounding/abs_diff_floor"), "about what the dtypes add to mean |d|"));
+    published("rounding/abs_diff_floor", "rounding alone", "about what the dtypes add to mean |d|"));
 }
 
 function everyNumber({ metrics, noise_floor: floor, streams, rollout_is: weights }) {
@@ -260,7 +263,7 @@ const GONE = {
 
 function lossTable(view, path, concerns) {
   view.block({
-    title: "What the loss did with it", concerns,
+    title: "What the loss did with it", concerns, lazy: true, // it reads a file of every rank
     path: async (since) => {
       const found = await measured(path, "samples", { limit: 1 })(since);
       return found.none ? found : found.rows.some((row) => row.kept) ? get(path("loss"), since) : GONE;

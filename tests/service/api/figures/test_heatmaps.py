@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,17 @@ def test_the_figure_has_a_gap_where_nothing_was_measured(deps: Dependencies) -> 
     assert heat.y[0] == f"▲ rank {APART} (dp {APART})"
     assert (drawn.layout.xaxis.title.text, drawn.layout.yaxis.title.text) == ("step", "rank")
     assert heat.colorbar.ticksuffix == " nat"
+
+
+def test_ranks_that_are_apart_are_labelled_among_many(deps: Dependencies) -> None:
+    found = heatmaps.rounds_info(deps, target(deps, 1))
+    rows = [
+        dataclasses.replace(found.rows[0], label=f"rank {at}", apart=at < 5) for at in range(80)
+    ]
+    labels = heatmaps.figure(dataclasses.replace(found, rows=tuple(rows))).layout.yaxis.tickvals
+    assert [f"▲ rank {at}" for at in range(5)] == list(labels[:5])
+    assert "rank 78" in labels
+    assert "rank 77" not in labels
 
 
 def test_a_step_without_numbers_says_why(deps: Dependencies) -> None:

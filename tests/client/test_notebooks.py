@@ -1,0 +1,249 @@
+"""What a notebook's user meets first: what is shown of each answer, examples, whole notebooks."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from tests.support.api import Service, service
+from tests.support.investigated_run import BROKEN_OPERATOR, STEPS, investigated
+from tests.support.shown_run import HOT_RANK, NAN_RANK, RUN
+
+import stagescope
+from stagescope import Metrics, Session, Step, Table
+from stagescope.doctor import Diagnosis
+from stagescope.findings import FindingRows
+from stagescope.operators import NonFiniteOperators, Operators
+from stagescope.plotting import BarTable
+from stagescope.samples import SampleTokens
+from stagescope.series import Series
+
+NOTEBOOKS: Final = Path(stagescope.__file__).parents[1] / "notebooks"
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(tmp_path_factory.mktemp("home"), recorded=False) as running:
+        investigated(running)
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def user(live: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert live.tokens is not None
+    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
+
+
+@pytest.fixture
+def session(live: Service) -> Iterator[Session]:
+    with stagescope.attach() as session:
+        yield session
+
+
+def test_each_answer_shows_itself_as_text_and_as_html(session: Session) -> None:
+    step = session.step(STEPS)
+    uid = step.samples()[0]["sample_uid"]
+    shown: list[tuple[Any, str, str]] = [  # an answer, part of its text, part of its HTML
+        (session, "stagescope.Session", RUN),
+        (step, f"Step {STEPS} of run {RUN}", "rollout_corr/k3_kl"),
+        (step.metrics(), "logprob_abs_diff/mean", "<svg"),
+        (step.rounds(), "abs_diff_mean", "<svg"),
+        (step.ranks(), "abs_diff_mean", "<svg"),
+        (step.samples(), uid[:8], "<svg"),
+        (step.sample(uid), "position", "rgba("),
+        (session.findings(), "nonfinite_log_probs", "border-left"),
+        (session.doctor(), "One rank", "<details open>"),
+        (session.step("captured").non_finite(), BROKEN_OPERATOR, BROKEN_OPERATOR),
+        (session.step("captured").operators(rank=0), "Module.", "<table"),
+    ]
+    for answer, in_text, in_html in shown:
+        text, page = repr(answer), answer._repr_html_()
+        assert in_text in text, type(answer)
+        assert in_html in page, type(answer)
+        assert max(map(len, text.splitlines())) <= 100
+        assert "<script" not in page
+
+
+def test_a_step_without_numbers_says_so(session: Session) -> None:
+    page = session.step(STEPS + 1)._repr_html_()
+    assert "no numbers" in page
+    assert "<table" not in page
+
+
+def test_the_rounds_of_metrics_are_bars_in_their_order() -> None:
+    values = {f"per_round/round_{at}_abs_diff_mean": float(at + 1) for at in (10, 2, 0, 1)}
+    page = Metrics(values, {})._repr_html_()
+    bars = re.findall(r"<title>round (\d+): (\d+)</title>", page)
+    assert bars == [("0", "1"), ("1", "2"), ("2", "3"), ("10", "11")]
+
+
+def test_the_tokens_of_a_sample_are_shaded_by_their_mismatch() -> None:
+    answer = {
+        "sample_uid": "s", "positions": [0, 1, 2, 3], "texts": ["a", "<b>", "c", "d"],
+        "token_ids": [1, 2, 3, 4], "mask": [1, 1, 0, 1], "round": [0, 0, None, 1],
+        "d": [0.0, -0.25, None, "nan"], "p": [-1.0, -1.25, None, "nan"],
+        "q": [-1.0, -1.0, None, -1.0], "fate": ["trained", "clipped low", "environment", "trained"],
+    }  # fmt: skip
+    page = SampleTokens.of_answer(answer)._repr_html_()
+    spans = re.findall(r'<span style="([^"]*)"(?: title="([^"]*)")?>([^<]*)</span>', page)
+    assert [text for _, _, text in spans] == ["a", "&lt;b&gt;", "c", "d"]
+    assert [style for style, _, _ in spans] == [
+        "background:rgba(213,94,0,0.00)",
+        "background:rgba(213,94,0,0.40)",  # half of the |d| from which on it is full, of 0.8
+        "opacity:.5",
+        "background:rgba(204,0,160,0.80)",
+    ]
+    assert "clipped low" in spans[1][1]
+
+
+EXAMPLES: Final = (
+    Session, Step, Step.samples, Step.sample, Step.loss, Session.doctor, Table, Metrics,
+    FindingRows, Diagnosis, SampleTokens, Operators, NonFiniteOperators, BarTable, Series,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("holder", EXAMPLES, ids=lambda each: each.__qualname__)
+def test_examples_of_docstrings_run(session: Session, holder: Any) -> None:
+    (found,) = doctest.DocTestFinder(recurse=False).find(holder, holder.__qualname__)
+    assert found.examples
+    scope: dict[str, Any] = {"session": session}
+    for example in found.examples:
+        exec(example.source, scope)
+
+
+# --- in a real kernel ---------------------------------------------------------------------------
+def executed(notebook: Any, directory: Path, messages: list[Any] | None = None) -> Any:
+    """Run a notebook in a kernel of its own; return it with its outputs.
+
+    `messages` gets what widgets sent to the browser.
+    """
+    client = pytest.importorskip("nbclient", reason="pip install 'stagescope[dev]'")
+    pytest.importorskip("ipykernel")
+    kernel = client.NotebookClient(
+        notebook, timeout=120, resources={"metadata": {"path": str(directory)}}
+    )
+    process = kernel.process_message
+
+    def keep(message: Any, *rest: Any) -> Any:
+        if messages is not None and message["header"]["msg_type"] == "comm_msg":
+            messages.append(message)
+        return process(message, *rest)
+
+    kernel.process_message = keep
+    return kernel.execute()
+
+
+def outputs(notebook: Any, kind: str = "text/html") -> str:
+    return "\n".join(
+        str(output["data"].get(kind, ""))
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if "data" in output
+    )
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("jump_at_the_restart", [f"actor {HOT_RANK}", "attempt 2", "rgba(213,94,0"]),
+        ("nan_in_one_operator", [f"rank {NAN_RANK}", BROKEN_OPERATOR, "old_nan", "acknowledged"]),
+    ],
+)
+def test_an_investigation_finds_its_cause(name: str, found: list[str], tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    written = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    nbformat.validate(written)
+    assert not any(cell.get("outputs") for cell in written.cells)
+    done = executed(written, tmp_path)
+    shown = outputs(done) + outputs(done, "text/plain")
+    for text in found:
+        assert text in shown, text
+    kinds = {kind for cell in done.cells for out in cell.get("outputs", ()) for kind in out["data"]}
+    assert "application/vnd.plotly.v1+json" in kinds
+
+
+_REPORT: Final = """
+from stagescope import NotFound
+from stagescope_workers import init
+
+probe = init(run="watched", rank=0, world_size=1, strict=True)
+
+def steps():
+    try:
+        return session.series("loss", run="watched")["step"]
+    except NotFound:
+        return ()
+
+def train(step):
+    with probe.stage("actor_update", step=step) as stage:
+        stage.log(loss=float(step))
+    deadline = time.monotonic() + 30
+    while step not in steps():
+        assert time.monotonic() < deadline
+"""
+_WAIT: Final = """
+def last():
+    lines = [trace for trace in live.widget.data if trace.name == "value"]
+    return max((max(line.x) for line in lines), default=0)
+train(3)
+deadline = time.monotonic() + 30
+while last() < 3 and time.monotonic() < deadline:
+    time.sleep(0.05)
+live.stop()
+last(), live
+"""
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_a_live_cell_follows_the_run_in_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("anywidget")
+    cells = [
+        "import time, stagescope\nsession = stagescope.attach()",
+        _REPORT,
+        "train(1)\ntrain(2)",
+        "live = session.watch('loss', run='watched', seconds=0.1)\nlive",
+        _WAIT,
+    ]
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)))
+    with service(tmp_path / "another", recorded=False) as running:
+        assert running.tokens is not None
+        monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
+        monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.operate)
+        messages: list[Any] = []
+        done = executed(notebook, tmp_path, messages)
+    data = [out["data"] for cell in done.cells for out in cell.outputs if "data" in out]
+    assert "application/vnd.jupyter.widget-view+json" in data[0]
+    assert data[-1]["text/plain"].startswith("(3, <stagescope.Watch stopped")
+    # What a browser was sent while the next cell ran.
+    sent = [message["content"]["data"].get("state", {}) for message in messages]
+    updates = [state["_py2js_update"] for state in sent if state.get("_py2js_update")]
+    assert [1, 2, 3] in [x for update in updates for x in update["style_data"]["x"]]
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_what_can_be_asked_completes(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    expected = {
+        "session.do": "doctor", "step.rou": "rounds", 'metrics["rollout_corr/k3': "k3_kl",
+        'rounds["abs_diff_me': "abs_diff_mean",
+    }  # fmt: skip
+    cells = [
+        "import stagescope\nsession = stagescope.attach()\nstep = session.step(36)\n"
+        "metrics, rounds = step.metrics(), step.rounds()",
+        *(f"get_ipython().Completer.use_jedi = False\n"
+          f"get_ipython().complete(None, {typed!r}, {len(typed)})" for typed in expected),
+    ]  # fmt: skip
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)))
+    done = executed(notebook, tmp_path)
+    shown = [cell.outputs[-1]["data"]["text/plain"] for cell in done.cells[1:]]
+    for found, wanted in zip(shown, expected.values(), strict=True):
+        assert wanted in found
