@@ -210,6 +210,16 @@ class Step:
         """
         return self.figure("density")
 
+    def anatomy(
+        self, by: Literal["place", "end", "position", "probability", "staleness"] = "place"
+    ) -> plotly.graph_objects.Figure:
+        """Return a figure of |d| and d by where tokens stand, or how probable or stale they are.
+
+        Usage:
+            >>> session.step(5).anatomy("probability")
+        """
+        return self.figure("anatomy", by=by)
+
     def save_trace(self, path: str | Path) -> Path:
         """Write the step's stages as trace events, for ui.perfetto.dev; return the path.
 

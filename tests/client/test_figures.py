@@ -70,6 +70,7 @@ def test_the_rounds_and_ranks_of_a_step_are_drawn(session: Session) -> None:
     assert {trace.name for trace in step.timeline().data} >= {LOG_PROB}
     assert "ratios" in step.distribution("ratio").layout.title.text
     assert "old against rollout" in step.density().layout.title.text
+    assert step.anatomy("end").layout.title.text.endswith("by end")
 
 
 def test_a_slice_has_no_figure(session: Session) -> None:
@@ -147,7 +148,7 @@ def test_the_examples_of_the_docstrings_run(session: Session, tmp_path: Path) ->
         (figures.FigureRequests, ("figures", "plot")),
         (Connection, ("figure",)),
         (plotting, ("PlottedTable",)),
-        (Step, ("rounds", "ranks", "figure", "heatmap", "timeline", "distribution", "density",
+        (Step, ("rounds", "ranks", "figure", "heatmap", "timeline", "distribution", "density", "anatomy",
                 "save_trace")),
     ]  # fmt: skip
     ran = 0

@@ -37,6 +37,7 @@ ROUTES = {
     "/engines", "/engines/{name}", "/steps/{step}/kept", "/comparisons", "/comparisons/page",
     "/figures", "/figures/overview", "/figures/rounds", "/figures/rank-rounds",
     "/figures/rank-steps", "/figures/distribution", "/figures/density", "/figures/timeline",
+    "/figures/anatomy",
     "/figures/operators", "/figures/operator-divergence", "/figures/comparison",
     "/steps/{step}/timeline",
     "/login", "/logout", "/whoami", "/stream",

@@ -30,6 +30,7 @@ from stagescope_service.api.dependencies import (
 )
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.figures import (
+    anatomy,
     comparison,
     density,
     distribution,
@@ -281,6 +282,22 @@ async def density_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
     """
     found = await deps.computations.run(density.info, deps, target)
     return _of_step("density", density.figure(found), found)
+
+
+@router.get("/figures/anatomy", response_model=models.Figure)
+async def anatomy_figure(
+    deps: Deps,
+    target: FigureTarget,
+    by: Annotated[
+        anatomy.By, Query(description="The property of the tokens by which they are told apart.")
+    ] = "place",
+) -> FigureAnswer:
+    """Draw |d| and d of a step by where its tokens stand, or how probable or stale they are.
+
+    All but the staleness is counted from the step's tensors while they are there.
+    """
+    found = await deps.computations.run(anatomy.info, deps, target, by)
+    return _of_step("anatomy", anatomy.figure(found), found)
 
 
 @router.get("/figures/timeline", response_model=models.Figure)
