@@ -70,7 +70,7 @@ def test_the_rounds_and_ranks_of_a_step_are_drawn(session: Session) -> None:
     assert {trace.name for trace in step.timeline().data} >= {LOG_PROB}
     assert "ratios" in step.distribution("ratio").layout.title.text
     assert "old against rollout" in step.density().layout.title.text
-    assert step.anatomy("end").layout.title.text.endswith("by end")
+    assert step.anatomy("end").layout.title.text.startswith("Mismatch of step 5 by end")
 
 
 def test_a_slice_has_no_figure(session: Session) -> None:
@@ -148,8 +148,8 @@ def test_the_examples_of_the_docstrings_run(session: Session, tmp_path: Path) ->
         (figures.FigureRequests, ("figures", "plot")),
         (Connection, ("figure",)),
         (plotting, ("PlottedTable",)),
-        (Step, ("rounds", "ranks", "figure", "heatmap", "timeline", "distribution", "density", "anatomy",
-                "save_trace")),
+        (Step, ("rounds", "ranks", "figure", "heatmap", "timeline", "distribution", "density",
+                "anatomy", "save_trace")),
     ]  # fmt: skip
     ran = 0
     for holder, names in holders:

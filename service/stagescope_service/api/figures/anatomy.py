@@ -229,7 +229,8 @@ def _unknown(batch: TokenBatch, edge: Int64, *, first: bool) -> Bools:
     if batch.positions is not None:
         other = np.clip(before, 0, len(batch.positions) - 1)
         at_edge = at_edge | (np.abs(batch.positions[other] - position) != 1)
-    return at_edge & (position != 0) if first else at_edge
+    unknown: Bools = at_edge & (position != 0) if first else at_edge
+    return unknown
 
 
 def _by_place(batch: TokenBatch, on: Bools, at: Int64, q: Float64) -> Int64:

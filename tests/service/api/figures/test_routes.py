@@ -10,8 +10,8 @@ import pytest
 from tests.support.api import Service
 
 NAMES = {
-    "anatomy", "comparison", "density", "distribution", "operator-divergence", "operators", "overview",
-    "rank-rounds", "rank-steps", "rounds", "timeline",
+    "anatomy", "comparison", "density", "distribution", "operator-divergence", "operators",
+    "overview", "rank-rounds", "rank-steps", "rounds", "timeline",
 }  # fmt: skip
 OF_STEP = {"anatomy", "density", "distribution", "operators", "rank-rounds", "rounds", "timeline"}
 
