@@ -39,7 +39,7 @@ ROUTES = {
     "/figures/rank-steps", "/figures/distribution", "/figures/density", "/figures/timeline",
     "/figures/anatomy",
     "/figures/operators", "/figures/operator-divergence", "/figures/comparison",
-    "/steps/{step}/timeline",
+    "/steps/{step}/timeline", "/steps/{step}/anatomy",
     "/login", "/logout", "/whoami", "/stream",
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import typing
 from typing import Annotated, Any, Final, Literal
@@ -68,6 +69,9 @@ Last = Annotated[StepBound, Query(alias="to", description="The last step.")]
 Metrics = Annotated[
     list[str] | None,
     Query(description="A published metric or a scalar; may be given several times.", max_length=12),
+]
+TokenProperty = Annotated[
+    anatomy.By, Query(description="The property of the tokens by which they are told apart.")
 ]
 _SIDE: Final = pattern(SIDE_PATTERN)
 
@@ -288,9 +292,7 @@ async def density_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
 async def anatomy_figure(
     deps: Deps,
     target: FigureTarget,
-    by: Annotated[
-        anatomy.By, Query(description="The property of the tokens by which they are told apart.")
-    ] = "place",
+    by: TokenProperty = "place",
 ) -> FigureAnswer:
     """Draw |d| and d of a step by where its tokens stand, or how probable or stale they are.
 
@@ -408,6 +410,17 @@ def _sides(
         for text in (a or name, b or name)
     )
     return one, other
+
+
+@router.get("/steps/{step}/anatomy", response_model=models.Anatomy, tags=["steps"])
+async def step_anatomy(deps: Deps, target: StepTarget, by: TokenProperty = "place") -> Answer:
+    """Return |d| and d of a step by where its tokens stand, or how probable or stale they are.
+
+    All but the staleness is counted from the step's tensors while they are there.
+    """
+    found = dataclasses.asdict(await deps.computations.run(anatomy.info, deps, target, by))
+    rows = found.pop("bins")
+    return Answer({**found, "rows": rows, "next": None})
 
 
 @router.get("/steps/{step}/timeline", response_model=models.Trace, tags=["steps"])

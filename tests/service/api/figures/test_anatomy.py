@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.api import Service
 from tests.support.batches import batch_of, random_streams
 from tests.support.figures import UNMEASURED, streams
 
@@ -131,6 +132,16 @@ def test_every_token_of_a_step_counts_once(by: By, deps: Dependencies) -> None:
     assert list(drawn.data[0].x) == [each.label for each in found.bins]
     assert list(drawn.data[0].y) == [each.mean_abs for each in found.bins]
     assert drawn.layout.xaxis.title.text == AXES[by]
+
+
+def test_the_answer_has_the_numbers_of_the_figure(trained: Service, deps: Dependencies) -> None:
+    answer = trained.get("/steps/7/anatomy", run="r", by="probability")
+    found = anatomy.info(deps, deps.finder.step("r", None, 7), "probability")
+    assert (answer["step"], answer["by"], answer["note"]) == (7, "probability", None)
+    assert answer["mean_abs"] == found.mean_abs
+    assert [tuple(row.values()) for row in answer["rows"]] == [
+        (each.label, each.tokens, each.nonfinite, each.mean_abs, each.mean) for each in found.bins
+    ]
 
 
 def test_stalenesses_are_those_of_the_store(deps: Dependencies) -> None:
