@@ -224,6 +224,26 @@ class Step:
         """
         return self.figure("density")
 
+    def anatomy(
+        self, by: Literal["place", "end", "position", "probability", "staleness"] = "place"
+    ) -> PlottedTable:
+        """Return |d| and d (d = p - q, nats) by where tokens stand, or how probable or stale.
+
+        All but the staleness is counted from the step's tensors while they are there; else the
+        table is empty and `about["note"]` says why.
+
+        Usage:
+            >>> session.step(5).anatomy("probability").plot()
+        """
+        answer = self._session.get(self._path("anatomy"), **self._params(by=by))
+        about = {name: value for name, value in answer.items() if name not in ("rows", "next")}
+        return PlottedTable.drawn_by(
+            Table.from_rows(answer["rows"], title=f"mismatch by {by}", about=about),
+            functools.partial(self.figure, "anatomy", by=by),
+            label="label",
+            column="mean_abs",
+        )
+
     def save_trace(self, path: str | Path) -> Path:
         """Write the step's stages as trace events, for ui.perfetto.dev; return the path.
 

@@ -16,6 +16,7 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 from tests.support.api import Rank, Service, service
+from tests.support.command_line import invoke
 from tests.support.figures import LOG_PROB, rounds_payload
 from tests.support.stores import eventually
 
@@ -60,6 +61,19 @@ def test_a_metric_over_the_steps(session: Session) -> None:
         session.plot("rollout_corr/k3kl")
 
 
+def test_the_terminal_says_by_what_the_mismatch_differs(real: Service) -> None:
+    assert real.tokens is not None
+    env = {"STAGESCOPE_URL": real.server.url, "STAGESCOPE_TOKEN": real.tokens.read}
+    done = invoke("anatomy", "5", "--by", "position", "--json", env=env)
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["by"] == "position"
+    assert "no longer there" in answer["note"]
+    shown = invoke("anatomy", "5", "--by", "position", env=env)
+    assert shown.exit_code == 0, shown.output
+    assert "no longer there" in " ".join(shown.output.split())
+
+
 def test_the_rounds_and_ranks_of_a_step_are_drawn(session: Session) -> None:
     step = session.step(5)
     rounds = step.rounds()
@@ -71,6 +85,9 @@ def test_the_rounds_and_ranks_of_a_step_are_drawn(session: Session) -> None:
     assert {trace.name for trace in traces(step.timeline())} >= {LOG_PROB}
     assert "ratios" in step.distribution("ratio").layout.title.text
     assert "old against rollout" in step.density().layout.title.text
+    anatomy = step.anatomy("end")
+    assert "no longer there" in anatomy.about["note"]
+    assert anatomy.plot().layout.title.text.startswith("Mismatch of step 5 by end")
 
 
 def test_a_slice_has_no_figure(session: Session) -> None:
@@ -155,7 +172,7 @@ def test_the_examples_of_the_docstrings_run(session: Session, tmp_path: Path) ->
         (Connection, ("figure",)),
         (plotting, ("PlottedTable",)),
         (Step, ("rounds", "ranks", "figure", "heatmap", "timeline", "distribution", "density",
-                "save_trace")),
+                "anatomy", "save_trace")),
     ]  # fmt: skip
     ran = 0
     for holder, names in holders:

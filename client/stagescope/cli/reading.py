@@ -111,6 +111,18 @@ def rounds(step: Step, **filters: OptionValue) -> Table:
     return step.rounds(**filters)
 
 
+@step_question(
+    MEASURED,
+    click.option(
+        "--by", default="place", show_default=True, help="What tells the tokens apart.",
+        type=click.Choice(["place", "end", "position", "probability", "staleness"]),
+    ),
+)  # fmt: skip
+def anatomy(step: Step, **filters: OptionValue) -> Table:
+    """A step's mismatch by place in the round, position, probability or staleness."""
+    return step.anatomy(**filters)
+
+
 @step_question(MEASURED, STAGE, ROLE, RANK, LIMIT)
 def ranks(step: Step, **filters: Unpack[RankFilters]) -> Table:
     """A step's mismatch rank by rank."""

@@ -37,8 +37,9 @@ ROUTES = {
     "/engines", "/engines/{name}", "/steps/{step}/kept", "/comparisons", "/comparisons/page",
     "/figures", "/figures/overview", "/figures/rounds", "/figures/rank-rounds",
     "/figures/rank-steps", "/figures/distribution", "/figures/density", "/figures/timeline",
+    "/figures/anatomy",
     "/figures/operators", "/figures/operator-divergence", "/figures/comparison",
-    "/steps/{step}/timeline",
+    "/steps/{step}/timeline", "/steps/{step}/anatomy",
     "/login", "/logout", "/whoami", "/stream",
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import typing
 from typing import Annotated, Any, Final, Literal
@@ -30,6 +31,7 @@ from stagescope_service.api.dependencies import (
 )
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.figures import (
+    anatomy,
     comparison,
     density,
     distribution,
@@ -67,6 +69,9 @@ Last = Annotated[StepBound, Query(alias="to", description="The last step.")]
 Metrics = Annotated[
     list[str] | None,
     Query(description="A published metric or a scalar; may be given several times.", max_length=12),
+]
+TokenProperty = Annotated[
+    anatomy.By, Query(description="The property of the tokens by which they are told apart.")
 ]
 _SIDE: Final = pattern(SIDE_PATTERN)
 
@@ -283,6 +288,20 @@ async def density_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
     return of_step("density", density.figure(found), found)
 
 
+@router.get("/figures/anatomy", response_model=models.Figure)
+async def anatomy_figure(
+    deps: Deps,
+    target: FigureTarget,
+    by: TokenProperty = "place",
+) -> FigureAnswer:
+    """Draw |d| and d of a step by where its tokens stand, or how probable or stale they are.
+
+    All but the staleness is counted from the step's tensors while they are there.
+    """
+    found = await deps.computations.run(anatomy.info, deps, target, by)
+    return _of_step("anatomy", anatomy.figure(found), found)
+
+
 @router.get("/figures/timeline", response_model=models.Figure)
 def timeline_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
     """Draw the stages of a step: a lane a rank, who waits for whom, what failed or did not end."""
@@ -391,6 +410,17 @@ def _sides(
         for text in (a or name, b or name)
     )
     return one, other
+
+
+@router.get("/steps/{step}/anatomy", response_model=models.Anatomy, tags=["steps"])
+async def step_anatomy(deps: Deps, target: StepTarget, by: TokenProperty = "place") -> Answer:
+    """Return |d| and d of a step by where its tokens stand, or how probable or stale they are.
+
+    All but the staleness is counted from the step's tensors while they are there.
+    """
+    found = dataclasses.asdict(await deps.computations.run(anatomy.info, deps, target, by))
+    rows = found.pop("bins")
+    return Answer({**found, "rows": rows, "next": None})
 
 
 @router.get("/steps/{step}/timeline", response_model=models.Trace, tags=["steps"])

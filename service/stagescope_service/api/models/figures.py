@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stagescope_service.api.encoding import JsonObject
-from stagescope_service.api.models.common import ABSENT, Model, Run
+from stagescope_service.api.models.common import ABSENT, Model, Number, Run
 
 
 class PlotlyFigure(Model):
@@ -71,6 +71,42 @@ class Figures(Model):
 
     rows: list[FigureRow]
     """In alphabetical order."""
+    next: None
+    """Always null: all are in the answer."""
+
+
+class AnatomyBin(Model):
+    """The tokens of a step in one bin; means are over those with both log-probs finite."""
+
+    label: Annotated[str, Field(examples=["0", "2-3", "unknown"])]
+    """What the tokens have in common. Places, ends and positions count tokens from 0; `unknown`:
+    their round begins or ends in another piece of the sample."""
+    tokens: int
+    """Number of tokens with both log-probs finite."""
+    nonfinite: int
+    """Number of tokens of which one is not."""
+    mean_abs: Number | None
+    """Mean of |p - q|, nats; null: no token counts."""
+    mean: Number | None
+    """Mean of p - q, nats; null: no token counts."""
+
+
+class Anatomy(Model):
+    """The mismatch of a step by one property of its tokens."""
+
+    run: Run
+    attempt: Annotated[int, Field(ge=1)]
+    """The attempt's number in its run, from 1."""
+    step: int
+    """The trainer's step."""
+    by: Annotated[str, Field(examples=["place"])]
+    """The property by which the tokens are told apart."""
+    mean_abs: Number | None
+    """Mean of |p - q| over all tokens of the step, nats; null: nothing was measured."""
+    note: str | None
+    """Why there are no bins, or what is not counted; null: every token is."""
+    rows: list[AnatomyBin]
+    """The bins that hold a token, in the order of the property."""
     next: None
     """Always null: all are in the answer."""
 

@@ -12,8 +12,8 @@ import { all, get, part, send, url } from "./service.js";
 const WORST_RANKS = 16;
 const WORST_TOKENS = 16;
 const ANATOMY = {
-  place: "place in the round", end: "distance to the sequence's end", position: "absolute position",
-  probability: "probability", staleness: "staleness", engine: "engine", lattice: "lattice",
+  place: "place in the round", end: "distance to the round's end", position: "absolute position",
+  probability: "probability", staleness: "staleness",
 };
 
 /** What the views of a step have in common. */

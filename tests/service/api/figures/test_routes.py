@@ -12,10 +12,10 @@ from tests.support.api import Service
 from stagescope_service.figure_style import traces
 
 NAMES = {
-    "comparison", "density", "distribution", "operator-divergence", "operators", "overview",
-    "rank-rounds", "rank-steps", "rounds", "timeline",
+    "anatomy", "comparison", "density", "distribution", "operator-divergence", "operators",
+    "overview", "rank-rounds", "rank-steps", "rounds", "timeline",
 }  # fmt: skip
-OF_STEP = {"density", "distribution", "operators", "rank-rounds", "rounds", "timeline"}
+OF_STEP = {"anatomy", "density", "distribution", "operators", "rank-rounds", "rounds", "timeline"}
 
 
 def test_the_list_names_every_figure_with_its_parameters(trained: Service) -> None:
