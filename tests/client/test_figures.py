@@ -108,7 +108,7 @@ def test_the_note_stands_below_the_title(session: Session) -> None:
 
 def test_a_colour_bar_stands_below_the_title(session: Session) -> None:
     figure = session.step(5).heatmap()
-    from_top = (1 - figure.data[0].colorbar.y) * figure.layout.height
+    from_top = (1 - figure.to_plotly_json()["data"][0]["colorbar"]["y"]) * figure.layout.height
     assert from_top > 2 * figure.layout.title.font.size  # pixels
 
 

@@ -151,7 +151,7 @@ class Sums:
     """Sums of d by bin, over batches: any split of the rows of a batch gives the same sums."""
 
     def __init__(self, by: By) -> None:
-        self._by = by
+        self._by: By = by
         self._sums: dict[int, Float64] = {}
         self.tokens = 0
 

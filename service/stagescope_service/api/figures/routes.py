@@ -299,7 +299,7 @@ async def anatomy_figure(
     All but the staleness is counted from the step's tensors while they are there.
     """
     found = await deps.computations.run(anatomy.info, deps, target, by)
-    return _of_step("anatomy", anatomy.figure(found), found)
+    return of_step("anatomy", anatomy.figure(found), found)
 
 
 @router.get("/figures/timeline", response_model=models.Figure)

@@ -16,6 +16,7 @@ from tests.support.figures import UNMEASURED, streams
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import anatomy
 from stagescope_service.api.figures.anatomy import AXES, LAST, UNKNOWN, By, Sums
+from stagescope_service.figure_style import traces
 
 Found = dict[str, tuple[int, int, float | None, float | None]]
 
@@ -129,8 +130,8 @@ def test_every_token_of_a_step_counts_once(by: By, deps: Dependencies) -> None:
     assert weighted / len(tokens.p) == pytest.approx(float((tokens.p - tokens.q).mean()))
     assert found.mean_abs == pytest.approx(float(tokens.distance.mean()))
     drawn = anatomy.figure(found)
-    assert list(drawn.data[0].x) == [each.label for each in found.bins]
-    assert list(drawn.data[0].y) == [each.mean_abs for each in found.bins]
+    assert list(traces(drawn)[0].x) == [each.label for each in found.bins]
+    assert list(traces(drawn)[0].y) == [each.mean_abs for each in found.bins]
     assert drawn.layout.xaxis.title.text == AXES[by]
 
 
