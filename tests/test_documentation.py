@@ -33,6 +33,7 @@ NOT_RUN: Final = {
     r"^stagescope consistency ": "needs a model and an engine: tests/workers/consistency",
     r"^stagescope tensors ": "msprobe compares in a task of Ray: test_operators_over_ray.py",
     r"^stagescope weights 3": "is of the example: tests/service/api/test_weights.py",
+    r"^stagescope attach ": "serves until it is interrupted: tests/service/api/bundle",
     r"ray\.get_actor": "needs a Ray cluster: tests/integration/test_conformance_over_ray.py",
 }
 """Part of a command or of a Python block -> why it is not run here."""
