@@ -225,12 +225,13 @@ class Step:
         return self.figure("density")
 
     def anatomy(
-        self, by: Literal["place", "end", "position", "probability", "staleness"] = "place"
+        self,
+        by: Literal["place", "end", "position", "probability", "lattice", "staleness"] = "place",
     ) -> PlottedTable:
         """Return |d| and d (d = p - q, nats) by where tokens stand, or how probable or stale.
 
-        All but the staleness is counted from the step's tensors while they are there; else the
-        table is empty and `about["note"]` says why.
+        By `lattice`: by the largest power of two that d is a multiple of. Where it is not recorded
+        the table is empty and `about["note"]` says why.
 
         Usage:
             >>> session.step(5).anatomy("probability").plot()

@@ -115,11 +115,11 @@ def rounds(step: Step, **filters: OptionValue) -> Table:
     MEASURED,
     click.option(
         "--by", default="place", show_default=True, help="What tells the tokens apart.",
-        type=click.Choice(["place", "end", "position", "probability", "staleness"]),
+        type=click.Choice(["place", "end", "position", "probability", "lattice", "staleness"]),
     ),
 )  # fmt: skip
 def anatomy(step: Step, **filters: OptionValue) -> Table:
-    """A step's mismatch by place in the round, position, probability or staleness."""
+    """A step's mismatch by place in the round, position, probability, lattice or staleness."""
     return step.anatomy(**filters)
 
 

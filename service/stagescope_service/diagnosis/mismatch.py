@@ -16,7 +16,15 @@ from stagescope_service.diagnosis.evidence import (
     short,
     spearman,
 )
-from stagescope_service.diagnosis.history import NEWEST, History
+from stagescope_service.diagnosis.history import NEWEST, PROFILED, History
+from stagescope_service.statistics.profiles import (
+    COARSEST,
+    FINER,
+    NOT_FINITE,
+    UNKNOWN,
+    ZERO,
+    exponent,
+)
 
 
 def rank_apart(
@@ -137,6 +145,62 @@ def rounded(history: History, *, share: float = 0.5) -> Evidence:
     if not (mismatch > 0 and floor >= share * mismatch):
         return not_found(text)
     return Evidence("found", min(1.0, floor / mismatch), newest.step.step, "", (text,))
+
+
+def first_token(history: History, *, factor: float = 3.0, tokens: int = 32) -> Evidence:
+    """Return whether the first tokens of rounds differ `factor` times as much as the others.
+
+    Each of the newest `PROFILED` steps must show it, over `tokens` first tokens at least.
+    """
+    rows = []
+    for step, profiles in history.profiles:
+        bins = profiles.of("place")
+        first = [each for each in bins if each.key == 0 and each.tokens >= tokens]
+        rest = [each for each in bins if each.key not in (0, UNKNOWN)]
+        count = sum(each.tokens for each in rest)
+        if first and count:
+            mean = first[0].d_abs_sum / first[0].tokens
+            others = sum(each.d_abs_sum for each in rest) / count
+            rows.append((step.step, first[0].tokens, mean, others))
+    if len(rows) < PROFILED:
+        return not_measured(
+            f"{len(rows)} of the newest steps have {tokens} first tokens of rounds with numbers"
+        )
+    newest, count, mean, others = rows[0]
+    text = (
+        f"step {newest}: mean |d| is {short(mean)} over the {count} first tokens of rounds, "
+        f"{short(others)} over the others"
+    )
+    if not all(row[2] > factor * row[3] for row in rows):
+        return not_found(text)
+    return Evidence("found", 1.0, rows[-1][0], "the first token of each round", (text,))
+
+
+def lattice(history: History, *, share: float = 0.5, tokens: int = 64) -> Evidence:
+    """Return whether `share` of the differences are multiples of a power of two.
+
+    Differences of values that were rounded to a narrow dtype are; of float32 log-probs about one in
+    2000 is by chance.
+    """
+    for step, profiles in history.profiles:
+        bins = [b for b in profiles.of("lattice") if b.key not in (ZERO, NOT_FINITE)]
+        count = sum(each.tokens for each in bins)
+        if count < tokens:
+            continue
+        on, power = 0, COARSEST
+        coarsest_first = sorted(bins, key=lambda each: -each.key)
+        for each in (each for each in coarsest_first if each.key > FINER):
+            on, power = on + each.tokens, each.key
+            if on >= share * count:
+                break
+        text = (
+            f"step {step.step}: {on / count:.0%} of the {count} differences other than 0 are a "
+            f"multiple of 2^{exponent(power)} = {2.0 ** exponent(power):g} nats"
+        )
+        if on < share * count:
+            return not_found(text)
+        return Evidence("found", on / count, step.step, "", (text,))
+    return not_measured(f"no step has {tokens} tokens that differ, with profiles of d")
 
 
 def hidden_tails(history: History, *, mean: float = 0.01, tail: float = 5.0) -> Evidence:

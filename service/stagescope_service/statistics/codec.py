@@ -15,6 +15,7 @@ import numpy.typing as npt
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import Json
 from stagescope_service.statistics import cell as cells
+from stagescope_service.statistics import profiles
 from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW, ROW_WIDTHS
@@ -136,6 +137,9 @@ def flatten(summary: Summary) -> tuple[Arrays, Document]:
         tokens: Tokens = getattr(summary, name)
         arrays[f"{name}_where"] = np.stack([getattr(tokens, c) for c in Tokens.COLUMNS[:5]])
         arrays[f"{name}_values"] = np.stack([tokens.p, tokens.q])
+    if summary.profiles is not None:
+        arrays["profile_keys"] = summary.profiles.keys
+        arrays["profile_values"] = summary.profiles.values
     document = {
         "kind": "summary",
         "version": VERSION,
@@ -184,6 +188,9 @@ class _Checked:
         if array.dtype != np.dtype(dtype) or not fits:
             raise ValueError(f"{name} is {array.dtype} {array.shape}, not {shape}")
         return cast("npt.NDArray[Scalar]", array)
+
+    def has(self, name: str) -> bool:
+        return name in self._arrays
 
     def optional(self, name: str, dtype: type[Scalar], *shape: int | None) -> npt.NDArray[Scalar]:
         """Return an array, an empty one for summaries of earlier releases that lack it."""
@@ -242,7 +249,20 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
         produced=_produced(document, (p, q), int(rounds.cells[:, cells.Field.TOKENS].sum())),
         ignored=tuple(str(name) for name in document.get("ignored", ())),
         left_out={str(why): int(n) for why, n in document.get("left_out", {}).items()},
+        profiles=_profiles(arrays),
     )
+
+
+def _profiles(arrays: _Checked) -> profiles.Profiles | None:
+    if not arrays.has("profile_keys"):  # of earlier releases
+        return None
+    keys = _indexes(arrays.get("profile_keys", np.int64, None), profiles.ROWS, "profile_keys")
+    if keys.size > 1 and not bool((np.diff(keys) > 0).all()):
+        raise ValueError("profile_keys are not ascending")
+    values = arrays.get("profile_values", np.float64, len(keys), profiles.WIDTH)
+    if not bool((values[:, :2] >= 0).all()):
+        raise ValueError("profile_values count fewer than 0 tokens")
+    return profiles.Profiles(keys, values)
 
 
 def produced_to_json(produced: Produced) -> list[list[object]]:

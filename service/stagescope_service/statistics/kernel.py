@@ -14,6 +14,7 @@ import numba
 import numpy as np
 
 from stagescope_service.statistics import cell as _cell
+from stagescope_service.statistics import profiles
 from stagescope_service.statistics.blocks import (
     all_finite,
     exponentials_of_d,
@@ -295,14 +296,16 @@ _F2, _I2 = array_type(numba.float64, 2), array_type(numba.int64, 2)
     tuple_type(numba.int64, numba.int64, numba.int64)(
         input_type(numba.uint8), numba.int64, input_type(numba.uint8), numba.int64,
         input_type(numba.int64, 2), input_type(numba.int64, 2), input_type(numba.int64, 2),
-        input_type(numba.float64), _F2, _F2, _F2, _F2, array_type(numba.uint32, 2),
+        input_type(numba.int64, 2), input_type(numba.float64),
+        _F2, _F2, _F2, _F2, array_type(numba.uint32, 2), _F2,
         _F2, _I2, _F2, _I2, _F2, _I2,
     )
 )  # fmt: skip
 def accumulate(
     p_raw: UInt8, p_kind: int, q_raw: UInt8, q_kind: int,
-    segments: Int64, slots: Int64, keys: Int64, rule: Float64,
+    segments: Int64, slots: Int64, keys: Int64, placement: Int64, rule: Float64,
     rounds: Float64, turns: Float64, ages: Float64, rows: Float64, histograms: UInt32,
+    profile: Float64,
     worst: Float64, worst_ids: Int64, bad: Float64, bad_ids: Int64,
     unequal: Float64, unequal_ids: Int64,
 ) -> tuple[int, int, int]:  # fmt: skip
@@ -313,10 +316,13 @@ def accumulate(
         segments: int64 [segments, 6], see `segments.SEGMENT`.
         slots: int64 [segments, 3], row in `rounds`, `turns`, `ages` or -1.
         keys: int64 [segments, 2], order of the segment's sample and position of its first token.
+        placement: int64 [segments, 3], tokens of its round before and after the segment's first
+            one, negative where not known, and the bin of the round's last token.
         rule: float64 [7], `Settings.weight_rule()`.
         rounds, turns, ages: cells, merged into.
         rows: float64 [rows, len(ROW)], added to.
         histograms: uint32 [rounds, 2 * HISTOGRAM_HALF], added to.
+        profile: float64 [profiles.ROWS, profiles.WIDTH], added to.
         worst, worst_ids, bad, bad_ids: the K smallest keys (-|d|, order, position), and those of
             the non-finite tokens, with (token, segment).
         unequal, unequal_ids: the same for tokens whose p and q are finite and differ.
@@ -331,12 +337,14 @@ def accumulate(
     )  # fmt: skip
     work, carry, slot = (d, em1, v, exp_q, k3, exp_d), np.zeros(5), np.empty(BLOCK, np.int32)
     part = np.empty(_WIDTH)
+    chances, sizes = np.zeros(profiles.SLOTS, np.int64), np.zeros(profiles.SLOTS)
     cell = np.empty(_WIDTH)
     worst_used, bad_used, unequal_used = 0, 0, 0
     for s in range(segments.shape[0]):
         start, stop, row = segments[s, 0], segments[s, 1], segments[s, 2]
         counts, order = histograms[slots[s, 0]], float(keys[s, 0])
         position = keys[s, 1] - start
+        place, behind, last = placement[s, 0], placement[s, 1], placement[s, 2]
         _reset(cell)
         carry[2] = 0.0
         base = start
@@ -355,6 +363,12 @@ def accumulate(
                 if j > i:
                     _block(p[i:j], q[i:j], j - i, rule, work, carry, part, cell)
                     histogram(d, j - i, int(part[AT.EQUAL]), slot, counts)
+                    offset = base + i - start
+                    profiles.add(
+                        q[i:j], d, j - i, place + offset if place >= 0 else place,
+                        behind - offset, last, position + base + i, part, slot,
+                        chances, sizes, profile,
+                    )  # fmt: skip
                     largest = larger(abs(part[AT.D_MIN]), abs(part[AT.D_MAX]))
                     if largest > 0.0:
                         at = (order, base + i, position, s)
@@ -367,6 +381,15 @@ def accumulate(
                 if j < size:
                     token = base + j
                     _non_finite(p[j], q[j], cell)
+                    offset = token - start
+                    profiles.add_non_finite(
+                        q[j],
+                        place + offset if place >= 0 else place,
+                        behind - offset,
+                        last,
+                        position + token,
+                        profile,
+                    )
                     carry[2] = 0.0
                     key = (0.0, order, float(position + token))
                     bad_used = _keep_least(bad, bad_ids, bad_used, key, token, s)
@@ -382,4 +405,5 @@ def accumulate(
         if slots[s, 2] >= 0:
             _merge_into(ages[slots[s, 2]], cell)
         _row_add(rows[row], cell)
+    profiles.add_chances(chances, sizes, profile)
     return worst_used, bad_used, unequal_used

@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stagescope.wire.errors import InvalidTensor
-from stagescope_service.statistics import blocks, kernel, segments
+from stagescope_service.statistics import blocks, kernel, profiles, segments
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.batch import TokenBatch
-from stagescope_service.statistics.cell import Array, Float32, Float64, Int64, Mask, UInt8
+from stagescope_service.statistics.cell import Array, Bool, Float32, Float64, Int64, Mask, UInt8
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.jit import announced
 from stagescope_service.statistics.settings import Settings
@@ -70,14 +70,16 @@ def summarise(
     )
     row_values = np.zeros((batch.rows, len(kernel.ROW)))
     counts = np.zeros((len(keys.rounds), 2 * kernel.HISTOGRAM_HALF), np.uint32)
+    profile = np.zeros((profiles.ROWS, profiles.WIDTH))
     worst, worst_ids = _kept(settings.worst)
     bad, bad_ids = _kept(settings.worst)
     unequal, unequal_ids = _kept(1)
     worst_used, bad_used, unequal_used = kernel.accumulate(
         batch.p.view(np.uint8), _KINDS[batch.p_dtype], batch.q.view(np.uint8),
-        _KINDS[batch.q_dtype], table, keys.slots, _keys(batch, table), settings.weight_rule(),
-        round_cells, turn_cells, age_cells, row_values, counts, worst, worst_ids, bad, bad_ids,
-        unequal, unequal_ids,
+        _KINDS[batch.q_dtype], table, keys.slots, _keys(batch, table),
+        _placement(batch, table, table if skip is None else _segments(batch, None).table),
+        settings.weight_rule(), round_cells, turn_cells, age_cells, row_values, counts, profile,
+        worst, worst_ids, bad, bad_ids, unequal, unequal_ids,
     )  # fmt: skip
     sequences, index = _sequences(batch, found, row_values)
     worst_tokens = _tokens(worst_ids[:worst_used], batch, table, index)
@@ -106,6 +108,7 @@ def summarise(
         versions=_versions(batch, table),
         unequal=_tokens(unequal_ids[:unequal_used], batch, table, index),
         ignored=(*ignored, *keys.ignored),
+        profiles=profiles.Profiles.of_table(profile),
         produced={
             (batch.producers[0] or "", batch.producers[1] or ""): int(
                 round_cells[:, cells.Field.TOKENS].sum()
@@ -231,6 +234,44 @@ def _keys(batch: TokenBatch, table: Int64) -> Int64:
         _, places = np.unique(np.array(batch.sample_ids, dtype=object), return_inverse=True)
         order = places.reshape(-1)[row]
     return np.stack([order, batch.positions_of(start, row)], axis=1).astype(np.int64)
+
+
+def _placement(batch: TokenBatch, table: Int64, every: Int64) -> Int64:
+    """Return where segments lie in their rounds, int64 [segments, 3], see `kernel.accumulate`.
+
+    `every` are the segments without a skipped token. Where a round begins and ends is not known of
+    a piece of a sample: it may go on in another one.
+    """
+    start, stop, row = every[:, _START], every[:, _STOP], every[:, _ROW]
+    follows = np.zeros(len(every), bool)  # segments of a round, by turn or version
+    follows[1:] = (start[1:] == stop[:-1]) & (row[1:] == row[:-1])
+    follows[1:] &= every[1:, _ROUND] == every[:-1, _ROUND]
+    if batch.positions is not None:
+        follows[1:] &= batch.positions[start[1:]] == batch.positions[stop[:-1] - 1] + 1
+    heads = np.flatnonzero(~follows)
+    first, row = start[heads], row[heads]
+    past = stop[np.append(heads[1:], len(every)) - 1] if len(heads) else first
+    last = np.zeros(len(heads), np.int64)
+    last[np.append(row[1:] != row[:-1], True)[: len(row)]] = profiles.LAST
+    known_first, known_last = np.ones(len(heads), bool), np.ones(len(heads), bool)
+    if batch.has_positions:
+        last[last == profiles.LAST] = profiles.UNKNOWN
+        known_first = batch.positions_of(first, row) == 0
+        known_first |= _joined(batch, first - 1, row)
+        known_last = _joined(batch, past - 1, row)
+    run = np.searchsorted(first, table[:, _START], "right") - 1
+    place = np.where(known_first[run], table[:, _START] - first[run], UNKNOWN)
+    behind = np.where(known_last[run], past[run] - 1 - table[:, _START], UNKNOWN)
+    return np.stack([place, behind, last[run]], axis=1)
+
+
+def _joined(batch: TokenBatch, token: Int64, row: Int64) -> Bool:
+    """Whether these tokens, and those after them, are of the row and adjacent in the sample."""
+    inside = (token >= batch.row_offsets[row]) & (token + 1 < batch.row_offsets[row + 1])
+    if batch.positions is not None and inside.any():
+        at = np.where(inside, token, 0)
+        inside &= batch.positions[at + inside] == batch.positions[at] + 1
+    return inside
 
 
 def _sequences(

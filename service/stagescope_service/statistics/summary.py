@@ -6,7 +6,8 @@ Summaries of disjoint tokens merge; a summary consists of
 * the histogram of |d| by round,
 * the worst tokens and the non-finite tokens, K of each,
 * a vector for each fragment of a sample (a row that has model tokens), and the positions of its
-  sample that it covers.
+  sample that it covers,
+* profiles of d by place, probability and lattice (see `profiles`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Bool, Cell, Field, Float32, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW
+from stagescope_service.statistics.profiles import Profiles
 from stagescope_service.statistics.settings import Settings
 
 UNKNOWN: Final = -1
@@ -179,6 +181,8 @@ class Summary:
     """Tensors with more distinct rounds, turns or versions than the limit; they are not used."""
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Reason -> number of the payload's tokens under the mask that this summary excludes."""
+    profiles: Profiles | None = None
+    """Sums of d by place, probability and lattice; None of what earlier versions stored."""
 
     @property
     def total(self) -> Cell:
@@ -254,7 +258,13 @@ class Summary:
             produced=merge_produced(s.produced for s in summaries),
             ignored=tuple(sorted({name for s in summaries for name in s.ignored})),
             left_out=dict(sum((Counter(s.left_out) for s in summaries), Counter())),
+            profiles=_merge_profiles(summaries),
         )
+
+
+def _merge_profiles(summaries: Sequence[Summary]) -> Profiles | None:
+    found = [s.profiles for s in summaries if s.profiles is not None]
+    return Profiles.merge(found) if len(found) == len(summaries) else None
 
 
 def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]]:

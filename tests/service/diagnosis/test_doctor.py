@@ -199,6 +199,18 @@ def bfloat16(batch: Batch) -> None:
     batch.dtype = "bfloat16"
 
 
+def first_tokens(batch: Batch) -> None:
+    batch.add(0.1, np.arange(batch.p.shape[1]) % (TOKENS + 1) == 0)
+
+
+def rounded_logits(batch: Batch) -> None:
+    """Log-probs of bfloat16's precision, handed over in float32."""
+    batch.add(0.02)
+    for name in ("p", "q"):
+        bits = getattr(batch, name).astype(np.float32).view(np.uint32) + 0x8000
+        setattr(batch, name, (bits & 0xFFFF0000).view(np.float32).astype(np.float64))
+
+
 def tails(batch: Batch) -> None:
     batch.q[:, 5], batch.p[:, 5] = -9.0, -15.5
 
@@ -247,6 +259,8 @@ PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
     "streams_unrelated": ({"change": other_rows}, {"sampling_differs"}),
     "sampling_differs": ({"change": cut_vocabulary}, {"streams_unrelated"}),
     "rounded_stream": ({"change": bfloat16}, set()),
+    "first_token": ({"change": first_tokens}, set()),
+    "lattice": ({"change": rounded_logits}, {"rounded_stream"}),
     "hidden_tails": ({"change": tails}, {"streams_unrelated"}),
     "staleness": ({"change": old_versions}, set()),
     "within_noise_floor": ({"change": noisy_trainer}, set()),

@@ -289,16 +289,13 @@ async def density_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
 
 
 @router.get("/figures/anatomy", response_model=models.Figure)
-async def anatomy_figure(
+def anatomy_figure(
     deps: Deps,
     target: FigureTarget,
     by: TokenProperty = "place",
 ) -> FigureAnswer:
-    """Draw |d| and d of a step by where its tokens stand, or how probable or stale they are.
-
-    All but the staleness is counted from the step's tensors while they are there.
-    """
-    found = await deps.computations.run(anatomy.info, deps, target, by)
+    """Draw |d| and d of a step by where its tokens stand, or how probable or stale they are."""
+    found = anatomy.info(deps, target, by)
     return of_step("anatomy", anatomy.figure(found), found)
 
 
@@ -413,12 +410,9 @@ def _sides(
 
 
 @router.get("/steps/{step}/anatomy", response_model=models.Anatomy, tags=["steps"])
-async def step_anatomy(deps: Deps, target: StepTarget, by: TokenProperty = "place") -> Answer:
-    """Return |d| and d of a step by where its tokens stand, or how probable or stale they are.
-
-    All but the staleness is counted from the step's tensors while they are there.
-    """
-    found = dataclasses.asdict(await deps.computations.run(anatomy.info, deps, target, by))
+def step_anatomy(deps: Deps, target: StepTarget, by: TokenProperty = "place") -> Answer:
+    """Return |d| and d of a step by where its tokens stand, or how probable or stale they are."""
+    found = dataclasses.asdict(anatomy.info(deps, target, by))
     rows = found.pop("bins")
     return Answer({**found, "rows": rows, "next": None})
 

@@ -80,7 +80,8 @@ class AnatomyBin(Model):
 
     label: Annotated[str, Field(examples=["0", "2-3", "unknown"])]
     """What the tokens have in common. Places, ends and positions count tokens from 0; `unknown`:
-    their round begins or ends in another piece of the sample."""
+    their round begins or ends in another piece of the sample. A lattice is the largest power of two
+    that d is a multiple of."""
     tokens: int
     """Number of tokens with both log-probs finite."""
     nonfinite: int
@@ -104,7 +105,7 @@ class Anatomy(Model):
     mean_abs: Number | None
     """Mean of |p - q| over all tokens of the step, nats; null: nothing was measured."""
     note: str | None
-    """Why there are no bins, or what is not counted; null: every token is."""
+    """Why there are no bins; null: there are some."""
     rows: list[AnatomyBin]
     """The bins that hold a token, in the order of the property."""
     next: None

@@ -13,7 +13,7 @@ const WORST_RANKS = 16;
 const WORST_TOKENS = 16;
 const ANATOMY = {
   place: "place in the round", end: "distance to the round's end", position: "absolute position",
-  probability: "probability", staleness: "staleness",
+  probability: "probability", lattice: "lattice of d", staleness: "staleness",
 };
 
 /** What the views of a step have in common. */

@@ -1,0 +1,253 @@
+"""Profiles: sums of d by where a token stands, how probable it is, and how coarse its d is.
+
+d = p - q. The bins of every dimension add up to all tokens under the mask, and profiles of disjoint
+tokens add. Indexes count in powers of two, so that a bin is a contiguous stretch of tokens: most
+blocks lie inside one bin, whose sums are those that the block's cell has already.
+
+* `place`, `end`, `position`: tokens since the first one of the round, tokens until its last one,
+  position in the sample. Bin 0 is index 0, bin b > 0 the indexes 2^(b-1) to 2^b - 1. `LAST` of
+  `end` is the last token of the sample; `UNKNOWN` are the tokens of a round that may begin or end
+  in another piece of the sample.
+* `probability`: of e^q by `CHANCES`, a bin holds its lower bound.
+* `lattice`: by the largest power of two of which d is a multiple; values that were rounded to a
+  narrow dtype differ by few of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from stagescope_service.statistics.cell import AT, Float64, Int32, Int64
+from stagescope_service.statistics.jit import exact, reduction
+
+Dimension = Literal["place", "end", "position", "probability", "lattice"]
+DIMENSIONS: Final[tuple[Dimension, ...]] = ("place", "end", "position", "probability", "lattice")
+BINS: Final = 66
+LAST: Final = 64
+UNKNOWN: Final = 65
+
+CHANCES: Final = (1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
+"""Bounds of the bins of probabilities, ascending."""
+OVER_ONE: Final = len(CHANCES) + 1
+"""Of `probability`: q is above 0, so that it is no log-prob."""
+NOT_FINITE: Final = UNKNOWN
+"""Of `probability`: q is not finite. Of `lattice`: d is not."""
+
+FINEST: Final = -12
+ZERO: Final = 0
+FINER: Final = 1
+"""Of `lattice`: d is no multiple of 2^FINEST; bin 2 + k is d of the lattice 2^(FINEST + k)."""
+COARSEST: Final = FINER + 1 - FINEST
+"""Of `lattice`: d is a multiple of 1."""
+
+COLUMNS: Final = ("tokens", "nonfinite", "d_sum", "d_abs_sum")
+WIDTH: Final = len(COLUMNS)
+ROWS: Final = len(DIMENSIONS) * BINS
+
+
+def exponent(key: int) -> int:
+    """Return k of a bin of `lattice` whose d are multiples of 2^k."""
+    return FINEST + key - FINER - 1
+
+
+class Bin(NamedTuple):
+    """The sums of one bin; those of d are over `tokens`, whose p and q are finite, in nats."""
+
+    key: int
+    tokens: int
+    nonfinite: int
+    d_sum: float
+    d_abs_sum: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Profiles:
+    """`keys` int64 [n], ascending: dimension * BINS + bin; `values` float64 [n, WIDTH]."""
+
+    keys: Int64
+    values: Float64
+
+    @classmethod
+    def of_table(cls, table: Float64) -> Profiles:
+        """Return the bins of a table [ROWS, WIDTH] that hold a token."""
+        keys = np.flatnonzero(table[:, 0] + table[:, 1])
+        return cls(keys, table[keys])
+
+    @classmethod
+    def merge(cls, profiles: Sequence[Profiles]) -> Profiles:
+        """Add up profiles of disjoint tokens; the order affects the last bits of sums."""
+        table = np.zeros((ROWS, WIDTH))
+        for each in profiles:
+            table[each.keys] += each.values
+        return cls.of_table(table)
+
+    def of(self, dimension: Dimension) -> tuple[Bin, ...]:
+        """Return the bins of a dimension that hold a token, in the order of their keys."""
+        base = DIMENSIONS.index(dimension) * BINS
+        own = (self.keys >= base) & (self.keys < base + BINS)
+        return tuple(
+            Bin(key - base, int(row[0]), int(row[1]), row[2], row[3])
+            for key, row in zip(self.keys[own].tolist(), self.values[own].tolist(), strict=True)
+        )
+
+
+SLOTS: Final = 2 * (OVER_ONE + 1)
+_PLACE, _END, _POSITION, _PROBABILITY, _LATTICE = (BINS * i for i in range(len(DIMENSIONS)))
+_LOG_CHANCES: Final = np.log(CHANCES)
+_B0, _B1, _B2, _B3, _B4, _B5, _B6, _B7, _B8 = (float(bound) for bound in _LOG_CHANCES)
+_SCALE: Final = 2.0**-FINEST
+
+
+@exact
+def _bin_of(index: int) -> int:
+    """Return the number of binary digits of an index, 0 for those below 1."""
+    if index < 1:
+        return 0
+    return int(np.float64(index).view(np.int64) >> 52) - 1022
+
+
+@exact
+def _put(table: Float64, row: int, n: float, d: float, size: float) -> None:
+    table[row, 0] += n
+    table[row, 2] += d
+    table[row, 3] += size
+
+
+@reduction
+def _sums(d: Float64, begin: int, end: int) -> tuple[float, float]:
+    total = size = 0.0
+    for i in range(begin, end):
+        total += d[i]
+        size += abs(d[i])
+    return total, size
+
+
+@exact
+def _span(
+    d: Float64, n: int, index: int, step: int, row: int, zero: int, part: Float64, table: Float64
+) -> None:
+    """Add n tokens with the indexes index, index + step, ...; index 0 goes to the bin `zero`."""
+    i = 0
+    while i < n:
+        at = index + step * i
+        own = _bin_of(at)
+        # The first token behind this bin: indexes rise to 2^own, or fall below 2^(own - 1).
+        inside = (1 << own) - at if step > 0 else at - ((1 << own) >> 1) + 1
+        j = i + inside if 0 < inside < n - i else n
+        own = own if at > 0 else zero
+        if j - i == n:
+            _put(table, row + own, n, part[AT.D_SUM], part[AT.D_ABS_SUM])
+        else:
+            total, size = _sums(d, i, j)
+            _put(table, row + own, j - i, total, size)
+        i = j
+
+
+@reduction
+def _chances(q: Float64, d: Float64, n: int, slots: Int32) -> None:
+    """Write twice the bin of each token's probability, plus 1 where d > 0."""
+    for i in range(n):
+        x = q[i]
+        own = np.int64(x >= _B0) + np.int64(x >= _B1) + np.int64(x >= _B2) + np.int64(x >= _B3)
+        own += np.int64(x >= _B4) + np.int64(x >= _B5) + np.int64(x >= _B6) + np.int64(x >= _B7)
+        own += np.int64(x >= _B8) + np.int64(x > 0.0)
+        slots[i] = 2 * own + np.int64(d[i] > 0.0)
+
+
+@reduction
+def _on_lattice(d: Float64, n: int) -> int:
+    found = 0
+    for i in range(n):
+        scaled = d[i] * _SCALE
+        found += np.floor(scaled) == scaled
+    return found
+
+
+@exact
+def _lattice(d: Float64, n: int, table: Float64) -> None:
+    for i in range(n):
+        scaled = abs(d[i]) * _SCALE
+        own = FINER
+        if scaled == 0.0:
+            own = ZERO
+        elif scaled >= 9.0e15:
+            own = COARSEST
+        elif np.floor(scaled) == scaled:
+            units = int(scaled)
+            own = min(FINER + _bin_of(units & -units), COARSEST)
+        _put(table, _LATTICE + own, 1.0, d[i], abs(d[i]))
+
+
+@exact
+def add(
+    q: Float64, d: Float64, n: int, place: int, behind: int, last: int, position: int,
+    part: Float64, slots: Int32, chances: Int64, sizes: Float64, table: Float64,
+) -> None:  # fmt: skip
+    """Add a block of n tokens with finite p and q.
+
+    Args:
+        q, d: float64 [n].
+        place: tokens of its round before the first one, negative if that is not known.
+        behind: tokens of its round after the first one, negative if that is not known.
+        last: the bin of the round's last token in `end`.
+        position: of the first token in its sample.
+        part: the block's cell.
+        slots: buffer for n numbers.
+        chances: int64 [SLOTS], tokens of d <= 0 and of d > 0 by probability; added to.
+        sizes: float64 [SLOTS], the sums of their |d|; added to.
+        table: float64 [ROWS, WIDTH], added to.
+    """
+    total, size = part[AT.D_SUM], part[AT.D_ABS_SUM]
+    if place >= 0:
+        _span(d, n, place, 1, _PLACE, 0, part, table)
+    else:
+        _put(table, _PLACE + UNKNOWN, n, total, size)
+    if behind >= 0:
+        _span(d, n, behind, -1, _END, last, part, table)
+    else:
+        _put(table, _END + UNKNOWN, n, total, size)
+    _span(d, n, position, 1, _POSITION, 0, part, table)
+    _chances(q, d, n, slots)
+    for i in range(n):
+        at = np.uint64(slots[i])
+        chances[at] += 1
+        sizes[at] += abs(d[i])
+    equal = part[AT.EQUAL]
+    if _on_lattice(d, n) > equal:
+        _lattice(d, n, table)
+    else:
+        table[_LATTICE + ZERO, 0] += equal
+        _put(table, _LATTICE + FINER, n - equal, total, size)
+
+
+@exact
+def add_chances(chances: Int64, sizes: Float64, table: Float64) -> None:
+    """Add what `add` counted by probability to the table."""
+    for own in range(OVER_ONE + 1):
+        down, up = 2 * own, 2 * own + 1
+        _put(
+            table, _PROBABILITY + own, chances[down] + chances[up],
+            sizes[up] - sizes[down], sizes[up] + sizes[down],
+        )  # fmt: skip
+
+
+@exact
+def add_non_finite(
+    q: float, place: int, behind: int, last: int, position: int, table: Float64
+) -> None:
+    """Count a token whose p or q is not finite; arguments as of `add`."""
+    table[_PLACE + (_bin_of(place) if place >= 0 else UNKNOWN), 1] += 1.0
+    end = UNKNOWN if behind < 0 else (last if behind == 0 else _bin_of(behind))
+    table[_END + end, 1] += 1.0
+    table[_POSITION + _bin_of(position), 1] += 1.0
+    own = 0
+    for k in range(_LOG_CHANCES.size):
+        own += int(q >= _LOG_CHANCES[k])
+    own += int(q > 0.0)
+    table[_PROBABILITY + (own if math.isfinite(q) else NOT_FINITE), 1] += 1.0
+    table[_LATTICE + NOT_FINITE, 1] += 1.0

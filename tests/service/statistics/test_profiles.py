@@ -1,0 +1,189 @@
+"""Profiles of d against a loop over tokens, however the tokens are split."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.batches import batch_of, random_streams
+
+from stagescope.wire.errors import InvalidInput
+from stagescope_service.statistics import Summary, summarise
+from stagescope_service.statistics.codec import flatten, restore
+from stagescope_service.statistics.profiles import (
+    CHANCES,
+    COARSEST,
+    DIMENSIONS,
+    FINER,
+    FINEST,
+    LAST,
+    NOT_FINITE,
+    OVER_ONE,
+    UNKNOWN,
+    ZERO,
+    Dimension,
+)
+
+Found = dict[int, tuple[int, int, float, float]]
+
+
+def digits(index: int) -> int:
+    return len(f"{index:b}") if index else 0
+
+
+def chance(q: float) -> int:
+    if not math.isfinite(q):
+        return NOT_FINITE
+    return OVER_ONE if q > 0 else sum(q >= math.log(bound) for bound in CHANCES)
+
+
+def lattice(d: float) -> int:
+    """The bin by exact arithmetic: the power of two in the numerator over the denominator."""
+    if not math.isfinite(d):
+        return NOT_FINITE
+    if d == 0.0:
+        return ZERO
+    exact = Fraction(d)
+    power = (exact.numerator & -exact.numerator).bit_length() - 1 - digits(exact.denominator) + 1
+    return FINER if power < FINEST else min(FINER + 1 + power - FINEST, COARSEST)
+
+
+def reference(p: Any, q: Any, mask: Any, rounds: Any = None) -> dict[Dimension, Found]:
+    sums: dict[Dimension, dict[int, list[float]]] = {name: defaultdict(list) for name in DIMENSIONS}
+    for row in range(len(mask)):
+        model = [i for i in range(mask.shape[1]) if mask[row, i]]
+        number = [0] * mask.shape[1] if rounds is None else list(rounds[row])
+        for i in model:
+            begin = end = i
+            while begin - 1 in model and number[begin - 1] == number[i]:
+                begin -= 1
+            while end + 1 in model and number[end + 1] == number[i]:
+                end += 1
+            d = float(p[row, i]) - float(q[row, i])
+            sums["place"][digits(i - begin)].append(d)
+            sums["end"][LAST if i == model[-1] else digits(end - i)].append(d)
+            sums["position"][digits(i)].append(d)
+            sums["probability"][chance(float(q[row, i]))].append(d)
+            sums["lattice"][lattice(d)].append(d)
+    return {
+        name: {
+            key: (
+                len(good := [d for d in each if math.isfinite(d)]), len(each) - len(good),
+                math.fsum(good), math.fsum(map(abs, good)),
+            )
+            for key, each in bins.items()
+        }
+        for name, bins in sums.items()
+    }  # fmt: skip
+
+
+def assert_same(summary: Summary, expected: dict[Dimension, Found]) -> None:
+    assert summary.profiles is not None
+    for name in DIMENSIONS:
+        found = {b.key: tuple(b)[1:] for b in summary.profiles.of(name)}
+        assert found.keys() == expected[name].keys(), name
+        for key, values in expected[name].items():
+            assert found[key][:2] == values[:2], (name, key)
+            assert found[key][2:] == pytest.approx(values[2:], abs=1e-12), (name, key)
+
+
+def damaged(seed: int) -> tuple[Any, Any, Any]:
+    """Streams whose blocks are cut by bins, by the mask and by values that are not finite."""
+    rng = np.random.default_rng(seed)
+    p, q, mask = random_streams(rng, 7, 700)
+    mask[0], mask[1] = 1, 0
+    mask[:, [0, -1]] |= rng.integers(0, 2, (7, 2))
+    for row, at, value in ((0, 300, np.nan), (0, 301, -np.inf), (2, 5, np.nan), (4, 9, np.nan)):
+        p[row, at], mask[row, at] = value, 1
+    for row, at, value in ((3, 7, -np.inf), (5, 3, 0.5), (6, 2, -20.0), (3, 9, np.inf)):
+        q[row, at], mask[row, at] = value, 1
+    p[0, 10:20] = q[0, 10:20] - np.array([0, 1, 0.5, 3 / 4096, 2, 3, 1 / 8192, 8, 0, -6], "f4")
+    return p, q, mask
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_are_those_of_a_loop_however_the_rows_are_split(seed: int) -> None:
+    p, q, mask = damaged(seed)
+    expected = reference(p, q, mask)
+    assert_same(summarise(batch_of(p, q, mask)), expected)
+    cut = int(np.random.default_rng(seed).integers(1, 6))
+    parts = [
+        summarise(batch_of(p[rows], q[rows], mask[rows]))
+        for rows in (slice(cut, None), slice(None, cut))
+    ]
+    assert_same(Summary.merge(parts), expected)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 90))
+def test_turns_versions_and_skipped_tokens_do_not_move_a_token(
+    seed: int, rows: int, width: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    p, q, mask = random_streams(rng, rows, width)
+    turns = np.sort(rng.integers(0, 4, (rows, width)))
+    cut = batch_of(p, q, mask, turn_ids=turns, versions=turns % 2, policy_version=3)
+    expected = reference(p, q, mask)
+    assert_same(summarise(cut), expected)
+    skip = rng.integers(0, 2, (rows, width)).astype(np.uint8)
+    halves = [summarise(batch_of(p, q, mask), skip=which.reshape(-1)) for which in (skip, 1 - skip)]
+    assert_same(Summary.merge(halves), expected)
+
+
+def test_a_round_that_the_caller_names_ends_inside_a_run_of_the_mask() -> None:
+    p, q, mask = damaged(1)
+    rounds = np.repeat(np.arange(10), 70)[None].repeat(len(mask), axis=0)
+    assert_same(summarise(batch_of(p, q, mask, round_ids=rounds)), reference(p, q, mask, rounds))
+
+
+def test_what_a_piece_of_a_sample_does_not_know_is_unknown() -> None:
+    p = q = np.full((1, 6), -1.0, np.float32)
+    mask = np.array([[1, 1, 0, 1, 0, 1]])
+    found = summarise(batch_of(p, q, mask, token_offset=np.array([4]))).profiles
+    assert found is not None
+    assert {b.key: b.tokens for b in found.of("place")} == {UNKNOWN: 2, 0: 2}
+    assert {b.key: b.tokens for b in found.of("end")} == {UNKNOWN: 1, 0: 2, 1: 1}
+    assert {b.key: b.tokens for b in found.of("position")} == {3: 3, 4: 1}
+    # Two ends of a sample on one rank (zigzag): a gap in the positions is no end of a round.
+    ones, places = np.ones((1, 6), np.int64), np.array([[0, 1, 2, 9, 10, 11]])
+    found = summarise(batch_of(p, q, ones, positions=places)).profiles
+    assert found is not None
+    assert {b.key: b.tokens for b in found.of("place")} == {0: 1, 1: 1, 2: 1, UNKNOWN: 3}
+    assert {b.key: b.tokens for b in found.of("end")} == {UNKNOWN: 6}
+
+
+def test_positions_of_any_size_are_counted() -> None:
+    p = q = np.full((1, 4), -1.0, np.float32)
+    positions = np.array([[2**62 + 2**61, 2**62 + 2**61 + 1, -5, -4]])
+    found = summarise(batch_of(p, q, np.ones((1, 4), np.int64), positions=positions)).profiles
+    assert found is not None
+    assert sum(b.tokens for b in found.of("position")) == 4
+
+
+def test_profiles_are_stored_and_what_earlier_versions_stored_has_none() -> None:
+    summary = summarise(batch_of(*damaged(0)))
+    assert summary.profiles is not None
+    arrays, document = flatten(summary)
+    again = restore(arrays, document).profiles
+    assert again is not None
+    assert (again.keys == summary.profiles.keys).all()
+    assert (again.values == summary.profiles.values).all()
+    keys: Any = arrays["profile_keys"]
+    values: Any = arrays["profile_values"]
+    earlier = {name: each for name, each in arrays.items() if not name.startswith("profile")}
+    old = restore(earlier, document)
+    assert old.profiles is None
+    assert Summary.merge([old, summary]).profiles is None
+    for broken in (
+        {"profile_keys": keys[::-1].copy()},
+        {"profile_keys": keys + 1000},
+        {"profile_values": values[:-1]},
+        {"profile_values": -values},
+    ):
+        with pytest.raises(InvalidInput):
+            restore({**arrays, **broken}, document)
