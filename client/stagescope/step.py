@@ -226,7 +226,9 @@ class Step:
 
     def anatomy(
         self,
-        by: Literal["place", "end", "position", "probability", "lattice", "staleness"] = "place",
+        by: Literal[
+            "place", "end", "position", "probability", "lattice", "staleness", "engine"
+        ] = "place",
     ) -> PlottedTable:
         """Return |d| and d (d = p - q, nats) by where tokens stand, or how probable or stale.
 

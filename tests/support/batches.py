@@ -38,6 +38,7 @@ def batch_of(
     mask: Array,
     *,
     samples: Sequence[str] | None = None,
+    engines: Sequence[str] | None = None,
     policy_version: int | None = None,
     pair: tuple[str, str] = ("old", "rollout"),
     **others: Array,
@@ -48,6 +49,7 @@ def batch_of(
     tensors = {"old_log_probs": wire(p), q_name: wire(q), "response_mask": wire(mask)}
     tensors |= {name: wire(array) for name, array in others.items()}
     strings = {} if samples is None else {"sample_ids": list(samples)}
+    strings |= {} if engines is None else {"engine_ids": list(engines)}
     meta = {} if policy_version is None else {"policy_version": policy_version}
     return TokenBatch.from_tensors(tensors, strings, meta, pair=pair)
 

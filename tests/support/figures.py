@@ -100,6 +100,7 @@ def handed(at: int, step: int, attempt: int = 1) -> dict[str, Any]:
         ROWS, ROUNDS, LENGTH, seed=1000 * attempt + 100 * step + at, first_sample=ROWS * at,
         noise=noise, floor=FLOOR, versions=[step, step - 1], version=step,
     )  # fmt: skip
+    found["strings"]["engine_ids"] = [f"replica {at % 2}"] * ROWS
     if step == 2 and at == 0:  # a NaN under the mask
         found["tensors"]["old_log_probs"][2][0, 3] = math.nan
     return found

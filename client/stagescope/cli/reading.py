@@ -115,11 +115,13 @@ def rounds(step: Step, **filters: OptionValue) -> Table:
     MEASURED,
     click.option(
         "--by", default="place", show_default=True, help="What tells the tokens apart.",
-        type=click.Choice(["place", "end", "position", "probability", "lattice", "staleness"]),
+        type=click.Choice(
+            ["place", "end", "position", "probability", "lattice", "staleness", "engine"]
+        ),
     ),
 )  # fmt: skip
 def anatomy(step: Step, **filters: OptionValue) -> Table:
-    """A step's mismatch by place in the round, position, probability, lattice or staleness."""
+    """A step's mismatch by what its tokens have in common: place in the round, engine, ..."""
     return step.anatomy(**filters)
 
 

@@ -178,6 +178,8 @@ RECENT_TENSORS: Final = frozenset(
 PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
     "sample_ids": "sample_uid of each row: unique in a step",
     "group_ids": "group_id of each row",
+    "engine_ids": "the engine instance (server, replica) that sampled each row",
+    "prompt_hashes": "a hash or dataset index of each row's prompt, the same in every step",
     "run_ids": "which of its group's samples each row is (sample_index; NexRL's run_id)",
 }
 """Lists with one id per row; other lists of texts (answers, prompts) may also be recorded."""

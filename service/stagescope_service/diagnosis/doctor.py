@@ -31,8 +31,8 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
         trends.jump, trends.growth, trends.above, trends.scalar_above, trends.scalar_falls,
         trends.scalar_flat, trends.scalar_spike,
         mismatch.rank_apart, mismatch.rounds_rise, mismatch.suspect, mismatch.noise_floor,
-        mismatch.rounded, mismatch.first_token, mismatch.lattice, mismatch.hidden_tails,
-        mismatch.stale,
+        mismatch.rounded, mismatch.first_token, mismatch.engine_apart, mismatch.lattice,
+        mismatch.hidden_tails, mismatch.stale,
         reports.groups, reports.truncated, reports.finding, reports.scalars_not_finite,
         reports.lost, reports.partial, reports.straggler, reports.settings,
     )

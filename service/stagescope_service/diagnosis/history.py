@@ -18,9 +18,9 @@ from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
-from stagescope_service.statistics.profiles import Profiles
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.step_summary import NOISE_PAIR, StepSummary, assemble
+from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.parts import pair_name, part_records
@@ -30,8 +30,8 @@ STEPS: Final = 2000
 """Newest steps that a diagnosis looks at."""
 NEWEST: Final = 10
 """Newest measured steps that are looked at by rank, by round, and by sample."""
-PROFILED: Final = 3
-"""Newest measured steps whose profiles are read: each is read with its whole step summary."""
+READ: Final = 3
+"""Newest measured steps whose step summaries are read: they may be large."""
 _ROWS: Final = 20_000
 _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -256,16 +256,15 @@ class History:
         return None
 
     @cached_property
-    def profiles(self) -> list[tuple[Step, Profiles]]:
-        """The profiles of the newest `PROFILED` steps with numbers, the newest first."""
-        found: list[tuple[Step, Profiles]] = []
-        for step in reversed(self.measured[-PROFILED:]):
+    def summaries(self) -> list[tuple[Step, Summary]]:
+        """The statistics of the newest `READ` steps with numbers, the newest first."""
+        found: list[tuple[Step, Summary]] = []
+        for step in reversed(self.measured[-READ:]):
             row = self._catalogue.step(step.attempt_id, step.step)
             if row is None or row["whole"] is None:
                 continue
             with contextlib.suppress(InvalidInput):  # of a version that cannot be read
-                profiles = StepSummary.from_bytes(row["whole"]).summary.profiles
-                found += [] if profiles is None else [(step, profiles)]
+                found.append((step, StepSummary.from_bytes(row["whole"]).summary))
         return found
 
     def _noise(self, step: Step, summary: StepSummary) -> Mapping[str, float] | None:

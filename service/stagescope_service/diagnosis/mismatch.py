@@ -16,7 +16,7 @@ from stagescope_service.diagnosis.evidence import (
     short,
     spearman,
 )
-from stagescope_service.diagnosis.history import NEWEST, PROFILED, History
+from stagescope_service.diagnosis.history import NEWEST, READ, History
 from stagescope_service.statistics.profiles import (
     COARSEST,
     FINER,
@@ -147,14 +147,48 @@ def rounded(history: History, *, share: float = 0.5) -> Evidence:
     return Evidence("found", min(1.0, floor / mismatch), newest.step.step, "", (text,))
 
 
+def engine_apart(
+    history: History, *, factor: float = 3.0, tokens: int = 256, least: int = 2
+) -> Evidence:
+    """Return the engine instance whose mean |d| is `factor` times the others', in each step.
+
+    Each of the newest `READ` steps must show it, over `tokens` tokens of it and of the others.
+    """
+    apart: list[tuple[int, str, float, float]] = []
+    examined = 0
+    for step, summary in history.summaries:
+        sums = {name: row for name, row in summary.engines.items() if row[0] >= tokens}
+        if len(sums) < least:
+            continue
+        examined += 1
+        means = {name: float(row[3] / row[0]) for name, row in sums.items()}
+        worst = max(means, key=lambda name: means[name])
+        others = [row for name, row in sums.items() if name != worst]
+        usual = float(sum(row[3] for row in others) / sum(row[0] for row in others))
+        if means[worst] > factor * usual:
+            apart.append((step.step, worst, means[worst], usual))
+    if examined < READ:
+        return not_measured(
+            f"{examined} of the newest steps have {tokens} tokens of each of two engine instances"
+        )
+    if len(apart) < READ or len({name for _, name, *_ in apart}) > 1:
+        return not_found(f"no engine instance is {factor:g} times the others in each step")
+    step_number, name, mean, usual = apart[0]
+    text = (
+        f"step {step_number}: mean |d| is {short(mean)} over the tokens that {name} sampled, "
+        f"{short(usual)} over the others'"
+    )
+    return Evidence("found", 1.0, apart[-1][0], name, (text,))
+
+
 def first_token(history: History, *, factor: float = 3.0, tokens: int = 32) -> Evidence:
     """Return whether the first tokens of rounds differ `factor` times as much as the others.
 
-    Each of the newest `PROFILED` steps must show it, over `tokens` first tokens at least.
+    Each of the newest `READ` steps must show it, over `tokens` first tokens at least.
     """
     rows = []
-    for step, profiles in history.profiles:
-        bins = profiles.of("place")
+    for step, summary in history.summaries:
+        bins = () if summary.profiles is None else summary.profiles.of("place")
         first = [each for each in bins if each.key == 0 and each.tokens >= tokens]
         rest = [each for each in bins if each.key not in (0, UNKNOWN)]
         count = sum(each.tokens for each in rest)
@@ -162,7 +196,7 @@ def first_token(history: History, *, factor: float = 3.0, tokens: int = 32) -> E
             mean = first[0].d_abs_sum / first[0].tokens
             others = sum(each.d_abs_sum for each in rest) / count
             rows.append((step.step, first[0].tokens, mean, others))
-    if len(rows) < PROFILED:
+    if len(rows) < READ:
         return not_measured(
             f"{len(rows)} of the newest steps have {tokens} first tokens of rounds with numbers"
         )
@@ -182,8 +216,9 @@ def lattice(history: History, *, share: float = 0.5, tokens: int = 64) -> Eviden
     Differences of values that were rounded to a narrow dtype are; of float32 log-probs about one in
     2000 is by chance.
     """
-    for step, profiles in history.profiles:
-        bins = [b for b in profiles.of("lattice") if b.key not in (ZERO, NOT_FINITE)]
+    for step, summary in history.summaries:
+        bins = () if summary.profiles is None else summary.profiles.of("lattice")
+        bins = tuple(each for each in bins if each.key not in (ZERO, NOT_FINITE))
         count = sum(each.tokens for each in bins)
         if count < tokens:
             continue

@@ -32,6 +32,7 @@ from stagescope_service.ingest.rollout_join import (
     stream_of,
 )
 from stagescope_service.statistics import TokenBatch, WireTensor, skip_of, summarise
+from stagescope_service.statistics.batch import PROCESS
 from stagescope_service.statistics.codec import summary_to_bytes
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.contract import Put
@@ -207,7 +208,7 @@ def producers_of(
         others = {rows.incarnation for rows in found}
         if not others or incarnation in others:
             return None, None
-        return f"process {incarnation}", ", ".join(f"process {name}" for name in sorted(others))
+        return f"{PROCESS}{incarnation}", ", ".join(f"{PROCESS}{name}" for name in sorted(others))
     names = sorted(name for name in producers if name is not None)
     if trainer is None or len(names) < len(producers) or not names:
         return None, None

@@ -21,6 +21,7 @@ from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.rows.positions import TokenIndex
 from stagescope_service.rows.ragged import Bools, Int64, cumulative, row_of_each, slice_indexes
 from stagescope_service.statistics import TokenBatch, WireTensor
+from stagescope_service.statistics.batch import PROCESS
 from stagescope_service.statistics.summarise import widened
 
 MISSING: Final = "no rollout of the sample"
@@ -46,6 +47,7 @@ class RolloutRows:
         age: higher is newer: of a repeated position the newest counts.
         producer: of q, if the payload names it.
         incarnation: the process that recorded it.
+        engines: the engine instance of each row; None: the process is one.
     """
 
     samples: tuple[str, ...]
@@ -59,6 +61,7 @@ class RolloutRows:
     age: tuple[int, int] = (0, 0)
     producer: str | None = None
     incarnation: str = ""
+    engines: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +136,7 @@ def rollout_rows(
         versions=_versions(batch, row, at),
         age=age,
         producer=batch.producers[0],
+        engines=None if batch.engines is None else tuple(batch.engines[index] for index in chosen),
     )
 
 
@@ -202,7 +206,12 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
     out = np.union1d(left, np.flatnonzero(~known))
     return Joined(
         batch=dataclasses.replace(
-            batch, pair=(batch.pair[0], "rollout"), q=q, q_dtype=rollout.dtype, versions=versions
+            batch,
+            pair=(batch.pair[0], "rollout"),
+            q=q,
+            q_dtype=rollout.dtype,
+            versions=versions,
+            engines=batch.engines or _engines(batch.sample_ids, found),
         ),
         left_out=tuple(int(index) for index in out),
         why={
@@ -214,6 +223,18 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
             for index in left
         },
     )
+
+
+def _engines(samples: Sequence[str] | None, found: Sequence[RolloutRows]) -> tuple[str, ...] | None:
+    """Return the engine instances that sampled these samples; a resumed one may have several."""
+    if samples is None:
+        return None
+    names: dict[str, set[str]] = {}
+    for rows in found:
+        own = rows.engines or (f"{PROCESS}{rows.incarnation}",) * len(rows.samples)
+        for sample, engine in zip(rows.samples, own, strict=True):
+            names.setdefault(sample, set()).add(engine)
+    return tuple(", ".join(sorted(names.get(sample, ()))) for sample in samples)
 
 
 @dataclasses.dataclass(frozen=True)

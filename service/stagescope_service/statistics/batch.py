@@ -38,6 +38,7 @@ class TokenBatch:
         versions: int64 [tokens] or [rows] or None.
         token_offset, round_offset: int64 [rows] or None.
         sample_ids: One sample_uid a row, or None.
+        engines: The engine instance that sampled each row, or None.
         policy_version: The trainer's, for staleness.
         producers: The producers of p and q; None where not reported.
     """
@@ -58,6 +59,7 @@ class TokenBatch:
     token_offset: Int64 | None = None
     round_offset: Int64 | None = None
     sample_ids: tuple[str, ...] | None = None
+    engines: tuple[str, ...] | None = None
     policy_version: int | None = None
     producers: tuple[str | None, str | None] = (None, None)
 
@@ -132,7 +134,8 @@ class TokenBatch:
             versions=_int64(reader.versions(like)),
             token_offset=reader.per_row("token_offset", rows),
             round_offset=reader.per_row("round_offset", rows),
-            sample_ids=_sample_ids(strings or {}, rows),
+            sample_ids=_row_ids(strings or {}, "sample_ids", rows),
+            engines=_row_ids(strings or {}, "engine_ids", rows),
             policy_version=version if isinstance(version, int) else None,
             producers=(producer_of(meta, pair[0]), producer_of(meta, pair[1])),
         )  # fmt: skip
@@ -177,18 +180,18 @@ def producer_of(meta: Mapping[str, object] | None, stream: str) -> str | None:
     return next((name for name in declared if isinstance(name, str) and name), None)
 
 
+PROCESS: Final = "process "
+"""Before the incarnation of a process that stands for its engine instance or producer."""
 EMPTY_ID: Final = "(empty)"
 """The id of a row whose id is an empty text."""
 
 
-def _sample_ids(strings: Mapping[str, Sequence[str]], rows: int) -> tuple[str, ...] | None:
-    ids = strings.get("sample_ids")
+def _row_ids(strings: Mapping[str, Sequence[str]], name: str, rows: int) -> tuple[str, ...] | None:
+    ids = strings.get(name)
     if ids is None:
         return None
     if len(ids) != rows:
-        raise InvalidTensor(
-            f"sample_ids has {len(ids)} entries", expected=f"one a row: {rows}"
-        )  # fmt: skip
+        raise InvalidTensor(f"{name} has {len(ids)} entries", expected=f"one a row: {rows}")
     # A summary without ids has empty ones: several rows with an empty id contradict, as others do.
     return tuple(str(name) or EMPTY_ID for name in ids)
 

@@ -140,6 +140,8 @@ def flatten(summary: Summary) -> tuple[Arrays, Document]:
     if summary.profiles is not None:
         arrays["profile_keys"] = summary.profiles.keys
         arrays["profile_values"] = summary.profiles.values
+    if summary.engines:
+        arrays["engine_values"] = np.stack([*summary.engines.values()])
     document = {
         "kind": "summary",
         "version": VERSION,
@@ -155,6 +157,7 @@ def flatten(summary: Summary) -> tuple[Arrays, Document]:
         "versions": list(summary.versions),
         "left_out": dict(summary.left_out),
         "ignored": list(summary.ignored),
+        "engines": list(summary.engines),
     }
     return arrays, document
 
@@ -250,7 +253,15 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
         ignored=tuple(str(name) for name in document.get("ignored", ())),
         left_out={str(why): int(n) for why, n in document.get("left_out", {}).items()},
         profiles=_profiles(arrays),
+        engines=_engines(arrays, [str(name) for name in document.get("engines", ())]),
     )
+
+
+def _engines(arrays: _Checked, names: list[str]) -> dict[str, Float64]:
+    if not names:
+        return {}
+    values = arrays.get("engine_values", np.float64, len(names), profiles.WIDTH)
+    return dict(zip(names, values, strict=True))
 
 
 def _profiles(arrays: _Checked) -> profiles.Profiles | None:

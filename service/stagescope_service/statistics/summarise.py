@@ -36,6 +36,8 @@ _START, _STOP, _ROW, _ROUND, _TURN, _VERSION = range(6)
 
 MOST_ROUNDS: Final = 4096
 """Maximum number of distinct rounds, turns and versions."""
+MOST_ENGINES: Final = 4096
+"""Maximum number of engine instances of a payload; of more none is told apart."""
 _MARKS: Final = 8
 """Nominal marks on a row's grid: at least half as many for one run, at most twice as many."""
 _MOST_STRETCHES: Final = 1024
@@ -109,6 +111,7 @@ def summarise(
         unequal=_tokens(unequal_ids[:unequal_used], batch, table, index),
         ignored=(*ignored, *keys.ignored),
         profiles=profiles.Profiles.of_table(profile),
+        engines=_by_engine(batch, row_values),
         produced={
             (batch.producers[0] or "", batch.producers[1] or ""): int(
                 round_cells[:, cells.Field.TOKENS].sum()
@@ -234,6 +237,17 @@ def _keys(batch: TokenBatch, table: Int64) -> Int64:
         _, places = np.unique(np.array(batch.sample_ids, dtype=object), return_inverse=True)
         order = places.reshape(-1)[row]
     return np.stack([order, batch.positions_of(start, row)], axis=1).astype(np.int64)
+
+
+def _by_engine(batch: TokenBatch, rows: Float64) -> dict[str, Float64]:
+    """Return `profiles.COLUMNS` of the rows [rows, len(ROW)] of each engine instance."""
+    if batch.engines is None or len(names := sorted(set(batch.engines))) > MOST_ENGINES:
+        return {}
+    index = {name: at for at, name in enumerate(names)}
+    sums = np.zeros((len(names), profiles.WIDTH))
+    columns = [kernel.ROW.index(name) for name in ("tokens", "non_finite", "d_sum", "d_abs_sum")]
+    np.add.at(sums, [index[name] for name in batch.engines], rows[:, columns])
+    return {name: row for name, row in zip(names, sums, strict=True) if row[:2].any()}
 
 
 def _placement(batch: TokenBatch, table: Int64, every: Int64) -> Int64:

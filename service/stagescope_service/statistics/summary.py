@@ -183,6 +183,8 @@ class Summary:
     """Reason -> number of the payload's tokens under the mask that this summary excludes."""
     profiles: Profiles | None = None
     """Sums of d by place, probability and lattice; None of what earlier versions stored."""
+    engines: Mapping[str, Float64] = dataclasses.field(default_factory=dict)
+    """Engine instance -> `profiles.COLUMNS` of its tokens, where rows say theirs."""
 
     @property
     def total(self) -> Cell:
@@ -259,12 +261,21 @@ class Summary:
             ignored=tuple(sorted({name for s in summaries for name in s.ignored})),
             left_out=dict(sum((Counter(s.left_out) for s in summaries), Counter())),
             profiles=_merge_profiles(summaries),
+            engines=_merge_engines([s.engines for s in summaries]),
         )
 
 
 def _merge_profiles(summaries: Sequence[Summary]) -> Profiles | None:
     found = [s.profiles for s in summaries if s.profiles is not None]
     return Profiles.merge(found) if len(found) == len(summaries) else None
+
+
+def _merge_engines(tables: Sequence[Mapping[str, Float64]]) -> dict[str, Float64]:
+    merged: dict[str, Float64] = {}
+    for table in tables:
+        for engine, values in table.items():
+            merged[engine] = merged[engine] + values if engine in merged else values
+    return dict(sorted(merged.items()))
 
 
 def _merge_sequences(summaries: Sequence[Summary]) -> tuple[Sequences, list[int]]:

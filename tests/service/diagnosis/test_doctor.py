@@ -36,6 +36,7 @@ class Batch:
     """The round of each token, -1 between rounds."""
     random: np.random.Generator
     dtype: str = "float32"
+    engine: str | None = None
     groups: int = 2
     """Samples of one group."""
     rewards: Any = None
@@ -126,6 +127,7 @@ def wire(batch: Batch, run: str) -> dict[str, Any]:
     samples = [f"{run}-{batch.step}-{batch.rank}-{row}" for row in range(ROWS)]
     groups = [f"{batch.step}-{batch.rank}-{row // batch.groups}" for row in range(ROWS)]
     strings = {"sample_ids": samples, "group_ids": groups}
+    strings |= {} if batch.engine is None else {"engine_ids": [batch.engine] * ROWS}
     return {"schema": 1, "tensors": tensors, "strings": strings, "meta": {}}
 
 
@@ -203,6 +205,12 @@ def first_tokens(batch: Batch) -> None:
     batch.add(0.1, np.arange(batch.p.shape[1]) % (TOKENS + 1) == 0)
 
 
+def one_replica(batch: Batch) -> None:
+    batch.engine = f"replica {batch.rank % 2}"
+    if batch.rank % 2 and batch.step > 4:
+        batch.add(0.1)
+
+
 def rounded_logits(batch: Batch) -> None:
     """Log-probs of bfloat16's precision, handed over in float32."""
     batch.add(0.02)
@@ -260,6 +268,7 @@ PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
     "sampling_differs": ({"change": cut_vocabulary}, {"streams_unrelated"}),
     "rounded_stream": ({"change": bfloat16}, set()),
     "first_token": ({"change": first_tokens}, set()),
+    "engine_apart": ({"change": one_replica}, set()),
     "lattice": ({"change": rounded_logits}, {"rounded_stream"}),
     "hidden_tails": ({"change": tails}, {"streams_unrelated"}),
     "staleness": ({"change": old_versions}, set()),
@@ -362,6 +371,7 @@ def test_a_healthy_run_has_no_symptom(seed: int, live: Service) -> None:
     unknown = {name for name, row in rows.items() if row["verdict"] == "not measured"}
     assert unknown == {
         "mismatch_jump_at_restart", "staleness", "within_noise_floor", "verl_settings",
+        "engine_apart",
     }  # fmt: skip
     assert all(rows[name]["against"] for name in unknown)
     assert rows["staleness"]["record"].startswith("record versions")

@@ -213,6 +213,18 @@ def test_versions_come_from_the_rollout_only_where_the_trainer_has_none() -> Non
     assert set(by_payload.batch.versions[model].tolist()) == {8}
 
 
+def test_the_engine_of_a_row_is_the_one_that_its_payload_names_or_its_process() -> None:
+    spans = whole(make_samples(7, 3, 9, "g"))
+    found = [
+        dataclasses.replace(rows(engine([span]))[0], incarnation=f"e{at}", engines=engines)
+        for at, (span, engines) in enumerate(zip(spans, (("replica 4",), None, None), strict=True))
+    ]
+    again = dataclasses.replace(found[2], incarnation="e7", age=(9, 9))
+    assert join(trainer(spans), [*found, again]).batch.engines == (
+        "replica 4", "process e1", "process e2, process e7",
+    )  # fmt: skip
+
+
 def test_only_wanted_samples_are_read_and_other_nodes_may_have_none() -> None:
     samples = make_samples(8, 4, 9, "g")
     found = engine(whole(samples), wanted=["g/2", "h/0"])

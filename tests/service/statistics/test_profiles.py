@@ -157,6 +157,26 @@ def test_what_a_piece_of_a_sample_does_not_know_is_unknown() -> None:
     assert {b.key: b.tokens for b in found.of("end")} == {UNKNOWN: 6}
 
 
+def test_tokens_are_told_apart_by_the_engine_of_their_row() -> None:
+    p, q, mask = damaged(2)
+    engines = ["vllm 1", "vllm 0", "vllm 1", "vllm 0", "vllm 2", "vllm 1", "vllm 1"]
+    every = summarise(batch_of(p, q, mask, engines=engines))
+    halves = [
+        summarise(batch_of(p[rows], q[rows], mask[rows], engines=engines[rows]))
+        for rows in (slice(3, None), slice(None, 3))
+    ]
+    for found in (every, Summary.merge(halves), restore(*flatten(every))):
+        assert list(found.engines) == ["vllm 0", "vllm 1", "vllm 2"]
+        for engine, values in found.engines.items():
+            own = np.array(engines) == engine
+            d = (p[own].astype(float) - q[own])[mask[own] == 1]
+            good = d[np.isfinite(d)]
+            expected = (len(good), len(d) - len(good), good.sum(), np.abs(good).sum())
+            assert values == pytest.approx(expected, abs=1e-10)
+    with pytest.raises(InvalidInput, match="engine_ids has 2 entries"):
+        batch_of(p, q, mask, engines=engines[:2])
+
+
 def test_positions_of_any_size_are_counted() -> None:
     p = q = np.full((1, 4), -1.0, np.float32)
     positions = np.array([[2**62 + 2**61, 2**62 + 2**61 + 1, -5, -4]])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import plotly.graph_objects as go
@@ -17,10 +18,11 @@ from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.target import Target
 from stagescope_service.statistics import profiles
+from stagescope_service.statistics.batch import PROCESS
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.profiles import CHANCES, Dimension
 
-By = Literal[Dimension, "staleness"]
+By = Literal[Dimension, "staleness", "engine"]
 AXES: Final[dict[By, str]] = {
     "place": "tokens since the round's first",
     "end": "tokens until the round's last",
@@ -28,6 +30,7 @@ AXES: Final[dict[By, str]] = {
     "probability": "probability that the rollout gave the token",
     "lattice": "largest power of two that d is a multiple of",
     "staleness": "staleness (policy versions)",
+    "engine": "engine instance that sampled the token",
 }
 UNKNOWN: Final = "unknown"
 """Label of tokens of a round whose begin or end lies in another piece of the sample."""
@@ -73,11 +76,21 @@ def info(deps: Dependencies, target: Target, by: By) -> AnatomyInfo:
     if by == "staleness":
         found = tuple(_of_cell(key, cell) for key, cell in summary.staleness.items())
         lacking = "the policy versions of the tokens are not recorded (versions)"
+    elif by == "engine":
+        owners = {
+            f"{PROCESS}{row['incarnation']}": f"{row['role']} {row['rank']}"
+            for row in deps.catalogue.processes(target.attempt_id)
+        }
+        found = tuple(
+            _of_sums(owners.get(name, name), values.tolist())
+            for name, values in summary.engines.items()
+        )
+        lacking = "which engine sampled which row is not recorded (engine_ids)"
     else:
         stored = () if summary.profiles is None else summary.profiles.of(by)
         # The last token of a sample comes before those that precede it.
         found = tuple(
-            _of_bin(by, each)
+            _of_sums(label(by, each.key), each[1:])
             for each in sorted(stored, key=lambda b: -1 if _is_last(by, b.key) else b.key)
         )
         lacking = "an earlier version of the service stored this step, without these numbers"
@@ -96,10 +109,11 @@ def _of_cell(staleness: int, cell: Cell) -> Bin:
     )  # fmt: skip
 
 
-def _of_bin(by: By, found: profiles.Bin) -> Bin:
-    tokens = found.tokens
-    means = (found.d_abs_sum / tokens, found.d_sum / tokens) if tokens else (None, None)
-    return Bin(label(by, found.key), tokens, found.nonfinite, *means)
+def _of_sums(label: str, sums: Sequence[float]) -> Bin:
+    """Return the bin of `profiles.COLUMNS`."""
+    tokens, nonfinite, total, size = sums
+    means = (size / tokens, total / tokens) if tokens else (None, None)
+    return Bin(label, int(tokens), int(nonfinite), *means)
 
 
 def label(by: By, key: int) -> str:

@@ -14,6 +14,7 @@ const WORST_TOKENS = 16;
 const ANATOMY = {
   place: "place in the round", end: "distance to the round's end", position: "absolute position",
   probability: "probability", lattice: "lattice of d", staleness: "staleness",
+  engine: "engine instance",
 };
 
 /** What the views of a step have in common. */

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.support.api import Service
-from tests.support.figures import UNMEASURED, streams
+from tests.support.figures import RANKS, UNMEASURED, streams
 
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import anatomy
@@ -46,6 +46,16 @@ def test_the_answer_has_the_numbers_of_the_figure(trained: Service, deps: Depend
     assert [tuple(row.values()) for row in answer["rows"]] == [
         (each.label, each.tokens, each.nonfinite, each.mean_abs, each.mean) for each in found.bins
     ]
+
+
+def test_engines_have_the_tokens_of_the_rows_that_they_sampled(deps: Dependencies) -> None:
+    found = anatomy.info(deps, deps.finder.step("r", None, 8), "engine")
+    assert [each.label for each in found.bins] == ["replica 0", "replica 1"]
+    for first, each in enumerate(found.bins):
+        own = streams(8, 2, range(first, RANKS, 2))
+        assert each.tokens == len(own.p)
+        assert each.mean_abs == pytest.approx(float(own.distance.mean()))
+        assert each.mean == pytest.approx(float((own.p - own.q).mean()))
 
 
 def test_stalenesses_are_those_of_the_store(deps: Dependencies) -> None:
