@@ -378,6 +378,7 @@ def sample_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
     step, version = job.get("step"), job.get("policy_version")
     clock = f"s{step}" if step is not None else f"v{version}"
     groups = payload.strings.get("group_ids") or []
+    prompts = payload.strings.get("prompt_hashes") or []
     rewards = _per_row(payload.tensors.get("rewards"), len(ids))
     hashes = _token_hashes(payload, len(ids))
     meta = payload.meta
@@ -393,6 +394,8 @@ def sample_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
             columns["consumed_step"] = step
         if row < len(groups):
             columns["group_id"] = groups[row]
+        if row < len(prompts):
+            columns["prompt_hash"] = prompts[row]
         if rewards is not None:
             columns["reward"] = float(rewards[row])
         if hashes is not None:

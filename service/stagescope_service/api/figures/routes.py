@@ -36,6 +36,7 @@ from stagescope_service.api.figures import (
     density,
     distribution,
     heatmaps,
+    offenders,
     operators,
     overview,
     rounds,
@@ -297,6 +298,25 @@ def anatomy_figure(
     """Draw |d| and d of a step by where its tokens stand, or how probable or stale they are."""
     found = anatomy.info(deps, target, by)
     return of_step("anatomy", anatomy.figure(found), found)
+
+
+@router.get("/figures/offenders", response_model=models.Figure)
+async def offenders_figure(
+    deps: Deps,
+    run: Run = None,
+    attempt: AttemptNumber = None,
+    first: First = None,
+    last: Last = None,
+) -> FigureAnswer:
+    """Draw the prompts whose samples differ more than their steps do, over the newest 40 steps.
+
+    A prompt is told by `prompt_hashes` of its payloads.
+    """
+    found = await deps.computations.run(offenders.info, deps, run, attempt, _window(first, last))
+    return FigureAnswer(
+        "offenders", offenders.figure(found),
+        run=found.run, attempt=found.attempt, step=None, note=found.note,
+    )  # fmt: skip
 
 
 @router.get("/figures/timeline", response_model=models.Figure)

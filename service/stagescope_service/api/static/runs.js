@@ -7,6 +7,17 @@ import { findingsTable } from "./findings.js";
 import { count, ranges } from "./format.js";
 import { get, part, url } from "./service.js";
 
+/** Links to files for somebody who has no access: the report of a run or step, a step's bundle. */
+export function filesToSend(run, { step, attempt } = {}) {
+  const asked = { step, attempt, format: "html" };
+  const name = step === undefined ? run : `${run}-step-${step}`;
+  const of = (what) => `/runs/${part(run)}/${what}`;
+  return h("p", {}, "To send: ", h("a", { href: url(of("report"), asked), download: `${name}.html` },
+    `the report of this ${step === undefined ? "run" : "step"}, one file`),
+  step !== undefined && [", ", h("a", { href: url(of("bundle"), { step, attempt }),
+    download: `${name}.tar.gz` }, "a bundle with its tensors and findings")]);
+}
+
 const RECENT = 12;
 const PAGE = 100;
 const MEAN = "logprob_abs_diff/mean";
@@ -52,6 +63,7 @@ export function run(view, { run: name }) {
         others.map((each, at) => [at > 0 && ", ", h("a", { href: ofRun(each.run) }, each.run)])),
     ],
   });
+  view.add(filesToSend(name));
   view.place(new Figure({
     name: "overview", params: { run: name }, title: "Mismatch over the steps", lazy: false,
     grows: true,

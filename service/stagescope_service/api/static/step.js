@@ -6,7 +6,7 @@ import { badge, facts, gap, h, quantity, table, when } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
 import { bytes, count, isFinite, number, plural, seconds, share, unitOf } from "./format.js";
-import { missingText } from "./runs.js";
+import { filesToSend, missingText } from "./runs.js";
 import { all, get, part, send, url } from "./service.js";
 
 const WORST_RANKS = 16;
@@ -94,6 +94,7 @@ function showStep(view, params, user) {
     draw: (found) => neighbourLinks(params, found),
   });
   verdict(view, path, concerns);
+  view.add(filesToSend(run, { step: number_, attempt }));
   view.block({
     path: url("/findings", { run, step: number_, attempt, limit: 20 }),
     concerns: (event) => ["finding", "step"].includes(event.event) && concerns({ ...event, event: "step" }),

@@ -139,7 +139,18 @@ def ids(batch: Any) -> dict[str, list[str]]:
     found = {"sample_ids": [str(name) for name in others[SAMPLES]]}
     if "uid" in others:
         found["group_ids"] = [str(group) for group in others["uid"]]
+        found |= _prompt_hashes(others, len(set(found["group_ids"])))
     return found
+
+
+def _prompt_hashes(others: Mapping[str, Any], groups: int) -> dict[str, list[str]]:
+    """Return data source and dataset index of each row, where they tell the groups apart."""
+    extra = others.get("extra_info")
+    if extra is None or not all(isinstance(row, dict) and "index" in row for row in extra):
+        return {}
+    sources = others.get("data_source", [""] * len(extra))
+    names = [f"{source}:{row['index']}" for source, row in zip(sources, extra, strict=True)]
+    return {"prompt_hashes": names} if len(set(names)) == groups else {}
 
 
 def constant_versions(version: int, rows: int) -> dict[str, object]:

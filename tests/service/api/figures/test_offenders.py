@@ -1,0 +1,93 @@
+"""Prompts over steps, against sums over the tokens that were handed over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.api import Rank, Service
+from tests.support.figures import LOG_PROB, rounds_payload
+
+from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.figures import offenders
+from stagescope_service.api.series import Window
+from stagescope_service.figure_style import traces
+
+RUN = "prompts"
+STEPS = range(1, 5)
+ROWS = 4
+ALL = Window(first=None, last=None)
+
+
+def payload(step: int, rank: int) -> dict[str, Any]:
+    """Rows of the prompts 0 to 7; those of prompt 3 differ five times as much."""
+    found = rounds_payload(
+        ROWS, 2, 24, seed=10 * step + rank, first_sample=ROWS * rank, noise=[0.01, 0.02],
+    )  # fmt: skip
+    tensors = found["tensors"]
+    p, q = (tensors[name][2] for name in ("old_log_probs", "rollout_log_probs"))
+    names = [f"math:{(ROWS * rank + row + step) % 8}" for row in range(ROWS)]
+    for row, name in enumerate(names):
+        if name == "math:3":
+            p[row] = q[row] + 5 * (p[row] - q[row])
+    found["strings"]["prompt_hashes"] = names
+    return found
+
+
+@pytest.fixture(scope="module")
+def reported(trained: Service) -> Service:
+    for rank in range(2):
+        sender = Rank(trained, run=RUN, rank=rank, key="p", world_size=2, start=50_000.0)
+        for step in STEPS:
+            sender.stage(LOG_PROB, step, payload(step, rank))
+        sender.begin(LOG_PROB, STEPS.stop)
+    return trained
+
+
+def test_prompts_that_differ_again_and_again_come_first(
+    reported: Service, deps: Dependencies
+) -> None:
+    found = offenders.info(deps, RUN, None, ALL)
+    assert found.steps == tuple(STEPS)
+    assert found.prompts == 8
+    assert found.note is None
+    distances: dict[str, list[Any]] = {}
+    expected: dict[str, float] = {}
+    for step in STEPS:
+        rows = []
+        for rank in range(2):
+            handed = payload(step, rank)
+            tensors = handed["tensors"]
+            on = tensors["response_mask"][2] == 1
+            d = tensors["old_log_probs"][2].astype(float) - tensors["rollout_log_probs"][2]
+            names = handed["strings"]["prompt_hashes"]
+            rows += [(name, np.abs(d[row][on[row]])) for row, name in enumerate(names)]
+        mean = float(np.concatenate([each for _, each in rows]).mean())
+        for name, each in rows:
+            distances.setdefault(name, []).append(each)
+            expected[name] = expected.get(name, 0.0) + mean * len(each)
+    for row in found.rows:
+        tokens = np.concatenate(distances[row.prompt_hash])
+        assert (row.samples, row.tokens) == (len(distances[row.prompt_hash]), len(tokens))
+        assert row.mean_abs == pytest.approx(float(tokens.mean()))
+        assert row.ratio == pytest.approx(float(tokens.sum()) / expected[row.prompt_hash])
+    worst = found.rows[0]
+    assert (worst.prompt_hash, worst.above, worst.steps) == ("math:3", 4, tuple(STEPS))
+    assert all(row.above == 0 for row in found.rows[1:])
+    bar = traces(offenders.figure(found))[0]
+    assert bar.y[-1] == "math:3"
+    assert bar.x[-1] == worst.ratio
+    two = offenders.info(deps, RUN, 1, Window(first=2, last=3))
+    assert two.steps == (2, 3)
+
+
+def test_without_prompts_or_numbers_the_axes_say_so(trained: Service, deps: Dependencies) -> None:
+    found = offenders.info(deps, "r", None, ALL)
+    assert found.note == "which prompt a sample belongs to is not recorded (prompt_hashes)"
+    drawn = offenders.figure(found)
+    assert not drawn.data
+    assert len(drawn.layout.annotations) == 1
+    assert "both streams" in str(offenders.info(deps, "r", 1, Window(first=90, last=None)).note)
+    answer = trained.get("/figures/offenders", run="r")
+    assert (answer["step"], answer["note"]) == (None, found.note)
