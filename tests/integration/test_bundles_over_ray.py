@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ray = pytest.importorskip("ray")
-from tests.support.cluster import Service, answer, eventually, kill, ray_cluster  # noqa: E402
+from tests.support.cluster import Service, answer, eventually, kill  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
@@ -54,34 +54,31 @@ def _trainer_class() -> Any:
     return Trainer
 
 
-def test_an_attempt_that_is_killed_has_a_bundle(tmp_path: Path) -> None:
-    with ray_cluster() as address:
-        service = Service.start(
-            tmp_path / "home", address, port=0, lease_seconds=2.0, poll_seconds=0.5
-        )
-        try:
-            trainer = ray.remote(_trainer_class()).options(num_cpus=0, max_restarts=0).remote()
-            for step in (1, 2):
-                answer(trainer.step.remote(step))
-            eventually(lambda: answer(trainer.settled.remote()))
-            with service.session() as session:
-                asked = tmp_path / "asked.tar.gz"
-                saved = session.save_bundle(asked, RUN, 1)
-                assert saved["bytes"] == asked.stat().st_size
-                kill(answer(trainer.pid.remote()))
+def test_an_attempt_that_is_killed_has_a_bundle(address: str, tmp_path: Path) -> None:
+    service = Service.start(tmp_path / "home", address, port=0, lease_seconds=2.0, poll_seconds=0.5)
+    try:
+        trainer = ray.remote(_trainer_class()).options(num_cpus=0, max_restarts=0).remote()
+        for step in (1, 2):
+            answer(trainer.step.remote(step))
+        eventually(lambda: answer(trainer.settled.remote()))
+        with service.session() as session:
+            asked = tmp_path / "asked.tar.gz"
+            saved = session.save_bundle(asked, RUN, 1)
+            assert saved["bytes"] == asked.stat().st_size
+            kill(answer(trainer.pid.remote()))
 
-                def kept() -> Any:
-                    rows = session.findings(RUN, only="attempt_bundled")
-                    return rows[0] if len(rows) else None
+            def kept() -> Any:
+                rows = session.findings(RUN, only="attempt_bundled")
+                return rows[0] if len(rows) else None
 
-                finding = eventually(kept, 120.0)
-            path = Path(finding["evidence"]["path"])
-            assert path.parent == service.settings.data_path / "bundles"
-            assert finding["step"] == 2
-            for archive in (asked, path):
-                with tarfile.open(archive) as tar:
-                    names = tar.getnames()
-                assert sum("/payloads/" in name for name in names) == 1
-                assert "stagescope-bundle/report-step.html" in names
-        finally:
-            service.stop()
+            finding = eventually(kept, 120.0)
+        path = Path(finding["evidence"]["path"])
+        assert path.parent == service.settings.data_path / "bundles"
+        assert finding["step"] == 2
+        for archive in (asked, path):
+            with tarfile.open(archive) as tar:
+                names = tar.getnames()
+            assert sum("/payloads/" in name for name in names) == 1
+            assert "stagescope-bundle/report-step.html" in names
+    finally:
+        service.stop()

@@ -12,8 +12,8 @@ from tests.support.api import Service
 from stagescope_service.figure_style import traces
 
 NAMES = {
-    "anatomy", "comparison", "density", "distribution", "operator-divergence", "operators",
-    "overview", "rank-rounds", "rank-steps", "rounds", "timeline",
+    "anatomy", "comparison", "density", "distribution", "offenders", "operator-divergence",
+    "operators", "overview", "rank-rounds", "rank-steps", "rounds", "timeline",
 }  # fmt: skip
 OF_STEP = {"anatomy", "density", "distribution", "operators", "rank-rounds", "rounds", "timeline"}
 
