@@ -189,7 +189,10 @@ def test_hostile_names_are_text_in_html(hostile: Service, query: str) -> None:
     # plotly, the script that draws, and the figures' data.
     assert found.tags.count("script") == 3
     assert "<script>window.hacked=1</script>" in found.text
-    assert "\x1b" not in page
+    # plotly's own script, the longest one, may hold any character.
+    longest = max(re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL), key=len)
+    assert len(longest) > 500_000
+    assert page.replace(longest, "").count("\x1b") == 0
 
 
 @pytest.mark.parametrize("query", ["", "&step=1"])
