@@ -49,6 +49,25 @@ def in_v1(modules: Modules, seen: Seen, held: Any) -> None:
 # --- the batch -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("indexes", "expected"),
+    [
+        ([7, 7, 9, 9], ["gsm8k:7", "gsm8k:7", "gsm8k:9", "gsm8k:9"]),
+        ([0, 0, 0, 0], None),  # a dataset without indexes: verl gives each row 0
+    ],
+)
+def test_prompts_are_told_by_their_dataset_where_it_tells_them_apart(
+    verl: Modules, seen: Seen, ended: Read, indexes: list[int], expected: list[str] | None
+) -> None:
+    batch = verl_fakes.batch_v0()
+    extra = np.empty(4, dtype=object)
+    extra[:] = [{"index": index} for index in indexes]
+    batch.non_tensor_batch |= {"extra_info": extra, "data_source": np.array(["gsm8k"] * 4, object)}
+    compute_old_log_prob(verl, seen, batch)
+    [end] = ended(1)
+    assert end.payload["strings"].get("prompt_hashes") == expected
+
+
 def test_the_step_s_log_probs_with_ids_and_versions(verl: Modules, seen: Seen, ended: Read) -> None:
     batch = verl_fakes.batch_v0()
     compute_old_log_prob(verl, seen, batch)
