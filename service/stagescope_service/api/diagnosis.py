@@ -95,7 +95,7 @@ class _KeptTensors:
         size = sum(row["bytes"] for row in payload_artifacts(self._deps, target, step.step))
         if size > _MOST_BYTES:
             raise NotFound(
-                f"the tensors of step {step.step} are {size >> 20} MiB, more than a diagnosis reads",
+                f"the tensors of step {step.step} are {size >> 20} MiB, too many for a diagnosis",
                 advice=f"stagescope loss {step.step}",
             )
         fields, rows = loss_of(self._deps, target)

@@ -28,7 +28,7 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
         trends.scalar_flat, trends.scalar_spike,
         mismatch.rank_apart, mismatch.rounds_rise, mismatch.suspect, mismatch.noise_floor,
         mismatch.rounded, mismatch.first_token, mismatch.lattice, mismatch.hidden_tails,
-        mismatch.stale,
+        mismatch.stale, mismatch.retokenised,
         reports.groups, reports.truncated, reports.finding, reports.scalars_not_finite,
         reports.lost, reports.partial, reports.straggler, reports.settings,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -17,10 +17,13 @@ from tests.support.command_line import invoke
 from tests.support.sampler import Scores, as_is, draw, temperature, top_p
 
 import stagescope
+from stagescope.batch import Batch as StepBatch
+from stagescope.batch import Tensor
 from stagescope.wire.errors import InvalidPlan
 from stagescope_service.diagnosis import evidence
 from stagescope_service.diagnosis.doctor import FAMILIES, Rule, diagnose, rulebook
-from stagescope_service.diagnosis.history import History
+from stagescope_service.diagnosis.history import History, Step
+from stagescope_service.diagnosis.mismatch import retokenised
 from stagescope_service.diagnosis.parts import fitted_line
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.statistics import Comparability, examine, summarise
@@ -29,6 +32,14 @@ from stagescope_service.store.ring import Ring
 
 STAGE: Final = "actor_compute_log_prob"
 ROWS, ROUNDS, TOKENS = 4, 3, 32
+
+
+class Turn(NamedTuple):
+    """A row that holds one turn: token ids."""
+
+    prompt: list[int]
+    response: list[int]
+    number: int
 
 
 @dataclasses.dataclass
@@ -49,6 +60,8 @@ class Batch:
     versions: Any = None
     recomputed: Any = None
     is_weights: Any = None
+    turns: Sequence[Turn] = ()
+    """Of each row; rows of one trajectory have one group."""
 
     def add(self, size: float, where: Any = True) -> None:
         """Add a mismatch of mean |d| `size`, that keeps E[p/q] = 1, where `where` is true."""
@@ -73,8 +86,10 @@ def train(
     seconds: Callable[[int, int], float] = lambda step, rank: 1.0,
     settings: dict[str, Any] | None = None,
     seed: int = 0,
+    keep: Sequence[str] = (),
 ) -> None:
     """Report a training of healthy numbers, changed by `change`, `scalars` and `seconds`."""
+    live.engine.keep(*keep)
     processes = [
         Rank(live, run=run, rank=rank, key=key, world_size=ranks, start=start,
              settings=settings or {})
@@ -94,6 +109,7 @@ def train(
             )  # fmt: skip
     for rank in processes:
         rank.begin(STAGE, steps.stop)
+    live.engine.keep()
 
 
 def make_batch(step: int, rank: int, seed: int) -> Batch:
@@ -137,7 +153,26 @@ def wire(batch: Batch, run: str) -> dict[str, Any]:
     samples = [f"{run}-{batch.step}-{batch.rank}-{row}" for row in range(ROWS)]
     groups = [f"{batch.step}-{batch.rank}-{row // batch.groups}" for row in range(ROWS)]
     strings = {"sample_ids": samples, "group_ids": groups}
+    if batch.turns:
+        tensors |= turn_tensors(batch)
+        strings["run_ids"] = ["0"] * ROWS
     return {"schema": 1, "tensors": tensors, "strings": strings, "meta": {}}
+
+
+def turn_tensors(batch: Batch) -> dict[str, Any]:
+    """Prompts as rows of their own lengths; responses and turns as wide as the mask."""
+    lengths = [len(turn.prompt) for turn in batch.turns]
+    prompts = np.array([token for turn in batch.turns for token in turn.prompt], np.int64)
+    responses = np.zeros(batch.q.shape, np.int64)
+    for row, turn in enumerate(batch.turns):
+        responses[row, : len(turn.response)] = turn.response
+    numbers = np.array([[turn.number] for turn in batch.turns])
+    turn_ids = np.where(batch.rounds >= 0, numbers, -1).astype(np.int64)
+    return {
+        "prompts": ("int64", prompts.shape, prompts, np.cumsum([0, *lengths]).astype(np.int64)),
+        "responses": ("int64", responses.shape, responses, None),
+        "turn_ids": ("int64", turn_ids.shape, turn_ids, None),
+    }
 
 
 def healthy_scalars(step: int) -> dict[str, float]:
@@ -264,6 +299,30 @@ def single(batch: Batch) -> None:
     batch.groups = 1
 
 
+def play_turns(batch: Batch) -> None:
+    """Two trajectories of two turns: the second prompt is all of the first turn and a tool's."""
+    width = batch.q.shape[1]
+    rows = []
+    for _ in range(ROWS // 2):
+        prompt, first, second, tool = (
+            batch.random.integers(5, 1000, size).tolist() for size in (20, width, width, 7)
+        )
+        rows += [Turn(prompt, first, 0), Turn([*prompt, *first, *tool], second, 1)]
+    batch.turns = rows
+
+
+RETOKENISED_AT: Final = 41
+"""20 tokens of the prompt and 21 of the response are the same."""
+
+
+def retokenise(batch: Batch) -> None:
+    """Another split of the same text: two tokens of the first response become one."""
+    play_turns(batch)
+    turn = batch.turns[1]
+    prompt = [*turn.prompt[:RETOKENISED_AT], 4, *turn.prompt[RETOKENISED_AT + 2 :]]
+    batch.turns = [batch.turns[0], turn._replace(prompt=prompt), *batch.turns[2:]]
+
+
 PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
     "mismatch_grows": ({"change": grow}, {"mismatch_jump_at_first_sync"}),
     "mismatch_jump_at_first_sync": ({"change": after_first}, set()),
@@ -277,6 +336,7 @@ PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
     "lattice": ({"change": rounded_logits}, {"rounded_stream"}),
     "hidden_tails": ({"change": tails}, {"streams_unrelated"}),
     "staleness": ({"change": old_versions}, set()),
+    "retokenised": ({"change": retokenise, "keep": ["trajectories"]}, set()),
     "within_noise_floor": ({"change": noisy_trainer}, set()),
     "groups_equal": ({"change": equal_rewards}, {"groups_all_wrong", "groups_all_right"}),
     "groups_all_wrong": ({"change": all_wrong}, {"groups_equal"}),
@@ -329,6 +389,78 @@ def test_where_and_since_when_are_said(live: Service) -> None:
     assert rows_of(live, "where-nan")["non_finite_scalars"]["since_step"] == 9
 
 
+def test_retokenisation_is_looked_for_where_each_turn_is_a_row(live: Service) -> None:
+    train(live, "turns-well", play_turns, keep=["trajectories"])
+    well = rows_of(live, "turns-well")
+    assert not found_in(well)
+    # 4 ranks of 2 trajectories with one follow-up prompt each, in the newest 3 steps.
+    assert well["retokenised"]["against"] == [
+        "0 of 24 prompts of later turns, in 3 steps, do not begin with the turn before"
+    ]
+    train(live, "turns-sick", retokenise, keep=["trajectories"], steps=range(1, 4))
+    sick = rows_of(live, "turns-sick")["retokenised"]
+    assert sick["sure"] == 0.5  # one of two trajectories
+    assert sick["where"] == f"turn 1, position {RETOKENISED_AT}"
+    assert sick["since_step"] == 1
+    assert f"at position {RETOKENISED_AT} (step 1, group 1-0-0, run 0): token 4" in sick["for"][1]
+    # Without prompts, or in rows that hold whole trajectories, it is not measured.
+    train(live, "turns-lost", play_turns, steps=range(1, 4))
+    lost = rows_of(live, "turns-lost")["retokenised"]
+    assert (lost["verdict"], lost["against"]) == (
+        "not measured", ["no prompts and responses are kept of the newest steps"],
+    )  # fmt: skip
+    assert lost["record"].startswith("where each turn is a row: record prompts")
+
+    def whole(batch: Batch) -> None:
+        play_turns(batch)
+        batch.turns = [turn._replace(number=0) for turn in batch.turns]
+
+    train(live, "turns-whole", whole, steps=range(1, 4), keep=["trajectories"])
+    assert rows_of(live, "turns-whole")["retokenised"]["verdict"] == "not measured"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_of_prompts_is_no_retokenisation(side: str) -> None:
+    first, answer, tool = [7, 7, 3, 9, 9], [4, 5, 6], [8, 2]
+    rows = [first, [*first, *answer, *tool]]
+    width = max(map(len, rows)) + 2
+    prompts = np.zeros((2, width), np.int64)
+    for at, row in enumerate(rows):
+        prompts[at, width - len(row) if side == "left" else 0 :][: len(row)] = row
+    responses = np.array([[*answer, 0], [1, 1, 1, 1]], np.int64)
+    mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]], np.int64)
+    turn_ids = np.where(mask == 1, [[0], [1]], -1)
+
+    def verdict(prompts: Any) -> str:
+        tensors = {"prompts": prompts, "responses": responses, "response_mask": mask,
+                   "turn_ids": turn_ids}  # fmt: skip
+        history = Turns(
+            StepBatch(
+                2,
+                {name: Tensor("int64", values) for name, values in tensors.items()},
+                {"group_ids": ("g", "g"), "run_ids": ("0", "0")},
+            )
+        )
+        return retokenised(cast(History, history)).verdict
+
+    assert verdict(prompts) == "not found"
+    other = prompts.copy()
+    other[1, 2 if side == "right" else 4] = 1
+    assert verdict(other) == "found"
+
+
+class Turns:
+    """A history of one step, whose batch is given: prompts that no `Rank` sends."""
+
+    def __init__(self, batch: StepBatch) -> None:
+        self.steps = [Step(1, 1, 1, "comparable", ())]
+        self.kept = self
+        self._batch = batch
+
+    def batch(self, step: Step, names: Sequence[str]) -> StepBatch | None:
+        return self._batch if {*names} <= {*self._batch.tensors} else None
+
+
 def test_a_jump_at_a_restart_names_the_attempt(live: Service) -> None:
     train(live, "restarted", steps=range(1, 13))
 
@@ -376,6 +508,7 @@ def test_a_healthy_run_has_no_symptom(seed: int, live: Service) -> None:
     unknown = {name for name, row in rows.items() if row["verdict"] == "not measured"}
     assert unknown == {
         "mismatch_jump_at_restart", "staleness", "within_noise_floor", "verl_settings",
+        "retokenised",
     }  # fmt: skip
     assert all(rows[name]["against"] for name in unknown)
     assert rows["staleness"]["record"].startswith("record versions")

@@ -16,8 +16,8 @@ class MismatchPart(Model):
     """`stale tokens`, `temperature or truncation`, `noise floor`, `rounding`, `rejected tokens`,
     `worst tokens` or `unexplained`."""
     share: Number | None
-    """Its share, 0 to 1, of the sum of |p - q|; of `temperature or truncation` it is that of the sum
-    of squares of p - q over the fresh tokens. null: not measured."""
+    """Its share, 0 to 1, of the sum of |p - q|; that of `temperature or truncation` is one of the
+    sum of squares of p - q over the fresh tokens. null: not measured."""
     text: str
     """What it is a share of and rests on, or why it is not measured."""
     counted: bool
