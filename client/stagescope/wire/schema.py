@@ -178,8 +178,8 @@ RECENT_TENSORS: Final = frozenset(
 PAYLOAD_STRINGS: Final[Mapping[str, str]] = {
     "sample_ids": "sample_uid of each row: unique in a step",
     "group_ids": "group_id of each row",
-    "run_ids": "which of its group's samples each row is (sample_index; NexRL's run_id); rows of one "
-    "group and run are the turns of one trajectory, each with one number in turn_ids",
+    "run_ids": "which of its group's samples each row is (sample_index; NexRL's run_id); rows of "
+    "one group and run are the turns of one trajectory, each with one number in turn_ids",
 }
 """Lists with one id per row; other lists of texts (answers, prompts) may also be recorded."""
 

@@ -22,7 +22,7 @@ from stagescope_service.diagnosis.evidence import (
     spearman,
 )
 from stagescope_service.diagnosis.history import NEWEST, PROFILED, History
-from stagescope_service.statistics.cell import Int64
+from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.profiles import (
     COARSEST,
     FINER,
@@ -72,12 +72,19 @@ def rank_apart(
 def rounds_rise(
     history: History, *, metric: str = ABS_DIFF, factor: float = 2.0, tokens: int = 64
 ) -> Evidence:
-    """Return whether a metric rises with the round: Spearman's rank correlation of at least 0.8,
-    and `factor` times more in the last round than in the first, in most of the newest steps."""
-    rises, examined, since, newest = 0, 0, None, ""
+    """Return whether a metric rises with the round, and more than its tokens grow less sure.
+
+    In most of the newest steps Spearman's rank correlation with the round is at least 0.8, and the
+    last round has `factor` times the first one's; so does the metric divided by the mean of -q. The
+    same noise of the logits makes |d| larger where a token is less sure (arXiv 2512.23087), and
+    later rounds of a healthy run often are.
+    """
+    rises, explained, examined, since, newest = 0, 0, 0, None, ""
     counts = dict(history.slices("round", "counts/tokens"))
+    rollout = "rollout" if history.newest is None else history.newest.summary.summary.pair[1]
+    sampled = dict(history.slices("round", f"logprob/{rollout}_mean"))
     for step, values in history.slices("round", metric):
-        sizes = counts.get(step, {})
+        sizes, means = counts.get(step, {}), sampled.get(step, {})
         rounds = [key for key in sorted(values) if sizes.get(key, 0) >= tokens]
         numbers = np.array([values[key] for key in rounds])
         if len(rounds) < 3 or not np.isfinite(numbers).all():
@@ -87,15 +94,26 @@ def rounds_rise(
             f"step {step.step}: {short(float(numbers[0]))} in round {rounds[0][1]}, "
             f"{short(float(numbers[-1]))} in round {rounds[-1][1]}"
         )
-        if spearman(numbers) >= 0.8 and numbers[-1] >= factor * numbers[0]:
-            rises += 1
-            since = step.step if since is None else since
+        if not _rises(numbers, factor):
+            continue
+        unsure = np.array([-means.get(key, math.nan) for key in rounds])
+        if (unsure > 0.0).all() and not _rises(numbers / unsure, factor):
+            explained += 1
+            continue
+        rises += 1
+        since = step.step if since is None else since
     if not examined:
         return not_measured(f"no step has three rounds of {tokens} tokens")
     text = f"{metric} rises with the round in {rises} of {examined} steps; {newest}"
+    if explained:
+        text += f"; in {explained} more, as their tokens grow less sure"
     if rises * 2 < examined or not rises:
         return not_found(text)
     return Evidence("found", rises / examined, since, "the later rounds", (text,))
+
+
+def _rises(numbers: Float64, factor: float) -> bool:
+    return spearman(numbers) >= 0.8 and bool(numbers[-1] >= factor * numbers[0])
 
 
 def suspect(history: History, *, checks: Sequence[str], steps: int = 20) -> Evidence:
@@ -251,7 +269,9 @@ def stale(history: History, *, metric: str = ABS_DIFF, factor: float = 1.5) -> E
             mean = sum(size * value for size, value in old) / weight if weight else math.nan
             rows.append((step.step, weight / total, mean, fresh))
     if not slices or not any(len(values) for _, values in slices):
-        return not_measured("policy versions of the tokens are not recorded")
+        return not_measured(
+            "policy versions of the tokens, or of the stage that scores them, are not recorded"
+        )
     if not rows:
         return not_found("all tokens were sampled by the trainer's own version")
     share = float(np.median([row[1] for row in rows]))

@@ -514,6 +514,20 @@ def test_a_healthy_run_has_no_symptom(seed: int, live: Service) -> None:
     assert rows["staleness"]["record"].startswith("record versions")
 
 
+def test_rounds_of_less_sure_tokens_are_no_symptom(live: Service) -> None:
+    def unsure(batch: Batch) -> None:
+        """The same relative noise on tokens of 4 and 16 times the surprise."""
+        scale = 4.0 ** np.maximum(batch.rounds, 0)
+        batch.q = 0.1 * scale * batch.q
+        batch.p = batch.q * (1.0 + batch.random.normal(0.0, 0.02, batch.q.shape))
+
+    train(live, "less-sure", unsure, steps=range(1, 13))
+    row = rows_of(live, "less-sure")["mismatch_rises_with_rounds"]
+    assert row["verdict"] == "not found"
+    assert "rises with the round in 0 of 10 steps" in row["against"][0]
+    assert "in 10 more, as their tokens grow less sure" in row["against"][0]
+
+
 def test_every_rule_has_a_planted_fault_or_a_finding_behind_it() -> None:
     elsewhere = {
         "mismatch_jump_at_restart", "ranks_missing", "payloads_lost", "processes_failed",
