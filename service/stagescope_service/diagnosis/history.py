@@ -122,6 +122,7 @@ class KeptTensors(Protocol):
         Raises:
             StagescopeError: its streams are not kept.
         """
+        ...
 
     def batch(self, step: Step, names: Sequence[str]) -> Batch | None:
         """Return the rows of a step with these tensors; None: not all of them are kept.
@@ -129,6 +130,7 @@ class KeptTensors(Protocol):
         Raises:
             StagescopeError: they cannot be read.
         """
+        ...
 
 
 class History:
