@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Final, cast
 
 from fastapi import APIRouter, Path, Query
 
-from stagescope.wire.schema import MOST_STEPS
+from stagescope.batch import Batch
+from stagescope.wire.errors import NotFound
+from stagescope.wire.schema import MOST_STEPS, RECENT_TENSORS
+from stagescope_service.api.batches import Selection, batch_of
 from stagescope_service.api.dependencies import RUN_PATTERN, AttemptNumber, Dependencies, Deps
 from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.kept import payload_artifacts
 from stagescope_service.api.models import diagnosis as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
-from stagescope_service.diagnosis.doctor import Diagnosis, diagnose, mismatch_parts
-from stagescope_service.diagnosis.history import History
+from stagescope_service.api.samples import loss_of
+from stagescope_service.api.target import Target
+from stagescope_service.diagnosis.doctor import Diagnosis, diagnose
+from stagescope_service.diagnosis.history import History, LossOfStep, Step
+from stagescope_service.diagnosis.parts import mismatch_parts
+
+_MOST_BYTES: Final = 256 << 20
+"""Most bytes of a step's payload files that a diagnosis reads."""
 
 router = APIRouter(tags=["runs"])
 
@@ -47,7 +58,8 @@ def diagnosis_of(
 ) -> tuple[JsonObject, list[JsonObject]]:
     """Return the fields of the answer, and its rows."""
     target = deps.finder.attempt(run, attempt)
-    history = History(deps.catalogue, target.run, attempt=attempt, last=step)
+    kept = _KeptTensors(deps, target.run)
+    history = History(deps.catalogue, target.run, attempt=attempt, last=step, kept=kept)
     rows = diagnose(history)
     steps = [each.step for each in history.steps]
     newest = history.newest
@@ -69,6 +81,43 @@ def diagnosis_of(
         ],
     }
     return fields, [_row(history, each) for each in rows]
+
+
+class _KeptTensors:
+    """Reads the tensors of a run's steps, for `History`."""
+
+    def __init__(self, deps: Dependencies, run: str) -> None:
+        self._deps = deps
+        self._run = run
+
+    def loss(self, step: Step) -> LossOfStep:
+        target = self._target(step)
+        size = sum(row["bytes"] for row in payload_artifacts(self._deps, target, step.step))
+        if size > _MOST_BYTES:
+            raise NotFound(
+                f"the tensors of step {step.step} are {size >> 20} MiB, too many for a diagnosis",
+                advice=f"stagescope loss {step.step}",
+            )
+        fields, rows = loss_of(self._deps, target)
+        unrecorded = cast("Sequence[JsonObject]", fields["unrecorded"])
+        return LossOfStep(
+            tokens=cast("int", fields["tokens"]),
+            shares={str(row["fate"]): cast("float", row["share_of_mismatch"]) for row in rows},
+            unrecorded={str(each["name"]): str(each["record"]) for each in unrecorded},
+        )
+
+    def batch(self, step: Step, names: Sequence[str]) -> Batch | None:
+        target = self._target(step)
+        files = payload_artifacts(self._deps, target, step.step)
+        there: set[str] = set()
+        for row in files:
+            there |= RECENT_TENSORS if row["tensors"] is None else set(row["tensors"])
+        if not {*names} <= there or sum(row["bytes"] for row in files) > _MOST_BYTES:
+            return None
+        return batch_of(self._deps, target, Selection(names, None))
+
+    def _target(self, step: Step) -> Target:
+        return self._deps.finder.step(self._run, step.attempt, step.step)
 
 
 def _row(history: History, found: Diagnosis) -> JsonObject:

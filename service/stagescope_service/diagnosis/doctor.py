@@ -13,14 +13,10 @@ from functools import cache
 from importlib import resources
 from typing import Any, Final
 
-import numpy as np
-
 from stagescope.wire.errors import InvalidPlan, StagescopeError
 from stagescope_service.diagnosis import mismatch, reports, trends
-from stagescope_service.diagnosis.evidence import ABS_DIFF, Evidence, not_measured
+from stagescope_service.diagnosis.evidence import Evidence, not_measured
 from stagescope_service.diagnosis.history import History
-from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.summary import Summary
 from stagescope_service.triggers.rules import load_yaml
 
 FAMILIES: Final = ("service", "precision", "mismatch", "reward", "time", "settings")
@@ -32,7 +28,7 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
         trends.scalar_flat, trends.scalar_spike,
         mismatch.rank_apart, mismatch.rounds_rise, mismatch.suspect, mismatch.noise_floor,
         mismatch.rounded, mismatch.first_token, mismatch.engine_apart, mismatch.lattice,
-        mismatch.hidden_tails, mismatch.stale,
+        mismatch.hidden_tails, mismatch.stale, mismatch.retokenised,
         reports.groups, reports.truncated, reports.finding, reports.scalars_not_finite,
         reports.lost, reports.partial, reports.straggler, reports.settings,
     )
@@ -177,81 +173,3 @@ def _evidence(rule: Rule, history: History) -> Evidence:
         return EVIDENCE[rule.function](history, **rule.parameters)
     except StagescopeError as error:
         return not_measured(f"it cannot be computed: {error}")
-
-
-# --- the mismatch taken apart -------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class MismatchPart:
-    """A part of the newest measured step's sum of |d|.
-
-    Attributes:
-        name: 'stale tokens', 'noise floor', 'rounding', 'worst tokens' or 'unexplained'.
-        share: its share of the sum of |d|, 0 to 1; None: not measured.
-        text: what it rests on, or why it is not measured.
-        counted: whether `unexplained` is without it; parts that are not counted overlap others.
-    """
-
-    name: str
-    share: float | None
-    text: str
-    counted: bool = True
-
-
-def mismatch_parts(history: History) -> list[MismatchPart]:
-    """Take the mismatch of the newest measured step apart; [] where no step has both streams.
-
-    The noise floor (the trainer against itself) and rounding are means of |d| of the same kind as
-    the mismatch, so that the larger of them is the share that either explains of the fresh tokens.
-    """
-    newest = history.newest
-    if newest is None:
-        return []
-    summary, total = newest.summary.summary, newest.summary.total
-    size = newest.published[ABS_DIFF]
-    if not (total.tokens and size > 0.0):
-        return []
-    stale = _stale_share(summary, total)
-    noise = None if newest.noise is None else min(1.0, newest.noise[ABS_DIFF] / size)
-    rounding = min(1.0, newest.published["rounding/abs_diff_floor"] / size)
-    sizes = np.abs(summary.worst.p - summary.worst.q)
-    worst = float(sizes.sum()) / total[Field.D_ABS_SUM]
-    explained = max(noise or 0.0, rounding)
-    rest = (1.0 - (stale or 0.0)) * (1.0 - explained)
-    larger_is_noise = noise is not None and noise >= rounding
-    return [
-        MismatchPart(
-            "stale tokens",
-            stale,
-            "the policy versions of tokens are not recorded"
-            if stale is None
-            else "tokens of older policy versions, whose |d| is drift and mismatch",
-        ),
-        MismatchPart(
-            "noise floor",
-            noise,
-            "no recomputed_log_probs"
-            if noise is None
-            else "mean |d| of the trainer against itself over that of the mismatch",
-            counted=larger_is_noise,
-        ),
-        MismatchPart(
-            "rounding",
-            rounding,
-            "what the dtypes of the streams add to mean |d|",
-            counted=not larger_is_noise,
-        ),
-        MismatchPart(
-            "worst tokens",
-            worst,
-            f"the {len(sizes)} tokens with the largest |d| of {total.tokens}",
-            counted=False,
-        ),
-        MismatchPart("unexplained", rest, "1 without the parts that are counted", counted=False),
-    ]
-
-
-def _stale_share(summary: Summary, total: Cell) -> float | None:
-    if not summary.staleness.keys.size:
-        return None
-    old = [cell[Field.D_ABS_SUM] for age, cell in summary.staleness.items() if age > 0]
-    return sum(old) / total[Field.D_ABS_SUM]

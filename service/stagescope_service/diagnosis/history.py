@@ -9,10 +9,11 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
+from stagescope.batch import Batch
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.statistics.cell import Float64, Int64
@@ -97,6 +98,41 @@ class MeasuredStep(NamedTuple):
     """Published numbers of the trainer against itself; None: not recorded."""
 
 
+@dataclasses.dataclass(frozen=True)
+class LossOfStep:
+    """What the loss did to the kept tokens of a step.
+
+    Attributes:
+        tokens: how many these are.
+        shares: a fate of `loss_fate.NAMES` -> its share of their sum of |d|, 0 to 1.
+        unrecorded: a field of `loss_fate.LossTokens` -> how to record it.
+    """
+
+    tokens: int
+    shares: Mapping[str, float]
+    unrecorded: Mapping[str, str]
+
+
+class KeptTensors(Protocol):
+    """Reads what the ring and the kept files still hold of a step."""
+
+    def loss(self, step: Step) -> LossOfStep:
+        """Return what the loss did to a step's tokens.
+
+        Raises:
+            StagescopeError: its streams are not kept.
+        """
+        ...
+
+    def batch(self, step: Step, names: Sequence[str]) -> Batch | None:
+        """Return the rows of a step with these tensors; None: not all of them are kept.
+
+        Raises:
+            StagescopeError: they cannot be read.
+        """
+        ...
+
+
 class History:
     """The history of a run, or of one attempt of it, in the steps that are in force.
 
@@ -105,6 +141,7 @@ class History:
         run: the run's name.
         attempt: only this attempt, by its number; None: the attempts in force.
         last: the last step to look at; None: the newest.
+        kept: reads tensors; None: what rests on them is not measured.
     """
 
     def __init__(
@@ -114,8 +151,10 @@ class History:
         *,
         attempt: int | None = None,
         last: int | None = None,
+        kept: KeptTensors | None = None,
     ) -> None:
         self.run = run
+        self.kept = kept
         self._catalogue = catalogue
         self._last = last
         rows = catalogue.attempts(run)

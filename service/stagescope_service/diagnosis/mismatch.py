@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from stagescope.batch import Batch
+from stagescope.batch.trajectories import keys_of, prompts_of, response_spans
+from stagescope.tensorfile import Array
 from stagescope_service.diagnosis.evidence import (
     ABS_DIFF,
     Evidence,
@@ -17,6 +22,7 @@ from stagescope_service.diagnosis.evidence import (
     spearman,
 )
 from stagescope_service.diagnosis.history import NEWEST, READ, History
+from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.profiles import (
     COARSEST,
     FINER,
@@ -25,6 +31,9 @@ from stagescope_service.statistics.profiles import (
     ZERO,
     exponent,
 )
+
+_TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
+"""The tensors that hold the tokens of a turn and of its prompt, either way."""
 
 
 def rank_apart(
@@ -63,12 +72,19 @@ def rank_apart(
 def rounds_rise(
     history: History, *, metric: str = ABS_DIFF, factor: float = 2.0, tokens: int = 64
 ) -> Evidence:
-    """Return whether a metric rises with the round: Spearman's rank correlation of at least 0.8,
-    and `factor` times more in the last round than in the first, in most of the newest steps."""
-    rises, examined, since, newest = 0, 0, None, ""
+    """Return whether a metric rises with the round, and more than its tokens grow less sure.
+
+    In most of the newest steps Spearman's rank correlation with the round is at least 0.8, and the
+    last round has `factor` times the first one's; so does the metric divided by the mean of -q. The
+    same noise of the logits makes |d| larger where a token is less sure (arXiv 2512.23087), and
+    later rounds of a healthy run often are.
+    """
+    rises, explained, examined, since, newest = 0, 0, 0, None, ""
     counts = dict(history.slices("round", "counts/tokens"))
+    rollout = "rollout" if history.newest is None else history.newest.summary.summary.pair[1]
+    sampled = dict(history.slices("round", f"logprob/{rollout}_mean"))
     for step, values in history.slices("round", metric):
-        sizes = counts.get(step, {})
+        sizes, means = counts.get(step, {}), sampled.get(step, {})
         rounds = [key for key in sorted(values) if sizes.get(key, 0) >= tokens]
         numbers = np.array([values[key] for key in rounds])
         if len(rounds) < 3 or not np.isfinite(numbers).all():
@@ -78,15 +94,26 @@ def rounds_rise(
             f"step {step.step}: {short(float(numbers[0]))} in round {rounds[0][1]}, "
             f"{short(float(numbers[-1]))} in round {rounds[-1][1]}"
         )
-        if spearman(numbers) >= 0.8 and numbers[-1] >= factor * numbers[0]:
-            rises += 1
-            since = step.step if since is None else since
+        if not _rises(numbers, factor):
+            continue
+        unsure = np.array([-means.get(key, math.nan) for key in rounds])
+        if (unsure > 0.0).all() and not _rises(numbers / unsure, factor):
+            explained += 1
+            continue
+        rises += 1
+        since = step.step if since is None else since
     if not examined:
         return not_measured(f"no step has three rounds of {tokens} tokens")
     text = f"{metric} rises with the round in {rises} of {examined} steps; {newest}"
+    if explained:
+        text += f"; in {explained} more, as their tokens grow less sure"
     if rises * 2 < examined or not rises:
         return not_found(text)
     return Evidence("found", rises / examined, since, "the later rounds", (text,))
+
+
+def _rises(numbers: Float64, factor: float) -> bool:
+    return spearman(numbers) >= 0.8 and bool(numbers[-1] >= factor * numbers[0])
 
 
 def suspect(history: History, *, checks: Sequence[str], steps: int = 20) -> Evidence:
@@ -277,7 +304,9 @@ def stale(history: History, *, metric: str = ABS_DIFF, factor: float = 1.5) -> E
             mean = sum(size * value for size, value in old) / weight if weight else math.nan
             rows.append((step.step, weight / total, mean, fresh))
     if not slices or not any(len(values) for _, values in slices):
-        return not_measured("policy versions of the tokens are not recorded")
+        return not_measured(
+            "policy versions of the tokens, or of the stage that scores them, are not recorded"
+        )
     if not rows:
         return not_found("all tokens were sampled by the trainer's own version")
     share = float(np.median([row[1] for row in rows]))
@@ -290,3 +319,140 @@ def stale(history: History, *, metric: str = ABS_DIFF, factor: float = 1.5) -> E
     if len(larger) * 2 < len(rows):
         return not_found(text)
     return Evidence("found", len(larger) / len(rows), rows[0][0], "", (text,))
+
+
+def retokenised(history: History, *, share: float = 0.01) -> Evidence:
+    """Return whether the prompt of a turn does not begin with the turn before it.
+
+    Rows of one group_id and run_id are turns of one trajectory where each row has a single turn_id.
+    Those of the newest `READ` steps whose tokens are kept are read; `share` of their follow-up
+    prompts have to differ.
+    """
+    if history.kept is None:
+        return not_measured("tensors cannot be read here")
+    pairs, read = 0, 0
+    breaks: list[tuple[int, int, int, _Turn, _Turn]] = []
+    for step in reversed(history.steps[-NEWEST:]):
+        batches = (history.kept.batch(step, names) for names in _TURNS)
+        batch = next((each for each in batches if each is not None), None)
+        if batch is None:
+            continue
+        read += 1
+        for before, after in _following(batch):
+            pairs += 1
+            at = _first_difference(before, after)
+            if at is not None:
+                breaks.append((after.turn, at, step.step, before, after))
+        if read == READ:
+            break
+    if not read:
+        return not_measured("no prompts and responses are kept of the newest steps")
+    if not pairs:
+        return not_measured(
+            "each row holds a whole trajectory, or one whose other turns are absent"
+        )
+    text = (
+        f"{len(breaks)} of {pairs} prompts of later turns, in {read} steps, do not begin with the "
+        "turn before"
+    )
+    if not breaks or len(breaks) < share * pairs:
+        return not_found(text)
+    turn, at, step_number, before, after = min(breaks, key=lambda each: each[:3])
+    first = (
+        f"first in turn {turn} at position {at} (step {step_number}, group {after.group}, run "
+        f"{after.run}): token {_id_at(after.given, at)} where turn {before.turn} has "
+        f"{_id_at(before.left[0], at)}"
+    )
+    since = min(each[2] for each in breaks)
+    where = f"turn {turn}, position {at}"
+    return Evidence("found", len(breaks) / pairs, since, where, (text, first))
+
+
+class _Turn(NamedTuple):
+    """A row that holds one turn of a trajectory; arrays of token ids."""
+
+    group: str
+    run: str
+    turn: int
+    given: Int64
+    """What the turn begins with: its prompt, or all tokens of the row."""
+    left: tuple[Int64, ...]
+    """What it leaves to the next one: prompt and response; twice where padding is not certain."""
+
+
+def _following(batch: Batch) -> Iterator[tuple[_Turn, _Turn]]:
+    """Yield each two turns that follow each other in a trajectory."""
+    by_run: dict[tuple[str, str], dict[int, _Turn]] = {}
+    again: set[tuple[str, str]] = set()
+    for row in _turns(batch):
+        key = (row.group, row.run)
+        if row.turn in by_run.setdefault(key, {}):
+            again.add(key)  # which of them the next turn follows is not known
+        by_run[key][row.turn] = row
+    for key, turns in by_run.items():
+        if key not in again:
+            yield from pairwise(turns[number] for number in sorted(turns))
+
+
+def _turns(batch: Batch) -> Iterator[_Turn]:
+    """Yield the rows of a batch that have a group and tokens of one turn alone."""
+    ids = batch["turn_ids"].reshape(batch.rows, -1).astype(np.int64)
+    last = ids.max(axis=1, initial=-1)
+    is_single = ((ids == last[:, None]) | (ids < 0)).all(axis=1) & (last >= 0)
+    prompts = prompts_of(batch)
+    if prompts is None:
+        on = batch["loss_mask"] != 0
+        ends = np.where(on.any(axis=1), on.shape[1] - on[:, ::-1].argmax(axis=1), 0)
+        begins = np.zeros_like(ends)
+    else:
+        prompts = _without_left_padding(prompts) if "prompts" not in batch.lengths else prompts
+        begins, ends = response_spans(batch)
+    for row, (group, run) in enumerate(keys_of(batch)):
+        if not (group and is_single[row]):
+            continue
+        if prompts is None:
+            whole = batch["tokens"][row].astype(np.int64)
+            yield _Turn(group, run, int(last[row]), whole, (whole[: ends[row]],))
+            continue
+        prompt = prompts[row].astype(np.int64)
+        written = batch["responses"][row, begins[row] : ends[row]].astype(np.int64)
+        without = prompt[: len(prompt) - _run_length(prompt[::-1])]
+        ways = (prompt,) if "prompts" in batch.lengths else (prompt, without)
+        left = tuple(np.concatenate([way, written]) for way in ways)
+        yield _Turn(group, run, int(last[row]), prompt, left)
+
+
+def _without_left_padding(prompts: Sequence[Array]) -> list[Array]:
+    """Strip the padding on the left of equally long rows: the id that the longest run of equal ids
+    at a row's begin is made of. Where it is no padding, all rows lose the same begin."""
+    runs = [_run_length(prompt) for prompt in prompts]
+    longest = int(np.argmax(runs)) if runs else 0
+    if not runs or runs[longest] < 2:
+        return list(prompts)
+    fill = prompts[longest][0]
+    return [
+        prompt[run:] if run and prompt[0] == fill else prompt
+        for prompt, run in zip(prompts, runs, strict=True)
+    ]
+
+
+def _run_length(ids: Array) -> int:
+    """Return how many ids at the begin are equal."""
+    others = np.flatnonzero(ids != ids[0]) if len(ids) else ids
+    return int(others[0]) if len(others) else len(ids)
+
+
+def _first_difference(before: _Turn, after: _Turn) -> int | None:
+    """Return the position at which a turn does not go on from the one before; None: it does."""
+    found = []
+    for left in before.left:
+        shared = min(len(left), len(after.given))
+        differ = np.flatnonzero(left[:shared] != after.given[:shared])
+        if not len(differ) and len(left) <= len(after.given):
+            return None
+        found.append(int(differ[0]) if len(differ) else shared)
+    return max(found)
+
+
+def _id_at(ids: Int64, position: int) -> str:
+    return str(ids[position]) if position < len(ids) else "no token"

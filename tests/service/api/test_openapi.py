@@ -37,7 +37,7 @@ ROUTES = {
     "/engines", "/engines/{name}", "/steps/{step}/kept", "/comparisons", "/comparisons/page",
     "/figures", "/figures/overview", "/figures/rounds", "/figures/rank-rounds",
     "/figures/rank-steps", "/figures/distribution", "/figures/density", "/figures/timeline",
-    "/figures/anatomy",
+    "/figures/anatomy", "/figures/offenders",
     "/figures/operators", "/figures/operator-divergence", "/figures/comparison",
     "/steps/{step}/timeline", "/steps/{step}/anatomy",
     "/login", "/logout", "/whoami", "/stream",

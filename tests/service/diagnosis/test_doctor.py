@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.api import Rank, Service, service
+from tests.support.batches import batch_of
 from tests.support.command_line import invoke
+from tests.support.sampler import Scores, as_is, draw, temperature, top_p
 
 import stagescope
+from stagescope.batch import Batch as StepBatch
+from stagescope.batch import Tensor
 from stagescope.wire.errors import InvalidPlan
 from stagescope_service.diagnosis import evidence
 from stagescope_service.diagnosis.doctor import FAMILIES, Rule, diagnose, rulebook
-from stagescope_service.diagnosis.history import History
+from stagescope_service.diagnosis.history import History, Step
+from stagescope_service.diagnosis.mismatch import retokenised
+from stagescope_service.diagnosis.parts import fitted_line
+from stagescope_service.ingest.reader import PayloadReader
+from stagescope_service.statistics import Comparability, examine, summarise
+from stagescope_service.statistics.cell import Cell
+from stagescope_service.store.ring import Ring
 
 STAGE: Final = "actor_compute_log_prob"
 ROWS, ROUNDS, TOKENS = 4, 3, 32
+
+
+class Turn(NamedTuple):
+    """A row that holds one turn: token ids."""
+
+    prompt: list[int]
+    response: list[int]
+    number: int
 
 
 @dataclasses.dataclass
@@ -42,6 +60,9 @@ class Batch:
     rewards: Any = None
     versions: Any = None
     recomputed: Any = None
+    is_weights: Any = None
+    turns: Sequence[Turn] = ()
+    """Of each row; rows of one trajectory have one group."""
 
     def add(self, size: float, where: Any = True) -> None:
         """Add a mismatch of mean |d| `size`, that keeps E[p/q] = 1, where `where` is true."""
@@ -66,8 +87,10 @@ def train(
     seconds: Callable[[int, int], float] = lambda step, rank: 1.0,
     settings: dict[str, Any] | None = None,
     seed: int = 0,
+    keep: Sequence[str] = (),
 ) -> None:
     """Report a training of healthy numbers, changed by `change`, `scalars` and `seconds`."""
+    live.engine.keep(*keep)
     processes = [
         Rank(live, run=run, rank=rank, key=key, world_size=ranks, start=start,
              settings=settings or {})
@@ -87,6 +110,7 @@ def train(
             )  # fmt: skip
     for rank in processes:
         rank.begin(STAGE, steps.stop)
+    live.engine.keep()
 
 
 def make_batch(step: int, rank: int, seed: int) -> Batch:
@@ -124,11 +148,33 @@ def wire(batch: Batch, run: str) -> dict[str, Any]:
     if batch.recomputed is not None:
         again = batch.recomputed.astype(np.float32)
         tensors["recomputed_log_probs"] = ("float32", again.shape, again, None)
+    if batch.is_weights is not None:
+        weights = batch.is_weights.astype(np.float32)
+        tensors["rollout_is_weights"] = ("float32", weights.shape, weights, None)
     samples = [f"{run}-{batch.step}-{batch.rank}-{row}" for row in range(ROWS)]
     groups = [f"{batch.step}-{batch.rank}-{row // batch.groups}" for row in range(ROWS)]
     strings = {"sample_ids": samples, "group_ids": groups}
     strings |= {} if batch.engine is None else {"engine_ids": [batch.engine] * ROWS}
+    if batch.turns:
+        tensors |= turn_tensors(batch)
+        strings["run_ids"] = ["0"] * ROWS
     return {"schema": 1, "tensors": tensors, "strings": strings, "meta": {}}
+
+
+def turn_tensors(batch: Batch) -> dict[str, Any]:
+    """Prompts as rows of their own lengths; responses and turns as wide as the mask."""
+    lengths = [len(turn.prompt) for turn in batch.turns]
+    prompts = np.array([token for turn in batch.turns for token in turn.prompt], np.int64)
+    responses = np.zeros(batch.q.shape, np.int64)
+    for row, turn in enumerate(batch.turns):
+        responses[row, : len(turn.response)] = turn.response
+    numbers = np.array([[turn.number] for turn in batch.turns])
+    turn_ids = np.where(batch.rounds >= 0, numbers, -1).astype(np.int64)
+    return {
+        "prompts": ("int64", prompts.shape, prompts, np.cumsum([0, *lengths]).astype(np.int64)),
+        "responses": ("int64", responses.shape, responses, None),
+        "turn_ids": ("int64", turn_ids.shape, turn_ids, None),
+    }
 
 
 def healthy_scalars(step: int) -> dict[str, float]:
@@ -152,6 +198,9 @@ def and_scalars(**changed: Callable[[int], float]) -> Scalars:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("doctor") / "home", page_size=200) as running:
+        data = running.settings.data_path
+        ring = Ring(data / "ring" / "here", 64 << 20, reserve_bytes=0)
+        running.engine.read_with(PayloadReader(data, "here", ring))
         yield running
 
 
@@ -258,6 +307,30 @@ def single(batch: Batch) -> None:
     batch.groups = 1
 
 
+def play_turns(batch: Batch) -> None:
+    """Two trajectories of two turns: the second prompt is all of the first turn and a tool's."""
+    width = batch.q.shape[1]
+    rows = []
+    for _ in range(ROWS // 2):
+        prompt, first, second, tool = (
+            batch.random.integers(5, 1000, size).tolist() for size in (20, width, width, 7)
+        )
+        rows += [Turn(prompt, first, 0), Turn([*prompt, *first, *tool], second, 1)]
+    batch.turns = rows
+
+
+RETOKENISED_AT: Final = 41
+"""20 tokens of the prompt and 21 of the response are the same."""
+
+
+def retokenise(batch: Batch) -> None:
+    """Another split of the same text: two tokens of the first response become one."""
+    play_turns(batch)
+    turn = batch.turns[1]
+    prompt = [*turn.prompt[:RETOKENISED_AT], 4, *turn.prompt[RETOKENISED_AT + 2 :]]
+    batch.turns = [batch.turns[0], turn._replace(prompt=prompt), *batch.turns[2:]]
+
+
 PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
     "mismatch_grows": ({"change": grow}, {"mismatch_jump_at_first_sync"}),
     "mismatch_jump_at_first_sync": ({"change": after_first}, set()),
@@ -272,6 +345,7 @@ PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
     "lattice": ({"change": rounded_logits}, {"rounded_stream"}),
     "hidden_tails": ({"change": tails}, {"streams_unrelated"}),
     "staleness": ({"change": old_versions}, set()),
+    "retokenised": ({"change": retokenise, "keep": ["trajectories"]}, set()),
     "within_noise_floor": ({"change": noisy_trainer}, set()),
     "groups_equal": ({"change": equal_rewards}, {"groups_all_wrong", "groups_all_right"}),
     "groups_all_wrong": ({"change": all_wrong}, {"groups_equal"}),
@@ -324,6 +398,78 @@ def test_where_and_since_when_are_said(live: Service) -> None:
     assert rows_of(live, "where-nan")["non_finite_scalars"]["since_step"] == 9
 
 
+def test_retokenisation_is_looked_for_where_each_turn_is_a_row(live: Service) -> None:
+    train(live, "turns-well", play_turns, keep=["trajectories"])
+    well = rows_of(live, "turns-well")
+    assert not found_in(well)
+    # 4 ranks of 2 trajectories with one follow-up prompt each, in the newest 3 steps.
+    assert well["retokenised"]["against"] == [
+        "0 of 24 prompts of later turns, in 3 steps, do not begin with the turn before"
+    ]
+    train(live, "turns-sick", retokenise, keep=["trajectories"], steps=range(1, 4))
+    sick = rows_of(live, "turns-sick")["retokenised"]
+    assert sick["sure"] == 0.5  # one of two trajectories
+    assert sick["where"] == f"turn 1, position {RETOKENISED_AT}"
+    assert sick["since_step"] == 1
+    assert f"at position {RETOKENISED_AT} (step 1, group 1-0-0, run 0): token 4" in sick["for"][1]
+    # Without prompts, or in rows that hold whole trajectories, it is not measured.
+    train(live, "turns-lost", play_turns, steps=range(1, 4))
+    lost = rows_of(live, "turns-lost")["retokenised"]
+    assert (lost["verdict"], lost["against"]) == (
+        "not measured", ["no prompts and responses are kept of the newest steps"],
+    )  # fmt: skip
+    assert lost["record"].startswith("where each turn is a row: record prompts")
+
+    def whole(batch: Batch) -> None:
+        play_turns(batch)
+        batch.turns = [turn._replace(number=0) for turn in batch.turns]
+
+    train(live, "turns-whole", whole, steps=range(1, 4), keep=["trajectories"])
+    assert rows_of(live, "turns-whole")["retokenised"]["verdict"] == "not measured"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_of_prompts_is_no_retokenisation(side: str) -> None:
+    first, answer, tool = [7, 7, 3, 9, 9], [4, 5, 6], [8, 2]
+    rows = [first, [*first, *answer, *tool]]
+    width = max(map(len, rows)) + 2
+    prompts = np.zeros((2, width), np.int64)
+    for at, row in enumerate(rows):
+        prompts[at, width - len(row) if side == "left" else 0 :][: len(row)] = row
+    responses = np.array([[*answer, 0], [1, 1, 1, 1]], np.int64)
+    mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]], np.int64)
+    turn_ids = np.where(mask == 1, [[0], [1]], -1)
+
+    def verdict(prompts: Any) -> str:
+        tensors = {"prompts": prompts, "responses": responses, "response_mask": mask,
+                   "turn_ids": turn_ids}  # fmt: skip
+        history = Turns(
+            StepBatch(
+                2,
+                {name: Tensor("int64", values) for name, values in tensors.items()},
+                {"group_ids": ("g", "g"), "run_ids": ("0", "0")},
+            )
+        )
+        return retokenised(cast(History, history)).verdict
+
+    assert verdict(prompts) == "not found"
+    other = prompts.copy()
+    other[1, 2 if side == "right" else 4] = 1
+    assert verdict(other) == "found"
+
+
+class Turns:
+    """A history of one step, whose batch is given: prompts that no `Rank` sends."""
+
+    def __init__(self, batch: StepBatch) -> None:
+        self.steps = [Step(1, 1, 1, "comparable", ())]
+        self.kept = self
+        self._batch = batch
+
+    def batch(self, step: Step, names: Sequence[str]) -> StepBatch | None:
+        return self._batch if {*names} <= {*self._batch.tensors} else None
+
+
 def test_a_jump_at_a_restart_names_the_attempt(live: Service) -> None:
     train(live, "restarted", steps=range(1, 13))
 
@@ -371,10 +517,24 @@ def test_a_healthy_run_has_no_symptom(seed: int, live: Service) -> None:
     unknown = {name for name, row in rows.items() if row["verdict"] == "not measured"}
     assert unknown == {
         "mismatch_jump_at_restart", "staleness", "within_noise_floor", "verl_settings",
-        "engine_apart",
+        "engine_apart", "retokenised",
     }  # fmt: skip
     assert all(rows[name]["against"] for name in unknown)
     assert rows["staleness"]["record"].startswith("record versions")
+
+
+def test_rounds_of_less_sure_tokens_are_no_symptom(live: Service) -> None:
+    def unsure(batch: Batch) -> None:
+        """The same relative noise on tokens of 4 and 16 times the surprise."""
+        scale = 4.0 ** np.maximum(batch.rounds, 0)
+        batch.q = 0.1 * scale * batch.q
+        batch.p = batch.q * (1.0 + batch.random.normal(0.0, 0.02, batch.q.shape))
+
+    train(live, "less-sure", unsure, steps=range(1, 13))
+    row = rows_of(live, "less-sure")["mismatch_rises_with_rounds"]
+    assert row["verdict"] == "not found"
+    assert "rises with the round in 0 of 10 steps" in row["against"][0]
+    assert "in 10 more, as their tokens grow less sure" in row["against"][0]
 
 
 def test_every_rule_has_a_planted_fault_or_a_finding_behind_it() -> None:
@@ -436,7 +596,128 @@ def test_the_mismatch_is_taken_apart(live: Service) -> None:
     assert 0.1 < parts["noise floor"]["share"] < 0.4
     rest = parts["unexplained"]["share"]
     stale, noise = parts["stale tokens"]["share"], parts["noise floor"]["share"]
-    assert rest == pytest.approx((1 - stale) * (1 - noise), rel=1e-9)
+    line = parts["temperature or truncation"]["share"]
+    assert 0.0 <= line < 0.02  # of fresh tokens, whose d is noise
+    assert rest == pytest.approx((1 - stale) * ((1 - line) ** 0.5 - noise), rel=1e-9)
+    assert "what is left without the stale tokens" in parts["unexplained"]["text"]
+
+
+def parts_of(live: Service, run: str, change: Change) -> dict[str, dict[str, Any]]:
+    train(live, run, change, steps=range(1, 3))
+    return {each["name"]: each for each in live.get(f"/runs/{run}/diagnosis")["mismatch"]}
+
+
+def sampled(engine: Scores, trainer: Scores = as_is) -> Change:
+    """Tokens that a softmax sampled at the engine's and scored at the trainer's settings."""
+
+    def change(batch: Batch) -> None:
+        drawn = draw(batch.random, *batch.q.shape, model="unsure", sampled=engine, trained=trainer)
+        batch.q, batch.p = (
+            np.where(batch.rounds >= 0, values, 0.0) for values in (drawn.q, drawn.p)
+        )
+
+    return change
+
+
+def kept_pairs(live: Service, run: str, step: int) -> tuple[Any, Any, Any]:
+    """p, q and the weights of a step's model tokens, from the file of its batch."""
+    assert live.tokens is not None
+    with stagescope.attach(live.server.url, token=live.tokens.read) as session:
+        batch = session.step(step, run=run).batch()
+    on = batch["response_mask"] != 0
+    weights = batch["rollout_is_weights"][on] if "rollout_is_weights" in batch else None
+    return (
+        batch["old_log_probs"][on].astype(float),
+        batch["rollout_log_probs"][on].astype(float),
+        weights,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "least", "most"),
+    [
+        # By numpy's polyfit, 20 seeds of as many tokens lie in 0.416-0.452, 0.911-0.922, 0-0.0013.
+        (sampled(temperature(0.7)), 0.38, 0.49),
+        (sampled(top_p(0.9)), 0.89, 0.95),
+        (sampled(as_is), 0.0, 0.01),
+        (cut_vocabulary, 0.95, 1.0),
+    ],
+    ids=["temperature 0.7", "top-p 0.9", "healthy", "shifted by 0.1 nats"],
+)
+def test_temperature_and_truncation_explain_a_share(
+    change: Change, least: float, most: float, live: Service, request: pytest.FixtureRequest
+) -> None:
+    run = f"line-{request.node.callspec.id.replace(' ', '-')}"
+    part = parts_of(live, run, change)["temperature or truncation"]
+    p, q, _ = kept_pairs(live, run, 2)
+    squares = float(((p - q) ** 2).sum())
+    lines = [
+        float(((y - np.polyval(np.polyfit(x, y, 1), x)) ** 2).sum()) for x, y in ((q, p), (p, q))
+    ]
+    plain = 1.0 - max(lines) / squares
+    # What two parameters fit by chance is taken off: 2 of the tokens that d is spread over.
+    spread = float(np.abs(p - q).sum()) ** 2 / squares
+    assert part["share"] == pytest.approx(
+        max(0.0, 1 - (1 - plain) * spread / (spread - 2)), abs=1e-6
+    )
+    assert least <= part["share"] <= most
+    assert part["text"].startswith("share of the sum of squares of d over 1536 fresh tokens")
+    assert part["counted"]
+
+
+@pytest.mark.parametrize("side", ["p", "q", "both"])
+@pytest.mark.parametrize("size", [0.01, 0.1, 0.5])
+def test_no_line_explains_independent_noise(side: str, size: float) -> None:
+    random = np.random.default_rng(7)
+    true = -6.0 - random.exponential(1.0, (16, 256))
+    noise = random.normal(0.0, size, (2, *true.shape))
+    p, q = true + noise[0] * (side != "q"), true + noise[1] * (side != "p")
+    found = fitted_line(*examined(p, q))
+    # Noise of variance s on both sides flattens both lines: s / 2(v + s), where true has v = 1.
+    flattened = size**2 / (2.0 * (1.0 + size**2)) if side == "both" else 0.0
+    assert found.share is not None
+    assert 0.0 <= found.share <= flattened + 0.01
+
+
+def examined(p: Any, q: Any) -> tuple[Cell, Comparability]:
+    mask = np.ones(p.shape, np.int64)
+    summary = summarise(batch_of(p.astype(np.float32), q.astype(np.float32), mask))
+    return summary.fresh, examine(summary)
+
+
+def test_no_line_is_drawn_through_few_tokens_or_other_tokens(live: Service) -> None:
+    random = np.random.default_rng(3)
+    q = -1.0 - random.exponential(1.0, (8, 8))
+    assert fitted_line(*examined(q * 0.7, q)) == (None, "64 fresh tokens, 128 are needed")
+    q = -1.0 - random.exponential(1.0, (16, 64))
+    few = q.copy()
+    few[0, :5] -= 3.0
+    found = fitted_line(*examined(few, q))
+    assert (found.share, found.text[:41]) == (None, "5 tokens hold most of d's sum of squares,")
+    part = parts_of(live, "line-unrelated", other_rows)["temperature or truncation"]
+    assert part["share"] is None
+    assert part["text"].startswith("the streams are not of the same tokens (unrelated)")
+
+
+def test_rejected_tokens_have_their_share_of_the_mismatch(live: Service) -> None:
+    def rejecting(batch: Batch) -> None:
+        batch.add(0.1, np.arange(batch.p.shape[1]) % 10 == 0)
+        ratio = np.exp(batch.p - batch.q)
+        batch.is_weights = np.where((ratio > 0.9) & (ratio < 1.1), ratio, 0.0)
+
+    part = parts_of(live, "rejecting", rejecting)["rejected tokens"]
+    p, q, weights = kept_pairs(live, "rejecting", 2)
+    expected = np.abs(p - q)[weights == 0].sum() / np.abs(p - q).sum()
+    assert 0.2 < expected < 0.9
+    assert part["share"] == pytest.approx(expected, rel=1e-6)
+    assert not part["counted"]
+    assert "over the 1536 tokens" in part["text"]
+    assert "at least, for it is not recorded whether the trainer rejected them" in part["text"]
+    # Without weights and without the mask of the update nothing is known.
+    unknown = parts_of(live, "not-rejecting", lambda batch: None)["rejected tokens"]
+    assert unknown["share"] is None
+    assert "record rollout_is_weights" in unknown["text"]
+    assert "record response_mask as the update uses it" in unknown["text"]
 
 
 def test_notebook_and_terminal_show_the_same(live: Service) -> None:

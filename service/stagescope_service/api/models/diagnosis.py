@@ -13,11 +13,13 @@ class MismatchPart(Model):
     """A part of the newest measured step's mismatch."""
 
     name: Annotated[str, Field(examples=["noise floor"])]
-    """`stale tokens`, `noise floor`, `rounding`, `worst tokens` or `unexplained`."""
+    """`stale tokens`, `temperature or truncation`, `noise floor`, `rounding`, `rejected tokens`,
+    `worst tokens` or `unexplained`."""
     share: Number | None
-    """Its share of the sum of |p - q|, 0 to 1; null: not measured."""
+    """Its share, 0 to 1, of the sum of |p - q|; that of `temperature or truncation` is one of the
+    sum of squares of p - q over the fresh tokens. null: not measured."""
     text: str
-    """What it rests on, or why it is not measured."""
+    """What it is a share of and rests on, or why it is not measured."""
     counted: bool
     """Whether `unexplained` is without it; parts that are not counted overlap others."""
 
