@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, TypedDict
 
 from fastapi import APIRouter
 
-from stagescope.wire.schema import Part
+from stagescope.wire.schema import Part, RankKey
 from stagescope_service.api.completeness import ALL_ROWS, began, ended
 from stagescope_service.api.dependencies import Deps, Rank, Role, Stage, StepTarget
 from stagescope_service.api.models import steps as models
@@ -41,7 +41,6 @@ _OPEN_STEPS: Final = 64
 _OVER: Final = frozenset({"ok", "failed"})
 """States of a stage that has ended."""
 
-RoleRank = tuple[str, int]
 Timings = Mapping[StageKey, StageTiming]
 
 
@@ -260,7 +259,7 @@ def _newest_processes(
 
 
 def _role(
-    rows: _RoleRows, closed: list[ListedStep], newest: int, silent: Collection[RoleRank]
+    rows: _RoleRows, closed: list[ListedStep], newest: int, silent: Collection[RankKey]
 ) -> hang_detection.Role:
     """Return a role as `hang_detection.judge` takes it.
 

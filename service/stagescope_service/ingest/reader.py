@@ -26,7 +26,7 @@ from stagescope_service.ingest.payload_values import Payload, read_value
 from stagescope_service.rows.ragged import count_by_row, hash_rows
 from stagescope_service.statistics import (
     PartRecord,
-    Settings,
+    StatisticsSettings,
     TokenBatch,
     WireTensor,
     available_pairs,
@@ -257,21 +257,21 @@ def summary_rows(key: PayloadKey, job: IngestJob, summary: Summary) -> Iterator[
         )
 
 
-def statistics_settings(settings: object) -> Settings:
+def statistics_settings(settings: object) -> StatisticsSettings:
     """Return the settings of a run that the statistics depend on.
 
     Where verl has no such rollout_is or threshold, the weights are those without settings: the
     finding `refused_setting` says so, and no number is lost.
     """
     try:
-        return Settings.of_run(settings if isinstance(settings, Mapping) else {})
+        return StatisticsSettings.of_run(settings if isinstance(settings, Mapping) else {})
     except InvalidInput:
-        return Settings()
+        return StatisticsSettings()
 
 
 def summarise_once(
     batch: TokenBatch,
-    settings: Settings,
+    settings: StatisticsSettings,
     key: PayloadKey,
     skip: npt.NDArray[np.uint8] | None = None,
 ) -> tuple[Summary, Skips]:

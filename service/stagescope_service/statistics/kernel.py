@@ -313,7 +313,7 @@ def accumulate(
         segments: int64 [segments, 6], see `segments.SEGMENT`.
         slots: int64 [segments, 3], row in `rounds`, `turns`, `ages` or -1.
         keys: int64 [segments, 2], order of the segment's sample and position of its first token.
-        rule: float64 [7], `Settings.weight_rule()`.
+        rule: float64 [7], `StatisticsSettings.weight_rule()`.
         rounds, turns, ages: cells, merged into.
         rows: float64 [rows, len(ROW)], added to.
         histograms: uint32 [rounds, 2 * HISTOGRAM_HALF], added to.

@@ -11,7 +11,7 @@ its start, with `snapshot()`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -65,6 +65,9 @@ class RemoveRows(NamedTuple):
 
 
 Write = Put | Delete | RemoveRows
+
+WriteRows = Callable[[Sequence[Write]], Awaitable[None]]
+"""Commits rows; returns after the commit."""
 
 
 class Health(NamedTuple):

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from stagescope.wire.nonfinite import JsonObject
@@ -30,6 +30,7 @@ from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.recompute import Source
 from stagescope_service.statistics import Recompute
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.parts import part_key
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES, side_by_side
 from stagescope_service.store.tables import PayloadRow, ProcessColumns, SampleRow
@@ -201,13 +202,11 @@ _LISTED: Final = 100
 _NAMED: Final = 5
 """Sample ids listed in a message."""
 
-Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
-
 
 class Aggregator:
     """Aggregates the steps of one coordinator; one call a step at a time."""
 
-    def __init__(self, catalogue: Catalogue, ingestors: IngestorClient, write: Write) -> None:
+    def __init__(self, catalogue: Catalogue, ingestors: IngestorClient, write: WriteRows) -> None:
         self._catalogue = catalogue
         self._ingestors = ingestors
         self._write = write
