@@ -132,8 +132,8 @@ def _lacking(
         if part.summary.pair[1] == "rollout":
             measured.setdefault(part.stage, set()).add(part.key)
     replaced = catalogue.replaced(step_parts.attempt_id, step_parts.step)
-    of_whole = [stage for stage in TRAINER_STAGES if stage in measured]
-    for stage in of_whole[:1] or TRAINER_STAGES:
+    in_summary = [stage for stage in TRAINER_STAGES if stage in measured]
+    for stage in in_summary[:1] or TRAINER_STAGES:
         done = measured.get(stage, set())
         payloads = catalogue.payloads(
             step_parts.attempt_id, step_parts.step, stage=stage, state="ingested", limit=_ALL
