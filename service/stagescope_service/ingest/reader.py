@@ -20,7 +20,7 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
 from stagescope_service.core.findings import FindingLocation, finding
-from stagescope_service.core.instructions import IngestJob, PayloadKey, StepJob
+from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
 from stagescope_service.ingest.payload_values import Payload, read_value
 from stagescope_service.rows.ragged import count_by_row, hash_rows
@@ -207,7 +207,7 @@ def _with_producers(job: IngestJob, meta: JsonObject) -> dict[str, Json]:
     return {"policy_version": job.get("policy_version"), **known, **meta}
 
 
-def summary_rows(key: PayloadKey, job: IngestJob, summary: Summary) -> Iterator[Put]:
+def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator[Put]:
     """Return the row of a payload's summary of one pair, and the finding of non-finite values."""
     row: SummaryRow = {
         "incarnation": key.incarnation,
@@ -313,7 +313,7 @@ def ring_key(key: PayloadKey, job: StepJob) -> RingKey:
     return RingKey(job["attempt_id"], job["step"], key.incarnation, key.seq)
 
 
-def _location(job: IngestJob) -> FindingLocation:
+def _location(job: PayloadJob) -> FindingLocation:
     return {
         "run": job["run"],
         "attempt_id": job["attempt_id"],

@@ -22,6 +22,7 @@ from stagescope_service.core.instructions import (
     Aggregate,
     Delete,
     IngestJob,
+    PayloadJob,
     PayloadKey,
     Put,
     StepJob,
@@ -49,7 +50,7 @@ class JoinJob(NamedTuple):
 
     key: PayloadKey
     node_id: str | None
-    job: IngestJob
+    job: PayloadJob
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +157,7 @@ def _is_alone(tensors: Collection[str]) -> bool:
 
 
 def _join_job(row: PayloadRow, process: ProcessColumns | None, run: str) -> JoinJob:
-    job: IngestJob = {
+    job: PayloadJob = {
         "run": run,
         "attempt_id": row["attempt_id"],
         "step": row["step"],
