@@ -44,16 +44,16 @@ def test_what_was_not_aggregated_before_a_crash_is_aggregated_after(
     attempt_id = live.catalogue.attempts("moe")[0]["attempt_id"]
     every = {(attempt_id, step) for step in range(1, STEPS + 1)}
     assert {*due} == {Aggregate(*key) for key in every}
-    unformed = live.store.snapshot().unformed
-    assert set(unformed) == every
+    unaggregated = live.store.snapshot().unaggregated
+    assert set(unaggregated) == every
 
     async def aggregate() -> None:
-        for key in unformed:
+        for key in unaggregated:
             start_now(Aggregate(*key))
         await local.effects.settled()
 
     asyncio.run(aggregate())
-    assert live.store.snapshot().unformed == []
+    assert live.store.snapshot().unaggregated == []
     for step in (1, STEPS):
         row = live.catalogue.step(attempt_id, step)
         assert row is not None

@@ -71,7 +71,7 @@ def mixed(said: Iterable[Said], seed: int) -> list[Said]:
     return [queues[name].pop(0) for name in order]
 
 
-def whole_of(live: Service, step: int) -> StepSummary:
+def step_summary_of(live: Service, step: int) -> StepSummary:
     row = live.catalogue.step(attempt_of(live, step), step)
     assert row is not None
     assert row["closed_wall"] is not None
@@ -80,29 +80,31 @@ def whole_of(live: Service, step: int) -> StepSummary:
     return StepSummary.from_bytes(row["whole"])
 
 
-def assert_whole(whole: Summary, expected: Summary) -> None:
+def assert_summary(step_summary: Summary, expected: Summary) -> None:
     """Counts, extremes, histograms and worst tokens exactly; sums and moments to 1e-9."""
     for name in ("rounds", "turns", "staleness"):
-        found, wanted = getattr(whole, name), getattr(expected, name)
+        found, wanted = getattr(step_summary, name), getattr(expected, name)
         assert found.keys.tolist() == wanted.keys.tolist(), name
         for (key, a), (_, b) in zip(found.items(), wanted.items(), strict=True):
             assert_cell(a.vector, b.vector, f"{name} {key}")
-    assert_cell(whole.total.vector, expected.total.vector, "total")
+    assert_cell(step_summary.total.vector, expected.total.vector, "total")
     for name in ("rounds", "buckets", "counts"):
-        assert np.array_equal(getattr(whole.histogram, name), getattr(expected.histogram, name))
-    assert tokens_of(whole) == tokens_of(expected)
-    keys, values = whole.sequences.by_sample()
+        assert np.array_equal(
+            getattr(step_summary.histogram, name), getattr(expected.histogram, name)
+        )
+    assert tokens_of(step_summary) == tokens_of(expected)
+    keys, values = step_summary.sequences.by_sample()
     wanted_keys, wanted_values = expected.sequences.by_sample()
     assert keys == wanted_keys
     own, wanted_own = values[:, :ROW_1], wanted_values[:, :ROW_1]  # the others are of neighbours
     np.testing.assert_allclose(own, wanted_own, rtol=1e-9, atol=1e-12)
-    found_numbers, wanted_numbers = publish(whole), publish(expected)
+    found_numbers, wanted_numbers = publish(step_summary), publish(expected)
     assert found_numbers.keys() == wanted_numbers.keys()
     for name, value in wanted_numbers.items():
         same = math.isclose(found_numbers[name], value, rel_tol=1e-9, abs_tol=1e-12)
         assert same or (math.isnan(value) and math.isnan(found_numbers[name])), name
-    assert whole.versions == expected.versions
-    assert whole.empty_rows == expected.empty_rows
+    assert step_summary.versions == expected.versions
+    assert step_summary.empty_rows == expected.empty_rows
 
 
 def assert_cell(found: Any, expected: Any, where: str) -> None:
@@ -136,16 +138,16 @@ def test_every_token_counts_once(
         "the resampling pass repeats some samples of a part, and not all"
     )
     for step in (1, 2):
-        whole, expected = whole_of(live, step), summarise(training.unsplit(step))
+        step_summary, expected = step_summary_of(live, step), summarise(training.unsplit(step))
         assert len(expected.versions) == len(expected.staleness.keys) == 3
-        assert whole.stage == "actor_compute_log_prob"
-        assert not whole.to_recompute
-        assert not whole.differing
-        assert whole.fragmented == 0
-        assert_whole(whole.summary, expected)
+        assert step_summary.stage == "actor_compute_log_prob"
+        assert not step_summary.to_recompute
+        assert not step_summary.differing
+        assert step_summary.fragmented == 0
+        assert_summary(step_summary.summary, expected)
         # A part of every (dp, cp) counts once; what tp, pp and the second pass repeat does not.
-        assert len(whole.counted) + len(whole.left_out) == len(parts_of(live, step))
-        assert set(whole.left_out.values()) <= {"replica", "repeated"}
+        assert len(step_summary.counted) + len(step_summary.left_out) == len(parts_of(live, step))
+        assert set(step_summary.left_out.values()) <= {"replica", "repeated"}
     kinds = {row["kind"] for row in live.catalogue.findings(run=RUN)}
     assert kinds == {"streams_versions"}
 
@@ -154,18 +156,18 @@ def test_every_token_counts_once(
 def test_ranks_have_their_own_numbers(live: Service, trainer_has_rollout: bool) -> None:
     training = Training(trainer_has_rollout=trainer_has_rollout)
     train(live, training, steps=1)
-    whole = whole_of(live, 1)
-    assert [(row.role, row.rank) for row in whole.ranks] == [("actor", r) for r in range(16)]
-    assert len(whole.ranks) == TP * PP * CP * DP
-    for row in whole.ranks:
+    step_summary = step_summary_of(live, 1)
+    assert [(row.role, row.rank) for row in step_summary.ranks] == [("actor", r) for r in range(16)]
+    assert len(step_summary.ranks) == TP * PP * CP * DP
+    for row in step_summary.ranks:
         expected = summarise(training.of_rank(1, row.rank)).total
         assert_cell(row.cell.vector, expected.vector, f"rank {row.rank}")
         last, first = training.ranks[row.rank].layout["pp_rank"] == PP - 1, row.rank % TP == 0
         assert (row.counted_parts > 0) is (last and first), row.rank
     # What cp and dp ranks hold adds up to the whole and what the second pass had again.
-    cells_of = {row.rank: row.cell for row in whole.ranks if row.counted_parts}
+    cells_of = {row.rank: row.cell for row in step_summary.ranks if row.counted_parts}
     assert len(cells_of) == CP * DP
-    assert sum(cell.tokens for cell in cells_of.values()) >= whole.total.tokens
+    assert sum(cell.tokens for cell in cells_of.values()) >= step_summary.total.tokens
 
 
 def test_a_perturbed_replica_is_reported(live: Service) -> None:
@@ -173,13 +175,13 @@ def test_a_perturbed_replica_is_reported(live: Service) -> None:
     training = Training(trainer_has_rollout=False, perturbed=replica)
     assert training.ranks[replica].layout["tp_rank"] == 1
     train(live, training, steps=1)
-    whole = whole_of(live, 1)
-    assert_whole(whole.summary, summarise(training.unsplit(1)))
+    step_summary = step_summary_of(live, 1)
+    assert_summary(step_summary.summary, summarise(training.unsplit(1)))
     (found,) = live.catalogue.findings(run=RUN, kind="replicas_differ")
     pairs = found["evidence"]["pairs"]
     assert {pair["rank"] for pair in pairs} == {replica}
     assert {pair["counted_rank"] for pair in pairs} == {4}
-    own = next(row for row in whole.ranks if row.rank == replica)
+    own = next(row for row in step_summary.ranks if row.rank == replica)
     assert_cell(own.cell.vector, summarise(training.of_rank(1, replica)).total.vector, "replica")
 
 
@@ -187,15 +189,15 @@ def test_evicted_parts_are_missing_and_said_so(live: Service) -> None:
     training = Training()
     local = train(live, training, steps=1, ring_bytes=20_000)
     assert local.ingestors.recomputed
-    whole = whole_of(live, 1)
-    assert whole.to_recompute
+    step_summary = step_summary_of(live, 1)
+    assert step_summary.to_recompute
     expected = summarise(training.unsplit(1)).total
-    assert whole.total.tokens < expected.tokens
+    assert step_summary.total.tokens < expected.tokens
     (found,) = live.catalogue.findings(run=RUN, kind="tokens_missing")
     assert found["severity"] == "error"
     answer = live.get("/steps/1/metrics", run=RUN)
-    assert answer["coverage"]["parts_to_restate"] == len(whole.to_recompute)
-    assert answer["metrics"]["counts/tokens"] == whole.total.tokens
+    assert answer["coverage"]["parts_to_restate"] == len(step_summary.to_recompute)
+    assert answer["metrics"]["counts/tokens"] == step_summary.total.tokens
 
 
 def test_rollouts_that_come_late_are_joined_then(live: Service) -> None:
@@ -203,7 +205,7 @@ def test_rollouts_that_come_late_are_joined_then(live: Service) -> None:
     local = train(live, training, late_rollouts=True)
     assert local.ingestors.joined
     for step in (1, 2):
-        assert_whole(whole_of(live, step).summary, summarise(training.unsplit(step)))
+        assert_summary(step_summary_of(live, step).summary, summarise(training.unsplit(step)))
     assert not live.catalogue.findings(run=RUN, kind="rollout_not_joined")
 
 
@@ -242,8 +244,8 @@ def test_samples_without_a_rollout_are_said(live: Service) -> None:
 
     asyncio.run(run())
     there = training.samples(1)[::2]
-    whole = whole_of(live, 1)
-    assert_whole(whole.summary, summarise(whole_batch(there, training.version(1))))
+    step_summary = step_summary_of(live, 1)
+    assert_summary(step_summary.summary, summarise(whole_batch(there, training.version(1))))
     (found,) = live.catalogue.findings(run=RUN, kind="rollout_not_joined")
     lost = {s.uid for s in training.samples(1)[1::2]}
     assert set(found["evidence"]["samples"]["no rollout of the sample"]) == lost

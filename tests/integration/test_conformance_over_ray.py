@@ -53,11 +53,11 @@ def test_rollouts_of_another_node_are_joined(tmp_path: Path, nodes: tuple[str, s
         with service.session() as session:
             step = session.step(1, run="moe")
 
-            def formed() -> Any:
+            def aggregated() -> Any:
                 metrics = step.metrics()
                 return metrics if metrics["counts/tokens"] == expected["counts/tokens"] else None
 
-            metrics = eventually(formed)
+            metrics = eventually(aggregated)
         for name, value in expected.items():
             same = math.isclose(metrics[name], value, rel_tol=1e-9, abs_tol=1e-12)
             assert same or (math.isnan(value) and math.isnan(metrics[name])), name

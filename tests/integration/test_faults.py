@@ -146,7 +146,7 @@ def test_unread_payload_of_a_killed_rank_is_lost_and_its_event_stands(service: S
         service.reborn("coordinator", old)
     (lost,) = eventually(lambda: service.losses("silent"))
     assert (lost["kind"], lost["step"], lost["stage"]) == ("payload", 7, "actor_update")
-    assert "fell silent before the payload was read" in lost["reason"]
+    assert "stopped reporting before the payload was read" in lost["reason"]
     (row,) = service.stages("silent", 7)
     assert row["status"] == "ok"
 
@@ -285,7 +285,7 @@ def test_full_disk_while_the_coordinator_restarts_is_waited_for(service: Service
         assert (code, "not ready" in text) == (503, True)
         rank.ask("report", 1000, payload(seed=1000))
         rank.ask("begin", 1001)
-        # Longer than a lease: nobody can be heard, so nobody fell silent.
+        # Longer than a lease: nobody can be heard, so nobody stopped reporting.
         lapsed = time.monotonic() + 1.5 * service.settings.lease_seconds
         eventually(lambda: not rank.acknowledged() and time.monotonic() > lapsed)
     finally:

@@ -79,7 +79,7 @@ def _trainer_class() -> Any:
             return self.probe.status()
 
         def close(self) -> bool:
-            """Take leave."""
+            """Report the end of this process."""
             return self.probe.close(30.0)
 
     return Trainer
@@ -106,7 +106,7 @@ class Rank:
         return bool(said["connected"]) and not (said["waiting_events"] or said["waiting_payloads"])
 
     def close(self) -> None:
-        """Take leave."""
+        """Report the end of this process."""
         answer(self.handle.close.remote())
         ray.kill(self.handle)
 

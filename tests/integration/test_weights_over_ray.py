@@ -112,7 +112,7 @@ def _replica_class() -> Any:
             self.probe.record_weights(weights, version=version, side="trainer", step=version)
 
         def close(self) -> bool:
-            """Take leave."""
+            """Report the end of this process."""
             import torch.distributed as dist
 
             dist.destroy_process_group()

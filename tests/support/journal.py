@@ -153,7 +153,7 @@ class World:
         restore(state, snapshot, self.wall)
         check_memory(state)
         self.local = LocalCoordinator(self.store, self.folder, state=state, clock=lambda: self.wall)
-        for pair in snapshot.unformed:
+        for pair in snapshot.unaggregated:
             self.local.effects.start(Aggregate(*pair))
 
     # --- the training ---------------------------------------------------------------------

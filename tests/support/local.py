@@ -17,6 +17,7 @@ from stagescope_service.core.instructions import (
     AnnouncedDump,
     IngestJob,
     Instruction,
+    PayloadJob,
     PayloadKey,
     StepJob,
 )
@@ -93,7 +94,7 @@ class NodeIngestors(LocalIngestors):
         return await super().recompute(node_id, key, job, pair, skips)
 
     async def join(
-        self, node_id: str | None, key: PayloadKey, job: IngestJob, sources: Sequence[Source]
+        self, node_id: str | None, key: PayloadKey, job: PayloadJob, sources: Sequence[Source]
     ) -> JoinAnswer | None:
         self.joined.append(key)
         return await super().join(node_id, key, job, sources)

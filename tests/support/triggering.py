@@ -207,7 +207,7 @@ class Bench:
         await self.local.record(said)
 
     async def leave(self, key: str = "a1") -> None:
-        """Have both ranks take leave."""
+        """Have both ranks report their end."""
         said = []
         for rank in (0, 1):
             sender = self._sender(key, rank)

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagescope_service.statistics import TokenBatch, publish, summarise
-from stagescope_service.statistics.settings import Settings
+from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_workers import calculate_debug_metrics
 from stagescope_workers.integrations.verl import minibatches
 from stagescope_workers.payload import owned_tensor
@@ -128,7 +128,7 @@ def proto(batch: Tensors) -> Any:
 def ours(batch: Tensors, config: dict[str, Any] | None = None) -> dict[str, float]:
     """What the service publishes for a payload of these tensors."""
     wire = {name: owned_tensor(name, tensor) for name, tensor in batch.items()}
-    return publish(summarise(TokenBatch.from_tensors(wire), Settings(**(config or {}))))
+    return publish(summarise(TokenBatch.from_tensors(wire), StatisticsSettings(**(config or {}))))
 
 
 def verl_correction(batch: Tensors, config: dict[str, Any]) -> dict[str, float]:

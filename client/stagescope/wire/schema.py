@@ -374,6 +374,9 @@ class Part(NamedTuple):
         return f"{self.occurrence}.{self.epoch}.{self.minibatch}.{self.microbatch}"
 
 
+RankKey: TypeAlias = tuple[str, int]
+"""(role, rank)."""
+
 _FIRST_PART: Final = Part()
 
 

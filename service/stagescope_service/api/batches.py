@@ -26,6 +26,7 @@ from stagescope_service.api.kept import KEEP_ADVICE, local_file, payload_artifac
 from stagescope_service.api.requests import pattern
 from stagescope_service.api.steps import progress_of
 from stagescope_service.api.target import Target
+from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.dumps.formats.own_file import holds_sample
 from stagescope_service.dumps.joining.join import join
 from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
@@ -95,8 +96,6 @@ class _PartKey(NamedTuple):
 
 Numbers = Mapping[_PartKey, Mapping[str, float]]
 """Scalars by name of each part."""
-PayloadKey = tuple[str, int]
-"""(incarnation, sequence number)."""
 
 
 class Selection(NamedTuple):
@@ -234,7 +233,7 @@ def _part_key(row: ArtifactRow | ScalarRow) -> _PartKey:
 
 
 def _payload_key(row: ArtifactRow | PayloadRow) -> PayloadKey:
-    return row["incarnation"], row["seq"]
+    return PayloadKey(row["incarnation"], row["seq"])
 
 
 def _scalars(deps: Dependencies, target: Target) -> Numbers:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypedDict
 
 from stagescope.wire.captures import matches_rank, needs_ranks, unmatched_ranks
 from stagescope.wire.plan import CaptureSteps, StoredCapture
-from stagescope.wire.schema import Part
+from stagescope.wire.schema import Part, RankKey
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.rows import dump_row
@@ -29,7 +29,6 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.tables import CaptureRow, DumpRow, ProcessRow, StageRow
 
-RoleRank = tuple[str, int]
 PartKey = tuple[str, Part]
 """A stage and its part."""
 Reported = Mapping[PartKey, set[str]]
@@ -148,7 +147,7 @@ def _requested_ranks(
     """Return the ranks that a capture requests, and which acknowledged its latest revision."""
     requested = {(each["role"], each["rank"]) for each in (*agreement.members, *agreement.without)}
     roles = {role for role, _ in requested} or set(spec["roles"] or ())
-    newest: dict[RoleRank, ProcessRow] = {}
+    newest: dict[RankKey, ProcessRow] = {}
     processes = [] if attempt is None else catalogue.introduced_processes(attempt["attempt_id"])
     for process in processes:
         role, rank = process["role"], process["rank"]
@@ -234,9 +233,7 @@ class _CapturedSteps:
     numbers: Mapping[int, int]
     """attempt_id -> number."""
 
-    def results(
-        self, dumps: Iterable[DumpRow], requested: Iterable[RoleRank]
-    ) -> list[CapturedStep]:
+    def results(self, dumps: Iterable[DumpRow], requested: Iterable[RankKey]) -> list[CapturedStep]:
         """Return the result of each step.
 
         Args:
@@ -270,9 +267,9 @@ class _CapturedSteps:
 
     def _reports_by_step(
         self, dumps: Iterable[DumpRow]
-    ) -> dict[tuple[int, int], dict[RoleRank, dict[PartKey, set[str]]]]:
+    ) -> dict[tuple[int, int], dict[RankKey, dict[PartKey, set[str]]]]:
         """Return (attempt_id, step) -> rank -> states by part, with the agreed steps to come."""
-        by_step: dict[tuple[int, int], dict[RoleRank, dict[PartKey, set[str]]]] = {}
+        by_step: dict[tuple[int, int], dict[RankKey, dict[PartKey, set[str]]]] = {}
         for dump in dumps:
             if dump["step"] is None:
                 continue
@@ -307,11 +304,11 @@ class _Step:
         self.closed = bool(own) and own[0]["closed_wall"] is not None
         earlier = [row for row in rows if row["step"] < number and row["closed_wall"] is not None]
         self._before = [row["step"] for row in earlier[:_STEPS_BEFORE]]
-        self._parts_by_step: dict[int, dict[RoleRank, set[PartKey]]] = {}
-        self._parts: dict[RoleRank, int] | None = None
-        self._newest_steps: dict[RoleRank, int] | None = None
+        self._parts_by_step: dict[int, dict[RankKey, set[PartKey]]] = {}
+        self._parts: dict[RankKey, int] | None = None
+        self._newest_steps: dict[RankKey, int] | None = None
 
-    def parts(self) -> Mapping[RoleRank, int]:
+    def parts(self) -> Mapping[RankKey, int]:
         """Return how many parts of the requested stages each rank did."""
         if self._parts is None:
             self._parts = {}
@@ -323,7 +320,7 @@ class _Step:
                     self._parts[role, rank] = self._parts.get((role, rank), 0) + count
         return self._parts
 
-    def state_of(self, rank: RoleRank, reported: Reported) -> RankState:
+    def state_of(self, rank: RankKey, reported: Reported) -> RankState:
         """Return the state of a rank, given the states of its dumps."""
         states = set[str]().union(*reported.values()) if reported else set()
         worst = next((state for state in _WORST if state in states), _NO_REPORT)
@@ -335,7 +332,7 @@ class _Step:
             return RankState(worst, worst != "armed")
         return RankState(worst, "armed" not in states and self._has_reported_all(rank, reported))
 
-    def _has_left(self, rank: RoleRank) -> bool:
+    def _has_left(self, rank: RankKey) -> bool:
         """Return whether a rank has begun a later step."""
         if self._newest_steps is None:
             self._newest_steps = {}
@@ -345,7 +342,7 @@ class _Step:
                 self._newest_steps[key] = max(step, self._newest_steps.get(key, -1))
         return self._newest_steps.get(rank, -1) > self._number
 
-    def _has_reported_all(self, rank: RoleRank, reported: Reported) -> bool:
+    def _has_reported_all(self, rank: RankKey, reported: Reported) -> bool:
         """Return whether a rank of an open step has reported all parts of each step before it."""
         if not reported or not self._before:
             return False
@@ -354,10 +351,10 @@ class _Step:
         is_regular = all(parts == usual[0] for parts in usual)
         return is_regular and reported.keys() >= {*usual[0], *begun}
 
-    def _parts_in(self, number: int) -> Mapping[RoleRank, set[PartKey]]:
+    def _parts_in(self, number: int) -> Mapping[RankKey, set[PartKey]]:
         """Return the parts of the requested stages that each rank did in a step."""
         if number not in self._parts_by_step:
-            parts: defaultdict[RoleRank, set[PartKey]] = defaultdict(set)
+            parts: defaultdict[RankKey, set[PartKey]] = defaultdict(set)
             rows = self._catalogue.stages(
                 self._attempt_id, number, stage=self._stages, limit=ALL_ROWS
             )
@@ -392,7 +389,7 @@ def _listed_steps(steps: CaptureSteps | None) -> list[int]:
 def _result(
     step: int,
     attempt: int | None,
-    states: Mapping[RoleRank, RankState],
+    states: Mapping[RankKey, RankState],
     over: bool,
     of_ranks: bool,
 ) -> CapturedStep:

@@ -101,7 +101,7 @@ def gaps(catalogue: Catalogue, steps: Iterable[StepOverview]) -> dict[StepKey, s
     for row in catalogue.payload_states(
         sorted({attempt for attempt, _ in closed}),
         sorted({step for _, step in closed}),
-        whole={step for _, step in closed} - unmeasured,
+        measured={step for _, step in closed} - unmeasured,
     ):
         states[row["attempt_id"], row["step"]].append(row)
     texts = {

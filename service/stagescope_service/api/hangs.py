@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, TypedDict
 
 from fastapi import APIRouter
 
-from stagescope.wire.schema import Part
+from stagescope.wire.schema import Part, RankKey
 from stagescope_service.api.completeness import ALL_ROWS, began, ended
 from stagescope_service.api.dependencies import Deps, Rank, Role, Stage, StepTarget
 from stagescope_service.api.models import steps as models
@@ -41,7 +41,6 @@ _OPEN_STEPS: Final = 64
 _OVER: Final = frozenset({"ok", "failed"})
 """States of a stage that has ended."""
 
-RoleRank = tuple[str, int]
 Timings = Mapping[StageKey, StageTiming]
 
 
@@ -260,7 +259,7 @@ def _newest_processes(
 
 
 def _role(
-    rows: _RoleRows, closed: list[ListedStep], newest: int, silent: Collection[RoleRank]
+    rows: _RoleRows, closed: list[ListedStep], newest: int, silent: Collection[RankKey]
 ) -> hang_detection.Role:
     """Return a role as `hang_detection.judge` takes it.
 
@@ -393,6 +392,6 @@ def _nobody_left(catalogue: Catalogue, attempt_id: int) -> str | None:
         return "no process is left: all of them finished"
     ranks = len({(row["role"], row["rank"]) for row in rows})
     return (
-        f"no process is left, so nobody is waited for: {lost} of {ranks} ranks fell silent without "
-        "a finish; the stages that they left open are unfinished, and listed as losses"
+        f"no process is left, so nobody is waited for: {lost} of {ranks} ranks stopped reporting "
+        "without a finish; the stages that they left open are unfinished, and listed as losses"
     )

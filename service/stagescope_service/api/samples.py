@@ -29,7 +29,7 @@ from stagescope_service.statistics import loss_fate
 from stagescope_service.statistics.cell import Bool, Float64, Int64
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.loss_fate import NAMES, Fate, Int8, LossTokens
-from stagescope_service.statistics.settings import Settings
+from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import Sequences
 from stagescope_service.store.parts import incarnation_of
 
@@ -412,12 +412,12 @@ class StepTokens:
         return _where(self.loss.mask[0, shown], values)
 
 
-def _settings(batch: Batch, notes: list[str]) -> Settings:
+def _settings(batch: Batch, notes: list[str]) -> StatisticsSettings:
     try:
-        return Settings.of_run(batch.meta.get("settings") or {})
+        return StatisticsSettings.of_run(batch.meta.get("settings") or {})
     except StagescopeError as error:
         notes.append(f"the run's settings of weights are not used: {error}")
-        return Settings()
+        return StatisticsSettings()
 
 
 def _floats(batch: Batch, name: str, width: int) -> Float64:

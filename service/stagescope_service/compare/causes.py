@@ -71,7 +71,7 @@ _BY_STATION: Final[Mapping[str, _StationCause]] = {
         "the order of microbatches and minibatches, the number of epochs",
         "numerical precision: FP16 or bfloat16 against FP32", "dropout and the random seed",
     )),
-    "ratio": _StationCause("the importance ratio is formed differently", (
+    "ratio": _StationCause("the importance ratio is computed differently", (
         "which old_log_probs are the denominator: the engine's or the trainer's",
         "clamping and truncation of the ratio; the mask effective_valid",
     )),

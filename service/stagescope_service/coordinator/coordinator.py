@@ -402,7 +402,7 @@ def _to_aggregate(snapshot: Snapshot) -> list[Aggregate]:
         if row["closed_wall"] is not None
         and (row["whole_wall"] is None or row["attempt_id"] not in ended)
     ]
-    due = dict.fromkeys([*snapshot.unformed, *late])
+    due = dict.fromkeys([*snapshot.unaggregated, *late])
     return [Aggregate(*key) for key in due if key not in pending]
 
 

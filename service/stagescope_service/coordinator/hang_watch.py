@@ -60,7 +60,7 @@ def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str,
             if other is None or (other.live, other.age) < (process.live, process.age):
                 ranks[process.rank] = process
     for role, processes in by_role.items():
-        timings = _open_paces(attempt, role)
+        timings = _open_timings(attempt, role)
         if timings:
             expected = range(attempt.world_size(role) or 0)
             absent = {*expected} - processes.keys() - left.get(role, set())
@@ -72,7 +72,7 @@ def roles(attempt: Attempt, silent: Collection[str] = ()) -> Iterator[tuple[str,
             yield role, _role(attempt, role, positions, timings)
 
 
-def _open_paces(attempt: Attempt, role: str) -> dict[StageKey, StageTiming]:
+def _open_timings(attempt: Attempt, role: str) -> dict[StageKey, StageTiming]:
     found: dict[StageKey, StageTiming] = {}
     for number in attempt.open:
         found.update(_timings_of(attempt, number, role))
@@ -446,7 +446,7 @@ def _finding(
     place, limit = stuck.key, stuck.limit
     who = f"every rank of {role}" if stuck.whole_role else f"rank {stuck.rank} of {role}"
     if stuck.process == GONE:
-        who += ", whose process fell silent,"
+        who += ", whose process stopped reporting,"
     what = f"{who} has {stuck.status} {place.stage} in step {place.step}"
     others = f"{stuck.begun} of {ranks} ranks began it, {stuck.ended} ended it"
     usual = (

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from stagescope.wire.errors import StagescopeError
@@ -21,16 +21,13 @@ from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.findings import NOT_KEPT
 from stagescope_service.core.instructions import IngestJob, Put
 from stagescope_service.ingest.ingestors import IngestorClient
-from stagescope_service.store import contract
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import RemoveRows
+from stagescope_service.store.contract import RemoveRows, WriteRows
 from stagescope_service.store.queries.files import KeptFile, KeptPlace
 from stagescope_service.store.queries.runs import RemovableStep
 from stagescope_service.store.tables import FindingRow
 
 logger = logging.getLogger(__name__)
-
-Write = Callable[[Sequence[contract.Write]], Awaitable[None]]
 
 _LOOK_SECONDS: Final = 60.0
 _BATCH: Final = 1000
@@ -81,7 +78,7 @@ class Retention:
         self,
         catalogue: Catalogue,
         ingestors: IngestorClient,
-        write: Write,
+        write: WriteRows,
         limits: Limits,
         *,
         wall: Callable[[], float] = time.time,

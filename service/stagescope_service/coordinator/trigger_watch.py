@@ -14,7 +14,7 @@ import functools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +32,7 @@ from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import NON_FINITE_SCALARS
 from stagescope_service.core.instructions import Delete, NonFiniteScalars, Put
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.tables import FiringRow, TriggerRulesRow
 from stagescope_service.store.tables.findings import FiringColumns
 from stagescope_service.triggers.conditions import HISTORY
@@ -79,8 +80,6 @@ class StepOrdering:
 
 logger = logging.getLogger(__name__)
 
-Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
-
 RUNS_FOLLOWED: Final = 8
 """Runs whose steps are kept in memory; others are read from the catalogue."""
 DEFAULTS: Final = "defaults"
@@ -102,7 +101,7 @@ class Triggers:
     def __init__(
         self,
         catalogue: Catalogue,
-        write: Write,
+        write: WriteRows,
         acting: Acting,
         *,
         wall: Callable[[], float] = time.time,

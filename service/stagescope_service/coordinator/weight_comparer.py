@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypedDict
 
 from stagescope_service.coordinator.retries import RetriedWork, retried
@@ -31,6 +31,7 @@ from stagescope_service.core.weights import (
     odd_replicas,
 )
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.tables import ProcessColumns, WeightsRow
 
 NAMED: Final = 20
@@ -351,8 +352,6 @@ def device_of(
 
 logger = logging.getLogger(__name__)
 
-Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
-
 NOT_COMPARED = "weights_not_compared"
 """A version of weights could not be compared; over with the next try that succeeds."""
 
@@ -365,7 +364,7 @@ class WeightComparer:
     """
 
     def __init__(
-        self, catalogue: Catalogue, write: Write, rules: Sequence[tuple[str, str]] = ()
+        self, catalogue: Catalogue, write: WriteRows, rules: Sequence[tuple[str, str]] = ()
     ) -> None:
         self._catalogue = catalogue
         self._write = write

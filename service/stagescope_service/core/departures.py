@@ -51,7 +51,7 @@ def leave(
         process.lapsed = True
     column = "finished_wall" if finished else "lapsed_wall"
     out: list[Instruction] = [process_row(process, **{column: wall})]
-    why = "its process took leave" if finished else "its process fell silent"
+    why = "its process reported its end" if finished else "its process stopped reporting"
     out += abandon(attempt, process, wall, why)
     out += operator_tables.cut_off(attempt, process, wall, why)
     if not finished:
@@ -99,7 +99,7 @@ def lose_unread(registry: Registry, process: Process, wall: float) -> list[Instr
     out: list[Instruction] = []
     for payload in [*process.payloads.values()]:
         if not payload.in_flight:
-            reason = "its process fell silent before the payload was read"
+            reason = "its process stopped reporting before the payload was read"
             attempt = registry.attempts[payload.attempt_id]
             out += payloads.settle(attempt, process, payload, LOST, reason, wall)
     return out

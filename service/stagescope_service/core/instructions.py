@@ -23,6 +23,7 @@ __all__ = [
     "Ingest",
     "IngestJob",
     "Instruction",
+    "PayloadJob",
     "PayloadKey",
     "Put",
     "ReadWatchdogs",
@@ -53,14 +54,19 @@ class PayloadWork(StepJob, PartColumns):
     stage: str
 
 
-class IngestJob(PayloadWork):
-    """A payload's work and process, as its ingestor needs them; JSON."""
+class PayloadJob(PayloadWork):
+    """A payload's work and process, as the rows of its summary need them; JSON."""
 
     run: str
-    attempt_key: NotRequired[str]
     data_rank: int | None
     cp_size: NotRequired[int | None]
     """Context-parallel ranks."""
+
+
+class IngestJob(PayloadJob):
+    """A payload as the ingestor reads and keeps it; JSON."""
+
+    attempt_key: str
     layout: NotRequired[JsonObject]
     settings: NotRequired[JsonObject]
     """Of the run, as `init` was given them."""

@@ -319,7 +319,7 @@ class Registry:
         if left:
             return None
         # A process that this one lived beside is of its own start: in a short training one rank may
-        # take leave before the first word of another arrives.
+        # report its end before the first event of another arrives.
         if older is None and any(process.started <= _last_sign(each) for each in others):
             return None
         of_role = [each for each in others if each.role == process.role]

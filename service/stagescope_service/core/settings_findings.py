@@ -16,7 +16,7 @@ from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import by_message, finding
 from stagescope_service.core.instructions import Instruction
-from stagescope_service.statistics.settings import Settings
+from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.triggers.budget import Budget
 
 KNOWN: Final[Mapping[str, str]] = {
@@ -74,7 +74,7 @@ def _problems(settings: JsonObject) -> Iterator[tuple[str, str]]:
     yield from _producers(settings.get("producers"))
     yield from _kept(settings.get("keep"))
     try:
-        Settings.of_run(settings)
+        StatisticsSettings.of_run(settings)
     except InvalidInput as error:
         yield "refused_setting", f"settings.{error}; the weights are published untruncated"
 

@@ -200,9 +200,9 @@ def choose(
 
 def _why_not(process: Process) -> str | None:
     if process.finished:
-        return "its process took leave"
+        return "its process reported its end"
     if process.lapsed:
-        return "its process fell silent"
+        return "its process stopped reporting"
     return "it reports by raw calls, which carry no requests" if process.raw else None
 
 

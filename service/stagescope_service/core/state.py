@@ -256,7 +256,7 @@ class State:
         if process.finished and process.open_spans:
             # It finished before this BEGIN arrived.
             left = event.wall if process.left_wall is None else process.left_wall
-            out += departures.abandon(attempt, process, left, "its process took leave")
+            out += departures.abandon(attempt, process, left, "its process reported its end")
         elif len(process.open_spans) > SPANS_REMEMBERED:
             forgotten = process.open_spans.pop(next(iter(process.open_spans)))
             forgotten.status = UNFINISHED

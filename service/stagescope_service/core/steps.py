@@ -125,7 +125,7 @@ def end_if_left(attempt: Attempt) -> list[Instruction]:
 
 
 def took_leave(attempt: Attempt) -> bool:
-    """Return whether the attempt is over because all its processes took leave."""
+    """Return whether the attempt is over because all its processes reported their end."""
     return attempt.over and attempt.end_reason in (FINISHED, CRASHED)
 
 

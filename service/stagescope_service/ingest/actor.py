@@ -23,7 +23,13 @@ from stagescope.discovery import NAMESPACE, ingestor_name
 from stagescope.wire.errors import Unreachable
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.findings import describe
-from stagescope_service.core.instructions import AnnouncedDump, IngestJob, PayloadKey, StepJob
+from stagescope_service.core.instructions import (
+    AnnouncedDump,
+    IngestJob,
+    PayloadJob,
+    PayloadKey,
+    StepJob,
+)
 from stagescope_service.ingest.ingestors import (
     IngestorDied,
     IngestWorker,
@@ -104,7 +110,7 @@ class Ingestor:
         return await self._run(self._worker.recompute, key, job, pair, skips)
 
     async def join(
-        self, key: PayloadKey, job: IngestJob, sources: Sequence[Source]
+        self, key: PayloadKey, job: PayloadJob, sources: Sequence[Source]
     ) -> JoinAnswer | None:
         """Join a trainer's payload with rollouts; None: not kept.
 
@@ -358,7 +364,7 @@ class RayIngestors:
             return None
 
     async def join(
-        self, node_id: str | None, key: PayloadKey, job: IngestJob, sources: Sequence[Source]
+        self, node_id: str | None, key: PayloadKey, job: PayloadJob, sources: Sequence[Source]
     ) -> JoinAnswer | None:
         """Join a trainer's payload with rollouts."""
         try:

@@ -17,7 +17,13 @@ from stagescope.wire.errors import Forbidden, StagescopeError, Unreachable
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.stacks import read_watchdog
 from stagescope_service.core.findings import describe
-from stagescope_service.core.instructions import AnnouncedDump, IngestJob, PayloadKey, StepJob
+from stagescope_service.core.instructions import (
+    AnnouncedDump,
+    IngestJob,
+    PayloadJob,
+    PayloadKey,
+    StepJob,
+)
 from stagescope_service.ingest import kept_files
 from stagescope_service.ingest.kept_files import Keeper, KeptDescription
 from stagescope_service.ingest.reader import Outcome, PayloadReader
@@ -76,7 +82,7 @@ class IngestorClient(Protocol):
         ...
 
     async def join(
-        self, node_id: str | None, key: PayloadKey, job: IngestJob, sources: Sequence[Source]
+        self, node_id: str | None, key: PayloadKey, job: PayloadJob, sources: Sequence[Source]
     ) -> JoinAnswer | None:
         """Join a trainer's payload with rollouts; None as in `recompute`."""
         ...
@@ -180,7 +186,7 @@ class IngestWorker:
         """Return a payload's summary without tokens that count elsewhere."""
         return self._of_ring(Recomputer.recompute, key, job, pair, skips)
 
-    def samples(self, key: PayloadKey, job: IngestJob) -> list[str] | None:
+    def samples(self, key: PayloadKey, job: StepJob) -> list[str] | None:
         """Return the sample ids of a payload."""
         return self._of_ring(Recomputer.samples, key, job)
 
@@ -189,7 +195,7 @@ class IngestWorker:
         return self._of_ring(Recomputer.rollouts, sources, sample_ids) or []
 
     def join(
-        self, key: PayloadKey, job: IngestJob, rollouts: Sequence[RolloutRows]
+        self, key: PayloadKey, job: PayloadJob, rollouts: Sequence[RolloutRows]
     ) -> JoinAnswer | None:
         """Join a trainer's payload with rollouts."""
         return self._of_ring(Recomputer.join, key, job, rollouts)
@@ -284,7 +290,7 @@ class LocalIngestors:
         return await self._run(self.worker(node_id).recompute, key, job, pair, skips)
 
     async def join(
-        self, node_id: str | None, key: PayloadKey, job: IngestJob, sources: Sequence[Source]
+        self, node_id: str | None, key: PayloadKey, job: PayloadJob, sources: Sequence[Source]
     ) -> JoinAnswer | None:
         """Join a trainer's payload with rollouts."""
         worker = self.worker(node_id)

@@ -89,9 +89,8 @@ class Keeper:
 
     def _write(self, key: PayloadKey, job: IngestJob, kept: Kept) -> Put:
         part = Part.of_columns(job)
-        attempt_key = job["attempt_key"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
         directory = step_directory(
-            self.data_dir, job["run"], attempt_key, job["step"], job["stage"], part
+            self.data_dir, job["run"], job["attempt_key"], job["step"], job["stage"], part
         )
         path = kept_path(directory, job["role"], job["rank"], key.incarnation, key.seq)
         self._check_room(bytes_of(kept), job)

@@ -20,13 +20,13 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
 from stagescope_service.core.findings import FindingLocation, finding
-from stagescope_service.core.instructions import IngestJob, PayloadKey, StepJob
+from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
 from stagescope_service.ingest.payload_values import Payload, read_value
 from stagescope_service.rows.ragged import count_by_row, hash_rows
 from stagescope_service.statistics import (
     PartRecord,
-    Settings,
+    StatisticsSettings,
     TokenBatch,
     WireTensor,
     available_pairs,
@@ -207,7 +207,7 @@ def _with_producers(job: IngestJob, meta: JsonObject) -> dict[str, Json]:
     return {"policy_version": job.get("policy_version"), **known, **meta}
 
 
-def summary_rows(key: PayloadKey, job: IngestJob, summary: Summary) -> Iterator[Put]:
+def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator[Put]:
     """Return the row of a payload's summary of one pair, and the finding of non-finite values."""
     row: SummaryRow = {
         "incarnation": key.incarnation,
@@ -257,21 +257,21 @@ def summary_rows(key: PayloadKey, job: IngestJob, summary: Summary) -> Iterator[
         )
 
 
-def statistics_settings(settings: object) -> Settings:
+def statistics_settings(settings: object) -> StatisticsSettings:
     """Return the settings of a run that the statistics depend on.
 
     Where verl has no such rollout_is or threshold, the weights are those without settings: the
     finding `refused_setting` says so, and no number is lost.
     """
     try:
-        return Settings.of_run(settings if isinstance(settings, Mapping) else {})
+        return StatisticsSettings.of_run(settings if isinstance(settings, Mapping) else {})
     except InvalidInput:
-        return Settings()
+        return StatisticsSettings()
 
 
 def summarise_once(
     batch: TokenBatch,
-    settings: Settings,
+    settings: StatisticsSettings,
     key: PayloadKey,
     skip: npt.NDArray[np.uint8] | None = None,
 ) -> tuple[Summary, Skips]:
@@ -313,7 +313,7 @@ def ring_key(key: PayloadKey, job: StepJob) -> RingKey:
     return RingKey(job["attempt_id"], job["step"], key.incarnation, key.seq)
 
 
-def _location(job: IngestJob) -> FindingLocation:
+def _location(job: PayloadJob) -> FindingLocation:
     return {
         "run": job["run"],
         "attempt_id": job["attempt_id"],

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypedDict
 from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import STREAM_TENSORS
-from stagescope_service.core.instructions import IngestJob, PayloadKey, StepJob
+from stagescope_service.core.instructions import PayloadJob, PayloadKey, StepJob
 from stagescope_service.ingest.reader import (
     COPIES,
     PayloadReader,
@@ -131,7 +131,7 @@ class Recomputer:
                 found.append(dataclasses.replace(rows, incarnation=source.incarnation))
         return found
 
-    def join(self, key: PayloadKey, job: IngestJob, found: Sequence[RolloutRows]) -> JoinAnswer:
+    def join(self, key: PayloadKey, job: PayloadJob, found: Sequence[RolloutRows]) -> JoinAnswer:
         """Add the rollout's stream to a trainer's payload, and compute its statistics.
 
         Raises:
@@ -171,7 +171,7 @@ class Recomputer:
     def _keep(
         self,
         key: PayloadKey,
-        job: IngestJob,
+        job: StepJob,
         metadata: JsonObject,
         tensors: Mapping[str, WireTensor],
         joined: Joined,

@@ -12,7 +12,7 @@ from stagescope_service.statistics.checks import Calibration, Check, calibration
 from stagescope_service.statistics.comparability import Comparability, examine, examine_cell
 from stagescope_service.statistics.mismatch import publish, publish_cell
 from stagescope_service.statistics.part import PartRecord, RankRow, Recompute
-from stagescope_service.statistics.settings import Settings
+from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.step_summary import (
     NOISE_PAIR,
     StepSummary,
@@ -32,7 +32,7 @@ __all__ = [
     "PartRecord",
     "RankRow",
     "Recompute",
-    "Settings",
+    "StatisticsSettings",
     "StepSummary",
     "Summary",
     "TokenBatch",

@@ -19,7 +19,7 @@ from stagescope_service.statistics import profiles
 from stagescope_service.statistics.cell import Array, Float64, Int64
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW, ROW_WIDTHS
-from stagescope_service.statistics.settings import Settings
+from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import (
     NO_TOKENS,
     Produced,
@@ -235,7 +235,7 @@ def _restore(arrays: _Checked, document: Document) -> Summary:
     rounds = _slices(arrays, "rounds", layout)
     return Summary(
         pair=(p, q),
-        settings=Settings(**document["settings"]),
+        settings=StatisticsSettings(**document["settings"]),
         dtypes={str(k): tuple(str(d) for d in v) for k, v in document["dtypes"].items()},
         rounds=rounds,
         turns=_slices(arrays, "turns", layout),

@@ -68,7 +68,7 @@ def clamped(x: float) -> float:
 
 @reduction
 def weights(em1: Float64, exp_d: Float64, n: int, rule: Float64, out: Float64) -> None:
-    """The applied weights, and minus 1. `rule` is `Settings.weight_rule()`."""
+    """The applied weights, and minus 1. `rule` is `StatisticsSettings.weight_rule()`."""
     least, most = clamped(out[AT.D_MIN]), clamped(out[AT.D_MAX])
     out[AT.W_MIN], out[AT.W_MAX] = least, most
     upper, lower = rule[0], rule[1]

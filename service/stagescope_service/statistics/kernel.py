@@ -318,7 +318,7 @@ def accumulate(
         keys: int64 [segments, 2], order of the segment's sample and position of its first token.
         placement: int64 [segments, 3], tokens of its round before and after the segment's first
             one, negative where not known, and the bin of the round's last token.
-        rule: float64 [7], `Settings.weight_rule()`.
+        rule: float64 [7], `StatisticsSettings.weight_rule()`.
         rounds, turns, ages: cells, merged into.
         rows: float64 [rows, len(ROW)], added to.
         histograms: uint32 [rounds, 2 * HISTOGRAM_HALF], added to.

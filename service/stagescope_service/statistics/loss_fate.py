@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.statistics.cell import Bool, Float64, UInt8
-from stagescope_service.statistics.settings import Settings, clamped_exp
+from stagescope_service.statistics.settings import StatisticsSettings, clamped_exp
 
 Int8 = npt.NDArray[np.int8]
 
@@ -116,7 +116,7 @@ def sums(fates: UInt8, d: Float64) -> list[FateSum]:
     return found
 
 
-def raw_weights(d: Float64, mask: Bool, settings: Settings) -> Float64:
+def raw_weights(d: Float64, mask: Bool, settings: StatisticsSettings) -> Float64:
     """Return the importance weights before they are cut, [rows, tokens].
 
     exp(d) of a token, or where the run weighs sequences exp of the sum of d over the row's model

@@ -64,7 +64,7 @@ from stagescope_service.statistics.cell import (
 )
 from stagescope_service.statistics.checks import ROUNDED_SHARE, calibration, held_by_bfloat16
 from stagescope_service.statistics.kernel import ROW
-from stagescope_service.statistics.settings import Settings, clamped_exp
+from stagescope_service.statistics.settings import StatisticsSettings, clamped_exp
 from stagescope_service.statistics.summary import Summary
 
 Metrics = dict[str, float]
@@ -196,7 +196,7 @@ def _divergences(cell: Cell, sequences: SequenceColumns) -> Metrics:
     return {f"rollout_corr/{name}": value for name, value in values.items()}
 
 
-def _importance(cell: Cell, sequences: SequenceColumns, settings: Settings) -> Metrics:
+def _importance(cell: Cell, sequences: SequenceColumns, settings: StatisticsSettings) -> Metrics:
     if settings.rollout_is == "sequence":
         values = _sequence_weights(sequences, settings)
     else:
@@ -205,7 +205,7 @@ def _importance(cell: Cell, sequences: SequenceColumns, settings: Settings) -> M
     return {f"rollout_corr/rollout_is_{name}": value for name, value in values.items()}
 
 
-def _token_weights(cell: Cell, sequences: SequenceColumns, settings: Settings) -> Metrics:
+def _token_weights(cell: Cell, sequences: SequenceColumns, settings: StatisticsSettings) -> Metrics:
     n, drops = cell.tokens, settings.bounds[2]
     least, most = _extreme_weights(cell, settings)
     mean = least if least == most else cell.mean_weight(Field.W_SUM)
@@ -232,7 +232,7 @@ def _token_weights(cell: Cell, sequences: SequenceColumns, settings: Settings) -
     return {**values, **_by_sequence(applied, above_1, 1.0 + raw, settings)}
 
 
-def _extreme_weights(cell: Cell, settings: Settings) -> tuple[float, float]:
+def _extreme_weights(cell: Cell, settings: StatisticsSettings) -> tuple[float, float]:
     """Return the smallest and the largest applied weight; full precision even far below 1."""
     if not cell.tokens:
         return math.nan, math.nan
@@ -243,7 +243,7 @@ def _extreme_weights(cell: Cell, settings: Settings) -> tuple[float, float]:
     return float(least), float(most)
 
 
-def _sequence_weights(sequences: SequenceColumns, settings: Settings) -> Metrics:
+def _sequence_weights(sequences: SequenceColumns, settings: StatisticsSettings) -> Metrics:
     n, log_ratio = sequences.n, sequences["d_sum"]
     lower, upper, drops = settings.bounds
     raw = clamped_exp(log_ratio)
@@ -278,7 +278,9 @@ def _norm_factor(mean: float) -> float:
     return mean if math.isnan(mean) or mean > _EPSILON else 1.0
 
 
-def _by_sequence(applied: Float64, above_1: Float64, raw: Float64, settings: Settings) -> Metrics:
+def _by_sequence(
+    applied: Float64, above_1: Float64, raw: Float64, settings: StatisticsSettings
+) -> Metrics:
     """Statistics of the sequences' mean weights: applied, the same minus 1, and raw."""
     if not applied.size:
         names = ("mean", "std", "max", "min", "max_deviation")

@@ -17,7 +17,7 @@ KEPT_TOKENS: Final = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class StatisticsSettings:
     """verl's `rollout_correction` settings that affect `rollout_is_*`.
 
     Attributes:
@@ -46,7 +46,7 @@ class Settings:
         _ = self.bounds
 
     @classmethod
-    def of_run(cls, settings: JsonObject) -> Settings:
+    def of_run(cls, settings: JsonObject) -> StatisticsSettings:
         """Return those of a run's settings.
 
         Raises:

@@ -16,7 +16,7 @@ from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.cell import Array, Bool, Float32, Float64, Int64, Mask, UInt8
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.jit import announced
-from stagescope_service.statistics.settings import Settings
+from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import (
     UNKNOWN,
     Sequences,
@@ -46,7 +46,7 @@ _MOST_STRETCHES: Final = 1024
 
 def summarise(
     batch: TokenBatch,
-    settings: Settings | None = None,
+    settings: StatisticsSettings | None = None,
     *,
     skip: UInt8 | None = None,
     name: str = "",
@@ -62,7 +62,7 @@ def summarise(
     Raises:
         InvalidTensor: a mask value other than 0 and 1, or a negative round id.
     """
-    settings = settings or Settings()
+    settings = settings or StatisticsSettings()
     batch, ignored = _within_limits(batch)
     found = _segments(batch, skip)
     table = found.table

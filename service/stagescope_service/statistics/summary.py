@@ -26,7 +26,7 @@ from stagescope_service.statistics.cell import Bool, Cell, Field, Float32, Float
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.profiles import Profiles
-from stagescope_service.statistics.settings import Settings
+from stagescope_service.statistics.settings import StatisticsSettings
 
 UNKNOWN: Final = -1
 """An unknown round, turn or token id."""
@@ -155,7 +155,7 @@ class Summary:
     """The statistics of one pair of streams over the tokens of one or more payloads."""
 
     pair: tuple[str, str]
-    settings: Settings
+    settings: StatisticsSettings
     dtypes: dict[str, tuple[str, ...]]
     """Stream -> the dtypes in which it arrived."""
     rounds: Slices
@@ -353,5 +353,13 @@ def ordered(tokens: Tokens, sequences: Sequences, *, by_d: bool, keep: int) -> T
 
 
 __all__ = [
-    "UNKNOWN", "Cell", "Field", "Histogram", "Sequences", "Settings", "Slices", "Summary", "Tokens",
+    "UNKNOWN",
+    "Cell",
+    "Field",
+    "Histogram",
+    "Sequences",
+    "Slices",
+    "StatisticsSettings",
+    "Summary",
+    "Tokens",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ its start, with `snapshot()`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -66,6 +66,9 @@ class RemoveRows(NamedTuple):
 
 Write = Put | Delete | RemoveRows
 
+WriteRows = Callable[[Sequence[Write]], Awaitable[None]]
+"""Commits rows; returns after the commit."""
+
 
 class Health(NamedTuple):
     """Whether writes currently succeed, and if not, the reason and advice."""
@@ -84,7 +87,7 @@ class Snapshot:
     * `steps`: those not closed, and the last closed ones of each attempt; without their blobs.
     * `stages`: the open ones, and those of these steps in attempts that have not ended or are
       the newest of their run; of work without a step the unfinished ones.
-    * `unformed`: (attempt_id, step) of closed steps whose summary lacks parts ingested later.
+    * `unaggregated`: (attempt_id, step) of closed steps whose summary lacks parts ingested later.
     * `armed`: dumps that began and did not report an end.
     * `undigested`: `operators` of announced dumps whose operator table was not built since.
     * `asked_stacks`: `stacks` that were requested and not delivered.
@@ -105,7 +108,7 @@ class Snapshot:
     last_revision: int
     """The highest plan revision of any capture; 0 if none."""
     meta: dict[str, Json]
-    unformed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    unaggregated: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     armed: list[DumpRow] = dataclasses.field(default_factory=list)
     undigested: list[OperatorTableRow] = dataclasses.field(default_factory=list)
     asked_stacks: list[StackRow] = dataclasses.field(default_factory=list)

@@ -89,7 +89,7 @@ class Ids:
 
     # --- texts and clocks ---------------------------------------------------------------------
     def _add_texts(self, connection: sa.Connection, wanted: Iterable[str | None]) -> None:
-        missing = sorted({text for text in wanted if text is not None} - self.texts.keys())
+        missing = sorted({text for text in wanted if text is not None and text not in self.texts})
         for chunk in _chunks(missing):
             found = connection.execute(_OF_TEXTS, {"chosen": chunk})
             self.texts.update({row.text: row.text_id for row in found})
@@ -104,7 +104,8 @@ class Ids:
     # --- works --------------------------------------------------------------------------------
     def _add_works(self, connection: sa.Connection, wanted: Iterable[Key]) -> None:
         missing = [key for key in dict.fromkeys(wanted) if key not in self.works]
-        unread = {key[-1] for key in missing if key[-1] is not None} - self.works_of_key.keys()
+        work_keys = {key[-1] for key in missing if key[-1] is not None}
+        unread = [key for key in work_keys if key not in self.works_of_key]
         for chunk in _chunks(sorted(unread)):
             self.works_of_key |= {work_key: [] for work_key in chunk}
             for row in connection.execute(_OF_WORK_KEYS, {"chosen": chunk}):
@@ -140,7 +141,7 @@ class Ids:
     # --- senders ------------------------------------------------------------------------------
     def _add_senders(self, connection: sa.Connection, wanted: Iterable[Key]) -> None:
         missing = [key for key in dict.fromkeys(wanted) if key not in self.senders]
-        unread = {key[0] for key in missing} - self.senders_of.keys()
+        unread = {key[0] for key in missing if key[0] not in self.senders_of}
         for chunk in _chunks(sorted(name for name in unread if name is not None)):
             self._read_senders(connection, senders.c.incarnation.in_(chunk))
         if None in unread:

@@ -131,7 +131,7 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
         last_attempt_id=connection.scalar(sa.select(sa.func.max(attempts.c.attempt_id))) or 0,
         last_revision=connection.scalar(sa.select(sa.func.max(captures.c.revision))) or 0,
         meta={row["key"]: row["value"] for row in rows(MetaRow, connection, sa.select(meta))},
-        unformed=[(attempt, step) for attempt, step in connection.execute(_not_aggregated())],
+        unaggregated=[(attempt, step) for attempt, step in connection.execute(_not_aggregated())],
         armed=rows(DumpRow, connection, sa.select(dumps).where(_text("state = 'armed'"))),
         asked_stacks=rows(StackRow, connection, sa.select(stacks).where(_text("state = 'asked'"))),
         undigested=rows(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypedDict
 
 from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import PART_FIELDS
+from stagescope.wire.schema import PART_FIELDS, RankKey
 from stagescope_service.statistics.comparability import causes_of_ranks
 from stagescope_service.statistics.mismatch import publish_cell
 from stagescope_service.statistics.step_summary import StepSummary
@@ -20,8 +20,6 @@ from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.rules import Rule
 from stagescope_service.triggers.series import Series, bad_scalars, scalar_series
 from stagescope_service.triggers.watch import Firing, Hit
-
-RoleRank = tuple[str, int]
 
 LISTED: Final = 10
 """Maximum series that evidence lists; it also has their total number."""
@@ -64,8 +62,8 @@ class Evidence:
     round: int | None
     token: TokenRow | None
     numbers: dict[str, Json]
-    ranks: tuple[RoleRank, ...]
-    affected: tuple[RoleRank, ...]
+    ranks: tuple[RankKey, ...]
+    affected: tuple[RankKey, ...]
     cause: StreamCause | None = None
     """Of the rank; None if unknown."""
     scalars: tuple[JsonObject, ...] = ()
@@ -167,7 +165,7 @@ class _Message:
     role: str | None
     rank: int | None
     round: int | None
-    affected: Sequence[RoleRank]
+    affected: Sequence[RankKey]
     token: TokenRow | None
 
     def text(self, worst: Hit, scalars: Sequence[ScalarRow]) -> str:
@@ -192,7 +190,7 @@ class _Message:
 
     def _of_scalars(self, rows: Sequence[ScalarRow]) -> str:
         first, *_ = rows
-        ranks: dict[str, dict[RoleRank, None]] = {}
+        ranks: dict[str, dict[RankKey, None]] = {}
         for row in rows:
             ranks.setdefault(row["name"], {})[row["role"], row["rank"]] = None
         own = ranks.pop(first["name"])
@@ -219,7 +217,7 @@ class _Message:
         return text
 
 
-def ranks_text(role_ranks: Iterable[RoleRank]) -> str:
+def ranks_text(role_ranks: Iterable[RankKey]) -> str:
     """Name ranks in short: "actor ranks 0-3, 7, critic rank 0"."""
     by_role: dict[str, set[int]] = {}
     for role, rank in role_ranks:
@@ -238,12 +236,12 @@ def ranks_text(role_ranks: Iterable[RoleRank]) -> str:
     return ", ".join(parts)
 
 
-def _distinct(role_ranks: Iterable[tuple[str | None, int | None]]) -> tuple[RoleRank, ...]:
+def _distinct(role_ranks: Iterable[tuple[str | None, int | None]]) -> tuple[RankKey, ...]:
     found = dict.fromkeys(role_ranks)
     return tuple((role, rank) for role, rank in found if role is not None and rank is not None)
 
 
-def _one_of(affected: Sequence[RoleRank], series: Series) -> tuple[str | None, int | None]:
+def _one_of(affected: Sequence[RankKey], series: Series) -> tuple[str | None, int | None]:
     """Return the single (role, rank) of a firing; for several only their common role."""
     if series.rank is not None and (len(affected) == 1 or not _is_count(series.metric)):
         return series.role, series.rank
@@ -264,14 +262,14 @@ def _is_count(metric: str) -> bool:
 
 def _affected(
     firing: Firing, step_summary: StepSummary | None, token: TokenRow | None
-) -> tuple[RoleRank, ...]:
+) -> tuple[RankKey, ...]:
     """Return the ranks whose own numbers meet the condition that fired."""
     of_ranks = _distinct((hit.series.role, hit.series.rank) for hit in firing.hits)
     if of_ranks:
         return of_ranks
     metrics = {hit.series.metric for hit in firing.hits}
     if step_summary is not None and all(names.is_nonfinite(metric) for metric in metrics):
-        counts: dict[RoleRank, float] = {}
+        counts: dict[RankKey, float] = {}
         for row in step_summary.ranks:
             published = publish_cell(row.cell, step_summary.summary.pair)
             counts[row.role, row.rank] = sum(published.get(name, 0.0) for name in metrics)
@@ -293,7 +291,7 @@ def _scalar(row: ScalarRow) -> JsonObject:
     return {**{name: columns[name] for name in ("name", "value", "stage", "role", "rank")}, **part}
 
 
-def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[RoleRank, ...]]:
+def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[RankKey, ...]]:
     """Return the stage and ranks of a firing on a metric of stage events."""
     series = firing.hits[0].series
     if series.metric == names.MISSING_RANKS and series.rank is not None:
@@ -390,8 +388,8 @@ def _token_row(
 
 
 def _worst_ranks(
-    step_summary: StepSummary | None, affected: Sequence[RoleRank]
-) -> tuple[RoleRank, ...]:
+    step_summary: StepSummary | None, affected: Sequence[RankKey]
+) -> tuple[RankKey, ...]:
     """Return the ranks by their own numbers, the affected ones first."""
     rows = () if step_summary is None else step_summary.ranks
     ordered = sorted(

@@ -16,7 +16,7 @@ from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.mismatch import publish, publish_cell
-from stagescope_service.statistics.settings import Settings
+from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.step_summary import MISMATCH_PAIRS
 from stagescope_service.statistics.summary import Sequences, Slices, Summary, Tokens
 
@@ -39,9 +39,11 @@ _NAMED: Final = 5
 def step_metric_names() -> frozenset[str]:
     """Return the names that a step summary may publish; rounds as `round_0`."""
     weights = [
-        Settings(),
+        StatisticsSettings(),
         *(
-            Settings(rollout_is=kind, rollout_is_threshold=bound, rollout_is_batch_normalize=True)
+            StatisticsSettings(
+                rollout_is=kind, rollout_is_threshold=bound, rollout_is_batch_normalize=True
+            )
             for kind in ("token", "sequence")
             for bound in (2.0, "0.5_2")
         ),
@@ -102,7 +104,7 @@ def is_pattern(metric: str) -> bool:
     return "*" in metric or "?" in metric
 
 
-def _empty(pair: tuple[str, str], settings: Settings) -> Summary:
+def _empty(pair: tuple[str, str], settings: StatisticsSettings) -> Summary:
     """Return the summary of one round without tokens, which publishes every name."""
     none = np.empty(0, np.int64)
     slices = Slices(np.zeros(1, np.int64), np.stack([cells.merge(cells.empty(0))]))

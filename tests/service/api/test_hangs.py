@@ -63,11 +63,11 @@ def test_why_nobody_can_be_stuck_is_said(live: Service, ranks: tuple[Rank, Rank]
     answer = live.get("/steps/2/stuck")
     assert answer["rows"] == []
     assert answer["note"] == (
-        "no process is left, so nobody is waited for: 2 of 2 ranks fell silent without a finish; "
-        "the stages that they left open are unfinished, and listed as losses"
+        "no process is left, so nobody is waited for: 2 of 2 ranks stopped reporting "
+        "without a finish; the stages that they left open are unfinished, and listed as losses"
     )
     ranks[0].say(FINISH)
-    assert "1 of 2 ranks fell silent" in live.get("/steps/2/stuck")["note"]
+    assert "1 of 2 ranks stopped reporting" in live.get("/steps/2/stuck")["note"]
     ranks[1].say(FINISH)
     assert live.get("/steps/2/stuck")["note"] == "no process is left: all of them finished"
 

@@ -370,7 +370,7 @@ def test_a_complete_step_says_what_its_numbers_lack(live: Service) -> None:
     for rank in ranks:
         live.engine.fall_silent(rank)
     rows = {row["step"]: row for row in live.get("/steps")["rows"]}
-    why = "(its process fell silent before the payload was read)"
+    why = "(its process stopped reporting before the payload was read)"
     declared = {step: (row["complete"], row["measured"], row["gap"]) for step, row in rows.items()}
     assert declared == {
         1: ("complete", True, None),

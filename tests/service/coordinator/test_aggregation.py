@@ -30,7 +30,7 @@ STEP = Aggregate(1, 1)
 
 
 class Broken:
-    """A closed step with a scalar that is not finite, whose summary is not formed yet."""
+    """A closed step with a scalar that is not finite, that is not aggregated yet."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.catalogue = bench, bench.catalogue
@@ -47,13 +47,13 @@ class Broken:
         rules = rules_of(rule("loss", metric="nonfinite_scalar/loss", when={">": 0}))
         await self.bench.triggers.put(rules, by="me")
         await self.bench.step(1, hold=True, scalars={0: {"loss": math.nan}})
-        unformed = {"attempt_id": 1, "step": 1, "whole": None, "whole_mark": None}
-        await self.effects.write([Put("steps", unformed)])
+        unaggregated = {"attempt_id": 1, "step": 1, "whole": None, "whole_mark": None}
+        await self.effects.write([Put("steps", unaggregated)])
         assert "being aggregated" in self.gap()
         self.effects.checks_rules = True
         self.tried = 0
 
-    async def form(self) -> None:
+    async def aggregate(self) -> None:
         """Have the step formed, and wait until all that follows is done."""
         self.effects.start(STEP)
         await self.settled()
@@ -110,7 +110,7 @@ def test_an_aggregation_that_failed_is_tried_again(
     async def work() -> None:
         await broken.prepare()
         failing(monkeypatch, *errors)
-        await broken.form()
+        await broken.aggregate()
 
     run(work)
     assert broken.catalogue.steps(1)[0]["has_whole"]
@@ -127,7 +127,7 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
         await broken.prepare()
         first, *_ = broken.catalogue.summaries(1, 1)
         await broken.effects.write([Put("summaries", {**first, "summary": b"junk"})])
-        await broken.form()
+        await broken.aggregate()
         assert broken.tried == 3
         (finding,) = broken.said()
         assert (finding["severity"], finding["step"], finding["run"]) == ("error", 1, "r")
@@ -137,7 +137,7 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
         assert broken.bench.fired() == [(1, 1, "loss")]  # what needs no summary is still said
         # More of the step arrives, or a release that can read it starts.
         await broken.effects.write([Put("summaries", first)])
-        await broken.form()
+        await broken.aggregate()
 
     run(work)
     assert broken.tried == 4
@@ -153,11 +153,11 @@ def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broke
         await broken.prepare()
         for step in (apart, 2 * apart):
             await broken.bench.step(step)
-        await broken.form()
+        await broken.aggregate()
         assert broken.gap() == ""
         await broken.bench.step(3 * apart)
         broken.effects.start(Aggregate(1, 3 * apart))
-        await broken.form()
+        await broken.aggregate()
         assert not broken.catalogue.summaries(1, 1)
         assert all(broken.catalogue.summaries(1, n * apart) for n in (1, 2, 3))
         assert broken.catalogue.steps(1, before=2)[0]["has_whole"]

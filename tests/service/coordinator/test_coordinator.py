@@ -395,7 +395,7 @@ def test_a_receipt_is_given_after_its_commit_and_not_before(made: Clocked) -> No
 
 
 def test_a_step_is_due_while_its_last_payload_is_written(made: Clocked) -> None:
-    """Else a later step, formed meanwhile, is held against the rules before it."""
+    """Else a later step, aggregated meanwhile, is held against the rules before it."""
     store = HeldStore(made.store)
     made.coordinator.commits.store = cast(Store, store)
     sender = Sender("i", "r", "a", "actor", 0).wire()

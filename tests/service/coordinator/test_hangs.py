@@ -246,7 +246,7 @@ def test_who_can_be_asked_is_asked_and_the_others_are_named(made: Clocked) -> No
     assert [row["rank"] for row in reply["asked"]] == [1]
     assert [row["rank"] for row in reply["refused"]] == [9]
     made.say(0, FINISH)
-    assert "took leave" in ask(made, [0])["refused"][0]["reason"]
+    assert "reported its end" in ask(made, [0])["refused"][0]["reason"]
 
 
 def test_no_more_are_asked_at_once_than_can_be_kept(

@@ -422,7 +422,7 @@ def test_answers_say_that_rows_were_removed(tmp_path: Path) -> None:
     found = gaps(node.catalogue, node.catalogue.steps(1))
     assert found[1, 1] == f"no numbers: {ROWS_REMOVED}"
     assert not is_behind(node.catalogue.steps(1)[1])
-    assert node.store.snapshot().unformed == [(1, 2)]
+    assert node.store.snapshot().unaggregated == [(1, 2)]
     # What comes that late is no step of its own.
     node.write_now(rows_of_step(1, 1)[1:5])
     late = assembly.too_late(node.catalogue, 1, 1, "r")

@@ -16,7 +16,9 @@ def test_a_step_waits_for_an_earlier_one_of_its_attempt() -> None:
     assert turns.aggregated(1, 7, owed=[6]) == []
     assert turns.aggregated(1, 6, owed=[8]) == [6, 7]
     assert turns.aggregated(1, 8, owed=[]) == [8, 9]
-    assert turns.aggregated(1, 8, owed=[8]) == [8]  # formed again meanwhile: once more is to come
+    assert turns.aggregated(1, 8, owed=[8]) == [
+        8
+    ]  # aggregated again meanwhile: once more is to come
 
 
 @given(STEPS)

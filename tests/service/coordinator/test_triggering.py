@@ -399,7 +399,7 @@ def test_a_noise_floor(bench: Bench) -> None:
         assert evidence["value"] > 3 * evidence["noise_floor"]
 
 
-def test_what_follows_happens_once_however_often_a_whole_is_formed(bench: Bench) -> None:
+def test_what_follows_happens_once_however_often_a_step_is_aggregated(bench: Bench) -> None:
     with hook() as server:
         actions = {"finding": {}, "pin": 1, "webhook": server.url, "capture": {"ranks": "worst(1)"}}
         runs = {"r": {"capture": "auto", "budget": {"captures": 5}}}
@@ -456,7 +456,7 @@ def test_a_coordinator_that_ends_before_all_followed_leaves_word_of_it(bench: Be
     assert bench.firing(1)["acted_wall"] is not None
 
 
-def test_a_whole_that_no_longer_says_so_takes_its_firing_back(bench: Bench) -> None:
+def test_a_step_summary_that_no_longer_says_so_withdraws_its_firing(bench: Bench) -> None:
     async def work() -> None:
         rules = rules_of(rule("missing", metric="missing_ranks", when={">": 0}))
         await bench.triggers.put(rules, by="me")

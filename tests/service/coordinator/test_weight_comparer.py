@@ -23,6 +23,7 @@ from stagescope_service.coordinator.weight_comparer import NOT_COMPARED, WeightC
 from stagescope_service.core.instructions import CompareWeights, Delete, Put
 from stagescope_service.core.state import State
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import Write
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES, WeightVerdictRow
 
@@ -51,7 +52,7 @@ class Scales:
             for order in self.orders if compare else ():
                 self.write(judge(self.catalogue, order))
 
-    def write(self, rows: Sequence[Put | Delete]) -> None:
+    def write(self, rows: Sequence[Write]) -> None:
         self.store.submit([*rows]).result(30)
 
     def findings(self) -> dict[str, str]:
@@ -285,7 +286,7 @@ def test_a_coordinator_that_died_before_it_compared_is_caught_up_with(
         got.give(*said[:where], compare=False)  # committed, and then the coordinator was killed
         got.state = State()
 
-        async def write(rows: Sequence[Put | Delete]) -> None:
+        async def write(rows: Sequence[Write]) -> None:
             got.write(rows)
 
         asyncio.run(WeightComparer(got.catalogue, write).catch_up())
@@ -300,7 +301,7 @@ def test_while_a_comparison_is_under_way_orders_wait_for_one_more(scales: Scales
     order, written = scales.orders[0], 0
 
     async def several() -> None:
-        async def write(rows: Sequence[Put | Delete]) -> None:
+        async def write(rows: Sequence[Write]) -> None:
             nonlocal written
             written += 1
             if written == 1:
@@ -325,7 +326,7 @@ def test_a_comparison_that_could_not_be_written_is_tried_again(
     scales.give(*sender.said, weights(sender, GOOD), compare=False)
     errors = [error, error]
 
-    async def write(rows: Sequence[Put | Delete]) -> None:
+    async def write(rows: Sequence[Write]) -> None:
         if errors:
             raise errors.pop()
         scales.write(rows)
@@ -346,7 +347,7 @@ def test_weights_that_cannot_be_compared_are_said_until_they_can(
         [row["manifest"] for row in scales.catalogue.weights(1, 4)]
     ).items()
 
-    async def write(rows: Sequence[Put | Delete]) -> None:
+    async def write(rows: Sequence[Write]) -> None:
         scales.write(rows)
 
     def compare_with(content: bytes) -> None:

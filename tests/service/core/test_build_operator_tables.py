@@ -62,7 +62,7 @@ def test_a_rank_that_fell_silent_inside_a_capture_leaves_a_truncated_dump() -> N
     (order,) = digests(bench.silence())
     assert bench.rows.one("operators")["truncated"] is True
     assert bench.rows.one("dumps")["state"] == "truncated"
-    assert "fell silent" in bench.rows.one("losses", kind="dump")["reason"]
+    assert "stopped reporting" in bench.rows.one("losses", kind="dump")["reason"]
     bench.carry_out([outcome(order.job, "digested", None)])
     # It was only quiet: what it says now is announced anew, and nothing is lost.
     (whole,) = digests(bench.give(rank.dump(1, STAGE, "complete", path=PATH)))

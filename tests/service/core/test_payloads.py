@@ -144,7 +144,7 @@ def test_outcomes_that_nobody_waits_for_change_no_row(bench: Bench) -> None:
     assert bench.settled == [Settled(ended.key, "ingested")]
 
 
-def test_the_whole_is_formed_when_nothing_is_to_be_read(bench: Bench) -> None:
+def test_the_step_is_aggregated_when_nothing_is_to_be_read(bench: Bench) -> None:
     ranks = [Rank(0), Rank(1)]
     ends = []
     for rank in ranks:

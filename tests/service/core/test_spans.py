@@ -247,7 +247,7 @@ def test_an_end_after_the_lapse_takes_the_loss_back(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-def test_a_leave_before_other_events(bench: Bench, order: tuple[int, ...]) -> None:
+def test_a_finish_before_other_events(bench: Bench, order: tuple[int, ...]) -> None:
     rank = Rank()
     said = [*rank.work(1), rank.finish()]
     bench.give(*(said[place] for place in order))
@@ -259,13 +259,13 @@ def test_a_leave_before_other_events(bench: Bench, order: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("first", ["begin", "finish"])
-def test_a_leave_inside_a_stage(bench: Bench, first: str) -> None:
+def test_a_finish_inside_a_stage(bench: Bench, first: str) -> None:
     rank = Rank()
     begun, left = rank.begin(1), rank.finish()
     bench.give(*((begun, left) if first == "begin" else (left, begun)))
     assert bench.rows.one("stages")["status"] == "unfinished"
     loss = bench.rows.one("losses")
-    assert loss["reason"] == "its process took leave inside the stage"
+    assert loss["reason"] == "its process reported its end inside the stage"
     assert loss["wall"] == left.event.wall
 
 

@@ -379,7 +379,7 @@ def test_a_rank_that_falls_silent_and_wakes(bench: Bench) -> None:
     assert bench.rows.one("stages", rank=1)["status"] == "unfinished"
     loss = bench.rows.one("losses")
     assert (loss["kind"], loss["rank"], loss["stage"]) == ("stage", 1, "actor_update")
-    assert loss["reason"] == "its process fell silent inside the stage"
+    assert loss["reason"] == "its process stopped reporting inside the stage"
     bench.give(ranks[0].end(begun[0]), ranks[0].begin(2))
     assert missing(bench.step(1)) == [("actor", 1, "actor_update", "unfinished")]
     bench.carry_out(bench.state.renew(ranks[1].sender.incarnation, bench.now, 1101.0))

@@ -87,11 +87,11 @@ def formed(records: list[PartRecord], batches: dict[str, TokenBatch]) -> StepSum
         )
 
     for _ in range(len(records) + 1):
-        whole = assemble(records)
-        if not whole.to_recompute:
-            assert whole.unaccounted == 0
-            return StepSummary.from_bytes(whole.to_bytes())
-        skips = {item.key: item.skips for item in whole.to_recompute}
+        step_summary = assemble(records)
+        if not step_summary.to_recompute:
+            assert step_summary.unaccounted == 0
+            return StepSummary.from_bytes(step_summary.to_bytes())
+        skips = {item.key: item.skips for item in step_summary.to_recompute}
         records = [again(part) for part in records]
     raise AssertionError("a part is to be taken again for ever")
 
@@ -103,15 +103,17 @@ def reference(samples: list[Sample]) -> tuple[int, float, list[float]]:
     return len(every), float(every.sum()), sorted(float(each.mean()) for each in d)
 
 
-def assert_counts(whole: StepSummary, samples: list[Sample]) -> None:
+def assert_counts(step_summary: StepSummary, samples: list[Sample]) -> None:
     tokens, total, means = reference(samples)
-    assert whole.total.tokens == tokens
-    assert whole.total[Field.D_ABS_SUM] == pytest.approx(total, rel=1e-9)
-    keys, values = whole.summary.sequences.by_sample()
+    assert step_summary.total.tokens == tokens
+    assert step_summary.total[Field.D_ABS_SUM] == pytest.approx(total, rel=1e-9)
+    keys, values = step_summary.summary.sequences.by_sample()
     assert len(keys) == len(samples)
     assert sorted((values[:, 4] / values[:, 0]).tolist()) == pytest.approx(means, rel=1e-9)
-    assert whole.sent is not None
-    assert whole.sent == whole.total.masked + sum(whole.tokens_left_out.values())
+    assert step_summary.sent is not None
+    assert step_summary.sent == step_summary.total.masked + sum(
+        step_summary.tokens_left_out.values()
+    )
 
 
 @pytest.mark.parametrize("token_ids", [False, True])
@@ -127,14 +129,14 @@ def test_ranks_that_number_their_rows_from_0_lose_nothing(
                                  token_ids=token_ids, place=place), rank)
         for rank, own in enumerate(held)
     ]  # fmt: skip
-    whole = formed(records, {})
-    assert_counts(whole, [one for own in held for one in own])
-    assert not whole.left_out
-    by_id = {found.sample: found.holders for found in whole.contradictions}
+    step_summary = formed(records, {})
+    assert_counts(step_summary, [one for own in held for one in own])
+    assert not step_summary.left_out
+    by_id = {found.sample: found.holders for found in step_summary.contradictions}
     assert by_id["0"] == tuple(("actor", rank) for rank in range(ranks))
-    assert whole.summary.sequences.samples.count("0") == 0
-    assert "0 [actor 1]" in whole.summary.sequences.samples
-    found = findings(whole)["sample_ids_contradict"]
+    assert step_summary.summary.sequences.samples.count("0") == 0
+    assert "0 [actor 1]" in step_summary.summary.sequences.samples
+    found = findings(step_summary)["sample_ids_contradict"]
     assert found["severity"] == "error"
     assert found["message"].startswith(f"{min(counts)} sample_ids name different samples ('0'")
     assert found["evidence"]["samples"]["0"] == [f"actor {rank}" for rank in range(ranks)]
@@ -145,17 +147,17 @@ def test_empty_ids_lose_nothing_and_are_named() -> None:
     ids = ["", "", "0", "1", "2"]
     held = [[sample(rng, int(rng.integers(5, 60))) for _ in ids] for _ in range(3)]
     records = [record(str(rank), ragged(own, ids), rank) for rank, own in enumerate(held)]
-    whole = formed(records, {})
-    assert_counts(whole, [one for own in held for one in own])
-    assert {found.sample for found in whole.contradictions} == {"(empty)", "0", "1", "2"}
+    step_summary = formed(records, {})
+    assert_counts(step_summary, [one for own in held for one in own])
+    assert {found.sample for found in step_summary.contradictions} == {"(empty)", "0", "1", "2"}
 
 
-def findings(whole: StepSummary) -> dict[str, Any]:
-    """The findings about a whole's tokens, by kind."""
+def findings(step_summary: StepSummary) -> dict[str, Any]:
+    """The findings about a step summary's tokens, by kind."""
     place: FindingLocation = {
-        "run": "r", "attempt_id": 1, "step": 5, "stage": whole.stage, "wall": 0.0
+        "run": "r", "attempt_id": 1, "step": 5, "stage": step_summary.stage, "wall": 0.0
     }  # fmt: skip
-    rows = [put.row for put in assembly.findings(whole, place) if isinstance(put, Put)]
+    rows = [put.row for put in assembly.findings(step_summary, place) if isinstance(put, Put)]
     return {row["kind"]: row for row in rows}
 
 
@@ -173,14 +175,14 @@ def test_the_same_rows_of_ranks_that_say_nothing_are_named_and_count_each() -> N
     records = [
         silent("a", own, 0), silent("b", own, 1), silent("c", others, 2), silent("d", recomputed, 3)
     ]  # fmt: skip
-    whole = formed(records, {})
-    assert whole.total.tokens == sum(record.summary.total.tokens for record in records)
-    assert not whole.left_out
-    assert whole.same_rows == ((("actor", 0), ("actor", 1), ("actor", 3)),)
-    found = findings(whole)["rows_counted_twice"]
+    step_summary = formed(records, {})
+    assert step_summary.total.tokens == sum(record.summary.total.tokens for record in records)
+    assert not step_summary.left_out
+    assert step_summary.same_rows == ((("actor", 0), ("actor", 1), ("actor", 3)),)
+    found = findings(step_summary)["rows_counted_twice"]
     again = 2 * records[0].summary.total.tokens
     assert found["message"].startswith("actor ranks 0-1, 3: the same rows, bit for bit")
-    assert f"{again} of {whole.total.tokens} tokens count again" in found["message"]
+    assert f"{again} of {step_summary.total.tokens} tokens count again" in found["message"]
     assert found["severity"] == "warning"
     assert "data_rank" in found["advice"]
     assert "sample_ids" in found["advice"]
@@ -213,9 +215,9 @@ def test_what_tells_rows_apart_or_together_is_no_silence() -> None:
         [record("a", ragged(own, names), 0), record("b", ragged(own, ["u", "v", "w"]), 1)],
     ]
     for records in together:
-        whole = formed(records, {})
-        assert whole.same_rows == ()
-        assert "rows_counted_twice" not in findings(whole)
+        step_summary = formed(records, {})
+        assert step_summary.same_rows == ()
+        assert "rows_counted_twice" not in findings(step_summary)
     # One that names its samples, and one that does not: which it holds is not known.
     half = formed([record("a", ragged(own, names), 0), silent("b", own, 1)], {})
     assert half.same_rows == ((("actor", 0), ("actor", 1)),)
@@ -236,10 +238,12 @@ def test_streams_that_were_never_filled_in_are_no_evidence_of_equal_rows() -> No
 
 def test_tokens_that_are_nowhere_are_an_error() -> None:
     own = [sample(np.random.default_rng(1), 20) for _ in range(3)]
-    whole = formed([record("a", ragged(own, list("012")))], {})
-    assert not findings(whole)
-    assert whole.sent is not None
-    lost = dataclasses.replace(whole, sent=whole.sent + 4, tokens_left_out={"replica": 1})
+    step_summary = formed([record("a", ragged(own, list("012")))], {})
+    assert not findings(step_summary)
+    assert step_summary.sent is not None
+    lost = dataclasses.replace(
+        step_summary, sent=step_summary.sent + 4, tokens_left_out={"replica": 1}
+    )
     assert findings(lost)["tokens_unaccounted"]["message"].startswith("3 tokens are missing")
 
 
@@ -250,10 +254,10 @@ def test_microbatches_that_number_their_rows_from_0_lose_nothing() -> None:
         record(str(number), ragged(own, list("0123")), part=Part(microbatch=number))
         for number, own in enumerate(held)
     ]
-    whole = formed(records, {})
-    assert_counts(whole, [one for own in held for one in own])
-    assert "2 [actor 0, microbatch 1]" in whole.summary.sequences.samples
-    assert {found.sample for found in whole.contradictions} == set("0123")
+    step_summary = formed(records, {})
+    assert_counts(step_summary, [one for own in held for one in own])
+    assert "2 [actor 0, microbatch 1]" in step_summary.summary.sequences.samples
+    assert {found.sample for found in step_summary.contradictions} == set("0123")
 
 
 def test_local_ids_with_replicas_pieces_epochs_and_a_driver_count_each_sample_once() -> None:
@@ -275,10 +279,10 @@ def test_local_ids_with_replicas_pieces_epochs_and_a_driver_count_each_sample_on
             add(f"{rank} again", ragged(own[::-1], names[::-1]), rank, part=Part(epoch=1))
     flat = [one for own in held for one in own]
     add("driver", ragged(flat, [f"uid-{i}" for i in range(len(flat))]), 0, role="driver")
-    whole = formed(records, batches)
-    assert_counts(whole, flat)
-    assert set(whole.left_out.values()) == {"repeated", "other role"}
-    assert not whole.differing
+    step_summary = formed(records, batches)
+    assert_counts(step_summary, flat)
+    assert set(step_summary.left_out.values()) == {"repeated", "other role"}
+    assert not step_summary.differing
 
 
 def test_context_parallel_pieces_of_local_ids_stay_together() -> None:
@@ -296,8 +300,8 @@ def test_context_parallel_pieces_of_local_ids_stay_together() -> None:
                 record(f"{data_rank}.{cp_rank}", batch, 2 * data_rank + cp_rank,
                        data_rank=data_rank, layout={"cp_rank": cp_rank, "cp_size": 2})
             )  # fmt: skip
-    whole = formed(records, {})
-    assert_counts(whole, [one for own in held for one in own])
+    step_summary = formed(records, {})
+    assert_counts(step_summary, [one for own in held for one in own])
 
 
 @pytest.mark.parametrize("names", [None, 0])
@@ -316,12 +320,12 @@ def test_left_padded_copies_of_different_width_are_one_sample(names: int | None)
     records = [record(str(k), padded(30 + 11 * k), k, **fields) for k in range(3)]
     records.append(record("driver", padded(99), 0, role="driver"))
     records.append(record("epoch", padded(77), 0, part=Part(epoch=1), **fields))
-    whole = formed(records, {r.key: padded(30) for r in records})
-    assert_counts(whole, own)
-    assert whole.counted == ("0",)
-    assert not whole.contradictions
-    assert not whole.differing
-    assert [row.cell.tokens for row in whole.ranks] == [whole.total.tokens] * 4
+    step_summary = formed(records, {r.key: padded(30) for r in records})
+    assert_counts(step_summary, own)
+    assert step_summary.counted == ("0",)
+    assert not step_summary.contradictions
+    assert not step_summary.differing
+    assert [row.cell.tokens for row in step_summary.ranks] == [step_summary.total.tokens] * 4
 
 
 def test_a_copy_in_another_dtype_and_replicas_with_other_p_are_the_same_sample() -> None:
@@ -337,10 +341,10 @@ def test_a_copy_in_another_dtype_and_replicas_with_other_p_are_the_same_sample()
         record("c", ragged([broken, *own[1:]], names), 2),
         record("driver", ragged(coarse, names), 0, role="driver"),
     ]
-    whole = formed(records, {})
-    assert_counts(whole, own)
-    assert not whole.contradictions
-    assert {key for key, _ in whole.differing} == {"b", "c"}
+    step_summary = formed(records, {})
+    assert_counts(step_summary, own)
+    assert not step_summary.contradictions
+    assert {key for key, _ in step_summary.differing} == {"b", "c"}
 
 
 def test_a_declared_replica_with_another_mask_does_not_count() -> None:
@@ -349,10 +353,10 @@ def test_a_declared_replica_with_another_mask_does_not_count() -> None:
     other = dataclasses.replace(own[1], mask=np.ones_like(own[1].mask), q=own[1].q[::-1].copy())
     batches = {"a": ragged(own, list("012")), "b": ragged([own[0], other, own[2]], list("012"))}
     records = [record(key, batches[key], rank, data_rank=0) for rank, key in enumerate("ab")]
-    whole = formed(records, batches)
-    assert_counts(whole, own)
-    assert whole.left_out == {"b": "replica"}
-    assert whole.differing == (("b", "a"),)
+    step_summary = formed(records, batches)
+    assert_counts(step_summary, own)
+    assert step_summary.left_out == {"b": "replica"}
+    assert step_summary.differing == (("b", "a"),)
 
 
 def test_the_same_id_with_another_mask_or_length_on_another_rank_is_another_sample() -> None:
@@ -366,9 +370,9 @@ def test_the_same_id_with_another_mask_or_length_on_another_rank_is_another_samp
             record("a", ragged([one, alone], ["x", "y"]), 0),
             record("b", ragged([other], ["x"]), 1),
         ]
-        whole = formed(records, {})
-        assert_counts(whole, [one, alone, other])
-        (found,) = whole.contradictions
+        step_summary = formed(records, {})
+        assert_counts(step_summary, [one, alone, other])
+        (found,) = step_summary.contradictions
         assert (found.sample, found.holders) == ("x", (("actor", 0), ("actor", 1)))
 
 
@@ -381,11 +385,11 @@ def test_tokens_of_a_part_that_cannot_be_taken_again_count_from_others() -> None
         "c": ragged(own[2:3], ["2"]),
     }
     records = [record(key, batches[key], rank) for rank, key in enumerate("abc")]
-    whole = assemble(records, unavailable={"b"})
-    assert whole.counted == ("a", "c")
-    assert whole.tokens_left_out["restate"] == own[3].mask.sum()
-    assert findings(whole)["tokens_missing"]["evidence"]["tokens"] == own[3].mask.sum()
-    assert whole.unaccounted == 0
+    step_summary = assemble(records, unavailable={"b"})
+    assert step_summary.counted == ("a", "c")
+    assert step_summary.tokens_left_out["restate"] == own[3].mask.sum()
+    assert findings(step_summary)["tokens_missing"]["evidence"]["tokens"] == own[3].mask.sum()
+    assert step_summary.unaccounted == 0
 
 
 def test_a_part_of_which_only_masked_positions_are_new_is_no_gap() -> None:
@@ -403,10 +407,10 @@ def test_a_part_of_which_only_masked_positions_are_new_is_no_gap() -> None:
         record("b", piece(5, 7), 1),
         record("c", piece(0, 7), 2),
     ]
-    whole = assemble(records)
-    assert whole.total.tokens == 5
-    assert whole.left_out == {"c": "repeated"}
-    assert not whole.to_recompute
+    step_summary = assemble(records)
+    assert step_summary.total.tokens == 5
+    assert step_summary.left_out == {"c": "repeated"}
+    assert not step_summary.to_recompute
 
 
 def empty(tokens: int = 5) -> Sample:
@@ -420,9 +424,9 @@ def test_rows_without_a_token_count_also_where_their_part_does_not() -> None:
         record("a", ragged([one, empty(), empty(), empty()], list("0123"))),
         record("b", ragged([one, empty(), empty()], list("034")), part=Part(occurrence=1)),
     ]
-    whole = formed(records, {})
-    assert whole.left_out == {"b": "repeated"}
-    assert whole.summary.empty_rows == 4
+    step_summary = formed(records, {})
+    assert step_summary.left_out == {"b": "repeated"}
+    assert step_summary.summary.empty_rows == 4
 
 
 def test_rows_without_a_token_count_by_rank_where_ids_are_a_ranks_own() -> None:
@@ -434,9 +438,9 @@ def test_rows_without_a_token_count_by_rank_where_ids_are_a_ranks_own() -> None:
         record("c", ragged([*held[2], empty()], list("012")), 2),
         record("c again", ragged([*held[2], empty()], list("012")), 3),
     ]
-    whole = formed(records, {})
-    assert_counts(whole, [one for own in held for one in own])
-    assert whole.summary.empty_rows == 5
+    step_summary = formed(records, {})
+    assert_counts(step_summary, [one for own in held for one in own])
+    assert step_summary.summary.empty_rows == 5
 
 
 def test_streams_that_only_some_ranks_have_are_left_out_with_the_reason() -> None:
@@ -444,10 +448,10 @@ def test_streams_that_only_some_ranks_have_are_left_out_with_the_reason() -> Non
     own = [sample(rng, 20) for _ in range(2)]
     other = summarise(dataclasses.replace(ragged(own[1:], ["1"]), pair=("current", "rollout")))
     late = dataclasses.replace(record("b", ragged(own[1:], ["1"]), 1), summary=other)
-    whole = assemble([record("a", ragged(own[:1], ["0"]), 0), late])
-    assert whole.left_out == {"b": "other streams"}
-    assert whole.tokens_left_out == {"other streams": own[1].mask.sum()}
-    assert whole.unaccounted == 0
+    step_summary = assemble([record("a", ragged(own[:1], ["0"]), 0), late])
+    assert step_summary.left_out == {"b": "other streams"}
+    assert step_summary.tokens_left_out == {"other streams": own[1].mask.sum()}
+    assert step_summary.unaccounted == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -484,13 +488,13 @@ def test_any_split_any_ids_and_any_repetition_count_every_token_once(
                     part = Part(epoch=epoch, microbatch=microbatch)
                     rank = data_rank * tp_size + copy
                     records.append(record(key, batches[key], rank, part=part, **fields))
-    whole = formed(data.draw(st.permutations(records)), batches)
-    assert_counts(whole, held)
-    assert not whole.differing
+    step_summary = formed(data.draw(st.permutations(records)), batches)
+    assert_counts(step_summary, held)
+    assert not step_summary.differing
     if local == "global":
-        assert not whole.contradictions
-        assert sorted(set(whole.summary.sequences.samples)) == sorted(
+        assert not step_summary.contradictions
+        assert sorted(set(step_summary.summary.sequences.samples)) == sorted(
             f"id-{i}" for i in range(len(held))
         )
-    again = summary_from_bytes(summary_to_bytes(whole.summary))
-    assert summary_to_bytes(again) == summary_to_bytes(whole.summary)
+    again = summary_from_bytes(summary_to_bytes(step_summary.summary))
+    assert summary_to_bytes(again) == summary_to_bytes(step_summary.summary)

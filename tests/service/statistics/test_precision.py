@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from tests.support.batches import batch_of
 
-from stagescope_service.statistics import Settings, Summary, publish, summarise
+from stagescope_service.statistics import StatisticsSettings, Summary, publish, summarise
 
 Float64 = npt.NDArray[np.float64]
 Digits = list[Decimal]
@@ -207,7 +207,7 @@ def test_weights_far_below_1_in_many_parts(name: str, level: str | None) -> None
     """Of several blocks of tokens a row, rows a part and parts; in decimal, from their tokens."""
     low, high = FAR_BELOW[name]
     rng = np.random.default_rng(11)
-    settings = Settings(level, 2.0 if level else None)
+    settings = StatisticsSettings(level, 2.0 if level else None)
     p, q = streams(rng.uniform(low, high, 4 * 300), rng)
     p, q = p.reshape(4, 300), q.reshape(4, 300)
     on = np.ones((2, 300), np.int64)

@@ -10,11 +10,11 @@ import pytest
 from tests.support.batches import batch_of, random_streams
 
 from stagescope.wire.errors import InvalidInput
-from stagescope_service.statistics import Settings, publish, summarise
+from stagescope_service.statistics import StatisticsSettings, publish, summarise
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
 
 
-def expected(p: Any, q: Any, mask: Any, settings: Settings) -> dict[str, float]:
+def expected(p: Any, q: Any, mask: Any, settings: StatisticsSettings) -> dict[str, float]:
     text = str(settings.rollout_is_threshold)
     low, _, high = text.rpartition("_")
     upper = float(high)
@@ -61,7 +61,7 @@ def expected(p: Any, q: Any, mask: Any, settings: Settings) -> dict[str, float]:
 @pytest.mark.parametrize("threshold", [2.0, "1.3", "0.8_1.2", 0.7])
 def test_weights_are_those_of_verl(level: str, threshold: float | str) -> None:
     p, q, mask = random_streams(np.random.default_rng(8), 12, 60, 0.3)
-    settings = Settings(level, threshold, rollout_is_batch_normalize=True)
+    settings = StatisticsSettings(level, threshold, rollout_is_batch_normalize=True)
     found = publish(summarise(batch_of(p, q, mask), settings))
     assert found["rollout_corr/rollout_is_truncated"] == 1.0
     for name, value in expected(p, q, mask, settings).items():
@@ -72,7 +72,7 @@ def test_weights_are_those_of_verl(level: str, threshold: float | str) -> None:
 @pytest.mark.parametrize("threshold", [math.inf, "inf"])
 def test_weights_without_a_bound_are_cut_nowhere(level: str, threshold: float | str) -> None:
     p, q = np.array([[-1.0, -1.0]]), np.array([[-4.0, -0.5]])
-    settings = Settings(level, threshold)
+    settings = StatisticsSettings(level, threshold)
     summary = summarise(batch_of(p, q, np.ones((1, 2))), settings)
     found = publish(summary_from_bytes(summary_to_bytes(summary)))
     largest = 3.0 if level == "token" else 2.5
@@ -92,9 +92,9 @@ def test_without_settings_the_weights_are_untruncated_and_say_so() -> None:
 @pytest.mark.parametrize("bad", [0, -1.0, "2_1", "a", "nan", "0_2"])
 def test_a_threshold_that_makes_no_sense_is_refused(bad: Any) -> None:
     with pytest.raises(InvalidInput, match="rollout_is_threshold"):
-        Settings("token", bad)
+        StatisticsSettings("token", bad)
 
 
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(InvalidInput, match="geometric"):
-        Settings("geometric")
+        StatisticsSettings("geometric")

@@ -62,23 +62,23 @@ def test_ranks_replicas_epochs_and_the_driver_count_once() -> None:
         record("driver", rows_of(streams, list(range(8))), 0, role="driver"),
         record("other", rows_of(make(9), [0, 1]), 0, stage="actor_update"),
     ]
-    whole = assemble(parts)
-    assert_same(whole.summary, plain(streams))
-    assert whole.stage == "actor_compute_log_prob"
-    assert whole.counted == ("r0", "r2-a", "r2-b")
-    assert whole.left_out == {"r1": "replica", "r2-again": "repeated", "driver": "repeated"}
-    assert not whole.differing
-    assert not whole.to_recompute
+    step_summary = assemble(parts)
+    assert_same(step_summary.summary, plain(streams))
+    assert step_summary.stage == "actor_compute_log_prob"
+    assert step_summary.counted == ("r0", "r2-a", "r2-b")
+    assert step_summary.left_out == {"r1": "replica", "r2-again": "repeated", "driver": "repeated"}
+    assert not step_summary.differing
+    assert not step_summary.to_recompute
     masked = streams[2].sum(axis=1)
-    assert whole.duplicates == masked[:4].sum() + masked[6:].sum() + masked.sum()
-    by_rank = {(row.role, row.rank): row for row in whole.ranks}
+    assert step_summary.duplicates == masked[:4].sum() + masked[6:].sum() + masked.sum()
+    by_rank = {(row.role, row.rank): row for row in step_summary.ranks}
     assert by_rank["actor", 1].cell.tokens == masked[:4].sum()
     assert by_rank["actor", 2].cell.tokens == masked[4:].sum()
     assert by_rank["actor", 2].counted_parts == 2
     for _ in range(5):
         random.Random(1).shuffle(parts)
         again = assemble(parts)
-        assert again.to_bytes() == whole.to_bytes()
+        assert again.to_bytes() == step_summary.to_bytes()
 
 
 def test_a_replica_with_other_numbers_is_named() -> None:
@@ -89,9 +89,9 @@ def test_a_replica_with_other_numbers_is_named() -> None:
         record("r0", rows_of(streams, [0, 1]), 0, data_rank=0),
         record("r1", rows_of((p, q, mask), [0, 1]), 1, data_rank=0),
     ]
-    whole = assemble(parts)
-    assert whole.differing == (("r1", "r0"),)
-    assert_same(whole.summary, summarise(rows_of(streams, [0, 1])))
+    step_summary = assemble(parts)
+    assert step_summary.differing == (("r1", "r0"),)
+    assert_same(step_summary.summary, summarise(rows_of(streams, [0, 1])))
 
 
 def test_without_sample_ids_the_layout_decides() -> None:
@@ -109,16 +109,16 @@ def test_without_sample_ids_the_layout_decides() -> None:
         part("dp1-same-again", 2, [3, 4], layout={"dp_rank": 1}, part=Part(occurrence=2)),
         part("driver", 0, list(range(8)), role="driver"),
     ]
-    whole = assemble(parts)
-    assert whole.counted == ("dp0-tp0", "dp1-tp0", "dp1-resampled")
-    assert whole.left_out == {
+    step_summary = assemble(parts)
+    assert step_summary.counted == ("dp0-tp0", "dp1-tp0", "dp1-resampled")
+    assert step_summary.left_out == {
         "dp0-tp1": "replica",
         "dp1-later": "later epoch",
         "dp1-same-again": "repeated",
         "driver": "other role",
     }
-    whole_cell, plain_cell = whole.total, plain(streams).total
-    assert whole_cell.tokens == plain_cell.tokens
+    summary_cell, plain_cell = step_summary.total, plain(streams).total
+    assert summary_cell.tokens == plain_cell.tokens
 
 
 def test_a_partly_repeated_part_is_taken_again_without_what_counted() -> None:
@@ -138,9 +138,9 @@ def test_a_partly_repeated_part_is_taken_again_without_what_counted() -> None:
     assert first.left_out == {"b": "restate", "c": "repeated"}
     skips = first.to_recompute[0].skips
     again = summarise(batches["b"], skip=skip_of(batches["b"], skips))
-    whole = assemble([parts[0], dataclasses.replace(parts[1], summary=again), parts[2]])
-    assert not whole.to_recompute
-    assert_same(whole.summary, plain(streams))
+    step_summary = assemble([parts[0], dataclasses.replace(parts[1], summary=again), parts[2]])
+    assert not step_summary.to_recompute
+    assert_same(step_summary.summary, plain(streams))
 
 
 def test_tokens_that_overlap_inside_a_row_count_once() -> None:
@@ -161,10 +161,10 @@ def test_tokens_that_overlap_inside_a_row_count_once() -> None:
     (to_recompute,) = first.to_recompute
     assert {(a, b) for _, a, b in to_recompute.skips} == {(50, 70)}
     again = summarise(right, skip=skip_of(right, to_recompute.skips))
-    whole = assemble([parts[0], dataclasses.replace(parts[1], summary=again)])
-    assert not whole.to_recompute
-    assert not whole.fragmented
-    found, expected = publish(whole.summary), publish(plain((p, q, mask)))
+    step_summary = assemble([parts[0], dataclasses.replace(parts[1], summary=again)])
+    assert not step_summary.to_recompute
+    assert not step_summary.fragmented
+    found, expected = publish(step_summary.summary), publish(plain((p, q, mask)))
     counts = [k for k in expected if k.endswith(("_count", "_max", "_min")) or "counts/" in k]
     for name in counts:
         assert found[name] == pytest.approx(expected[name], rel=1e-12), name
@@ -181,7 +181,7 @@ def _runs_before(row: Any, column: int) -> int:
     return begins - int(goes_on)
 
 
-def test_zigzag_context_parallel_parts_make_the_whole() -> None:
+def test_zigzag_context_parallel_parts_make_the_step_summary() -> None:
     p, q, mask = make(4)
     rounds = np.cumsum(np.diff(mask, axis=1, prepend=0) == 1, axis=1) - 1
     rounds = np.maximum(rounds, 0)
@@ -195,12 +195,12 @@ def test_zigzag_context_parallel_parts_make_the_whole() -> None:
         )  # fmt: skip
         layout = {"cp_rank": cp_rank, "cp_size": 2}
         parts.append(record(f"cp{cp_rank}", batch, cp_rank, layout=layout, data_rank=0))
-    whole = assemble(parts)
+    step_summary = assemble(parts)
     expected = plain((p, q, mask))
-    assert whole.counted == ("cp0", "cp1")
-    assert not whole.fragmented
-    assert whole.summary.worst.position.tolist() == expected.worst.position.tolist()
-    found, wanted = publish(whole.summary), publish(expected)
+    assert step_summary.counted == ("cp0", "cp1")
+    assert not step_summary.fragmented
+    assert step_summary.summary.worst.position.tolist() == expected.worst.position.tolist()
+    found, wanted = publish(step_summary.summary), publish(expected)
     for name, value in wanted.items():
         assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
 
@@ -218,9 +218,9 @@ def test_context_parallel_parts_without_positions_add_up_but_are_fragmented() ->
         )
         for k, s in enumerate((slice(0, half), slice(half, WIDTH)))
     ]
-    whole = assemble(parts)
-    assert whole.total.tokens == mask.sum()
-    assert whole.fragmented > 0
+    step_summary = assemble(parts)
+    assert step_summary.total.tokens == mask.sum()
+    assert step_summary.fragmented > 0
 
 
 def test_the_stage_is_the_first_that_has_both_streams() -> None:
@@ -251,13 +251,13 @@ def test_rows_without_a_model_token_are_counted_once() -> None:
     assert publish(assemble(parts).summary)["counts/empty_rows"] == ROWS
 
 
-def test_a_whole_survives_its_bytes_and_nothing_else_does() -> None:
+def test_a_step_summary_survives_its_bytes_and_nothing_else_does() -> None:
     parts = [record("a", rows_of(make(), [0, 1, 2]), 3), record("b", rows_of(make(), [2, 3]), 4)]
-    whole = assemble(parts)
-    data = whole.to_bytes()
+    step_summary = assemble(parts)
+    data = step_summary.to_bytes()
     again = StepSummary.from_bytes(data)
     assert again.to_bytes() == data
-    assert again.to_recompute == whole.to_recompute
+    assert again.to_recompute == step_summary.to_recompute
     for bad in (
         b"",
         data[:-9],
@@ -272,7 +272,9 @@ def test_a_whole_survives_its_bytes_and_nothing_else_does() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1000), st.data())
-def test_any_ranks_parts_and_replicas_give_the_same_whole(seed: int, data: st.DataObject) -> None:
+def test_any_ranks_parts_and_replicas_give_the_same_step_summary(
+    seed: int, data: st.DataObject
+) -> None:
     streams = make(seed)
     ranks = data.draw(st.integers(1, 4))
     owner = data.draw(st.lists(st.integers(0, ranks - 1), min_size=ROWS, max_size=ROWS))
@@ -296,10 +298,10 @@ def test_any_ranks_parts_and_replicas_give_the_same_whole(seed: int, data: st.Da
                     for epoch in range(epochs)
                 ]
     order = data.draw(st.permutations(parts))
-    whole = assemble(order)
-    assert_same(whole.summary, plain(streams))
-    assert not whole.to_recompute
-    assert not whole.differing
+    step_summary = assemble(order)
+    assert_same(step_summary.summary, plain(streams))
+    assert not step_summary.to_recompute
+    assert not step_summary.differing
 
 
 def test_ranks_that_use_the_same_ids_for_other_samples_are_told_apart() -> None:
@@ -310,9 +312,11 @@ def test_ranks_that_use_the_same_ids_for_other_samples_are_told_apart() -> None:
     one = record("a", rows_of(first, rows), rank=0)
     other = record("b", rows_of(second, rows), rank=1)
     same = record("c", rows_of(first, rows), rank=2)
-    whole = assemble([one, other, same])
-    assert whole.counted == ("a", "b")
-    assert whole.left_out == {"c": "repeated"}
-    assert not whole.differing
-    assert {found.holders for found in whole.contradictions} == {(("actor", 0), ("actor", 1))}
-    assert len(whole.contradictions) == sum(first[2].any(axis=1))
+    step_summary = assemble([one, other, same])
+    assert step_summary.counted == ("a", "b")
+    assert step_summary.left_out == {"c": "repeated"}
+    assert not step_summary.differing
+    assert {found.holders for found in step_summary.contradictions} == {
+        (("actor", 0), ("actor", 1))
+    }
+    assert len(step_summary.contradictions) == sum(first[2].any(axis=1))

@@ -15,7 +15,7 @@ from tests.support.mismatch_reference import reference, tails, tokens_of
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import (
     Field,
-    Settings,
+    StatisticsSettings,
     Summary,
     mismatch,
     publish,
@@ -365,7 +365,9 @@ def test_summaries_of_other_pairs_or_settings_do_not_merge() -> None:
     p, q, mask = random_streams(np.random.default_rng(7), 2, 20)
     one = summarise(batch_of(p, q, mask))
     with pytest.raises(InvalidInput, match="settings"):
-        Summary.merge([one, summarise(batch_of(p, q, mask), Settings(rollout_is="token"))])
+        Summary.merge(
+            [one, summarise(batch_of(p, q, mask), StatisticsSettings(rollout_is="token"))]
+        )
     with pytest.raises(InvalidInput, match="recomputed"):
         Summary.merge([one, summarise(batch_of(p, q, mask, pair=("old", "recomputed")))])
     with pytest.raises(InvalidInput, match="at least one"):

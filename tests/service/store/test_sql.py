@@ -196,7 +196,7 @@ def test_snapshot_holds_what_a_coordinator_goes_on_with(store: SqlStore) -> None
     assert snapshot.captures[0]["spec"]["steps"] == [1]
     assert [row["finding_id"] for row in snapshot.findings] == ["f2"]
     assert snapshot.meta == {"plan": {"revision": 9}}
-    assert sorted(snapshot.unformed) == [(1, 3), (2, 4)]
+    assert sorted(snapshot.unaggregated) == [(1, 3), (2, 4)]
 
 
 def test_snapshot_of_an_empty_catalogue(store: SqlStore) -> None:

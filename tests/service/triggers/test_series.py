@@ -20,7 +20,7 @@ from stagescope_service.triggers.series import Publisher, Series
 MEAN = "training/rollout_probs_diff_mean"
 
 
-def whole_of(ages: list[int] | None, *, noise: float = 0.3) -> StepSummary:
+def step_summary_of(ages: list[int] | None, *, noise: float = 0.3) -> StepSummary:
     """A step of one rank: the i-th row of tokens was sampled `ages[i]` versions ago."""
     p, q, mask = random_streams(np.random.default_rng(3), 4, 20, noise, share=1.0)
     mask[:] = 1
@@ -36,31 +36,31 @@ def whole_of(ages: list[int] | None, *, noise: float = 0.3) -> StepSummary:
     return assemble([record])
 
 
-def values(whole: StepSummary, **rule: Any) -> dict[Series, float]:
+def values(step_summary: StepSummary, **rule: Any) -> dict[Series, float]:
     """What a rule sees."""
     made = Rules.parse({"rules": [{"name": "r", "metric": MEAN, "when": {">": 1}, **rule}]})
-    facts = Facts("r", 1, 1, 5, {None: whole, whole.stage: whole}, {}, [], {})
+    facts = Facts("r", 1, 1, 5, {None: step_summary, step_summary.stage: step_summary}, {}, [], {})
     found = Publisher(facts).values(made.rules[0])
     return dict(zip(found.series, found.values.tolist(), strict=True))
 
 
 def test_by_whole_round_rank_and_stage() -> None:
-    whole = whole_of(None)
-    assert values(whole) == {Series(MEAN): publish(whole.summary)[MEAN]}
-    assert set(values(whole, by="rank")) == {Series(MEAN, role="actor", rank=0)}
-    assert set(values(whole, by="stage")) == {Series(MEAN, whole.stage)}
-    rounds = values(whole, by="round")
+    step_summary = step_summary_of(None)
+    assert values(step_summary) == {Series(MEAN): publish(step_summary.summary)[MEAN]}
+    assert set(values(step_summary, by="rank")) == {Series(MEAN, role="actor", rank=0)}
+    assert set(values(step_summary, by="stage")) == {Series(MEAN, step_summary.stage)}
+    rounds = values(step_summary, by="round")
     assert rounds == {
         Series(MEAN, round=number): publish_cell(cell)[MEAN]
-        for number, cell in whole.summary.rounds.items()
+        for number, cell in step_summary.summary.rounds.items()
     }
     assert len(rounds) == 2
-    assert values(whole, stage="another") == {}
-    assert len(values(whole, metric="nonfinite/*", when={">": 0})) == 6
+    assert values(step_summary, stage="another") == {}
+    assert len(values(step_summary, metric="nonfinite/*", when={">": 0})) == 6
 
 
 def test_drift_is_not_looked_at_where_versions_are_told() -> None:
-    mixed = whole_of([0, 0, 1, 3])
+    mixed = step_summary_of([0, 0, 1, 3])
     fresh = mixed.summary.staleness.get(0)
     assert fresh is not None
     (everything,) = values(mixed).values()
@@ -69,15 +69,15 @@ def test_drift_is_not_looked_at_where_versions_are_told() -> None:
     assert at_0 < everything
     # What only whole steps have cannot be told of some of the tokens.
     assert values(mixed, metric="per_round/max_diff_value", staleness=0) == {}
-    assert values(whole_of([2, 2, 1, 1]), staleness=0) == {}
+    assert values(step_summary_of([2, 2, 1, 1]), staleness=0) == {}
 
 
 @pytest.mark.parametrize("ages", [None, [0, 0, 0, 0]])
 def test_a_synchronous_step_is_looked_at_whole(ages: list[int] | None) -> None:
-    whole = whole_of(ages)
+    step_summary = step_summary_of(ages)
     for metric in (MEAN, "per_round/max_diff_value"):
-        (value,) = values(whole, metric=metric, staleness=0).values()
-        assert value == publish(whole.summary)[metric]
+        (value,) = values(step_summary, metric=metric, staleness=0).values()
+        assert value == publish(step_summary.summary)[metric]
         assert math.isfinite(value)
 
 

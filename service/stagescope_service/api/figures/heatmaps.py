@@ -21,6 +21,7 @@ from stagescope.answers import unit_of_metric
 from stagescope.render import counted, stretches
 from stagescope.wire.errors import NotFound
 from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.schema import RankKey
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ROWS_REMOVED
 from stagescope_service.api.dependencies import Dependencies
@@ -63,8 +64,6 @@ _LEAST: Final = 0.25
 _DIMENSIONS: Final = ("tp", "pp", "cp", "dp", "ep", "host")
 
 Flags = npt.NDArray[np.bool_]
-RankKey = tuple[str, int]
-"""(role, rank)."""
 
 
 class _Measure(NamedTuple):

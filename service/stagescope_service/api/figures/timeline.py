@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from typing_extensions import NotRequired
 
 from stagescope.render import counted
-from stagescope.wire.schema import STAGES, Part
+from stagescope.wire.schema import STAGES, Part, RankKey
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ROWS_REMOVED, MissingRank, began
 from stagescope_service.api.dependencies import Dependencies
@@ -35,9 +35,6 @@ _LEAST_SHARE: Final = 0.005
 """...and so much of the step."""
 _MOST_SLICES: Final = 4000
 """Slices of a figure, beyond which the parts of a stage on a rank are drawn as one."""
-
-RankKey = tuple[str, int]
-"""(role, rank)."""
 
 
 class Slice(NamedTuple):

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from stagescope.wire.nonfinite import JsonObject
@@ -22,6 +22,7 @@ from stagescope_service.core.instructions import (
     Aggregate,
     Delete,
     IngestJob,
+    PayloadJob,
     PayloadKey,
     Put,
     StepJob,
@@ -30,6 +31,7 @@ from stagescope_service.ingest.ingestors import IngestorClient
 from stagescope_service.ingest.recompute import Source
 from stagescope_service.statistics import Recompute
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_service.store.contract import WriteRows
 from stagescope_service.store.parts import part_key
 from stagescope_service.store.queries.rollouts import TRAINER_STAGES, side_by_side
 from stagescope_service.store.tables import PayloadRow, ProcessColumns, SampleRow
@@ -48,7 +50,7 @@ class JoinJob(NamedTuple):
 
     key: PayloadKey
     node_id: str | None
-    job: IngestJob
+    job: PayloadJob
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +133,8 @@ def _lacking(
         if part.summary.pair[1] == "rollout":
             measured.setdefault(part.stage, set()).add(part.key)
     replaced = catalogue.replaced(step_parts.attempt_id, step_parts.step)
-    of_whole = [stage for stage in TRAINER_STAGES if stage in measured]
-    for stage in of_whole[:1] or TRAINER_STAGES:
+    in_summary = [stage for stage in TRAINER_STAGES if stage in measured]
+    for stage in in_summary[:1] or TRAINER_STAGES:
         done = measured.get(stage, set())
         payloads = catalogue.payloads(
             step_parts.attempt_id, step_parts.step, stage=stage, state="ingested", limit=_ALL
@@ -155,7 +157,7 @@ def _is_alone(tensors: Collection[str]) -> bool:
 
 
 def _join_job(row: PayloadRow, process: ProcessColumns | None, run: str) -> JoinJob:
-    job: IngestJob = {
+    job: PayloadJob = {
         "run": run,
         "attempt_id": row["attempt_id"],
         "step": row["step"],
@@ -201,13 +203,11 @@ _LISTED: Final = 100
 _NAMED: Final = 5
 """Sample ids listed in a message."""
 
-Write = Callable[[Sequence[Put | Delete]], Awaitable[None]]
-
 
 class Aggregator:
     """Aggregates the steps of one coordinator; one call a step at a time."""
 
-    def __init__(self, catalogue: Catalogue, ingestors: IngestorClient, write: Write) -> None:
+    def __init__(self, catalogue: Catalogue, ingestors: IngestorClient, write: WriteRows) -> None:
         self._catalogue = catalogue
         self._ingestors = ingestors
         self._write = write

@@ -287,14 +287,14 @@ class MeasurementQueries(Reader):
         )
 
     def payload_states(
-        self, attempts: Sequence[int], steps: Sequence[int], *, whole: Collection[int] = ()
+        self, attempts: Sequence[int], steps: Sequence[int], *, measured: Collection[int] = ()
     ) -> list[PayloadStates]:
         """Return the payloads of steps by state.
 
         Args:
             attempts: ids of the attempts.
             steps: the steps.
-            whole: steps of which to select only the payloads that are not ingested (few).
+            measured: steps of which to select only the payloads that are not ingested (few).
         """
         columns = TABLES["payloads"].c
         superseded = _superseded(attempts, "incarnation", "work_key", "end_seq")
@@ -313,7 +313,7 @@ class MeasurementQueries(Reader):
             .where(
                 columns.attempt_id.in_(list(attempts)),
                 columns.step.in_(list(steps)),
-                sa.or_(columns.state != "ingested", columns.step.not_in(list(whole))),
+                sa.or_(columns.state != "ingested", columns.step.not_in(list(measured))),
             )
             .subquery()
         ).c
