@@ -12,7 +12,7 @@ from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import diagnosis as models
 from stagescope_service.api.requests import Answer, PageOf, pattern
 from stagescope_service.diagnosis.doctor import Diagnosis, diagnose, mismatch_parts
-from stagescope_service.diagnosis.history import History
+from stagescope_service.diagnosis.history import RunHistory
 
 router = APIRouter(tags=["runs"])
 
@@ -47,7 +47,7 @@ def diagnosis_of(
 ) -> tuple[JsonObject, list[JsonObject]]:
     """Return the fields of the answer, and its rows."""
     target = deps.finder.attempt(run, attempt)
-    history = History(deps.catalogue, target.run, attempt=attempt, last=step)
+    history = RunHistory(deps.catalogue, target.run, attempt=attempt, last=step)
     rows = diagnose(history)
     steps = [each.step for each in history.steps]
     newest = history.newest
@@ -71,7 +71,7 @@ def diagnosis_of(
     return fields, [_row(history, each) for each in rows]
 
 
-def _row(history: History, found: Diagnosis) -> JsonObject:
+def _row(history: RunHistory, found: Diagnosis) -> JsonObject:
     rule, evidence = found.rule, found.evidence
     newest = history.newest
     last = history.steps[-1] if history.steps else None

@@ -82,7 +82,7 @@ class Series:
         return Series(self.name, self.steps[-count:], self.attempts[-count:], self.values[-count:])
 
 
-class MeasuredStep(NamedTuple):
+class NewestMeasuredStep(NamedTuple):
     """The newest step with numbers."""
 
     step: Step
@@ -93,7 +93,7 @@ class MeasuredStep(NamedTuple):
     """Published numbers of the trainer against itself; None: not recorded."""
 
 
-class History:
+class RunHistory:
     """The history of a run, or of one attempt of it, in the steps that are in force.
 
     Args:
@@ -236,7 +236,7 @@ class History:
 
     # --- the newest measured step ---------------------------------------------------------------
     @cached_property
-    def newest(self) -> MeasuredStep | None:
+    def newest(self) -> NewestMeasuredStep | None:
         """The newest step with numbers; None: no step has any, or only an older version's."""
         for step in reversed(self.measured):
             row = self._catalogue.step(step.attempt_id, step.step)
@@ -248,7 +248,7 @@ class History:
                 continue
             verdict = examine(summary.summary, summary.ranks)
             noise = self._noise(step, summary)
-            return MeasuredStep(step, summary, publish(summary.summary), verdict, noise)
+            return NewestMeasuredStep(step, summary, publish(summary.summary), verdict, noise)
         return None
 
     def _noise(self, step: Step, summary: StepSummary) -> Mapping[str, float] | None:

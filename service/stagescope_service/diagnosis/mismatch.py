@@ -16,11 +16,11 @@ from stagescope_service.diagnosis.evidence import (
     short,
     spearman,
 )
-from stagescope_service.diagnosis.history import NEWEST, History
+from stagescope_service.diagnosis.history import NEWEST, RunHistory
 
 
 def rank_apart(
-    history: History, *, metric: str = ABS_DIFF, factor: float = 3.0, least: int = 3
+    history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 3.0, least: int = 3
 ) -> Evidence:
     """Return the rank whose metric is `factor` times the others' median, step after step."""
     slices = history.slices("rank", metric)
@@ -53,7 +53,7 @@ def rank_apart(
 
 
 def rounds_rise(
-    history: History, *, metric: str = ABS_DIFF, factor: float = 2.0, tokens: int = 64
+    history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 2.0, tokens: int = 64
 ) -> Evidence:
     """Return whether a metric rises with the round: Spearman's rank correlation of at least 0.8,
     and `factor` times more in the last round than in the first, in most of the newest steps."""
@@ -81,7 +81,7 @@ def rounds_rise(
     return Evidence("found", rises / examined, since, "the later rounds", (text,))
 
 
-def suspect(history: History, *, checks: Sequence[str], steps: int = 20) -> Evidence:
+def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> Evidence:
     """Return whether the checks of a step's streams name one of these causes."""
     newest = history.measured[-steps:]
     if history.newest is None or not newest:
@@ -107,7 +107,7 @@ def _ranks_named(texts: Sequence[str]) -> list[str]:
     return [word for text in texts for word in text.split("; ") if word.startswith("rank ")]
 
 
-def noise_floor(history: History, *, factor: float = 1.5) -> Evidence:
+def noise_floor(history: RunHistory, *, factor: float = 1.5) -> Evidence:
     """Return whether the mismatch is no larger than the trainer's against itself."""
     newest = history.newest
     if newest is None or newest.noise is None:
@@ -122,7 +122,7 @@ def noise_floor(history: History, *, factor: float = 1.5) -> Evidence:
     return Evidence("found", min(1.0, noise / mismatch), newest.step.step, "", (text,))
 
 
-def rounded(history: History, *, share: float = 0.5) -> Evidence:
+def rounded(history: RunHistory, *, share: float = 0.5) -> Evidence:
     """Return whether a stream's dtype alone explains the mismatch, or most of it."""
     newest = history.newest
     if newest is None:
@@ -139,7 +139,7 @@ def rounded(history: History, *, share: float = 0.5) -> Evidence:
     return Evidence("found", min(1.0, floor / mismatch), newest.step.step, "", (text,))
 
 
-def hidden_tails(history: History, *, mean: float = 0.01, tail: float = 5.0) -> Evidence:
+def hidden_tails(history: RunHistory, *, mean: float = 0.01, tail: float = 5.0) -> Evidence:
     """Return whether means look healthy while single tokens are far off.
 
     `training/rollout_probs_diff_mean` is below `mean` and `logprob_abs_diff/max` over `tail` nats:
@@ -163,7 +163,7 @@ def hidden_tails(history: History, *, mean: float = 0.01, tail: float = 5.0) -> 
     return Evidence("found", float(marks.mean()), int(means.steps[marks][0]), "", (text,))
 
 
-def stale(history: History, *, metric: str = ABS_DIFF, factor: float = 1.5) -> Evidence:
+def stale(history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 1.5) -> Evidence:
     """Return whether tokens of older policy versions have a larger mismatch than fresh ones."""
     slices = history.slices("staleness", metric)
     counts = dict(history.slices("staleness", "counts/tokens"))

@@ -17,8 +17,8 @@ from tests.support.command_line import invoke
 import stagescope
 from stagescope.wire.errors import InvalidPlan
 from stagescope_service.diagnosis import evidence
-from stagescope_service.diagnosis.doctor import FAMILIES, Rule, diagnose, rulebook
-from stagescope_service.diagnosis.history import History
+from stagescope_service.diagnosis.doctor import FAMILIES, SymptomRule, diagnose, rulebook
+from stagescope_service.diagnosis.history import RunHistory
 
 STAGE: Final = "actor_compute_log_prob"
 ROWS, ROUNDS, TOKENS = 4, 3, 32
@@ -387,9 +387,9 @@ def test_a_wrong_rule_is_refused_with_its_name(change: dict[str, Any], wrong: st
         "title": "t", "family": "service", "evidence": {"function": "lost"}, "meaning": "m.",
         "next": ["n"], "sources": ["s"],
     }  # fmt: skip
-    assert Rule.parse("mine", rule).function == "lost"
+    assert SymptomRule.parse("mine", rule).function == "lost"
     with pytest.raises(InvalidPlan, match=f"mine.*{wrong}"):
-        Rule.parse("mine", {**rule, **change})
+        SymptomRule.parse("mine", {**rule, **change})
 
 
 def test_a_run_without_closed_steps_is_not_measured(live: Service) -> None:
@@ -453,8 +453,8 @@ def test_rank_correlations_are_those_of_their_definitions(values: list[int]) -> 
 
 def test_a_damaged_rule_hides_no_other(live: Service, tmp_path: Path) -> None:
     train(live, "still", steps=range(1, 5))
-    history = History(live.catalogue, "still")
-    broken = Rule.parse(
+    history = RunHistory(live.catalogue, "still")
+    broken = SymptomRule.parse(
         "broken",
         {"title": "t", "family": "service", "meaning": "m.", "next": ["n"], "sources": ["s"],
          "evidence": {"function": "finding", "kinds": ["x"]}},
