@@ -41,7 +41,7 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Snapshot:
+class RunSnapshot:
     """What the service says of a run at one time; parts that it could not answer are empty."""
 
     run: str
@@ -61,7 +61,7 @@ class Snapshot:
     wall: float
 
 
-class Reader:
+class RunReader:
     """Reads snapshots of a run; rounds are requested again only where their step is another."""
 
     def __init__(self, session: Session, run: str) -> None:
@@ -69,7 +69,7 @@ class Reader:
         self._run = run
         self._rounds: tuple[object, Sequence[JsonObject]] = (None, ())
 
-    def read(self) -> Snapshot:
+    def read(self) -> RunSnapshot:
         """Return what the service says now.
 
         Raises:
@@ -94,7 +94,7 @@ class Reader:
             values = found["series"][0]["values"] if found["series"] else []
             numbers[title] = dict(zip(found["steps"], nonfinite.numbers(values), strict=False))
         measured = next((row for row in steps if row["measured"]), None)
-        return Snapshot(
+        return RunSnapshot(
             run=run,
             attempt=attempts[0] if attempts else {},
             steps=steps,
@@ -127,7 +127,7 @@ class Reader:
 
 
 def screen(
-    snapshot: Snapshot | None, *, width: int, height: int, run: str = "", problem: str = ""
+    snapshot: RunSnapshot | None, *, width: int, height: int, run: str = "", problem: str = ""
 ) -> list[Line]:
     """Return at most `height` lines of at most `width` columns.
 
@@ -178,7 +178,7 @@ def _wrapped(text: str, width: int, tone: str) -> list[Line]:
     return [Line(line, tone) for line in render.wrapped("", text, width)]
 
 
-def _title(snapshot: Snapshot) -> Line:
+def _title(snapshot: RunSnapshot) -> Line:
     attempt = snapshot.attempt
     state = str(attempt.get("state", "no attempt"))
     if state == "ended":
@@ -191,7 +191,7 @@ def _title(snapshot: Snapshot) -> Line:
     return Line(f"{clock}  {snapshot.run}{which}{several}", "title")
 
 
-def _step_lines(snapshot: Snapshot) -> list[Line]:
+def _step_lines(snapshot: RunSnapshot) -> list[Line]:
     head = f"{'STEP':>8}  {'verdict':<13}{'complete':<10}"
     head += "".join(f"{title:>11}" for title in _METRICS)
     lines = [Line(f"{head}  lacks", "title")]
@@ -212,7 +212,7 @@ def _step_lines(snapshot: Snapshot) -> list[Line]:
     return lines
 
 
-def _progress_lines(snapshot: Snapshot, width: int) -> list[Line]:
+def _progress_lines(snapshot: RunSnapshot, width: int) -> list[Line]:
     """Return a line for each stage: its ranks as marks, and who is waited for."""
     progress = snapshot.progress
     expected = progress.get("expected") or {}
@@ -263,7 +263,7 @@ def _waited(role: str, late: Mapping[int, JsonObject], now: Json) -> str:
     return text
 
 
-def _round_lines(snapshot: Snapshot) -> list[Line]:
+def _round_lines(snapshot: RunSnapshot) -> list[Line]:
     rows = [row for row in snapshot.rounds if _number(row["abs_diff_mean"]) is not None]
     if not rows:
         return []
@@ -283,7 +283,7 @@ def _number(value: Json) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _finding_lines(snapshot: Snapshot) -> list[Line]:
+def _finding_lines(snapshot: RunSnapshot) -> list[Line]:
     lines = [Line("FINDINGS, the last seen first", "title")]
     for row in snapshot.findings:
         step = "" if row["step"] is None else f"step {row['step']}"
@@ -295,7 +295,7 @@ def _finding_lines(snapshot: Snapshot) -> list[Line]:
     return lines
 
 
-def _capture_lines(snapshot: Snapshot) -> list[Line]:
+def _capture_lines(snapshot: RunSnapshot) -> list[Line]:
     if not snapshot.captures:
         return []
     lines = [Line("CAPTURES", "title")]

@@ -18,7 +18,7 @@ from stagescope.discovery import COORDINATOR_NAME, NAMESPACE
 from stagescope.wire.errors import NotReady, StagescopeError, Unreachable
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service import service_file
-from stagescope_service.api.auth import Tokens
+from stagescope_service.api.auth import AccessTokens
 from stagescope_service.api.server import ApiServer as HttpServer
 from stagescope_service.api.server import raise_file_limit
 from stagescope_service.coordinator import control_socket
@@ -188,7 +188,7 @@ class ApiServer:
         settings = self._settings
         settings.data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         raise_file_limit()
-        tokens = Tokens.load(settings) if settings.auth else None
+        tokens = AccessTokens.load(settings) if settings.auth else None
         app = make_app(
             catalogue=Catalogue(settings.catalogue_url),
             commands=cast("Commands", CoordinatorCommands(settings)),
@@ -206,7 +206,7 @@ class ApiServer:
         service_file.change(settings, location)
         return server
 
-    def _keep_bundles(self, deps: Dependencies, tokens: Tokens | None) -> None:
+    def _keep_bundles(self, deps: Dependencies, tokens: AccessTokens | None) -> None:
         """Make bundles of attempts that die, in a thread that nothing waits for.
 
         A server that is started anew continues with the thread that there is.

@@ -19,7 +19,7 @@ from ray import exceptions
 from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE, ingestor_name
 from stagescope.wire.errors import Conflict, InvalidInput, NotReady, Unreachable
 from stagescope_service import clusters, embedded, service_file
-from stagescope_service.api.auth import Tokens, check_bind, token_path
+from stagescope_service.api.auth import AccessTokens, check_bind, token_path
 from stagescope_service.api.server import bind
 from stagescope_service.settings import Settings
 
@@ -71,7 +71,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
         Conflict: the port is taken, or this home's service runs in another cluster.
         NotReady: the service did not answer in time.
     """
-    tokens = Tokens.load(settings) if settings.auth else None
+    tokens = AccessTokens.load(settings) if settings.auth else None
     check_bind(settings, tokens)
     _check_triggers(settings)
     _check_keep(settings)

@@ -25,7 +25,7 @@ from tests.support.measure import payload
 from tests.support.shown_run import RUN, shown
 from tests.support.stores import eventually
 
-from stagescope.top import Snapshot, screen
+from stagescope.top import RunSnapshot, screen
 
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -340,7 +340,7 @@ def test_1024_ranks_fit(live: Service) -> None:
 
 def test_hostile_names_and_numbers_do_not_control_the_terminal() -> None:
     evil = "\x1b]0;owned\x07\n<b>\u202e" + "w" * 300
-    snapshot = Snapshot(
+    snapshot = RunSnapshot(
         run=evil, attempt={"attempt": 1, "state": "ended", "end_reason": evil, "processes": 1},
         steps=[{"step": 10**15, "complete": "partial", "measured": True, "gap": evil,
                 "superseded_by": None}],

@@ -18,7 +18,7 @@ from tests.support.stores import rows_of
 from stagescope.wire import schema
 from stagescope.wire.errors import Unreachable
 from stagescope_service.api.app import make_app
-from stagescope_service.api.auth import Tokens
+from stagescope_service.api.auth import AccessTokens
 from stagescope_service.api.dependencies import Commands
 from stagescope_service.api.server import ApiServer
 from stagescope_service.coordinator.coordinator import Coordinator
@@ -163,7 +163,7 @@ class Service:
         self.store.open()
         self.catalogue = Catalogue(self.settings.catalogue_url)
         self.engine = LocalEngine(self.store, self.settings)
-        self.tokens = Tokens.load(self.settings) if self.settings.auth else None
+        self.tokens = AccessTokens.load(self.settings) if self.settings.auth else None
         self.now: float | None = None
         self.app = make_app(
             catalogue=self.catalogue,

@@ -21,7 +21,7 @@ import click
 from stagescope import discovery, terminal
 from stagescope.cli.common import main
 from stagescope.session import attach
-from stagescope.top import Line, Reader, Snapshot, screen
+from stagescope.top import Line, RunReader, RunSnapshot, screen
 from stagescope.wire.errors import StagescopeError
 
 _TONES: Final = {"title": {"bold": True}, "good": {"fg": "green"}, "bad": {"fg": "red"},
@@ -58,7 +58,7 @@ def top(
     """A run live: its steps and verdicts, who waits for whom, findings, captures; q quits."""
     token = None if token_file is None else discovery.read_token(token_file)
     with attach(url, token=token, timeout=timeout, format_advice=terminal.in_commands) as session:
-        reader = Reader(session, run or str(session.step("latest").run))
+        reader = RunReader(session, run or str(session.step("latest").run))
         first = reader.read()
         if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
             size = shutil.get_terminal_size((80, 24))
@@ -78,7 +78,7 @@ def _styled(line: Line) -> str:
 class _Screen:
     """Asks in a thread, and draws where something changed: keys work while the service hangs."""
 
-    def __init__(self, reader: Reader, first: Snapshot, every: float) -> None:
+    def __init__(self, reader: RunReader, first: RunSnapshot, every: float) -> None:
         self._reader = reader
         self._every = every
         self._snapshot = first

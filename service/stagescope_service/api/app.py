@@ -39,7 +39,7 @@ from stagescope_service.api import (
     triggers,
     weights,
 )
-from stagescope_service.api.auth import OPEN_PATHS, WHOAMI, Guard, Tokens, check_bind
+from stagescope_service.api.auth import OPEN_PATHS, WHOAMI, AccessTokens, Guard, check_bind
 from stagescope_service.api.bundle import routes as bundle
 from stagescope_service.api.dependencies import Commands, Dependencies
 from stagescope_service.api.figures import routes as figures
@@ -76,7 +76,7 @@ def make_app(
     catalogue: Catalogue,
     commands: Commands,
     settings: Settings,
-    tokens: Tokens | None,
+    tokens: AccessTokens | None,
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """Return the app.

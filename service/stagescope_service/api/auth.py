@@ -54,14 +54,14 @@ _MOST_LOGINS: Final = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tokens:
+class AccessTokens:
     """The two tokens of a service, left out of every repr and log."""
 
     read: str = dataclasses.field(repr=False)
     operate: str = dataclasses.field(repr=False)
 
     @classmethod
-    def load(cls, settings: Settings) -> Tokens:
+    def load(cls, settings: Settings) -> AccessTokens:
         """Read the tokens from the settings or from their files, which are created if missing.
 
         Raises:
@@ -143,7 +143,7 @@ def token_path(home: Path, grade: str) -> Path:
     return home / f"{grade}.token"
 
 
-def check_bind(settings: Settings, tokens: Tokens | None) -> None:
+def check_bind(settings: Settings, tokens: AccessTokens | None) -> None:
     """Refuse to serve other hosts without tokens.
 
     Raises:
@@ -163,7 +163,7 @@ class Guard:
     As a middleware no route can forget it, and it runs before any body is read.
     """
 
-    def __init__(self, app: ASGIApp, *, settings: Settings, tokens: Tokens | None) -> None:
+    def __init__(self, app: ASGIApp, *, settings: Settings, tokens: AccessTokens | None) -> None:
         self.app = app
         self.tokens = tokens
         self.max_body_bytes = settings.max_body_bytes

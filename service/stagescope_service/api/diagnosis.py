@@ -19,7 +19,7 @@ from stagescope_service.api.requests import Answer, PageOf, pattern
 from stagescope_service.api.samples import loss_of
 from stagescope_service.api.target import Target
 from stagescope_service.diagnosis.doctor import Diagnosis, diagnose
-from stagescope_service.diagnosis.history import History, LossOfStep, Step
+from stagescope_service.diagnosis.history import LossOfStep, RunHistory, Step
 from stagescope_service.diagnosis.parts import mismatch_parts
 
 _MOST_BYTES: Final = 256 << 20
@@ -59,7 +59,7 @@ def diagnosis_of(
     """Return the fields of the answer, and its rows."""
     target = deps.finder.attempt(run, attempt)
     kept = _KeptTensors(deps, target.run)
-    history = History(deps.catalogue, target.run, attempt=attempt, last=step, kept=kept)
+    history = RunHistory(deps.catalogue, target.run, attempt=attempt, last=step, kept=kept)
     rows = diagnose(history)
     steps = [each.step for each in history.steps]
     newest = history.newest
@@ -84,7 +84,7 @@ def diagnosis_of(
 
 
 class _KeptTensors:
-    """Reads the tensors of a run's steps, for `History`."""
+    """Reads the tensors of a run's steps, for `RunHistory`."""
 
     def __init__(self, deps: Dependencies, run: str) -> None:
         self._deps = deps
@@ -120,7 +120,7 @@ class _KeptTensors:
         return self._deps.finder.step(self._run, step.attempt, step.step)
 
 
-def _row(history: History, found: Diagnosis) -> JsonObject:
+def _row(history: RunHistory, found: Diagnosis) -> JsonObject:
     rule, evidence = found.rule, found.evidence
     newest = history.newest
     last = history.steps[-1] if history.steps else None

@@ -66,7 +66,7 @@ class ScopeFilter(TypedDict, total=False):
     attempt_id: int
 
 
-class Scope(NamedTuple):
+class AttemptScope(NamedTuple):
     """The attempts that an answer is about."""
 
     filters: ScopeFilter
@@ -269,14 +269,14 @@ def _counts(rows: Sequence[object], groups: Sequence[object]) -> JsonObject:
     return {"groups": len(groups), "grouped": len(rows), "truncated": len(rows) >= MAX_GROUPED}
 
 
-def scope_of(deps: Dependencies, run: str | None, attempt: int | None) -> Scope:
+def scope_of(deps: Dependencies, run: str | None, attempt: int | None) -> AttemptScope:
     """Return an attempt of a run, or all of them where `attempt` is None."""
     target = deps.finder.attempt(run, attempt)
     filters: ScopeFilter = {"attempt_id": target.attempt_id}
     if attempt is None:
         filters = {"run": target.run}
     heading = {**target.heading(), "attempt": attempt}
-    return Scope(filters, _attempt_numbers(deps, target.run), heading)
+    return AttemptScope(filters, _attempt_numbers(deps, target.run), heading)
 
 
 def _attempt_numbers(deps: Dependencies, run: str | None) -> dict[int, int]:

@@ -21,9 +21,9 @@ from stagescope_service.core.hang_detection import (
     STEPS_REMEMBERED,
     UNHEARD,
     UNRESPONSIVE_KIND,
-    History,
     Limit,
     RankPosition,
+    StageHistory,
     StageKey,
     StageTiming,
     Stuck,
@@ -298,7 +298,7 @@ def _role(
         at_open,
         begun=lambda location: begun.get(location, set()),
         ended=lambda location: ended.get(location, set()),
-        history=lambda stage: histories.get(stage, History()),
+        history=lambda stage: histories.get(stage, StageHistory()),
     )
 
 

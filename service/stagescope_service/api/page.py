@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagescope.wire.errors import NotFound, Unauthorized
-from stagescope_service.api.auth import COOKIE, COOKIE_SECONDS, Tokens, caller_of
+from stagescope_service.api.auth import COOKIE, COOKIE_SECONDS, AccessTokens, caller_of
 from stagescope_service.api.dependencies import Deps
 from stagescope_service.api.models import service as models
 from stagescope_service.api.models.bodies import LoginRequest
@@ -48,7 +48,7 @@ async def login(request: Request, deps: Deps) -> Response:
     """
     fields = await read_json(request, deps.settings, limit=_MOST_LOGIN_BYTES)
     body = LoginRequest.parse(fields)
-    tokens: Tokens | None = request.app.state.tokens
+    tokens: AccessTokens | None = request.app.state.tokens
     answer = Response(status_code=204)
     if tokens is None:
         return answer
@@ -65,7 +65,7 @@ async def login(request: Request, deps: Deps) -> Response:
 @router.post("/logout", status_code=204, response_class=Response)
 async def logout(request: Request) -> Response:
     """Remove the login of this service from the browser's cookie."""
-    tokens: Tokens | None = request.app.state.tokens
+    tokens: AccessTokens | None = request.app.state.tokens
     answer = Response(status_code=204)
     if tokens is not None and COOKIE in request.cookies:
         _set_cookie(request, answer, tokens.logout(request.cookies[COOKIE]))

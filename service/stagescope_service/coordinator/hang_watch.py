@@ -27,9 +27,9 @@ from stagescope_service.core.hang_detection import (
     SILENT,
     UNHEARD,
     UNRESPONSIVE_KIND,
-    History,
     RankPosition,
     Role,
+    StageHistory,
     StageKey,
     StageTiming,
     Stuck,
@@ -129,7 +129,7 @@ def _role(
         return {r for r, spans in at.items() if any(s.status in (OK, FAILED) for s in spans)}
 
     @functools.cache
-    def earlier() -> Mapping[str, History]:
+    def earlier() -> Mapping[str, StageHistory]:
         closed = sorted(number for number in attempt.steps if number not in attempt.open)
         ranks = [
             {
@@ -148,7 +148,7 @@ def _role(
         timings,
         begun=lambda place: spans_at(place).keys(),
         ended=ended,
-        history=lambda stage: earlier().get(stage, History()),
+        history=lambda stage: earlier().get(stage, StageHistory()),
     )
 
 

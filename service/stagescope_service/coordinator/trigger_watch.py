@@ -41,7 +41,7 @@ from stagescope_service.triggers.names import NONFINITE_SCALAR, scalar_of
 from stagescope_service.triggers.replay import Fired, StepReader
 from stagescope_service.triggers.rules import Rule, Rules, defaults, read_yaml
 from stagescope_service.triggers.series import NAMED, pack, unpack
-from stagescope_service.triggers.watch import REACH, At, Changes, Firing, FiringRecord, Watch
+from stagescope_service.triggers.watch import REACH, At, Firing, FiringChanges, FiringRecord, Watch
 
 
 class StepOrdering:
@@ -268,7 +268,7 @@ class Triggers:
         return acts, rows
 
     def _change(
-        self, followed: _Followed, changes: Changes, acts: list[Act], rows: list[Put | Delete]
+        self, followed: _Followed, changes: FiringChanges, acts: list[Act], rows: list[Put | Delete]
     ) -> None:
         """Collect the rows and actions of a step's changes."""
         for firing in changes.fired:
@@ -423,7 +423,7 @@ class _Followed:
         ahead = places[begin:]
         return deque(sorted(At(numbers[attempt_id], step) for attempt_id, step in ahead))
 
-    def evaluate(self, attempt_id: int, step: int) -> Iterator[Changes]:
+    def evaluate(self, attempt_id: int, step: int) -> Iterator[FiringChanges]:
         """Evaluate a step whose turn it is, after the stored steps before it; yield the changes."""
         facts = self._reader.facts(attempt_id, step)
         if facts is None:
@@ -437,7 +437,7 @@ class _Followed:
                 yield self._changes_of(before)
         yield self._changes_of(facts)
 
-    def _changes_of(self, facts: Facts) -> Changes:
+    def _changes_of(self, facts: Facts) -> FiringChanges:
         fires = self._since.admits(facts.attempt_id, facts.step)
         at = At(facts.attempt, facts.step)
         return self._watch.evaluate(at, self._reader.values(facts), fires=fires)

@@ -38,7 +38,7 @@ NAMED: Final = 20
 """Names listed in a finding and a stored verdict; `/weights/{version}` lists all of them."""
 
 
-class Device(TypedDict):
+class RankDevice(TypedDict):
     """The device of a rank; `device` identifies it across attempts and runs."""
 
     device: str
@@ -322,7 +322,7 @@ def _odd_row(
 
 def device_of(
     compared: ComparedVersion, odd: DivergingRank, processes: Sequence[ProcessColumns]
-) -> Device:
+) -> RankDevice:
     """Return the device of a diverging replica.
 
     Its name is the serial number, else the host (a node's id is new in every cluster) and device

@@ -66,7 +66,7 @@ class StageTiming:
             self.longest = seconds
 
 
-class History(NamedTuple):
+class StageHistory(NamedTuple):
     """Durations of a stage in earlier steps: one a step, of its slowest rank and part."""
 
     longest: Sequence[float] = ()
@@ -104,7 +104,7 @@ class Role:
     """The ranks that began a part."""
     ended: Callable[[StageKey], Collection[int]]
     """The ranks that ended it."""
-    history: Callable[[str], History]
+    history: Callable[[str], StageHistory]
     """Of a stage."""
 
 
@@ -333,7 +333,7 @@ class _Judgement:
 def history(
     steps: Iterable[Mapping[StageKey, StageTiming]],
     ranks: Iterable[Mapping[str, Collection[int]]],
-) -> Mapping[str, History]:
+) -> Mapping[str, StageHistory]:
     """Return the history of each stage of a role.
 
     Args:
@@ -361,7 +361,7 @@ def history(
         for stage, seconds in late.items():
             latest.setdefault(stage, []).append(seconds)
     return {
-        stage: History(
+        stage: StageHistory(
             longest.get(stage, ()),
             latest.get(stage, ()),
             latest_ranks.get(stage),

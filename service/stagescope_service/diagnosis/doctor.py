@@ -16,7 +16,7 @@ from typing import Any, Final
 from stagescope.wire.errors import InvalidPlan, StagescopeError
 from stagescope_service.diagnosis import mismatch, reports, trends
 from stagescope_service.diagnosis.evidence import Evidence, not_measured
-from stagescope_service.diagnosis.history import History
+from stagescope_service.diagnosis.history import RunHistory
 from stagescope_service.triggers.rules import load_yaml
 
 FAMILIES: Final = ("service", "precision", "mismatch", "reward", "time", "settings")
@@ -40,7 +40,7 @@ _ORDER: Final = {"found": 0, "not measured": 1, "not found": 2}
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class SymptomRule:
     """A symptom.
 
     Attributes:
@@ -68,7 +68,7 @@ class Rule:
     record: str | None = None
 
     @classmethod
-    def parse(cls, name: str, value: object) -> Rule:
+    def parse(cls, name: str, value: object) -> SymptomRule:
         """Parse the content of a file.
 
         Raises:
@@ -127,12 +127,12 @@ class Rule:
 class Diagnosis:
     """A rule and what was found for and against it."""
 
-    rule: Rule
+    rule: SymptomRule
     evidence: Evidence
 
 
 @cache
-def rulebook() -> tuple[Rule, ...]:
+def rulebook() -> tuple[SymptomRule, ...]:
     """Return the rules that ship, by family and name.
 
     Raises:
@@ -141,13 +141,15 @@ def rulebook() -> tuple[Rule, ...]:
     directory = resources.files("stagescope_service.diagnosis").joinpath("rules")
     files = [file for file in directory.iterdir() if file.name.endswith(".yaml")]
     rules = [
-        Rule.parse(file.name.removesuffix(".yaml"), load_yaml(file.read_text(encoding="utf-8")))
+        SymptomRule.parse(
+            file.name.removesuffix(".yaml"), load_yaml(file.read_text(encoding="utf-8"))
+        )
         for file in files
     ]
     return tuple(sorted(rules, key=lambda rule: (FAMILIES.index(rule.family), rule.name)))
 
 
-def diagnose(history: History, rules: Sequence[Rule] | None = None) -> list[Diagnosis]:
+def diagnose(history: RunHistory, rules: Sequence[SymptomRule] | None = None) -> list[Diagnosis]:
     """Hold rules against a history; what was found comes first, the surest first.
 
     A rule whose evidence cannot be computed is 'not measured', with the error: one damaged step
@@ -168,7 +170,7 @@ def diagnose(history: History, rules: Sequence[Rule] | None = None) -> list[Diag
     )
 
 
-def _evidence(rule: Rule, history: History) -> Evidence:
+def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:
     try:
         return EVIDENCE[rule.function](history, **rule.parameters)
     except StagescopeError as error:

@@ -87,7 +87,7 @@ class Series:
         return Series(self.name, self.steps[-count:], self.attempts[-count:], self.values[-count:])
 
 
-class MeasuredStep(NamedTuple):
+class NewestMeasuredStep(NamedTuple):
     """The newest step with numbers."""
 
     step: Step
@@ -133,7 +133,7 @@ class KeptTensors(Protocol):
         ...
 
 
-class History:
+class RunHistory:
     """The history of a run, or of one attempt of it, in the steps that are in force.
 
     Args:
@@ -279,7 +279,7 @@ class History:
 
     # --- the newest measured step ---------------------------------------------------------------
     @cached_property
-    def newest(self) -> MeasuredStep | None:
+    def newest(self) -> NewestMeasuredStep | None:
         """The newest step with numbers; None: no step has any, or only an older version's."""
         for step in reversed(self.measured):
             row = self._catalogue.step(step.attempt_id, step.step)
@@ -291,7 +291,7 @@ class History:
                 continue
             verdict = examine(summary.summary, summary.ranks)
             noise = self._noise(step, summary)
-            return MeasuredStep(step, summary, publish(summary.summary), verdict, noise)
+            return NewestMeasuredStep(step, summary, publish(summary.summary), verdict, noise)
         return None
 
     @cached_property

@@ -21,7 +21,7 @@ from stagescope_service.diagnosis.evidence import (
     short,
     spearman,
 )
-from stagescope_service.diagnosis.history import NEWEST, READ, History
+from stagescope_service.diagnosis.history import NEWEST, READ, RunHistory
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.profiles import (
     COARSEST,
@@ -37,7 +37,7 @@ _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "
 
 
 def rank_apart(
-    history: History, *, metric: str = ABS_DIFF, factor: float = 3.0, least: int = 3
+    history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 3.0, least: int = 3
 ) -> Evidence:
     """Return the rank whose metric is `factor` times the others' median, step after step."""
     slices = history.slices("rank", metric)
@@ -70,7 +70,7 @@ def rank_apart(
 
 
 def rounds_rise(
-    history: History, *, metric: str = ABS_DIFF, factor: float = 2.0, tokens: int = 64
+    history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 2.0, tokens: int = 64
 ) -> Evidence:
     """Return whether a metric rises with the round, and more than its tokens grow less sure.
 
@@ -116,7 +116,7 @@ def _rises(numbers: Float64, factor: float) -> bool:
     return spearman(numbers) >= 0.8 and bool(numbers[-1] >= factor * numbers[0])
 
 
-def suspect(history: History, *, checks: Sequence[str], steps: int = 20) -> Evidence:
+def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> Evidence:
     """Return whether the checks of a step's streams name one of these causes."""
     newest = history.measured[-steps:]
     if history.newest is None or not newest:
@@ -142,7 +142,7 @@ def _ranks_named(texts: Sequence[str]) -> list[str]:
     return [word for text in texts for word in text.split("; ") if word.startswith("rank ")]
 
 
-def noise_floor(history: History, *, factor: float = 1.5) -> Evidence:
+def noise_floor(history: RunHistory, *, factor: float = 1.5) -> Evidence:
     """Return whether the mismatch is no larger than the trainer's against itself."""
     newest = history.newest
     if newest is None or newest.noise is None:
@@ -157,7 +157,7 @@ def noise_floor(history: History, *, factor: float = 1.5) -> Evidence:
     return Evidence("found", min(1.0, noise / mismatch), newest.step.step, "", (text,))
 
 
-def rounded(history: History, *, share: float = 0.5) -> Evidence:
+def rounded(history: RunHistory, *, share: float = 0.5) -> Evidence:
     """Return whether a stream's dtype alone explains the mismatch, or most of it."""
     newest = history.newest
     if newest is None:
@@ -175,7 +175,7 @@ def rounded(history: History, *, share: float = 0.5) -> Evidence:
 
 
 def engine_apart(
-    history: History, *, factor: float = 3.0, tokens: int = 256, least: int = 2
+    history: RunHistory, *, factor: float = 3.0, tokens: int = 256, least: int = 2
 ) -> Evidence:
     """Return the engine instance whose mean |d| is `factor` times the others', in each step.
 
@@ -208,7 +208,7 @@ def engine_apart(
     return Evidence("found", 1.0, apart[-1][0], name, (text,))
 
 
-def first_token(history: History, *, factor: float = 3.0, tokens: int = 32) -> Evidence:
+def first_token(history: RunHistory, *, factor: float = 3.0, tokens: int = 32) -> Evidence:
     """Return whether the first tokens of rounds differ `factor` times as much as the others.
 
     Each of the newest `READ` steps must show it, over `tokens` first tokens at least.
@@ -237,7 +237,7 @@ def first_token(history: History, *, factor: float = 3.0, tokens: int = 32) -> E
     return Evidence("found", 1.0, rows[-1][0], "the first token of each round", (text,))
 
 
-def lattice(history: History, *, share: float = 0.5, tokens: int = 64) -> Evidence:
+def lattice(history: RunHistory, *, share: float = 0.5, tokens: int = 64) -> Evidence:
     """Return whether `share` of the differences are multiples of a power of two.
 
     Differences of values that were rounded to a narrow dtype are; of float32 log-probs about one in
@@ -265,7 +265,7 @@ def lattice(history: History, *, share: float = 0.5, tokens: int = 64) -> Eviden
     return not_measured(f"no step has {tokens} tokens that differ, with profiles of d")
 
 
-def hidden_tails(history: History, *, mean: float = 0.01, tail: float = 5.0) -> Evidence:
+def hidden_tails(history: RunHistory, *, mean: float = 0.01, tail: float = 5.0) -> Evidence:
     """Return whether means look healthy while single tokens are far off.
 
     `training/rollout_probs_diff_mean` is below `mean` and `logprob_abs_diff/max` over `tail` nats:
@@ -289,7 +289,7 @@ def hidden_tails(history: History, *, mean: float = 0.01, tail: float = 5.0) -> 
     return Evidence("found", float(marks.mean()), int(means.steps[marks][0]), "", (text,))
 
 
-def stale(history: History, *, metric: str = ABS_DIFF, factor: float = 1.5) -> Evidence:
+def stale(history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 1.5) -> Evidence:
     """Return whether tokens of older policy versions have a larger mismatch than fresh ones."""
     slices = history.slices("staleness", metric)
     counts = dict(history.slices("staleness", "counts/tokens"))
@@ -321,7 +321,7 @@ def stale(history: History, *, metric: str = ABS_DIFF, factor: float = 1.5) -> E
     return Evidence("found", len(larger) / len(rows), rows[0][0], "", (text,))
 
 
-def retokenised(history: History, *, share: float = 0.01) -> Evidence:
+def retokenised(history: RunHistory, *, share: float = 0.01) -> Evidence:
     """Return whether the prompt of a turn does not begin with the turn before it.
 
     Rows of one group_id and run_id are turns of one trajectory where each row has a single turn_id.

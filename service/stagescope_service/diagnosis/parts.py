@@ -15,7 +15,7 @@ import numpy as np
 
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.diagnosis.evidence import ABS_DIFF, short
-from stagescope_service.diagnosis.history import History, MeasuredStep
+from stagescope_service.diagnosis.history import NewestMeasuredStep, RunHistory
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import ENOUGH, MANY
 from stagescope_service.statistics.comparability import Comparability
@@ -49,7 +49,7 @@ class MismatchPart:
     counted: bool = True
 
 
-def mismatch_parts(history: History) -> list[MismatchPart]:
+def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
     """Take the mismatch of the newest measured step apart; [] where no step has both streams.
 
     The noise floor (the trainer against itself) and rounding are means of |d| of the same kind as
@@ -164,7 +164,7 @@ def fitted_line(cell: Cell, comparability: Comparability) -> FittedLine:
 
 
 # --- places -------------------------------------------------------------------------------------
-def _rejected(history: History, newest: MeasuredStep) -> MismatchPart:
+def _rejected(history: RunHistory, newest: NewestMeasuredStep) -> MismatchPart:
     """Return the share of |d| in tokens that the loss drops by their importance weight."""
     name = "rejected tokens"
     if history.kept is None:

@@ -11,12 +11,12 @@ from typing import Literal
 import numpy as np
 
 from stagescope_service.diagnosis.evidence import Evidence, not_found, not_measured, short
-from stagescope_service.diagnosis.history import NEWEST, History
+from stagescope_service.diagnosis.history import NEWEST, RunHistory
 from stagescope_service.diagnosis.trends import beyond
 
 
 def groups(
-    history: History, *, kind: Literal["equal", "low", "high", "single"], share: float = 0.5
+    history: RunHistory, *, kind: Literal["equal", "low", "high", "single"], share: float = 0.5
 ) -> Evidence:
     """Return whether many groups of samples teach nothing.
 
@@ -65,7 +65,7 @@ def groups(
 
 
 def truncated(
-    history: History, *, names: Sequence[str], bound: float = 0.1, share: float = 0.2
+    history: RunHistory, *, names: Sequence[str], bound: float = 0.1, share: float = 0.2
 ) -> Evidence:
     """Return whether many responses end at the longest length: by the trainer's own scalar, else
     by the share of samples that have exactly the largest number of tokens."""
@@ -87,7 +87,7 @@ def _first_step(keys: Sequence[tuple[int | None, str]]) -> int | None:
     return min((step for step, _ in keys if step is not None), default=None)
 
 
-def finding(history: History, *, kinds: Sequence[str], open_only: bool = False) -> Evidence:
+def finding(history: RunHistory, *, kinds: Sequence[str], open_only: bool = False) -> Evidence:
     """Return the findings of some kinds (patterns with `*`)."""
     rows = [
         row
@@ -107,7 +107,7 @@ def finding(history: History, *, kinds: Sequence[str], open_only: bool = False) 
     return Evidence("found", 1.0, first["step"], shown, tuple(lines))
 
 
-def scalars_not_finite(history: History) -> Evidence:
+def scalars_not_finite(history: RunHistory) -> Evidence:
     """Return which logged numbers are NaN or infinite, on which ranks, and where first."""
     rows = history.non_finite_scalars
     if not history.scalar_names:
@@ -127,7 +127,7 @@ def scalars_not_finite(history: History) -> Evidence:
     return Evidence("found", 1.0, int(first), shown, tuple(lines[:6]))
 
 
-def lost(history: History) -> Evidence:
+def lost(history: RunHistory) -> Evidence:
     """Return what was announced and never arrived."""
     if not history.losses:
         return not_found("nothing was lost")
@@ -140,7 +140,7 @@ def lost(history: History) -> Evidence:
     return Evidence("found", 1.0, min(steps, default=None), "", (text, f"the newest: {reason}"))
 
 
-def partial(history: History, *, share: float = 0.1) -> Evidence:
+def partial(history: RunHistory, *, share: float = 0.1) -> Evidence:
     """Return whether steps close without some of their ranks."""
     series = history.partial()
     if not len(series):
@@ -152,7 +152,7 @@ def partial(history: History, *, share: float = 0.1) -> Evidence:
     return Evidence("found", float(series.values.mean()), since, "", (text,))
 
 
-def straggler(history: History, *, factor: float = 1.5, least: float = 0.05) -> Evidence:
+def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) -> Evidence:
     """Return the rank that takes `factor` times the others' median in a stage, step after step."""
     worst: Evidence | None = None
     examined = 0
@@ -186,7 +186,7 @@ def straggler(history: History, *, factor: float = 1.5, least: float = 0.05) -> 
     return worst or not_found(f"no rank is slow step after step in {examined} stages")
 
 
-def settings(history: History, *, table: str, values: Mapping[str, object]) -> Evidence:
+def settings(history: RunHistory, *, table: str, values: Mapping[str, object]) -> Evidence:
     """Return which settings of a trainer are not those with which runs can be compared."""
     recorded = history.settings(table)
     if not recorded:

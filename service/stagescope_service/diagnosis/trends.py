@@ -18,12 +18,12 @@ from stagescope_service.diagnosis.evidence import (
     spread,
     times,
 )
-from stagescope_service.diagnosis.history import NEWEST, History, Series
+from stagescope_service.diagnosis.history import NEWEST, RunHistory, Series
 from stagescope_service.statistics.cell import Int64
 
 
 def jump(
-    history: History,
+    history: RunHistory,
     *,
     at: str,
     metric: str = ABS_DIFF,
@@ -99,7 +99,7 @@ def _jump_at_first_sync(series: Series, factor: float, least: float, steps: int)
 
 
 def growth(
-    history: History,
+    history: RunHistory,
     *,
     metric: str = ABS_DIFF,
     factor: float = 2.0,
@@ -134,14 +134,19 @@ def growth(
 
 
 def above(
-    history: History, *, metric: str, bound: float, steps: int = NEWEST, share: float = 0.5
+    history: RunHistory, *, metric: str, bound: float, steps: int = NEWEST, share: float = 0.5
 ) -> Evidence:
     """Return whether a metric is over a bound in at least a share of the newest steps."""
     return beyond(history.metric(metric), bound, steps, share)
 
 
 def scalar_above(
-    history: History, *, names: Sequence[str], bound: float, steps: int = NEWEST, share: float = 0.5
+    history: RunHistory,
+    *,
+    names: Sequence[str],
+    bound: float,
+    steps: int = NEWEST,
+    share: float = 0.5,
 ) -> Evidence:
     """The same of the first logged scalar whose name matches a pattern."""
     found = history.scalars(names)
@@ -170,7 +175,7 @@ def beyond(series: Series, bound: float, steps: int, share: float) -> Evidence:
 
 
 def scalar_falls(
-    history: History, *, names: Sequence[str], share: float = 0.2, steps: int = 10
+    history: RunHistory, *, names: Sequence[str], share: float = 0.2, steps: int = 10
 ) -> Evidence:
     """Return whether a scalar fell below a share of its first steps' median, and stays there."""
     found = history.scalars(names)
@@ -190,7 +195,7 @@ def scalar_falls(
 
 
 def scalar_flat(
-    history: History, *, names: Sequence[str], steps: int = 20, rise: float = 0.5
+    history: RunHistory, *, names: Sequence[str], steps: int = 20, rise: float = 0.5
 ) -> Evidence:
     """Return whether a scalar does not rise: a training's reward.
 
@@ -219,7 +224,7 @@ def scalar_flat(
 
 
 def scalar_spike(
-    history: History, *, names: Sequence[str], factor: float = 10.0, steps: int = 50
+    history: RunHistory, *, names: Sequence[str], factor: float = 10.0, steps: int = 50
 ) -> Evidence:
     """Return whether a scalar exceeds `factor` times its median in one of the newest steps."""
     found = history.scalars(names)

@@ -23,7 +23,7 @@ from stagescope_service.store import connect, migrate
 from stagescope_service.store.contract import Health, Snapshot, Write
 from stagescope_service.store.ids import Ids
 from stagescope_service.store.snapshot import read_snapshot
-from stagescope_service.store.upsert import Batch
+from stagescope_service.store.upsert import WriteBatch
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class SqlStore:
         self._check_file()
         try:
             with self._begin() as connection:
-                every = Batch(write for one in group for write in one.writes)
+                every = WriteBatch(write for one in group for write in one.writes)
                 every.execute(connection, self._ids)
                 self._check_file()
             return [None] * len(group)
@@ -199,7 +199,7 @@ class SqlStore:
     def _apply_separately(self, connection: sa.Connection, one: _Submission) -> StoreError | None:
         try:
             with connection.begin_nested():
-                Batch(one.writes).execute(connection, self._ids)
+                WriteBatch(one.writes).execute(connection, self._ids)
         except Exception as error:
             self._ids.clear()
             if connect.is_transient(error):

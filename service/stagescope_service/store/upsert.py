@@ -61,7 +61,7 @@ def check(write: Write) -> None:
             )
 
 
-class Batch:
+class WriteBatch:
     """Writes in the order of their submission, executed with as few statements as possible.
 
     Rows of one key become one row, later columns replacing earlier ones, as if upserted one after

@@ -18,7 +18,7 @@ from stagescope_service.store.tables import ProcessColumns, ScalarRow
 from stagescope_service.triggers import names
 from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.rules import Rule
-from stagescope_service.triggers.series import Series, bad_scalars, scalar_series
+from stagescope_service.triggers.series import SeriesKey, bad_scalars, scalar_series
 from stagescope_service.triggers.watch import Firing, Hit
 
 LISTED: Final = 10
@@ -47,7 +47,7 @@ class StreamCause(TypedDict):
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class FiringEvidence:
     """The location and numbers of a firing; unknown is None.
 
     `ranks` are the (role, rank) with the worst own numbers, the worst first. `affected` are those
@@ -79,7 +79,7 @@ class Evidence:
 
 def explain(
     rule: Rule, firing: Firing, facts: Facts, processes: Iterable[ProcessColumns]
-) -> Evidence:
+) -> FiringEvidence:
     """Describe a firing: its message and numbers.
 
     Args:
@@ -108,7 +108,7 @@ def explain(
     if number is None and token is not None:
         number = token["round"]
     message = _Message(facts.step, stage, role, rank, number, affected, token)
-    return Evidence(
+    return FiringEvidence(
         message=f"{rule.name}: " + message.text(worst, scalars) + _lasting(firing),
         stage=stage,
         role=role,
@@ -241,7 +241,7 @@ def _distinct(role_ranks: Iterable[tuple[str | None, int | None]]) -> tuple[Rank
     return tuple((role, rank) for role, rank in found if role is not None and rank is not None)
 
 
-def _one_of(affected: Sequence[RankKey], series: Series) -> tuple[str | None, int | None]:
+def _one_of(affected: Sequence[RankKey], series: SeriesKey) -> tuple[str | None, int | None]:
     """Return the single (role, rank) of a firing; for several only their common role."""
     if series.rank is not None and (len(affected) == 1 or not _is_count(series.metric)):
         return series.role, series.rank
@@ -315,7 +315,7 @@ def _slow_or_missing(firing: Firing, facts: Facts) -> tuple[str | None, tuple[Ra
 
 def _lasting(firing: Firing) -> str:
     """Describe the series of a firing that an earlier one already reported."""
-    by_metric: dict[str, list[Series]] = {}
+    by_metric: dict[str, list[SeriesKey]] = {}
     for hit in firing.lasting:
         metric = hit.series.metric.removeprefix(names.NONFINITE_SCALAR)
         by_metric.setdefault(metric, []).append(hit.series)

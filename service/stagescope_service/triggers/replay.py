@@ -7,7 +7,7 @@ from typing import Final
 
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedAttempt
-from stagescope_service.triggers.evidence import Evidence, explain
+from stagescope_service.triggers.evidence import FiringEvidence, explain
 from stagescope_service.triggers.facts import Facts, Needs, read
 from stagescope_service.triggers.rules import Rule, Rules
 from stagescope_service.triggers.series import Publisher, Values
@@ -24,7 +24,7 @@ class Fired:
     rule: Rule
     firing: Firing
     facts: Facts
-    evidence: Evidence
+    evidence: FiringEvidence
 
 
 class StepReader:

@@ -26,7 +26,7 @@ see the plain numbers."""
 Float64 = npt.NDArray[np.float64]
 
 
-class Series(NamedTuple):
+class SeriesKey(NamedTuple):
     """The identity of a value: a metric, and the slice unless it is of the full step."""
 
     metric: str
@@ -40,7 +40,7 @@ class Series(NamedTuple):
 class Values:
     """The values of a rule in a step: [n] by series, and those of the noise floor (NaN if none)."""
 
-    series: tuple[Series, ...]
+    series: tuple[SeriesKey, ...]
     values: Float64
     noise: Float64
 
@@ -74,19 +74,19 @@ class Publisher:
         return Values(series, pairs[:, 0].copy(), pairs[:, 1].copy())
 
     # --- from the statistics ------------------------------------------------------------------
-    def _measured(self, rule: Rule) -> Iterator[tuple[Series, tuple[float, float]]]:
+    def _measured(self, rule: Rule) -> Iterator[tuple[SeriesKey, tuple[float, float]]]:
         for stage, step_summary in self._chosen(rule).items():
             noise = self.facts.noise.get(stage)
             for slice_key, published in self._published(rule, step_summary):
                 floor = None if noise is None else dict(self._published(rule, noise)).get(slice_key)
                 of_stage = step_summary.stage if rule.by == "stage" else None
                 for metric in _matching(rule.metric, published):
-                    key = Series(metric, of_stage, *slice_key)
+                    key = SeriesKey(metric, of_stage, *slice_key)
                     # A pattern's names differ by stream, and the noise floor has different streams.
                     value = np.nan if floor is None else floor.get(metric, np.nan)
                     yield key, (published[metric], value)
             if rule.lists_only_bad:  # 0, so that a streak ends where no rank has any
-                yield Series(rule.metric), (0.0, np.nan)
+                yield SeriesKey(rule.metric), (0.0, np.nan)
 
     def _chosen(self, rule: Rule) -> Mapping[str | None, StepSummary]:
         summaries = self.facts.summaries
@@ -151,31 +151,33 @@ class Publisher:
         return self._cells[key]
 
     # --- from the stage events ----------------------------------------------------------------
-    def _stages(self, rule: Rule) -> Iterator[tuple[Series, tuple[float, float]]]:
+    def _stages(self, rule: Rule) -> Iterator[tuple[SeriesKey, tuple[float, float]]]:
         if rule.metric == names.MISSING_RANKS:
             yield from ((key, (count, np.nan)) for key, count in self._missing(rule).items())
             return
         if rule.of_scalars:
             yield from ((key, (count, np.nan)) for key, count in self._scalars(rule).items())
             return
-        slowest: dict[Series, float] = {}
+        slowest: dict[SeriesKey, float] = {}
         for (stage, role, rank), seconds in self.facts.seconds.items():
             if rule.stage not in (None, stage):
                 continue
             by_rank = rule.by == "rank"
-            key = Series(rule.metric, stage, role if by_rank else None, rank if by_rank else None)
+            key = SeriesKey(
+                rule.metric, stage, role if by_rank else None, rank if by_rank else None
+            )
             slowest[key] = max(seconds, slowest.get(key, 0.0))
         yield from ((key, (seconds, np.nan)) for key, seconds in slowest.items())
 
-    def _scalars(self, rule: Rule) -> dict[Series, float]:
+    def _scalars(self, rule: Rule) -> dict[SeriesKey, float]:
         """Return the number of non-finite values of each scalar: 0 if none, like `_missing`."""
-        found: dict[Series, float] = {}
+        found: dict[SeriesKey, float] = {}
         for row in bad_scalars(rule, self.facts):
             key = scalar_series(rule, row)
             found[key] = found.get(key, 0.0) + 1.0
-        return found or {Series(rule.metric, rule.stage): 0.0}
+        return found or {SeriesKey(rule.metric, rule.stage): 0.0}
 
-    def _missing(self, rule: Rule) -> dict[Series, float]:
+    def _missing(self, rule: Rule) -> dict[SeriesKey, float]:
         """Return the number of missing ranks; by rank, 1 for each stage that it did not end.
 
         0 if none is missing, so that a streak ends there.
@@ -186,28 +188,28 @@ class Publisher:
                 stages.setdefault(row["stage"], set()).add((row["role"], row["rank"]))
         if rule.by == "rank" and stages:
             return {
-                Series(rule.metric, stage, *rank_key): 1.0
+                SeriesKey(rule.metric, stage, *rank_key): 1.0
                 for stage, of in stages.items()
                 for rank_key in of
             }
         if rule.by == "stage" and stages:
-            return {Series(rule.metric, stage): float(len(of)) for stage, of in stages.items()}
+            return {SeriesKey(rule.metric, stage): float(len(of)) for stage, of in stages.items()}
         everybody = set[tuple[str, int]]().union(*stages.values())
-        return {Series(rule.metric, rule.stage): float(len(everybody))}
+        return {SeriesKey(rule.metric, rule.stage): float(len(everybody))}
 
 
-def scalar_series(rule: Rule, row: ScalarRow) -> Series:
+def scalar_series(rule: Rule, row: ScalarRow) -> SeriesKey:
     """Return the series of a non-finite scalar."""
     of_rank = (row["role"], row["rank"]) if rule.by == "rank" else (None, None)
     stage = row["stage"] if rule.by in ("stage", "rank") else rule.stage
-    return Series(names.NONFINITE_SCALAR + row["name"], stage, *of_rank)
+    return SeriesKey(names.NONFINITE_SCALAR + row["name"], stage, *of_rank)
 
 
 PackedSeries = Sequence[Json]
 """[metric, stage, role, round, spans of ranks]; a span is [first, last], None: without a rank."""
 
 
-def pack(series: Iterable[Series]) -> list[PackedSeries]:
+def pack(series: Iterable[SeriesKey]) -> list[PackedSeries]:
     """Return series in the stored form of a firing."""
     found: dict[tuple[str, str | None, str | None, int | None], list[int]] = {}
     packed: list[PackedSeries] = []
@@ -233,15 +235,15 @@ def shown(evidence: JsonObject) -> dict[str, Json]:
     return {name: value for name, value in evidence.items() if name != NAMED}
 
 
-def unpack(packed: Iterable[PackedSeries]) -> frozenset[Series]:
+def unpack(packed: Iterable[PackedSeries]) -> frozenset[SeriesKey]:
     """Return the series that `pack` encoded."""
-    found: set[Series] = set()
+    found: set[SeriesKey] = set()
     for metric, stage, role, number, spans in packed:
         if spans is None:
-            found.add(Series(metric, stage, role, None, number))
+            found.add(SeriesKey(metric, stage, role, None, number))
         for first, last in spans or ():
             ranks = range(first, last + 1)
-            found.update(Series(metric, stage, role, rank, number) for rank in ranks)
+            found.update(SeriesKey(metric, stage, role, rank, number) for rank in ranks)
     return frozenset(found)
 
 

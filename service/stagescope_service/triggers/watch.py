@@ -24,7 +24,7 @@ import numpy as np
 
 from stagescope_service.triggers.conditions import HISTORY, Bool, ConditionResult, Float64
 from stagescope_service.triggers.rules import Rule
-from stagescope_service.triggers.series import Series, Values
+from stagescope_service.triggers.series import SeriesKey, Values
 
 REACH: Final = 64
 """Number of newest steps of a run for which a late or repeated aggregation counts."""
@@ -43,7 +43,7 @@ class At(NamedTuple):
 class Hit:
     """A series that met a rule's conditions: its value and the reference numbers."""
 
-    series: Series
+    series: SeriesKey
     value: float
     numbers: Mapping[str, float]
 
@@ -76,12 +76,12 @@ class FiringRecord:
         acts: whether its actions followed.
     """
 
-    series: frozenset[Series] | None = None
+    series: frozenset[SeriesKey] | None = None
     acts: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Changes:
+class FiringChanges:
     """The effect of a step: firings that are new or changed, and those that are withdrawn."""
 
     fired: list[Firing]
@@ -126,7 +126,9 @@ class Watch:
         bisect.insort(self._order, at)
         self._steps[at] = self._step(at, values, fires=False)
 
-    def evaluate(self, at: At, values: Mapping[str, Values], *, fires: bool = True) -> Changes:
+    def evaluate(
+        self, at: At, values: Mapping[str, Values], *, fires: bool = True
+    ) -> FiringChanges:
         """Evaluate the rules on a step that was aggregated (again).
 
         Args:
@@ -134,7 +136,7 @@ class Watch:
             values: the values of each rule in it.
             fires: whether it may fire; a step that closed before the rules were set is history.
         """
-        changes = Changes([], [])
+        changes = FiringChanges([], [])
         before = self._steps.get(at)
         if before is not None and _equal_values(before.values, values):
             return changes
@@ -159,7 +161,7 @@ class Watch:
         return _Step(shared, fires)
 
     # --- one step -----------------------------------------------------------------------------
-    def _evaluate(self, at: At, changes: Changes) -> None:
+    def _evaluate(self, at: At, changes: FiringChanges) -> None:
         step = self._steps[at]
         preceding = list(self._preceding(at))
         for rule in self._rules:
@@ -223,7 +225,7 @@ class Watch:
             history = history.reshape(-1, len(values.series))
         return rule.when.evaluate(values.values, values.noise, history)
 
-    def _row(self, rule: Rule, at: At, series: tuple[Series, ...]) -> Float64 | None:
+    def _row(self, rule: Rule, at: At, series: tuple[SeriesKey, ...]) -> Float64 | None:
         """Return the values of these series in a step, None if it has no value of the rule."""
         earlier_values = self._steps[at].values[rule.name]
         if not earlier_values.series:
@@ -250,7 +252,7 @@ class Watch:
             left -= 1
         return streak if not left else np.zeros_like(streak)
 
-    def _series_held_at(self, rule: Rule, at: At) -> set[Series]:
+    def _series_held_at(self, rule: Rule, at: At) -> set[SeriesKey]:
         step = self._steps[at]
         if rule.name not in step.held:  # stored as history, and not evaluated before
             preceding = list(self._preceding(at))
@@ -259,8 +261,8 @@ class Watch:
         return {one for one, holds in zip(earlier_values.series, held.holds, strict=True) if holds}
 
     def _not_cooling(
-        self, rule: Rule, at: At, named: frozenset[Series]
-    ) -> tuple[frozenset[Series], At | None]:
+        self, rule: Rule, at: At, named: frozenset[SeriesKey]
+    ) -> tuple[frozenset[SeriesKey], At | None]:
         """Return which series are not in cooldown, and the firing whose actions are."""
         since: At | None = None
         fired = self._fired[rule.name]

@@ -12,7 +12,7 @@ from tests.support.api import Service, service
 
 from stagescope.wire.errors import Forbidden, InvalidInput
 from stagescope_service.api.app import make_app
-from stagescope_service.api.auth import Caller, Tokens, check_bind, token_path
+from stagescope_service.api.auth import AccessTokens, Caller, check_bind, token_path
 from stagescope_service.api.dependencies import Commands
 from stagescope_service.settings import Settings
 
@@ -26,8 +26,8 @@ def mode(path: Path) -> int:
 class TestTokens:
     def test_are_made_once_with_mode_0600(self, tmp_path: Path) -> None:
         home = tmp_path / "deep" / "home"
-        first = Tokens.load(Settings(home=home))
-        assert first == Tokens.load(Settings(home=home))
+        first = AccessTokens.load(Settings(home=home))
+        assert first == AccessTokens.load(Settings(home=home))
         assert first.read != first.operate
         assert len(first.read) >= 40
         assert {mode(token_path(home, grade)) for grade in ("read", "operate")} == {0o600}
@@ -37,9 +37,9 @@ class TestTokens:
     def test_that_others_can_read_are_closed_again(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        Tokens.load(Settings(home=tmp_path))
+        AccessTokens.load(Settings(home=tmp_path))
         token_path(tmp_path, "read").chmod(0o644)
-        tokens = Tokens.load(Settings(home=tmp_path))
+        tokens = AccessTokens.load(Settings(home=tmp_path))
         assert mode(token_path(tmp_path, "read")) == 0o600
         assert "was readable by others" in caplog.text
         assert tokens.read not in caplog.text
@@ -49,18 +49,18 @@ class TestTokens:
         target.write_text("x" * 40)
         token_path(tmp_path, "operate").symlink_to(target)
         with pytest.raises(Forbidden, match="cannot be read"):
-            Tokens.load(Settings(home=tmp_path))
+            AccessTokens.load(Settings(home=tmp_path))
 
     @pytest.mark.parametrize("text", ["", "short", "with spaces in the middle", "ä" * 30])
     def test_that_cannot_be_sent_are_refused(self, tmp_path: Path, text: str) -> None:
         token_path(tmp_path, "read").write_text(text)
         with pytest.raises(InvalidInput, match="read token"):
-            Tokens.load(Settings(home=tmp_path))
+            AccessTokens.load(Settings(home=tmp_path))
 
     def test_must_differ(self, tmp_path: Path) -> None:
         same = SecretStr("t" * 40)
         with pytest.raises(InvalidInput, match="are one"):
-            Tokens.load(Settings(home=tmp_path, read_token=same, operate_token=same))
+            AccessTokens.load(Settings(home=tmp_path, read_token=same, operate_token=same))
 
     def test_of_the_environment_make_no_files(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,15 +68,15 @@ class TestTokens:
         monkeypatch.setenv("STAGESCOPE_READ_TOKEN", "r" * 40)
         monkeypatch.setenv("STAGESCOPE_OPERATE_TOKEN", "o" * 40)
         settings = Settings(home=tmp_path)
-        assert Tokens.load(settings) == Tokens("r" * 40, "o" * 40)
+        assert AccessTokens.load(settings) == AccessTokens("r" * 40, "o" * 40)
         assert not list(tmp_path.iterdir())
         assert "rrrr" not in repr(settings)
 
     def test_are_in_no_repr(self) -> None:
-        assert "secret" not in repr(Tokens("secret-read", "secret-operate"))
+        assert "secret" not in repr(AccessTokens("secret-read", "secret-operate"))
 
     def test_grade(self) -> None:
-        tokens = Tokens("r" * 40, "o" * 40)
+        tokens = AccessTokens("r" * 40, "o" * 40)
         assert tokens.grade("r" * 40) == "read"
         assert tokens.grade("o" * 40) == "operate"
         for wrong in ("", "r" * 39, "r" * 41, "\udcff", "ö" * 40):
@@ -189,7 +189,7 @@ class TestBind:
         settings = Settings(home=tmp_path, host=host, auth=False)
         with pytest.raises(Forbidden, match="without tokens"):
             check_bind(settings, None)
-        check_bind(settings, Tokens("r" * 40, "o" * 40))
+        check_bind(settings, AccessTokens("r" * 40, "o" * 40))
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
     def test_loopback_does_not(self, host: str, tmp_path: Path) -> None:

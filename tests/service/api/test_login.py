@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.support.api import Rank, Service, service
 
-from stagescope_service.api.auth import COOKIE, Tokens
+from stagescope_service.api.auth import COOKIE, AccessTokens
 
 CAPTURE = {"stages": "all", "steps": [1], "keep": ["old_log_probs"]}
 
@@ -103,7 +103,7 @@ class TestLogin:
     def test_a_token_that_was_replaced_ends_it(self, live: Service) -> None:
         client = browser(live, "read")
         assert live.tokens is not None
-        other = Tokens(read="n" * 40, operate="o" * 40)
+        other = AccessTokens(read="n" * 40, operate="o" * 40)
         cookie = client.cookies[COOKIE]
         assert live.tokens.grade_of(cookie) == "read"
         assert other.grade_of(cookie) is None

@@ -19,9 +19,9 @@ from stagescope_service.core.hang_detection import (
     NOT_ENDED,
     SILENT,
     UNHEARD,
-    History,
     RankPosition,
     Role,
+    StageHistory,
     StageKey,
     StageTiming,
     Stuck,
@@ -38,7 +38,7 @@ def role(
     positions: Mapping[int, RankPosition],
     begun: Mapping[int, float],
     ended: Mapping[int, float] | None = None,
-    earlier: History = History([4.0, 5.0, 6.0], [0.5, 0.5, 0.5]),  # noqa: B008
+    earlier: StageHistory = StageHistory([4.0, 5.0, 6.0], [0.5, 0.5, 0.5]),  # noqa: B008
     place: StageKey = UPDATE,
 ) -> Role:
     """A role with one part of one open step, begun and ended by ranks at times."""
@@ -96,7 +96,7 @@ def test_a_whole_role_that_stopped_is_stuck_after_longer_than_ever() -> None:
 
 
 def test_without_history_the_lag_behind_the_others_counts() -> None:
-    new = History()
+    new = StageHistory()
     view = role({0: inside(100.0), 1: inside(100.0)}, {0: 100.0, 1: 100.0}, earlier=new)
     assert judge(view, 1e6, RULES) == []  # nobody knows how long a first step takes
     slow = role({0: between(130.0, 100.0), 1: inside(100.0)}, {0: 100.0, 1: 100.0}, {0: 130.0}, new)
@@ -110,14 +110,14 @@ def test_without_history_the_lag_behind_the_others_counts() -> None:
 
 def test_one_slow_step_of_the_past_is_not_held_against_the_next() -> None:
     # Every eighth step writes a checkpoint inside the stage.
-    earlier = History([5.0] * 7 + [60.0], [0.1] * 8)
+    earlier = StageHistory([5.0] * 7 + [60.0], [0.1] * 8)
     view = role({0: inside(100.0), 1: inside(100.0)}, {0: 100.0, 1: 100.0}, earlier=earlier)
     assert judge(view, 189.0, RULES) == []
     assert len(judge(view, 191.0, RULES)) == 2
 
 
 def test_a_rank_that_went_on_or_takes_no_part_is_not_awaited() -> None:
-    only_first = History([5.0], [0.0], {0})
+    only_first = StageHistory([5.0], [0.0], {0})
     saving = role({0: inside(100.0), 1: between(90.0)}, {0: 100.0}, earlier=only_first)
     assert who(judge(saving, 900.0, RULES)) == [(0, NOT_ENDED, True)]
     past = role({0: inside(100.0), 1: between(90.0, frontier=101.0)}, {0: 100.0})
@@ -207,7 +207,7 @@ def test_a_rank_that_stops_is_found_in_the_end_and_it_alone(
     assert not stuck.whole_role
 
 
-def _history(ranks: list[dict[str, tuple[float, float]]], steps: int) -> Mapping[str, History]:
+def _history(ranks: list[dict[str, tuple[float, float]]], steps: int) -> Mapping[str, StageHistory]:
     earlier: list[dict[StageKey, StageTiming]] = []
     for step in range(steps):
         timings: dict[StageKey, StageTiming] = {}
@@ -223,7 +223,7 @@ def _at(
     ranks: list[dict[str, tuple[float, float]]],
     step: int,
     now: float,
-    known: Mapping[str, History],
+    known: Mapping[str, StageHistory],
 ) -> Role:
     """The role as the events up to `now` of a step that began at 0 tell it."""
     timings: dict[StageKey, StageTiming] = {}
@@ -253,7 +253,7 @@ def _at(
         timings,
         begun=lambda place: begun.get(place, set()),
         ended=lambda place: ended.get(place, set()),
-        history=lambda stage: known.get(stage, History()),
+        history=lambda stage: known.get(stage, StageHistory()),
     )
 
 
@@ -282,10 +282,10 @@ def test_a_limit_never_falls_below_the_floor() -> None:
 def test_a_look_at_many_ranks_takes_time_in_proportion() -> None:
     ranks, asked = 300, 0
 
-    def earlier(_: str) -> History:
+    def earlier(_: str) -> StageHistory:
         nonlocal asked
         asked += 1
-        return History([4.0, 5.0, 6.0], [0.5, 0.5, 0.5], range(2 * ranks))
+        return StageHistory([4.0, 5.0, 6.0], [0.5, 0.5, 0.5], range(2 * ranks))
 
     waiting = dict.fromkeys(range(ranks), inside(100.0))
     # Their processes do not answer, and they had ended this part before.

@@ -21,8 +21,8 @@ from stagescope.batch import Batch as StepBatch
 from stagescope.batch import Tensor
 from stagescope.wire.errors import InvalidPlan
 from stagescope_service.diagnosis import evidence
-from stagescope_service.diagnosis.doctor import FAMILIES, Rule, diagnose, rulebook
-from stagescope_service.diagnosis.history import History, Step
+from stagescope_service.diagnosis.doctor import FAMILIES, SymptomRule, diagnose, rulebook
+from stagescope_service.diagnosis.history import RunHistory, Step
 from stagescope_service.diagnosis.mismatch import retokenised
 from stagescope_service.diagnosis.parts import fitted_line
 from stagescope_service.ingest.reader import PayloadReader
@@ -372,7 +372,7 @@ PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
         {"settings": {"verl": {"data.shuffle": True, "critic.shuffle": False}}}, set(),
     ),
 }  # fmt: skip
-"""Rule -> how its symptom is planted, and what else the same fault may be called."""
+"""SymptomRule -> how its symptom is planted, and what else the same fault may be called."""
 
 
 @pytest.mark.parametrize("rule", PLANTED)
@@ -450,7 +450,7 @@ def test_padding_of_prompts_is_no_retokenisation(side: str) -> None:
                 {"group_ids": ("g", "g"), "run_ids": ("0", "0")},
             )
         )
-        return retokenised(cast(History, history)).verdict
+        return retokenised(cast(RunHistory, history)).verdict
 
     assert verdict(prompts) == "not found"
     other = prompts.copy()
@@ -571,9 +571,9 @@ def test_a_wrong_rule_is_refused_with_its_name(change: dict[str, Any], wrong: st
         "title": "t", "family": "service", "evidence": {"function": "lost"}, "meaning": "m.",
         "next": ["n"], "sources": ["s"],
     }  # fmt: skip
-    assert Rule.parse("mine", rule).function == "lost"
+    assert SymptomRule.parse("mine", rule).function == "lost"
     with pytest.raises(InvalidPlan, match=f"mine.*{wrong}"):
-        Rule.parse("mine", {**rule, **change})
+        SymptomRule.parse("mine", {**rule, **change})
 
 
 def test_a_run_without_closed_steps_is_not_measured(live: Service) -> None:
@@ -758,8 +758,8 @@ def test_rank_correlations_are_those_of_their_definitions(values: list[int]) -> 
 
 def test_a_damaged_rule_hides_no_other(live: Service, tmp_path: Path) -> None:
     train(live, "still", steps=range(1, 5))
-    history = History(live.catalogue, "still")
-    broken = Rule.parse(
+    history = RunHistory(live.catalogue, "still")
+    broken = SymptomRule.parse(
         "broken",
         {"title": "t", "family": "service", "meaning": "m.", "next": ["n"], "sources": ["s"],
          "evidence": {"function": "finding", "kinds": ["x"]}},

@@ -28,7 +28,7 @@ from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
 from stagescope_service.store.tables.declare import views
-from stagescope_service.store.upsert import Batch
+from stagescope_service.store.upsert import WriteBatch
 
 _INTS = st.none() | st.integers(0, 3) | st.just(1 << 61)
 _REALS = st.none() | st.floats() | st.just(1.8e9 + 1 / 3)
@@ -175,10 +175,10 @@ def test_rows_are_what_upserts_by_key_leave(
     expected = _reference(writes)
     with engine.connect() as connection, connection.begin() as transaction:
         for start in range(0, len(writes), size):
-            Batch(writes[start : start + size]).execute(connection, ids)
+            WriteBatch(writes[start : start + size]).execute(connection, ids)
         found = _read(connection)
         assert found == expected
-        Batch(writes[-size:]).execute(connection, Ids())  # by a writer that knows no ids
+        WriteBatch(writes[-size:]).execute(connection, Ids())  # by a writer that knows no ids
         assert _read(connection) == _reference([*writes, *writes[-size:]])
         transaction.rollback()
 

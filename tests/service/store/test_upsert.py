@@ -16,7 +16,7 @@ from stagescope_service.store import connect, migrate, statements
 from stagescope_service.store.contract import Delete, Put, Write
 from stagescope_service.store.snapshot import rows
 from stagescope_service.store.tables import TABLES
-from stagescope_service.store.upsert import Batch, check
+from stagescope_service.store.upsert import WriteBatch, check
 
 _KEYS = st.fixed_dictionaries(
     {
@@ -68,7 +68,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def _outcome(engine: sa.Engine, groups: list[list[Write]]) -> Any:
     with engine.connect() as connection, connection.begin() as transaction:
         for group in groups:
-            Batch(group).execute(connection)
+            WriteBatch(group).execute(connection)
         found = [
             sorted(rows(dict, connection, TABLES[name].select()), key=repr)
             for name in ("scalars", "runs")

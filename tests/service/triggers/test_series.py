@@ -15,7 +15,7 @@ from stagescope_service.statistics.mismatch import publish_cell
 from stagescope_service.store.tables import UnfinishedRank
 from stagescope_service.triggers.facts import Facts, Needs
 from stagescope_service.triggers.rules import Rules
-from stagescope_service.triggers.series import Publisher, Series
+from stagescope_service.triggers.series import Publisher, SeriesKey
 
 MEAN = "training/rollout_probs_diff_mean"
 
@@ -36,7 +36,7 @@ def step_summary_of(ages: list[int] | None, *, noise: float = 0.3) -> StepSummar
     return assemble([record])
 
 
-def values(step_summary: StepSummary, **rule: Any) -> dict[Series, float]:
+def values(step_summary: StepSummary, **rule: Any) -> dict[SeriesKey, float]:
     """What a rule sees."""
     made = Rules.parse({"rules": [{"name": "r", "metric": MEAN, "when": {">": 1}, **rule}]})
     facts = Facts("r", 1, 1, 5, {None: step_summary, step_summary.stage: step_summary}, {}, [], {})
@@ -46,12 +46,12 @@ def values(step_summary: StepSummary, **rule: Any) -> dict[Series, float]:
 
 def test_by_whole_round_rank_and_stage() -> None:
     step_summary = step_summary_of(None)
-    assert values(step_summary) == {Series(MEAN): publish(step_summary.summary)[MEAN]}
-    assert set(values(step_summary, by="rank")) == {Series(MEAN, role="actor", rank=0)}
-    assert set(values(step_summary, by="stage")) == {Series(MEAN, step_summary.stage)}
+    assert values(step_summary) == {SeriesKey(MEAN): publish(step_summary.summary)[MEAN]}
+    assert set(values(step_summary, by="rank")) == {SeriesKey(MEAN, role="actor", rank=0)}
+    assert set(values(step_summary, by="stage")) == {SeriesKey(MEAN, step_summary.stage)}
     rounds = values(step_summary, by="round")
     assert rounds == {
-        Series(MEAN, round=number): publish_cell(cell)[MEAN]
+        SeriesKey(MEAN, round=number): publish_cell(cell)[MEAN]
         for number, cell in step_summary.summary.rounds.items()
     }
     assert len(rounds) == 2
@@ -100,7 +100,7 @@ def test_a_rule_on_missing_ranks_sees_its_stage_alone() -> None:
     ]
     facts = Facts("r", 1, 1, 5, {}, {}, missing, {})
 
-    def seen(**rule: Any) -> dict[Series, float]:
+    def seen(**rule: Any) -> dict[SeriesKey, float]:
         one = {"name": "r", "metric": "missing_ranks", "when": {">": 0}, **rule}
         found = Publisher(facts).values(Rules.parse({"rules": [one]}).rules[0])
         return dict(zip(found.series, found.values.tolist(), strict=True))

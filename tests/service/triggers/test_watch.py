@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.rules import Rules
-from stagescope_service.triggers.series import Series, Values, pack, unpack
-from stagescope_service.triggers.watch import REACH, At, Changes, Firing, FiringRecord, Watch
+from stagescope_service.triggers.series import SeriesKey, Values, pack, unpack
+from stagescope_service.triggers.watch import REACH, At, Firing, FiringChanges, FiringRecord, Watch
 
 METRIC = "logprob_abs_diff/mean"
 
@@ -29,7 +29,7 @@ def rules_of(*rules: Mapping[str, Any]) -> Rules:
 
 def values(*numbers: float) -> Values:
     """The values of one rule: one a round."""
-    series = tuple(Series(METRIC, round=at) for at in range(len(numbers)))
+    series = tuple(SeriesKey(METRIC, round=at) for at in range(len(numbers)))
     return Values(series, np.array(numbers, np.float64), np.full(len(numbers), math.nan))
 
 
@@ -86,7 +86,7 @@ class Told:
         self.watch = Watch(rules.rules)
         self.firings: dict[tuple[str, At], Firing] = {}
 
-    def take(self, at: At, *numbers: float) -> Changes:
+    def take(self, at: At, *numbers: float) -> FiringChanges:
         step = values(*numbers)
         changes = self.watch.evaluate(at, {rule.name: step for rule in self.rules.rules})
         self.firings |= {(firing.rule, firing.at): firing for firing in changes.fired}
@@ -172,7 +172,7 @@ def test_what_a_late_step_takes_away_or_adds_is_acted_on() -> None:
 
 
 SERIES = st.builds(
-    Series,
+    SeriesKey,
     st.sampled_from(["loss", "a"]),
     st.sampled_from([None, "s"]),
     st.sampled_from([None, "actor"]),
@@ -182,9 +182,9 @@ SERIES = st.builds(
 
 
 @given(st.frozensets(SERIES))
-def test_packed_series(series: frozenset[Series]) -> None:
+def test_packed_series(series: frozenset[SeriesKey]) -> None:
     assert unpack(pack(series)) == series
-    ranks = [Series("a", "s", "actor", rank) for rank in range(1024)]
+    ranks = [SeriesKey("a", "s", "actor", rank) for rank in range(1024)]
     assert pack(ranks) == [["a", "s", "actor", None, [[0, 1023]]]]
 
 
@@ -320,7 +320,7 @@ def test_series_and_actions_of_an_attempt_keep_the_cooldown(
         told.take(at, *numbers)
     for attempt in {at.attempt for _, at in told.firings}:
         own = [told.firings[key] for key in sorted(told.firings) if key[1].attempt == attempt]
-        named: dict[Series, int] = {}
+        named: dict[SeriesKey, int] = {}
         for firing in own:
             for hit in firing.hits:
                 assert firing.at.step - named.get(hit.series, -math.inf) >= rule["cooldown"]

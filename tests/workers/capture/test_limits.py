@@ -19,8 +19,8 @@ from stagescope.wire.captures import validate_capture
 from stagescope.wire.plan import CaptureRequest
 from stagescope_workers.capture import capture_estimate
 from stagescope_workers.capture.capture_estimate import (
+    CostHistory,
     Estimate,
-    History,
     ModelSize,
     StageModels,
     estimate_request,
@@ -183,7 +183,7 @@ def test_a_stage_shows_its_tokens_by_what_it_records() -> None:
 
 
 def test_a_measured_cost_replaces_the_estimated_one() -> None:
-    history = History()
+    history = CostHistory()
     config = MsprobeConfig({"task": "tensor", "level": "L0"})
     size = ModelSize.of_model(small_decoder())
     assert history.estimate(size, config, "actor_update").basis == "model"

@@ -148,7 +148,7 @@ def _tensor_bytes(size: ModelSize, config: MsprobeConfig, stage: str, tokens: in
     return by_level.get(config.level, module_bytes + call_bytes)
 
 
-class History:
+class CostHistory:
     """The measured cost of the captures that ran in this process."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class History:
         return Estimate(measured[0], round(measured[1], 3), "measured")
 
 
-history: Final = History()
+history: Final = CostHistory()
 """The measured costs of this process's captures."""
 
 

@@ -93,7 +93,7 @@ def is_dump_code(value: object) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Patch:
+class ReplacedAttribute:
     """One attribute that msprobe replaced: its raw value before and after."""
 
     owner: object
@@ -123,16 +123,16 @@ class Patch:
             setattr(self.owner, self.name, self.before)
 
 
-class Snapshot:
+class AttributeSnapshot:
     """A copy of the owners' dictionaries."""
 
     def __init__(self, owners: Iterable[object]) -> None:
         self._before = [(owner, dict(vars(owner))) for owner in owners]
 
-    def patches(self) -> list[Patch]:
+    def patches(self) -> list[ReplacedAttribute]:
         """Return what msprobe has replaced since."""
         return [
-            Patch(owner, name, before.get(name, _MISSING), value)
+            ReplacedAttribute(owner, name, before.get(name, _MISSING), value)
             for owner, before in self._before
             for name, value in list(vars(owner).items())
             if before.get(name, _MISSING) is not value and is_dump_code(value)

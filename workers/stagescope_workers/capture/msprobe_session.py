@@ -115,8 +115,8 @@ class MsprobeSession:
         self._class: Any = None
         self._debugger: Any = None
         self._signature: str | None = None
-        self._constructor_patches: list[patches.Patch] = []
-        self._start_patches: list[patches.Patch] = []
+        self._constructor_patches: list[patches.ReplacedAttribute] = []
+        self._start_patches: list[patches.ReplacedAttribute] = []
         self._models: list[torch.nn.Module] = []
         self._restore_compiling: Callable[[], None] | None = None
         self._warning_filter: object = None
@@ -226,7 +226,7 @@ class MsprobeSession:
         return True
 
     def _construct(self, config: MsprobeConfig, dump_path: Path) -> None:
-        snapshot = patches.Snapshot(patches.constructor_owners())
+        snapshot = patches.AttributeSnapshot(patches.constructor_owners())
         try:
             with temporary_config(config, dump_path) as path:
                 self._debugger = self._class(config_path=path, dump_path=str(dump_path))
@@ -254,7 +254,7 @@ class MsprobeSession:
         self._restore_compiling = patches.run_compiled_eagerly()
         self._warning_filter = patches.ignore_hook_warning()
         self.monitor = monitor
-        snapshot = patches.Snapshot(patches.start_owners())
+        snapshot = patches.AttributeSnapshot(patches.start_owners())
         try:
             with patches.hide_verl():
                 self._debugger.start(model=model, rank_id=rank)

@@ -67,7 +67,7 @@ class AnswerRow(TypedDict):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Agreement:
+class AnswerAgreement:
     """Two sides' answers to the same prompts.
 
     Attributes:
@@ -100,7 +100,7 @@ def compare_answers(
     engine: Sequence[Generation],
     other: Sequence[Generation],
     marking: Marking,
-) -> Agreement:
+) -> AnswerAgreement:
     """Compare both sides' answers with each other, and with the right ones."""
     rows: list[AnswerRow] = []
     shared = longest = 0
@@ -121,7 +121,7 @@ def compare_answers(
             }
         )  # fmt: skip
     marked = [row for row in rows if row["answer"] is not None]
-    return Agreement(
+    return AnswerAgreement(
         answers=len(rows),
         same=sum(row["first_difference"] is None for row in rows),
         token_share=shared / longest if longest else 1.0,

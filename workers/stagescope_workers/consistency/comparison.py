@@ -19,7 +19,7 @@ from stagescope_workers.consistency.alignment import (
     check_shift,
     check_vocabulary,
 )
-from stagescope_workers.consistency.answers import Agreement, Marking, compare_answers
+from stagescope_workers.consistency.answers import AnswerAgreement, Marking, compare_answers
 from stagescope_workers.consistency.prompts import Item, Tokenizer, data_url, token_ids
 from stagescope_workers.consistency.scored import (
     Scored,
@@ -97,7 +97,7 @@ class EngineComparison:
     checks: tuple[Check, ...]
     left_out: Mapping[str, str]
     streams: Mapping[str, JsonObject]
-    agreement: Agreement | None = None
+    agreement: AnswerAgreement | None = None
     warnings: tuple[str, ...] = ()
     stored: str = ""
 

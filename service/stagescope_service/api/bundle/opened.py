@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from stagescope.wire.errors import Forbidden, InvalidInput, NotFound
-from stagescope_service.api.auth import TOKEN_BYTES, Tokens
+from stagescope_service.api.auth import TOKEN_BYTES, AccessTokens
 from stagescope_service.api.bundle.contents import CATALOGUE, ROOT
 from stagescope_service.api.dependencies import Commands, Reply
 from stagescope_service.settings import Settings
@@ -62,7 +62,7 @@ class OpenedBundle:
     settings: Settings
     catalogue: Catalogue
     commands: Commands
-    tokens: Tokens
+    tokens: AccessTokens
 
 
 def open_unpacked(root: Path, what: str) -> OpenedBundle:
@@ -92,7 +92,7 @@ def open_unpacked(root: Path, what: str) -> OpenedBundle:
     )  # fmt: skip
     found = Catalogue(settings.catalogue_url)
     _place(found, catalogue, root)
-    tokens = Tokens(*(secrets.token_urlsafe(TOKEN_BYTES) for _ in range(2)))
+    tokens = AccessTokens(*(secrets.token_urlsafe(TOKEN_BYTES) for _ in range(2)))
     commands = cast("Commands", BundleCommands(what))
     return OpenedBundle(settings, found, commands, tokens)
 

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 
 from stagescope.wire.errors import StoreError
 from stagescope.wire.schema import MOST_STEPS
-from stagescope_service.api.auth import Tokens
+from stagescope_service.api.auth import AccessTokens
 from stagescope_service.api.bundle.archive import write_archive
 from stagescope_service.api.bundle.contents import CATALOGUE, Bundle, collect, finish
 from stagescope_service.api.bundle.opened import BundleCommands
@@ -73,7 +73,7 @@ async def bundle(
     `stagescope attach FILE` opens it, without a service.
     """
     target = deps.finder.step(run, attempt, step)
-    tokens: Tokens | None = request.app.state.tokens
+    tokens: AccessTokens | None = request.app.state.tokens
     secrets = () if tokens is None else (tokens.read, tokens.operate)
     made = await deps.long_computations.run(
         make_bundle, deps, target, tensors=tensors, limit=limit_bytes, secrets=secrets

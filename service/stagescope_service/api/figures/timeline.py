@@ -37,7 +37,7 @@ _MOST_SLICES: Final = 4000
 """Slices of a figure, beyond which the parts of a stage on a rank are drawn as one."""
 
 
-class Slice(NamedTuple):
+class StageSlice(NamedTuple):
     """A stage's part on a rank, or of a folded lane the stage on all of its ranks."""
 
     stage: str
@@ -70,7 +70,7 @@ class Lane(NamedTuple):
 
     label: str
     ranks: tuple[RankKey, ...]
-    slices: tuple[Slice, ...]
+    slices: tuple[StageSlice, ...]
     waits: tuple[Wait, ...] = ()
     not_begun: tuple[str, ...] = ()
     """Stages in which the rank is expected and has not begun."""
@@ -136,7 +136,7 @@ def read(deps: Dependencies, target: Target) -> TimelineInfo:
     start = min(begins)
     is_open = target.step_row["closed_wall"] is None
     until = deps.clock() if is_open else _last_known(rows, start)
-    by_rank: dict[RankKey, list[Slice]] = defaultdict(list)
+    by_rank: dict[RankKey, list[StageSlice]] = defaultdict(list)
     for row in rows:
         if (begin := began(row)) is not None:
             by_rank[row["role"], row["rank"]].append(_slice(row, begin - start, until - start))
@@ -165,7 +165,7 @@ def read(deps: Dependencies, target: Target) -> TimelineInfo:
     )  # fmt: skip
 
 
-def _slice(row: StageRow, begin: float, until: float) -> Slice:
+def _slice(row: StageRow, begin: float, until: float) -> StageSlice:
     status = row["status"] or "open"
     if row["begin_mono"] is not None and row["end_mono"] is not None:
         # Raw calls are timed when they arrive: the end may arrive before the begin.
@@ -175,7 +175,7 @@ def _slice(row: StageRow, begin: float, until: float) -> Slice:
     else:
         seconds = max(until - begin, 0.0)
     error = ": ".join(text for text in (row["error_type"], row["error_message"]) if text)
-    return Slice(
+    return StageSlice(
         row["stage"],
         str(Part.of_columns(row)),
         begin,
@@ -287,9 +287,9 @@ def _fold(role: str, lanes: Sequence[Lane]) -> Lane:
     """Return several ranks as one lane: each stage from its first begin to its last end."""
     if len(lanes) == 1:
         return lanes[0]
-    by_stage: dict[str, list[list[Slice]]] = defaultdict(list)
+    by_stage: dict[str, list[list[StageSlice]]] = defaultdict(list)
     for lane in lanes:
-        own: dict[str, list[Slice]] = defaultdict(list)
+        own: dict[str, list[StageSlice]] = defaultdict(list)
         for each in lane.slices:
             own[each.stage].append(each)
         for stage, slices in own.items():
@@ -302,7 +302,7 @@ def _fold(role: str, lanes: Sequence[Lane]) -> Lane:
         from_, to = max(a for a, _ in spans), min(b for _, b in spans)
         all_in = (from_, to) if from_ < to and len(spans) == len(lanes) else None
         status = max((s.status for own in per_rank for s in own), key=_severity)
-        slices.append(Slice(stage, "", first, last - first, status, all_in=all_in))
+        slices.append(StageSlice(stage, "", first, last - first, status, all_in=all_in))
     ranks = tuple(lane.ranks[0] for lane in lanes)
     label = f"{role} {ranks[0][1]} to {ranks[-1][1]} ({len(ranks)})"
     missing = tuple(dict.fromkeys(stage for lane in lanes for stage in lane.not_begun))
@@ -319,14 +319,14 @@ def _merged_parts(found: TimelineInfo) -> TimelineInfo:
         return found
     lanes = []
     for lane in found.lanes:
-        by_stage: dict[str, list[Slice]] = defaultdict(list)
+        by_stage: dict[str, list[StageSlice]] = defaultdict(list)
         for each in lane.slices:
             by_stage[each.stage].append(each)
         slices = []
         for stage, own in by_stage.items():
             begin, end = min(s.begin for s in own), max(s.begin + s.seconds for s in own)
             status = max((s.status for s in own), key=_severity)
-            slices.append(Slice(stage, "", begin, end - begin, status, all_in=own[0].all_in))
+            slices.append(StageSlice(stage, "", begin, end - begin, status, all_in=own[0].all_in))
         lanes.append(lane._replace(slices=tuple(sorted(slices, key=lambda each: each.begin))))
     text = "the parts of a stage on a rank are drawn as one"
     return dataclasses.replace(
@@ -427,7 +427,7 @@ def _draw_stage(drawn: go.Figure, lanes: Sequence[Lane], stage: str, colour: str
         )  # fmt: skip
 
 
-def _depths(slices: Sequence[Slice]) -> list[int]:
+def _depths(slices: Sequence[StageSlice]) -> list[int]:
     """Return in how many other slices each lies; they are sorted by begin, the longest first."""
     ends: list[float] = []
     depths = []
@@ -438,7 +438,7 @@ def _depths(slices: Sequence[Slice]) -> list[int]:
     return depths
 
 
-def _hover(lane: Lane, each: Slice) -> str:
+def _hover(lane: Lane, each: StageSlice) -> str:
     lines = [
         f"{lane.label}: {each.stage}" + (f" {each.part}" if each.part else ""),
         f"{each.begin:.3f} s to {each.begin + each.seconds:.3f} s: "
@@ -580,7 +580,7 @@ def _lane_events(lane: Lane, pid: int, rank: int) -> list[TraceEvent]:
     return [*names, *events]
 
 
-def _free_track(tracks: list[list[float]], each: Slice) -> int:
+def _free_track(tracks: list[list[float]], each: StageSlice) -> int:
     """Return the first track whose open slices contain this one; each track: ends of its slices."""
     begin, end = each.begin, each.begin + each.seconds
     for at, ends in enumerate(tracks):

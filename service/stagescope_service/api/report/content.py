@@ -81,7 +81,7 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Rows as the API answers them; `more` are not listed."""
 
     columns: Sequence[str]
@@ -108,13 +108,13 @@ class Section:
     title: str
     texts: Sequence[str] = ()
     items: Sequence[Item] = ()
-    table: Table | None = None
+    table: ReportTable | None = None
     figures: Sequence[JsonObject] = ()
     gaps: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class ReportVerdict:
     """A question, its answer in a word, and in a sentence; `bad` None means unknown."""
 
     name: str
@@ -133,7 +133,7 @@ class Report:
     step: int | None
     made_wall: float
     version: str
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[ReportVerdict]
     sections: Sequence[Section]
 
     @property
@@ -200,7 +200,7 @@ class _Scope:
     attempt: int | None
     measured: Target | None
     """The step whose numbers are shown: the requested one, or the newest with numbers."""
-    verdicts: list[Verdict] = dataclasses.field(default_factory=list)
+    verdicts: list[ReportVerdict] = dataclasses.field(default_factory=list)
 
     @classmethod
     def find(cls, deps: Dependencies, run: str, attempt: int | None, step: int | None) -> _Scope:
@@ -231,7 +231,7 @@ class _Scope:
         return self.measured
 
     def say(self, name: str, verdict: str, text: str, *, bad: bool | None) -> None:
-        self.verdicts.append(Verdict(name, verdict, _short(text), bad))
+        self.verdicts.append(ReportVerdict(name, verdict, _short(text), bad))
 
 
 def body_of(response: Response) -> JsonObject:
@@ -247,14 +247,16 @@ def _short(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def _table(answer: Mapping[str, object], columns: str, total: int | None = None) -> Table | None:
+def _table(
+    answer: Mapping[str, object], columns: str, total: int | None = None
+) -> ReportTable | None:
     """Return the rows of an answer as a table of some columns; None where it has none."""
     rows = _rows(answer)
     names = columns.split()
     if not rows:
         return None
     shown = [{name: row.get(name) for name in names} for row in rows[:MOST_ROWS]]
-    return Table(names, shown, max((len(rows) if total is None else total) - len(shown), 0))
+    return ReportTable(names, shown, max((len(rows) if total is None else total) - len(shown), 0))
 
 
 # --- what every report says -----------------------------------------------------------------
@@ -280,7 +282,7 @@ def _doctor(scope: _Scope) -> Section:
     texts = [str(fields["text"]), *([f"not found: {names}"] if names else [])]
     parts = cast("list[JsonObject]", fields["mismatch"])
     title = "The newest measured step's mismatch, taken apart"
-    table = Table(("name", "share", "text"), parts, title=title) if parts else None
+    table = ReportTable(("name", "share", "text"), parts, title=title) if parts else None
     titles = "; ".join(str(row["title"]) for row in found[:3])
     more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
     scope.say(
@@ -365,7 +367,7 @@ def _metrics(scope: _Scope) -> Section:
     if worst is not None:
         value = format_value(parse_nonfinite(published.get("per_round/max_diff_value")))
         scope.say("worst round", f"round {format_value(worst)}", f"mean |d| {value} nats", bad=None)
-    return Section("", "", texts=texts, table=Table(("metric", "value"), rows), gaps=gaps)
+    return Section("", "", texts=texts, table=ReportTable(("metric", "value"), rows), gaps=gaps)
 
 
 def _names(missing: Sequence[Mapping[str, object]]) -> str:
@@ -494,7 +496,7 @@ def _course(scope: _Scope) -> Section:
         rows += _trends(metric, body_of(found))
     columns = ("metric", "course", "last", "min", "max", "steps")
     text = "each bar is the largest value of its steps; a space is a gap, ! is not finite"
-    return Section("", "", texts=[text], table=Table(columns, rows), figures=drawn)
+    return Section("", "", texts=[text], table=ReportTable(columns, rows), figures=drawn)
 
 
 def _trends(metric: str, answer: Mapping[str, object]) -> Iterator[JsonObject]:

@@ -9,7 +9,7 @@ from typing import Final
 
 from stagescope.render import format_value, printable, unit_of
 from stagescope_service.api.encoding import parse_nonfinite
-from stagescope_service.api.report.content import Item, Report, Section, Table, Verdict
+from stagescope_service.api.report.content import Item, Report, ReportTable, ReportVerdict, Section
 from stagescope_service.compare.report.html import PageFigures, as_page, html_table
 from stagescope_service.figure_style import COLOURS
 
@@ -74,7 +74,7 @@ def _section(section: Section, figures: PageFigures) -> Iterator[str]:
         yield f"<ul>{lines}</ul></details>"
 
 
-def _html_rows(table: Table) -> str:
+def _html_rows(table: ReportTable) -> str:
     numeric = [at for at, name in enumerate(table.columns) if _is_numeric(table, name)]
     rows = [[_text(_cell(name, row.get(name))) for name in table.columns] for row in table.rows]
     more = f"<p>and {table.more} more</p>" if table.more else ""
@@ -90,7 +90,7 @@ def _is_command(text: str) -> bool:
     return text.startswith("-> stagescope ")
 
 
-def _badge(verdict: Verdict) -> str:
+def _badge(verdict: ReportVerdict) -> str:
     colour = _COLOURS[verdict.bad]
     return f'<span class="verdict" style="background:{colour}">{_text(verdict.verdict)}</span>'
 
@@ -202,7 +202,7 @@ def _head(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _is_numeric(table: Table, name: str) -> bool:
+def _is_numeric(table: ReportTable, name: str) -> bool:
     values = [row.get(name) for row in table.rows]
     numbers = [
         isinstance(parse_nonfinite(value), int | float) and not isinstance(value, bool)
