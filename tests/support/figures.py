@@ -101,6 +101,7 @@ def handed(at: int, step: int, attempt: int = 1) -> dict[str, Any]:
         noise=noise, floor=FLOOR, versions=[step, step - 1], version=step,
     )  # fmt: skip
     found["strings"]["engine_ids"] = [f"replica {at % 2}"] * ROWS
+    found["strings"]["prompt_hashes"] = [f"prompt {(ROWS * at + row + step) % 6}" for row in (0, 1)]
     if step == 2 and at == 0:  # a NaN under the mask
         found["tensors"]["old_log_probs"][2][0, 3] = math.nan
     return found

@@ -30,6 +30,7 @@ from stagescope.wire.schema import (
 from stagescope_service.coordinator.effects import Effects
 from stagescope_service.core import reports, spans, steps
 from stagescope_service.core.catalogue_rows import integer, text
+from stagescope_service.core.entities import FAILED, OK
 from stagescope_service.core.findings import REFUSED_CALL, finding
 from stagescope_service.core.instructions import Instruction, PayloadKey
 from stagescope_service.core.registry import UNKEYED, Registry
@@ -97,6 +98,11 @@ class RawCalls:
             unknown = _unknown_fields(kind, fields)
             sender = self._sender(run, fields)
             self._state.check(event)
+            if fields.get("status") not in (None, OK, FAILED):
+                raise InvalidEvent(
+                    f"the status of {_name(kind)} is {fields['status']!r:.100}",
+                    expected=f"{OK!r} or {FAILED!r}",
+                )
             if payload is not None and not isinstance(payload, Mapping):
                 raise InvalidEvent(
                     f"the payload is a {type(payload).__name__}",

@@ -81,12 +81,17 @@ def _raw(value: Mapping[Any, object]) -> Payload:
     strings: dict[str, list[str]] = {}
     meta: dict[str, Json] = {}
     for name, item in value.items():
-        if str(name) in PAYLOAD_STRINGS and isinstance(item, Sequence | np.ndarray):
-            strings[str(name)] = [str(text) for text in item]
+        if not isinstance(name, str) or (name in PER_TOKEN and isinstance(item, str | Mapping)):
+            raise InvalidTensor(
+                f"the payload's {name!r:.100} is {item!r:.100}",
+                expected="a name, with an array, a tensor or a list of rows",
+            )
+        if name in PAYLOAD_STRINGS and isinstance(item, Sequence | np.ndarray):
+            strings[name] = [str(text) for text in item]
         elif item is None or isinstance(item, str | int | float | Mapping):
-            meta[str(name)] = item
+            meta[name] = item
         else:
-            tensors[str(name)] = to_wire(str(name), item)
+            tensors[name] = to_wire(name, item)
     return Payload(tensors, strings, meta)
 
 

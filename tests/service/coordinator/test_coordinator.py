@@ -341,6 +341,19 @@ def test_a_payload_that_is_no_dict_is_refused_and_ends_nothing(made: Clocked) ->
     assert made.statuses() == []
 
 
+@pytest.mark.parametrize("status", ["exploded", "error", 5, "OK"])
+def test_a_status_that_none_knows_is_refused_and_not_called_ok(
+    made: Clocked, status: object
+) -> None:
+    made.raw("begin", "first")
+    with pytest.raises(InvalidEvent, match=r"the status of end_stage is .*'ok' or 'failed'"):
+        made.raw("end", "second", status=status)
+    assert made.statuses() == [(0, "open")]
+    assert [row["kind"] for row in rows_of(made.store, "findings")] == ["refused_call"]
+    made.raw("end", "third", status="failed")
+    assert made.statuses() == [(0, "failed")]
+
+
 class HeldStore:
     """A store whose disk can be slow: what is submitted meanwhile is not committed."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.measure import ingest_job, payload
 
+from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import Event, Part, Work
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.core import payloads
@@ -19,6 +21,7 @@ from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import FindingLocation
 from stagescope_service.core.handshakes import reading_settings
 from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_service.ingest.payload_values import read_value
 from stagescope_service.ingest.reader import Outcome, PayloadReader
 from stagescope_service.ingest.recompute import Recomputer
 from stagescope_service.statistics import PartRecord, assemble
@@ -93,6 +96,14 @@ def test_what_its_probe_has_reported_is_not_reported_again(tmp_path: Path) -> No
     [(kind, message)] = findings_of(tmp_path, response_mask=("int64", mask.shape, mask, None))
     assert kind == "payload_invalid_tensor"
     assert "response_mask" in message
+
+
+@pytest.mark.parametrize(
+    "value", [{"old_log_probs": "x"}, {"response_mask": {"a": 1}}, {1: np.zeros(3)}]
+)
+def test_a_value_that_is_no_tensor_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(InvalidTensor, match="an array, a tensor or a list of rows"):
+        read_value(value)
 
 
 def test_a_misspelt_mask_of_a_raw_caller_is_one_finding(tmp_path: Path) -> None:

@@ -177,8 +177,9 @@ def figure(found: OffendersInfo) -> go.Figure:
     drawn.add_vline(x=1.0, line={"color": style.GREY, "dash": "dash", "width": 1.2})
     drawn.update_xaxes(title={"text": x}, rangemode="tozero")
     drawn.update_yaxes(
-        type="category", tickmode="array", tickvals=[row.prompt_hash for row in rows],
-        ticktext=[_short(row.prompt_hash) for row in rows], automargin=True,
+        title={"text": "prompt"}, type="category", automargin=True, tickmode="array",
+        tickvals=[row.prompt_hash for row in rows],
+        ticktext=[_short(row.prompt_hash) for row in rows],
     )  # fmt: skip
     return style.finished(drawn, title, 160 + 20 * len(rows))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.api import Rank, Service
+from tests.support.api import Rank, Service, service
 from tests.support.figures import LOG_PROB, rounds_payload
 
 from stagescope_service.api.dependencies import Dependencies
@@ -36,19 +37,27 @@ def payload(step: int, rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reported(trained: Service) -> Service:
-    for rank in range(2):
-        sender = Rank(trained, run=RUN, rank=rank, key="p", world_size=2, start=50_000.0)
-        for step in STEPS:
-            sender.stage(LOG_PROB, step, payload(step, rank))
-        sender.begin(LOG_PROB, STEPS.stop)
-    return trained
+def reported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(tmp_path_factory.mktemp("home")) as running:
+        for rank in range(2):
+            sender = Rank(running, run=RUN, rank=rank, key="p", world_size=2)
+            for step in STEPS:
+                sender.stage(LOG_PROB, step, payload(step, rank))
+            sender.begin(LOG_PROB, STEPS.stop)
+        unknown = Rank(running, run="unknown", key="u", world_size=1)
+        unknown.stage(LOG_PROB, 1, rounds_payload(ROWS, 2, 24, seed=1))
+        unknown.begin(LOG_PROB, 2)
+        yield running
 
 
-def test_prompts_that_differ_again_and_again_come_first(
-    reported: Service, deps: Dependencies
-) -> None:
-    found = offenders.info(deps, RUN, None, ALL)
+@pytest.fixture(scope="module")
+def asked(reported: Service) -> Dependencies:
+    found: Dependencies = reported.app.state.deps
+    return found
+
+
+def test_prompts_that_differ_again_and_again_come_first(asked: Dependencies) -> None:
+    found = offenders.info(asked, RUN, None, ALL)
     assert found.steps == tuple(STEPS)
     assert found.prompts == 8
     assert found.note is None
@@ -78,16 +87,16 @@ def test_prompts_that_differ_again_and_again_come_first(
     bar = traces(offenders.figure(found))[0]
     assert bar.y[-1] == "math:3"
     assert bar.x[-1] == worst.ratio
-    two = offenders.info(deps, RUN, 1, Window(first=2, last=3))
+    two = offenders.info(asked, RUN, 1, Window(first=2, last=3))
     assert two.steps == (2, 3)
 
 
-def test_without_prompts_or_numbers_the_axes_say_so(trained: Service, deps: Dependencies) -> None:
-    found = offenders.info(deps, "r", None, ALL)
+def test_without_prompts_or_numbers_the_axes_say_so(reported: Service, asked: Dependencies) -> None:
+    found = offenders.info(asked, "unknown", None, ALL)
     assert found.note == "which prompt a sample belongs to is not recorded (prompt_hashes)"
     drawn = offenders.figure(found)
     assert not drawn.data
     assert len(drawn.layout.annotations) == 1
-    assert "both streams" in str(offenders.info(deps, "r", 1, Window(first=90, last=None)).note)
-    answer = trained.get("/figures/offenders", run="r")
+    assert "both streams" in str(offenders.info(asked, RUN, 1, Window(first=90, last=None)).note)
+    answer = reported.get("/figures/offenders", run="unknown")
     assert (answer["step"], answer["note"]) == (None, found.note)
