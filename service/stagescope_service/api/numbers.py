@@ -28,9 +28,9 @@ from stagescope_service.api.steps import begun_again_in, gap_of, progress_of
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import calibration
-from stagescope_service.statistics.comparability import Comparability, examine_cell
+from stagescope_service.statistics.comparability import Comparability, examine_cell, examine_ranks
 from stagescope_service.statistics.mismatch import non_finite, publish_cell
-from stagescope_service.statistics.summary import UNKNOWN, Produced, Slices, Summary, Tokens
+from stagescope_service.statistics.summary import UNKNOWN, Slices, Summary, Tokens
 from stagescope_service.store.parts import incarnation_of
 from stagescope_service.store.tables import ProcessColumns
 
@@ -232,7 +232,7 @@ def _heading(deps: Dependencies, target: Target) -> JsonObject:
 
 
 def cell_row(
-    cell: Cell, summary: Summary, step: Comparability, produced: Produced | None = None
+    cell: Cell, summary: Summary, step: Comparability, own: Comparability | None = None
 ) -> JsonObject:
     """Return the numbers of a cell of a summary's tokens, as the columns of a row.
 
@@ -240,14 +240,14 @@ def cell_row(
         cell: the tokens.
         summary: holds them.
         step: whether the streams of their step can be compared.
-        produced: who computed them; by default, those of all tokens of the summary.
+        own: whether their own streams can be compared; by default as the cell shows.
     """
     row: JsonObject = {
         name: int(column(cell)) if name in COUNTS else column(cell)
         for name, column in COLUMNS.items()
     }
     row["nonfinite"] = int(sum(non_finite(cell, *summary.pair).values()))
-    checked = examine_cell(cell, summary.pair, produced or summary.produced)
+    checked = own or examine_cell(cell, summary.pair, summary.produced)
     return {
         **row,
         "comparable": checked.verdict,
@@ -392,10 +392,12 @@ def rank_rows(
             "rank": rank.rank,
             "parts": rank.parts,
             "parts_counted": rank.counted_parts,
-            **cell_row(rank.cell, summary.summary, step, rank.produced),
+            **cell_row(rank.cell, summary.summary, step, own),
             **layout_of(newest.get((rank.role, rank.rank))),
         }
-        for rank in summary.ranks
+        for rank, own in zip(
+            summary.ranks, examine_ranks(summary.summary, summary.ranks), strict=True
+        )
     ]
 
 

@@ -8,6 +8,7 @@ most likely cause at the front: a cause precedes the ones that it explains.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -42,6 +43,7 @@ __all__ = [
     "causes_of_ranks",
     "examine",
     "examine_cell",
+    "examine_ranks",
 ]
 
 WHAT_TO_CHECK: Final = {
@@ -122,8 +124,42 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     rounds = [_Part(str(key), cell, summary.produced) for key, cell in summary.rounds.items()]
     if len(rounds) > 1:
         scopes += _check_slices("round", rounds, pair, drifts=drifts)
-    scopes += check_samples(summary)
+    scopes += check_samples(summary).scopes()
     return _rank_checks(total, _without_explained(scopes))
+
+
+def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparability]:
+    """Run the checks that the own tokens of each rank allow, and those of each of its samples.
+
+    Args:
+        summary: The statistics of the step.
+        ranks: Its ranks.
+    """
+    found = []
+    for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
+        own = [bitwise_equal(row.cell, summary.pair, row.produced or summary.produced)]
+        own += _check_cell(row.cell, summary.pair, row.cell)
+        found.append(_rank_checks(row.cell, _of_rank(row, own, samples)))
+    return found
+
+
+def _of_rank(row: RankRow, checks: Sequence[Check], samples: Sequence[Scope]) -> list[Check]:
+    return _without_explained([*(Scope(check, row.cell.tokens, 0) for check in checks), *samples])
+
+
+def _samples_of_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[list[Scope]]:
+    """Return the checks of the samples of which each rank holds a piece that counts."""
+    rank_of = np.full(len(summary.sources), -1, np.int64)
+    for at, row in enumerate(ranks):
+        rank_of[[source for source in row.sources if 0 <= source < len(rank_of)]] = at
+    rank = rank_of[summary.sequences.source]
+    checked, sample = check_samples(summary), summary.sequences.sample_index()
+    order = np.argsort(rank, kind="stable")
+    ends = np.searchsorted(rank[order], np.arange(len(ranks) + 1))
+    return [
+        checked.scopes(np.unique(sample[order[begin:end]]))
+        for begin, end in itertools.pairwise(ends.tolist())
+    ]
 
 
 class _Part(NamedTuple):
@@ -176,9 +212,10 @@ def causes_of_ranks(
     """
     drifts = _has_stale_tokens(summary)
     found: dict[str, list[tuple[RankRow, Check]]] = {}
-    for row in ranks:
+    for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
         part = _Part("", row.cell, row.produced or summary.produced)
-        judged = _rank_checks(row.cell, _check_slice(part, summary.pair, drifts=drifts))
+        own = _check_slice(part, summary.pair, drifts=drifts)
+        judged = _rank_checks(row.cell, _of_rank(row, own, samples))
         names = {check.name for check in judged.suspects}
         if not names or besides in names or {besides, judged.cause} <= _OF_RATIOS:
             continue

@@ -120,6 +120,8 @@ class RankRow:
     counted_parts: int
     produced: Produced = dataclasses.field(default_factory=dict)
     """Who computed its tokens' streams; {} in summaries of earlier releases."""
+    sources: tuple[int, ...] = ()
+    """Indexes in `Summary.sources` of its parts that count; () in summaries of earlier releases."""
 
 
 def role_order(role: str) -> tuple[int, str]:

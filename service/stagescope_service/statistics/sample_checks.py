@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
-from stagescope_service.statistics.cell import Bool, Float64
+from stagescope_service.statistics.cell import Bool, Float64, Int64
 from stagescope_service.statistics.checks import CUT_UNRELATED, FITS, UNRELATED, Check, Scope
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.summary import Summary
@@ -32,11 +33,47 @@ _OUTLIER: Final = 0.3
 _LISTED: Final = 5
 
 
-def check_samples(summary: Summary) -> list[Scope]:
-    """Check each sample, and report the ones that fit other tokens, or none."""
+@dataclasses.dataclass(frozen=True)
+class SampleChecks:
+    """Which samples fit other tokens, or none; arrays [samples], by the order of their keys."""
+
+    pair: tuple[str, str]
+    names: tuple[str, ...]
+    tokens: Float64
+    judged: Bool
+    """Whether it has enough tokens."""
+    moved: Bool
+    strange: Bool
+    fitting: Bool
+
+    def scopes(self, own: Int64 | None = None) -> list[Scope]:
+        """Return the checks `shifted` and `unrelated` of these samples (indexes), or of all."""
+        at = np.arange(len(self.names)) if own is None else own
+        if not len(at):
+            return []
+        p, q = self.pair
+        texts = {
+            "shifted": f"{p} of a token fits {q} of one 1 or 2 tokens away, not its own",
+            "unrelated": f"{p} of a token fits its own {q} no better than its neighbours': rows in "
+            "another order, or other tokens",
+        }
+        names, tokens = [self.names[index] for index in at.tolist()], self.tokens[at]
+        found = []
+        for (name, text), failed in zip(texts.items(), (self.moved, self.strange), strict=True):
+            chosen = failed[at]
+            check = _sample_check(name, chosen, self.judged[at], names, text)
+            unfit = ~chosen & ~self.fitting[at]
+            found.append(Scope(check, float(tokens[chosen].sum()), float(tokens[unfit].sum())))
+        return found
+
+
+def check_samples(summary: Summary) -> SampleChecks:
+    """Judge the alignment of each sample against its neighbouring tokens and the other samples."""
     keys, values = summary.sequences.by_sample()
+    names = tuple(sample or f"row {row}" for sample, _, row in keys)
     if not len(values):
-        return []
+        none = np.zeros(0, bool)
+        return SampleChecks(summary.pair, names, np.zeros(0), none, none, none, none)
     column = {name: values[:, at] for at, name in enumerate(ROW)}
     n = column["tokens"]
     judged = (n >= _SAMPLE_TOKENS) & (column["lag2_n"] >= _SAMPLE_TOKENS - 4)
@@ -57,23 +94,7 @@ def check_samples(summary: Summary) -> list[Scope]:
         correlation, is_cut, is_odd = _of_cut_vocabulary(column, judged)
         strange = np.where(is_cut, is_odd, strange)
         fitting = judged & ((own < FITS * least) | (correlation > UNRELATED))
-    p, q = summary.pair
-    names = [sample or f"row {row}" for sample, _, row in keys]
-    checks = (
-        (moved, _sample_check(
-            "shifted", moved, judged, names,
-            f"{p} of a token fits {q} of one 1 or 2 tokens away, not its own",
-        )),
-        (strange, _sample_check(
-            "unrelated", strange, judged, names,
-            f"{p} of a token fits its own {q} no better than its neighbours': rows in another "
-            "order, or other tokens",
-        )),
-    )  # fmt: skip
-    return [
-        Scope(check, float(n[chosen].sum()), float(n[~chosen & ~fitting].sum()))
-        for chosen, check in checks
-    ]
+    return SampleChecks(summary.pair, names, n, judged, moved, strange, fitting)
 
 
 def _of_cut_vocabulary(column: Mapping[str, Float64], judged: Bool) -> tuple[Float64, Bool, Bool]:

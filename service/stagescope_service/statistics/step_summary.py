@@ -126,7 +126,14 @@ class StepSummary:
         vectors = [row.cell.vector for row in self.ranks]
         arrays["rank_cells"] = np.stack(vectors) if vectors else cells.empty(0)
         ranks = [
-            [row.role, row.rank, row.parts, row.counted_parts, codec.produced_to_json(row.produced)]
+            [
+                row.role,
+                row.rank,
+                row.parts,
+                row.counted_parts,
+                codec.produced_to_json(row.produced),
+                list(row.sources),
+            ]
             for row in self.ranks
         ]
         return codec.save(
@@ -177,9 +184,10 @@ class StepSummary:
                         Cell(vector),
                         int(parts),
                         int(counted),
-                        codec.produced_from_json(produced[0] if produced else ()),
+                        codec.produced_from_json(more[0] if more else ()),
+                        tuple(map(int, more[1])) if len(more) > 1 else (),
                     )
-                    for (role, rank, parts, counted, *produced), vector in zip(
+                    for (role, rank, parts, counted, *more), vector in zip(
                         document["ranks"], vectors, strict=True
                     )
                 ),
@@ -243,7 +251,8 @@ def assemble(
         summary = dataclasses.replace(summary, empty_samples=empty_samples(chosen, identities))
     else:
         raise InvalidInput("no part of the step counts", expected="at least one new token")
-    ranks, ranks_to_recompute = _rank_rows(chosen, {r.key for r in accounting.counted}, identities)
+    index = {record.key: at for at, record in enumerate(accounting.counted)}
+    ranks, ranks_to_recompute = _rank_rows(chosen, index, identities)
     return StepSummary(
         stage=stage,
         summary=summary,
@@ -435,9 +444,12 @@ def _repeated(claim: Claim, full: Summary, counted: Summary) -> int:
 
 
 def _rank_rows(
-    records: Sequence[PartRecord], counted: set[str], identities: Identities
+    records: Sequence[PartRecord], counted: Mapping[str, int], identities: Identities
 ) -> tuple[tuple[RankRow, ...], tuple[Recompute, ...]]:
-    """Return each rank's own numbers, and the parts to recompute for them."""
+    """Return each rank's own numbers, and the parts to recompute for them.
+
+    `counted`: key of a part that counts -> its index among the sources of the step's summary.
+    """
     by_rank: dict[tuple[tuple[int, str], int], list[PartRecord]] = {}
     for record in sorted(records, key=lambda record: record.order):
         by_rank.setdefault((role_order(record.role), record.rank), []).append(record)
@@ -461,7 +473,7 @@ def _rank_rows(
                 taken.append(summary)
         vectors = [summary.total.vector for summary in taken]
         cell = Cell(cells.merge(np.stack(vectors) if vectors else cells.empty(0)))
-        counted_parts = sum(record.key in counted for record in own)
+        sources = tuple(counted[record.key] for record in own if record.key in counted)
         produced = merge_produced(summary.produced for summary in taken)
-        rows.append(RankRow(role[1], rank, cell, len(own), counted_parts, produced))
+        rows.append(RankRow(role[1], rank, cell, len(own), len(sources), produced, sources))
     return tuple(rows), tuple(to_recompute)

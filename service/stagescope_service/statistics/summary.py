@@ -127,12 +127,15 @@ class Sequences:
             for sample, source, row in zip(self.samples, self.source, self.row, strict=True)
         ]
 
+    def sample_index(self) -> Int64:
+        """Return int64 [n]: the index of each fragment's sample in `by_sample`."""
+        keys = self.keys()
+        index_of = {key: index for index, key in enumerate(sorted(set(keys)))}
+        return np.array([index_of[key] for key in keys], np.int64)
+
     def by_sample(self) -> tuple[list[tuple[str, int, int]], Float64]:
         """Merge the fragments of each sample: (keys, values [samples, len(ROW)]), by key."""
-        keys = self.keys()
-        unique = sorted(set(keys))
-        index_of = {key: index for index, key in enumerate(unique)}
-        where = np.array([index_of[key] for key in keys], np.int64)
+        unique, where = sorted(set(self.keys())), self.sample_index()
         merged = np.zeros((len(unique), len(ROW)))
         np.add.at(merged, where, self.values)
         largest = ROW.index("d_abs_max")
