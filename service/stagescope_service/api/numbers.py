@@ -248,10 +248,14 @@ def cell_row(
     }
     row["nonfinite"] = int(sum(non_finite(cell, *summary.pair).values()))
     checked = own or examine_cell(cell, summary.pair, summary.produced)
+    cause = checked.cause
+    if cause == "unrelated" and step.cause == "shifted":
+        # Samples that are shifted spoil the correlation of every round that holds some of them.
+        cause = step.cause
     return {
         **row,
         "comparable": checked.verdict,
-        "cause": checked.cause,
+        "cause": cause,
         "step_comparable": step.verdict,
     }
 

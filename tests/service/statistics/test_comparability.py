@@ -22,6 +22,7 @@ from tests.support.sampler import (
     top_p,
 )
 
+from stagescope_service.api.numbers import cell_row
 from stagescope_service.statistics import (
     Comparability,
     PartRecord,
@@ -35,7 +36,7 @@ from stagescope_service.statistics import (
     summarise,
 )
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
-from stagescope_service.statistics.comparability import causes_of_ranks
+from stagescope_service.statistics.comparability import causes_of_ranks, examine_ranks
 from stagescope_service.statistics.exact import first_difference, unequal_tokens
 
 RNG = np.random.default_rng(0)
@@ -472,6 +473,35 @@ def test_who_is_shifted_is_named() -> None:
     pair = whole.summary.pair
     verdicts = [examine_cell(row.cell, pair, row.produced).verdict for row in whole.ranks]
     assert verdicts == ["suspect", *["comparable"] * 7]
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_a_rank_is_judged_by_its_samples(count: int) -> None:
+    """A rank of 16 samples: those of its tokens that are in place hide a few that are not."""
+    batch = draw(np.random.default_rng(1), 64, 60)
+    for rank in (0, 2):
+        batch = moved(batch, 1, slice(16 * rank, 16 * rank + count))
+    step = assembled(batch, 4)
+    for each in (step, StepSummary.from_bytes(step.to_bytes())):
+        found = examine_ranks(each.summary, each.ranks)
+        assert [judged.verdict for judged in found] == ["suspect", "comparable"] * 2
+        assert [judged.cause for judged in found] == ["shifted", None] * 2
+        names = ", ".join(f"s{32 + at}" for at in range(min(count, 5)))
+        assert f"in {count} of 16 samples ({names}" in found[2].suspects[0].text
+        assert causes_of_ranks(each.summary, each.ranks, "shifted") == ()
+    old = tuple(dataclasses.replace(row, sources=()) for row in step.ranks)
+    assert len(examine_ranks(step.summary, old)) == 4  # of an earlier version: by the cell alone
+
+
+def test_rounds_of_shifted_samples_are_not_called_unrelated() -> None:
+    step = assembled(moved(draw(np.random.default_rng(0), 64, 60), 1, slice(0, 32)), 4)
+    judged = examine(step.summary, step.ranks)
+    ((_, cell),) = step.summary.rounds.items()
+    assert (judged.cause, examine_cell(cell, step.summary.pair, {}).cause) == (
+        "shifted", "unrelated",
+    )  # fmt: skip
+    row = cell_row(cell, step.summary, judged)
+    assert (row["comparable"], row["cause"]) == ("suspect", "shifted")
 
 
 def test_a_cause_that_is_already_said_leaves_those_of_other_ranks() -> None:
