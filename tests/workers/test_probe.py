@@ -291,13 +291,18 @@ def test_finish_is_false_where_init_was_refused(
         return True
 
     monkeypatch.setattr(lifecycle, "_drain_all", drain)
-    monkeypatch.setattr(lifecycle, "_refused", "")
+    monkeypatch.setattr(lifecycle, "_refused", {})
     refused = lifecycle.init("my run")
     assert "inert" in repr(refused)
     assert lifecycle.finish(0.1) is False
     assert len(drained) == 1
     assert "init was refused here" in caplog.text
     assert "my run" in caplog.text
+    lifecycle.init("mine", role="critic").close(timeout=0)
+    assert lifecycle.finish(0.1) is False  # the actor is refused still
+    lifecycle.init("mine").close(timeout=0)
+    lifecycle.finish(0.1)
+    assert lifecycle._refused == {}
 
 
 def test_one_bad_tensor_does_not_cost_the_others(

@@ -9,7 +9,7 @@ counts 0. <> is a mean over tokens, [] one over sequences.
 | `training/rollout_probs_diff_{valid,max,mean,std}` | 1 | of abs(e^p - e^q); std with n - 1; valid 0 if no token counts (verl) |
 | `training/rollout_actor_probs_pearson_corr` | 1 | of e^p and e^q (verl) |
 | `per_round/round_{i}_{abs_diff_mean,token_count}` | nat, tokens | mean of abs(d) over the i-th round's tokens in the whole batch |
-| `per_round/{total_rounds,max_round_diff,max_diff_value}` | rounds, index, nat | number of rounds, the one with the largest mean of abs(d) (ties: the lowest), that mean |
+| `per_round/{total_rounds,max_round_diff,max_diff_value}` | rounds, index, nat | the highest round and 1, the one with the largest mean of abs(d) (ties: the lowest), that mean |
 | `rollout_corr/kl` | nat | <q - p> (verl; AReaL's has the other sign) |
 | `rollout_corr/k3_kl` | nat | <e^d - 1 - d>, not clamped (verl; prime-rl's mismatch_kl) |
 | `rollout_corr/{training,rollout}_ppl` | 1 | [e^-p'], [e^-q'] with p', q' the sequence's means (verl) |

@@ -38,8 +38,8 @@ _RETRY_SECONDS: Final = 0.5
 _probes: weakref.WeakSet[Probe] = weakref.WeakSet()
 _newest: Probe | None = None
 _runs: set[str] = set()
-_refused = ""
-"""Why the last `init` was refused; empty where it was not."""
+_refused: dict[tuple[str, str], str] = {}
+"""Role and rank, as given -> why the last `init` of them was refused."""
 _creation_lock = threading.Lock()
 
 
@@ -120,7 +120,7 @@ def init(
     Raises:
         InvalidInput, InvalidPlan: only when strict.
     """
-    global _newest, _refused
+    global _newest
     arguments = {**locals()}
     try:
         options = checked_options(arguments)
@@ -134,10 +134,10 @@ def init(
             raise
         expected = isinstance(error, StagescopeError)
         _log.warning("init was refused, nothing is reported: %s", error, exc_info=not expected)
-        probe, _refused = Probe.inert(), str(error)
+        probe, _refused[repr(role), repr(rank)] = Probe.inert(), str(error)
     else:
         _runs.add(probe.run)
-        _refused = ""
+        _refused.pop((repr(role), repr(rank)), None)
     _newest = probe
     return probe
 
@@ -186,7 +186,8 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
         the run, `init` was refused here, or a rank never reported or did not answer. Never raises.
     """
     if _refused:
-        _log.warning("finish: init was refused here, nothing was reported: %.300s", _refused)
+        why = "; ".join(_refused.values())
+        _log.warning("finish: init was refused here, nothing was reported: %.300s", why)
     started = time.monotonic()
     deadline = started + timeout
     probes = list(_probes)
