@@ -198,7 +198,7 @@ def test_rank_killed_inside_a_stage_is_listed(service: Service) -> None:
     (lost,) = eventually(lambda: service.losses("inside", kind="stage"))
     print(f"listed {time.monotonic() - killed:.1f} s after the kill")  # noqa: T201
     assert (lost["step"], lost["stage"], lost["rank"]) == (2, "actor_update", 1)
-    assert "silent" in lost["reason"]
+    assert "stopped reporting" in lost["reason"]
     assert {row["rank"]: row["status"] for row in service.stages("inside", 2)} == {
         0: "open", 1: "unfinished",
     }  # fmt: skip
