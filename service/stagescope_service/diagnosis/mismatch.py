@@ -70,13 +70,18 @@ def rank_apart(
 
 
 def rounds_rise(
-    history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 2.0, tokens: int = 64
+    history: RunHistory,
+    *,
+    metric: str = ABS_DIFF,
+    factor: float = 2.0,
+    tokens: int = 64,
+    share: float = 0.7,
 ) -> Evidence:
     """Return whether a metric rises with the round, and more than its tokens grow less sure.
 
-    In most of the newest steps Spearman's rank correlation with the round is at least 0.8, and the
-    last round has `factor` times the first one's; so does the metric divided by the mean of -q. The
-    same noise of the logits makes |d| larger where a token is less sure (arXiv 2512.23087), and
+    In `share` of the newest steps Spearman's rank correlation with the round is at least 0.8, and
+    the last round has `factor` times the first one's; so does the metric divided by the mean of -q.
+    The same noise of the logits makes |d| larger where a token is less sure (arXiv 2512.23087), and
     later rounds of a healthy run often are.
     """
     rises, explained, examined, since, newest = 0, 0, 0, None, ""
@@ -107,7 +112,7 @@ def rounds_rise(
     text = f"{metric} rises with the round in {rises} of {examined} steps; {newest}"
     if explained:
         text += f"; in {explained} more, as their tokens grow less sure"
-    if rises * 2 < examined or not rises:
+    if rises < share * examined:
         return not_found(text)
     return Evidence("found", rises / examined, since, "the later rounds", (text,))
 

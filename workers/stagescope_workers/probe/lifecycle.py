@@ -38,8 +38,8 @@ _RETRY_SECONDS: Final = 0.5
 _probes: weakref.WeakSet[Probe] = weakref.WeakSet()
 _newest: Probe | None = None
 _runs: set[str] = set()
-_refused: dict[tuple[str, str], str] = {}
-"""Role and rank, as given -> why the last `init` of them was refused."""
+_refused: dict[tuple[str, int | None], str] = {}
+"""Role and rank, '' and None if they are no such -> why the last `init` of them was refused."""
 _creation_lock = threading.Lock()
 
 
@@ -122,6 +122,8 @@ def init(
     """
     global _newest
     arguments = {**locals()}
+    # Compared by exact type: what is no role may raise wherever it is looked at.
+    named = (role if type(role) is str else "", rank if type(rank) is int else None)
     try:
         options = checked_options(arguments)
         with _creation_lock:
@@ -134,10 +136,10 @@ def init(
             raise
         expected = isinstance(error, StagescopeError)
         _log.warning("init was refused, nothing is reported: %s", error, exc_info=not expected)
-        probe, _refused[repr(role), repr(rank)] = Probe.inert(), str(error)
+        probe, _refused[named] = Probe.inert(), str(error)
     else:
         _runs.add(probe.run)
-        _refused.pop((repr(role), repr(rank)), None)
+        _refused.pop(named, None)
     _newest = probe
     return probe
 
