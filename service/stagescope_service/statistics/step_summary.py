@@ -228,7 +228,7 @@ def assemble(
 
     Args:
         parts: Parts of a step, of any stages and pairs, in any order.
-        stage: The stage to use; default the first of `schema.WHOLE_STAGES` that has parts.
+        stage: The stage to use; default the first of `schema.STEP_SUMMARY_STAGES` that has parts.
         pairs: The pairs to use, in order of preference; `[NOISE_PAIR]` for the noise floor.
         unavailable: Keys of parts that cannot be recomputed: if only some of their tokens are
             new, other parts count first.
