@@ -220,33 +220,45 @@ def test_two_probes_of_a_process_share_it_and_the_last_removes_it(
     assert not path.exists()
 
 
-def test_it_writes_where_the_process_never_resumes(tmp_path: Path) -> None:
-    code = """
-import ctypes, sys, threading
-from stagescope_workers.probe.watchdog import Watchdog
-dog = Watchdog(0.2)
-dog.open()
+HELD_LATER = """
 dog.feed(lambda: ([threading.get_ident()], {"step": 4, "stage": "s"}))
 print(dog.path, flush=True)
-def hold():
-    ctypes.PyDLL(None).pause()
 hold()
 """
-    held = subprocess.Popen(
+HELD_WHILE_FED = """
+dog.feed(lambda: ([threading.get_ident()], {"step": 4, "stage": "s"}))
+print(dog.path, flush=True)
+time.sleep(dog.interval)
+dog.feed(hold)
+"""
+
+
+@pytest.mark.parametrize("held", [HELD_LATER, HELD_WHILE_FED], ids=["later", "while it is fed"])
+def test_it_writes_where_the_process_never_resumes(tmp_path: Path, held: str) -> None:
+    code = f"""
+import ctypes, threading, time
+from stagescope_workers.probe.watchdog import Watchdog
+def hold():
+    ctypes.PyDLL(None).pause()
+dog = Watchdog(0.2)
+dog.open()
+{held}
+"""
+    process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     try:
-        assert held.stdout is not None
-        path = held.stdout.readline().strip()
+        assert process.stdout is not None
+        path = process.stdout.readline().strip()
         wait_for(lambda: read_watchdog(path) is not None)
     finally:
-        held.kill()
-        held.wait()
-        if held.stdout is not None:
-            held.stdout.close()
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
     reported = read_watchdog(path)
     assert reported is not None
     assert reported["step"] == 4

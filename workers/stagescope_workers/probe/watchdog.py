@@ -194,9 +194,12 @@ class Watchdog:
         now = time.monotonic()
         fired = os.fstat(file.fileno()).st_size > self._written_bytes
         due = fired or now - self._armed_at >= self.seconds / 3
-        if due and self._armed_wall:
-            # First: the timer must not fire while the file is read and rewritten.
-            faulthandler.cancel_dump_traceback_later()
+        if due:
+            # Before anything that lets another thread run: it replaces the timer without a pause,
+            # so that a call that holds the interpreter lock from here on is seen, too. It starts a
+            # C thread, so it is not reset more often.
+            faulthandler.dump_traceback_later(self.seconds, repeat=False, file=file)
+            self._armed_at = now
         stacks = read_watchdog(path) if fired else None
         training, work = current_work()
         state = (thread_names(), training, work)
@@ -204,10 +207,6 @@ class Watchdog:
             self._armed_wall = time.time() if due else self._armed_wall
             self._written_state = state
             self._write(file, state)
-        if due:
-            # It starts a C thread, so it is not reset more often.
-            faulthandler.dump_traceback_later(self.seconds, repeat=False, file=file)
-            self._armed_at = now
         self._checked_at = now
         return stacks
 
@@ -215,13 +214,14 @@ class Watchdog:
         self, file: IO[str], state: tuple[Mapping[int, str], Sequence[int], Mapping[str, object]]
     ) -> None:
         threads, training, work = state
+        header = watchdog_header(
+            armed=self._armed_wall, threads=threads, training=training, work=work
+        )
         file.seek(0)
         file.truncate()
-        file.write(
-            watchdog_header(armed=self._armed_wall, threads=threads, training=training, work=work)
-        )
-        file.flush()  # faulthandler appends to it
-        self._written_bytes = file.tell()
+        file.write(header)
+        file.flush()  # faulthandler appends to it, perhaps at this very moment: not file.tell()
+        self._written_bytes = len(header.encode())
 
     def _remove(self) -> None:
         file, path = self._file, self._path
