@@ -25,8 +25,8 @@ from stagescope.wire.plan import (
 from stagescope.wire.schema import MOST_STEPS, check_run_name
 
 CAPTURE_FIELDS: Final[Mapping[str, str]] = {
-    "run": "a run's name, or null: the live run whose training stage began last; of steps by "
-    "number, where none is live, every run",
+    "run": "a run's name, or null: the run whose training stage began last; of steps by number, "
+    "where none has reported yet, every run",
     "stages": "a list of stage names, or 'all'",
     "roles": "a list of roles, or null for every role",
     "ranks": "a list of ranks from 0, a text like '0,4-7', 'worst(k)', or 'all'",
@@ -219,9 +219,10 @@ def _numbers(value: object, field: str) -> list[int]:
                 raise wrong
             numbers += range(first, last + 1)
         value = numbers
-    if not isinstance(value, Sequence) or not value:
+    # The items of bytes are ints, too.
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray | memoryview):
         raise wrong
-    if not all(_is_count(item, 0) for item in value):
+    if not value or not all(_is_count(item, 0) for item in value):
         raise wrong
     return sorted(set(value))
 

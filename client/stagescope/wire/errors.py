@@ -17,7 +17,6 @@
         * `CatalogueUnavailable` - it cannot be opened or written now (503)
     * `CaptureError` - msprobe could not be started, or broke off (500)
     * `ComparisonFailed` - dumps could not be compared, although they are not damaged (500)
-    * `PayloadLost` - a payload's owner, node or process died before it was read (410)
     * `EngineError` - an inference engine cannot be reached or understood, or refuses (502)
     * `MissingExtra` - a library of an extra is not installed (also an `ImportError`)
 
@@ -48,7 +47,6 @@ __all__ = [
     "MissingExtra",
     "NotFound",
     "NotReady",
-    "PayloadLost",
     "StagescopeError",
     "StoreError",
     "TooLarge",
@@ -195,13 +193,6 @@ class ComparisonFailed(StagescopeError):
     """Raised when a comparison breaks off, such as without memory; not for damaged files."""
 
     code = "comparison_failed"
-
-
-class PayloadLost(StagescopeError):
-    """Raised when a payload's owner, node or process died before it was read."""
-
-    status = 410
-    code = "payload_lost"
 
 
 class EngineError(StagescopeError):

@@ -78,6 +78,7 @@ ALIASES: Final[Mapping[str, str]] = {
 """Names in NexRL's dump_options, remote_api_dump_options and WEAVER_DEBUG_DUMP_OPTIONS."""
 
 _SHARDS: Final = ("parameters", "gradients")
+_UPDATES: Final = (None, "actor_update", "critic_update")
 _ROLLOUT_STAGE: Final = "rollout_generate"
 """Everything that this stage records belongs to the trajectories."""
 
@@ -305,9 +306,9 @@ def sections_of(
 def _of_trajectories(stage: str | None, names: list[str], held: list[str]) -> list[str]:
     if stage == _ROLLOUT_STAGE:
         return names
-    # The engine's log-probs beside those of an update are not a trajectory.
+    # The engine's log-probs beside those of an update are not a trajectory, unless it has more.
     is_one = any(name in held for name in ("tokens", "responses", "rewards"))
-    return held if is_one else []
+    return held if is_one or stage not in _UPDATES else []
 
 
 def kept_sections(

@@ -1,4 +1,4 @@
-"""Detect misspelt names: of tensors, stages, runs, fields and settings.
+"""Names of tensors, stages, runs, fields and settings: misspelt ones, and as names of files.
 
 Any tensor name may be recorded and is kept. But statistics read only the names of the schema:
 `rollout_logprobs` would silently leave a step without numbers.
@@ -166,3 +166,10 @@ def misspelt_beside(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         found = closest(str(name))
         if found is not None and found in recorded and found not in _TOKEN_IDS:
             yield str(name), found
+
+
+def safe_name(name: str) -> str:
+    """Return `name` as one path component of `[A-Za-z0-9._-]`, at most 150 characters long."""
+    cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]
+    # A component of dots alone would lead out of its directory.
+    return cleaned if cleaned.strip(".") else "_" * max(len(cleaned), 1)

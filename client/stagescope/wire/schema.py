@@ -196,6 +196,8 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 _INT64: Final = 1 << 63
 _SEQUENCE: Final = (tuple, list)
 MOST_STEPS: Final = 10**18
+MAX_SCALAR_NAME: Final = 200
+"""Characters of the name of a scalar."""
 """Steps are below this: at most 18 digits, in the API's paths too."""
 _LONGEST_ROLE: Final = 100
 _LONGEST_KEY: Final = 500
@@ -265,7 +267,8 @@ class Sender:
         try:
             return _parse_sender(*values)
         except TypeError:  # not even hashable
-            return _parse_sender.__wrapped__(*values)
+            parse = _parse_sender.__wrapped__
+        return parse(*values)  # outside of the handler: its error is the only one
 
 
 _SENDER_FIELDS: Final = tuple(field.name for field in dataclasses.fields(Sender))

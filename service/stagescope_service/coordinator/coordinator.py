@@ -293,9 +293,16 @@ class Coordinator:
 
     @checked
     async def remove_engine(self, *, name: Name, by: Name) -> Reply:
-        """Remove an engine from the registry."""
+        """Remove an engine from the registry.
+
+        Raises:
+            NotFound: no engine has this name.
+        """
         self.commits.check_ready()
         key = {"name": name}
+        engines = await asyncio.to_thread(self.effects.catalogue.engines)
+        if not any(row["name"] == name for row in engines):
+            raise NotFound(f"no engine is called {name!r:.100}", advice="see GET /engines")
         await self.effects.write([Delete("engines", key), self._audit(by, "remove_engine", key)])
         return key
 

@@ -37,7 +37,7 @@ from stagescope_service.core.hang_detection import (
     history,
     judge,
 )
-from stagescope_service.core.instructions import Instruction, Put
+from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.state import State
 from stagescope_service.core.steps import took_leave
 from stagescope_service.store.tables import FindingRow
@@ -259,7 +259,7 @@ class HangWatch:
         return self._state.watchdog(process, fields, work, wall)
 
     def _restarted_roles(self, attempt: Attempt) -> Collection[str]:
-        """Return the roles that a later attempt of the run has, too: nobody awaits theirs here."""
+        """Return the roles that a later attempt of the run has, too: they are not expected here."""
         newest = self._state.registry.newest(attempt.run)
         if newest is None or newest is attempt:
             return ()
@@ -366,12 +366,27 @@ class HangWatch:
         return set(self._adopted)
 
     def _end_silences(self, unheard: set[str], wall: float) -> list[Instruction]:
-        """End the findings of processes that responded, left or were replaced."""
+        """End the findings of processes that responded, left or were replaced.
+
+        Where all of a job fell silent together, nobody held up the others: those are taken back.
+        """
         out: list[Instruction] = []
         for incarnation in self._silent.keys() - unheard:
             attempt_id, finding_id = self._silent.pop(incarnation)
-            out += self._over(attempt_id, finding_id, wall)
+            if self._died_with_others(attempt_id, incarnation):
+                out.append(Delete("findings", {"finding_id": finding_id}))
+            else:
+                out += self._over(attempt_id, finding_id, wall)
         return out
+
+    def _died_with_others(self, attempt_id: int, incarnation: str) -> bool:
+        attempt, process = self._state.attempt(attempt_id), None
+        if attempt is not None and attempt.over and not took_leave(attempt):
+            process = attempt.processes.get(incarnation)
+        if attempt is None or process is None:
+            return False
+        last = max(each.last_contact for each in attempt.processes.values())
+        return last - process.last_contact <= self._silence.seconds
 
     def _end(self, stuck: set[_Key], wall: float) -> list[Instruction]:
         """End the findings of ranks that went on or left."""

@@ -110,7 +110,7 @@ class Intake:
         self._check: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Begin every lease now, when calls are answered: nobody could be heard before."""
+        """Begin every lease now, when calls are answered: no poll could be received before."""
         self._last_expiry = self._mono()
         self._renew_all(self._last_expiry)
 
@@ -272,7 +272,7 @@ class Intake:
         """Expire the leases of processes that do not poll; to be called several times a lease.
 
         While the catalogue cannot be written, events arrive late, or this process was held up
-        itself, nobody could be heard: then every lease begins anew, and nobody is stuck.
+        itself, no poll could be received: then every lease begins anew, and no rank is stuck.
         """
         now, wall = self._mono(), self._wall()
         held_up = now - self._last_expiry > self._state.lease_seconds / 2

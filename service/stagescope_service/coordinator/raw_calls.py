@@ -103,6 +103,10 @@ class RawCalls:
                     f"the status of {_name(kind)} is {fields['status']!r:.100}",
                     expected=f"{OK!r} or {FAILED!r}",
                 )
+            if (size := fields.get("world_size")) is not None and integer(size) is None:
+                raise InvalidEvent(
+                    f"the world_size is {size!r:.100}", expected="the number of ranks of the role"
+                )
             if payload is not None and not isinstance(payload, Mapping):
                 raise InvalidEvent(
                     f"the payload is a {type(payload).__name__}",
@@ -261,7 +265,7 @@ class RawCalls:
         Raises:
             InvalidEvent: an invalid role, rank or attempt_key.
         """
-        role, rank = _role(fields), fields.get("rank") or 0
+        role, rank = _role(fields), _rank(fields)
         attempt_key = fields.get("attempt_key")
         newest = self._state.registry.newest(run)
         key = attempt_key or (newest.key if newest else UNKEYED)
@@ -271,7 +275,7 @@ class RawCalls:
     def _refusal(self, run: str, kind: str, fields: JsonObject, error: InvalidEvent) -> Instruction:
         """Return the finding of a refused call: many callers never read the answer."""
         attempt = self._state.registry.newest(run)
-        role, rank = _role(fields), fields.get("rank") or 0
+        role, rank = _role(fields), _rank(fields)
         found = finding(
             REFUSED_CALL,
             f"{kind} of {text(role, 100)} rank {text(rank, 100)}: {error}"[:2000],
@@ -297,7 +301,12 @@ def _name(kind: str) -> str:
 
 def _role(fields: JsonObject) -> Json:
     role = fields.get("role")
-    return "actor" if role in (None, "") else role
+    return "actor" if role is None else role
+
+
+def _rank(fields: JsonObject) -> Json:
+    rank = fields.get("rank")
+    return 0 if rank is None else rank
 
 
 def _named(fields: JsonObject) -> str:

@@ -27,6 +27,7 @@ from stagescope_service.store.tables.findings import (
     PinOutcome,
 )
 from stagescope_service.triggers.budget import ORDERED_BY, Budget, spent
+from stagescope_service.triggers.names import is_nonfinite, scalar_of
 from stagescope_service.triggers.rules import Rule, Rules
 from stagescope_service.triggers.series import shown
 
@@ -397,6 +398,12 @@ class Acting:
         )
 
 
+_UPDATE: Final = "actor_update"
+_OWN_UPDATES: Final = (
+    "these are numbers of actor_update, whose mini-batches after the first differ by the step's "
+    "own updates, too: record old_log_probs of the pass before it to tell them apart"
+)
+
 _SENT_COLUMNS: Final = (
     "rule", "run", "attempt_id", "step", "stage", "role", "rank", "round", "message", "wall",
 )  # fmt: skip
@@ -410,6 +417,10 @@ def finding_of_firing(key: FiringKey) -> str:
 def _advice(act: Act) -> str:
     """Return the advice; if the rank's streams cannot be compared, it starts with that cause."""
     advice = act.rule.actions.advice.replace("{step}", str(act.row["step"]))
+    metric = act.rule.metric
+    is_mismatch = not (scalar_of(metric) or is_nonfinite(metric))
+    if advice and act.row["stage"] == _UPDATE and is_mismatch:
+        advice = f"{_OWN_UPDATES}; else {advice}"
     cause = act.row["evidence"].get("cause")
     if cause is None:
         return advice

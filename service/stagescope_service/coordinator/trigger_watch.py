@@ -195,7 +195,7 @@ class Triggers:
         Rules on it are held against its step when that closes; a training that asserts on a NaN
         ends before. Never raises.
         """
-        async with self._reading_found:  # in the order of arrival: the first one is said
+        async with self._reading_found:  # in the order of arrival: the first occurrence is reported
             if found.attempt_id not in self._non_finite:
                 before = await asyncio.to_thread(self._found_before, found.attempt_id)
                 self._non_finite[found.attempt_id] = before

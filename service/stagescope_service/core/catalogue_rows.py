@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, Final
 
 from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import LAYOUT_COLUMNS, Work
+from stagescope.wire.schema import LAYOUT_COLUMNS, MAX_SCALAR_NAME, Work
 from stagescope_service.core.entities import Attempt, Process, Span
 from stagescope_service.core.instructions import PayloadKey, Put
 
@@ -125,8 +124,12 @@ def scalar_rows(
     refused: list[str] = []
     for name, value in scalars.items():
         found = number(value)
-        shown = text(name, 200) or ""
-        if found is None:
+        shown = text(name, MAX_SCALAR_NAME + 1) or ""
+        if len(shown) > MAX_SCALAR_NAME:  # cut, it could be the name of another one
+            refused.append(f"{shown[:60]}… (a name of more than {MAX_SCALAR_NAME} characters)")
+        elif not shown:
+            refused.append("'' (no name)")
+        elif found is None:
             refused.append(f"{shown} ({type(value).__name__})")
         else:
             row = where.copy()
@@ -169,7 +172,7 @@ def integer(value: object) -> int | None:
 
 
 def number(value: object) -> float | None:
-    """Return a number (NaN, infinities and numpy's included) as a float, else None."""
+    """Return a number (NaN, infinities and numpy's included) as a float; None: none of float64."""
     if type(value) is float or value is None:
         return value
     if not isinstance(value, Real):
@@ -177,7 +180,7 @@ def number(value: object) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+        return None
 
 
 def text(value: object, most: int = 4000) -> str | None:

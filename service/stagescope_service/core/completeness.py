@@ -34,7 +34,7 @@ class Completeness(NamedTuple):
     """The verdict on a step."""
 
     verdict: str
-    """'complete', 'partial' or 'unknown' (nobody said how many ranks there are)."""
+    """'complete', 'partial' or 'unknown' (how many ranks there are is not reported)."""
     expected: dict[str, dict[str, list[int]]]
     """role -> stage -> ranks."""
     missing: list[Missing]

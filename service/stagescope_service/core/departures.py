@@ -1,4 +1,4 @@
-"""Processes that go and come back: what they left open, and what nobody else can hand over."""
+"""Processes that finish, lapse or return: their open stages and unread payloads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagescope_service.core.instructions import Delete, Instruction, Put
 from stagescope_service.core.registry import Registry
 
 LONG_GONE_SECONDS: Final = 3600.0
-"""After which a process that is gone is not expected back: ranks hold out without a service."""
+"""After which a lapsed process is not expected back: ranks run on while the service is down."""
 
 
 def release(attempt: Attempt, wall: float) -> None:

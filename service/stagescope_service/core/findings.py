@@ -24,7 +24,7 @@ NON_FINITE_SCALARS: Final = "non_finite_scalars"
 """Of work without a step; of a step while it is open, until a rule on it fires."""
 
 BEGUN_AGAIN: Final = "step_begun_again"
-"""Of a rank's stage: its process began the step again within the attempt; both goes count."""
+"""Of a rank's stage: its process began the step again within the attempt; both count."""
 
 ATTEMPT_BUNDLED: Final = "attempt_bundled"
 """Of an attempt that died: where its last step lies as a bundle, or why there is none."""
@@ -34,6 +34,8 @@ REFUSED_CALL: Final = "refused_call"
 
 REFUSED_EVENT: Final = "refused_event"
 """Of an event of a batch that was not taken."""
+
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 MOST_REASONS: Final = 20
 """Messages of the refusals of one subject that are kept apart."""
@@ -157,6 +159,7 @@ def finding(
 
 
 def describe(error: BaseException) -> str:
-    """Return an error as one line."""
+    """Return an error as one line, without the colours that Ray gives to its messages."""
     text = str(error) if isinstance(error, StagescopeError) else f"{type(error).__name__}: {error}"
+    text = _COLOUR.sub("", text)
     return " ".join(text.split())[:1000]

@@ -27,7 +27,7 @@ MAX_WORLD_SIZE: Final = 1 << 18
 MAX_ROLES: Final = 100
 
 RESTORED: Final[RankAge] = ("", -1, (0.0, ""))
-"""Stands for who an attempt's fingerprint is of where that was not stored: it stays."""
+"""Placeholder for the owner of a restored fingerprint: no later process replaces it."""
 
 VALUES_REMEMBERED: Final = 1000
 """Reported values of which equal ones are kept in memory once."""

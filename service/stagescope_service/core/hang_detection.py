@@ -23,7 +23,7 @@ NOT_BEGUN: Final = "not begun"
 NOT_ENDED: Final = "not ended"
 BETWEEN: Final = "between stages"
 LIVE, SILENT, GONE, UNHEARD = "live", "silent", "gone", "unheard"
-"""A process polls; it does not, and its lease holds; its lease ran out; nobody has heard of it."""
+"""A process polls; it does not, and its lease holds; its lease ran out; it never reported."""
 
 UNRESPONSIVE_KIND: Final = "process_silent"
 """The finding of a process that does not answer; its evidence says since when."""
@@ -144,7 +144,7 @@ class StuckRules:
     """Settings that decide when a rank counts as stuck."""
 
     min_seconds: float = 30.0
-    """Seconds below which nobody is stuck."""
+    """Least seconds without progress before a rank counts as stuck."""
     factor: float = 3.0
     """Times the median of the earlier steps."""
     longest_factor: float = 1.5

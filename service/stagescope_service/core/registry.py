@@ -31,7 +31,7 @@ RESTART_MARK: Final = "~"
 """Joins a key and a count where one key covers several starts."""
 
 SILENT_SECONDS: Final = 30.0
-"""A process that lives polls more often, as long as the service keeps up."""
+"""Live processes poll more often than this, as long as the service keeps up."""
 REFRESH: Final = 5.0
 """Seconds after which a process's row says again when it was last heard."""
 
@@ -61,7 +61,7 @@ class Registry:
         self._reports = ReportedValues()
         self._next_id = 1
         self.listening_since = 0.0
-        """When anybody could be heard again, by the service's wall clock."""
+        """Since when polls are received, by the service's wall clock."""
 
     # --- looking up ---------------------------------------------------------------------
     def attempt_of(self, process: Process) -> Attempt:

@@ -11,7 +11,7 @@ from typing import Final
 
 from stagescope.wire.names import closest_stage
 from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import STAGES, Event, Work
+from stagescope.wire.schema import MAX_SCALAR_NAME, STAGES, Event, Work
 from stagescope_service.core import operator_tables, steps
 from stagescope_service.core.catalogue_rows import (
     integer,
@@ -32,6 +32,7 @@ from stagescope_service.core.findings import (
     finding,
     moved,
 )
+from stagescope_service.core.handshakes import MAX_WORLD_SIZE
 from stagescope_service.core.instructions import (
     Delete,
     DumpReported,
@@ -73,9 +74,10 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     named = event.fields.get("scalars")
     if named is None or (not named and isinstance(named, Mapping)):
         return []
-    if type(named) is not dict and not isinstance(named, Mapping):
-        named = {"scalars": named}  # not a number: it is in `refused`
-    rows, wrong = scalar_rows(process, work, named, event.wall)
+    if type(named) is dict or isinstance(named, Mapping):
+        rows, wrong = scalar_rows(process, work, named, event.wall)
+    else:
+        rows, wrong = [], [f"scalars ({type(named).__name__}, not a dict of names to numbers)"]
     out: list[Instruction] = [*rows]
     bad = [row.row["name"] for row in rows if not math.isfinite(row.row["value"])]
     if bad and work.step is None:
@@ -96,7 +98,8 @@ def scalars(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
             stage=work.stage,
             role=process.role,
             rank=process.rank,
-            advice="a scalar is an int or a float; those of the same call that are were taken",
+            advice="a scalar is an int or a float within the range of float64, with a name of at "
+            f"most {MAX_SCALAR_NAME} characters; those of the same call that are were taken",
         )
         out.append(by_message(found))
     return out
@@ -233,10 +236,10 @@ def _versions(attempt: Attempt, process: Process) -> list[Instruction]:
 
 
 def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
-    """Return a finding of a process whose rank is beyond its own world_size."""
+    """Return a finding of a process whose rank is beyond its own world_size, or which is none."""
     handshake = process.handshake
     size = None if handshake is None else handshake.world_size
-    if handshake is None or size is None or process.rank < size:
+    if handshake is None or size is None or process.rank < size <= MAX_WORLD_SIZE:
         return []
     return [
         finding(
@@ -248,7 +251,8 @@ def _world_size(attempt: Attempt, process: Process) -> list[Instruction]:
             severity="error",
             role=process.role,
             rank=process.rank,
-            advice="ranks count from 0 to world_size - 1, both of the role",
+            advice="ranks count from 0 to world_size - 1, both of the role; at most "
+            f"{MAX_WORLD_SIZE} are known",
         )
     ]
 
@@ -484,7 +488,7 @@ def started_again(attempt: Attempt, process: Process, wall: float) -> Put:
         finding(
             "started_again",
             f"a rank of {process.role} started again within the attempt, and others went on or "
-            "were heard lately: without an attempt key nobody can tell whether all of it did",
+            "were heard lately: without an attempt key it is unknown whether all ranks did",
             run=attempt.run,
             attempt_id=attempt.attempt_id,
             wall=wall,

@@ -63,7 +63,7 @@ def _problems(settings: JsonObject) -> Iterator[tuple[str, str]]:
     wanted = [name for name in KNOWN if name not in settings]
     for name in settings:
         if name not in KNOWN and (meant := _meant(name, wanted, KNOWN)) is not None:
-            text = f"settings has {name!r:.100}, which nobody reads: did you mean {meant}?"
+            text = f"settings has {name!r:.100}, which is no known setting: did you mean {meant}?"
             yield "misspelt_setting", text + _beside(meant, settings)
     expect, capture = settings.get("expect"), settings.get("capture")
     if expect not in (None, "bitwise"):

@@ -168,7 +168,7 @@ def _begun_again(attempt: Attempt, span: Span, step: int, after: int, wall: floa
     return finding(
         BEGUN_AGAIN,
         f"{span.role} rank {span.rank} began {span.work.stage} of step {step} again after step "
-        f"{after}: both goes count in step {step}, as passes of one step",
+        f"{after}: both executions count in step {step}",
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=wall,

@@ -28,16 +28,22 @@ from stagescope_service.core.entities import (
     Step,
 )
 from stagescope_service.core.findings import finding
-from stagescope_service.core.instructions import Aggregate, Instruction, PayloadKey, Put
+from stagescope_service.core.instructions import (
+    Aggregate,
+    Delete,
+    Instruction,
+    PayloadKey,
+    Put,
+)
 
 WENT_ON: Final = "everyone went on"
 ENDED: Final = "attempt ended"
 SAID: Final = "end_step"
 LEFT_BEHIND: Final = "left behind"
-"""Somebody still stands there, but the others are too many steps ahead to wait for it."""
+"""Closed with processes still in it: the others are too many steps ahead."""
 
 RANKS_SECONDS: Final = 30.0
-"""How long after its start an attempt may wait for the first word of ranks that were announced."""
+"""How long after its start an attempt waits for the first event of each expected rank."""
 
 FINISHED: Final = "finished"
 _NAMED_RANKS: Final = 10
@@ -261,7 +267,12 @@ def _note_absent_ranks(
 
 
 def end_silence(attempt: Attempt, wall: float) -> list[Instruction]:
-    """End the findings about roles, or ranks, that have reported since."""
+    """End the findings about roles, or ranks, that have reported since.
+
+    Those of which a report of the attempt's first `RANKS_SECONDS` was only on its way, as that of a
+    short training may be when another rank ends it, are taken back.
+    """
+    was_in_time = wall - attempt.opened_wall <= RANKS_SECONDS
     columns = {"over_wall": wall, "last_wall": wall, "severity": "info"}
     over = [
         attempt.silent_roles.pop(role)
@@ -273,7 +284,12 @@ def end_silence(attempt: Attempt, wall: float) -> list[Instruction]:
         if all(any(each.bound or each.finished for each in found) for found in reporting):
             del attempt.absent_ranks[role]
             over.append(row)
-    return [Put("findings", {**row, **columns}) for row in over]
+    return [
+        Delete("findings", {"finding_id": row["finding_id"]})
+        if was_in_time
+        else Put("findings", {**row, **columns})
+        for row in over
+    ]
 
 
 # --- judging ----------------------------------------------------------------------------------

@@ -368,6 +368,8 @@ def _stream_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
 
 MOST_SAMPLES: Final = 20_000
 """Samples of a payload with rows of their own; the statistics include all samples."""
+_OF_PIECES: Final = frozenset({"positions", "token_offset", "round_offset"})
+"""Tensors of payloads whose rows may be pieces of samples."""
 
 
 def sample_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
@@ -381,6 +383,7 @@ def sample_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
     prompts = payload.strings.get("prompt_hashes") or []
     rewards = _per_row(payload.tensors.get("rewards"), len(ids))
     hashes = _token_hashes(payload, len(ids))
+    rounds = _round_counts(payload, len(ids))
     meta = payload.meta
     for row, uid in enumerate(ids[:MOST_SAMPLES]):
         columns: dict[str, Json] = {
@@ -400,6 +403,8 @@ def sample_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
             columns["reward"] = float(rewards[row])
         if hashes is not None:
             columns["tokens_hash"], columns["tokens"] = hashes[row]
+        if rounds is not None:
+            columns["rounds"] = rounds[row]
         for name in ("split", "data_source"):
             value = meta.get(name)
             if isinstance(value, str):
@@ -421,12 +426,40 @@ def _token_hashes(payload: Payload, rows: int) -> list[tuple[str, int]] | None:
     mask = payload.tensors.get("response_mask")
     if responses is None or mask is None or responses[2].size != mask[2].size:
         return None
-    offsets = responses[3]
-    if offsets is None and len(responses[1]) == 2:
-        offsets = np.arange(rows + 1, dtype=np.int64) * responses[1][1]
-    if offsets is None or len(offsets) != rows + 1:
+    if (offsets := _row_offsets(responses, rows)) is None:
         return None
     tokens = responses[2].reshape(-1).astype(np.int64, copy=False)
     on = mask[2].reshape(-1) != 0
     hashes, counts = hash_rows(tokens, offsets, on), count_by_row(on, offsets)
     return list(zip(hashes, counts.tolist(), strict=True))
+
+
+def _round_counts(payload: Payload, rows: int) -> list[int] | None:
+    """Return the number of rounds of each row; None where rows may be pieces of samples."""
+    mask, ids = payload.tensors.get("response_mask"), payload.tensors.get("round_ids")
+    if mask is None or not _OF_PIECES.isdisjoint(payload.tensors):
+        return None
+    if (offsets := _row_offsets(mask, rows)) is None:
+        return None
+    on = mask[2].reshape(-1) != 0
+    if ids is None:
+        begins = on.copy()
+        begins[1:] &= ~on[:-1]
+        first = offsets[:-1][offsets[:-1] < len(on)]
+        begins[first] = on[first]  # the row before may end with a model token
+        counts: list[int] = count_by_row(begins, offsets).tolist()
+        return counts
+    if ids[2].size != len(on):
+        return None
+    row = np.repeat(np.arange(rows), np.diff(offsets))[on]
+    distinct = np.unique(np.stack([row, ids[2].reshape(-1)[on]], axis=1), axis=0)
+    counts = np.bincount(distinct[:, 0], minlength=rows).tolist()
+    return counts
+
+
+def _row_offsets(tensor: WireTensor, rows: int) -> npt.NDArray[np.int64] | None:
+    """Return int64 [rows + 1], where rows begin in the values; None where they are other rows."""
+    _, shape, _, offsets = tensor
+    if offsets is None and len(shape) == 2:
+        offsets = np.arange(rows + 1, dtype=np.int64) * shape[1]
+    return None if offsets is None or len(offsets) != rows + 1 else offsets

@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Incremented with every change of `Field`: a stored vector is read by its own version."""
 
 Float64 = npt.NDArray[np.float64]
@@ -133,6 +133,10 @@ class Field(enum.IntEnum):
     """Tokens in the runs of p = q = 0 with which stretches begin and end."""
     EDGE_CAPPED = enum.auto()
     """The same with at most EDGE tokens of each such run."""
+    TRAIL_CAPPED = enum.auto()
+    """Of these, the tokens of the runs with which stretches end."""
+    TRAIL_SQUARES = enum.auto()
+    """Of the squares of the lengths of those runs, each capped at EDGE: how much they vary."""
     D_MIN = enum.auto()
     A_MIN = enum.auto()
     P_MIN = enum.auto()
@@ -208,9 +212,11 @@ _SINCE_2: Final = frozenset(
     }
 )  # fmt: skip
 _SINCE_3: Final = frozenset({Field.WEIGHT_SUM, Field.RATIO_SUM, Field.RATIO_M2})
+_SINCE_4: Final = frozenset({Field.TRAIL_CAPPED, Field.TRAIL_SQUARES})
 LAYOUTS: Final[dict[int, tuple[Field, ...]]] = {
-    1: tuple(field for field in Field if field not in _SINCE_2 | _SINCE_3),
-    2: tuple(field for field in Field if field not in _SINCE_3),
+    1: tuple(field for field in Field if field not in _SINCE_2 | _SINCE_3 | _SINCE_4),
+    2: tuple(field for field in Field if field not in _SINCE_3 | _SINCE_4),
+    3: tuple(field for field in Field if field not in _SINCE_4),
     VERSION: tuple(Field),
 }
 """Version -> the fields of its vectors, in their order."""

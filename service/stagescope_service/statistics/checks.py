@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
 
 from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.summary import Sequences
 
 Status = Literal["ok", "suspect", "unknown"]
 
@@ -28,6 +29,8 @@ FEW_ZEROS: Final = 8
 ROUNDED_TO_ONE: Final = 0.02
 """Nats: a probability nearer to 1 rounds to 1 in bfloat16, and a little further with its noise."""
 LACKING_SHARE: Final = 0.01
+TEMPLATE: Final = 16
+"""Tokens of a template at one end of a stretch that may have probability 1 on both sides."""
 SHIFTED_RATIO: Final = 0.5
 """mean |d| at another lag over that at lag 0, below which the streams are shifted."""
 UNRELATED: Final = 0.75
@@ -241,19 +244,32 @@ def _filled(cell: Cell, side: str, zeros: float) -> bool:
 def padding(cell: Cell) -> Check:
     """Check whether stretches of the mask begin or end in zeros that belong to padding.
 
-    A confident model has exact zeros, too, in a share f of its tokens: f / (1 - f) zeros are then
-    expected at each edge of a stretch.
+    A confident model has exact zeros, too. In a share f of its tokens, f / (1 - f) of them are
+    expected at each edge of a stretch. Tokens of a template (`<think>`, the brackets of a tool's
+    call, the end of a turn) add some, about as many at the end of each stretch, while the zeros of
+    padding fill rows of several lengths up to one width: their number varies, and is 0 in few rows,
+    unlike that of responses that end in an endless repetition.
     """
-    edge, capped, n = (
-        cell[field] for field in (Field.EDGE_ZERO, Field.EDGE_CAPPED, Field.SEGMENTS)
-    )
+    edge, capped, trail, squares, n = (
+        cell[field]
+        for field in (
+            Field.EDGE_ZERO, Field.EDGE_CAPPED, Field.TRAIL_CAPPED, Field.TRAIL_SQUARES,
+            Field.SEGMENTS,
+        )
+    )  # fmt: skip
     values = {"zeros": cell[Field.BOTH_ZERO], "zeros_at_edges": edge}
     if math.isnan(edge) or not cell.tokens or not n:
         return Check("padding", "unknown", "no token counts, or an older record", values)
     inside = cell.tokens - edge
     share = (cell[Field.BOTH_ZERO] - edge) / inside if inside > 0 else 0.0
-    usual = 2.0 * share / (1.0 - share) if share < 1.0 else math.inf
-    if edge >= LACKING_SHARE * cell.masked and capped / n > 2.0 + 3.0 * usual:
+    usual = share / (1.0 - share) if share < 1.0 else math.inf
+    at_end, spread = trail / n, math.sqrt(max(squares / n - (trail / n) ** 2, 0.0))
+    varies = 1.0 + 0.2 * at_end < spread < 1.5 * at_end
+    padded = varies and at_end > 1.0 + 3.0 * usual
+    prefix = max((capped - trail) / n, at_end) > TEMPLATE + 3.0 * usual
+    if math.isnan(trail):  # an older record, which does not tell how they vary
+        padded = capped / n > 2.0 + 6.0 * usual
+    if edge >= LACKING_SHARE * cell.masked and (padded or prefix):
         text = (
             f"both streams are exactly 0 in {edge:.0f} tokens at the edges of the mask's "
             f"stretches ({edge / cell.masked:.1%} of the tokens): the mask covers padding or a "
@@ -348,8 +364,12 @@ def held_by_bfloat16(cell: Cell, side: str) -> float:
     return (cell[Field[f"{side}_BF16"]] - zeros) / others if others >= ENOUGH else math.nan
 
 
-def scaled(cell: Cell, p: str, q: str) -> Check:
-    """Check whether d grows with q, as it does between temperatures."""
+def scaled(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
+    """Check whether d grows with q, as it does between temperatures.
+
+    `sequences`: those that the tokens are of. The copies of one response, of a group that a sure
+    model answers alike, are evidence once.
+    """
     variance, spread = cell[Field.Q_M2], cell[Field.D_M2]
     covariance = cell[Field.PQ_C] - variance
     if cell.tokens < MANY or not variance > 0.0 or not spread > 1e-18 * variance:
@@ -366,6 +386,8 @@ def scaled(cell: Cell, p: str, q: str) -> Check:
         and abs(z) >= SCALED_Z
         and abs(slope) >= SCALED_SLOPE
         and (abs(covariance) >= NOISE_RATIO * spread or is_strong)
+        and cell.tokens * sequences.different_share >= MANY
+        and abs(z) * math.sqrt(sequences.different_share) >= SCALED_Z
     ):
         text = (
             f"{p} grows by {1.0 + slope:.3f} for each nat of {q}, and {correlation**2:.0%} of "
@@ -376,8 +398,11 @@ def scaled(cell: Cell, p: str, q: str) -> Check:
     return Check("temperature", "ok", f"slope of {p} on {q} is {1.0 + slope:.3f}", values)
 
 
-def biased(cell: Cell, p: str, q: str) -> Check:
-    """Check whether the mean ratio is 1; the check is `renormalised` where mass is missing."""
+def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
+    """Check whether the mean ratio is 1; the check is `renormalised` where mass is missing.
+
+    `sequences`: see `scaled`.
+    """
     found = calibration(cell)
     unequal = cell.tokens - cell[Field.EQUAL]
     above = cell[Field.Q_GREATER] / unequal if unequal else math.nan
@@ -390,7 +415,11 @@ def biased(cell: Cell, p: str, q: str) -> Check:
         mean += "of every token the same, and not "
     else:
         mean += f"{abs(found.z):.1f} standard errors from "
-    if abs(found.z) < CALIBRATION_Z or abs(bias) < CALIBRATION_BIAS:
+    # The infinite z of equal ratios needs no more than one response.
+    is_sure = (
+        math.isinf(found.z) or abs(found.z) * math.sqrt(sequences.different_share) >= CALIBRATION_Z
+    )
+    if abs(found.z) < CALIBRATION_Z or abs(bias) < CALIBRATION_BIAS or not is_sure:
         return Check("calibration", "ok", f"{mean}1", values)
     cut = above > 0.5 if bias < 0 else above < 0.5
     if cut:

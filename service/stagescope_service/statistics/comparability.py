@@ -33,7 +33,7 @@ from stagescope_service.statistics.checks import (
 from stagescope_service.statistics.exact import are_equal, bitwise_equal
 from stagescope_service.statistics.part import RankRow
 from stagescope_service.statistics.sample_checks import check_samples
-from stagescope_service.statistics.summary import Produced, Summary
+from stagescope_service.statistics.summary import Produced, Sequences, Summary
 
 __all__ = [
     "WHAT_TO_CHECK",
@@ -111,7 +111,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     """
     pair, total = summary.pair, summary.total
     found = [bitwise_equal(total, pair, summary.produced, ranks)]
-    found += _check_cell(total, pair, summary.fresh)
+    found += _check_cell(total, pair, summary.fresh, summary.sequences)
     found += [_missing_values(summary), _versions(summary)]
     scopes = [Scope(check, total.tokens, 0) for check in found]
     drifts = _has_stale_tokens(summary)
@@ -120,10 +120,10 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
             _Part(f"{row.role} {row.rank}", row.cell, row.produced or summary.produced)
             for row in ranks
         ]
-        scopes += _check_slices("rank", of_ranks, pair, drifts=drifts)
+        scopes += _check_slices("rank", of_ranks, pair, summary.sequences, drifts=drifts)
     rounds = [_Part(str(key), cell, summary.produced) for key, cell in summary.rounds.items()]
     if len(rounds) > 1:
-        scopes += _check_slices("round", rounds, pair, drifts=drifts)
+        scopes += _check_slices("round", rounds, pair, summary.sequences, drifts=drifts)
     scopes += check_samples(summary).scopes()
     return _rank_checks(total, _without_explained(scopes))
 
@@ -138,7 +138,7 @@ def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparabil
     found = []
     for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
         own = [bitwise_equal(row.cell, summary.pair, row.produced or summary.produced)]
-        own += _check_cell(row.cell, summary.pair, row.cell)
+        own += _check_cell(row.cell, summary.pair, row.cell, summary.sequences)
         found.append(_rank_checks(row.cell, _of_rank(row, own, samples)))
     return found
 
@@ -214,7 +214,7 @@ def causes_of_ranks(
     found: dict[str, list[tuple[RankRow, Check]]] = {}
     for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
         part = _Part("", row.cell, row.produced or summary.produced)
-        own = _check_slice(part, summary.pair, drifts=drifts)
+        own = _check_slice(part, summary.pair, summary.sequences, drifts=drifts)
         judged = _rank_checks(row.cell, _of_rank(row, own, samples))
         names = {check.name for check in judged.suspects}
         if not names or besides in names or {besides, judged.cause} <= _OF_RATIOS:
@@ -238,15 +238,16 @@ def _has_stale_tokens(summary: Summary) -> bool:
     return bool((summary.staleness.keys != 0).any())
 
 
-def examine_cell(cell: Cell, pair: tuple[str, str], produced: Produced) -> Comparability:
+def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparability:
     """Run the checks that need one cell alone: of a rank, a round, a turn or a staleness.
 
     Args:
         cell: The cell.
-        pair: Names of p and q.
+        summary: The statistics of all tokens, which the cell is of.
         produced: Who computed its tokens; of a round, a turn or a staleness, those of the step.
     """
-    return _rank_checks(cell, [bitwise_equal(cell, pair, produced), *_check_cell(cell, pair, cell)])
+    checks = _check_cell(cell, summary.pair, cell, summary.sequences)
+    return _rank_checks(cell, [bitwise_equal(cell, summary.pair, produced), *checks])
 
 
 def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
@@ -294,15 +295,17 @@ def _is_temperature(scaling: Check, cut: Check) -> bool:
     return abs(correlation) > 0.6 or (cut.values["mean"] < 1.0) == (correlation < 0.0)
 
 
-def _check_cell(cell: Cell, pair: tuple[str, str], fresh: Cell) -> list[Check]:
+def _check_cell(
+    cell: Cell, pair: tuple[str, str], fresh: Cell, sequences: Sequences
+) -> list[Check]:
     checks: tuple[Callable[[Cell, str, str], Check], ...] = (
         constant, probabilities, coverage, shifted, unrelated, rounded,
     )  # fmt: skip
     return [
         *(check(cell, *pair) for check in checks),
         padding(cell),
-        scaled(fresh, *pair),
-        biased(fresh, *pair),
+        scaled(fresh, *pair, sequences),
+        biased(fresh, *pair, sequences),
     ]
 
 
@@ -310,13 +313,14 @@ def _check_slices(
     kind: str,
     parts: Sequence[_Part],
     pair: tuple[str, str],
+    sequences: Sequences,
     *,
     drifts: bool,
 ) -> list[Scope]:
     """Check each slice and report the ones that failed."""
     by_name: dict[str, dict[str, Check]] = {}
     for part in parts:
-        for check in _check_slice(part, pair, drifts=drifts):
+        for check in _check_slice(part, pair, sequences, drifts=drifts):
             if check.status == "suspect":
                 by_name.setdefault(check.name, {})[part.name] = check
     return [
@@ -331,10 +335,12 @@ def _check_slices(
     ]
 
 
-def _check_slice(part: _Part, pair: tuple[str, str], *, drifts: bool) -> list[Check]:
+def _check_slice(
+    part: _Part, pair: tuple[str, str], sequences: Sequences, *, drifts: bool
+) -> list[Check]:
     """Run the checks that the tokens of a slice allow."""
     cell = part.cell
-    found = _check_cell(cell, pair, Cell(empty()) if drifts else cell)
+    found = _check_cell(cell, pair, Cell(empty()) if drifts else cell, sequences)
     if cell.tokens >= ENOUGH and are_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
         found.append(bitwise_equal(cell, pair, part.produced))
     return found
@@ -376,7 +382,9 @@ def _versions(summary: Summary) -> Check:
     versions = summary.versions
     values = {"versions": float(len(versions))}
     if len(versions) == 0:
-        return Check("versions", "unknown", "nobody said which policy sampled the tokens", values)
+        return Check(
+            "versions", "unknown", "the policy that sampled the tokens is not reported", values
+        )
     if len(versions) > 1:
         text = (
             f"the tokens come from {len(versions)} policy versions ({versions[0]} to "

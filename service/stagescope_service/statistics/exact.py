@@ -65,7 +65,7 @@ def bitwise_equal(
             text = f"both come from {names}{where}: one is a copy, nothing was measured"
         elif origin == UNKNOWN_ORIGIN:
             text = (
-                f"nobody said who computed them{where}: one may be a copy of the other "
+                f"who computed them is not reported{where}: one may be a copy of the other "
                 "(synchronous and bypass modes do that), so nothing was measured; hand over "
                 "producers={...} to have equality count"
             )

@@ -48,7 +48,7 @@ ROW: Final = (
 """Columns of a row's vector, defined as in a cell; `raw_sum` and `w_sum` are of weight minus 1, the
 last three of products."""
 ROW_1: Final = 15
-ROW_WIDTHS: Final = {1: ROW_1, 2: 21, _cell.VERSION: len(ROW)}
+ROW_WIDTHS: Final = {1: ROW_1, 2: 21, 3: len(ROW), _cell.VERSION: len(ROW)}
 """Version of a cell -> columns of the rows stored beside it; the others are NaN once read."""
 
 _WIDTH: Final = _cell.WIDTH
@@ -286,7 +286,10 @@ def _edges(
         trail += size - j
         end -= size
     cell[AT.EDGE_ZERO] = lead + trail
-    cell[AT.EDGE_CAPPED] = smaller(lead, EDGE) + smaller(trail, EDGE)
+    last_run = smaller(trail, EDGE)
+    cell[AT.EDGE_CAPPED] = smaller(lead, EDGE) + last_run
+    cell[AT.TRAIL_CAPPED] = last_run
+    cell[AT.TRAIL_SQUARES] = last_run * last_run
 
 
 _F2, _I2 = array_type(numba.float64, 2), array_type(numba.int64, 2)

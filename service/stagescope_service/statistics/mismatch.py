@@ -29,7 +29,7 @@ counts 0. <> is a mean over tokens, [] one over sequences.
 | `tail/..._share` | 1 | count over counted tokens |
 | `tail/..._seq_{mean,max}` | 1 | of the sequences' shares |
 | `nonfinite/{stream}_{nan,posinf,neginf}` | tokens | under the mask |
-| `counts/{tokens,masked_tokens,sequences,empty_rows}` | 1 | counted tokens, all under the mask, samples with a counted token, rows without a model token |
+| `counts/{tokens,masked_tokens,sequences,empty_rows}` | tokens, tokens, sequences, rows | counted tokens, all under the mask, samples with a counted token, rows without a model token |
 | `calibration/ratio_mean` | 1 | mean of e^clamp(d, ±20) before any rejection; 1 where q is the distribution that sampled (E_q[p/q] = 1) |
 | `calibration/z` | 1 | (that - 1) over its standard error: beyond ±6 q is another distribution (top-k, top-p, processed or raw log-probs, temperature, adapter) |
 | `calibration/tokens` | tokens | what both are over: those of staleness 0 where versions are known, else all |
@@ -40,7 +40,9 @@ counts 0. <> is a mean over tokens, [] one over sequences.
 at least one counted token: rows without one are in no mean (verl counts them as log-prob 0).
 
 A number is within 1e-9 of its definition for |d| <= 700, a mean of weights within 1e-12, however
-small it is: means of weights are stored beside those of weight - 1. `inf` means that a number (or the sum
+small it is: means of weights are stored beside those of weight - 1. A standard deviation, a
+correlation or a z of values that are the same but for their last digits has only those digits (of
+log-probs -5 ± 1e-9 the first 7 or 8). `inf` means that a number (or the sum
 behind a mean) exceeds float64's maximum of 1.8e308: e^abs(d) and k3 for abs(d) > 709, a perplexity
 for a mean log-prob below -709.
 """  # noqa: E501

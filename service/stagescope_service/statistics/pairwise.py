@@ -24,7 +24,6 @@ from stagescope_service.statistics.pairwise_kernel import ROW, accumulate_pairs,
 
 Number = float | int
 
-ROW_COLUMNS: Final = ROW
 _NONE: Final = np.empty(0, np.uint8)
 _LOCATIONS: Final = ("largest", "unequal", "over")
 
@@ -232,7 +231,7 @@ def compare_values(
         origin: recorded in the locations of the result.
 
     Returns:
-        The summary, and float64 [rows, len(ROW_COLUMNS)].
+        The summary, and float64 [rows, len(ROW)].
 
     Raises:
         InvalidTensor: an unsupported dtype, or another number of values.

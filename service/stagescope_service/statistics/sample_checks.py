@@ -26,6 +26,10 @@ _CUT_Z: Final = 8.0
 """Standard errors by which the correlation of a sample of a cut vocabulary lies below the median
 sample's, to report it as unrelated; by Fisher's z = artanh(correlation), whose error is
 1 / sqrt(tokens - 3) (On the "Probable Error" of a Coefficient of Correlation, 1921)."""
+_RELATED: Final = 0.35
+_RELATED_Z: Final = 2.0
+"""Correlation of a sample's own p and q, and its standard errors (of the same z), beyond which they
+are of the same tokens."""
 _R: Final = 0.999
 """Maximum |correlation|, where z is finite."""
 _OUTLIER: Final = 0.3
@@ -92,6 +96,9 @@ def check_samples(summary: Summary) -> SampleChecks:
         strange = judged & ~moved & (far >= np.maximum(_SAMPLE_FAR, _SAMPLE_FAR_SHARE * n))
         strange &= own > 0.7 * least
         correlation, is_cut, is_odd = _of_cut_vocabulary(column, judged)
+        # Of one of many samples, each of few noisy tokens, a neighbour fits as well by chance.
+        z = np.arctanh(np.clip(correlation, -_R, _R)) * np.sqrt(n - 3.0)
+        strange &= ~((correlation > _RELATED) & (z > _RELATED_Z))
         strange = np.where(is_cut, is_odd, strange)
         fitting = judged & ((own < FITS * least) | (correlation > UNRELATED))
     return SampleChecks(summary.pair, names, n, judged, moved, strange, fitting)

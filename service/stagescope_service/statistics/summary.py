@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -31,7 +32,7 @@ from stagescope_service.statistics.settings import StatisticsSettings
 UNKNOWN: Final = -1
 """An unknown round, turn or token id."""
 Produced = Mapping[tuple[str, str], int]
-"""(producer of p, producer of q) -> number of counted tokens; '' where nobody said who."""
+"""(producer of p, producer of q) -> number of counted tokens; '' where that is not reported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +143,20 @@ class Sequences:
         merged[:, largest] = 0.0
         np.maximum.at(merged[:, largest], where, self.values[:, largest])
         return unique, merged
+
+    @cached_property
+    def different_share(self) -> float:
+        """The share of the tokens that different responses have, over 0 to 1.
+
+        Responses with as many tokens and, to 0.01 nats, the same sum of q are copies: answers of a
+        group that was sampled from a sure model.
+        """
+        columns = [ROW.index(name) for name in ("tokens", "q_sum")]
+        tokens, q_sum = self.values[:, columns].T
+        known = np.isfinite(q_sum) & (tokens > 0)
+        total = float(tokens[known].sum())
+        different = np.unique(np.stack([tokens, np.round(q_sum, 2)])[:, known], axis=1)
+        return float(different[0].sum()) / total if total else 1.0
 
     def fragmented(self) -> Bool:
         """bool [n]: fragments without an offset whose sample has further fragments here."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import Forbidden, NotFound
+from stagescope.wire.names import safe_name
 from stagescope.wire.schema import DUMP_MARKER, Part
 from stagescope_service.store.tensorfile import (
     TensorFile,
@@ -38,20 +39,12 @@ __all__ = [
     "read_piece",
     "read_tensors",
     "ring_directory",
-    "safe_name",
     "step_directory",
     "write_tensors",
 ]
 
 
 _KEPT: Final = re.compile(r"_rank\d{1,9}_[0-9a-f]{12}_\d+\.safetensors\Z")
-
-
-def safe_name(name: str) -> str:
-    """Return `name` as one path component of `[A-Za-z0-9._-]`, at most 150 characters long."""
-    cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]
-    # A component of dots only would leave its directory.
-    return cleaned if cleaned.strip(".") else "_" * max(len(cleaned), 1)
 
 
 def attempt_directory(data_dir: Path, run: str, key: str) -> Path:

@@ -42,7 +42,7 @@ class CaptureQueries(Reader):
 
     def captures(self, *, run: Filter = None, state: Filter = None) -> list[CaptureRow]:
         """Return captures, the most recently requested first, including removed ones."""
-        where = conditions("captures", locals())
+        where = conditions("captures", run=run, state=state)
         return self._page(CaptureRow, "captures", where, "-created_wall capture_id")
 
     def capture(self, capture_id: str) -> CaptureRow | None:
@@ -75,7 +75,15 @@ class CaptureQueries(Reader):
         return self._page(
             DumpRow,
             "dumps",
-            conditions("dumps", locals()),
+            conditions(
+                "dumps",
+                attempt_id=attempt_id,
+                step=step,
+                stage=stage,
+                role=role,
+                rank=rank,
+                capture_id=capture_id,
+            ),
             "step stage role rank work_key",
             limit,
             offset,
@@ -97,7 +105,15 @@ class CaptureQueries(Reader):
         return self._page(
             OperatorTableRow,
             "operators",
-            conditions("operators", locals()),
+            conditions(
+                "operators",
+                attempt_id=attempt_id,
+                step=step,
+                stage=stage,
+                role=role,
+                rank=rank,
+                capture_id=capture_id,
+            ),
             "step announced_wall role rank work_key capture_id incarnation",
             limit,
             offset,

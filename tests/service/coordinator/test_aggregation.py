@@ -118,6 +118,24 @@ def test_an_aggregation_that_failed_is_tried_again(
     assert broken.bench.fired() == [(1, 1, "loss")]
 
 
+def test_numbers_without_what_was_read_last_say_so(broken: Broken) -> None:
+    async def work() -> None:
+        await broken.prepare()
+        await broken.aggregate()
+        assert broken.gap() == ""
+        mark = broken.catalogue.parts_mark(1, 1)
+        assert mark is not None
+        late = {"attempt_id": 1, "step": 1, "parts_mark": mark + 1}
+        await broken.effects.write([Put("steps", late)])
+        assert broken.gap() == (
+            "numbers without what was read last: they are being aggregated again"
+        )
+        await broken.aggregate()
+        assert broken.gap() == ""
+
+    run(work)
+
+
 def test_what_fails_for_good_is_said_and_holds_up_nothing(
     broken: Broken, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -216,12 +217,34 @@ def test_a_raw_call_says_what_of_it_was_not_taken(made: Clocked) -> None:
     assert [row["name"] for row in rows_of(made.store, "scalars")] == ["reward"]
     assert "refused_in_part" not in made.raw("log", "good", rank=0, scalars={"loss": 0.1})
     told = made.raw("end", "end", rank=0, status="ok", scalars=[0.5])
-    assert "scalars (list)" in told["refused_in_part"]
+    assert "scalars (list, not a dict of names" in told["refused_in_part"]
+    told = made.raw("end", "nameless", rank=0, status="ok", scalars={"": 1.0, "x" * 201: 1.0})
+    assert "'' (no name)" in told["refused_in_part"]
+    assert {row["name"] for row in rows_of(made.store, "scalars")} == {"reward", "loss"}
     assert "world_size 1" in made.raw("begin", "two", rank=2, world_size=1)["refused_in_part"]
+    many = made.raw("begin", "many", rank=3, world_size=1 << 40)
+    assert "world_size 1099511627776, which is not taken" in many["refused_in_part"]
     nothings: list[dict[str, Any]] = [{}, {"scalars": None}, {"scalars": [0.5]}, {"loss": 0.5}]
     for nothing in nothings:
         with pytest.raises(InvalidEvent, match="scalars: a dict of names"):
             made.raw("log", "nothing", rank=0, **nothing)
+
+
+@pytest.mark.parametrize("size", ["8", 1 << 70, math.nan, [5], {}, b"x", True, 1.0])
+def test_a_raw_call_with_a_world_size_of_another_type_is_refused(made: Clocked, size: Any) -> None:
+    with pytest.raises(InvalidEvent, match="the world_size is"):
+        made.raw("begin", "begin", rank=0, world_size=size)
+    assert rows_of(made.store, "stages") == []
+
+
+@pytest.mark.parametrize(
+    "who", [{"rank": {}}, {"rank": []}, {"rank": ""}, {"rank": False}, {"rank": 0.0}, {"role": ""}]
+)
+def test_a_raw_call_of_nobody_is_refused(made: Clocked, who: dict[str, Any]) -> None:
+    with pytest.raises(InvalidEvent, match="sender with role") as raised:
+        made.raw("begin", "begin", **who)
+    assert raised.value.__context__ is None
+    assert rows_of(made.store, "stages") == []
 
 
 def test_an_answer_to_a_batch_says_what_of_an_event_was_not_taken(made: Clocked) -> None:

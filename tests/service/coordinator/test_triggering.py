@@ -66,6 +66,22 @@ def test_the_defaults_are_in_force_where_nothing_was_given(bench: Bench) -> None
     assert {row["step"] for row in bench.catalogue.pinned_steps("r")} == {5, 6, 7}
 
 
+@pytest.mark.parametrize("stage", ["actor_compute_log_prob", "actor_update"])
+def test_the_numbers_of_an_update_hold_its_own_steps(
+    bench: Bench, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.support.triggering.STAGE", stage)
+
+    async def work() -> None:
+        await bench.triggers.open()
+        await bench.step(1, noise=0.5)
+
+    run(work)
+    (found,) = bench.findings("trigger_probs_diff_mean")
+    is_told = "these are numbers of actor_update, whose mini-batches" in found["advice"]
+    assert is_told is (stage == "actor_update")
+
+
 def test_a_scalar_that_is_not_finite_is_found_where_it_was_logged(bench: Bench) -> None:
     async def work() -> None:
         await bench.triggers.open()

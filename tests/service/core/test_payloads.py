@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.trainings import Bench, Delivery, Rank, check_memory
 
+from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import Aggregate, Ingest, Settled
 
 
@@ -224,3 +225,8 @@ def test_rollout_work_needs_no_step(
     bench.give(begun, rank.end(begun, payload=True, scalars={"reward": 1.0}))
     assert bench.rows.one("payloads")["step"] is None
     assert bench.rows.of("findings") == []
+
+
+def test_the_reason_of_a_loss_has_no_colours_of_ray() -> None:
+    error = RuntimeError("\x1b[36mray::Rank.step()\x1b[39m (pid=7)\n  Value: \x1b[1;31mx\x1b[0m")
+    assert describe(error) == "RuntimeError: ray::Rank.step() (pid=7) Value: x"

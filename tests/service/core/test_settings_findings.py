@@ -1,4 +1,4 @@
-"""What is said of settings that nobody reads."""
+"""What is said of settings that are not known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def said(settings: dict[str, Any]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("settings", "kind", "text"),
     [
-        ({"expct": "bitwise"}, "misspelt", "'expct', which nobody reads: did you mean expect?"),
+        (
+            {"expct": "bitwise"},
+            "misspelt",
+            "'expct', which is no known setting: did you mean expect?",
+        ),
         ({"capture-budget": {}}, "misspelt", "did you mean capture_budget?"),
         ({"producer": {}}, "misspelt", "did you mean producers?"),
         ({"rollout_is_treshold": 2.0}, "misspelt", "did you mean rollout_is_threshold?"),

@@ -295,15 +295,18 @@ def test_scalars_finite_or_not(bench: Bench) -> None:
         "a": 1, "b": float("nan"), "c": -math.inf, "d": np.float32(0.5), "e": np.int64(3),
         "f": True, "g": 10**400,
     }  # fmt: skip
-    bench.give(Rank().say("log", step=1, scalars={**values, "bad": "1.0", "worse": None}))
+    long = {"n" * 200: 0.5, "n" * 201: 1.5}
+    bench.give(Rank().say("log", step=1, scalars={**values, **long, "bad": "1.0", "worse": None}))
     rows = {row["name"]: row["value"] for row in bench.rows.of("scalars")}
     assert math.isnan(rows.pop("b"))
-    assert rows == {"a": 1.0, "c": -math.inf, "d": 0.5, "e": 3.0, "f": 1.0, "g": math.inf}
+    assert rows.pop("n" * 200) == 0.5
+    assert rows == {"a": 1.0, "c": -math.inf, "d": 0.5, "e": 3.0, "f": 1.0}
     assert all(type(value) is float for value in rows.values())
     found = bench.rows.one("findings")
     assert (found["kind"], found["message"]) == (
         "refused_scalar",
-        "not numbers: bad (str), worse (NoneType)",
+        f"not numbers: bad (str), g (int), {'n' * 60}… (a name of more than 200 characters), "
+        "worse (NoneType)",
     )
 
 

@@ -22,7 +22,7 @@ from stagescope_service.core.findings import FindingLocation
 from stagescope_service.core.handshakes import reading_settings
 from stagescope_service.core.instructions import PayloadKey, Put
 from stagescope_service.ingest.payload_values import read_value
-from stagescope_service.ingest.reader import Outcome, PayloadReader
+from stagescope_service.ingest.reader import Outcome, PayloadReader, sample_rows
 from stagescope_service.ingest.recompute import Recomputer
 from stagescope_service.statistics import PartRecord, assemble
 from stagescope_service.statistics.codec import summary_from_bytes
@@ -211,6 +211,32 @@ def test_round_ids_that_cannot_be_rounds_are_said_and_lose_no_token(tmp_path: Pa
     (row,) = [put.row for put in outcome.rows if put.table == "summaries"]
     summary = summary_from_bytes(row["summary"])
     assert (summary.total.tokens, len(summary.rounds.keys)) == (44, 2)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_rows_of_samples_have_their_number_of_rounds(masks: list[list[bool]]) -> None:
+    on, rows = np.array(masks), len(masks)
+    ids = [f"sample-{row}" for row in range(rows)]
+    tensors = {"response_mask": ("bool", on.shape, on, None)}
+    rounds = np.tile([0, 2, 2], (rows, 1))
+    named = {**tensors, "round_ids": ("int64", rounds.shape, rounds, None)}
+    expected = [sum(1 for a, b in zip([False, *row], row, strict=False) if b > a) for row in masks]
+    for sent, counts in (
+        (tensors, expected),
+        (
+            named,
+            [len({r for r, kept in zip((0, 2, 2), row, strict=True) if kept}) for row in masks],
+        ),
+        ({**tensors, "token_offset": ("int64", (rows,), np.zeros(rows, np.int64), None)}, None),
+        ({}, None),
+    ):
+        read = [
+            put.row.get("rounds")
+            for put in sample_rows(
+                JOB, read_value({"schema": 1, "tensors": sent, "strings": {"sample_ids": ids}})
+            )
+        ]
+        assert read == ([None] * rows if counts is None else counts)
 
 
 def test_a_file_of_the_ring_says_itself_whose_it_is(tmp_path: Path) -> None:

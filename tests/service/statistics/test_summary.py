@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.support.batches import batch_of, bfloat16, from_bfloat16, random_stre
 from tests.support.metrics_page import PAGE, metrics_page
 from tests.support.mismatch_reference import reference, tails, tokens_of
 
+from stagescope.answers import unit_of_metric
 from stagescope.wire.errors import InvalidInput
 from stagescope_service.statistics import (
     Field,
@@ -137,7 +139,8 @@ def test_what_alignment_rounding_and_padding_show(seed: int, rows: int, width: i
     q[rounded] = from_bfloat16(bfloat16(p[rounded]))
     expected: dict[str, float] = dict.fromkeys(
         ("AHEAD_1", "BEHIND_1", "AHEAD_2", "BEHIND_2", "NEXT_N", "LAG2_N", "SEGMENTS",
-         "EDGE_ZERO", "EDGE_CAPPED", "P_BF16", "Q_BF16", "SAME_BF16", "P_ZERO", "Q_ZERO",
+         "EDGE_ZERO", "EDGE_CAPPED", "TRAIL_CAPPED", "TRAIL_SQUARES", "P_BF16",
+         "Q_BF16", "SAME_BF16", "P_ZERO", "Q_ZERO",
          "P_POSITIVE", "Q_POSITIVE", "BOTH_ZERO", "P_LACKS", "Q_LACKS", "P_LACKS_ABS",
          "Q_LACKS_ABS"), 0.0,
     )  # fmt: skip
@@ -159,6 +162,8 @@ def test_what_alignment_rounding_and_padding_show(seed: int, rows: int, width: i
             expected["SEGMENTS"] += 1
             expected["EDGE_ZERO"] += lead + trail
             expected["EDGE_CAPPED"] += min(lead, cells.EDGE) + min(trail, cells.EDGE)
+            expected["TRAIL_CAPPED"] += min(trail, cells.EDGE)
+            expected["TRAIL_SQUARES"] += min(trail, cells.EDGE) ** 2
             x_lacks, y_lacks = ((v == 0) | ~np.isfinite(v) for v in (x, y))
             expected["P_LACKS"] += int((x_lacks & ~y_lacks).sum())
             expected["Q_LACKS"] += int((y_lacks & ~x_lacks).sum())
@@ -436,3 +441,38 @@ def test_a_rounds_numbers_are_those_of_its_tokens() -> None:
 
 def test_the_page_of_metrics_is_that_of_the_code() -> None:
     assert PAGE.read_text() == metrics_page(), "run python -m tests.support.metrics_page"
+
+
+def test_units_are_those_of_the_documented_table() -> None:
+    rows = re.findall(r"^\| `(\S+)` \| (.*?) \|", mismatch.__doc__ or "", re.MULTILINE)
+    assert len(rows) > 25
+    units: list[tuple[str, str]] = []
+    for name, unit in rows:
+        name = name.replace("...", "{stream}").replace("*", "{stream}")
+        name = re.sub(r"\{(stream|i)\}", r"<\1>", name)
+        names = list(_expanded(name))
+        several = unit.split(", ") if ", " in unit else [unit] * len(names)
+        units += zip(names, several, strict=True)
+    streams = random_streams(np.random.default_rng(12), 9, 300)
+    published = publish(summarise(batch_of(*streams), StatisticsSettings(rollout_is="token")))
+    assert len(published) > 90
+    for name in published:
+        patterns = [
+            (re.escape(each).replace("<stream>", r"[\w.]+").replace("<i>", r"\d+"), unit)
+            for each, unit in units
+        ]
+        found = [unit for pattern, unit in patterns if re.fullmatch(pattern, name)]
+        assert found, name
+        unit = found[0]
+        pure = unit in ("1", "0 or 1", "rounds", "index")
+        assert unit_of_metric(name) == ("" if pure else unit), name
+
+
+def _expanded(name: str) -> Iterator[str]:
+    """Yield the names of `a_{b,c}`."""
+    found = re.search(r"\{([^}]*)\}", name)
+    if found is None:
+        yield name
+        return
+    for each in found[1].split(","):
+        yield from _expanded(name[: found.start()] + each + name[found.end() :])

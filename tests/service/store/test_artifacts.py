@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagescope.wire.errors import Forbidden
+from stagescope.wire.names import safe_name
 from stagescope.wire.schema import DUMP_MARKER, Part
 from stagescope_service.store.artifacts import (
     attempt_directory,
     confine,
     kept_path,
     ring_directory,
-    safe_name,
     step_directory,
 )
 from stagescope_workers.capture import dump_paths

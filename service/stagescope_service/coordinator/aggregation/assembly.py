@@ -303,7 +303,7 @@ def rows_of(step_parts: StepParts, run: str) -> list[Put | Delete]:
     if step_parts.expects_bitwise:
         puts += _not_exact(step_summary, step_parts.sources, location)
     if step_summary.differing:
-        puts.append(_replicas(step_summary, step_parts.sources, location))
+        puts.append(_replicas(step_summary, step_parts, location))
     return puts + findings(step_summary, location)
 
 
@@ -432,9 +432,9 @@ def verdict(catalogue: Catalogue, step_parts: StepParts) -> list[Put]:
     return [Put("steps", {**key, "completeness": completeness, "missing": missing})]
 
 
-def _replicas(
-    step_summary: StepSummary, sources: Mapping[str, PartSource], location: FindingLocation
-) -> Put:
+def _replicas(step_summary: StepSummary, step_parts: StepParts, location: FindingLocation) -> Put:
+    """Return the finding that replicas of the same rows differ, or are none at all."""
+    sources, parts = step_parts.sources, {part.key: part for part in step_parts.parts}
     pairs = [
         {
             "rank": sources[one].rank if one in sources else None,
@@ -443,11 +443,40 @@ def _replicas(
         }
         for one, other in step_summary.differing
     ]
+    # Only data_rank says that these are replicas: with ids, other rows would be a contradiction.
+    others = [
+        f"{sources[one].role} {sources[one].rank} has {mine} tokens and {sources[other].role} "
+        f"{sources[other].rank} has {counted}"
+        for one, other in step_summary.differing
+        if one in sources and other in sources and not parts[one].has_ids
+        and (mine := parts[one].full_summary.total.masked)
+        != (counted := parts[other].full_summary.total.masked)
+    ]  # fmt: skip
+    if others:
+        shown = "; ".join(others[:_LISTED_GROUPS]) + (
+            "; ..." if len(others) > _LISTED_GROUPS else ""
+        )
+        message = (
+            f"{len(others)} ranks are left out as replicas of a rank with the same data_rank, and "
+            f"hold other rows: {shown}"
+        )
+        advice = (
+            "their tokens are in no number: give ranks with rows of their own another data_rank in "
+            "init, or record sample_ids"
+        )
+    else:
+        message = (
+            f"{len(pairs)} ranks hold the same rows as another rank and differ from it in log-probs"
+        )
+        advice = (
+            "replicas of one model on one batch should agree; if these ranks are no replicas, what "
+            "they said of their data_rank or their sample_ids is wrong"
+        )
     return finding(
         "replicas_differ",
-        f"{len(pairs)} ranks hold the same rows as another rank and differ from it in log-probs",
+        message,
         **location,
+        severity="error" if others else "warning",
         evidence={"pairs": pairs[:100]},
-        advice="replicas of one model on one batch should agree; if these ranks are no replicas, "
-        "what they said of their data_rank or their sample_ids is wrong",
+        advice=advice,
     )

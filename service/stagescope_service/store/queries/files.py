@@ -126,7 +126,16 @@ class FileQueries(Reader):
         offset: int = 0,
     ) -> list[ArtifactRow]:
         """Return artifacts by step and rank, without deleted ones by default."""
-        where = conditions("artifacts", locals())
+        where = conditions(
+            "artifacts",
+            attempt_id=attempt_id,
+            step=step,
+            stage=stage,
+            rank=rank,
+            kind=kind,
+            node_id=node_id,
+            incarnation=incarnation,
+        )
         if deleted is not None:
             column = TABLES["artifacts"].c.deleted_wall
             where.append(column.is_not(None) if deleted else column.is_(None))

@@ -120,7 +120,8 @@ class FindingQueries(Reader):
         limit: int = LIMIT,
     ) -> list[FindingOutline]:
         """Return the findings in brief, the newest first."""
-        return self._outlines(FindingOutline, "findings", locals())
+        where = _conditions("findings", any_of, run=run, attempt_id=attempt_id, kind=kind)
+        return self._outlines(FindingOutline, "findings", where, limit)
 
     def loss_outlines(
         self,
@@ -131,7 +132,8 @@ class FindingQueries(Reader):
         limit: int = LIMIT,
     ) -> list[LossOutline]:
         """Return the losses in brief, the newest first."""
-        return self._outlines(LossOutline, "losses", locals())
+        where = _conditions("losses", any_of, run=run, attempt_id=attempt_id)
+        return self._outlines(LossOutline, "losses", where, limit)
 
     def firing_outlines(
         self,
@@ -142,9 +144,16 @@ class FindingQueries(Reader):
         limit: int = LIMIT,
     ) -> list[FiringOutline]:
         """Return the firings in brief, the newest first, including withdrawn ones."""
-        return self._outlines(FiringOutline, "firings", locals())
+        where = _conditions("firings", any_of, run=run, attempt_id=attempt_id)
+        return self._outlines(FiringOutline, "firings", where, limit)
 
-    def _outlines(self, row: type[R], name: EventsTable, arguments: Mapping[str, Json]) -> list[R]:
+    def _outlines(
+        self,
+        row: type[R],
+        name: EventsTable,
+        where: Sequence[sa.ColumnElement[bool]],
+        limit: int,
+    ) -> list[R]:
         table = TABLES[name]
         columns, order = _OUTLINES[name]
         shown: list[sa.ColumnElement[object]] = [table.c[column] for column in columns.split()]
@@ -157,8 +166,7 @@ class FindingQueries(Reader):
             table.c[column[1:]].desc() if column.startswith("-") else table.c[column]
             for column in order.split()
         ]
-        query = sa.select(*shown).where(*_conditions(name, arguments)).order_by(*by)
-        return self._rows(row, query.limit(arguments["limit"]))
+        return self._rows(row, sa.select(*shown).where(*where).order_by(*by).limit(limit))
 
     def kinds(
         self, name: EventsTable, *, run: Filter = None, attempt_id: Filter = None
@@ -166,7 +174,9 @@ class FindingQueries(Reader):
         """Return the existing kinds of findings or losses, or the rules with firings."""
         table = TABLES[name]
         column = table.c["rule" if name == "firings" else "kind"]
-        query = sa.select(column).where(*conditions(name, locals())).distinct()
+        query = (
+            sa.select(column).where(*conditions(name, run=run, attempt_id=attempt_id)).distinct()
+        )
         return self._values(query.order_by(column))
 
     def finding(self, finding_id: str) -> list[FindingRow]:
@@ -192,7 +202,16 @@ class FindingQueries(Reader):
         return self._page(
             FindingRow,
             "findings",
-            _conditions("findings", locals()),
+            _conditions(
+                "findings",
+                any_of,
+                finding_id=finding_id,
+                run=run,
+                attempt_id=attempt_id,
+                step=step,
+                kind=kind,
+                severity=severity,
+            ),
             "-last_wall finding_id",
             limit,
             offset,
@@ -236,7 +255,9 @@ class FindingQueries(Reader):
         offset: int = 0,
     ) -> list[LossRow]:
         """Return losses, the newest first."""
-        where = _conditions("losses", locals())
+        where = _conditions(
+            "losses", any_of, loss_id=loss_id, run=run, attempt_id=attempt_id, step=step, kind=kind
+        )
         return self._page(LossRow, "losses", where, "-wall loss_id", limit, offset)
 
     def lost_payloads(
@@ -267,7 +288,16 @@ class FindingQueries(Reader):
     ) -> list[StackRow]:
         """Return process stacks, requested or written by watchdogs, the newest first."""
         order = "-wall role rank incarnation request_id"
-        where = conditions("stacks", locals())
+        where = conditions(
+            "stacks",
+            attempt_id=attempt_id,
+            step=step,
+            request_id=request_id,
+            stage=stage,
+            role=role,
+            rank=rank,
+            source=source,
+        )
         return self._page(StackRow, "stacks", where, order, limit, offset)
 
     def trigger_rules(self) -> TriggerRulesRow | None:
@@ -290,15 +320,17 @@ class FindingQueries(Reader):
         return self._page(
             FiringRow,
             "firings",
-            _conditions("firings", locals()),
+            _conditions("firings", any_of, run=run, attempt_id=attempt_id, step=step, rule=rule),
             "-wall -attempt_id -step rule",
             limit,
             offset,
         )
 
 
-def _conditions(name: EventsTable, arguments: Mapping[str, Json]) -> list[sa.ColumnElement[bool]]:
-    """Return the conditions of a query's arguments: its filters, and `any_of`."""
-    columns, any_of = TABLES[name].c, arguments["any_of"]
+def _conditions(
+    name: EventsTable, any_of: AnyOf | None, **filters: Filter
+) -> list[sa.ColumnElement[bool]]:
+    """Return the conditions of filters, and that one of the columns of `any_of` has its value."""
+    columns = TABLES[name].c
     chosen = [] if any_of is None else [columns[key].in_([*any_of[key]]) for key in any_of]
-    return [*conditions(name, arguments), *([sa.or_(*chosen)] if chosen else [])]
+    return [*conditions(name, **filters), *([sa.or_(*chosen)] if chosen else [])]

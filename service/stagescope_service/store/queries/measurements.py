@@ -102,7 +102,16 @@ class MeasurementQueries(Reader):
             ScalarRow,
             "scalars",
             [
-                *conditions("scalars", locals()),
+                *conditions(
+                    "scalars",
+                    attempt_id=attempt_id,
+                    step=step,
+                    name=name,
+                    stage=stage,
+                    role=role,
+                    rank=rank,
+                    nonfinite=nonfinite,
+                ),
                 *self._answers(attempt_id),
                 *self._of_newest(attempt_id),
             ],
@@ -214,7 +223,7 @@ class MeasurementQueries(Reader):
                 *self._answers(attempts),
                 *self._of_newest(attempts),
                 *between(table.c.step, first, last),
-                *conditions("scalars", {"stage": stage, "role": role, "rank": rank}),
+                *conditions("scalars", stage=stage, role=role, rank=rank),
             )
             .group_by(*(table.c[column] for column in of))
             .order_by(table.c.step.desc(), table.c.attempt_id.desc())
@@ -244,7 +253,7 @@ class MeasurementQueries(Reader):
         table = TABLES["processes"]
         is_probe = sa.or_(table.c.raw.is_(None), table.c.raw == sa.false())
         rank = (table.c.attempt_id, table.c.role, table.c.rank)
-        where = [*conditions("processes", {"attempt_id": attempts}), is_probe]
+        where = [*conditions("processes", attempt_id=attempts), is_probe]
         twice = sa.select(rank[0]).where(*where).group_by(*rank).having(sa.func.count() > 1)
         if not self._values(twice.limit(1)):
             return []
@@ -280,7 +289,16 @@ class MeasurementQueries(Reader):
         return self._page(
             PayloadRow,
             "payloads",
-            conditions("payloads", locals()),
+            conditions(
+                "payloads",
+                attempt_id=attempt_id,
+                step=step,
+                stage=stage,
+                role=role,
+                rank=rank,
+                state=state,
+                consumed_step=consumed_step,
+            ),
             "announced_wall incarnation seq",
             limit,
             offset,
@@ -338,14 +356,26 @@ class MeasurementQueries(Reader):
         return self._page(
             SummaryRow,
             "summaries",
-            conditions("summaries", locals()),
+            conditions(
+                "summaries",
+                attempt_id=attempt_id,
+                step=step,
+                stage=stage,
+                role=role,
+                rank=rank,
+                pair=pair,
+                policy_version=policy_version,
+            ),
             "step stage role rank occurrence epoch minibatch microbatch incarnation seq pair",
         )
 
     def streams(self, attempt_id: int, *, stage: Filter = None) -> list[StreamRow]:
         """Return the properties of an attempt's log-prob streams."""
         return self._page(
-            StreamRow, "streams", conditions("streams", locals()), "stream role stage"
+            StreamRow,
+            "streams",
+            conditions("streams", attempt_id=attempt_id, stage=stage),
+            "stream role stage",
         )
 
     def samples(
@@ -363,7 +393,14 @@ class MeasurementQueries(Reader):
         return self._page(
             SampleRow,
             "samples",
-            conditions("samples", locals()),
+            conditions(
+                "samples",
+                attempt_id=attempt_id,
+                step=step,
+                sample_uid=sample_uid,
+                group_id=group_id,
+                prompt_hash=prompt_hash,
+            ),
             "step sample_uid clock",
             limit,
             offset,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar, cast
@@ -69,7 +69,7 @@ class Reader:
         return found[0] if found else None
 
     def _one(self, row: type[R], name: str, **key: Filter) -> R | None:
-        return self._first(row, sa.select(TABLES[name]).where(*conditions(name, key)))
+        return self._first(row, sa.select(TABLES[name]).where(*conditions(name, **key)))
 
     def _page(
         self,
@@ -99,15 +99,19 @@ def _all_rows(name: str, order: str, without: str) -> Query:
     return sa.select(*chosen).order_by(*by)
 
 
-def conditions(name: str, filters: Mapping[str, object]) -> list[sa.ColumnElement[bool]]:
-    """Return conditions for the `filters` that are columns of the table and not None."""
-    columns = TABLES[name].columns
+def conditions(table: str, /, **filters: Filter) -> list[sa.ColumnElement[bool]]:
+    """Return conditions for the filters, each named as its column, that are not None.
+
+    Raises:
+        KeyError: the table has no such column.
+    """
+    columns = TABLES[table].columns
     return [
         columns[key].in_(list(value))
         if isinstance(value, Sequence) and not isinstance(value, str)
         else columns[key] == value
         for key, value in filters.items()
-        if key in columns and value is not None
+        if value is not None
     ]
 
 

@@ -251,18 +251,34 @@ class RunQueries(Reader):
         offset: int = 0,
     ) -> list[StageRow]:
         """Return stages in the order of their begin, without superseded ones by default."""
-        where = conditions("stages", {**locals(), "superseded": True if superseded else None})
+        where = conditions(
+            "stages",
+            attempt_id=attempt_id,
+            step=step,
+            stage=stage,
+            role=role,
+            rank=rank,
+            policy_version=policy_version,
+            superseded=True if superseded else None,
+        )
         if superseded is False:
             where.append(_not_superseded())
         order = "begin_wall rank work_key"
         return self._page(StageRow, "stages", where, order, limit, offset)
 
     def count_stages(
-        self, attempt_id: int, step: int, *, stage: Filter = None
+        self, attempt_id: int, step: int | None, *, stage: Filter = None
     ) -> dict[tuple[str, str, int], int]:
-        """Return (stage, role, rank) -> the number of parts of the stage in a step."""
+        """Return (stage, role, rank) -> the number of parts of the stage in a step.
+
+        None: of the work without a step.
+        """
         table = TABLES["stages"]
-        where = [*conditions("stages", locals()), _not_superseded()]
+        where = [
+            *conditions("stages", attempt_id=attempt_id, stage=stage),
+            table.c.step == step,  # IS NULL, of None
+            _not_superseded(),
+        ]
         key = (table.c.stage, table.c.role, table.c.rank)
         query = sa.select(*key, sa.func.count().label("parts")).where(*where).group_by(*key)
         rows = self._rows(_PartCount, query)
@@ -271,7 +287,7 @@ class RunQueries(Reader):
     def replaced(self, attempt_id: int, step: Filter = None) -> set[tuple[str, int | None]]:
         """Return (incarnation, seq) of payloads whose stage was superseded."""
         columns = TABLES["stages"].c
-        where = conditions("stages", {"attempt_id": attempt_id, "step": step, "superseded": True})
+        where = conditions("stages", attempt_id=attempt_id, step=step, superseded=True)
         chosen = sa.select(columns.incarnation, columns.end_seq).where(*where)
         with connect.catalogue_errors(self._where), self._connect() as connection:
             return {(incarnation, seq) for incarnation, seq in connection.execute(chosen)}
@@ -291,19 +307,19 @@ class RunQueries(Reader):
         rank: Filter = None,
     ) -> list[ProcessColumns]:
         """Return the processes of an attempt by role, rank and time: also those that are gone."""
-        where = conditions("processes", locals())
+        where = conditions("processes", attempt_id=attempt_id, role=role, rank=rank)
         order, left_out = "role rank first_wall", "hello settings"
         return self._page(ProcessColumns, "processes", where, order, without=left_out)
 
     def introduced_processes(self, attempt_id: int) -> list[ProcessRow]:
         """Return the processes of an attempt with their `hello` and `settings`."""
-        where = conditions("processes", locals())
+        where = conditions("processes", attempt_id=attempt_id)
         return self._page(ProcessRow, "processes", where, "role rank first_wall")
 
     def settings_with(self, attempt_id: int, name: str) -> list[JsonObject]:
         """Return the settings of those processes of an attempt that reported one of this name."""
         settings = TABLES["processes"].c.settings
-        where = conditions("processes", {"attempt_id": attempt_id})
+        where = conditions("processes", attempt_id=attempt_id)
         # By its text first: a trainer's whole configuration takes long to decode.
         mentioned = sa.type_coerce(settings, sa.Text).contains(f'"{name}"', autoescape=True)
         found = self._values(sa.select(settings).where(*where, mentioned))

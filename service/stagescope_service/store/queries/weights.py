@@ -63,7 +63,7 @@ class WeightQueries(Reader):
         return self._page(
             WeightsRow,
             "weights",
-            conditions("weights", locals()),
+            conditions("weights", attempt_id=attempt_id, version=version),
             "wall side role rank incarnation seq",
         )
 
@@ -91,7 +91,7 @@ class WeightQueries(Reader):
         offset: int = 0,
     ) -> list[WeightVerdictRow]:
         """Return the verdicts of an attempt's versions, or of one, the newest first."""
-        where = conditions("weight_verdicts", {"attempt_id": attempt_id, "version": version})
+        where = conditions("weight_verdicts", attempt_id=attempt_id, version=version)
         return self._page(WeightVerdictRow, "weight_verdicts", where, "-version", limit, offset)
 
     def incomplete_weights(self, attempt_id: int, before: int) -> list[int]:
