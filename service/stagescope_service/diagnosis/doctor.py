@@ -24,18 +24,26 @@ FAMILIES: Final = ("service", "precision", "mismatch", "reward", "time", "settin
 EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
     function.__name__: function
     for function in (
-        trends.jump, trends.growth, trends.above, trends.scalar_above, trends.scalar_falls,
-        trends.scalar_flat, trends.scalar_spike,
+        trends.jump, trends.step_change, trends.growth, trends.above, trends.scalar_above,
+        trends.scalar_falls, trends.scalar_flat, trends.scalar_spike,
         mismatch.rank_apart, mismatch.rounds_rise, mismatch.suspect, mismatch.noise_floor,
         mismatch.rounded, mismatch.first_token, mismatch.engine_apart, mismatch.lattice,
         mismatch.hidden_tails, mismatch.stale, mismatch.retokenised,
-        reports.groups, reports.truncated, reports.finding, reports.scalars_not_finite,
-        reports.lost, reports.partial, reports.straggler, reports.settings,
+        reports.groups, reports.truncated, reports.finding, reports.hangs, reports.lost,
+        reports.scalars_not_finite, reports.failed, reports.partial, reports.unreported,
+        reports.straggler, reports.settings,
     )
 }  # fmt: skip
 """Name in a rule -> the function."""
-_REQUIRED: Final = ("title", "family", "evidence", "meaning", "next", "sources")
-_OPTIONAL: Final = ("figure", "record")
+_OF_THE_NEWEST: Final = frozenset(
+    {
+        "rank_apart", "rounds_rise", "suspect", "rounded", "first_token", "engine_apart",
+        "lattice", "hidden_tails", "stale", "noise_floor", "groups", "straggler",
+    }
+)  # fmt: skip
+"""Functions that look at the newest steps alone: the others know since when by themselves."""
+_REQUIRED: Final = ("title", "family", "evidence", "meaning", "next")
+_OPTIONAL: Final = ("sources", "figure", "record")
 _ORDER: Final = {"found": 0, "not measured": 1, "not found": 2}
 
 
@@ -51,7 +59,7 @@ class SymptomRule:
         parameters: its keyword arguments.
         meaning: what the symptom means.
         next: what to do, the first thing first; commands begin with `stagescope`.
-        sources: where the field met it.
+        sources: where the field met it; empty: it is of this service alone.
         figure: the path of a figure, with {run}, {attempt} and {step}; None: there is none.
         record: what to record where it is not measured; None: nothing can be done.
     """
@@ -117,7 +125,7 @@ class SymptomRule:
             parameters=parameters,
             meaning=str(value["meaning"]),
             next=tuple(map(str, value["next"])),
-            sources=tuple(map(str, value["sources"])),
+            sources=tuple(map(str, value.get("sources", ()))),
             figure=None if value.get("figure") is None else str(value["figure"]),
             record=None if value.get("record") is None else str(value["record"]),
         )
@@ -172,6 +180,30 @@ def diagnose(history: RunHistory, rules: Sequence[SymptomRule] | None = None) ->
 
 def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:
     try:
-        return EVIDENCE[rule.function](history, **rule.parameters)
+        found = EVIDENCE[rule.function](history, **rule.parameters)
+        since = None if found.verdict != "found" else _since_step(rule, history, found)
     except StagescopeError as error:
         return not_measured(f"it cannot be computed: {error}")
+    return found if since is None else dataclasses.replace(found, since_step=since)
+
+
+def _since_step(rule: SymptomRule, history: RunHistory, found: Evidence) -> int | None:
+    """Return the first step that shows a symptom without a break until now.
+
+    Rules look at the newest steps alone. As long as a rule finds its symptom in what was known at
+    an earlier step, the search goes back, by twice as many steps each time, and then between the
+    last two.
+    """
+    if found.since_step is None or rule.function not in _OF_THE_NEWEST:
+        return None
+    steps = [each.step for each in history.steps]
+    since, found_at, stride = found.since_step, len(steps) - 1, 1
+    missing = -1
+    while found_at - missing > 1:
+        at = max(found_at - stride, missing + 1, 0)
+        evidence = EVIDENCE[rule.function](history.until(steps[at]), **rule.parameters)
+        if evidence.verdict == "found" and evidence.since_step is not None:
+            since, found_at, stride = min(since, evidence.since_step), at, 2 * stride
+        else:
+            missing, stride = at, max((found_at - at) // 2, 1)
+    return since

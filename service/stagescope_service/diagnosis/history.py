@@ -16,6 +16,7 @@ import numpy as np
 from stagescope.batch import Batch
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.schema import ROLES
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
@@ -34,6 +35,7 @@ NEWEST: Final = 10
 READ: Final = 3
 """Newest measured steps whose step summaries are read: they may be large."""
 _ROWS: Final = 20_000
+_ORDER: Final = {role: at for at, role in enumerate(ROLES)}
 _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -165,6 +167,17 @@ class RunHistory:
         self._number = {int(row["attempt_id"]): int(row["number"]) for row in self.attempts}
         self._series = lru_cache(maxsize=None)(self._read_series)
 
+    def until(self, last: int) -> RunHistory:
+        """Return what was known of the steps up to `last`, without tensors."""
+        found = RunHistory.__new__(RunHistory)
+        for name in ("run", "attempts", "_catalogue", "_ids", "_number"):
+            setattr(found, name, getattr(self, name))
+        found._last, found.kept = last, None
+        found._rows = [row for row in self._rows if row["step"] <= last]
+        found._every_finding, found._every_loss = self._every_finding, self._every_loss
+        found._series = lru_cache(maxsize=None)(found._read_series)
+        return found
+
     # --- steps ----------------------------------------------------------------------------------
     @cached_property
     def _rows(self) -> list[JsonObject]:
@@ -214,6 +227,13 @@ class RunHistory:
         values = [float(row["completeness"] == "partial") for row in self._rows]
         return self._as_series("partial steps", self._rows, values)
 
+    @property
+    def newest_attempt_id(self) -> int | None:
+        """The catalogue's id of the attempt of the last step that is looked at."""
+        if self._last is not None and self.steps:
+            return self.steps[-1].attempt_id
+        return self._ids[-1] if self._ids else None
+
     # --- numbers --------------------------------------------------------------------------------
     def metric(self, name: str) -> Series:
         """Return a published number of the steps that have it."""
@@ -245,7 +265,8 @@ class RunHistory:
     def scalars(self, patterns: Sequence[str]) -> list[Series]:
         """Return the series of every scalar whose name matches a pattern, the first one first.
 
-        A value is the mean over the ranks and parts that logged it; NaN where one of them is.
+        Each role has its own, the actor's first. A value is the mean over the ranks and parts of
+        the role that logged it; NaN where one of them is.
         """
         names = [
             name
@@ -253,21 +274,27 @@ class RunHistory:
             for name in self.scalar_names
             if fnmatch.fnmatchcase(name, pattern)
         ]
-        found = [self._series(name) for name in dict.fromkeys(names)]
+        found = [series for name in dict.fromkeys(names) for series in self._series(name)]
         return [series for series in found if len(series)]
 
-    def _read_series(self, name: str) -> Series:
+    def _read_series(self, name: str) -> list[Series]:
         in_force = {(step.attempt_id, step.step) for step in self.steps}
-        sums: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+        by_role: dict[str, dict[tuple[int, int], list[tuple[float, int]]]] = {}
         for row in self._catalogue.scalar_values(self._ids, name, by_rank=False, last=self._last):
             key = (row["attempt_id"], -1 if row["step"] is None else row["step"])
             if key in in_force:
                 bad = row["nan"] or row["posinf"] or row["neginf"]
                 mean = math.nan if bad or row["mean"] is None else float(row["mean"])
+                sums = by_role.setdefault(str(row["role"]), defaultdict(list))
                 sums[key].append((mean, int(row["count"])))
-        rows = [row for row in self._rows if (row["attempt_id"], row["step"]) in sums]
-        values = [_weighted_mean(sums[row["attempt_id"], row["step"]]) for row in rows]
-        return self._as_series(name, rows, values)
+        found = []
+        for role in sorted(by_role, key=lambda role: (_ORDER.get(role, len(ROLES)), role)):
+            sums = by_role[role]
+            rows = [row for row in self._rows if (row["attempt_id"], row["step"]) in sums]
+            values = [_weighted_mean(sums[row["attempt_id"], row["step"]]) for row in rows]
+            label = f"{name} of {role}" if len(by_role) > 1 else name
+            found.append(self._as_series(label, rows, values))
+        return found
 
     def _as_series(self, name: str, rows: Sequence[JsonObject], values: Sequence[float]) -> Series:
         return Series(
@@ -331,13 +358,25 @@ class RunHistory:
     # --- what else the service knows --------------------------------------------------------------
     @cached_property
     def findings(self) -> list[FindingRow]:
-        """The findings of these attempts, the most recently seen first."""
-        return self._catalogue.findings(attempt_id=self._ids, limit=_ROWS) if self._ids else []
+        """The findings of these attempts up to the last step, the most recently seen first."""
+        return [row for row in self._every_finding if self._is_known(row["step"])]
 
     @cached_property
     def losses(self) -> list[LossRow]:
-        """What was announced and never arrived."""
+        """What was announced and never arrived, up to the last step."""
+        return [row for row in self._every_loss if self._is_known(row["step"])]
+
+    @cached_property
+    def _every_finding(self) -> list[FindingRow]:
+        return self._catalogue.findings(attempt_id=self._ids, limit=_ROWS) if self._ids else []
+
+    @cached_property
+    def _every_loss(self) -> list[LossRow]:
         return self._catalogue.losses(attempt_id=self._ids, limit=_ROWS) if self._ids else []
+
+    def _is_known(self, step: int | None) -> bool:
+        """Whether something of a step is of those that are looked at; None: it is of no step."""
+        return self._last is None or step is None or step <= self._last
 
     @cached_property
     def non_finite_scalars(self) -> list[JsonObject]:

@@ -6,13 +6,16 @@ import fnmatch
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from itertools import pairwise
+from typing import Final, Literal
 
 import numpy as np
 
+from stagescope.render import counted
 from stagescope_service.diagnosis.evidence import Evidence, not_found, not_measured, short
 from stagescope_service.diagnosis.history import NEWEST, RunHistory
-from stagescope_service.diagnosis.trends import beyond
+from stagescope_service.diagnosis.trends import beyond, since_step
+from stagescope_service.store.tables import FindingRow
 
 
 def groups(
@@ -97,14 +100,42 @@ def finding(history: RunHistory, *, kinds: Sequence[str], open_only: bool = Fals
     ]
     if not rows:
         return not_found(f"no finding {' or '.join(kinds)}")
+    return _found(rows)
+
+
+def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
+    """Return the findings of some kinds that still hold in the newest attempt that is looked at.
+
+    A rank that went on, and an attempt that ended, hold up nobody any more.
+    """
+    rows = [row for row in history.findings if row["kind"] in kinds]
+    held = [
+        row
+        for row in rows
+        if row["over_wall"] is None and row["attempt_id"] == history.newest_attempt_id
+    ]
+    if held:
+        return _found(held)
+    if not rows:
+        return not_found("no rank was quiet for too long")
+    last = max(rows, key=lambda row: row["first_wall"])
+    return not_found(
+        f"{counted(len(rows), 'rank')} held up others earlier, the last: {last['message']}"
+    )
+
+
+def _found(rows: list[FindingRow]) -> Evidence:
     rows.sort(key=lambda row: (row["step"] is None, row["step"] or 0, row["first_wall"]))
     first = rows[0]
     ranks = sorted({f"{row['role']} {row['rank']}" for row in rows if row["rank"] is not None})
-    shown = ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
     lines = [str(row["message"]) for row in rows[:3]]
     if len(rows) > 3:
         lines.append(f"and {len(rows) - 3} more findings")
-    return Evidence("found", 1.0, first["step"], shown, tuple(lines))
+    return Evidence("found", 1.0, first["step"], _listed(ranks), tuple(lines))
+
+
+def _listed(ranks: Sequence[str]) -> str:
+    return ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
 
 
 def scalars_not_finite(history: RunHistory) -> Evidence:
@@ -123,21 +154,40 @@ def scalars_not_finite(history: RunHistory) -> Evidence:
         for name, steps in sorted(by_name.items(), key=lambda item: min(item[1]))
     ]
     ranks = sorted({f"{row['role']} {row['rank']}" for row in rows if row["step"] == first})
-    shown = ", ".join(ranks[:6]) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
-    return Evidence("found", 1.0, int(first), shown, tuple(lines[:6]))
+    return Evidence("found", 1.0, int(first), _listed(ranks), tuple(lines[:6]))
+
+
+_UNENDED: Final = "stage"
+"""Kind of the loss of a stage's end: its process is gone."""
 
 
 def lost(history: RunHistory) -> Evidence:
-    """Return what was announced and never arrived."""
-    if not history.losses:
+    """Return what was announced and never arrived, apart from ends of stages."""
+    rows = [row for row in history.losses if row["kind"] != _UNENDED]
+    if not rows:
         return not_found("nothing was lost")
     kinds: Counter[str] = Counter()
-    for row in history.losses:
+    for row in rows:
         kinds[row["kind"]] += int(row["count"] or 1)
-    steps = [row["step"] for row in history.losses if row["step"] is not None]
+    steps = [row["step"] for row in rows if row["step"] is not None]
     text = ", ".join(f"{count} of kind {kind}" for kind, count in kinds.most_common())
-    reason = str(history.losses[0]["reason"])
-    return Evidence("found", 1.0, min(steps, default=None), "", (text, f"the newest: {reason}"))
+    return Evidence(
+        "found", 1.0, min(steps, default=None), "", (text, f"the newest: {rows[0]['reason']}")
+    )
+
+
+def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
+    """Return the findings of some kinds, else the stages whose process was gone at their end."""
+    found = finding(history, kinds=kinds)
+    unended = [row for row in history.losses if row["kind"] == _UNENDED]
+    if found.verdict == "found" or not unended:
+        return found
+    unended.sort(key=lambda row: (row["step"] is None, row["step"] or 0))
+    first = unended[0]
+    ranks = sorted({f"{row['role']} {row['rank']}" for row in unended if row["rank"] is not None})
+    lines = Counter(f"{row['stage']} of step {row['step']}: {row['reason']}" for row in unended)
+    texts = tuple(f"{text} ({counted(n, 'rank')})" for text, n in lines.most_common(3))
+    return Evidence("found", 1.0, first["step"], _listed(ranks), texts)
 
 
 def partial(history: RunHistory, *, share: float = 0.1) -> Evidence:
@@ -146,10 +196,41 @@ def partial(history: RunHistory, *, share: float = 0.1) -> Evidence:
     if not len(series):
         return not_measured("no step is closed")
     text = f"{int(series.values.sum())} of {len(series)} steps closed without some of their ranks"
-    if series.values.mean() < share:
+    newest = series.newest(NEWEST)
+    sure = float(max(series.values.mean(), newest.values.mean()))
+    if sure < share:
         return not_found(text)
-    since = int(series.steps[series.values > 0][0])
-    return Evidence("found", float(series.values.mean()), since, "", (text,))
+    since = since_step(series, series.values > 0)
+    recent = f"{int(newest.values.sum())} of the newest {len(newest)}"
+    return Evidence("found", sure, since, "", (text, recent))
+
+
+def unreported(history: RunHistory) -> Evidence:
+    """Return which steps are missing between those that were reported.
+
+    Steps usually follow each other by the median of their distances. What is missing before an
+    attempt's first step was trained by one that never reached the service.
+    """
+    steps = history.steps
+    if len(steps) < 3:
+        return not_measured(f"{len(steps)} steps are closed")
+    usual = float(np.median(np.diff([each.step for each in steps])))
+    gaps = [
+        (before, after) for before, after in pairwise(steps) if after.step - before.step > usual
+    ]
+    if not gaps:
+        return not_found(f"the {len(steps)} steps from {steps[0].step} on follow each other")
+    texts = []
+    for before, after in gaps[:6]:
+        first, last = before.step + 1, after.step - 1
+        text = f"no step {first}" if first == last else f"no steps {first} to {last}"
+        if after.attempt != before.attempt:
+            text += f": attempt {after.attempt} begins with {after.step}, after {before.step} of "
+            text += f"attempt {before.attempt}"
+        texts.append(text)
+    if len(gaps) > 6:
+        texts.append(f"and {len(gaps) - 6} more gaps")
+    return Evidence("found", 1.0, gaps[0][0].step + 1, "", tuple(texts))
 
 
 def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) -> Evidence:
@@ -162,13 +243,15 @@ def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) 
             continue
         examined += 1
         slow: Counter[int] = Counter()
+        since: dict[int, int] = {}
         ratios: dict[int, list[float]] = defaultdict(list)
-        for ranks in several.values():
+        for step, ranks in sorted(several.items()):
             slowest = max(ranks, key=lambda rank: ranks[rank])
             others = [value for rank, value in ranks.items() if rank != slowest]
             usual = float(np.median(others))
             if ranks[slowest] > max(factor * usual, usual + least):
                 slow[slowest] += 1
+                since.setdefault(slowest, step)
                 ratios[slowest].append(ranks[slowest] / usual if usual else math.inf)
         if not slow:
             continue
@@ -179,8 +262,7 @@ def straggler(history: RunHistory, *, factor: float = 1.5, least: float = 0.05) 
                 f"{role} {rank} takes {np.median(ratios[rank]):.1f} times the others' median in "
                 f"{stage}, in {count} of {len(several)} steps"
             )
-            since = min(several)
-            worst = Evidence("found", sure, since, f"{role} rank {rank}, {stage}", (text,))
+            worst = Evidence("found", sure, since[rank], f"{role} rank {rank}, {stage}", (text,))
     if not examined:
         return not_measured("no stage has three ranks in three steps")
     return worst or not_found(f"no rank is slow step after step in {examined} stages")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from stagescope_service.diagnosis.evidence import (
     times,
 )
 from stagescope_service.diagnosis.history import NEWEST, RunHistory, Series
-from stagescope_service.statistics.cell import Int64
+from stagescope_service.statistics.cell import Float64, Int64
 
 
 def jump(
@@ -55,7 +56,7 @@ def jump(
         first = int(after.steps[0])
         before = series.where((series.steps < first) & (series.attempts < number)).newest(steps)
         if len(before) < 2 or len(after) < 2:
-            against.append(f"attempt {number}: too few steps on one side of its begin")
+            against.append(f"attempt {number}: {_TOO_FEW}")
             continue
         head = after.where(np.arange(len(after)) < steps)
         low, high = float(np.median(before.values)), float(np.median(head.values))
@@ -74,9 +75,14 @@ def jump(
             found.append(Evidence("found", beyond, first, f"attempt {number}", tuple(supports)))
         else:
             against.append(text)
+    if not found and against[-1].endswith(_TOO_FEW):
+        return not_measured(against[-1])
     if not found:
         return not_found(*against)
     return dataclasses.replace(found[-1], against=tuple(against))
+
+
+_TOO_FEW: Final = "too few steps on one side of its begin"
 
 
 def _jump_at_first_sync(series: Series, factor: float, least: float, steps: int) -> Evidence:
@@ -96,6 +102,58 @@ def _jump_at_first_sync(series: Series, factor: float, least: float, steps: int)
     if found is None:
         return not_found(*against) if against else not_measured("no attempt has three steps")
     return dataclasses.replace(found, against=tuple(against))
+
+
+def step_change(
+    history: RunHistory,
+    *,
+    metric: str = ABS_DIFF,
+    factor: float = 2.0,
+    least: float = 0.0,
+    steps: int = 10,
+) -> Evidence:
+    """Return whether a metric rises at once inside the newest attempt, and stays there.
+
+    The steps are split where the two medians leave the smallest sum of absolute deviations of the
+    logarithms. Either side has at least 3 of them (`steps` in all); the later median is `factor`
+    times the earlier one, at least 80 % of it arises between the 3 steps on either side, and every
+    later value lies above the geometric mean of the two.
+    """
+    series = history.metric(metric).finite
+    if not len(series):
+        return not_measured(f"no step has {metric}")
+    own = series.of_attempt(int(series.attempts[-1])).newest(_MOST_SPLIT)
+    if len(own) < steps:
+        return not_measured(f"attempt {own.attempts[-1]} has {len(own)} steps, {steps} are needed")
+    at = _split(own.values)
+    low, high = (float(np.median(part)) for part in (own.values[:at], own.values[at:]))
+    near = [float(np.median(part)) for part in (own.values[at - 3 : at], own.values[at : at + 3])]
+    step = int(own.steps[at])
+    text = (
+        f"{metric} is {short(low)} in the {at} steps before step {step} and {short(high)} in the "
+        f"{len(own) - at} from it on"
+    )
+    is_large = high > max(factor * low, least, 0.0)
+    is_lasting = is_large and own.values[at:].min() > math.sqrt(low * high)
+    if not is_lasting or near[1] - near[0] < 0.8 * (high - low):
+        return not_found(text)
+    beyond = float((own.values[at:] > own.values[:at].max()).mean())
+    return Evidence("found", beyond, step, f"attempt {own.attempts[-1]}", (text,))
+
+
+_MOST_SPLIT: Final = 400
+"""Newest steps that are searched for a change."""
+
+
+def _split(values: Float64) -> int:
+    """Return the index of the first value after the change, from 3 to len(values) - 3."""
+    logs = np.log(np.maximum(values, np.finfo(np.float64).tiny))
+    costs = [
+        float(np.abs(part - np.median(part)).sum())
+        for at in range(3, len(logs) - 2)
+        for part in (logs[:at], logs[at:])
+    ]
+    return 3 + int(np.argmin(np.add(costs[::2], costs[1::2])))
 
 
 def growth(
@@ -126,6 +184,9 @@ def growth(
     )
     if tau < 0.5 or last < max(factor * first, least):
         return not_found(text.replace("grows", "goes"))
+    change = step_change(history, metric=metric)
+    if change.verdict == "found":
+        return not_found(f"it rises at once, in step {change.since_step}")
     earlier = [
         f"attempt {number} began at {short(float(series.of_attempt(number).values[0]))} again"
         for number in sorted({int(number) for number in series.attempts})[1:]
@@ -226,11 +287,17 @@ def scalar_flat(
 def scalar_spike(
     history: RunHistory, *, names: Sequence[str], factor: float = 10.0, steps: int = 50
 ) -> Evidence:
-    """Return whether a scalar exceeds `factor` times its median in one of the newest steps."""
-    found = history.scalars(names)
-    if not found:
+    """Return whether a scalar exceeds `factor` times its median in one of the newest steps.
+
+    Of several roles that log it the first one is told of which it is so.
+    """
+    looked = [_spike(series.newest(steps), factor) for series in history.scalars(names)]
+    if not looked:
         return no_scalar(names)
-    series = found[0].newest(steps)
+    return next((each for each in looked if each.verdict == "found"), looked[0])
+
+
+def _spike(series: Series, factor: float) -> Evidence:
     finite = series.finite
     bad = len(series) - len(finite)
     if len(finite) < 5 and not bad:
@@ -249,7 +316,10 @@ def scalar_spike(
             f"({', '.join(where)})"
         )
     if not lines:
-        return not_found(f"{series.name} stays below {factor:g} times its median {short(median)}")
+        return not_found(
+            f"{series.name} stays below {factor:g} times its median {short(median)} in the newest "
+            f"{len(series)} steps"
+        )
     marked = [*series.steps[~np.isfinite(series.values)].tolist(), *finite.steps[over].tolist()]
     sure = min(1.0, (bad + int(over.sum())) / 3)
     return Evidence("found", sure, min(marked), "", tuple(lines))

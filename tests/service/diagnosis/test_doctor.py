@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -15,11 +16,13 @@ from tests.support.api import Rank, Service, service
 from tests.support.batches import batch_of
 from tests.support.command_line import invoke
 from tests.support.sampler import Scores, as_is, draw, temperature, top_p
+from tests.support.stores import write
 
 import stagescope
 from stagescope.batch import Batch as StepBatch
 from stagescope.batch import Tensor
 from stagescope.wire.errors import InvalidPlan
+from stagescope_service.core.findings import finding
 from stagescope_service.diagnosis import evidence
 from stagescope_service.diagnosis.doctor import FAMILIES, SymptomRule, diagnose, rulebook
 from stagescope_service.diagnosis.history import RunHistory, Step
@@ -233,6 +236,11 @@ def rank_two(batch: Batch) -> None:
         batch.add(0.1)
 
 
+def since(step: int, change: Change) -> Change:
+    """Return a change that begins in a step."""
+    return lambda batch: change(batch) if batch.step >= step else None
+
+
 def shift(batch: Batch) -> None:
     batch.p = np.roll(batch.p, 1, axis=1)
 
@@ -333,6 +341,7 @@ def retokenise(batch: Batch) -> None:
 
 PLANTED: Final[dict[str, tuple[dict[str, Any], set[str]]]] = {
     "mismatch_grows": ({"change": grow}, {"mismatch_jump_at_first_sync"}),
+    "mismatch_jump": ({"change": since(15, lambda batch: batch.add(0.05))}, set()),
     "mismatch_jump_at_first_sync": ({"change": after_first}, set()),
     "mismatch_rises_with_rounds": ({"change": late_rounds}, set()),
     "rank_apart": ({"change": rank_two}, set()),
@@ -382,7 +391,10 @@ def test_a_planted_fault_is_found(rule: str, live: Service) -> None:
     rows = rows_of(live, f"sick-{rule}")
     row = rows[rule]
     assert row["verdict"] == "found", row
-    assert found_in(rows) <= {rule, *also}, {name: rows[name]["for"] for name in found_in(rows)}
+    # A fault since some step may make the mismatch of all ranks jump there.
+    assert found_in(rows) <= {rule, "mismatch_jump", *also}, {
+        name: rows[name]["for"] for name in found_in(rows)
+    }
     assert row["for"]
     assert row["next"]
     assert 0.0 < row["sure"] <= 1.0
@@ -392,10 +404,62 @@ def test_where_and_since_when_are_said(live: Service) -> None:
     train(live, "where-rank", rank_two)
     row = rows_of(live, "where-rank")["rank_apart"]
     assert row["where"] == "actor rank 2"
-    assert row["since_step"] is not None
-    assert 10 <= row["since_step"] <= 15  # of the newest steps alone
+    assert row["since_step"] == 10  # also where the newest steps alone are looked at
     train(live, "where-nan", scalars=and_scalars(loss=lambda s: float("nan") if s == 9 else 1.0))
     assert rows_of(live, "where-nan")["non_finite_scalars"]["since_step"] == 9
+
+
+SINCE_12: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "rank": ("rank_apart", {"change": since(12, lambda batch: rank_two(batch))}),
+    "slow": ("straggler", {"seconds": lambda step, rank: 2.5 if rank == 3 and step > 11 else 1.0}),
+    "bfloat16": ("rounded_stream", {"change": since(12, bfloat16)}),
+    "shift": ("streams_shifted", {"change": since(12, shift)}),
+    "rounds": ("mismatch_rises_with_rounds", {"change": since(12, late_rounds)}),
+    "first": ("first_token", {"change": since(12, first_tokens)}),
+    "all": ("mismatch_jump", {"change": since(12, lambda batch: batch.add(0.1))}),
+}
+"""Name -> the rule that finds what begins in step 12, and how it is planted."""
+
+
+@pytest.mark.parametrize("name", SINCE_12)
+def test_since_when_is_the_first_step_that_shows_it(name: str, live: Service) -> None:
+    """However many steps have gone since: most rules look at the newest ones alone."""
+    rule, arguments = SINCE_12[name]
+    train(live, f"since-{name}", steps=range(1, 61), ranks=4, **arguments)
+    for last in (24, 60):
+        row = rows_of(live, f"since-{name}", step=last)[rule]
+        assert (row["verdict"], row["since_step"]) == ("found", 12), last
+    assert rows_of(live, f"since-{name}", step=11)[rule]["verdict"] != "found"
+
+
+@pytest.mark.parametrize(("at", "steps"), [(20, 40), (38, 40), (5, 12)])
+def test_a_jump_inside_an_attempt_is_no_growth(at: int, steps: int, live: Service) -> None:
+    run = f"jump-{at}-{steps}"
+    train(live, run, since(at, lambda batch: batch.add(0.05)), steps=range(1, steps + 1))
+    rows = rows_of(live, run)
+    assert rows["mismatch_jump"]["since_step"] == at
+    assert rows["mismatch_grows"]["verdict"] == "not found"
+    assert found_in(rows) == {"mismatch_jump"}
+    assert f"stagescope compare {run}:{at - 1} {run}:{at}" in rows["mismatch_jump"]["next"]
+
+
+def test_what_comes_after_the_step_is_not_looked_at(live: Service) -> None:
+    train(
+        live, "nan-from-5", steps=range(1, 13),
+        scalars=and_scalars(loss=lambda step: float("nan") if step >= 5 else 1.0),
+    )  # fmt: skip
+    assert "non_finite_scalars" in found_in(rows_of(live, "nan-from-5", step=5))
+    assert not found_in(rows_of(live, "nan-from-5", step=4))
+
+
+def test_ranks_that_are_missing_lately_are_found_in_a_long_run(live: Service) -> None:
+    train(live, "late-partial", steps=range(1, 41), ranks=2)
+    rank = Rank(live, run="late-partial", rank=0, key="b1", world_size=2, start=50_000.0)
+    for step in range(41, 45):
+        rank.stage(STAGE, step)
+    rank.begin(STAGE, 45)
+    row = rows_of(live, "late-partial")["ranks_missing"]
+    assert (row["verdict"], row["since_step"]) == ("found", 41), row
 
 
 def test_retokenisation_is_looked_for_where_each_turn_is_a_row(live: Service) -> None:
@@ -441,21 +505,44 @@ def test_padding_of_prompts_is_no_retokenisation(side: str) -> None:
     turn_ids = np.where(mask == 1, [[0], [1]], -1)
 
     def verdict(prompts: Any) -> str:
-        tensors = {"prompts": prompts, "responses": responses, "response_mask": mask,
-                   "turn_ids": turn_ids}  # fmt: skip
-        history = Turns(
-            StepBatch(
-                2,
-                {name: Tensor("int64", values) for name, values in tensors.items()},
-                {"group_ids": ("g", "g"), "run_ids": ("0", "0")},
-            )
-        )
-        return retokenised(cast(RunHistory, history)).verdict
+        return of_turns(prompts=prompts, responses=responses, response_mask=mask, turn_ids=turn_ids)
 
     assert verdict(prompts) == "not found"
     other = prompts.copy()
     other[1, 2 if side == "right" else 4] = 1
     assert verdict(other) == "found"
+
+
+def test_retokenisation_is_found_in_rows_of_all_tokens() -> None:
+    """Rows hold prompt and response in one tensor, as slime's and AReaL's do."""
+    first, answer, tool = [7, 3, 9], [4, 5, 6], [8, 2]
+    rows = [[*first, *answer, 0, 0, 0, 0], [*first, *answer, *tool, 1, 1]]
+    mask = np.zeros((2, 10), np.int64)
+    mask[0, 3:6] = mask[1, 8:] = 1
+    turn_ids = np.where(mask == 1, [[0], [1]], -1)
+
+    def verdict(tokens: Any) -> str:
+        return of_turns(tokens=tokens, loss_mask=mask, turn_ids=turn_ids)
+
+    tokens = np.array(rows)
+    assert verdict(tokens) == "not found"
+    for at in (0, 5):  # in the prompt, and in what the turn before wrote
+        other = tokens.copy()
+        other[1, at] = 11
+        assert verdict(other) == "found"
+    other = tokens.copy()
+    other[1, 6] = 11  # what the environment adds is of no earlier turn
+    assert verdict(other) == "not found"
+
+
+def of_turns(**tensors: Any) -> str:
+    """Return the verdict on two turns of one trajectory, a row each."""
+    batch = StepBatch(
+        2,
+        {name: Tensor("int64", values) for name, values in tensors.items()},
+        {"group_ids": ("g", "g"), "run_ids": ("0", "0")},
+    )
+    return retokenised(cast(RunHistory, Turns(batch))).verdict
 
 
 class Turns:
@@ -489,6 +576,25 @@ def test_a_jump_at_a_restart_names_the_attempt(live: Service) -> None:
     assert "mismatch_jump_at_restart" not in found_in(before)
 
 
+def test_a_jump_in_the_first_step_of_an_attempt_is_not_called_absent(live: Service) -> None:
+    train(live, "first-step", steps=range(1, 13))
+    train(live, "first-step", steps=range(13, 14), key="a2", start=9_000.0)
+    row = rows_of(live, "first-step")["mismatch_jump_at_restart"]
+    assert row["verdict"] == "not measured"
+    assert "too few steps" in row["against"][0]
+
+
+def test_scalars_of_two_roles_are_not_averaged(live: Service) -> None:
+    name = "two-roles"
+    train(live, name, scalars=and_scalars(grad_norm=lambda step: 40.0 if step == 17 else 1.0))
+    critic = Rank(live, run=name, role="critic", rank=0, key="a1", world_size=1, start=1_000.0)
+    for step in range(1, 25):
+        critic.stage("critic_update", step, scalars={"grad_norm": 0.01})
+    row = rows_of(live, name)["gradient_spikes"]
+    assert row["verdict"] == "found"
+    assert row["for"] == ["grad_norm of actor is up to 40, 40.0 times its median (step 17)"]
+
+
 def test_missing_ranks_losses_and_hangs_are_found(live: Service) -> None:
     train(live, "partial")
     rank = Rank(live, run="partial", rank=0, key="b1", world_size=2, start=20_000.0)
@@ -500,12 +606,58 @@ def test_missing_ranks_losses_and_hangs_are_found(live: Service) -> None:
     rank.say("dropped", stage=STAGE, step=39, what="payload", count=3, reason="no room")
     lost = rows_of(live, "partial", attempt=2)["payloads_lost"]
     assert lost["verdict"] == "found"
+    died = Rank(live, run="died", world_size=1)
+    died.stage(STAGE, 1)
+    died.begin(STAGE, 2)
+    live.engine.fall_silent(died)
+    rows = rows_of(live, "died")
+    # What it handed over has arrived: it is its stage that has no end.
+    assert rows["payloads_lost"]["verdict"] == "not found"
+    failed = rows["processes_failed"]
+    assert (failed["verdict"], failed["since_step"], failed["where"]) == ("found", 2, "actor 0")
+    assert failed["for"] == [
+        f"{STAGE} of step 2: its process stopped reporting inside the stage (1 rank)"
+    ]
     failing = Rank(live, run="failing", world_size=1)
     failing.begin(STAGE, 1)
     failing.end(STAGE, 1, status="failed", error_type="ValueError", error_message="no")
     failed = rows_of(live, "failing")["processes_failed"]
     assert failed["verdict"] == "found"
     assert "ValueError" in failed["for"][0]
+
+
+def test_only_what_still_holds_up_the_newest_attempt_is_a_hang(live: Service) -> None:
+    train(live, "hung", steps=range(1, 6))
+    attempt_id = live.catalogue.attempts("hung")[0]["attempt_id"]
+    text = "rank 1 of actor has not ended step 5"
+    put = finding(
+        "stage_stuck",
+        text,
+        run="hung",
+        attempt_id=attempt_id,
+        step=5,
+        role="actor",
+        rank=1,
+        wall=1.0,
+    )
+    write(live.store, put)
+    row = rows_of(live, "hung")["hangs"]
+    assert (row["verdict"], row["since_step"], row["where"]) == ("found", 5, "actor 1")
+    train(live, "hung", steps=range(6, 11), key="a2", start=9_000.0)
+    row = rows_of(live, "hung")["hangs"]
+    assert row["verdict"] == "not found"
+    assert row["against"] == [f"1 rank held up others earlier, the last: {text}"]
+    assert rows_of(live, "hung", step=5)["hangs"]["verdict"] == "found"
+
+
+def test_steps_that_nobody_reported_are_found(live: Service) -> None:
+    train(live, "gap", steps=range(1, 6))
+    train(live, "gap", steps=range(21, 26), key="a2", start=9_000.0)
+    row = rows_of(live, "gap")["steps_unreported"]
+    assert (row["verdict"], row["since_step"]) == ("found", 6)
+    assert row["for"] == ["no steps 6 to 20: attempt 2 begins with 21, after 5 of attempt 1"]
+    train(live, "every-ten", steps=range(10, 200, 10))
+    assert rows_of(live, "every-ten")["steps_unreported"]["verdict"] == "not found"
 
 
 # --- false alarms -----------------------------------------------------------------------------
@@ -540,6 +692,7 @@ def test_rounds_of_less_sure_tokens_are_no_symptom(live: Service) -> None:
 def test_every_rule_has_a_planted_fault_or_a_finding_behind_it() -> None:
     elsewhere = {
         "mismatch_jump_at_restart", "ranks_missing", "payloads_lost", "processes_failed",
+        "steps_unreported", "hangs",
     }  # fmt: skip
     of_findings = {rule.name for rule in rulebook() if rule.function == "finding"}
     assert {rule.name for rule in rulebook()} == {*PLANTED, *elsewhere, *of_findings}
@@ -553,6 +706,21 @@ def test_the_rulebook_is_complete() -> None:
         assert rule.family in FAMILIES
         assert not rule.title.endswith(".")
         assert rule.meaning.endswith(".")
+
+
+def test_what_to_do_next_are_commands_that_exist() -> None:
+    values = {"run": "r", "step": 5, "attempt": 2, "before": 1, "previous": 4}
+    commands = [
+        line.partition(" #")[0].format(**values)
+        for rule in rulebook()
+        for line in rule.next
+        if line.startswith("stagescope ")
+    ]
+    assert len(commands) > 40
+    for command in commands:
+        # An unknown command, argument or option is refused before the help is printed.
+        done = invoke(*shlex.split(command)[1:], "--help")
+        assert done.exit_code == 0, (command, done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -725,7 +893,7 @@ def test_notebook_and_terminal_show_the_same(live: Service) -> None:
     train(live, "shown", rank_two)
     with stagescope.attach(live.server.url, token=live.tokens.read) as session:
         table = session.doctor("shown")
-    assert [row["rule"] for row in table.found] == ["rank_apart"]
+    assert [row["rule"] for row in table.found] == ["mismatch_jump", "rank_apart"]
     assert "One rank's mismatch stands apart" in repr(table)
     assert "-> stagescope ranks" in repr(table)
     assert "<details open>" in table._repr_html_()
