@@ -185,7 +185,10 @@ class FindingCollector:
             each for each in joined.unmatched[side] if each not in self._known_unmatched[side]
         ]
         if labels and not is_borrowed:
-            is_sure = is_sampling and not self._lacks_files(1 - side, section)
+            may_be_unkept = self._lacks_files(1 - side, section) or (
+                not joined.unmatched[1 - side] and _has_fewer_ranks(match, 1 - side)
+            )
+            is_sure = is_sampling and not may_be_unkept
             verdict = Verdict.DIFFERENT if is_sure else Verdict.NOT_COMPARABLE
             text = f"{counted(len(labels), 'sample')} of {section} {_are(labels)}"
             self._add_one_sided(text, side, match, labels, verdict)
@@ -228,6 +231,18 @@ class FindingCollector:
     ) -> None:
         text = f"{subject} on one side only"
         self.add(ComparisonFinding("only", text, side, match.section, tuple(items), verdict))
+
+
+def _has_fewer_ranks(match: SectionMatch, side: int) -> bool:
+    """Return whether a side has files of some of the other's ranks alone.
+
+    Samples that it lacks may be of the others, whose files were not kept.
+    """
+    own, other = (
+        {(entry.location.role, entry.location.rank) for entry in match.entries[each]}
+        for each in (side, 1 - side)
+    )
+    return own < other
 
 
 def _are(items: Sequence[str]) -> str:

@@ -92,9 +92,38 @@ def _fingerprint_changes(
                 weight = "unknown"
             yield FingerprintDifference(area, name, value_a, value_b, weight)
     for name, value_a, value_b in _changes(_interpreter(a), _interpreter(b)):
-        weight = "start" if name == "argv" else "numbers"
+        varies = name == "argv" and _differ_at_every_start(value_a, value_b)
+        weight = "start" if varies else "numbers"
         weight = "unknown" if None in (value_a, value_b) else weight
         yield FingerprintDifference("python", name, value_a, value_b, weight)
+
+
+def _differ_at_every_start(a: object, b: object) -> bool:
+    """Return whether two command lines differ in nothing but where they continue and write."""
+    one, other = _options(a), _options(b)
+    return all(_START_OPTION.search(name) for name, _ in set(one) ^ set(other))
+
+
+_START_OPTION: Final = re.compile(
+    r"(?:^|[-_.])(?:resume|restore|checkpoint|ckpt|address|port|pid|attempt"
+    r"|(?:log|output|out)[-_]?(?:dir|file|path))(?:[-_.]|$)",
+    re.IGNORECASE,
+)
+"""Options that say where a start continues, connects and writes, by whole words of their names."""
+
+
+def _options(arguments: object) -> list[tuple[str, str]]:
+    """Return (option, value) of a command line; of `name=value` too."""
+    found: list[tuple[str, str]] = []
+    option = ""
+    for argument in map(str, arguments if isinstance(arguments, list) else [arguments]):
+        name, is_pair, value = argument.partition("=")
+        if argument.startswith("-") or is_pair:
+            option = "" if is_pair else argument
+            found.append((name, value))
+        else:
+            found.append((option, argument))
+    return found
 
 
 def _is_absent(tree: object, name: str) -> bool:

@@ -109,7 +109,7 @@ class TensorResult:
         return tuple(dict.fromkeys(each.comparison.dtypes for each in self.shards))
 
     def worst_samples(self, most: int) -> list[tuple[str, list[float]]]:
-        """Return (label, `pairwise.ROW_COLUMNS`) of differing samples, the largest |d| first."""
+        """Return (label, `pairwise.ROW`) of differing samples, the largest |d| first."""
         tables = [each.comparison.rows for each in self.shards if each.comparison.rows is not None]
         if not tables:
             return []

@@ -168,6 +168,23 @@ def test_samples_on_one_side_only_are_listed_and_are_a_difference() -> None:
     assert (result.first.name, result.first.station) == ("samples", "tokens")
 
 
+@pytest.mark.parametrize("own", ["of the others", "new"])
+def test_samples_of_ranks_whose_files_were_not_kept_are_no_difference(own: str) -> None:
+    rows = np.ones((4, 2), np.float32)
+
+    def rank(number: int, *names: str) -> Record:
+        values = {"rollout_log_probs": rows[: len(names)]}
+        return record("trajectories", values, rank=number, samples=names)
+
+    both = MemoryDump([rank(0, "a", "b"), rank(1, "c", "d")])
+    names = ("a", "b") if own == "of the others" else ("a", "x")
+    result = compare([both, MemoryDump([rank(0, *names)])])
+    # A sample that the smaller side has alone was sampled differently, whatever was kept.
+    is_kept = own == "of the others"
+    assert result.verdict is (Verdict.NOT_COMPARABLE if is_kept else Verdict.DIFFERENT)
+    assert (result.first is None) == is_kept
+
+
 @pytest.mark.parametrize("count", [1, 6])
 def test_samples_are_listed_whose_names_are_in_the_message(count: int) -> None:
     rows = np.ones((8, 2), np.float32)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
+
 from stagescope_service.compare.fingerprints import (
     AttemptFingerprint,
     FingerprintDifference,
@@ -124,3 +126,26 @@ def test_the_drivers_command_line_may_decide_numbers() -> None:
     one = {**FINGERPRINT, "entrypoint": "train.py trainer.lr=1e-6"}
     other = {**FINGERPRINT, "entrypoint": "train.py trainer.lr=2e-6"}
     assert weights(one, other) == {"python entrypoint": "numbers"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "weight"),
+    [
+        (["--lr", "1e-5"], ["--lr", "1e-6"], "numbers"),
+        (["actor.lr=1e-5"], ["actor.lr=1e-6"], "numbers"),
+        (["--log-prob-min", "1"], ["--log-prob-min", "2"], "numbers"),
+        (["--rapid-export", "1"], ["--rapid-export", "2"], "numbers"),
+        (["--log_dir=/a"], ["--log_dir=/b"], "start"),
+        ([], ["--resume", "--checkpoint-dir", "/b"], "start"),
+        (["--resume_from=/a/1"], ["--resume_from=/a/2"], "start"),
+        (["--pid-file", "/1"], ["--pid-file", "/2", "--lr", "2"], "numbers"),
+    ],
+)
+def test_options_of_the_command_line_may_change_numbers(
+    before: list[str], after: list[str], weight: str
+) -> None:
+    one, other = (
+        AttemptFingerprint({"argv": ["train.py", *options]}, []) for options in (before, after)
+    )
+    (found,) = fingerprint_differences(one, other)
+    assert (found.name, found.weight) == ("argv", weight)

@@ -257,3 +257,16 @@ def test_under_nexrls_keys_stand_nexrls_definitions(tmp_path: Path) -> None:
     content = found[1, 1]["log_probs"]
     assert (content["status"], content["verdict"]) == ("shape_mismatch", "same")
     assert (content["t1_shape"], content["t2_shape"]) == ([4, 16], [4, 25])
+
+
+def test_a_short_text_leaves_out_findings_and_says_how_many() -> None:
+    report = different()
+    finding = {"kind": "remark", "side": 0, "items": ["x", "y"], "verdict": "same"}
+    report["pairs"][0]["findings"] = [{**finding, "message": f"remark {n}"} for n in range(9)]
+    short = [line.text for line in as_lines(report, width=80, full=False)]
+    assert sum("remark" in line for line in short) == 5
+    assert "  ... 4 more (--full)" in short
+    assert "      x" not in short
+    full = [line.text for line in as_lines(report, width=80)]
+    assert sum("remark" in line for line in full) == 9
+    assert "      x" in full

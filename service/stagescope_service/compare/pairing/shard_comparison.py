@@ -69,7 +69,7 @@ class RowTable:
 
     Attributes:
         labels: names of the samples.
-        numbers: float64 [rows, len(pairwise.ROW_COLUMNS)].
+        numbers: float64 [rows, len(pairwise.ROW)].
         lengths: int64 [rows, 2], number of values that count on each side.
         states: int8 [rows], `token_alignment.COMPARED` and so on.
         values: float64 [rows, 2] of tensors with one value a row, else None.

@@ -29,6 +29,7 @@ from stagescope.comparison_report import (
     title_of,
     worst_first,
 )
+from stagescope.render import printable
 from stagescope.wire import nonfinite
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.compare.figures import MOST_DETAILED, pictures
@@ -283,4 +284,4 @@ def _folded(summary: str, content: str) -> str:
 
 
 def _text(value: object) -> str:
-    return html.escape(str(value))
+    return html.escape(printable(str(value)))

@@ -84,6 +84,8 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[Problem]]:
                 )
             if path.is_symlink() and _is_circular(path):
                 problems.append(Problem(path, "unknown", f"{path} is a link to itself"))
+            elif path.is_symlink() and root.resolve().is_relative_to(path.resolve()):
+                problems.append(Problem(path, "unknown", f"{path} leads back: not followed"))
             elif path.is_symlink() and (problem := _outside_of(path, root)):
                 problems.append(problem)
             elif path.is_file():

@@ -34,6 +34,8 @@ OPERATOR_FILES: Final = (*DUMP_FILES, "stack.json", "construct.json", "DONE.json
 """Files of a rank's directory from which the statistics of its operators are read."""
 TENSOR_FOLDER: Final = "dump_tensor_data"
 
+_SETTINGS: Final = "config.json"
+"""What msprobe was told to dump: users keep it beside its dump."""
 _TABLE: Final = "operators.parquet"
 _RANK: Final = re.compile(r"rank(\d{1,9})\Z")
 _OWN_STEP: Final = re.compile(r"step(\d{1,18})\Z")
@@ -49,10 +51,10 @@ def rank_directories(names: Iterable[str]) -> list[str]:
 
 
 def operator_files(names: Iterable[str]) -> set[str]:
-    """Return the names that belong to a dump of msprobe's, or to its operator table."""
+    """Return the names that belong to a dump of msprobe's: its settings and our table, too."""
     names = [*names]
     directories = set(rank_directories(names))
-    found = {name for name in names if name.rpartition("/")[2] == _TABLE}
+    found = {name for name in names if name.rpartition("/")[2] in (_TABLE, _SETTINGS)}
     for name in names:
         folder = name.rpartition("/")[0]
         inner = folder.removesuffix(TENSOR_FOLDER).removesuffix("/")

@@ -34,8 +34,11 @@ def test_tensors_by_operator(tmp_path: Path) -> None:
 
 def test_statistics_alone_point_to_where_they_are_read(tmp_path: Path) -> None:
     capture(tmp_path, task="statistics", level="L0")
+    (tmp_path / "config.json").write_text('{"task": "statistics"}')  # msprobe's, as users keep it
+    (tmp_path / "notes.txt").write_text("mine")
     dump = open_dump(tmp_path)
     assert dump.entries == []
+    assert [each.path.name for each in dump.problems] == ["notes.txt"]
     assert "operators" in str(dump.about["operators_are_read_by"])
 
 
