@@ -195,7 +195,20 @@ class Service:
 
     def get(self, path: str, **params: Any) -> Any:
         """The answer of a route that must answer."""
-        response = self.read.get(path, params=params or None)
+        return self._answered(lambda: self.read.get(path, params=params or None))
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The answer of a route that must answer, to a body."""
+        return self._answered(lambda: self.read.post(path, json=body))
+
+    @staticmethod
+    def _answered(send: Callable[[], httpx.Response]) -> Any:
+        """Ask again while the service computes what it is asked for, as its advice says."""
+        deadline = time.monotonic() + 120
+        response = send()
+        while response.status_code == 503 and time.monotonic() < deadline:
+            time.sleep(0.2)
+            response = send()
         assert response.status_code == 200, response.text
         return response.json()
 

@@ -155,7 +155,12 @@ async def batch(
 
 
 def batch_of(
-    deps: Dependencies, target: Target, selection: Selection, *, sample: str | None = None
+    deps: Dependencies,
+    target: Target,
+    selection: Selection,
+    *,
+    sample: str | None = None,
+    payload: PayloadKey | None = None,
 ) -> Batch:
     """Return a step's batch.
 
@@ -164,6 +169,7 @@ def batch_of(
         target: the step.
         selection: which tensors and stages.
         sample: read only the files that hold this sample, by its id; None: all.
+        payload: read only this payload; None: all.
 
     Raises:
         NotFound: none of its tensors are kept, or no such tensor or stage.
@@ -171,7 +177,10 @@ def batch_of(
     step = target.step_number
     directory = deps.settings.data_path / "copies"
     with Scratch(directory) as scratch, tempfile.TemporaryDirectory(dir=directory) as copies:
-        artifacts = payload_artifacts(deps, target, step)
+        artifacts = [
+            row for row in payload_artifacts(deps, target, step)
+            if payload in (None, _payload_key(row))
+        ]  # fmt: skip
         numbers = _scalars(deps, target)
         files, gaps = _payload_files(deps, target, artifacts, numbers, Path(copies))
         if sample is not None:

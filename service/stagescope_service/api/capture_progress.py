@@ -37,6 +37,8 @@ Reported = Mapping[PartKey, set[str]]
 _COLLECTED: Final = "complete"
 _NO_REPORT: Final = "no report"
 _NOT_ASKED: Final = "not asked"
+_NO_STEP: Final = "without a step"
+"""Of a rank that does a requested stage only as work without a step, as an engine may."""
 _STEPS_LISTED: Final = 1000
 _WORST: Final = ("failed", "missed", "truncated", "skipped", "armed", _COLLECTED)
 """States of a rank's dumps in a step: the first that occurs is the state of the rank."""
@@ -260,6 +262,12 @@ class _CapturedSteps:
             states |= {
                 rank: RankState(_NOT_ASKED, True) for rank in without if rank not in reported
             }
+            if step.closed:
+                # A step is captured by its number, which such work does not say.
+                asked = {*members, *requested} - states.keys()
+                states |= {
+                    rank: RankState(_NO_STEP, True) for rank in step.stepless_ranks() & asked
+                }
             over = bool(states) or step.closed
             attempt = self.numbers.get(attempt_id)
             results.append(_result(number, attempt, states, over, needs_ranks(self.spec)))
@@ -319,6 +327,13 @@ class _Step:
                 if self._is_requested(stage):
                     self._parts[role, rank] = self._parts.get((role, rank), 0) + count
         return self._parts
+
+    def stepless_ranks(self) -> set[RankKey]:
+        """Return the ranks that did a requested stage, by its name, without a step."""
+        if self._stages is None:
+            return set()
+        counts = self._catalogue.count_stages(self._attempt_id, None, stage=self._stages)
+        return {(role, rank) for _, role, rank in counts}
 
     def state_of(self, rank: RankKey, reported: Reported) -> RankState:
         """Return the state of a rank, given the states of its dumps."""

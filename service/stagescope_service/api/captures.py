@@ -163,14 +163,12 @@ def _states(deps: Dependencies, capture_ids: Iterable[str]) -> dict[str, str]:
 def _default_run(deps: Dependencies) -> tuple[str | None, list[LiveRun]]:
     """Return the run that requests without one are about, and the other live ones.
 
-    None where that run has ended or none has reported: the coordinator then answers what a
-    capture may be requested for.
+    One that has ended is waited for. None where none has reported: the coordinator then answers
+    what a capture may be requested for.
     """
     try:
         target = deps.finder.attempt(None)
     except NotFound:
-        return None, []
-    if target.attempt["ended_wall"] is not None:
         return None, []
     return target.run, target.also_live
 

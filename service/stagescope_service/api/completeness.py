@@ -107,7 +107,7 @@ def gaps(catalogue: Catalogue, steps: Iterable[StepOverview]) -> dict[StepKey, s
     texts = {
         key: gap(row, states[key], errors.get(key))
         for key, row in closed.items()
-        if key in states or key in errors or row["rows_removed"] is not None
+        if key in states or key in behind or row["rows_removed"] is not None
     }
     return {key: text for key, text in texts.items() if text is not None}
 
@@ -198,7 +198,10 @@ def gap(
         return f"{lack}: the aggregation failed: {error:.300}"
     missing = missing_payloads(states)
     if step["has_whole"]:
-        return f"numbers without {missing}" if missing else None
+        # What was read since the last aggregation is in no number yet, and in no count of tokens.
+        late = "what was read last: they are being aggregated again" if is_behind(step) else ""
+        lacks = " and ".join(filter(None, (missing, late)))
+        return f"numbers without {lacks}" if lacks else None
     if missing:
         return f"no numbers: {missing}"
     if is_behind(step):

@@ -149,7 +149,7 @@ class Computations:
         self._max_running = max_running
         self._cached: dict[tuple[str, ...], tuple[float, Future[Any]]] = {}
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(max_running, "api-comparisons")
+        self._threads = ThreadPoolExecutor(max_running, "api-computations")
 
     async def run(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         """Call a function in a thread.
@@ -165,7 +165,7 @@ class Computations:
         """Start a call in a thread; see `run`."""
         if not self._free.acquire(blocking=False):
             raise NotReady(
-                f"{self._max_running} comparisons are being computed, no more at a time",
+                f"{self._max_running} long computations are running, no more at a time",
                 advice="ask again in a moment",
             )
         future = self._threads.submit(functools.partial(function, *arguments, **keywords))
@@ -269,6 +269,9 @@ Run = Annotated[
         description="A run's name; default: the run whose training stage began last.",
         json_schema_extra=pattern(RUN_PATTERN),
     ),
+]
+RunPath = Annotated[
+    str, Path(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
 ]
 AttemptNumber = Annotated[
     int | None,

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Final, cast
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Query
 
 from stagescope.batch import Batch
 from stagescope.wire.errors import NotFound
 from stagescope.wire.schema import MOST_STEPS, RECENT_TENSORS
 from stagescope_service.api.batches import Selection, batch_of
-from stagescope_service.api.dependencies import RUN_PATTERN, AttemptNumber, Dependencies, Deps
+from stagescope_service.api.dependencies import AttemptNumber, Dependencies, Deps, RunPath
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.kept import payload_artifacts
 from stagescope_service.api.models import diagnosis as models
-from stagescope_service.api.requests import Answer, PageOf, pattern
+from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.samples import loss_of
 from stagescope_service.api.target import Target
 from stagescope_service.diagnosis.doctor import Diagnosis, diagnose
@@ -32,9 +32,7 @@ router = APIRouter(tags=["runs"])
 async def diagnosis(
     deps: Deps,
     page: PageOf,
-    run: Annotated[
-        str, Path(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
-    ],
+    run: RunPath,
     attempt: AttemptNumber = None,
     step: Annotated[
         int | None,
@@ -129,8 +127,14 @@ def _row(history: RunHistory, found: Diagnosis) -> JsonObject:
         step = newest.step.step if newest is not None else None if last is None else last.step
     attempts = {each.step: each.attempt for each in history.steps}
     attempt = attempts.get(step, last.attempt if last else 1) if step is not None else 1
-    words = {"{run}": history.run, "{step}": "STEP" if step is None else str(step),
-             "{attempt}": str(attempt), "{before}": str(max(attempt - 1, 1))}  # fmt: skip
+    earlier = [each.step for each in history.steps if step is not None and each.step < step]
+    words = {
+        "{run}": history.run,
+        "{step}": "STEP" if step is None else str(step),
+        "{previous}": str(earlier[-1]) if earlier else "STEP",
+        "{attempt}": str(attempt),
+        "{before}": str(max(attempt - 1, 1)),
+    }
     return {
         "rule": rule.name,
         "family": rule.family,

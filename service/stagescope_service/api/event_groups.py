@@ -8,7 +8,7 @@ a round. The row of a group is its first finding, where the problem began; its t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypedDict, TypeVar
 
 from stagescope_service.api.group_texts import MAX_RANGES, ranges_text, without_values
@@ -55,16 +55,19 @@ def _last_if_none(number: int | None) -> tuple[bool, int]:
 
 def finding_key(row: FindingOutline) -> CauseKey:
     """Return the cause of a finding."""
-    # Findings of a trigger have the same cause by rule and metric: messages name single tokens.
+    # Findings of a trigger have the same cause by its rule and their evidence: messages name single
+    # tokens.
     of_trigger = row["kind"].startswith("trigger_")
     text = None if of_trigger else without_values(row["message"])
     return (row["kind"], row["severity"], row["stage"], row["role"], text, *_subject(row))
 
 
-def _subject(row: FindingOutline) -> tuple[object, object]:
-    """Return the operator and the metric that a finding names."""
+def _subject(row: FindingOutline) -> tuple[object, object, object]:
+    """Return the operator, the metric and why its streams cannot be compared, of a finding."""
     evidence = row["evidence"] or {}
-    return evidence.get("name"), evidence.get("metric")
+    cause = evidence.get("cause")
+    why = cause.get("name") if isinstance(cause, Mapping) else None
+    return evidence.get("name"), evidence.get("metric"), why
 
 
 def loss_key(row: LossOutline) -> CauseKey:

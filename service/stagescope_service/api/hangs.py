@@ -369,7 +369,7 @@ def stuck(
     findings = deps.catalogue.findings(attempt_id=target.attempt_id, step=step, kind="stage_stuck")
     numbers = {row["attempt_id"]: row["number"] for row in deps.catalogue.attempts(target.run)}
     closed = target.step_row["closed_wall"] is not None
-    note = f"step {step} is closed: nobody is waited for in it" if closed and not rows else None
+    note = f"step {step} is closed: no rank is waited for in it" if closed and not rows else None
     return Answer(
         {
             **target.heading(),
@@ -392,6 +392,6 @@ def _nobody_left(catalogue: Catalogue, attempt_id: int) -> str | None:
         return "no process is left: all of them finished"
     ranks = len({(row["role"], row["rank"]) for row in rows})
     return (
-        f"no process is left, so nobody is waited for: {lost} of {ranks} ranks stopped reporting "
+        f"no process is left, so no rank is waited for: {lost} of {ranks} ranks stopped reporting "
         "without a finish; the stages that they left open are unfinished, and listed as losses"
     )

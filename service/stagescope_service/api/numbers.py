@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal, TypedDict
 
 from fastapi import APIRouter, Query
 
+from stagescope.answers import unit_of_metric
 from stagescope.wire.errors import NotFound
 from stagescope_service.api.dependencies import (
     Dependencies,
@@ -247,7 +248,7 @@ def cell_row(
         for name, column in COLUMNS.items()
     }
     row["nonfinite"] = int(sum(non_finite(cell, *summary.pair).values()))
-    checked = own or examine_cell(cell, summary.pair, summary.produced)
+    checked = own or examine_cell(cell, summary, summary.produced)
     cause = checked.cause
     if cause == "unrelated" and step.cause == "shifted":
         # Samples that are shifted spoil the correlation of every round that holds some of them.
@@ -274,8 +275,13 @@ def _context(measured: MeasuredStep, step: Comparability) -> JsonObject:
     }
 
 
-def comparability_fields(result: Comparability) -> ComparabilityFields:
-    """Return whether two streams can be compared, and the reasons against, likeliest first."""
+def comparability_fields(result: Comparability | None) -> ComparabilityFields:
+    """Return whether two streams can be compared, and the reasons against, likeliest first.
+
+    None: of a step without numbers.
+    """
+    if result is None:
+        return {"comparable": "unknown", "cause": None, "comparability": []}
     return {
         "comparable": result.verdict,
         "cause": result.cause,
@@ -285,6 +291,13 @@ def comparability_fields(result: Comparability) -> ComparabilityFields:
             if check.status != "ok" or (check.name == "bitwise_equal" and result.verdict == "exact")
         ],
     }
+
+
+def doubt(result: Comparability) -> str | None:
+    """Return why a mismatch is not the engine's numerics alone, as a sentence; None where it is."""
+    if not result.suspects or result.verdict not in ("suspect", "not measured"):
+        return None
+    return f"the streams are {result.verdict}: {result.suspects[0].text}"
 
 
 def metrics_fields(
@@ -302,6 +315,7 @@ def metrics_fields(
         **_context(measured, step),
         "round": round,
         "metrics": published,
+        "units": {name: unit for name in published if (unit := unit_of_metric(name))},
         "noise_floor": measured.noise_floor,
         "nonfinite": nonfinite_counts(cell, summary.pair),
         "streams": measured.streams,

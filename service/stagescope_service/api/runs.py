@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Final, NamedTuple, TypedDict
+from typing import Final, NamedTuple, TypedDict
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter
 
 from stagescope_service.api.dependencies import (
-    RUN_PATTERN,
     AttemptNumber,
     Dependencies,
     Deps,
     Run,
+    RunPath,
 )
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import runs as models
-from stagescope_service.api.requests import Answer, PageOf, pattern
+from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.rows import Lineage, attempt_row, run_row, superseded_steps
 from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
@@ -40,9 +40,7 @@ def runs(deps: Deps, page: PageOf) -> Answer:
 def attempts(
     deps: Deps,
     page: PageOf,
-    run: Annotated[
-        str, Path(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
-    ],
+    run: RunPath,
 ) -> Answer:
     """List a run's attempts, newest first: fingerprint, where it resumed, which steps it repeats.
 

@@ -6,6 +6,7 @@ and the kept files still hold.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from fastapi import APIRouter, Path, Query
 from stagescope.batch import Batch, BatchPart, widened
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.api.batches import Selection, batch_of
+from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Dependencies, Deps, Rank, Role, StepTarget
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.kept import payload_artifacts
@@ -25,13 +27,14 @@ from stagescope_service.api.numbers import comparability_fields
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.target import Target
 from stagescope_service.api.tokenizers import Tokenizers
+from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.statistics import loss_fate
 from stagescope_service.statistics.cell import Bool, Float64, Int64
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.loss_fate import NAMES, Fate, Int8, LossTokens
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import Sequences
-from stagescope_service.store.parts import incarnation_of
+from stagescope_service.store.parts import incarnation_of, part_key
 
 router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
@@ -85,9 +88,7 @@ def samples(
     }
     known = {
         row["sample_uid"]: row
-        for row in deps.catalogue.samples(
-            target.attempt_id, target.step_number, limit=len(summary.sequences) + 1
-        )
+        for row in deps.catalogue.samples(target.attempt_id, target.step_number, limit=ALL_ROWS)
     }
     rows: list[JsonObject] = []
     for group in _fragments(summary.sequences):
@@ -189,14 +190,52 @@ def _tokens_of(deps: Dependencies, target: Target, sample_uid: str) -> JsonObjec
     """Return the columns of a sample.
 
     Raises:
-        NotFound: the step's tensors are gone, or no such sample is among them.
+        NotFound: the step's tensors are gone, or no such sample is among them, or the id names
+            several: then they are told apart by their owner, as in `/samples`.
     """
+    if (named := _one_of_several(deps, target, sample_uid)) is not None:
+        return named
     batch = batch_of(deps, target, Selection(None, None), sample=sample_uid)
     ids = batch.sample_ids or ()
     if sample_uid not in ids:  # of a file that could not be read
         gaps = "; ".join(gap.message for gap in batch.gaps)
         raise NotFound(f"sample {sample_uid!r:.200} cannot be read: {gaps:.1000}")
     return _columns(deps, target, batch, ids.index(sample_uid))
+
+
+def _one_of_several(deps: Dependencies, target: Target, sample_uid: str) -> JsonObject | None:
+    """Return the columns of a sample whose id names others, too; None where it names this alone.
+
+    They are read from the sample's own payload alone: what other payloads hold of the id may be of
+    another sample.
+    """
+    try:
+        measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
+    except NotFound:  # the tensors are kept of a step without numbers
+        return None
+    contradicted = {each.sample for each in measured.summary.contradictions}
+    summary = measured.summary.summary
+    names = summary.sequences.samples
+    if sample_uid in contradicted and sample_uid not in names:
+        meant = [name for name in dict.fromkeys(names) if name.startswith(f"{sample_uid} [")]
+        raise NotFound(
+            f"{sample_uid!r:.200} names {len(meant)} samples of step {target.step_number}",
+            expected=f"one of {', '.join(map(repr, meant[:8]))}",
+        )
+    if sample_uid not in names or not any(sample_uid.startswith(f"{c} [") for c in contradicted):
+        return None
+    at = names.index(sample_uid)
+    source = summary.sources[int(summary.sequences.source[at])]
+    payload = next(
+        PayloadKey(row["incarnation"], row["seq"])
+        for row in deps.catalogue.payloads(target.attempt_id, target.step_number, limit=ALL_ROWS)
+        if part_key(row["incarnation"], row["seq"]) == source
+    )
+    batch = batch_of(deps, target, Selection(None, None), payload=payload)
+    (part, *_) = batch.parts
+    row = int(part.rows[int(summary.sequences.row[at])])
+    note = "read from its own payload alone: its id names several samples"
+    return {**_columns(deps, target, batch, row, note), "sample_uid": sample_uid}
 
 
 def _tokens_of_row(
@@ -214,7 +253,7 @@ def _tokens_of_row(
     )
 
 
-def _columns(deps: Dependencies, target: Target, batch: Batch, row: int) -> JsonObject:
+def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes: str) -> JsonObject:
     rows = np.array([row], np.int64)
     passes = [each[rows] for each in _passes(batch)]
     one = StepTokens.of(batch.take(rows), _loss_masks(batch, rows), passes)
@@ -225,7 +264,12 @@ def _columns(deps: Dependencies, target: Target, batch: Batch, row: int) -> Json
     mask = one.loss.mask[0, shown]
     tokenizer = Tokenizers.of(deps.settings, batch.meta)
     clipped = None if one.loss.clipped is None else one.loss.clipped[0, shown]
+    comparability = None
+    with contextlib.suppress(NotFound):  # the tensors are kept of a step without numbers
+        measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
+        comparability = measured.comparability
     return {
+        **comparability_fields(comparability),
         "sample_uid": (batch.sample_ids or [None])[row] if batch.sample_ids else None,
         "group_id": next(iter(batch.strings.get("group_ids", ())[row : row + 1]), None) or None,
         "positions": one.positions(shown),
@@ -252,7 +296,7 @@ def _columns(deps: Dependencies, target: Target, batch: Batch, row: int) -> Json
         "loss_note": "; ".join(f"not recorded: {RECORD[name]}" for name in one.loss.unrecorded())
         or None,
         "unrecorded": _unrecorded(one.loss),
-        "notes": [*one.notes, *(f"{gap.kind}: {gap.message}" for gap in batch.gaps)],
+        "notes": [*notes, *one.notes, *(f"{gap.kind}: {gap.message}" for gap in batch.gaps)],
     }  # fmt: skip
 
 

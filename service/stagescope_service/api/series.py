@@ -322,12 +322,12 @@ def _scalar_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
         point = Point(row, {}, None if logged else why)
         for value in logged:
             key = (value["stage"], value["role"], value.get("rank"))
-            point.values[key] = _mean(value)
+            point.values[key] = mean_of(value)
             point.low[key], point.high[key] = _low(value), _high(value)
         yield point
 
 
-def _mean(row: ScalarValues) -> Value:
+def mean_of(row: ScalarValues) -> Value:
     """Return the mean of all values, the non-finite ones included as in a sum."""
     if row["nan"] or (row["posinf"] and row["neginf"]):
         return "nan"

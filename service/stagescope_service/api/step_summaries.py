@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from cachetools import LRUCache
 
+from stagescope.advice import of_attempt, of_run
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.names import misspelt
 from stagescope.wire.schema import STEP_SUMMARY_STAGES, STREAM_TENSORS
@@ -237,8 +238,17 @@ class StepSummaries:
             f"step {version.step} has no numbers (yet): {reason}; "
             f"recorded is {described or 'nothing'}",
             expected="rollout_log_probs and old_log_probs (or log_probs) with response_mask",
-            advice=f"{advice}see /steps/{version.step}/stages for who has arrived, /losses for "
-            "what was lost, /findings for what was refused or not joined",
+            advice=advice + self._places_to_look(version),
+        )
+
+    def _places_to_look(self, version: StepVersion) -> str:
+        text = (
+            f"see /steps/{version.step}/stages for who has arrived, /losses for what was lost, "
+            "/findings for what was refused or not joined"
+        )
+        attempt = self._catalogue.attempt(version.attempt_id)
+        return (
+            text if attempt is None else of_attempt(of_run(text, attempt["run"]), attempt["number"])
         )
 
 

@@ -207,9 +207,17 @@ def progress_of(deps: Dependencies, target: Target) -> tuple[list[StageRow], Ste
 
 
 def gap_of(deps: Dependencies, target: Target) -> str | None:
-    """Return what the numbers of a step lack; None where they lack nothing."""
+    """Return what the numbers of a step lack; None where they lack nothing.
+
+    Called once they have been read: what was aggregated meanwhile is not in them.
+    """
     key = (target.attempt_id, target.step_number)
-    return gaps(deps.catalogue, [target.step_row]).get(key)
+    steps = deps.catalogue.steps(target.attempt_id, before=target.step_number + 1, limit=1)
+    now = next((row for row in steps if row["step"] == target.step_number), target.step_row)
+    text = gaps(deps.catalogue, [now]).get(key)
+    if text is None and now["whole_wall"] != target.step_row["whole_wall"]:
+        return "numbers without what was read last: ask again"
+    return text
 
 
 def begun_again_in(deps: Dependencies, target: Target) -> list[BegunAgain]:

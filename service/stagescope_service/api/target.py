@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final, TypedDict
 
+from stagescope.advice import of_run
 from stagescope.wire.errors import NotFound
 from stagescope.wire.schema import check_run_name
 from stagescope_service.api.encoding import JsonObject
@@ -213,7 +214,7 @@ class Finder:
         wrong = f"{owner} has no step {'yet' if step is None else step}"
         if not steps:
             return NotFound(wrong, advice="a step exists once a rank began a stage in it")
-        return NotFound(wrong, expected=_one_of(steps, step or 0), advice="see /steps")
+        return NotFound(wrong, expected=_one_of(steps, step or 0), advice=of_run("see /steps", run))
 
 
 def _one_of(numbers: Sequence[int], near: int) -> str:

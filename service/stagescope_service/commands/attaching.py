@@ -58,7 +58,8 @@ def attach(bundle: Path, port: int, as_json: bool, until_eof: bool) -> None:
                 click.echo(f"{bundle.name}: run {manifest.run}, attempt {manifest.attempt}, step "
                            f"{manifest.step}, made at {made}; read only")  # fmt: skip
                 click.echo(f"url            {terminal.style(server.url, bold=True)}")
-                click.echo(f"token          {opened.tokens.operate}")
+                # To read: the page then offers nothing to arm or to pin, which no bundle can.
+                click.echo(f"token          {opened.tokens.read}")
                 click.echo(f'notebook       stagescope.attach("{server.url}", '
                            f'token="{opened.tokens.operate}")')  # fmt: skip
                 click.echo("Ctrl-C ends it")

@@ -85,7 +85,7 @@ class ImportReport(TypedDict):
 @click.option("--token-file", type=click.Path(path_type=Path), help="File with the operate token.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=1),
+    type=terminal.FiniteFloat(min=1),
     default=120.0,
     show_default=True,
     metavar="SECONDS",

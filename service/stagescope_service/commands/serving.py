@@ -216,8 +216,10 @@ def _announce(info: ServiceInfo, home: Path) -> None:
     click.echo(f"url            {terminal.style(info.url, bold=True)}")
     click.echo(f"token          {info.token_file}  (to read)")
     click.echo(f"operate token  {info.operate_token_file}  (to order captures)")
-    # RAY_AUTH_MODE: Ray does not look for the token of a cluster that is given by address.
-    joining = f"RAY_AUTH_MODE=token RAY_ADDRESS={info.address}"
+    # Ray does not look for the token of a cluster that is given by address; joining it has set the
+    # variable here, if there is a token.
+    has_token = os.environ.get("RAY_AUTH_MODE") == "token"
+    joining = f"{'RAY_AUTH_MODE=token ' if has_token else ''}RAY_ADDRESS={info.address}"
     click.echo(f"trainings      {joining} python train.py  (ray.init() joins)")
     click.echo("               in a Ray cluster of their own, or without Ray: over HTTP, found by")
     click.echo(f"               {info.home / 'service.json'}, else set STAGESCOPE_URL={info.url}")

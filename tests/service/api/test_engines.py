@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import time
@@ -47,6 +48,8 @@ def test_registered_listed_used_and_removed(live: Service) -> None:
     assert live.get("/engines")["rows"] == []
     assert live.problem(404, "/engines/llm")["code"] == "not_found"
     assert live.operate.delete("/engines/llm").status_code == 404
+    with pytest.raises(NotFound, match="no engine is called 'llm'"):  # a raw call of the actor
+        asyncio.run(live.engine.remove_engine(name="llm", by="me"))
     assert [action for _, action in live.engine.audit] == ["add_engine"] * 2 + ["remove_engine"]
 
 

@@ -67,7 +67,7 @@ def test_one_producer_or_an_unknown_one_measures_nothing(live: Service) -> None:
         answer = live.get(f"/steps/{step}/metrics")
         assert answer["comparable"] == "not measured"
         assert answer["cause"] == "bitwise_equal"
-    assert "nobody said" in answer["comparability"][0]["text"]
+    assert "is not reported" in answer["comparability"][0]["text"]
 
 
 def test_the_copies_of_one_rank_are_told_from_what_the_others_measured(live: Service) -> None:
@@ -316,6 +316,11 @@ def test_a_shifted_rank_is_in_every_answer(live: Service) -> None:
         assert (answer["comparable"], answer["cause"]) == ("suspect", "shifted"), path
         assert "actor 1" in str(answer["comparability"]), path
         assert (answer["step_comparable"], answer["step_cause"]) == ("suspect", "shifted"), path
+    for path in ("anatomy", "samples"):
+        answer = live.get(f"/steps/1/{path}")
+        assert (answer["comparable"], answer["cause"]) == ("suspect", "shifted"), path
+    for name in ("distribution", "rank-rounds", "anatomy"):
+        assert "suspect" in live.get(f"/figures/{name}", step=1)["note"], name
     rows = live.get("/steps/1/ranks")["rows"]
     assert [row["comparable"] for row in rows] == ["comparable", "suspect"]
     assert {row["step_comparable"] for row in rows} == {"suspect"}
@@ -337,6 +342,26 @@ def test_a_shifted_rank_is_in_every_answer(live: Service) -> None:
     write(live.store, finding("trigger_pearson", "below 0.9", wall=1.0, **where))
     kinds = [row["kind"] for row in live.get("/findings/groups")["rows"]]
     assert kinds.index("streams_shifted") < kinds.index("trigger_pearson")
+
+
+def test_firings_of_streams_that_differ_for_other_reasons_are_groups_of_their_own(
+    live: Service,
+) -> None:
+    Rank(live).begin(LOG_PROB, 1)
+    for step, name in enumerate(("shifted", "shifted", "tempered")):
+        write(
+            live.store,
+            finding(
+                "trigger_pearson", f"{step} below 0.9", run="r", attempt_id=1, step=step, wall=1.0,
+                evidence={"metric": "pearson", "cause": {"name": name, "text": "why"}},
+                advice=f"explain first why ({name})",
+            ),
+        )  # fmt: skip
+    groups = live.get("/findings/groups", only="trigger_*")["rows"]
+    assert {(row["first_step"], row["findings"]): row["advice"] for row in groups} == {
+        (0, 2): "explain first why (shifted)",
+        (2, 1): "explain first why (tempered)",
+    }
 
 
 def test_each_rank_has_its_own_cause_in_the_findings(live: Service) -> None:

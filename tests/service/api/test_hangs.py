@@ -57,13 +57,13 @@ def test_stuck_ranks_are_listed(live: Service, ranks: tuple[Rank, Rank]) -> None
 def test_why_nobody_can_be_stuck_is_said(live: Service, ranks: tuple[Rank, Rank]) -> None:
     live.now = ranks[0].clock
     assert live.get("/steps/2/stuck")["note"] is None
-    assert live.get("/steps/1/stuck")["note"] == "step 1 is closed: nobody is waited for in it"
+    assert live.get("/steps/1/stuck")["note"] == "step 1 is closed: no rank is waited for in it"
     for rank in ranks:
         live.engine.fall_silent(rank)
     answer = live.get("/steps/2/stuck")
     assert answer["rows"] == []
     assert answer["note"] == (
-        "no process is left, so nobody is waited for: 2 of 2 ranks stopped reporting "
+        "no process is left, so no rank is waited for: 2 of 2 ranks stopped reporting "
         "without a finish; the stages that they left open are unfinished, and listed as losses"
     )
     ranks[0].say(FINISH)

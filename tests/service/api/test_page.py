@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -237,6 +239,24 @@ def test_numbers_are_those_of_the_service_with_their_verdict(
     assert first.startswith(f"actor {NAN_RANK}")  # what is not finite comes first
 
 
+def test_its_links_download_a_report_and_a_bundle(
+    browser: Any, shared: Service, tmp_path: Path
+) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.go(STEP)
+        for link, ending in (("the report of this step", "html"), ("a bundle with", "tar.gz")):
+            with visit.page.expect_download() as caught:
+                visit.page.click(f"a:has-text('{link}')")
+            assert caught.value.suggested_filename == f"{RUN}-2-step{STEPS}.{ending}"
+            caught.value.save_as(tmp_path / ending)
+        assert visit.messages == []
+    assert f"<h1>{RUN}, attempt 2, step {STEPS}</h1>" in (tmp_path / "html").read_text("utf-8")
+    with tarfile.open(tmp_path / "tar.gz") as archive:
+        assert any(name.endswith("manifest.json") for name in archive.getnames())
+
+
 def test_what_is_not_measured_is_a_gap(entered: Visit) -> None:
     entered.go(f"{OF_RUN}/steps")
     assert "not measured" in text(entered, f'tr[data-key="1/{RESTART}"]')  # it died in it
@@ -290,6 +310,7 @@ def test_a_new_step_appears_without_reload(browser: Any, live: Service, training
         visit.page.wait_for_selector(".plot .xtick text")
         visit.wait_until("document.querySelector('#session').textContent.includes('live')")
         newest = "document.querySelector('tbody th a[href*=\"/steps/\"]')"
+        visit.page.wait_for_selector("tr[data-key='1/2']", state="attached")
         visit.page.evaluate(
             "() => { window.same = document.querySelector('tr[data-key=\"1/2\"]');"
             "window.plot = document.querySelector('.plot svg');"
@@ -307,7 +328,19 @@ def test_a_new_step_appears_without_reload(browser: Any, live: Service, training
         assert visit.page.evaluate("plot.isConnected")
         visit.wait_until("document.querySelector('.plot').data[0].x.includes(3)")
         asked = [url.removeprefix(live.server.url) for url in visit.requests]
-        assert not [path for path in asked if "/static/" in path or path.startswith("/runs")]
+        # What has grown is what is drawn anew, line by line and mark by mark.
+        grown, anew = visit.page.evaluate(
+            "async path => { const drawn = (data) => data.map("
+            "({ uid, yaxis, x, y, hovertext }) => [uid, yaxis, [...x], [...y], hovertext]).sort();"
+            "const anew = await (await fetch(path)).json();"
+            "return [drawn(document.querySelector('.plot').data), drawn(anew.figure.data)] }",
+            f"/figures/overview?run={RUN}",
+        )
+        assert grown == anew
+        assert len({uid for uid, *_ in grown}) == len(grown) > 4
+        assert not [path for path in asked if "/static/" in path or path == "/runs"]
+        # When it was last heard of, and its attempt's last step, are others now.
+        assert [path for path in asked if path.startswith(f"/runs/{RUN}/attempts")]
         figures = [path for path in asked if path.startswith("/figures/overview")]
         assert figures
         assert all("from=3" in path for path in figures)  # not what was drawn already
@@ -379,10 +412,16 @@ def test_a_service_that_restarts_is_followed_again(
         port = live.server.port
         live.server.stop()
         visit.wait_until(f"!{is_live}")
+        visit.page.evaluate(
+            f"location.hash = '{OF_RUN}'"
+        )  # not seen before: it has nothing to show
+        visit.page.wait_for_selector(".problem")
         training.train(3, 3)
         live.server._requested_port = port
         live.server.start(wait_for_port=10)
         visit.wait_until(is_live, seconds=60)
+        visit.wait_until("!document.querySelector('.problem')")
+        visit.go(f"{OF_RUN}/steps")
         # What happened meanwhile is there.
         visit.wait_until("document.querySelector('tr[data-key=\"1/3\"]')")
 
@@ -397,8 +436,9 @@ def test_a_capture_is_armed_acknowledged_and_arrives(
         visit.go(f"{OF_RUN}/captures/new")
         visit.page.wait_for_selector("form.form")
         assert "actor_update" in text(visit, "fieldset")
-        visit.page.uncheck("input[name=every]")
+        assert visit.page.is_checked("input[name=every]")
         visit.page.check("input[value=actor_update]")
+        assert not visit.page.is_checked("input[name=every]")  # the one stage, and no other
         visit.page.fill("#ranks", "0-99999999999999")
         visit.page.fill("#user", "ada")
         visit.page.click("text=Arm the capture")
@@ -406,6 +446,7 @@ def test_a_capture_is_armed_acknowledged_and_arrives(
         assert "ranks" in text(visit, ".form .problem")
         del visit.messages[:]
         visit.page.fill("#ranks", "0,2-3")
+        visit.page.fill("#keep", "old_log_prob")
         visit.page.click("text=Arm the capture")
         visit.page.wait_for_selector("progress")
         (capture,) = live.get("/captures")["rows"]
@@ -414,6 +455,7 @@ def test_a_capture_is_armed_acknowledged_and_arrives(
         assert capture["spec"]["stages"] == ["actor_update"]
         assert visit.page.url.endswith(f"/captures/{capture['capture_id']}")
         assert "0 of 3 ranks" in text(visit)
+        assert "did you mean old_log_probs?" in text(visit)  # what the service noted of it
         capture_id = capture["capture_id"]
         training.acknowledge(capture_id, range(1))
         visit.wait_until("document.querySelector('main').innerText.includes('1 of 3 ranks')")
@@ -503,6 +545,10 @@ def test_tokens_by_keyboard(browser: Any, shared: Service) -> None:
         visit.go(f"{STEP}/samples/g36-3-0%2F0")
         visit.page.focus(".tokens")
         at = "document.querySelector('.tokens').getAttribute('aria-activedescendant')"
+        d = shared.get(f"/steps/{STEPS}/samples/g36-3-0%2F0", run=RUN)["d"]
+        size = [math.inf if isinstance(each, str) else abs(each or 0.0) for each in d]
+        assert visit.page.evaluate(at) == f"token-{size.index(max(size))}"  # its worst
+        visit.page.keyboard.press("Home")
         assert visit.page.evaluate(at) == "token-0"
         visit.page.keyboard.press("ArrowRight")
         assert visit.page.evaluate(at) == "token-1"

@@ -243,3 +243,48 @@ def test_a_rank_that_does_not_exist_is_named(live: Service) -> None:
     progress = live.get(f"/captures/{capture_id}")
     assert progress["unmatched_ranks"] == [9]
     assert "no rank 9 is there: nothing is collected of it" in CaptureProgress(progress).lines()
+
+
+def test_the_progress_says_why_ranks_failed(live: Service) -> None:
+    capture_id = request_capture(live, stages=[STAGE], steps=[3])
+    ranks = [Rank(live, rank=number, world_size=3) for number in range(3)]
+    for rank in ranks:
+        rank.begin(STAGE, 3)
+    dump(ranks[0], capture_id, STAGE, 3)
+    for rank in ranks[1:]:
+        rank.say(
+            "dump", stage=STAGE, step=3, capture_id=capture_id, state="failed", error="level 'L0'"
+        )
+    for rank in ranks:
+        rank.end(STAGE, 3)
+        rank.begin(STAGE, 4)
+    progress = CaptureProgress(live.get(f"/captures/{capture_id}"))
+    assert f"{STAGE} of actor 1, 2: level 'L0'" in progress.lines()
+
+
+@pytest.mark.parametrize("steps", ["next", [7]])
+def test_a_capture_without_a_run_is_of_the_run_that_ended_last(live: Service, steps: Any) -> None:
+    rank = Rank(live, world_size=1)
+    rank.stage(STAGE, 1)
+    rank.say("finish")
+    spec = {"stages": [STAGE], "steps": steps, "task": "statistics"}
+    answer = live.operate.post("/captures?wait=0", json=spec).json()
+    assert (answer["run"], answer["notes"]) == (
+        "r",
+        ["attempt 1 of the run is over: it waits for the next"],
+    )
+
+
+def test_work_without_a_step_is_a_gap_of_a_capture_that_names_it(live: Service) -> None:
+    actor = Rank(live, world_size=1)
+    rollout = Rank(live, role="rollout", world_size=1)
+    capture_id = request_capture(live, stages=[STAGE, "rollout_generate"], steps=[3])
+    for step in (3, 4):
+        begun = {"stage": "rollout_generate", "policy_version": step}
+        rollout.say("begin", **begun)
+        rollout.say("end", **begun, status="ok")
+        dump(actor, capture_id, STAGE, step)
+    progress = live.get(f"/captures/{capture_id}")
+    (step,) = (each for each in progress["steps"] if each["step"] == 3)
+    assert step["gaps"] == [{"role": "rollout", "rank": 0, "state": "without a step"}]
+    assert step["state"] == "partial"

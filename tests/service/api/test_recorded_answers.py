@@ -18,7 +18,18 @@ from stagescope_service.settings import Settings
 
 PROSE = frozenset({"text", "detail", "message", "advice", "expected"})
 """Sentences may be worded better."""
-ADDED = frozenset({"gap", "note", "step_cause", "step_comparable"})
+ADDED = frozenset(
+    {
+        "cause",
+        "comparability",
+        "comparable",
+        "gap",
+        "note",
+        "step_cause",
+        "step_comparable",
+        "units",
+    }
+)
 """Fields that answers have now, and did not have when they were recorded."""
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
+from tests.support.measure import payload
 from tokenizers import Tokenizer, decoders, models
 
 import stagescope
@@ -130,6 +131,7 @@ def test_the_tokens_of_a_sample_say_what_the_loss_did(step: stagescope.Step) -> 
     assert list(found["p"]) == [-0.5, -2.25, None, 1.5, -3.0]
     assert list(found["q"]) == [-1.0, -2.0, None, -0.5, -3.0]
     # e^2 = 7.4 lies beyond 5: IcePop drops it.
+    assert found.about["comparable"] == "suspect"  # one token of a few is not finite
     assert list(found["fate"]) == [
         "trained", "clipped high", "environment", "zero weight", "trained"
     ]  # fmt: skip
@@ -253,3 +255,24 @@ def test_the_command_line_asks_the_same(running: Service) -> None:
         result = invoke(*words, env=environment)
         assert result.exit_code == 0, result.output
     assert "clipped high" in invoke("loss", "5", env=environment).output
+
+
+def test_samples_of_ids_that_name_several_are_shown_one_by_one(live: Service) -> None:
+    live.engine.keep("old_log_probs", "rollout_log_probs", "response_mask", "responses")
+    ranks = [Rank(live, rank=rank, world_size=2) for rank in range(2)]
+    sent = [payload(seed=rank, first_sample=0) for rank in range(2)]
+    for rank, each in zip(ranks, sent, strict=True):
+        rank.stage(STAGE, 5, each)
+    for rank in ranks:
+        rank.begin(STAGE, 6)
+    listed = {row["sample_uid"] for row in live.get("/steps/5/samples")["rows"]}
+    assert listed == {f"sample-{row} [actor {rank}]" for row in range(4) for rank in range(2)}
+    for rank, row in np.ndindex(2, 4):
+        found = live.get(f"/steps/5/samples/sample-{row} [actor {rank}]")
+        mask = sent[rank]["tensors"]["response_mask"][2][row].astype(bool)
+        old = sent[rank]["tensors"]["old_log_probs"][2][row]
+        assert np.array(found["p"], float)[mask].tolist() == old[mask].tolist()
+        assert found["notes"][0].startswith("read from its own payload alone")
+    problem = live.problem(404, "/steps/5/samples/sample-0")
+    assert problem["wrong"] == "'sample-0' names 2 samples of step 5"
+    assert problem["expected"] == "one of 'sample-0 [actor 0]', 'sample-0 [actor 1]'"

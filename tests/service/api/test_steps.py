@@ -185,6 +185,23 @@ class TestMetrics:
             (1, 0, 44),
         ]
 
+    def test_ranks_with_one_data_rank_and_other_rows_are_no_replicas(self, live: Service) -> None:
+        ranks = [Rank(live, rank=rank, data_rank=0) for rank in range(3)]
+        for rank, tokens in zip(ranks, (12, 9, 12), strict=True):
+            handed = {**payload(tokens=tokens, seed=tokens), "strings": {}}
+            rank.stage(LOG_PROB, 5, handed)
+        for rank in ranks:
+            rank.begin(LOG_PROB, 6)
+        left_out = live.get("/steps/5/metrics")["coverage"]["tokens_left_out"]
+        assert left_out == {"replica": 76}
+        (found,) = live.get("/findings", kind="replicas_differ")["rows"]
+        assert found["severity"] == "error"
+        assert found["message"].endswith(
+            "1 ranks are left out as replicas of a rank with the same data_rank, and hold other "
+            "rows: actor 1 has 32 tokens and actor 0 has 44"
+        )
+        assert [pair["rank"] for pair in found["evidence"]["pairs"]] == [1]
+
     def test_a_late_payload_changes_a_remembered_answer(self, live: Service) -> None:
         ranks = two_ranks(live)
         ranks[0].stage(LOG_PROB, 5, payload())

@@ -99,6 +99,8 @@ def listen(live: Service) -> Iterator[Listen]:
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "POLL_SECONDS", 0.05)
+    # A connection whose other end has gone is noticed when something is sent.
+    monkeypatch.setattr(stream, "HEARTBEAT_SECONDS", 0.2)
 
 
 def watcher_of(live: Service) -> Watcher:

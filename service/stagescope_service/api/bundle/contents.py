@@ -14,13 +14,14 @@ from typing import Final
 import stagescope
 from stagescope.tensorfile import read_header
 from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError
+from stagescope.wire.names import safe_name
 from stagescope_service.api.bundle.redaction import SECRET_NAME, Redactor
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.encoding import JsonObject, encode
 from stagescope_service.api.kept import local_file, payload_artifacts
 from stagescope_service.api.operators import is_digested, tables_of
 from stagescope_service.api.target import Target
-from stagescope_service.store.artifacts import confine, file_checksum, safe_name
+from stagescope_service.store.artifacts import confine, file_checksum
 from stagescope_service.store.extract import PlacedFile, copy_run, place_files
 from stagescope_service.store.tensorfile import disk_errors
 
@@ -228,7 +229,8 @@ def finish(bundle: Bundle, made_wall: float) -> None:
 
 def _environment_secrets() -> Iterator[str]:
     for name, value in os.environ.items():
-        if SECRET_NAME.search(name):
+        # PWD is the shell's working directory.
+        if SECRET_NAME.search(name) and name not in ("PWD", "OLDPWD"):
             yield value
 
 

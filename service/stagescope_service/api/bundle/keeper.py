@@ -28,7 +28,7 @@ LOOK_SECONDS: Final = 15.0
 SETTLE_SECONDS: Final = 20.0
 """After the end of an attempt: its last payloads may still be read, and its step aggregated."""
 NEWEST_SECONDS: Final = 24 * 3600.0
-"""An attempt that died earlier, before the service had such bundles, say, is left alone."""
+"""Attempts that died earlier are not bundled."""
 _SHARE: Final = 4
 """A bundle takes at most this part of the room for all."""
 _CHUNK: Final = 1 << 20
@@ -58,7 +58,7 @@ class BundleKeeper:
         while self._room and not stopping.wait(LOOK_SECONDS):
             try:
                 self.look()
-            except Exception:  # noqa: PERF203 - the next attempt is to have its bundle all the same
+            except Exception:  # noqa: PERF203 - later attempts are still bundled
                 log.exception("the bundle of an attempt that died could not be made")
 
     def look(self) -> int:

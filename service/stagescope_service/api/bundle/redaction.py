@@ -34,7 +34,7 @@ _PATTERNS: Final = tuple(
     )
 )
 _ASSIGNED: Final = re.compile(
-    rf"((?:^|[\s\"'&?;,{{(\[_.\-]){_WORDS}[\"']?\s*[=:]\s*[\"']?)(?![\d.]+\b|\[redacted|bearer\b|basic\b)([^\s\"'&,;}})\]]{{6,}})",
+    rf"((?:^|[\s\"'&?;,{{(\[_.>\-]){_WORDS}[\"']?\s*[=:]\s*[\"']?)(?![\d.]+\b|\[redacted|bearer\b|basic\b)([^\s\"'&,;}})\]]{{6,}})",
     re.I,
 )
 _OPTION: Final = re.compile(rf"(--?[\w-]*{_WORDS}\s+)(?!-)([^\s\"']{{6,}})", re.I)

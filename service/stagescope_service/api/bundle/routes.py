@@ -9,27 +9,25 @@ from pathlib import Path
 from typing import Annotated, BinaryIO, Final, NamedTuple, cast
 
 from fastapi import APIRouter, Query, Request
-from fastapi import Path as PathParameter
 from fastapi.responses import StreamingResponse
 
 from stagescope.wire.errors import StoreError
+from stagescope.wire.names import safe_name
 from stagescope.wire.schema import MOST_STEPS
 from stagescope_service.api.auth import AccessTokens
 from stagescope_service.api.bundle.archive import write_archive
 from stagescope_service.api.bundle.contents import CATALOGUE, Bundle, collect, finish
 from stagescope_service.api.bundle.opened import BundleCommands
 from stagescope_service.api.dependencies import (
-    RUN_PATTERN,
     AttemptNumber,
     Commands,
     Dependencies,
     Deps,
+    RunPath,
 )
 from stagescope_service.api.report.content import make_report
 from stagescope_service.api.report.rendering import as_html, as_markdown
-from stagescope_service.api.requests import pattern
 from stagescope_service.api.target import Target
-from stagescope_service.store.artifacts import safe_name
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tensorfile import disk_errors
 
@@ -51,9 +49,7 @@ _FILE: Final = {"type": "string", "format": "binary", "description": "A tar.gz f
 async def bundle(
     request: Request,
     deps: Deps,
-    run: Annotated[
-        str, PathParameter(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
-    ],
+    run: RunPath,
     step: Annotated[int, Query(ge=0, lt=MOST_STEPS, description="The trainer's step.")],
     attempt: AttemptNumber = None,
     tensors: Annotated[

@@ -20,7 +20,9 @@ from stagescope_service.api.target import Target
 from stagescope_service.statistics import profiles
 from stagescope_service.statistics.batch import PROCESS
 from stagescope_service.statistics.cell import Cell, Field
+from stagescope_service.statistics.comparability import Comparability
 from stagescope_service.statistics.profiles import CHANCES, Dimension
+from stagescope_service.statistics.summarise import MOST_ENGINES
 
 By = Literal[Dimension, "staleness", "engine"]
 AXES: Final[dict[By, str]] = {
@@ -61,6 +63,10 @@ class AnatomyInfo:
     """In the order of the axis."""
     mean_abs: float | None
     """Of all tokens of the step, nats."""
+    left_out: int
+    """Number of tokens under the mask that are in no bin."""
+    comparability: Comparability | None
+    """Whether the streams of the step can be compared; None: it has no numbers."""
     note: str | None
 
 
@@ -70,7 +76,7 @@ def info(deps: Dependencies, target: Target, by: By) -> AnatomyInfo:
     try:
         measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
     except NotFound as error:
-        return AnatomyInfo(*heading, (), None, error.wrong)
+        return AnatomyInfo(*heading, (), None, 0, None, error.wrong)
     summary, total = measured.summary.summary, measured.summary.total
     mean = total.mean(Field.D_ABS_SUM) if total.tokens else None
     if by == "staleness":
@@ -85,7 +91,10 @@ def info(deps: Dependencies, target: Target, by: By) -> AnatomyInfo:
             _of_sums(owners.get(name, name), values.tolist())
             for name, values in summary.engines.items()
         )
-        lacking = "which engine sampled which row is not recorded (engine_ids)"
+        lacking = (
+            "which engine sampled which row is not recorded (engine_ids, of at most "
+            f"{MOST_ENGINES} in a payload)"
+        )
     else:
         stored = () if summary.profiles is None else summary.profiles.of(by)
         # The last token of a sample comes before those that precede it.
@@ -94,7 +103,12 @@ def info(deps: Dependencies, target: Target, by: By) -> AnatomyInfo:
             for each in sorted(stored, key=lambda b: -1 if _is_last(by, b.key) else b.key)
         )
         lacking = "an earlier version of the service stored this step, without these numbers"
-    return AnatomyInfo(*heading, found, mean, None if found else lacking)
+    left_out = total.masked - sum(each.tokens + each.nonfinite for each in found)
+    note = None if found else lacking
+    if found and left_out:
+        of = f"{left_out} of {total.masked} tokens are left out"
+        note = f"{of}: their rows name no {by}"
+    return AnatomyInfo(*heading, found, mean, left_out, measured.comparability, note)
 
 
 def _is_last(by: By, key: int) -> bool:

@@ -13,7 +13,13 @@ from stagescope.wire.schema import read_target
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import overview
-from stagescope_service.api.figures.overview import Line, NotFinite
+from stagescope_service.api.figures.lines import (
+    Line,
+    NotFinite,
+    axis_of,
+    draw_line,
+    draw_not_finite,
+)
 from stagescope_service.api.series import Window
 from stagescope_service.compare.figures import pictures
 
@@ -115,13 +121,13 @@ def figure(found: ComparisonInfo) -> go.Figure:
         shown: set[str] = set()
         for (name, colour, dash), own in zip(looks, (panel.a, panel.b), strict=True):
             for line in own:
-                overview.draw_line(
+                draw_line(
                     drawn, line, axis, name=name, colour=colour, dash=dash, unit=panel.unit,
                     legend=not at and name not in shown,
                 )  # fmt: skip
                 shown.add(name)
-        overview.draw_not_finite(drawn, panel.not_finite, [*panel.a, *panel.b], axis, first=not at)
-        layout = overview.axis_of(panel.unit, [*panel.a, *panel.b], domains[at])
+        draw_not_finite(drawn, panel.not_finite, [*panel.a, *panel.b], axis, first=not at)
+        layout = axis_of(panel.unit, [*panel.a, *panel.b], domains[at])
         drawn.update_layout({f"yaxis{at + 1}" if at else "yaxis": layout})
         style.heading(drawn, panel.name, domains[at][1])
     low, high = min(line.steps[0] for line in lines), max(line.steps[-1] for line in lines)

@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 from stagescope.wire.errors import NotFound
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.numbers import doubt
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.cell import RATIO_TAILS, Cell, Field
 from stagescope_service.statistics.histogram import Histogram, bounds
@@ -92,7 +93,7 @@ def info(
         _sides(cell) if of == "ratio" else (),
         quantiles if cell.tokens else (),
         measured.comparability.verdict,
-        note,
+        note or doubt(measured.comparability),
     )
 
 

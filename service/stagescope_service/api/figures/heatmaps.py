@@ -10,21 +10,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import plotly.graph_objects as go
 
 from stagescope.answers import unit_of_metric
-from stagescope.render import counted, stretches
+from stagescope.render import stretches
 from stagescope.wire.errors import NotFound
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import RankKey
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ROWS_REMOVED
 from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.figures.rank_rows import Fold, Grid, HeatRow, ranks_text, rows_of
+from stagescope_service.api.numbers import doubt
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.series import Window
 from stagescope_service.api.step_summaries import MeasuredStep
@@ -46,31 +47,19 @@ Metric = Literal[
 DEFAULT: Final[Metric] = "logprob_abs_diff/mean"
 TOKENS: Final = "counts/tokens"
 
-MOST_ROWS: Final = 64
 MOST_STEPS: Final = 200
 """Steps that are drawn where no range is requested, the newest."""
 _MOST_BYTES: Final = 96 << 20
 """Of the numbers of ranks that are read for one figure; of more steps some are left out."""
-_ALONE: Final = 12
-"""Most ranks that stand apart and have rows of their own, where the others are folded."""
 _MOST_LABELS: Final = 50
 """Labels of rows, a row of which is 16 pixels high as long as there are no more."""
-_GROUPS: Final = 40
-"""Most rows of folded ranks."""
-_APART: Final = 6.0
-"""A rank stands apart beyond so many standard deviations from the median."""
-_LEAST: Final = 0.25
-"""...and if it differs by so much of the median."""
-_DIMENSIONS: Final = ("tp", "pp", "cp", "dp", "ep", "host")
-
-Flags = npt.NDArray[np.bool_]
 
 
 class _Measure(NamedTuple):
     """How a number is computed from cells [..., WIDTH], and what it is over several ranks."""
 
     of_cells: Callable[[Float64], Float64]
-    fold: Literal["mean", "max", "sum"]
+    fold: Fold
 
 
 def _mean_of(field: Field, sign: float = 1.0) -> _Measure:
@@ -104,21 +93,6 @@ _MEASURES: Final[Mapping[Metric, _Measure]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class HeatRow:
-    """One rank, or several folded ones."""
-
-    label: str
-    ranks: tuple[RankKey, ...]
-    values: tuple[float | None, ...]
-    """One a column; None: no token was measured there."""
-    tokens: tuple[int, ...]
-    apart: bool = False
-    """Whether the rank stands apart from the others."""
-    largest: tuple[str, ...] = ()
-    """Of folded ranks, the rank with the largest value in each column."""
-
-
-@dataclasses.dataclass(frozen=True)
 class HeatInfo:
     """What a figure shows; the rows with the largest values are first."""
 
@@ -134,52 +108,6 @@ class HeatInfo:
     """Number of ranks."""
     folded_by: str | None
     note: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Grid:
-    """A number and a count of tokens by rank (rows) and column; NaN: not measured."""
-
-    ranks: tuple[RankKey, ...]
-    columns: tuple[int, ...]
-    values: Float64
-    tokens: Float64
-    fold: Literal["mean", "max", "sum"]
-
-    def take(self, rows: Sequence[int]) -> _Grid:
-        """Return some of the ranks."""
-        at = list(rows)
-        return dataclasses.replace(
-            self,
-            ranks=tuple(self.ranks[row] for row in at),
-            values=self.values[at],
-            tokens=self.tokens[at],
-        )
-
-    def over_columns(self) -> Float64:
-        """Return one value for each rank."""
-        return _fold(self.values, self.tokens, self.fold, axis=1)
-
-    def over_ranks(self) -> Float64:
-        """Return one value for each column."""
-        return _fold(self.values, self.tokens, self.fold, axis=0)
-
-
-def _fold(
-    values: Float64, tokens: Float64, fold: Literal["mean", "max", "sum"], axis: int
-) -> Float64:
-    """Return a number of the tokens of several cells: a mean is weighted with its tokens."""
-    known = ~np.isnan(values)
-    filled = np.where(known, values, 0.0)
-    if fold == "max":
-        largest = np.where(known, values, -np.inf).max(axis=axis, initial=-np.inf)
-        return np.where(known.any(axis=axis), largest, np.nan)
-    if fold == "sum":
-        return np.where(known.any(axis=axis), filled.sum(axis=axis), np.nan)
-    weights = np.where(known, tokens, 0.0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean: Float64 = (filled * weights).sum(axis=axis) / weights.sum(axis=axis)
-    return mean
 
 
 # --- reading --------------------------------------------------------------------------------
@@ -204,8 +132,9 @@ def rounds_info(deps: Dependencies, target: Target, metric: Metric = DEFAULT) ->
     tokens = vectors[..., Field.TOKENS]
     # A rank without tokens in a round has no number there, not even 0 tokens.
     values = np.where(vectors[..., Field.MASKED] > 0, values, np.nan)
-    grid = _Grid(tuple(by_rank), tuple(columns), values, tokens, measure.fold)
-    return about.of(grid, processes, lacking)
+    grid = Grid(tuple(by_rank), tuple(columns), values, tokens, measure.fold)
+    notes = [*filter(None, (lacking, doubt(measured.comparability)))]
+    return about.of(grid, processes, "; ".join(notes) or None)
 
 
 def _rounds_by_rank(
@@ -247,7 +176,7 @@ def _rounds_by_rank(
     lacking = None
     if twice:
         lacking = (
-            f"{_ranks_text(twice)} handed over some tokens more than once: their rounds count each "
+            f"{ranks_text(twice)} handed over some tokens more than once: their rounds count each "
             "copy"
         )
     return found, lacking
@@ -291,7 +220,7 @@ def steps_info(
             tokens[rows, column] = _column(found[step], TOKENS)
     keys = tuple((str(role), int(rank)) for role, rank in ranks)
     order = sorted(range(len(keys)), key=lambda row: keys[row])
-    grid = _Grid(keys, tuple(chosen), values, tokens, _MEASURES[metric].fold).take(order)
+    grid = Grid(keys, tuple(chosen), values, tokens, _MEASURES[metric].fold).take(order)
     notes = []
     if len(chosen) < len(steps):
         notes.append(f"of {len(steps)} steps every {len(steps) // len(chosen)}th is read")
@@ -331,184 +260,15 @@ class _About(NamedTuple):
         heading = (self.run, self.attempt, self.step, self.metric, self.unit)
         return HeatInfo(*heading, (), (), 0, None, note)
 
-    def of(self, grid: _Grid, processes: Iterable[JsonObject], note: str | None) -> HeatInfo:
+    def of(self, grid: Grid, processes: Iterable[JsonObject], note: str | None) -> HeatInfo:
         """Return the answer: sorted, and folded where there are too many ranks."""
         layouts = {(row["role"], row["rank"]): row for row in processes}
-        rows, folded_by, text = _rows(grid, layouts)
+        rows, folded_by, text = rows_of(grid, layouts)
         heading = (self.run, self.attempt, self.step, self.metric, self.unit)
         notes = [each for each in (text, note) if each]
         return HeatInfo(
             *heading, grid.columns, rows, len(grid.ranks), folded_by, "; ".join(notes) or None
         )
-
-
-# --- folding --------------------------------------------------------------------------------
-def _rows(
-    grid: _Grid, layouts: Mapping[RankKey, JsonObject]
-) -> tuple[tuple[HeatRow, ...], str | None, str | None]:
-    """Return the rows, by what they are folded, and a sentence about both."""
-    overall = grid.over_columns()
-    order = np.argsort(-np.where(np.isnan(overall), -np.inf, overall), kind="stable").tolist()
-    several = len({role for role, _ in grid.ranks}) > 1
-    names = [_name(rank, several) for rank in grid.ranks]
-    is_folded = len(grid.ranks) > MOST_ROWS
-    best = _best_dimension(grid, overall, layouts) if is_folded else None
-    # What a whole group has in common makes none of its ranks the odd one out.
-    groups = None if best is None else [best.keys[row] for row in range(len(grid.ranks))]
-    apart = standing_apart(overall, groups)
-    texts = []
-    if apart.any():
-        found = [grid.ranks[row] for row in order if apart[row]]
-        first = next(row for row in order if apart[row])
-        middle = float(np.nanmedian(overall))
-        texts.append(
-            f"{_ranks_text(found)} {'stands' if len(found) == 1 else 'stand'} apart: "
-            f"{style.number(float(overall[first]))} where the median rank has "
-            f"{style.number(middle)}"
-        )
-
-    def single(row: int) -> HeatRow:
-        label = names[row] + _place(layouts.get(grid.ranks[row]))
-        return _row(grid.take([row]), label, apart[row])
-
-    if not is_folded:
-        return tuple(map(single, order)), None, "; ".join(texts) or None
-    alone = [row for row in order if apart[row]][:_ALONE]
-    rest = sorted(set(range(len(grid.ranks))) - set(alone), key=lambda row: grid.ranks[row])
-    members: dict[str, list[int]] = defaultdict(list)
-    if best is not None:
-        for row in rest:
-            members[f"{best.name} {best.keys[row]}"].append(row)
-        by = f"{best.name}, which explains {best.share:.0%} of the variance between ranks"
-    else:
-        size = -(-len(rest) // (_GROUPS - 8))
-        for at in range(0, len(rest), size):
-            block = rest[at : at + size]
-            members[f"{names[block[0]]} to {grid.ranks[block[-1]][1]}"] = block
-        by = "their numbers, as no parallel dimension tells them apart"
-    folded = [
-        _row(grid.take(rows), f"{label} ({counted(len(rows), 'rank')})")
-        for label, rows in members.items()
-    ]
-    folded.sort(key=_sort_value)
-    texts.append(f"{len(rest)} of {len(grid.ranks)} ranks are folded by {by}")
-    return (*map(single, alone), *folded), by, "; ".join(texts)
-
-
-def _sort_value(row: HeatRow) -> float:
-    """Return the sort key of folded rows: the largest mean over tokens first."""
-    known = [(v, n) for v, n in zip(row.values, row.tokens, strict=True) if v is not None]
-    total = sum(n for _, n in known)
-    return -sum(v * n for v, n in known) / total if total else math.inf
-
-
-def standing_apart(values: Float64, groups: Sequence[object] | None = None) -> Flags:
-    """Return which values lie above the others of their group (None: all are one).
-
-    By the median and its absolute deviation, which is scaled to the standard deviation of a normal
-    distribution (P. J. Rousseeuw, C. Croux, "Alternatives to the Median Absolute Deviation", 1993).
-    Below four values none does.
-    """
-    apart = np.zeros(len(values), bool)
-    _, group = np.unique([str(key) for key in groups or ["all"] * len(values)], return_inverse=True)
-    for number in range(int(group.max(initial=-1)) + 1):
-        own = np.flatnonzero((group == number) & np.isfinite(values))
-        if len(own) < 4:
-            continue
-        middle = float(np.median(values[own]))
-        spread = 1.4826 * float(np.median(np.abs(values[own] - middle)))
-        bound = middle + max(_APART * spread, _LEAST * abs(middle))
-        apart[own] = values[own] > bound
-    return apart
-
-
-class _Dimension(NamedTuple):
-    """A parallel dimension (or the host) along which ranks can be folded."""
-
-    name: str
-    keys: tuple[object, ...]
-    """One a rank."""
-    share: float
-    """Of the variance between ranks that lies between its groups; see `explained`."""
-
-
-def _best_dimension(
-    grid: _Grid, overall: Float64, layouts: Mapping[RankKey, JsonObject]
-) -> _Dimension | None:
-    """Return the dimension that explains most of the differences of ranks; None: none is known."""
-    best: _Dimension | None = None
-    for name in _DIMENSIONS:
-        column = "host" if name == "host" else f"{name}_rank"
-        keys = tuple((layouts.get(rank) or {}).get(column) for rank in grid.ranks)
-        if None in keys or not 2 <= len(set(keys)) <= _GROUPS:
-            continue
-        share = explained(overall, keys)
-        if best is None or share > best.share + 0.01:
-            best = _Dimension(name, keys, share)
-    return best
-
-
-def explained(values: Float64, keys: Sequence[object]) -> float:
-    """Return the share of the variance of values that lies between the groups of equal keys.
-
-    Values are clipped to their first and last hundredth: one far off must not decide it.
-    """
-    known = np.isfinite(values)
-    texts = [str(key) for key, ok in zip(keys, known, strict=True) if ok]
-    if len(set(texts)) < 2:
-        return 0.0
-    clipped = np.clip(values[known], *np.quantile(values[known], [0.01, 0.99]))
-    centred = clipped - clipped.mean()
-    total = float((centred**2).sum())
-    if total <= 0.0:
-        return 0.0
-    _, group = np.unique(texts, return_inverse=True)
-    sizes, sums = np.bincount(group), np.bincount(group, centred)
-    return float((sums**2 / sizes).sum()) / total
-
-
-def _row(grid: _Grid, label: str, apart: bool | np.bool_ = False) -> HeatRow:
-    values = grid.over_ranks()
-    largest: tuple[str, ...] = ()
-    if len(grid.ranks) > 1:
-        filled = np.where(np.isnan(grid.values), -np.inf, grid.values)
-        where = filled.argmax(axis=0)
-        largest = tuple(
-            f"largest: {_name(grid.ranks[row], True)}, "
-            f"{style.number(float(grid.values[row, column]))}"
-            for column, row in enumerate(where.tolist())
-        )
-    return HeatRow(
-        label=label,
-        ranks=grid.ranks,
-        values=tuple(None if math.isnan(value) else value for value in values.tolist()),
-        tokens=tuple(int(count) for count in grid.tokens.sum(axis=0)),
-        apart=bool(apart),
-        largest=largest,
-    )
-
-
-def _name(rank: RankKey, several: bool) -> str:
-    return f"{rank[0]} {rank[1]}" if several else f"rank {rank[1]}"
-
-
-def _place(layout: JsonObject | None) -> str:
-    """Return the parallel coordinates of a rank that has several."""
-    if layout is None:
-        return ""
-    found = [
-        f"{name} {layout[f'{name}_rank']}"
-        for name in ("dp", "tp", "pp", "cp", "ep")
-        if layout.get(f"{name}_rank") is not None and (layout.get(f"{name}_size") or 1) > 1
-    ]
-    return f" ({', '.join(found)})" if found else ""
-
-
-def _ranks_text(ranks: Collection[RankKey]) -> str:
-    by_role: dict[str, list[int]] = defaultdict(list)
-    for role, rank in ranks:
-        by_role[role].append(rank)
-    return ", ".join(f"{role} {stretches('rank', sorted(own))}" for role, own in by_role.items())
 
 
 # --- drawing --------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 from stagescope.render import counted, stretches
 from stagescope.wire.errors import InvalidInput
 from stagescope_service import figure_style as style
+from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.series import Window
@@ -130,7 +131,8 @@ def _prompts(
     deps: Dependencies, attempt_id: int, step: int, summary: StepSummary
 ) -> dict[str, _Occurrence]:
     keys, values = summary.summary.sequences.by_sample()
-    rows = deps.catalogue.samples(attempt_id, step, limit=len(keys) + 1)
+    # Samples without a token that counts have rows, too, and no key.
+    rows = deps.catalogue.samples(attempt_id, step, limit=ALL_ROWS)
     prompt_of = {row["sample_uid"]: row["prompt_hash"] for row in rows if row["prompt_hash"]}
     tokens = float(values[:, _TOKENS].sum())
     mean = float(values[:, _ABS_SUM].sum()) / tokens if tokens else 0.0

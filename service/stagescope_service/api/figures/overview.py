@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 
 from stagescope.answers import unit_of_metric
-from stagescope.render import counted, format_value, stretches
+from stagescope.render import counted, format_value
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import aggregation_errors
 from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.figures.lines import (
+    Line,
+    NotFinite,
+    array_of,
+    axis_of,
+    draw_line,
+    draw_not_finite,
+    trace_id,
+)
+from stagescope_service.api.figures.marks import KINDS, ROW, Mark, Place, draw_marks, ranges
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.series import (
     ABSENT,
@@ -27,6 +36,7 @@ from stagescope_service.api.series import (
     OPEN,
     Window,
     check_known,
+    mean_of,
     newest_metrics,
     why_unmeasured,
 )
@@ -47,30 +57,7 @@ DEFAULT: Final = (
 MOST_METRICS: Final = 12
 TITLE: Final = "Over the steps"
 
-Place = tuple[int, int]
-"""(attempt_id, step)."""
 Value = float | str | None
-MarkKind = Literal["finding", "capture", "weight sync", "no value"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A number over the steps of one attempt, ascending; None: the step has none."""
-
-    attempt: int
-    superseded: bool
-    """Whether a later attempt did these steps again."""
-    steps: tuple[int, ...]
-    values: tuple[float | None, ...]
-
-
-class NotFinite(NamedTuple):
-    """A value that is not a finite number."""
-
-    step: int
-    attempt: int
-    value: str
-    """nan, inf or -inf."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +76,7 @@ class Panel:
     @property
     def has_values(self) -> bool:
         """Whether any step has a finite value."""
-        return any(map(_has_values, self.lines))
+        return any(line.has_values for line in self.lines)
 
 
 class Boundary(NamedTuple):
@@ -97,17 +84,6 @@ class Boundary(NamedTuple):
 
     attempt: int
     step: int
-    text: str
-
-
-class Mark(NamedTuple):
-    """Something that happened in some consecutive steps."""
-
-    kind: MarkKind
-    level: str
-    """Severity of a finding, state of a capture; else empty."""
-    first: int
-    last: int
     text: str
 
 
@@ -305,7 +281,7 @@ class _Reader:
         ):
             if row["step"] is not None:
                 key = (row["attempt_id"], row["step"])
-                series[row["stage"], row["role"]].append((key, _mean(row)))
+                series[row["stage"], row["role"]].append((key, mean_of(row)))
         logged = {key for values in series.values() for key, _ in values}
         self._absent[name] = [key for key in self.states if key not in logged]
         several = len(series) > 1
@@ -342,14 +318,14 @@ class _Reader:
             self._reasons = self._why()
         found: list[Mark] = []
         if metrics:
-            found += _ranges("no value", "", self._reasons)
+            found += ranges("no value", "", self._reasons)
         for name, keys in self._absent.items():
             is_scalar = name not in metrics
             reason = NOT_LOGGED if is_scalar else ABSENT
             texts = dict.fromkeys(keys, f"{name}: {reason}")
             if is_scalar:
                 texts |= {k: f"{name}: {OPEN}" for k in keys if self._reasons.get(k) == OPEN}
-            found += _ranges("no value", "", texts)
+            found += ranges("no value", "", texts)
         return found
 
     def _why(self) -> dict[Place, str]:
@@ -376,7 +352,7 @@ class _Reader:
         """Return the steps that sent weights to the rollout."""
         steps = self._deps.catalogue.steps_with_stage(self._ids, "weight_sync", **self._window)
         text = "weights were synchronised"
-        return _ranges("weight sync", "", {(0, step): text for step in steps})
+        return ranges("weight sync", "", {(0, step): text for step in steps})
 
     def captures(self) -> list[Mark]:
         """Return the steps with dumps."""
@@ -403,25 +379,6 @@ class _Reader:
         return [row for row in rows if (row.attempt_id, row.step) in self.states]
 
 
-def _ranges(kind: MarkKind, level: str, texts: Mapping[Place, str]) -> list[Mark]:
-    """Return a mark for each range of consecutive steps with the same text."""
-    marks: list[Mark] = []
-    for (_, step), text in sorted(texts.items(), key=lambda item: (item[0][1], item[0][0])):
-        if marks and marks[-1].text == text and step <= marks[-1].last + 1:
-            marks[-1] = marks[-1]._replace(last=step)
-        else:
-            marks.append(Mark(kind, level, step, step, text))
-    return marks
-
-
-def _mean(row: JsonObject) -> Value:
-    """Return the mean of a scalar over its ranks and parts."""
-    if row["nan"] or (row["posinf"] and row["neginf"]):
-        return "nan"
-    mean: Value = row["mean"]
-    return "inf" if row["posinf"] else "-inf" if row["neginf"] else mean
-
-
 def _boundaries(attempts: Sequence[JsonObject]) -> Iterable[Boundary]:
     """Yield where each attempt but the first began, ascending."""
     ordered = sorted(attempts, key=lambda row: int(row["number"]))
@@ -443,34 +400,14 @@ def _boundaries(attempts: Sequence[JsonObject]) -> Iterable[Boundary]:
 # --- drawing --------------------------------------------------------------------------------
 _PANEL: Final = 150
 _GAP: Final = 34
-_ROW: Final = 22
 _MOST_LABELS: Final = 12
 """Attempts whose boundaries are labelled; the lines of more are drawn without."""
 _MOST_BOUNDARIES: Final = 200
-_FEW: Final = 120
-"""Steps of a line whose points are drawn each."""
-_LISTED: Final = 6
 _DISTANCES: Final = (
     "rollout_corr/k", "rollout_corr/chi2", "rollout_corr/log_ppl", "logprob_abs_diff/", "tail/",
     "training/rollout_probs_diff_", "train_rollout_logprob_abs_diff",
 )  # fmt: skip
 """Metrics that are 0 where both streams are equal: their noise floor is a band from 0."""
-_ROWS: Final[tuple[MarkKind, ...]] = ("finding", "capture", "weight sync", "no value")
-
-
-class _Look(NamedTuple):
-    symbol: str
-    colour: str
-
-
-_LOOKS: Final[Mapping[tuple[str, str], _Look]] = {
-    ("finding", "error"): _Look("x", style.VERMILLION),
-    ("finding", "warning"): _Look("triangle-up", style.ORANGE),
-    ("finding", ""): _Look("circle", style.SKY),
-    ("capture", ""): _Look("square", style.GREEN),
-    ("weight sync", ""): _Look("line-ns", style.BLUE),
-    ("no value", ""): _Look("line-ns", style.GREY),
-}
 
 
 def figure(found: OverviewInfo) -> go.Figure:
@@ -479,10 +416,7 @@ def figure(found: OverviewInfo) -> go.Figure:
     drawn = go.Figure()
     if not found.steps:
         return style.empty(title, found.note or "no step yet", x="step", y="value")
-    kinds: list[MarkKind] = [
-        kind for kind in _ROWS if any(mark.kind == kind for mark in found.marks)
-    ]
-    heights = [_PANEL] * len(found.panels) + ([_ROW * len(kinds)] if kinds else [])
+    heights = [*([_PANEL] * len(found.panels)), ROW * len(KINDS)]
     domains = style.panels(heights, gap=_GAP)
     total = sum(heights) + _GAP * (len(heights) - 1)
     for at, panel in enumerate(found.panels):
@@ -493,32 +427,17 @@ def figure(found: OverviewInfo) -> go.Figure:
         style.heading(drawn, panel.name, top)
         if not panel.has_values:
             style.say(drawn, "no value in these steps", y=(bottom + top) / 2)
-    last = f"y{len(found.panels)}" if len(found.panels) > 1 else "y"
-    if kinds:
-        last = f"y{len(heights)}"
-        _draw_marks(drawn, found.marks, kinds, axis=last)
-        drawn.update_layout({f"yaxis{len(heights)}": {
-            "domain": domains[-1], "tickvals": list(range(len(kinds))), "ticktext": kinds,
-            "range": [len(kinds) - 0.4, -0.6], "title": {"text": ""}, "fixedrange": True,
-        }})  # fmt: skip
+    last = f"y{len(heights)}"
+    draw_marks(drawn, found.marks, axis=last)
+    # A row for each kind, also for those without a mark: new steps may bring the first.
+    drawn.update_layout({f"yaxis{len(heights)}": {
+        "domain": domains[-1], "tickvals": list(range(len(KINDS))), "ticktext": KINDS,
+        "range": [len(KINDS) - 0.4, -0.6], "title": {"text": ""}, "fixedrange": True,
+    }})  # fmt: skip
     drawn.update_xaxes(title={"text": "step"}, anchor=last, tickformat="d", range=_range(found))
     _draw_boundaries(drawn, found.boundaries)
     drawn = style.legend_below(style.finished(drawn, title, total + 110))
-    drawn.update_layout(margin={"t": 50})
-    if kinds:
-        drawn.update_layout({f"yaxis{len(heights)}": {"showgrid": False}})
-    return drawn
-
-
-def axis_of(unit: str, lines: Sequence[Line], domain: tuple[float, float]) -> dict[str, object]:
-    """Return the vertical axis of a panel: of powers of ten where its numbers span decades."""
-    is_log = style.spans_decades([value for line in lines for value in line.values])
-    return {
-        "domain": domain,
-        "title": {"text": unit or style.NO_UNIT},
-        "type": "log" if is_log else "linear",
-        "nticks": 5,
-    }
+    return drawn.update_layout({"margin": {"t": 50}, f"yaxis{len(heights)}": {"showgrid": False}})
 
 
 def _range(found: OverviewInfo) -> list[float]:
@@ -532,10 +451,11 @@ def _draw_panel(drawn: go.Figure, panel: Panel, *, axis: str, first: bool) -> No
     for line in panel.floor:
         if line.superseded:
             continue
-        values = np.abs(_array(line.values)) if is_distance else _array(line.values)
+        values = np.abs(array_of(line.values)) if is_distance else array_of(line.values)
         kept = style.thinned(values)
         drawn.add_scatter(
-            x=np.array(line.steps)[kept], y=values[kept], yaxis=axis, mode="lines",
+            uid=trace_id(axis, "noise floor", line.attempt), x=np.array(line.steps)[kept],
+            y=values[kept], yaxis=axis, mode="lines",
             line={"width": 1, "color": style.GREY}, fill="tozeroy" if is_distance else "none",
             fillcolor="rgba(118,124,132,0.25)", name="noise floor", legendgroup="noise floor",
             showlegend=first and "noise floor" not in {each.name for each in style.traces(drawn)},
@@ -546,147 +466,22 @@ def _draw_panel(drawn: go.Figure, panel: Panel, *, axis: str, first: bool) -> No
         name = "done again later" if line.superseded else "value"
         draw_line(
             drawn, line, axis, name=name, colour=style.BLUE, dash="solid",
-            unit=panel.unit, legend=first and name not in shown and _has_values(line),
+            unit=panel.unit, legend=first and name not in shown and line.has_values,
             opacity=style.FADED if line.superseded else 1.0,
         )  # fmt: skip
-        shown |= {name} if _has_values(line) else set()
+        shown |= {name} if line.has_values else set()
     for at, (staleness, lines) in enumerate(panel.stalenesses):
         name = f"staleness {staleness}"
         colour = style.SERIES[1 + at % (len(style.SERIES) - 1)]
         dash = style.DASHES[1 + at % (len(style.DASHES) - 1)]
         for line in lines:
-            if not line.superseded and _has_values(line):
+            if not line.superseded and line.has_values:
                 draw_line(
                     drawn, line, axis, name=name, colour=colour, dash=dash, unit=panel.unit,
                     legend=first and name not in shown,
                 )  # fmt: skip
                 shown.add(name)
     draw_not_finite(drawn, panel.not_finite, panel.lines, axis, first=first)
-
-
-def draw_not_finite(
-    drawn: go.Figure,
-    marks: Sequence[NotFinite],
-    lines: Sequence[Line],
-    axis: str,
-    *,
-    first: bool,
-) -> None:
-    """Mark values that are not finite, at the height of the largest finite one."""
-    if not marks:
-        return
-    top = max((v for line in lines for v in line.values if v is not None), default=1.0)
-    drawn.add_scatter(
-        x=[each.step for each in marks], y=[top] * len(marks), mode="markers", yaxis=axis,
-        marker={"symbol": "x", "size": 9, "color": style.VERMILLION}, name=style.NOT_FINITE,
-        legendgroup=style.NOT_FINITE, showlegend=first, hoverinfo="text",
-        hovertext=[
-            f"step {each.step}, attempt {each.attempt}: {style.number(float(each.value))}"
-            for each in marks
-        ],
-    )  # fmt: skip
-
-
-def draw_line(
-    drawn: go.Figure,
-    line: Line,
-    axis: str,
-    *,
-    name: str,
-    colour: str,
-    dash: str,
-    unit: str,
-    legend: bool,
-    opacity: float = 1.0,
-) -> None:
-    """Draw one line, thinned so that every spike stays."""
-    values, steps = _array(line.values), np.array(line.steps)
-    kept = style.thinned(values)
-    values, steps = values[kept], steps[kept]
-    few = len(values) <= _FEW
-    hover = f"step %{{x}}, attempt {line.attempt}: %{{y:.4g}} {unit}<extra>{name}</extra>"
-    drawn.add_scatter(
-        x=steps, y=values, yaxis=axis, mode="lines+markers" if few else "lines",
-        line={"color": colour, "width": 1.6, "dash": dash}, marker={"size": 4, "color": colour},
-        opacity=opacity, name=name, legendgroup=name, showlegend=legend, hovertemplate=hover,
-        connectgaps=False,
-    )  # fmt: skip
-    alone = _alone(values)
-    if not few and alone.any():  # a line through one point draws nothing
-        drawn.add_scatter(
-            x=steps[alone], y=values[alone], yaxis=axis, mode="markers", legendgroup=name,
-            marker={"size": 4, "color": colour}, opacity=opacity, name=name, showlegend=False,
-            hovertemplate=hover,
-        )  # fmt: skip
-
-
-def _array(values: Sequence[float | None]) -> style.Floats:
-    return np.array([math.nan if value is None else value for value in values], np.float64)
-
-
-def _alone(values: style.Floats) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which values have no neighbour."""
-    missing = np.isnan(np.concatenate([[math.nan], values, [math.nan]]))
-    alone: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~missing[1:-1] & missing[:-2] & missing[2:]
-    return alone
-
-
-def _has_values(line: Line) -> bool:
-    return any(value is not None for value in line.values)
-
-
-def _draw_marks(
-    drawn: go.Figure, marks: Sequence[Mark], kinds: Sequence[MarkKind], *, axis: str
-) -> None:
-    """Draw a row of marks for each kind; several at one place of the screen are one mark."""
-    low, high = min(mark.first for mark in marks), max(mark.last for mark in marks)
-    width = max((high - low) / style.WIDTH, 1.0)
-    for row, kind in enumerate(kinds):
-        own = [mark for mark in marks if mark.kind == kind]
-        places: dict[int, list[Mark]] = defaultdict(list)
-        for mark in own:
-            # A long range is drawn as marks at each of its places.
-            begin, end = int((mark.first - low) // width), int((mark.last - low) // width)
-            for place in range(begin, end + 1):
-                places[place].append(mark)
-        by_look: dict[_Look, list[tuple[float, str]]] = defaultdict(list)
-        for place, here in sorted(places.items()):
-            looks = [_look(mark) for mark in here]
-            worst = min(looks, key=list(_LOOKS.values()).index)
-            x = here[0].first if len(here) == 1 and here[0].first == here[0].last else None
-            by_look[worst].append((low + place * width if x is None else x, _hover(here)))
-        for look, points in by_look.items():
-            drawn.add_scatter(
-                x=[x for x, _ in points], y=[row] * len(points), yaxis=axis, mode="markers",
-                marker={
-                    "symbol": look.symbol, "size": 9, "color": look.colour,
-                    "line": {"color": look.colour, "width": 1.5},
-                },
-                name=kind, showlegend=False, hoverinfo="text",
-                hovertext=[text for _, text in points],
-            )  # fmt: skip
-
-
-def _look(mark: Mark) -> _Look:
-    return _LOOKS.get((mark.kind, mark.level)) or _LOOKS[mark.kind, ""]
-
-
-def _hover(marks: Sequence[Mark]) -> str:
-    texts: dict[str, list[Mark]] = defaultdict(list)
-    for mark in marks:
-        texts[mark.text].append(mark)
-    lines = []
-    for text, same in list(texts.items())[:_LISTED]:
-        steps = sorted(
-            {step for mark in same for step in range(mark.first, mark.last + 1)}
-            if same[0].last - same[0].first < 1000
-            else {same[0].first, same[-1].last}
-        )
-        where = stretches("step", steps)
-        lines.append(style.wrapped(f"{where}: {text}", 60))
-    if len(texts) > _LISTED:
-        lines.append(f"and {len(texts) - _LISTED} more")
-    return "<br>".join(lines)
 
 
 def _draw_boundaries(drawn: go.Figure, boundaries: Sequence[Boundary]) -> None:

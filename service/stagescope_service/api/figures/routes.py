@@ -42,8 +42,10 @@ from stagescope_service.api.figures import (
     rounds,
     timeline,
 )
+from stagescope_service.api.figures.trace_events import trace_events
 from stagescope_service.api.models import figures as models
 from stagescope_service.api.models.bodies import ComparisonRequest, SideFields
+from stagescope_service.api.numbers import comparability_fields, doubt
 from stagescope_service.api.operators import operator_target
 from stagescope_service.api.requests import (
     Answer,
@@ -297,7 +299,10 @@ def anatomy_figure(
 ) -> FigureAnswer:
     """Draw |d| and d of a step by where its tokens stand, or how probable or stale they are."""
     found = anatomy.info(deps, target, by)
-    return of_step("anatomy", anatomy.figure(found), found)
+    doubted = None if found.comparability is None else doubt(found.comparability)
+    notes = (found.note, doubted)
+    shown = dataclasses.replace(found, note="; ".join(filter(None, notes)) or None)
+    return of_step("anatomy", anatomy.figure(found), shown)
 
 
 @router.get("/figures/offenders", response_model=models.Figure)
@@ -432,9 +437,10 @@ def _sides(
 @router.get("/steps/{step}/anatomy", response_model=models.Anatomy, tags=["steps"])
 def step_anatomy(deps: Deps, target: StepTarget, by: TokenProperty = "place") -> Answer:
     """Return |d| and d of a step by where its tokens stand, or how probable or stale they are."""
-    found = dataclasses.asdict(anatomy.info(deps, target, by))
+    info = anatomy.info(deps, target, by)
+    found = dataclasses.asdict(dataclasses.replace(info, comparability=None))
     rows = found.pop("bins")
-    return Answer({**found, "rows": rows, "next": None})
+    return Answer({**found, **comparability_fields(info.comparability), "rows": rows, "next": None})
 
 
 @router.get("/steps/{step}/timeline", response_model=models.Trace, tags=["steps"])
@@ -452,7 +458,7 @@ def trace(deps: Deps, target: StepTarget) -> Answer:
     }  # fmt: skip
     return Answer(
         {
-            "traceEvents": timeline.trace_events(found),
+            "traceEvents": trace_events(found),
             "displayTimeUnit": "ms",
             "otherData": other,
         },

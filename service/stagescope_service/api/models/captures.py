@@ -236,7 +236,7 @@ class RankGap(RoleRank):
 
     state: Annotated[str, Field(examples=["missed", "failed", "no report", "not asked"])]
     """State of its dumps: the worst of them, `no report` where some are missing, `not asked` where
-    it was left out."""
+    it was left out, `without a step` where it does the stage as work that belongs to no step."""
 
 
 class CapturedStep(Model):

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import ABSENT, Model, Number, Run
+from stagescope_service.api.models.numbers import Streams
 
 
 class PlotlyFigure(Model):
@@ -92,7 +93,7 @@ class AnatomyBin(Model):
     """Mean of p - q, nats; null: no token counts."""
 
 
-class Anatomy(Model):
+class Anatomy(Streams):
     """The mismatch of a step by one property of its tokens."""
 
     run: Run
@@ -104,8 +105,10 @@ class Anatomy(Model):
     """The property by which the tokens are told apart."""
     mean_abs: Number | None
     """Mean of |p - q| over all tokens of the step, nats; null: nothing was measured."""
+    left_out: int
+    """Number of tokens under the mask that are in no bin: their rows name no engine or version."""
     note: str | None
-    """Why there are no bins; null: there are some."""
+    """Why there are no bins, or why tokens are left out of them; null: neither."""
     rows: list[AnatomyBin]
     """The bins that hold a token, in the order of the property."""
     next: None

@@ -44,8 +44,8 @@ class Coverage(Model):
     masked_tokens: int
     """Number of tokens under the mask of the parts that count, the non-finite ones too."""
     tokens_sent: int | None
-    """Number of tokens under the mask in the stage's payloads; null: aggregated by an earlier
-    release."""
+    """Number of tokens under the mask in the stage's payloads that were read; null: aggregated by
+    an earlier release."""
     tokens_left_out: dict[str, int]
     """Reason -> number of tokens that do not count for it."""
     tokens_unaccounted: int | None
@@ -98,6 +98,15 @@ StepComparable = Annotated[
         examples=["suspect"],
     ),
 ]
+
+
+class Streams(Model):
+    """Whether the two streams of a step can be compared."""
+
+    comparable: Comparable
+    cause: Cause
+    comparability: list[CheckRow]
+    """What the checks of the step's streams found."""
 
 
 class Numbers(StepHeading):
@@ -186,6 +195,8 @@ class Metrics(Numbers):
     round: int | None
     """Index of the round that the numbers are of, from 0; null: of all rounds."""
     metrics: Published
+    units: dict[str, str]
+    """Name -> unit (`nat`, `tokens`, `sequences`, `rows`) of the numbers that have one."""
     noise_floor: Published | None
     """The same, in the same units, of the trainer against itself; null: no recomputed log-probs."""
     nonfinite: dict[str, dict[str, int]]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stagescope_service.api.models.common import Model, Number, Page, Rank, Role, StepHeading
-from stagescope_service.api.models.numbers import Cause, CheckRow, Comparable
+from stagescope_service.api.models.numbers import Streams
 
 FateName = Annotated[
     Literal[
@@ -63,16 +63,11 @@ class SampleRow(Model):
     """Why they are not there; null: they are."""
 
 
-class Samples(StepHeading, Page[SampleRow]):
+class Samples(StepHeading, Streams, Page[SampleRow]):
     """The samples of a step."""
 
-    comparable: Comparable
-    cause: Cause
-    comparability: list[CheckRow]
-    """What the checks of the step's streams found."""
 
-
-class Sample(StepHeading):
+class Sample(StepHeading, Streams):
     """The tokens of one sample, as aligned columns; d = p - q."""
 
     sample_uid: str | None
@@ -142,13 +137,9 @@ class LossRow(Model):
     """Share of the sum of |p - q|; NaN where that is 0."""
 
 
-class Loss(StepHeading, Page[LossRow]):
+class Loss(StepHeading, Streams, Page[LossRow]):
     """How the mismatch of a step is distributed over what the loss did to its tokens."""
 
-    comparable: Comparable
-    cause: Cause
-    comparability: list[CheckRow]
-    """What the checks of the step's streams found."""
     tokens: int
     """Number of model tokens that are kept: what the rows rest on."""
     tokens_counted: int

@@ -176,7 +176,7 @@ class Stuck(StepHeading, Page[StuckRow]):
     """Whether the step is closed."""
     wall: Wall
     note: str | None
-    """Why nobody can be stuck: the step is closed, or no process is left; null: somebody can."""
+    """Why no rank can be stuck: the step is closed, or no process is left; null: a rank can be."""
     findings: list[FindingRow]
     """What was found of this step before, also what is over."""
 

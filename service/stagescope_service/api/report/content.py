@@ -1,4 +1,4 @@
-"""What a report says: sections of sentences, items, a table and figures.
+"""The sections of a report: sentences, items, a table and figures.
 
 Every number is that of an answer of the API, and every figure that of `/figures`: the report asks
 the routes' own functions, so that it cannot say anything else than the page or a notebook.
@@ -7,16 +7,13 @@ the routes' own functions, so that it cannot say anything else than the page or 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, cast
-
-from fastapi.responses import Response
 
 import stagescope
 from stagescope.render import counted, format_value, stretches
 from stagescope.series import sparkline
-from stagescope.wire.errors import NotFound, StagescopeError
+from stagescope.wire.errors import StagescopeError
 from stagescope_service.api import (
     captures,
     comparisons,
@@ -28,25 +25,33 @@ from stagescope_service.api import (
     series,
     steps,
 )
+from stagescope_service.api.bundle.redaction import Redactor
 from stagescope_service.api.capture_progress import progress
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.diagnosis import diagnosis_of
 from stagescope_service.api.encoding import JsonObject, decode, encode, parse_nonfinite
 from stagescope_service.api.figures import density, overview, routes
 from stagescope_service.api.figures import operators as operator_figures
+from stagescope_service.api.report.parts import (
+    MOST_ROWS,
+    NEWEST_STEPS,
+    Item,
+    Report,
+    ReportTable,
+    Scope,
+    Section,
+    body_of,
+    redacted,
+    rows_of,
+    shortened,
+    table_of,
+)
 from stagescope_service.api.requests import Page
 from stagescope_service.api.step_summaries import Slice
-from stagescope_service.api.target import Target
 
-MOST_ROWS: Final = 20
-"""Rows of a table; the API has the others."""
 MOST_ITEMS: Final = 40
 MOST_FIGURE_BYTES: Final = 2_500_000
 """Of all figures as JSON: with plotly's own 4.8 MB the file stays below 8 MB."""
-LONGEST: Final = 2000
-"""Most characters of a text of the catalogue."""
-_STEPS: Final = 1000
-"""Newest steps that are searched for one with numbers, and for gaps."""
 _TREND: Final = 40
 """Bars of a sparkline."""
 _SCALARS: Final = ("reward", "loss", "grad_norm", "entropy", "response_length")
@@ -61,6 +66,7 @@ _STREAMS: Final[Mapping[str, bool | None]] = {
     "exact": False, "comparable": False, "not measured": None, "unknown": None,
 }  # fmt: skip
 """Verdict on a step's streams -> whether it is bad; of others it is."""
+_ALL: Final = Page(findings.MAX_GROUPED)
 _SEVERITIES: Final = ("error", "warning", "info")
 _ROUND_COLUMNS: Final = (
     "round", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "pearson", "nonfinite",
@@ -70,83 +76,6 @@ _RANK_COLUMNS: Final = (
     "role", "rank", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "nonfinite", "host",
     "comparable",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """Something with a title and lines below it."""
-
-    title: str
-    lines: Sequence[str] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class ReportTable:
-    """Rows as the API answers them; `more` are not listed."""
-
-    columns: Sequence[str]
-    rows: Sequence[JsonObject]
-    more: int = 0
-    title: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """A part of a report.
-
-    Attributes:
-        name: its identifier.
-        title: plain text.
-        texts: sentences.
-        items: with details.
-        table: rows.
-        figures: as `/figures/{name}` answers them.
-        gaps: what is missing, and why.
-    """
-
-    name: str
-    title: str
-    texts: Sequence[str] = ()
-    items: Sequence[Item] = ()
-    table: ReportTable | None = None
-    figures: Sequence[JsonObject] = ()
-    gaps: Sequence[str] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class ReportVerdict:
-    """A question, its answer in a word, and in a sentence; `bad` None means unknown."""
-
-    name: str
-    verdict: str
-    text: str
-    bad: bool | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What is known of a run, or of a step of it."""
-
-    run: str
-    attempt: int | None
-    """The requested attempt, or that of the step; None: the attempts in force."""
-    step: int | None
-    made_wall: float
-    version: str
-    verdicts: Sequence[ReportVerdict]
-    sections: Sequence[Section]
-
-    @property
-    def title(self) -> str:
-        """What it is of."""
-        attempt = "" if self.attempt is None else f", attempt {self.attempt}"
-        step = "" if self.step is None else f", step {self.step}"
-        return f"{self.run}{attempt}{step}"
-
-    def to_json(self) -> JsonObject:
-        """Return the answer of the API."""
-        fields = cast("JsonObject", dataclasses.asdict(self))
-        return {"schema": 1, "title": self.title, **fields}
 
 
 def make_report(
@@ -169,7 +98,7 @@ def make_report(
     Raises:
         NotFound: there is no such run, attempt or step.
     """
-    scope = _Scope.find(deps, run, attempt, step)
+    scope = Scope.find(deps, run, attempt, step)
     makers = _OF_RUN if step is None else _OF_STEP
     sections: list[Section] = []
     for name, (title, make) in makers.items():
@@ -177,90 +106,23 @@ def make_report(
         try:
             section = make(scope)
         except StagescopeError as error:
-            section = Section(name, title, gaps=[_short(str(error))])
+            section = Section(name, title, gaps=[shortened(str(error))])
         if section is not None:
             sections.append(dataclasses.replace(section, name=name, title=section.title or title))
+    redactor = Redactor()
     return Report(
         run=scope.run,
         attempt=scope.target.number if step is not None else attempt,
         step=step,
         made_wall=deps.clock(),
         version=stagescope.__version__,
-        verdicts=scope.verdicts,
-        sections=_within(sections, MOST_FIGURE_BYTES),
+        verdicts=redacted(scope.verdicts, redactor),
+        sections=redacted(_within(sections, MOST_FIGURE_BYTES), redactor),
     )
 
 
-@dataclasses.dataclass
-class _Scope:
-    """What a report is of, and what its sections find out on their way."""
-
-    deps: Dependencies
-    target: Target
-    attempt: int | None
-    measured: Target | None
-    """The step whose numbers are shown: the requested one, or the newest with numbers."""
-    verdicts: list[ReportVerdict] = dataclasses.field(default_factory=list)
-
-    @classmethod
-    def find(cls, deps: Dependencies, run: str, attempt: int | None, step: int | None) -> _Scope:
-        if step is not None:
-            target = deps.finder.step(run, attempt, step)
-            return cls(deps, target, attempt, target)
-        target = deps.finder.attempt(run, attempt)
-        answer = body_of(steps.steps(deps, Page(_STEPS), target.run, attempt))
-        for row in _rows(answer):
-            if row["measured"] and (attempt is not None or row["superseded_by"] is None):
-                number, newest = cast("int", row["attempt"]), cast("int", row["step"])
-                return cls(deps, target, attempt, deps.finder.step(run, number, newest))
-        return cls(deps, target, attempt, None)
-
-    @property
-    def run(self) -> str:
-        return self.target.run
-
-    @property
-    def step(self) -> int | None:
-        """The requested step."""
-        return None if self.target.step is None else self.target.step_number
-
-    @property
-    def measured_step(self) -> Target:
-        if self.measured is None:
-            raise NotFound(f"no step of run {self.run} has numbers")
-        return self.measured
-
-    def say(self, name: str, verdict: str, text: str, *, bad: bool | None) -> None:
-        self.verdicts.append(ReportVerdict(name, verdict, _short(text), bad))
-
-
-def body_of(response: Response) -> JsonObject:
-    """Return the JSON of an answer of a route."""
-    return cast("JsonObject", decode(bytes(response.body)))
-
-
-def _rows(answer: Mapping[str, object], name: str = "rows") -> list[JsonObject]:
-    return cast("list[JsonObject]", answer[name])
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
-def _table(
-    answer: Mapping[str, object], columns: str, total: int | None = None
-) -> ReportTable | None:
-    """Return the rows of an answer as a table of some columns; None where it has none."""
-    rows = _rows(answer)
-    names = columns.split()
-    if not rows:
-        return None
-    shown = [{name: row.get(name) for name in names} for row in rows[:MOST_ROWS]]
-    return ReportTable(names, shown, max((len(rows) if total is None else total) - len(shown), 0))
-
-
 # --- what every report says -----------------------------------------------------------------
-def _doctor(scope: _Scope) -> Section:
+def _doctor(scope: Scope) -> Section:
     fields, rows = diagnosis_of(scope.deps, scope.run, scope.attempt, scope.step)
     items, unknown = [], []
     found = [row for row in rows if row["verdict"] == "found"]
@@ -291,7 +153,7 @@ def _doctor(scope: _Scope) -> Section:
     return Section("", "", texts=texts, items=items[:MOST_ITEMS], table=table, gaps=unknown)
 
 
-def _findings(scope: _Scope) -> Section:
+def _findings(scope: Scope) -> Section:
     deps, step = scope.deps, scope.step
     if step is None:
         answer = body_of(findings.finding_groups(deps, Page(MOST_ROWS), scope.run, scope.attempt))
@@ -299,15 +161,15 @@ def _findings(scope: _Scope) -> Section:
     else:
         number = scope.target.number
         answer = body_of(findings.findings(deps, Page(200), scope.run, number, step=step))
-        total = len(_rows(answer))
+        total = len(rows_of(answer))
     items = []
-    rows = sorted(_rows(answer), key=lambda row: _SEVERITIES.index(str(row["severity"])))
+    rows = sorted(rows_of(answer), key=lambda row: _SEVERITIES.index(str(row["severity"])))
     for row in rows[:MOST_ROWS]:
         where = row.get("where")
         title = f"{row['severity']}: {row['message']}" + (f" ({where})" if where else "")
         over = "" if row.get("over_wall") is None else "; over"
         advice = [f"-> {row['advice']}"] if row.get("advice") else []
-        items.append(Item(_short(title), [f"{row['kind']}, {row['finding_id']}{over}", *advice]))
+        items.append(Item(shortened(title), [f"{row['kind']}, {row['finding_id']}{over}", *advice]))
     errors = sum(row["severity"] == "error" for row in rows)
     where = "" if step is None else " of this step"
     text = counted(total, "kind of problem", "kinds of problems") if step is None else (
@@ -321,28 +183,28 @@ def _findings(scope: _Scope) -> Section:
     return Section("", "", texts=texts, items=items)
 
 
-def _losses(scope: _Scope) -> Section:
+def _losses(scope: Scope) -> Section:
     deps, step = scope.deps, scope.step
     if step is None:
-        answer = body_of(findings.loss_groups(deps, Page(MOST_ROWS), scope.run, scope.attempt))
+        answer = body_of(findings.loss_groups(deps, _ALL, scope.run, scope.attempt))
         total, columns = cast("int", answer["groups"]), "kind reason where stage role count bytes"
     else:
         number = scope.target.number
-        answer = body_of(findings.losses(deps, Page(200), scope.run, number, step=step))
-        total, columns = len(_rows(answer)), "kind reason stage role rank count bytes"
-    count = sum(cast("int", row["count"] or 1) for row in _rows(answer))
+        answer = body_of(findings.losses(deps, _ALL, scope.run, number, step=step))
+        total, columns = len(rows_of(answer)), "kind reason stage role rank count bytes"
+    count = sum(cast("int", row["count"] or 1) for row in rows_of(answer))
     text = "nothing that ranks announced was lost"
     if total:
-        text = f"{counted(count, 'thing')} announced that never arrived, or dropped"
+        text = f"{counted(count, 'announced item')} lost or dropped"
     scope.say("losses", str(count), text, bad=count > 0)
-    return Section("", "", texts=[text], table=_table(answer, columns, total))
+    return Section("", "", texts=[text], table=table_of(answer, columns, total))
 
 
-def _metrics(scope: _Scope) -> Section:
+def _metrics(scope: Scope) -> Section:
     answer = numbers.metrics_of(scope.deps, scope.measured_step)
     answer = cast("JsonObject", decode(encode(answer)))
     comparable, cause = str(answer["comparable"]), answer["cause"]
-    reasons = [str(each["text"]) for each in _rows(answer, "comparability")]
+    reasons = [str(each["text"]) for each in rows_of(answer, "comparability")]
     bad = _STREAMS.get(comparable, True)
     why = reasons[0] if reasons else f"no check speaks against it, step {answer['step']}"
     scope.say("streams", comparable, why, bad=bad)
@@ -382,7 +244,7 @@ def _names(missing: Sequence[Mapping[str, object]]) -> str:
     )
 
 
-def _rounds(scope: _Scope) -> Section:
+def _rounds(scope: Scope) -> Section:
     deps, target = scope.deps, scope.measured_step
     answer = body_of(numbers.rounds(deps, target, Page(MOST_ROWS)))
     drawn = [
@@ -390,10 +252,10 @@ def _rounds(scope: _Scope) -> Section:
         body_of(routes.distribution_figure(deps, target)),
     ]
     total = MOST_ROWS + 1 if answer["next"] else None
-    return Section("", "", table=_table(answer, " ".join(_ROUND_COLUMNS), total), figures=drawn)
+    return Section("", "", table=table_of(answer, " ".join(_ROUND_COLUMNS), total), figures=drawn)
 
 
-def _ranks(scope: _Scope) -> Section:
+def _ranks(scope: Scope) -> Section:
     deps, target = scope.deps, scope.measured_step
     measured, step = numbers.measure(deps, target, Slice())
     rows = numbers.rank_rows(measured, step, deps.catalogue.processes(target.attempt_id))
@@ -401,7 +263,7 @@ def _ranks(scope: _Scope) -> Section:
     rows.sort(key=lambda row: -_size(row["abs_diff_mean"]))
     texts = [f"{len(rows)} ranks, the largest mean |d| first"] if rows else []
     drawn = [body_of(routes.rank_rounds_figure(deps, target))]
-    table = _table({"rows": rows}, " ".join(_RANK_COLUMNS))
+    table = table_of({"rows": rows}, " ".join(_RANK_COLUMNS))
     return Section("", "", texts=texts, table=table, figures=drawn)
 
 
@@ -411,28 +273,28 @@ def _size(value: object) -> float:
     return number if isinstance(number, int | float) and number == number else float("inf")
 
 
-def _tokens(scope: _Scope) -> Section:
+def _tokens(scope: Scope) -> Section:
     answer = body_of(numbers.tokens(scope.deps, scope.measured_step, Page(200)))
     columns = "kind abs_diff p q round position sample_uid token_id role rank"
-    return Section("", "", table=_table(answer, columns))
+    return Section("", "", table=table_of(answer, columns))
 
 
-def _loss(scope: _Scope) -> Section:
+def _loss(scope: Scope) -> Section:
     fields, rows = samples.loss_of(scope.deps, scope.measured_step)
     rows = cast("list[JsonObject]", decode(encode(rows)))
     columns = "fate tokens share_of_tokens sum_abs share_of_mismatch"
     notes = cast("list[str]", fields["notes"])
     return Section(
-        "", "", texts=[str(fields["note"])], table=_table({"rows": rows}, columns),
-        gaps=[_short(text) for text in notes[:MOST_ROWS]],
+        "", "", texts=[str(fields["note"])], table=table_of({"rows": rows}, columns),
+        gaps=[shortened(text) for text in notes[:MOST_ROWS]],
     )  # fmt: skip
 
 
 # --- what is said of a run ------------------------------------------------------------------
-def _attempts(scope: _Scope) -> Section:
+def _attempts(scope: Scope) -> Section:
     deps = scope.deps
     answer = body_of(runs.attempts(deps, Page(1000), scope.run))
-    rows = _rows(answer)
+    rows = rows_of(answer)
     columns = "attempt state begun ended end_reason resumed_from_step first_step last_closed_step"
     texts, items = [], []
     for row in rows[:MOST_ROWS]:
@@ -457,9 +319,11 @@ def _attempts(scope: _Scope) -> Section:
             for row in changed if row["weight"] == "numbers"
         ]  # fmt: skip
         title = f"what may change numbers, attempt {a.number} against {b.number}"
-        items.append(Item(title, [_short(line) for line in lines[:MOST_ROWS]] or ["nothing known"]))
+        items.append(
+            Item(title, [shortened(line) for line in lines[:MOST_ROWS]] or ["nothing known"])
+        )
     items.append(Item("fingerprint of the newest attempt", _fingerprint(newest["fingerprint"])))
-    return Section("", "", texts=texts, items=items, table=_table(answer, columns))
+    return Section("", "", texts=texts, items=items, table=table_of(answer, columns))
 
 
 def _fingerprint(found: object) -> list[str]:
@@ -474,10 +338,10 @@ def _fingerprint(found: object) -> list[str]:
             lines.append(f"{name}: {', '.join(f'{k} {format_value(v)}' for k, v in value.items())}")
         else:
             lines.append(f"{name}: {format_value(value)}")
-    return [_short(line) for line in lines]
+    return [shortened(line) for line in lines]
 
 
-def _course(scope: _Scope) -> Section:
+def _course(scope: Scope) -> Section:
     """Return the numbers over the steps."""
     deps = scope.deps
     drawn = [
@@ -500,7 +364,7 @@ def _course(scope: _Scope) -> Section:
 
 
 def _trends(metric: str, answer: Mapping[str, object]) -> Iterator[JsonObject]:
-    several = _rows(answer, "series")
+    several = rows_of(answer, "series")
     for each in several:
         values = [
             cast("float | None", parse_nonfinite(value))
@@ -521,9 +385,9 @@ def _trends(metric: str, answer: Mapping[str, object]) -> Iterator[JsonObject]:
         }
 
 
-def _steps(scope: _Scope) -> Section:
-    answer = body_of(steps.steps(scope.deps, Page(_STEPS), scope.run, scope.attempt))
-    rows = _rows(answer)
+def _steps(scope: Scope) -> Section:
+    answer = body_of(steps.steps(scope.deps, Page(NEWEST_STEPS), scope.run, scope.attempt))
+    rows = rows_of(answer)
     counts: dict[str, int] = {}
     for row in rows:
         counts[str(row["complete"])] = counts.get(str(row["complete"]), 0) + 1
@@ -536,14 +400,14 @@ def _steps(scope: _Scope) -> Section:
         {**row, "missing": _names(cast("list[JsonObject]", row["missing"])) or None} for row in bad
     ]
     columns = "step attempt complete missing gap losses superseded_by"
-    return Section("", "", texts=[f"{newest}: {text}"], table=_table({"rows": listed}, columns))
+    return Section("", "", texts=[f"{newest}: {text}"], table=table_of({"rows": listed}, columns))
 
 
-def _captures(scope: _Scope) -> Section | None:
+def _captures(scope: Scope) -> Section | None:
     deps, step = scope.deps, scope.step
     answer = body_of(captures.captures(deps, Page(MOST_ROWS), scope.run))
     rows: list[JsonObject] = []
-    for row in _rows(answer):
+    for row in rows_of(answer):
         stored = deps.catalogue.capture(str(row["capture_id"]))
         if stored is None:
             continue
@@ -564,11 +428,11 @@ def _captures(scope: _Scope) -> Section | None:
         )
     text = [] if rows else ["no capture was requested" + ("" if step is None else " of this step")]
     columns = "capture_id state stages steps dumps created_wall by"
-    return Section("", "", texts=text, table=_table({"rows": rows}, columns))
+    return Section("", "", texts=text, table=table_of({"rows": rows}, columns))
 
 
 # --- what is said of a step -----------------------------------------------------------------
-def _step(scope: _Scope) -> Section:
+def _step(scope: Scope) -> Section:
     deps, target = scope.deps, scope.target
     rows, found = steps.progress_of(deps, target)
     missing = cast("list[JsonObject]", found.missing)
@@ -596,12 +460,12 @@ def _step(scope: _Scope) -> Section:
     columns = "stage role parts mean_seconds slowest_seconds slowest_rank"
     gaps = [text for text in (gap, f"missing: {_names(missing)}" if missing else None) if text]
     return Section(
-        "", "", texts=texts, table=_table({"rows": table}, columns), gaps=gaps,
+        "", "", texts=texts, table=table_of({"rows": table}, columns), gaps=gaps,
         figures=[body_of(routes.timeline_figure(deps, target))],
     )  # fmt: skip
 
 
-def _spread(scope: _Scope) -> Section:
+def _spread(scope: Scope) -> Section:
     deps, target = scope.deps, scope.measured_step
     found = density.info(deps, target)
     return Section(
@@ -613,13 +477,13 @@ def _spread(scope: _Scope) -> Section:
     )  # fmt: skip
 
 
-def _samples(scope: _Scope) -> Section:
+def _samples(scope: Scope) -> Section:
     answer = body_of(samples.samples(scope.deps, scope.measured_step, Page(MOST_ROWS + 1)))
     columns = "sample_uid group_id role rank rounds tokens mean_abs max_abs nonfinite reward"
-    return Section("", "", table=_table(answer, columns))
+    return Section("", "", table=table_of(answer, columns))
 
 
-def _scalars(scope: _Scope) -> Section | None:
+def _scalars(scope: Scope) -> Section | None:
     found: dict[tuple[str | None, str, str], list[float]] = {}
     target = scope.target
     rows = scope.deps.catalogue.scalars(target.attempt_id, target.step_number, limit=1_000_000)
@@ -634,10 +498,10 @@ def _scalars(scope: _Scope) -> Section | None:
     ]  # fmt: skip
     table = cast("list[JsonObject]", decode(encode(table)))
     columns = "name stage role ranks_and_parts mean min max"
-    return Section("", "", table=_table({"rows": table}, columns))
+    return Section("", "", table=table_of({"rows": table}, columns))
 
 
-def _operators(scope: _Scope) -> Section:
+def _operators(scope: Scope) -> Section:
     deps, target = scope.deps, scope.target
     rows, earliest = operators.first_non_finite(deps, target, {})
     columns = "stage role rank part name index certain"
@@ -648,12 +512,12 @@ def _operators(scope: _Scope) -> Section:
     listed = [row for row in rows if row.get("name") is not None]
     found = operator_figures.info(deps, target, {})
     return Section(
-        "", "", texts=texts, table=_table({"rows": listed}, columns),
+        "", "", texts=texts, table=table_of({"rows": listed}, columns),
         figures=[body_of(routes.of_step("operators", operator_figures.figure(found), found))],
     )  # fmt: skip
 
 
-_Makers = Mapping[str, tuple[str, Callable[[_Scope], Section | None]]]
+_Makers = Mapping[str, tuple[str, Callable[[Scope], Section | None]]]
 
 _OF_RUN: Final[_Makers] = {
     "doctor": ("What the doctor finds", _doctor),
@@ -705,8 +569,3 @@ def _within(sections: Iterable[Section], most: int) -> list[Section]:
             figures.append(figure)
         kept.append(dataclasses.replace(section, figures=figures, gaps=gaps))
     return kept
-
-
-def file_name(report: Report, ending: str) -> str:
-    """Return a name for the file of a report."""
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', report.title)}.{ending}"

@@ -9,7 +9,7 @@ from typing import Final
 
 from stagescope.render import format_value, printable, unit_of
 from stagescope_service.api.encoding import parse_nonfinite
-from stagescope_service.api.report.content import Item, Report, ReportTable, ReportVerdict, Section
+from stagescope_service.api.report.parts import Item, Report, ReportTable, ReportVerdict, Section
 from stagescope_service.compare.report.html import PageFigures, as_page, html_table
 from stagescope_service.figure_style import COLOURS
 

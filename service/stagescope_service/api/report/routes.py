@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
 from stagescope.wire.schema import MOST_STEPS
-from stagescope_service.api.dependencies import RUN_PATTERN, AttemptNumber, Dependencies, Deps
+from stagescope_service.api.dependencies import AttemptNumber, Dependencies, Deps, RunPath
 from stagescope_service.api.encoding import encode
 from stagescope_service.api.models import report as models
-from stagescope_service.api.report.content import file_name, make_report
+from stagescope_service.api.report.content import make_report
+from stagescope_service.api.report.parts import file_name
 from stagescope_service.api.report.rendering import as_html, as_markdown
-from stagescope_service.api.requests import pattern
 
 router = APIRouter(tags=["runs"])
 
@@ -36,9 +36,7 @@ _MEDIA_TYPES: dict[Format, str] = {
 )  # fmt: skip
 async def report(
     deps: Deps,
-    run: Annotated[
-        str, Path(description="The run's name.", json_schema_extra=pattern(RUN_PATTERN))
-    ],
+    run: RunPath,
     attempt: AttemptNumber = None,
     step: Annotated[
         int | None,

@@ -79,7 +79,8 @@ export class View {
   /** Let the blocks that an event concerns ask again, soon and once, or when they are in sight. */
   notify(event) {
     for (const block of this.blocks) {
-      const isMissed = event.event === "hello" && !event.resumed;
+      // With the first word of a service that came back, what failed is asked for again.
+      const isMissed = event.event === "hello" && (!event.resumed || block.hasFailed);
       if (!(isMissed || block.concerns(event))) continue;
       block.since = performance.now();
       block.events.push(event);
@@ -138,9 +139,11 @@ export class Block {
   async load(since = 0) {
     try {
       this.#show(await this.ask(since));
+      this.hasFailed = false;
       patch(this.note, []);
     } catch (error) {
       if (error.status === 401) return;
+      this.hasFailed = true;
       patch(this.note, nodes(problem(error)));
       if (!this.shown) patch(this.body, []);
       this.#settle();

@@ -47,6 +47,8 @@ function wanted(value) {
 }
 
 // --- one capture ------------------------------------------------------------------------------
+const remarks = new Map(); // capture -> what the service noted when this page armed it
+
 /** The progress of a capture. */
 export function one(view, { run, capture: id }, user) {
   view.add(h("h1", {}, `Capture ${id}`));
@@ -58,6 +60,7 @@ export function one(view, { run, capture: id }, user) {
       || (event.event === "step" && event.run === run && event.closed),
     draw: (found) => [
       h("p.lead", {}, badge(found.state), ` ${STATES[found.state] ?? ""}`, found.reason && `: ${found.reason}`),
+      (remarks.get(id) ?? []).map((note) => h("p.quiet", {}, note)),
       facts([
         ["stages", listed(found.order.stages)], ["ranks", wanted(found.order.ranks)],
         ["steps", wanted(found.order.steps)],
@@ -190,6 +193,7 @@ function form(run, { known, given, ranks, roles, steps, task }) {
     localStorage.setItem(NAME, fields.user.value);
     try {
       const made = await send("POST", "/captures?wait=0", request(run, event.target), fields.user.value);
+      remarks.set(made.capture_id, made.notes);
       location.hash = ofRun(run, "captures", made.capture_id);
     } catch (error) {
       patch(failed, nodes(problem(error)));
@@ -197,7 +201,7 @@ function form(run, { known, given, ranks, roles, steps, task }) {
     }
   };
   return h("form.form", { onsubmit: submit },
-    h("fieldset", {}, h("legend", {}, "Stages"),
+    h("fieldset", { onchange: allOrSome }, h("legend", {}, "Stages"),
       known.map((stage) => h("label.choice", {},
         h("input", { type: "checkbox", name: "stage", value: stage, checked: given.has(stage) }), ` ${stage}`)),
       h("label.choice", {}, h("input", { type: "checkbox", name: "every", checked: !given.size }), " all stages")),
@@ -217,6 +221,14 @@ function form(run, { known, given, ranks, roles, steps, task }) {
     h("button.main", { type: "submit" }, "Arm the capture"));
 }
 
+/** "all stages" and the stages exclude each other. */
+function allOrSome({ target }) {
+  if (!target.checked) return;
+  for (const box of target.form.querySelectorAll("input[name=stage], input[name=every]")) {
+    if (target.name === "every" ? box !== target : box.name === "every") box.checked = false;
+  }
+}
+
 /** The body of `POST /captures` from the form. */
 function request(run, form_) {
   const fields = form_.elements;
@@ -225,7 +237,7 @@ function request(run, form_) {
   const keep = names(fields.keep.value);
   return {
     run,
-    stages: fields.every.checked || !stages.length ? "all" : stages,
+    stages: stages.length ? stages : "all",
     ranks: fields.ranks.value.trim() || "all",
     steps: fields.steps.value.trim() || "next",
     late: fields.late.value,

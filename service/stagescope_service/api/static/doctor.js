@@ -57,7 +57,8 @@ function symptom(view, figures, row) {
     h("p", {}, row.meaning),
     h("p", {}, [row.where, row.since_step !== null && `since step ${row.since_step}`].filter(Boolean).join(", ")),
     evidence("For", row.for), evidence("Against", row.against),
-    row.next.length > 0 && [h("h3", {}, "Next"), h("ul", {}, row.next.map((each) => h("li", {}, h("code", {}, each))))],
+    row.next.length > 0 && [h("h3", {}, "Next"), h("ul", {}, row.next.map((each) =>
+      h("li", {}, each.startsWith("stagescope ") ? h("code", {}, each) : each)))],
     row.record && h("p", {}, "To know more, record it: ", h("code", {}, row.record)),
     row.figure && h("p", {}, h("button", { type: "button", onclick: () => {
       const [path, query = ""] = row.figure.split("?");

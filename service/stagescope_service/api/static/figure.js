@@ -43,6 +43,7 @@ function themed(layout) {
     title: undefined, // it is the caption, which wraps
     autosize: true,
     width: undefined,
+    uirevision: "same", // what somebody zoomed to stays when steps are added
     font: { ...layout.font, color: ink },
     hoverlabel: {
       ...layout.hoverlabel, bgcolor: style("--raised"), bordercolor: style("--line"),
@@ -95,9 +96,11 @@ export class Figure {
       }
       const isGrown = this.grows && this.shown && Number.isFinite(first);
       await this.#show(isGrown ? await this.#grown(first, since) : await get(this.path, since));
+      this.hasFailed = false;
       this.plot.classList.remove("empty");
     } catch (error) {
       if (error.status === 401) return;
+      this.hasFailed = true;
       patch(this.note, nodes(problem(error)));
       this.plot.classList.add("empty");
       if (!error.problem) throw error;
@@ -107,15 +110,18 @@ export class Figure {
   /** The figure with the steps from one on as they are now; the others are not sent again. */
   async #grown(step, since) {
     const news = await get(url(`/figures/${this.name}`, { ...this.params, from: step }), since);
-    return { ...this.shown, figure: joined(this.shown.figure, news.figure, step) };
+    const figure = joined(this.shown.figure, news.figure, step);
+    // With another panel or attempt, or a panel's first value, it is another drawing.
+    return figure ? { ...this.shown, figure } : get(this.path, since);
   }
 
   async #show(answer) {
+    // An empty figure says it itself.
+    patch(this.note, nodes(answer.note && answer.figure.data.length > 0 && h("p.quiet", {}, answer.note)));
     if (answer === this.shown) return;
     this.shown = answer;
     patch(this.caption, nodes(h("strong", {}, answer.title)));
-    patch(this.note, nodes(answer.note && h("p.quiet", {}, answer.note)));
-    this.plot.setAttribute("aria-label", answer.title);
+    this.plot.setAttribute("aria-label", answer.note ? `${answer.title}: ${answer.note}` : answer.title);
     this.plot.style.minHeight = `${answer.figure.layout.height ?? 320}px`;
     this.numbers.hidden = false;
     drawn.add(this);
@@ -162,18 +168,29 @@ export function values(column) {
 }
 
 const isColumn = (value) => Array.isArray(value) || Boolean(value?.bdata);
-const nameOf = (trace, at) => `${trace.name ?? ""}/${trace.legendgroup ?? ""}/${trace.type ?? ""}`
-  + (trace.name || trace.legendgroup ? "" : at);
 
-/** A figure whose points from `step` on are those of `news`; other points and axes stay. */
+/** What must be the same, so that traces of one figure can be continued by those of another. */
+const frameOf = ({ layout }) => JSON.stringify([layout.shapes?.length,
+  ...Object.keys(layout).filter((name) => name.startsWith("yaxis")).sort()
+    .map((name) => [name, layout[name].domain, layout[name].title?.text, layout[name].ticktext])]);
+
+/**
+ * A figure whose points from `step` on are those of `news`: traces with the same `uid` are of the
+ * same line. Null where `news` has other axes, boundaries of attempts, or a panel's first line.
+ */
 export function joined(figure, news, step) {
-  const added = new Map(news.data.map((trace, at) => [nameOf(trace, at), trace]));
-  const data = figure.data.map((trace, at) => {
-    const more = added.get(nameOf(trace, at));
-    added.delete(nameOf(trace, at));
-    return more && isColumn(trace.x) ? grownTrace(trace, more, step) : trace;
+  const added = new Map(news.data.map((trace) => [trace.uid, trace]));
+  const data = figure.data.map((trace) => {
+    const more = added.get(trace.uid) ?? {};
+    added.delete(trace.uid);
+    return isColumn(trace.x) ? grownTrace(trace, more, step) : trace;
   });
-  return { ...figure, data: [...data, ...added.values()] };
+  const filled = new Set(figure.data.map((trace) => trace.yaxis));
+  const isSame = [...added.values()].every((trace) => filled.has(trace.yaxis));
+  const { xaxis } = figure.layout;
+  if (!isSame || !xaxis.range || frameOf(figure) !== frameOf(news)) return null;
+  const range = [xaxis.range[0], Math.max(xaxis.range[1], news.layout.xaxis.range[1])];
+  return { data: [...data, ...added.values()], layout: { ...figure.layout, xaxis: { ...xaxis, range } } };
 }
 
 function grownTrace(trace, more, step) {
@@ -181,13 +198,13 @@ function grownTrace(trace, more, step) {
   const stays = steps.map((x) => !(x >= step));
   const later = values(more.x).map((x) => x >= step);
   const grow = (old, fresh) => {
-    if (isColumn(old) && values(old).length === steps.length && isColumn(fresh)) {
+    if (isColumn(old) && values(old).length === steps.length) {
       return [...values(old).filter((_, at) => stays[at]),
         ...values(fresh).filter((_, at) => later[at])];
     }
     if (old && typeof old === "object" && !isColumn(old)) {
       return Object.fromEntries(Object.entries(old).map(([name, each]) =>
-        [name, fresh && name in fresh ? grow(each, fresh[name]) : each]));
+        [name, grow(each, fresh?.[name])]));
     }
     return old;
   };

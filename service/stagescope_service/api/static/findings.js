@@ -2,7 +2,7 @@
 
 import { choose, ofRank, ofRun, ofStep } from "./address.js";
 import { badge, facts, h, table, when } from "./dom.js";
-import { count, number } from "./format.js";
+import { count, number, plural } from "./format.js";
 import { part, url } from "./service.js";
 
 const ONLY = ["error", "warning", "info"];
@@ -18,7 +18,7 @@ export function findings(view, { run, only = "", attempt = "", cursor }) {
     path: url("/findings/groups", { run, attempt, only, cursor, limit: 100 }),
     concerns: (event) => event.run === run && event.event === "finding",
     draw: ({ rows, groups, grouped, truncated, next }) => [
-      h("p.quiet", {}, `${count(groups)} causes of ${count(grouped)} findings`,
+      h("p.quiet", {}, `${plural(groups, "cause")} of ${plural(grouped, "finding")}`,
         truncated && ", the newest; more are left out", "."),
       findingsTable(run, rows),
       next && h("button", { type: "button", onclick: () => choose({ cursor: next }) }, "More"),

@@ -86,16 +86,6 @@ export function ranges(numbers, most = 8) {
 /** "1 rank", "2 ranks". */
 export const plural = (size, noun) => `${count(size)} ${noun}${size === 1 ? "" : "s"}`;
 
-/** The unit of a published number, by its name; empty for shares, ratios and correlations. */
-export function unitOf(name) {
-  if (/_count$|^nonfinite\/|^counts\/(masked_)?tokens|calibration\/tokens/.test(name)) return "tokens";
-  if (/_share|_seq_(mean|max)$/.test(name) && name.startsWith("tail/")) return "";
-  if (/^per_round\/round_\d+_abs|max_diff_value|^logprob|abs_diff_floor|logprob_abs_diff/.test(name)) {
-    return "nat";
-  }
-  return /^rollout_corr\/(kl|k3_kl|.*log_ppl.*)$/.test(name) ? "nat" : "";
-}
-
 const pad = (value) => String(value).padStart(2, "0");
 const minus = (text) => text.replace(/^-/, "−");
 

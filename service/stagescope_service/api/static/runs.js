@@ -53,7 +53,7 @@ export function run(view, { run: name }) {
   view.add(h("h1", {}, name));
   view.block({
     path: `/runs/${part(name)}/attempts?limit=1`,
-    concerns: (event) => own(event) && event.event === "attempt",
+    concerns: (event) => own(event) && (event.event === "attempt" || (event.event === "step" && event.closed)),
     draw: ({ rows: [attempt], also_live: others }) => [
       attempt ? h("p.line", {}, badge(attempt.state), ` attempt ${attempt.attempt}`,
         attempt.resumed_from_step !== null && `, resumed from step ${attempt.resumed_from_step}`,
@@ -76,6 +76,8 @@ export function run(view, { run: name }) {
     concerns: (event) => own(event) && event.event === "finding",
     draw: ({ rows, groups }) => [
       findingsTable(name, rows),
+      h("p", {}, h("a", { href: ofRun(name, "doctor") }, "Ask the doctor"),
+        " what is sick, since when, and what to do next."),
       groups > rows.length && h("p", {}, h("a", { href: ofRun(name, "findings") },
         `All ${count(groups)} kinds of findings`)),
     ],
@@ -99,7 +101,7 @@ export function run(view, { run: name }) {
   view.block({
     title: "Attempts",
     path: `/runs/${part(name)}/attempts`,
-    concerns: (event) => own(event) && event.event === "attempt",
+    concerns: (event) => own(event) && (event.event === "attempt" || (event.event === "step" && event.closed)),
     draw: ({ rows }) => attemptsTable(name, rows),
   });
   view.block({

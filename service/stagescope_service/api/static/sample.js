@@ -25,9 +25,10 @@ export function sample(view, params) {
         patch(panel, nodes(describe(found, index, params)));
         if (isChosen) note({ at: found.positions[index] });
       });
-      const start = found.positions.indexOf(Number(at));
-      text.choose(at !== undefined && start >= 0 ? start : 0, { isQuiet: at === undefined });
-      patch(panel, nodes(describe(found, Math.max(0, start), params)));
+      const named = at === undefined ? -1 : found.positions.indexOf(Number(at));
+      const start = named >= 0 ? named : worst(found.d);
+      text.choose(start, { isQuiet: at === undefined });
+      patch(panel, nodes(describe(found, start, params)));
       return [
         summary(found),
         legend(found),
@@ -43,6 +44,12 @@ export function sample(view, params) {
     },
   });
   block.close = () => text?.close();
+}
+
+/** Where |d| is largest: 0 of equal streams, the first that is not finite where one is not. */
+function worst(d) {
+  const size = (each) => (typeof each === "string" ? Infinity : Math.abs(each ?? 0));
+  return d.reduce((best, each, at) => (size(each) > size(d[best]) ? at : best), 0);
 }
 
 function summary(found) {
@@ -73,7 +80,7 @@ function legend(found) {
 /** Everything that is known of a token. */
 function describe(found, at, { run, step, attempt, role, rank }) {
   const column = (name) => found[name]?.[at] ?? null;
-  const [p, q, d] = [column("p"), column("q"), column("d")];
+  const [p, q, d] = ["p", "q", "d"].map((name) => (found.mask[at] ? column(name) : null));
   const [weightRaw, weight] = [column("weight_raw"), column("weight")];
   const text = column("texts");
   const own = { role, rank };

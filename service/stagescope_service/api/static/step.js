@@ -5,7 +5,7 @@ import { address, AGAIN, choose, ofRank, ofRun, ofSample, ofStep } from "./addre
 import { badge, facts, gap, h, quantity, table, when } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
-import { bytes, count, isFinite, number, plural, seconds, share, unitOf } from "./format.js";
+import { bytes, count, isFinite, number, plural, seconds, share } from "./format.js";
 import { filesToSend, missingText } from "./runs.js";
 import { all, get, part, send, url } from "./service.js";
 
@@ -157,6 +157,7 @@ export function verdict(view, path, concerns, { slice = {}, isShort = false } = 
       const { coverage } = found;
       const left = Object.entries(coverage.tokens_left_out)
         .map(([why, tokens]) => `${count(tokens)} ${why}`);
+      const unread = ["lost", "dropped", "refused", "pending"].filter((state) => coverage[`payloads_${state}`] > 0);
       return h("div.verdict", { class: found.comparable },
         h("p.lead", {}, badge(found.comparable, [found.comparable, found.cause && `: ${found.cause}`]
           .filter(Boolean).join("").replace(/_/g, " ")),
@@ -168,11 +169,10 @@ export function verdict(view, path, concerns, { slice = {}, isShort = false } = 
           ["ranks", [badge(found.complete), found.missing.length > 0
             && ` without ${missingText(found.missing)}`]],
           ["tokens", [count(coverage.tokens), coverage.tokens_sent !== null
-            && ` of ${count(coverage.tokens_sent)} sent`, left.length > 0 && ` (${left.join(", ")})`]],
+            && ` of ${count(coverage.tokens_sent)} ${unread.length > 0 ? "that were read" : "sent"}`, left.length > 0 && ` (${left.join(", ")})`]],
           ["sequences", count(coverage.sequences)],
           ["payloads", [`${count(coverage.payloads_ingested)} of ${count(coverage.payloads_announced)} read`,
-            ...["lost", "dropped", "refused", "pending"].map((state) =>
-              coverage[`payloads_${state}`] > 0 && `, ${count(coverage[`payloads_${state}`])} ${state}`)]],
+            ...unread.map((state) => `, ${count(coverage[`payloads_${state}`])} ${state}`)]],
           ["gap", found.gap],
           ["attempt", [count(found.attempt), found.superseded_by !== null
             && [`: attempt ${found.superseded_by} repeats this step (`,
@@ -186,7 +186,7 @@ export function verdict(view, path, concerns, { slice = {}, isShort = false } = 
 }
 
 /** The numbers that say most. */
-function tiles({ metrics, noise_floor: floor, nonfinite, complete }) {
+function tiles({ metrics, units, noise_floor: floor, nonfinite, complete }) {
   const why = complete === "open" ? "the step is open" : "no token counts";
   const mean = metrics["logprob_abs_diff/mean"];
   const own = floor?.["logprob_abs_diff/mean"];
@@ -196,7 +196,7 @@ function tiles({ metrics, noise_floor: floor, nonfinite, complete }) {
   const tile = (name, value, remark = "") =>
     h("div.tile", { "data-key": name }, h("dt", {}, name), h("dd", {}, value,
       remark && h("span.remark", {}, remark)));
-  const of = (name, unit = unitOf(name)) => quantity(metrics[name] ?? null, unit, why);
+  const of = (name) => quantity(metrics[name] ?? null, units[name] ?? "", why);
   // Of a rank or a round fewer numbers are published: what is not among them has no tile.
   const published = (name, label, remark) =>
     (name in metrics || complete === "open") && tile(label, of(name), remark);
@@ -218,13 +218,13 @@ function tiles({ metrics, noise_floor: floor, nonfinite, complete }) {
     published("rounding/abs_diff_floor", "rounding alone", "about what the dtypes add to mean |d|"));
 }
 
-function everyNumber({ metrics, noise_floor: floor, streams, rollout_is: weights }) {
+function everyNumber({ metrics, units, noise_floor: floor, streams, rollout_is: weights }) {
   const names = Object.keys(metrics).sort();
   return h("details", {}, h("summary", {}, `All ${names.length} published numbers, and the streams`),
     table("Published numbers", [
       ["name", (name) => h("code", {}, name), { head: true }],
-      ["value", (name) => quantity(metrics[name], unitOf(name)), { right: true }],
-      ["noise floor", (name) => (floor ? quantity(floor[name] ?? null, unitOf(name)) : gap("")),
+      ["value", (name) => quantity(metrics[name], units[name] ?? ""), { right: true }],
+      ["noise floor", (name) => (floor ? quantity(floor[name] ?? null, units[name] ?? "") : gap("")),
         { right: true }],
     ], names, { key: (name) => name }),
     h("p.quiet", {}, `Importance weights: ${weights.text}.`),

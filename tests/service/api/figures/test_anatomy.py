@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from tests.support.api import Service
-from tests.support.figures import RANKS, UNMEASURED, streams
+from tests.support.api import Rank, Service, service
+from tests.support.figures import LOG_PROB, RANKS, UNMEASURED, handed, streams
 
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import anatomy
@@ -56,6 +58,22 @@ def test_engines_have_the_tokens_of_the_rows_that_they_sampled(deps: Dependencie
         assert each.tokens == len(own.p)
         assert each.mean_abs == pytest.approx(float(own.distance.mean()))
         assert each.mean == pytest.approx(float((own.p - own.q).mean()))
+
+
+def test_tokens_of_rows_that_name_no_engine_are_counted(tmp_path: Path) -> None:
+    with service(tmp_path / "home") as live:
+        for at in (0, 1):
+            payload = handed(at, 1)
+            if at:
+                del payload["strings"]["engine_ids"]
+            Rank(live, rank=at, world_size=2).stage(LOG_PROB, 1, payload)
+        answer = live.get("/steps/1/anatomy", by="engine")
+        own, other = (len(streams(1, 1, [at]).p) for at in (0, 1))
+        assert [(row["label"], row["tokens"]) for row in answer["rows"]] == [("replica 0", own)]
+        assert answer["left_out"] == other
+        note = f"{other} of {own + other} tokens are left out: their rows name no engine"
+        assert answer["note"] == note
+        assert live.get("/steps/1/anatomy", by="place")["left_out"] == 0
 
 
 def test_stalenesses_are_those_of_the_store(deps: Dependencies) -> None:

@@ -45,10 +45,11 @@ def test_with_a_step_its_tensors_are_compared(trained: Service) -> None:
     assert answer["note"].startswith("different")
     flow = answer["figure"]["layout"]
     assert flow["yaxis"]["title"]["text"] == "|d| = |A - B|"
-    report = trained.read.post("/comparisons", json={"a": "r@1:7", "b": "r@2:7"}).json()
+    report = trained.post("/comparisons", {"a": "r@1:7", "b": "r@2:7"})
     assert answer["note"].startswith(report["pairs"][0]["verdict"])
     again = trained.get("/figures/comparison", a="r@1:7", b="r@2:7", at=1)
     assert again["title"] != answer["title"]
+    # Its result is kept, so that the service answers at once.
     assert trained.problem(404, "/figures/comparison", run="r", step=7, at=99)["expected"]
 
 

@@ -24,7 +24,8 @@ from tests.support.figures import (
 
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import heatmaps
-from stagescope_service.api.figures.heatmaps import HeatInfo, explained, standing_apart
+from stagescope_service.api.figures.heatmaps import HeatInfo
+from stagescope_service.api.figures.rank_rows import explained, standing_apart
 from stagescope_service.api.series import Window
 from stagescope_service.figure_style import traces
 

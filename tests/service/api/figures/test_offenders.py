@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,26 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def asked(reported: Service) -> Dependencies:
     found: Dependencies = reported.app.state.deps
     return found
+
+
+def test_samples_without_a_token_hide_no_other(tmp_path: Path) -> None:
+    """Their rows come first in the catalogue, and none of them counts."""
+    with service(tmp_path / "home") as live:
+        sent = rounds_payload(4, 2, 200, seed=1)
+        sent["strings"]["prompt_hashes"] = ["a", "a", "b", "b"]
+        sent["strings"]["sample_ids"] = ["0", "1", "2", "3"]
+        sent["tensors"]["response_mask"][2][:2] = 0
+        sent["tensors"]["rewards"] = ("float64", (4,), np.arange(4.0), None)
+        rank = Rank(live, run="r", world_size=1)
+        rank.stage(LOG_PROB, 1, sent)
+        rank.begin(LOG_PROB, 2)
+        found = offenders.info(live.app.state.deps, "r", None, ALL)
+        tokens = int(sent["tensors"]["response_mask"][2].sum())
+        assert [(row.prompt_hash, row.samples, row.tokens) for row in found.rows] == [
+            ("b", 2, tokens)
+        ]
+        rows = live.get("/steps/1/samples", sort="sample_uid")["rows"]
+        assert [(row["sample_uid"], row["reward"]) for row in rows] == [("2", 2.0), ("3", 3.0)]
 
 
 def test_prompts_that_differ_again_and_again_come_first(asked: Dependencies) -> None:

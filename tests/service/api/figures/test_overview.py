@@ -13,7 +13,9 @@ from tests.support.figures import FLOOR, UNMEASURED, streams
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import overview
-from stagescope_service.api.figures.overview import Mark, NotFinite, OverviewInfo, Panel, Request
+from stagescope_service.api.figures.lines import NotFinite
+from stagescope_service.api.figures.marks import Mark
+from stagescope_service.api.figures.overview import OverviewInfo, Panel, Request
 from stagescope_service.api.figures.routes import as_json
 from stagescope_service.api.series import Window
 from stagescope_service.figure_style import traces

@@ -20,6 +20,7 @@ from tests.support.shown_run import BROKEN, RUN, keep_tensors, shown
 from tests.support.shown_run import payload as shown_payload
 
 from stagescope_service.api.report import content
+from stagescope_service.api.report.parts import Section
 from stagescope_service.store.contract import Put
 
 STEPS = 34
@@ -302,6 +303,22 @@ def fill(running: Service, steps: range) -> None:
     running.store.submit(puts).result(120)
 
 
+def test_what_is_sent_holds_no_secret(tmp_path: Path) -> None:
+    secrets = ("hf_" + "a1B2" * 6, "hunter2hunter2", "user:pa55w0rd")
+    with service(tmp_path / "home") as live:
+        rank = Rank(live, run="r", world_size=1, settings={"wandb": {"api_key": secrets[1]}})
+        rank.begin("actor_update", 1)
+        rank.end(
+            "actor_update", 1, status="failed", error_type="ValueError",
+            error_message=f"{secrets[0]} password={secrets[1]} https://{secrets[2]}@host/x",
+        )  # fmt: skip
+        for kind in ("html", "md", "json"):
+            text = live.read.get(f"/runs/r/report?format={kind}", timeout=60).text
+            assert "ValueError" in text
+            assert "[redacted" in text.replace("\\", "")
+            assert not [secret for secret in secrets if secret in text], kind
+
+
 def test_figures_that_do_not_fit_are_named() -> None:
     figure: dict[str, Any] = {
         "name": "overview",
@@ -310,7 +327,7 @@ def test_figures_that_do_not_fit_are_named() -> None:
         "figure": {"data": ["x" * 1000]},
     }
     small: dict[str, Any] = {**figure, "name": "rounds", "figure": {"data": []}}
-    parts = [content.Section("a", "A", figures=[figure, small])]
+    parts = [Section("a", "A", figures=[figure, small])]
     (found,) = content._within(parts, 500)
     assert [each["name"] for each in found.figures] == ["rounds"]
     assert "figure overview has" in found.gaps[0]

@@ -1,0 +1,210 @@
+"""The parts of a report as values, and what its sections are made from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar, cast
+
+from fastapi.responses import Response
+
+from stagescope.wire.errors import NotFound
+from stagescope.wire.names import safe_name
+from stagescope_service.api import steps
+from stagescope_service.api.bundle.redaction import Redactor
+from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.encoding import JsonObject, decode
+from stagescope_service.api.requests import Page
+from stagescope_service.api.target import Target
+
+T = TypeVar("T")
+
+MOST_ROWS: Final = 20
+"""Rows of a table; the API has the others."""
+LONGEST: Final = 2000
+"""Most characters of a text of the catalogue."""
+NEWEST_STEPS: Final = 1000
+"""Newest steps that are searched for one with numbers, and for gaps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Something with a title and lines below it."""
+
+    title: str
+    lines: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportTable:
+    """Rows as the API answers them; `more` are not listed."""
+
+    columns: Sequence[str]
+    rows: Sequence[JsonObject]
+    more: int = 0
+    title: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of a report.
+
+    Attributes:
+        name: its identifier.
+        title: plain text.
+        texts: sentences.
+        items: with details.
+        table: rows.
+        figures: as `/figures/{name}` answers them.
+        gaps: what is missing, and why.
+    """
+
+    name: str
+    title: str
+    texts: Sequence[str] = ()
+    items: Sequence[Item] = ()
+    table: ReportTable | None = None
+    figures: Sequence[JsonObject] = ()
+    gaps: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportVerdict:
+    """A question, its answer in a word, and in a sentence; `bad` None means unknown."""
+
+    name: str
+    verdict: str
+    text: str
+    bad: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What is known of a run, or of a step of it."""
+
+    run: str
+    attempt: int | None
+    """The requested attempt, or that of the step; None: the attempts in force."""
+    step: int | None
+    made_wall: float
+    version: str
+    verdicts: Sequence[ReportVerdict]
+    sections: Sequence[Section]
+
+    @property
+    def title(self) -> str:
+        """What it is of."""
+        attempt = "" if self.attempt is None else f", attempt {self.attempt}"
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.run}{attempt}{step}"
+
+    def to_json(self) -> JsonObject:
+        """Return the answer of the API."""
+        fields = cast("JsonObject", dataclasses.asdict(self))
+        return {"schema": 1, "title": self.title, **fields}
+
+
+def file_name(report: Report, ending: str) -> str:
+    """Return a name for the file of a report, as those of a step's other files."""
+    attempt = "" if report.attempt is None else f"-{report.attempt}"
+    step = "" if report.step is None else f"-step{report.step}"
+    return f"{safe_name(report.run)}{attempt}{step}.{ending}"
+
+
+def redacted(value: T, redactor: Redactor) -> T:
+    """Return a report, or a part of one, without secrets in its texts: it is made to be sent."""
+    found: object = value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            field.name: redacted(getattr(value, field.name), redactor)
+            for field in dataclasses.fields(value)
+        }
+        found = dataclasses.replace(value, **fields)
+    elif isinstance(value, list | tuple):
+        found = [redacted(each, redactor) for each in value]
+    elif isinstance(value, str | Mapping):
+        found = redactor.value(value)
+    return cast("T", found)
+
+
+# --- what sections are made from ---------------------------------------------------------------
+@dataclasses.dataclass
+class Scope:
+    """What a report is of, and what its sections find out on their way."""
+
+    deps: Dependencies
+    target: Target
+    attempt: int | None
+    measured: Target | None
+    """The step whose numbers are shown: the requested one, or the newest with numbers."""
+    verdicts: list[ReportVerdict] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def find(cls, deps: Dependencies, run: str, attempt: int | None, step: int | None) -> Scope:
+        """Return the scope of a run, or of a step.
+
+        Raises:
+            NotFound: there is no such run, attempt or step.
+        """
+        if step is not None:
+            target = deps.finder.step(run, attempt, step)
+            return cls(deps, target, attempt, target)
+        target = deps.finder.attempt(run, attempt)
+        answer = body_of(steps.steps(deps, Page(NEWEST_STEPS), target.run, attempt))
+        for row in rows_of(answer):
+            if row["measured"] and (attempt is not None or row["superseded_by"] is None):
+                number, newest = cast("int", row["attempt"]), cast("int", row["step"])
+                return cls(deps, target, attempt, deps.finder.step(run, number, newest))
+        return cls(deps, target, attempt, None)
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self.target.run
+
+    @property
+    def step(self) -> int | None:
+        """The requested step."""
+        return None if self.target.step is None else self.target.step_number
+
+    @property
+    def measured_step(self) -> Target:
+        """The step whose numbers are shown.
+
+        Raises:
+            NotFound: no step has numbers.
+        """
+        if self.measured is None:
+            raise NotFound(f"no step of run {self.run} has numbers")
+        return self.measured
+
+    def say(self, name: str, verdict: str, text: str, *, bad: bool | None) -> None:
+        """Add a verdict; see `ReportVerdict`."""
+        self.verdicts.append(ReportVerdict(name, verdict, shortened(text), bad))
+
+
+def body_of(response: Response) -> JsonObject:
+    """Return the JSON of an answer of a route."""
+    return cast("JsonObject", decode(bytes(response.body)))
+
+
+def rows_of(answer: Mapping[str, object], name: str = "rows") -> list[JsonObject]:
+    """Return a list of rows of an answer."""
+    return cast("list[JsonObject]", answer[name])
+
+
+def shortened(text: str) -> str:
+    """Return a text of at most `LONGEST` characters and an ellipsis."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def table_of(
+    answer: Mapping[str, object], columns: str, total: int | None = None
+) -> ReportTable | None:
+    """Return the rows of an answer as a table of some columns; None where it has none."""
+    rows = rows_of(answer)
+    names = columns.split()
+    if not rows:
+        return None
+    shown = [{name: row.get(name) for name in names} for row in rows[:MOST_ROWS]]
+    return ReportTable(names, shown, max((len(rows) if total is None else total) - len(shown), 0))
