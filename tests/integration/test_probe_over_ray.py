@@ -31,6 +31,7 @@ def make_coordinator() -> Any:
             self.name = os.urandom(4).hex()
             self.events: list[Any] = []
             self.values: dict[int, Any] = {}
+            self.drained: list[tuple[str, str | None]] = []
 
         async def record_events(
             self, *, sender: Any, events: Any, payloads: Any = None
@@ -62,7 +63,11 @@ def make_coordinator() -> Any:
         async def drain(
             self, *, run: Any, timeout: float, attempt_key: str | None = None
         ) -> dict[str, Any]:
+            self.drained.append((run, attempt_key))
             return {"run": run, "drained": True, "pending": 0}
+
+        async def asked_to_drain(self) -> list[tuple[str, str | None]]:
+            return self.drained
 
         async def seen(self) -> tuple[int, list[Any], dict[int, Any]]:
             return os.getpid(), self.events, self.values
@@ -156,6 +161,25 @@ def test_finish_on_the_driver_waits_for_the_run(coordinator: Any) -> None:
     assert probe.is_inert
     _, events, _ = seen(coordinator)
     assert events[-1][1].kind == "finish"
+
+
+@pytest.mark.parametrize("role", ["driver", "actor"])
+def test_finish_in_an_actor_ends_the_job_where_its_role_is_driver(
+    coordinator: Any, role: str
+) -> None:
+    def train(role: str) -> bool:
+        from stagescope_workers import finish, init
+
+        with init(f"by-{role}", role=role, attempt_key=None).stage("report", step=1):
+            pass
+        return bool(finish(30.0))
+
+    assert ray.get(ray.remote(num_cpus=0)(train).remote(role), timeout=120)
+    place = ray_process()
+    assert place is not None
+    asked = dict(ray.get(coordinator.asked_to_drain.remote(), timeout=30))
+    # With the key, the service asks the other processes of the job to leave, too.
+    assert asked[f"by-{role}"] == (place.attempt_key if role == "driver" else None)
 
 
 def test_init_before_ray_starts_no_cluster() -> None:

@@ -109,7 +109,10 @@ def test_a_training_is_reported_and_untouched(
     expect_samples(service)
     with service.session() as session:
         assert list(session.losses(run.name)) == []
+        eventually(lambda: session.attempts(run.name)[0]["state"] == "ended")
         (attempt,) = session.attempts(run.name)
+        assert attempt["end_reason"] == "finished"  # verl's ranks, too: they do not report it
+        assert list(session.findings(run.name, only="error")) == []
         assert attempt["fingerprint"]["packages"]["verl"]
         told = attempt["fingerprint"]["config"]["verl"]
         assert told["actor_rollout_ref.rollout.n"] == 4

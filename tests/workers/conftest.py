@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.support.coordinators import FakeCoordinator, FakeService
 
+from stagescope_workers.probe import handshake
 from stagescope_workers.probe.options import checked_options
 from stagescope_workers.probe.probe import Probe
-from stagescope_workers.transport import handshake
 
 
 @pytest.fixture

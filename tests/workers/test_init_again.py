@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
+from stagescope.wire.errors import InvalidInput, InvalidPlan
 from stagescope.wire.schema import BEGIN, END, FINISH, HELLO
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
-from stagescope_workers.probe import lifecycle
+from stagescope_workers.probe import handshake, lifecycle
 from stagescope_workers.probe.probe import Probe
-from stagescope_workers.transport import handshake
 
 Init = Callable[..., Probe]
 
@@ -105,6 +106,17 @@ def test_a_cell_that_is_run_again_is_a_new_attempt(
     ]
     assert sum("a new attempt begins" in line for line in reported) == 2
     assert third.close(10.0)
+
+
+def test_the_last_init_says_at_once_whether_the_probe_is_strict(init: Init, tmp_path: Path) -> None:
+    probe = init()
+    probe.log(step=-1, loss=1.0)
+    with pytest.raises(InvalidPlan):
+        init(strict=True, plan=tmp_path / "none.yaml")
+    with pytest.raises(InvalidInput):
+        probe.log(step=-1, loss=1.0)
+    assert init() is probe
+    probe.log(step=-1, loss=1.0)
 
 
 def test_init_in_a_loop_continues_in_its_attempt(init: Init, coordinator: FakeCoordinator) -> None:

@@ -18,9 +18,8 @@ import torch
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
 from stagescope.wire.errors import InvalidInput, InvalidTensor
-from stagescope_workers.probe import identity, lifecycle
+from stagescope_workers.probe import handshake, identity, lifecycle
 from stagescope_workers.probe.probe import Probe
-from stagescope_workers.transport import handshake
 from stagescope_workers.transport.link import Link
 
 MakeProbe = Callable[..., Probe]
@@ -172,6 +171,8 @@ BAD_CALLS: dict[str, Callable[[Probe], object]] = {
     "part": lambda probe: probe.begin("s", step=1, minbatch=2),
     "scalar": lambda probe: probe.begin("s", step=1).log(loss=[1, 2]),
     "scalar that is None": lambda probe: probe.begin("s", step=1).log(loss=None, reward=1.0),
+    "scalar beyond float64": lambda probe: probe.log(step=1, loss=10**400),
+    "scalar with a long name": lambda probe: probe.begin("s", step=1).log(**{"n" * 201: 1.0}),
     "log of None": lambda probe: probe.log(step=1, loss=None),
     "tensor": lambda probe: probe.begin("s", step=1).record(
         old_log_probs=torch.zeros(2).to_sparse()

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from examples.countdown.config import Settings
 from examples.countdown.environment import (
@@ -13,7 +15,13 @@ from examples.countdown.environment import (
     score,
     worked_example,
 )
-from examples.countdown.tokenizer import TOKENS, VOCABULARY_SIZE, decode, encode
+from examples.countdown.tokenizer import (
+    TOKENS,
+    VOCABULARY_SIZE,
+    decode,
+    encode,
+    write_tokenizer,
+)
 
 PUZZLE = Puzzle((3, 5, 7, 12), 79, ())
 
@@ -30,6 +38,14 @@ def test_every_character_is_one_token_and_comes_back() -> None:
     text = "".join(TOKENS)
     assert encode(text) == list(range(VOCABULARY_SIZE))
     assert decode(encode(text)) == text
+
+
+def test_the_service_reads_the_same_characters(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json")
+    found = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "".join(TOKENS)
+    assert found.encode(text).ids == encode(text)
+    assert [found.id_to_token(index) for index in range(VOCABULARY_SIZE)] == list(TOKENS)
 
 
 def test_an_unknown_character_is_refused_by_name() -> None:

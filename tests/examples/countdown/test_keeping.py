@@ -22,8 +22,8 @@ from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.kept import Kept, read_kept
 from stagescope_service.store.ring import Ring
 from stagescope_workers import Probe
+from stagescope_workers.probe import handshake
 from stagescope_workers.probe.options import checked_options
-from stagescope_workers.transport import handshake
 
 
 @pytest.fixture

@@ -164,6 +164,7 @@ def test_the_policy_loss_is_clipped_where_the_ratio_leaves_its_interval() -> Non
     )
     assert float(result.loss) == pytest.approx(-(1.2 - 0.8 + 1.1))
     assert float(result.clipped) == 2.0
+    assert result.clipped_side.tolist() == [[1, -1, 0]]
     assert float(result.kl) == 0.0
 
 

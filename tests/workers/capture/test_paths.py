@@ -10,6 +10,7 @@ from tests.support.small_decoder import forward_backward, small_decoder, token_i
 from tests.workers.capture.conftest import Captures
 
 from stagescope.wire.errors import CaptureError
+from stagescope.wire.names import safe_name
 from stagescope.wire.schema import Part
 from stagescope_workers.capture import dump_paths
 
@@ -106,7 +107,7 @@ def test_an_unknown_step_has_verls_name(captures: Captures) -> None:
     ],
 )
 def test_a_name_is_one_component(name: str, safe: str) -> None:
-    assert dump_paths.safe_name(name) == safe
+    assert safe_name(name) == safe
 
 
 def test_paths_do_not_leave_their_directory(tmp_path: Path) -> None:

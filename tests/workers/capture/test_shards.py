@@ -62,7 +62,10 @@ def test_another_models_optimizer_is_none_of_ours() -> None:
     shards = Shards(net, parameters=[], gradients=["*"])
     other(torch.ones(1, 3)).sum().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert shards.finish()[0] == {}
+    tensors, _, error = shards.finish()
+    assert tensors == {}
+    assert error is not None
+    assert error.startswith("none of the 4 parameters had a gradient")
 
 
 def test_several_chunks_are_numbered_and_sized() -> None:

@@ -3,8 +3,9 @@
 Starts the service on its own Ray cluster, trains on it with an msprobe capture requested while the
 job runs, kills driver and workers with SIGKILL inside a stage, restarts them from the last
 checkpoint, and queries the live API. Exits with 0 only if every check passed. All files are in
-`.demo/` of the repository; `KEEP=1` leaves the service running, `PATIENCE=3` triples all timeouts,
-for slow machines.
+`.demo/` of the repository. `KEEP=1` leaves the service running and the training going on, until the
+service is stopped; `PATIENCE=3` triples all timeouts, for slow machines; `PORT=8701` has it
+listen there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from examples.countdown.demo_report import (
     Checks,
@@ -37,6 +38,7 @@ from examples.countdown.demo_report import (
     show_rounds,
     show_stages,
 )
+from examples.countdown.tokenizer import write_tokenizer
 from stagescope.session import Session, attach
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import STAGES
@@ -51,6 +53,8 @@ CAPTURED_STEP: Final = 3
 KILLED_STEP: Final = 6
 KILLED_STAGE: Final = "actor_update"
 LAST_STEP: Final = 8
+GOES_ON: Final = ("--steps", "100000", "--save-every", "10", "--pace", "3")
+"""Of a training that somebody looks at."""
 CAPTURE: Final[dict[str, Any]] = {
     "run": RUN,
     "steps": [CAPTURED_STEP],
@@ -72,18 +76,14 @@ class Training:
         command += ["--run", RUN, "--algorithm", ALGORITHM, "--ranks", str(RANKS)]
         command += ["--checkpoint-dir", str(ROOT / "checkpoints"), "--steps", str(LAST_STEP)]
         command += ["--pid-file", str(self.pid_file), *options]
-        self.process = subprocess.Popen(
-            command,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        assert self.process.stdout is not None
-        self._reader = threading.Thread(
-            target=self._follow, args=(self.process.stdout,), daemon=True
-        )
+        with self.log.open("w") as log:
+            # In a session of its own: Ctrl-C ends the demo, which then ends the training.
+            self.process = subprocess.Popen(
+                command, env=environment(), stdout=log, stderr=log, start_new_session=True
+            )
+        self.is_shown = True
+        """Whether lines of the log are printed."""
+        self._reader = threading.Thread(target=self._follow, daemon=True)
         self._reader.start()
 
     def pids(self) -> list[int]:
@@ -125,14 +125,17 @@ class Training:
         self.process.wait(10)
         return pids
 
-    def _follow(self, lines: IO[str]) -> None:
-        with self.log.open("w") as log:
-            for line in lines:
-                log.write(line)
-                log.flush()
-                if line.startswith(_SHOWN):
-                    for piece in _folded(line.strip()):
-                        print(piece, flush=True)
+    def _follow(self) -> None:
+        """Print a selection of the log's lines, until the process has ended."""
+        with self.log.open(errors="replace") as log:
+            while True:
+                ended = self.process.poll() is not None
+                for line in log:
+                    if self.is_shown and line.startswith(_SHOWN):
+                        print("\n".join(_folded(line.strip())), flush=True)
+                if ended:
+                    return
+                time.sleep(0.1)
 
 
 def environment() -> dict[str, str]:
@@ -145,6 +148,7 @@ def environment() -> dict[str, str]:
         # A killed process is detected after 15 s instead of 45: the demo waits for it.
         "STAGESCOPE_POLL_SECONDS": "5",
         "STAGESCOPE_LEASE_SECONDS": "15",
+        "STAGESCOPE_TOKENIZER": str(ROOT / "tokenizer.json"),
         "PYTHONUNBUFFERED": "1",
     }
     return {**inherited, **own}
@@ -250,16 +254,36 @@ def first_attempt(session: Session, address: str, checks: Checks) -> None:
             training.process.terminate()
 
 
-def second_attempt(address: str, checks: Checks) -> None:
-    """Continue from the checkpoint."""
+def second_attempt(session: Session, address: str, checks: Checks) -> None:
+    """Continue from the checkpoint; with KEEP=1 the training goes on beyond the demo."""
     heading("attempt 2, from the last checkpoint")
-    training = Training(address, 2, "--resume")
+    training = Training(address, 2, "--resume", *(GOES_ON if is_kept() else ()))
+    goes_on = False
     try:
-        with checks.check("attempt 2 goes on from the checkpoint and ends well"):
-            training.wait(150)
+        if not is_kept():
+            with checks.check("attempt 2 goes on from the checkpoint and ends well"):
+                training.wait(150)
+            return
+        with checks.check("attempt 2 goes on from the checkpoint"):
+            wait_for(
+                f"step {LAST_STEP}",
+                lambda: any(
+                    row["step"] == LAST_STEP and row["measured"] for row in session.steps(RUN, 2)
+                ),
+                seconds=150,
+                ensure_alive=training.ensure_alive,
+                progress=training.last_line,
+            )
+            goes_on = True
     finally:
-        if training.process.poll() is None:
+        training.is_shown = False
+        if not goes_on and training.process.poll() is None:
             training.process.terminate()
+
+
+def is_kept() -> bool:
+    """Return whether service and training stay up: the variable KEEP."""
+    return os.environ.get("KEEP", "") not in ("", "0")
 
 
 def answers(session: Session, info: dict[str, Any], checks: Checks) -> None:
@@ -311,10 +335,12 @@ def answers(session: Session, info: dict[str, Any], checks: Checks) -> None:
 def service() -> Iterator[dict[str, Any]]:
     """Start the service in `.demo/`, and stop it at the end unless KEEP=1."""
     if (ROOT / "home" / "service.json").exists():
+        print(f"the demo that was left up is stopped, and {ROOT} is emptied")
         with contextlib.suppress(Exception):  # left up by KEEP=1, or long gone
             stagescope("stop")
     for old in [path for path in ROOT.iterdir() if path != _LOCK]:
         shutil.rmtree(old) if old.is_dir() else old.unlink()
+    write_tokenizer(ROOT / "tokenizer.json")
     port = os.environ.get("PORT") or ("8700" if _is_free(8700) else "0")
     if port == "0":
         print("port 8700 is taken: another is used")
@@ -325,14 +351,15 @@ def service() -> Iterator[dict[str, Any]]:
     try:
         yield info
     finally:
-        if os.environ.get("KEEP", "") in ("", "0"):
+        if not is_kept():
             with contextlib.suppress(Exception):
                 stagescope("stop")
         else:
-            program = Path(sys.executable).with_name("stagescope")
-            print(f"\nThe service is left up. STAGESCOPE_HOME={ROOT / 'home'} is its place;")
-            print("to stop it:")
-            print(f"  STAGESCOPE_HOME={ROOT / 'home'} {program} stop")
+            home, program = ROOT / "home", Path(sys.executable).with_name("stagescope")
+            print(f"\nThe service is left up: open {info['url']} and paste what {home} holds in")
+            print("read.token (to look), or operate.token (to arm captures, too).")
+            print("The training goes on, too, a step every three seconds. To stop both:")
+            print(f"  STAGESCOPE_HOME={home} {program} stop")
 
 
 def main() -> int:
@@ -363,7 +390,7 @@ def run_demo() -> int:
                 require(info["cluster"] == "embedded", f"cluster: {info['cluster']}")
             heading("attempt 1")
             first_attempt(session, info["address"], checks)
-            second_attempt(info["address"], checks)
+            second_attempt(session, info["address"], checks)
             answers(session, info, checks)
         heading(f"{time.monotonic() - begin:.0f} s")
         print("\n".join(checks.lines()), flush=True)

@@ -16,6 +16,9 @@ class PolicyLoss:
     kl: torch.Tensor
     clipped: torch.Tensor
     pg: torch.Tensor
+    clipped_side: torch.Tensor
+    """Int8 [rows, tokens]: -1 where the lower bound takes the gradient of a token away, 1 where the
+    upper one does, else 0."""
     prob_ratio: torch.Tensor
     """Of each token, float32 [rows, tokens]; so are `elementwise` and its mask."""
     elementwise: torch.Tensor
@@ -59,6 +62,7 @@ def policy_loss(
         (kl * mask).sum().detach(),
         (outside * mask).sum(),
         pg=-(gain * mask).sum().detach(),
+        clipped_side=(outside * torch.sign(ratio - 1.0)).detach().to(torch.int8),
         prob_ratio=ratio.detach(),
         elementwise=loss.detach(),
     )

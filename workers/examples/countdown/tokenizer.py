@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 PAD: Final = "_"
@@ -41,3 +42,12 @@ def encode(text: str) -> list[int]:
 def decode(ids: Iterable[int]) -> str:
     """Return the text of token ids; padding shows as `_`."""
     return "".join(TOKENS[index] for index in ids)
+
+
+def write_tokenizer(path: Path) -> None:
+    """Write it as a `tokenizer.json`, by which the service shows the text of tokens."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    characters = Tokenizer(models.WordLevel(dict(_IDS), unk_token=PAD))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.save(str(path))

@@ -202,12 +202,15 @@ class Trainer:
                 "actor_update", step=step, model=self.policy, epoch=epoch, minibatch=index
             ) as stage:
                 self._maybe_pause(step, "actor_update")
-                log_probs, scalars = self._actor_minibatch(part, stage)
+                log_probs, clipped, scalars = self._actor_minibatch(part, stage)
                 stage.record(
                     log_probs=log_probs,
                     rollout_log_probs=part.rollout_log_probs,
                     response_mask=part.response_mask,
                     advantages=part.columns["advantages"],
+                    # What the loss does with each token: it weighs all alike, and clips some.
+                    rollout_is_weights=np.ones_like(part.rollout_log_probs),
+                    clipped=clipped,
                     sample_ids=list(part.sample_ids),
                 )
                 stage.log(**scalars)
@@ -216,7 +219,10 @@ class Trainer:
         count = self.settings.epochs * self.settings.minibatches
         return {name: value / count for name, value in sums.items()}
 
-    def _actor_minibatch(self, part: Batch, stage: Stage) -> tuple[torch.Tensor, dict[str, float]]:
+    def _actor_minibatch(
+        self, part: Batch, stage: Stage
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+        """Return the log-probs, the sides on which tokens are clipped, and the scalars."""
         settings = self.settings
         log_probs, entropy = self._forward(self.policy, part)
         mask = torch.tensor(part.response_mask).float()
@@ -249,7 +255,7 @@ class Trainer:
             stage.record(entropy=entropy)
         scalars = {"loss": loss, "pg_loss": pg_loss, "entropy": entropy_mean, "kl": kl}
         scalars |= {"entropy_loss": entropy_mean, "clip_fraction": clipped, "grad_norm": norm}
-        return log_probs.detach(), scalars
+        return log_probs.detach(), result.clipped_side, scalars
 
     # --- checkpoints ---------------------------------------------------------------------------
     def save(self, folder: Path) -> None:

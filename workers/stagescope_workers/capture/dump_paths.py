@@ -21,18 +21,12 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import CaptureError
+from stagescope.wire.names import safe_name
 from stagescope.wire.schema import DUMP_MARKER, Part
 
 OWNER_FILE: Final = ".stagescope-attempt"
 _MSPROBE_PATH: Final = re.compile(r"[A-Za-z0-9_.:/-]+\Z")
 _MAX_TRIES: Final = 10_000
-
-
-def safe_name(name: str) -> str:
-    """Return `name` as one path component of `[A-Za-z0-9._-]`, at most 150 characters long."""
-    cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]
-    # A component of dots alone would lead out of its directory.
-    return cleaned if cleaned.strip(".") else "_" * max(len(cleaned), 1)
 
 
 def stage_directory(root: Path, step: int | None, stage: str, part: Part) -> Path:

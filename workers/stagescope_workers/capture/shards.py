@@ -75,6 +75,11 @@ class Shards:
                 self._copy(f"{PARAMETER}/{name}", parameter)
         except Exception as error:  # a kind of tensor that is not supported here
             self._error = self._error or f"{type(error).__name__}: {error}"
+        if not self._tensors and self._error is None:
+            self._error = (
+                f"none of the {len(self._gradients)} parameters had a gradient: no optimizer used "
+                f"one in this stage, and none was there at its end; expected a stage that trains"
+            )
         return self._tensors, self._locations, self._error
 
     def _register_hook(self) -> RemovableHandle:

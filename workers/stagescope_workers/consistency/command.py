@@ -130,10 +130,12 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=terminal.FiniteFloat(min=0),
     help="Of the engine's draw [default: 1; with --dataset 0, greedy].",
 )
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option(
+    "--top-p", type=terminal.FiniteFloat(0, 1, min_open=True), default=1.0, show_default=True
+)
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0: all.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the engine's draw.")
 @click.option("--limit", type=click.IntRange(min=1), help="Most prompts.")
@@ -146,7 +148,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=1),
+    type=terminal.FiniteFloat(min=1),
     default=120.0,
     show_default=True,
     metavar="SECONDS",

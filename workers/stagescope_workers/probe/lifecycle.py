@@ -105,7 +105,7 @@ def init(
             none of them ever does, a finding reports it, and no step counts as complete.
         data_root: the directory of dumps whose capture names none; else the variable
             STAGESCOPE_DATA_DIR.
-        strict: raise on bad input, instead of reporting it.
+        strict: raise on bad input, instead of reporting it; of the last `init` of an open probe.
         url, token: of the API, to use it instead of Ray; the token else from STAGESCOPE_TOKEN,
             STAGESCOPE_TOKEN_FILE or, for its own URL only, service.json.
         max_pending_bytes: payload bytes that may wait for their receipt.
@@ -174,9 +174,10 @@ def finish(timeout: float = 30.0, *, run: str | None = None, namespace: str = NA
 
     Call it where training ends. It closes the probes of this process, and waits for the receipts of
     every other process of the run. On the driver of a Ray job, whose actors end with it (Ray runs
-    no atexit in them), it requests each of them to send what it has and to finish; any later event
-    of a process revokes that. Where it is called while an exception is handled (in `finally` or
-    `except`), that exception is reported as what ended the process.
+    no atexit in them), and in a process of it whose role is `driver`, it requests each of them to
+    send what it has and to finish; any later event of a process revokes that. Where it is called
+    while an exception is handled (in `finally` or `except`), that exception is reported as what
+    ended the process.
 
     Args:
         timeout: seconds.
@@ -239,11 +240,15 @@ def _drain_all(
 
 
 def _job_attempt_key() -> str | None:
-    """Return the attempt key of the Ray job whose driver this process is; None elsewhere."""
+    """Return the attempt key of the Ray job that this process drives; None elsewhere.
+
+    A trainer may drive a job from an actor of it, as verl's does: its role is `driver`.
+    """
     process = None
     with contextlib.suppress(Exception):
         process = ray_process()
-    if process is None or not process.is_driver:
+    drives = any(probe.role == "driver" for probe in _probes if not probe.is_inert)
+    if process is None or not (process.is_driver or drives):
         return None
     keys = [probe.options.attempt_key for probe in _probes]
     return next(filter(None, [*keys, os.environ.get("STAGESCOPE_ATTEMPT")]), process.attempt_key)

@@ -43,8 +43,9 @@ _log = logging.getLogger("stagescope.workers")
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _SEARCH_SECONDS: Final = 2.0
 """How long `close` waits for a process to join its Ray cluster and find a service there."""
-RESTART_SECONDS: Final = 10.0
-"""The time in which an API that Ray restarts answers again, also on a busy machine."""
+RESTART_SECONDS: Final = 60.0
+"""The time in which an API that Ray restarts answers again: 1 to 4 s, and 30 to 40 s on a machine
+with twenty times more to do than it has cores."""
 
 
 class Probe(Reporter):
@@ -113,11 +114,16 @@ class Probe(Reporter):
 
         A function that calls `init` each time continues its start. A notebook cell that is run
         again returns to an earlier step: its first stage begins a new start, with `options`.
+        Whether the probe is strict is what the last call says, at once.
+
+        Raises:
+            InvalidInput, InvalidPlan: only when strict: `options` has a problem.
         """
         self._users += 1
+        self.strict = options.strict
         self._pending_init = (options, self._local_plan(options))
         self._step_order.init_called_again()
-        names = [field.name for field in dataclasses.fields(options) if field.name != "problem"]
+        names = [field.name for field in dataclasses.fields(options) if field.name != "problems"]
         differs = [n for n in names if getattr(options, n) != getattr(self._options, n)]
         level = logging.DEBUG if ("init", "again") in self._reported else logging.WARNING
         self._reported.add(("init", "again"))

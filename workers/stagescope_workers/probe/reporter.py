@@ -17,10 +17,10 @@ from stagescope.wire.schema import REFUSED, Work
 from stagescope_workers.capture.capture_estimate import CaptureReports, StageModels
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.probe.draft import Draft
+from stagescope_workers.probe.handshake import Handshake
 from stagescope_workers.probe.options import ProbeOptions
 from stagescope_workers.probe.plan import PlanWatch
 from stagescope_workers.probe.stage_tracker import StageTracker
-from stagescope_workers.transport.handshake import Handshake
 from stagescope_workers.transport.outbox import Outbox
 from stagescope_workers.transport.sender import EventSender
 

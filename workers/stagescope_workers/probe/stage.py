@@ -14,7 +14,7 @@ from stagescope.wire.captures import uses_msprobe
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.keep import kept_sections
 from stagescope.wire.plan import CaptureRequest
-from stagescope.wire.schema import BEGIN, DUMP, END, LOG, Work
+from stagescope.wire.schema import BEGIN, DUMP, END, LOG, MAX_SCALAR_NAME, Work
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, copy_tensor
 from stagescope_workers.payload import datum_columns, describe, is_torch
 from stagescope_workers.probe.draft import Draft
@@ -168,7 +168,7 @@ class Stage:
     def log(self, **scalars: object) -> None:
         """Report named numbers: Python or numpy numbers, or tensors of one element.
 
-        None is no number: where there is none, leave the name out.
+        None is rejected: where there is no number, leave the name out.
 
         Raises:
             InvalidInput: only when the probe is strict.
@@ -384,6 +384,11 @@ def read_scalars(
     """
     for name, value in values.items():
         try:
+            if len(name) > MAX_SCALAR_NAME:
+                raise InvalidInput(
+                    f"a scalar has a name of {len(name)} characters: {name:.60}…",
+                    expected=f"at most {MAX_SCALAR_NAME}",
+                )
             if is_torch(value):
                 into[name] = _tensor_scalar(name, value, pool)
             elif isinstance(value, bool | int | float | np.generic | np.ndarray):

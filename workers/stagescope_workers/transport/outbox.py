@@ -25,7 +25,6 @@ from typing import Final, Protocol
 from stagescope.wire.framing import WirePayload
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import BEGIN, DROPPED, END, FINISH, HELLO, LOG, SCHEMA, WORK_FIELDS
-from stagescope_workers.probe.draft import Draft
 
 DEFAULT_MAX_BYTES: Final = 1 << 30
 DEFAULT_MAX_EVENTS: Final = 100_000
@@ -47,6 +46,19 @@ class Awaited(Protocol):
 
     def ready(self) -> bool:
         """Return whether it is done; does not wait."""
+        ...
+
+
+class Draft(Protocol):
+    """A payload before it is packed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        ...
+
+    def finish(self) -> WirePayload:
+        """Return the payload, once what its device copies has arrived; not in training."""
         ...
 
 

@@ -19,9 +19,8 @@ from stagescope_workers.integrations.verl import (
 )
 from stagescope_workers.integrations.verl.modes import FLOAT32, VARIABLE, Mode
 from stagescope_workers.integrations.verl.patches import APPLIED
-from stagescope_workers.probe import lifecycle
+from stagescope_workers.probe import handshake, lifecycle
 from stagescope_workers.probe.probe import Probe
-from stagescope_workers.transport import handshake
 
 
 class Ended(NamedTuple):

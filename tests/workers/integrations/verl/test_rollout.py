@@ -36,7 +36,9 @@ def prompts(**about: Any) -> verl_fakes.DataProto:
     return verl_fakes.DataProto(verl_fakes.tensors(), meta_info=about)
 
 
-def test_a_call_is_a_stage(verl: Modules, ended: Read, coordinator: FakeCoordinator) -> None:
+def test_a_call_is_a_stage(
+    verl: Modules, ended: Read, coordinator: FakeCoordinator, probes: list[Probe]
+) -> None:
     loop = worker(verl)
     result = asyncio.run(loop.generate_sequences(prompts(global_steps=3)))
     assert result == "the result of generate_sequences"
@@ -44,6 +46,8 @@ def test_a_call_is_a_stage(verl: Modules, ended: Read, coordinator: FakeCoordina
     assert (end.stage, end.role, end.rank, end.clock) == ("rollout_generate", "rollout", 1, (3, 2))
     [hello] = coordinator.of_kind(HELLO)
     assert (hello.fields["world_size"], hello.fields["layout"]["engine"]) == (2, "vllm")
+    # A capture of it is skipped with the reason: the engine's operators are in other processes.
+    assert "runs in separate servers" in str(probes[0].options.captures)
 
 
 @pytest.mark.parametrize("about", [{}, {"global_steps": 3, "validate": True}, {"global_steps": -1}])
@@ -207,15 +211,17 @@ def test_verl_s_own_workers_are_not_reported_twice(
     assert probes == []
 
 
+@pytest.mark.parametrize("is_given", [True, False])  # V1 gives it to `fit`, which sets it
 def test_where_no_rollout_can_be_reported_it_is_logged_once(
     verl: Modules, probes: list[Probe], caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_given: bool,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(rollout, "_logged", set())
     trainer = verl_fakes.trainer(verl, v1=True)
-    trainer.agent_loop_manager = OwnManager()
-    trainer.fit()
-    trainer.fit()
+    given = [OwnManager()] if is_given else []
+    trainer.agent_loop_manager = None if is_given else OwnManager()
+    trainer.fit(*given)
+    trainer.fit(*given)
     [line] = [record.getMessage() for record in caplog.records]
     assert "rollout_generate" in line
     assert "OwnManager" in line

@@ -144,10 +144,15 @@ class Driver:
         self._probe(context, "driver").log(step=step, **scalars)
         return {} if self._feed is None else self._feed.take(step)
 
-    def wrap_rollout(self) -> None:
-        """Report the configured manager's generation as a stage, where no agent loop does."""
+    def wrap_rollout(self, *given: object) -> None:
+        """Report the configured manager's generation as a stage, where no agent loop does.
+
+        Args:
+            given: the arguments of `fit`; V1's is the manager.
+        """
         if self.mode.stages:
-            wrap_manager(self.trainer, lambda: self.stage("rollout_generate", role="rollout"))
+            stage = functools.partial(self.stage, "rollout_generate", role="rollout")
+            wrap_manager(self.trainer, stage, *given)
 
     def close(self, error: BaseException | None) -> None:
         """Send everything that waits: training is over, or ends with `error`."""

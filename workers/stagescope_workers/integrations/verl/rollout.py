@@ -25,6 +25,10 @@ from stagescope_workers.integrations.verl.patches import Function
 from stagescope_workers.integrations.verl.processes import get_probe, has_service
 from stagescope_workers.probe.stage import Stage
 
+_OUT_OF_REACH: Final = (
+    "verl's engine runs in separate servers, not in the process of the agent loop"
+)
+"""Why no operator of the rollout can be captured."""
 _INDEX: Final = re.compile(r"_(\d+)_[0-9a-f]+\Z")
 
 
@@ -134,6 +138,7 @@ def _stage(worker: Any, step: object) -> Stage | None:
         _index(),
         world_size=workers,
         describe=lambda: {
+            "captures": _OUT_OF_REACH,
             "layout": _layout(config),
             "settings": configuration.statistics_settings(config),
         },
@@ -187,7 +192,7 @@ _WRAPPED: Final = "_stagescope_watched"
 _logged: Final[set[str]] = set()
 
 
-def wrap_manager(trainer: object, make_stage: Callable[[], Stage | None]) -> None:
+def wrap_manager(trainer: object, make_stage: Callable[[], Stage | None], *given: object) -> None:
     """Wrap the manager's `generate_sequences` as a stage where its workers report none.
 
     Where that is not possible, it is logged once per class.
@@ -195,8 +200,11 @@ def wrap_manager(trainer: object, make_stage: Callable[[], Stage | None]) -> Non
     Args:
         trainer: of the manager.
         make_stage: returns the stage of the current step; None where nothing is reported.
+        given: the arguments of `fit`, which in V1 is given the manager.
     """
-    manager = next((m for n in _ATTRIBUTES if (m := getattr(trainer, n, None)) is not None), None)
+    attributes = [getattr(trainer, name, None) for name in _ATTRIBUTES]
+    managers = [each for each in given if hasattr(each, "generate_sequences")]
+    manager: Any = next((each for each in (*managers, *attributes) if each is not None), None)
     if manager is None or _workers_report(manager) or hasattr(manager, _WRAPPED):
         return
     name = f"{type(manager).__module__}.{type(manager).__qualname__}"

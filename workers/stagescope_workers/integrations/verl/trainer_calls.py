@@ -197,7 +197,7 @@ def wrap_fit(function: Function) -> Function:
     """Wrap `fit`: when it ends, everything that waits is sent before the job ends."""
 
     def run(trainer: object, *args: object, **kwargs: object) -> object:
-        with _closing(trainer):
+        with _closing(trainer, *args, *kwargs.values()):
             return function(trainer, *args, **kwargs)
 
     run._stagescope_closes = True  # type: ignore[attr-defined]
@@ -220,23 +220,23 @@ def wrap_trainer_init(function: Function) -> Function:
 def _wrap_own_fit(trainer: object, fit: Function) -> Function:
     @functools.wraps(fit)
     def run(*args: object, **kwargs: object) -> object:
-        with _closing(trainer):
+        with _closing(trainer, *args, *kwargs.values()):
             return fit(*args, **kwargs)
 
     @functools.wraps(fit)
     async def run_async(*args: object, **kwargs: object) -> object:
-        with _closing(trainer):
+        with _closing(trainer, *args, *kwargs.values()):
             return await fit(*args, **kwargs)
 
     return run_async if inspect.iscoroutinefunction(fit) else run
 
 
 @contextlib.contextmanager
-def _closing(trainer: object) -> Iterator[None]:
+def _closing(trainer: object, *given: object) -> Iterator[None]:
     with guarded("reading verl's configuration"):
         get_driver(trainer).prepare()
     with guarded("the rollout's stage"):
-        get_driver(trainer).wrap_rollout()
+        get_driver(trainer).wrap_rollout(*given)
     error: BaseException | None = None
     try:
         yield
