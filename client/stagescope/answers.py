@@ -44,16 +44,20 @@ KEY_METRICS: Final[tuple[str, ...]] = (
 """The most important metrics; they are displayed first."""
 
 _ROUND_MEAN: Final = re.compile(r"per_round/round_\d+_abs_diff_mean")
-_NATS: Final = ("rollout_corr/kl", "rollout_corr/k3_kl", "logprob", "per_round/max_diff_value")
-_TOKENS: Final = ("counts/tokens", "counts/masked_tokens", "nonfinite/")
+_NATS: Final = (
+    "rollout_corr/kl", "rollout_corr/k3_kl", "logprob", "per_round/max_diff_value",
+    "rounding/abs_diff_floor",
+)  # fmt: skip
+_TOKENS: Final = ("counts/tokens", "counts/masked_tokens", "nonfinite/", "calibration/tokens")
+_COUNTS: Final = {"counts/sequences": "sequences", "counts/empty_rows": "rows"}
 
 
 def unit_of_metric(name: str) -> str:
-    """Return a metric's unit: `nat`, `tokens`, `sequences`, or "" for a pure number."""
+    """Return a metric's unit: `nat`, `tokens`, `sequences`, `rows`, or "" for a pure number."""
     if name.startswith(_TOKENS) or name.endswith(("_count", "token_count")):
         return "tokens"
-    if name == "counts/sequences":
-        return "sequences"
+    if name in _COUNTS:
+        return _COUNTS[name]
     if name.startswith(_NATS) or "log_ppl" in name or name.endswith("_abs_diff_mean"):
         return "nat"
     return "nat" if name == "train_rollout_logprob_abs_diff" else ""

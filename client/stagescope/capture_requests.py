@@ -233,7 +233,8 @@ class CaptureRequests(Connection):
     def unpin(self, step: int, *, run: str | None = None, attempt: int | None = None) -> Record:
         """Allow the files of a pinned step to be deleted again; needs the operate token."""
         path = _pin_path(step, run, attempt)
-        return Record(self._transport.change("DELETE", path) or {}, title="unpinned")
+        answer = self._transport.change("DELETE", path) or {}
+        return Record(answer, title="unpinned" if answer.get("unpinned") else "not unpinned")
 
 
 def _requested_fields(spec: Mapping[str, Json] | None) -> Mapping[str, Json]:

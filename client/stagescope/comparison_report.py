@@ -201,6 +201,10 @@ def number_text(value: object) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
+_FINDINGS: Final = 5
+"""Findings of a pair that are shown unless all of it is asked for."""
+
+
 class _TextWriter:
     def __init__(self, comparison: JsonObject, width: int, most: int | None, full: bool) -> None:
         self.comparison = comparison
@@ -309,10 +313,15 @@ class _TextWriter:
     def _findings(self, pair: JsonObject) -> Iterator[Line]:
         if pair["findings"]:
             yield from self._title("Not compared, or worth knowing")
-        for text, items, verdict in findings_of(pair):
+        found = [*findings_of(pair)]
+        shown = found if self.full else found[:_FINDINGS]
+        for text, items, verdict in shown:
             mark = "-" if verdict == "same" else MARKS[verdict]
             yield from self._wrap(f"  {mark} ", text)
-            yield from self._cut([Line(f"      {printable(item)}") for item in items])
+            if self.full:
+                yield from self._cut([Line(f"      {printable(item)}") for item in items])
+        if len(found) > len(shown):
+            yield Line(f"  ... {len(found) - len(shown)} more (--full)")
 
     def _tensor(self, tensor: JsonObject) -> Iterator[Line]:
         several = len(self.comparison["sides"][0]["steps"]) > 1

@@ -15,6 +15,9 @@ from typing import Final
 from stagescope.discovery import ServiceLocation
 from stagescope.wire.errors import InvalidInput, MissingExtra
 
+ARCHIVES: Final = (".tar.gz", ".tgz")
+"""Endings of the file of a bundle."""
+
 _PROGRAM: Final = "from stagescope.cli import main; main()"
 _END_SECONDS: Final = 10.0
 
@@ -22,7 +25,7 @@ _END_SECONDS: Final = 10.0
 def is_bundle(url: str | Path) -> bool:
     """Return whether `attach` is given an archive, and no URL."""
     text = str(url)
-    return "://" not in text and (text.endswith((".tar.gz", ".tgz")) or Path(text).is_file())
+    return "://" not in text and (text.endswith(ARCHIVES) or Path(text).is_file())
 
 
 def open_bundle(path: str | Path, timeout: float) -> tuple[ServiceLocation, Callable[[], None]]:

@@ -141,6 +141,7 @@ class CaptureProgress(Record):
             lines.append(f"begun before it was agreed on: steps {agreement['missed_steps']}")
         lines += map(_estimate_line, agreement["estimates"][:_MAX_NAMED])
         lines += map(_step_line, self["steps"])
+        lines += _error_lines(self["dumps"])
         lines += [dump["path"] for dump in self["dumps"] if dump["path"]]
         return lines
 
@@ -193,9 +194,24 @@ def _estimate_line(estimate: _Estimate) -> str:
 def _step_line(step: _StepProgress) -> str:
     if step["state"] == "empty":
         return f"step {step['step']}: nothing to collect, no rank did these stages"
-    ranks = f"{step['collected']} rank{'' if step['collected'] == 1 else 's'}"
-    text = f"step {step['step']}: {step['state']}, {ranks} collected"
+    ranks = f"{step['collected']} rank{'' if step['collected'] == 1 else 's'} collected"
+    if step["state"] == "complete" and not step["collected"]:  # without msprobe
+        ranks = f"its tensors are kept: stagescope kept {step['step']}"
+    text = f"step {step['step']}: {step['state']}, {ranks}"
     if step["waiting"]:
         text += f"; waiting for {_names(step['waiting'])}"
     gaps = [f"{gap['role']} {gap['rank']} {gap['state']}" for gap in step["gaps"][:_MAX_NAMED]]
     return text + (f"; {', '.join(gaps)}" if gaps else "")
+
+
+def _error_lines(dumps: Sequence[JsonObject]) -> list[str]:
+    """Return why dumps failed, once for each reason."""
+    ranks: dict[tuple[str, str, str], dict[int, None]] = {}
+    for dump in dumps:
+        if dump.get("error"):
+            place = (str(dump["stage"]), str(dump["role"]), str(dump["error"]))
+            ranks.setdefault(place, {})[dump["rank"]] = None
+    return [
+        f"{stage} of {role} {_numbers([*numbers])}: {error}"
+        for (stage, role, error), numbers in [*ranks.items()][:_MAX_NAMED]
+    ]

@@ -9,6 +9,7 @@ from typing import Final
 from stagescope.answers import Record
 from stagescope.batch.file import atomic_file
 from stagescope.connection import Connection, segment
+from stagescope.opening import ARCHIVES
 from stagescope.transport import Params
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import Json
@@ -61,11 +62,7 @@ class FileRequests(Connection):
             raise InvalidInput(f"{str(path)!r} names no format", expected=".html, .json or .md")
         params: dict[str, str | int | None] = {"step": step, "attempt": attempt, "format": kind}
         size = self._save(f"/runs/{segment(run, 'run')}/report", params, path, timeout, on_progress)
-        fields: dict[str, Json] = {
-            "run": run, "attempt": attempt, "step": step, "format": kind, "path": str(path),
-            "bytes": size,
-        }  # fmt: skip
-        return Record(fields, title=f"report of {run}")
+        return _saved(f"report of {run}", run, attempt, step, format=kind, path=path, bytes=size)
 
     def save_bundle(
         self,
@@ -94,18 +91,20 @@ class FileRequests(Connection):
             on_progress: called as bytes arrive.
 
         Raises:
+            InvalidInput: the path has another ending than .tar.gz or .tgz.
             NotFound: there is no such run or step.
         """
         path = Path(path)
+        if not path.name.lower().endswith(ARCHIVES):
+            raise InvalidInput(
+                f"{str(path)!r} is no archive's name", expected=" or ".join(ARCHIVES)
+            )
         params: dict[str, str | int | None] = {
             "step": step, "attempt": attempt, "tensors": "true" if tensors else "false",
             "limit_bytes": limit_bytes,
         }  # fmt: skip
         size = self._save(f"/runs/{segment(run, 'run')}/bundle", params, path, timeout, on_progress)
-        fields: dict[str, Json] = {
-            "run": run, "attempt": attempt, "step": step, "path": str(path), "bytes": size,
-        }  # fmt: skip
-        return Record(fields, title=f"bundle of {run}, step {step}")
+        return _saved(f"bundle of {run}, step {step}", run, attempt, step, path=path, bytes=size)
 
     def _save(
         self, route: str, params: Params, path: Path, timeout: float, on_progress: OnProgress
@@ -122,3 +121,16 @@ class FileRequests(Connection):
 
             self.download(route, params, write, timeout=timeout)
         return received
+
+
+def _saved(
+    title: str, run: str, attempt: int | None, step: int | None, **file: Json | Path
+) -> Record:
+    """Return what was saved; an attempt or a step that nobody named is left out."""
+    fields: dict[str, Json | Path] = {"run": run, "attempt": attempt, "step": step, **file}
+    shown = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+    return Record(shown, title=title)

@@ -408,10 +408,11 @@ def begun_again_steps(table: Table, *, mark: str = "") -> list[str]:
 
 
 _BOTH_PASSES_COUNT: Final = (
-    "both goes count in the numbers, as passes of one step; see findings (step_begun_again)"
+    "both executions count in the numbers, as passes of one step; see findings (step_begun_again)"
 )
 
 
+_NOT_READ: Final = ("refused", "lost", "dropped", "pending")
 _GAP_TEXTS: Final = {
     "payloads_refused": "refused payloads",
     "payloads_lost": "lost payloads",
@@ -440,7 +441,9 @@ def token_accounting(coverage: JsonObject) -> str | None:
     if sent is None:
         return None
     reasons = ", ".join(f"{tokens} {why}" for why, tokens in left_out.items() if tokens)
-    text = f"tokens: {coverage['tokens']} of {sent} sent count"
+    is_partial = any(coverage.get(f"payloads_{state}") for state in _NOT_READ)
+    what = "that were read" if is_partial else "sent"  # nobody knows what the others hold
+    text = f"tokens: {coverage['tokens']} of {sent} {what} count"
     if reasons:
         text += f"; left out: {reasons}"
     if coverage.get("tokens_unaccounted"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import click
 
@@ -187,3 +188,22 @@ def needs_extra(error: ImportError, extra: str) -> MissingExtra:
 
 def _plain(text: str) -> str:
     return " ".join(render.printable(line) for line in text.splitlines())
+
+
+_LARGEST: Final = 1e9
+"""Seconds: what no thread can wait for is an error when it is read."""
+
+
+class FiniteFloat(click.FloatRange):
+    """A number in a range, of a clock's size: `nan` and `inf`, which `float` reads, are in none."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, ctx)
+        if abs(number) > _LARGEST:
+            self.fail(f"{value} is larger than {_LARGEST:g}", param, ctx)
+        return number

@@ -301,6 +301,7 @@ def _capture_lines(snapshot: RunSnapshot) -> list[Line]:
     lines = [Line("CAPTURES", "title")]
     for row in snapshot.captures:
         spec = row.get("spec") or {}
-        stages = ", ".join(spec.get("stages") or ())
-        lines.append(Line(f"{row['capture_id']}  {row['state']:<10}{stages}"))
+        stages = spec.get("stages") or ()
+        text = "all stages" if stages == "all" else ", ".join(stages)
+        lines.append(Line(f"{row['capture_id']}  {row['state']:<10}{text}"))
     return lines

@@ -282,6 +282,8 @@ class Transport:
             wrong = f"{self.location.url} answered {status} {response.reason_phrase}".rstrip()
             if status < 400 or not body:
                 advice = advice or "check the URL: something else may answer there"
+                if status >= 500 and not body:
+                    advice = f"it may have been stopped meanwhile: ask again; else {advice}"
         if kind is Unauthorized:
             advice = _token_advice(advice, self.location)
         return kind(wrong, expected=str(body.get("expected") or ""), advice=advice)

@@ -76,7 +76,7 @@ _STATE: Final = ("fired", "last_fired")
 def dry_run(answer: JsonObject) -> Table:
     """Return the firings in an answer of `POST /triggers/test`."""
     rows = answer["rows"]
-    steps = f"{answer['steps']} stored steps of run {answer['run']}"
+    steps = f"{answer['steps']} stored steps"  # `context` names their run
     times = f"{len(rows)} time{'s' if len(rows) > 1 else ''}"
     title = (
         f"would have fired {times} in {steps}" if rows else f"nothing would have fired in {steps}"

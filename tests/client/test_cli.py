@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +186,28 @@ def test_a_config_that_is_not_json(service: Answering, tmp_path: Path) -> None:
     result = ask(service, *args, str(tmp_path / "config.json"), token=OPERATE)
     assert result.exit_code == 2
     assert "config.json" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["top", "--once", "--every=nan"],
+        ["metrics", "5", "--timeout=inf"],
+        ["report", "--wait=nan", "-o", "r.md"],
+        ["top", "--once", "--every=1e300"],
+    ],
+)
+def test_seconds_that_are_no_finite_number(service: Answering, args: list[str]) -> None:
+    result = ask(service, *args)
+    assert result.exit_code == 2
+    assert re.search("is no finite number|is larger than 1e", result.stderr)
+
+
+def test_a_bundle_is_a_tar_gz(service: Answering, tmp_path: Path) -> None:
+    result = ask(service, "bundle", RUN, "5", "-o", str(tmp_path / "x.zip"))
+    assert result.exit_code == 2
+    assert ".tar.gz or .tgz" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_narrow_terminal_is_kept_to(service: Answering) -> None:

@@ -190,11 +190,19 @@ def test_metrics_describe_their_provenance() -> None:
             "comparability": [{"code": "shift", "verdict": "warning", "text": "<b>shifted</b>"}],
             "superseded_by": 2,
             "also_live": [{"run": "other", "attempt": 1}],
-            "coverage": {"payloads_ingested": 1, "payloads_refused": 3, "payloads_lost": 0},
+            "coverage": {
+                "payloads_ingested": 1,
+                "payloads_refused": 3,
+                "payloads_lost": 0,
+                "tokens": 9,
+                "tokens_sent": 9,
+            },
         }
     )
     assert "not in these numbers: 3 refused payloads; see losses" in repr(metrics)
     assert "lost payloads" not in repr(metrics)
+    # What the refused payloads hold, nobody knows: these are not all that were sent.
+    assert "tokens: 9 of 9 that were read count" in repr(metrics)
     text, page = repr(metrics), metrics._repr_html_()
     for phrase in ("partial", "actor/1 s begun", "shift", '"nan": 2', "superseded by: 2", "other"):
         assert phrase in text

@@ -141,3 +141,13 @@ def test_a_rank_knows_what_is_not_wanted() -> None:
     assert not is_selected({"forward_data", "loss"}, "actor_update", "prob_ratio")
     assert not is_selected((), "actor_update", "prob_ratio")
     assert is_selected({"prob_ratio"}, "actor_update", "prob_ratio")
+
+
+def test_a_streams_section_does_not_rest_on_what_else_is_recorded() -> None:
+    names = ["rollout_log_probs", "old_log_probs", "response_mask"]
+    for more in ([], ["rewards"]):
+        found = sections_of("actor_compute_log_prob", [*names, *more])
+        assert "rollout_log_probs" in found["trajectories"]
+        assert "other" not in found
+    # Beside an update it is what the importance weights are made of, and no trajectory.
+    assert "trajectories" not in sections_of("actor_update", names)

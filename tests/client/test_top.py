@@ -350,7 +350,8 @@ def test_hostile_names_and_numbers_do_not_control_the_terminal() -> None:
                                "since": None}]},
         rounds=[{"abs_diff_mean": "nan", "round": 0}], measured=1,
         findings=[{"severity": evil, "step": None, "message": evil}],
-        captures=[{"capture_id": evil, "state": evil, "spec": {"stages": [evil]}}], wall=0.0,
+        captures=[{"capture_id": evil, "state": evil, "spec": {"stages": [evil]}},
+                  {"capture_id": "c1", "state": "armed", "spec": {"stages": "all"}}], wall=0.0,
     )  # fmt: skip
     for width, height in ((80, 24), (40, 8), (200, 60), (1, 1)):
         lines = screen(snapshot, width=width, height=height, problem=evil)
@@ -358,5 +359,6 @@ def test_hostile_names_and_numbers_do_not_control_the_terminal() -> None:
         for line in lines:
             assert line.text.isprintable()
             assert len(line.text) <= max(width, 40)
+    assert any(line.text.endswith("all stages") for line in screen(snapshot, width=80, height=60))
     (title, *_) = screen(None, width=80, height=24, run="r", problem=evil)
     assert title.text == "stagescope  r"

@@ -85,9 +85,9 @@ def test_the_defaults_are_tried_on_stored_steps(session: Session) -> None:
     text = ask("triggers", "test")
     assert text.exit_code == 0, text.output
     assert "non_finite_log_probs" in text.stdout
-    assert "would have fired 3 times in 5 stored steps of run r" in text.stdout
+    assert "would have fired 3 times in 5 stored steps" in text.stdout
     nothing = session.test_triggers("r", RULES.replace("0.5", "1e9"), steps=2)
-    assert nothing.title == "nothing would have fired in 2 stored steps of run r"
+    assert nothing.title == "nothing would have fired in 2 stored steps"
 
 
 def test_rules_are_set_and_shown_without_secrets(session: Session, found: Service) -> None:

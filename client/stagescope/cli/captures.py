@@ -21,6 +21,7 @@ from stagescope.progress import CaptureProgress
 from stagescope.render import printable
 from stagescope.session import Session
 from stagescope.table import Table
+from stagescope.terminal import FiniteFloat
 from stagescope.wire.captures import LATE, read_ranks, read_steps
 from stagescope.wire.nonfinite import Json
 
@@ -43,13 +44,13 @@ _WAIT: Final = click.option(
     help="Show the progress until the capture has ended, also of a run that has yet to report.",
 )  # fmt: skip
 _WAIT_SECONDS: Final = click.option(
-    "--wait-seconds", type=click.FloatRange(min=0), metavar="SECONDS",
+    "--wait-seconds", type=FiniteFloat(min=0), metavar="SECONDS",
     help="--wait for so long at most [default: without limit].",
 )  # fmt: skip
 
 
 @question(
-    click.option("--run", help="Name of the run (default: the one that is live)."),
+    click.option("--run", help="Name of the run (default: the last that began a stage)."),
     click.option(
         "--steps", default="next", show_default=True, metavar="next|N,N-N|all|next:K|every:N[,K]",
         help="Which steps: the next K, numbers, or every Nth (K times) from the agreed step.",
@@ -82,7 +83,7 @@ _WAIT_SECONDS: Final = click.option(
         help="What to do about ranks that do not acknowledge [default: wait].",
     ),
     click.option(
-        "--late-after", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+        "--late-after", type=FiniteFloat(min=0, min_open=True), metavar="SECONDS",
         help="Time to acknowledge [default: 60].",
     ),
     click.option("--again", type=click.IntRange(min=0), help="Repeat a step that a rank missed."),

@@ -17,6 +17,7 @@ from stagescope.findings import FindingRows
 from stagescope.session import Session, StepName, attach
 from stagescope.step import Step
 from stagescope.table import Table
+from stagescope.terminal import FiniteFloat
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.nonfinite import Json
 
@@ -162,7 +163,7 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
             help="Show the traceback of an error.",
         ),
         click.option(
-            "--timeout", type=click.FloatRange(min=0.1), default=10.0, metavar="SECONDS",
+            "--timeout", type=FiniteFloat(min=0.1), default=10.0, metavar="SECONDS",
             show_default=True, help="Deadline of each call.",
         ),
         click.option(
@@ -209,7 +210,7 @@ STEP: Final = _step_argument("latest")
 # A step has numbers only once it has ended, so the default is the newest step with numbers.
 MEASURED: Final = _step_argument("measured")
 CAPTURED: Final = _step_argument("captured")
-RUN: Final = click.option("--run", help="Name of the run (default: the one that is live).")
+RUN: Final = click.option("--run", help="Name of the run (default: the last that began a stage).")
 ATTEMPT: Final = click.option("--attempt", type=click.IntRange(min=1), help="Attempt's number.")
 STAGE: Final = click.option("--stage", help="Only this stage.")
 ROLE: Final = click.option("--role", help="Only this role.")

@@ -27,6 +27,7 @@ from stagescope.operators import read_side
 from stagescope.session import Session
 from stagescope.step import Step
 from stagescope.table import Table
+from stagescope.terminal import FiniteFloat
 from stagescope.wire.captures import read_ranks
 
 
@@ -76,7 +77,7 @@ def stack(step: Step, stack_id: str, **filters: OptionValue) -> Record:
     click.argument("a", metavar="step=N,rank=N,...", callback=_read_side),
     click.argument("b", metavar="rank=N,...", callback=_read_side),
     RUN,
-    click.option("--factor", type=click.FloatRange(min=0), help="Threshold in eps [default: 4]."),
+    click.option("--factor", type=FiniteFloat(min=0), help="Threshold in eps [default: 4]."),
     click.option("--exact", is_flag=True, help="Every number must be equal."),
     click.option("--skip-sharded", is_flag=True, help="Skip shards."),
 )
@@ -103,7 +104,7 @@ def divergence(
     click.argument("a", metavar="step=N,rank=N,...", callback=_read_side),
     click.argument("b", metavar="rank=N,...", callback=_read_side),
     click.option(
-        "--wait", type=click.FloatRange(min=0), default=900.0, show_default=True, metavar="SECONDS"
+        "--wait", type=FiniteFloat(min=0), default=900.0, show_default=True, metavar="SECONDS"
     ),
     RUN,
     LIMIT,

@@ -10,10 +10,11 @@ from stagescope import terminal
 from stagescope.answers import Record
 from stagescope.cli.common import ATTEMPT, RUN, question
 from stagescope.session import Session
+from stagescope.terminal import FiniteFloat
 from stagescope.wire.errors import InvalidInput
 
 _WAIT = click.option(
-    "--wait", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS",
+    "--wait", type=FiniteFloat(min=1), default=300.0, show_default=True, metavar="SECONDS",
     help="How long the service may take.",
 )  # fmt: skip
 

@@ -21,6 +21,7 @@ import click
 from stagescope import discovery, terminal
 from stagescope.cli.common import main
 from stagescope.session import attach
+from stagescope.terminal import FiniteFloat
 from stagescope.top import Line, RunReader, RunSnapshot, screen
 from stagescope.wire.errors import StagescopeError
 
@@ -37,14 +38,14 @@ _LATE: Final = 5.0
 @main.command()
 @click.argument("run", required=False, metavar="[RUN]")
 @click.option(
-    "--every", type=click.FloatRange(min=0.2), default=1.0, show_default=True, metavar="SECONDS",
+    "--every", type=FiniteFloat(min=0.2), default=1.0, show_default=True, metavar="SECONDS",
     help="How often the service is asked.",
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="Print one screen and end, as without a terminal.")
 @click.option("--url", help="The service, such as http://head:8700.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0.1), default=10.0, metavar="SECONDS",
+    "--timeout", type=FiniteFloat(min=0.1), default=10.0, metavar="SECONDS",
     show_default=True, help="Deadline of each call.",
 )  # fmt: skip
 def top(
@@ -107,8 +108,6 @@ class _Screen:
                         os.kill(os.getpid(), signal.SIGSTOP)
                         enter()
                     self._draw()
-            except KeyboardInterrupt:
-                pass
             finally:
                 self._ended.set()
 
@@ -164,8 +163,9 @@ class _Screen:
             self._suspend = True
             self._notify()
 
+        # SIGINT, too: a KeyboardInterrupt that is raised while memory is collected is lost.
         handlers = {
-            signal.SIGWINCH: resized, signal.SIGTERM: end, signal.SIGHUP: end,
+            signal.SIGWINCH: resized, signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGINT: end,
             signal.SIGTSTP: suspend,
         }  # fmt: skip
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -76,15 +76,6 @@ def detect(http: EngineHttp) -> EngineInfo:
     return _DESCRIBE[kind](http, model, seconds)
 
 
-def is_healthy(http: EngineHttp, *, timeout: float = 2.0) -> bool:
-    """Return whether the server answers its health path with success.
-
-    Raises:
-        EngineError: nothing answers.
-    """
-    return 200 <= http.status(HEALTH_PATH, timeout=timeout) < 300
-
-
 def _other_kind(http: EngineHttp, seconds: float, has_models: bool) -> str | None:
     """Return the kind of a server whose list of models does not name it; None if unknown."""
     if _sglang_info(http, seconds) is not None:
