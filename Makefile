@@ -23,9 +23,12 @@ help:  ## list the targets
 demo: $(VENV)/installed-demo  ## a service, a training that is killed and resumed, and its answers
 	cd workers && ../$(BIN)/python -m examples.countdown.demo
 
-# A file's tests stay together, for what they share: often a service of their own. Two clusters at a
-# time, on whatever machine: more on two cores, and Ray's own deadlines for a start pass.
-PARALLEL := -m "not ray" -n logical --dist loadfile
+# A file's tests stay together, for what they share: often a service of their own. One process more
+# than cores: many tests wait for processes, browsers and leases. Two clusters at a time, on whatever
+# machine: more on two cores, and Ray's own deadlines for a start pass.
+PARALLEL := -m "not ray" -n $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))) --dist loadfile
+# It takes longest: begun last, it would be alone on the machine in the end.
+LONGEST := tests/examples/countdown/test_false_alarms.py
 WITH_RAY := -m ray -n 2 --dist loadfile
 # Nothing runs beside it: it holds what is killed to the seconds after which it answers again.
 RAY_ALONE := tests/integration/test_faults.py
@@ -36,7 +39,7 @@ RAY_FIRST := $(addprefix tests/integration/test_,clusters.py compare_over_ray.py
 RAY := $(RAY_FIRST) $(filter-out $(RAY_FIRST) $(RAY_ALONE),$(wildcard tests/integration/test_*.py tests/examples/*/test_*.py))
 
 test: $(VENV)/installed-dev  ## every test (a real Ray cluster, real msprobe, real databases)
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder $(LONGEST) tests
 	$(BIN)/python -m pytest $(WITH_RAY) --no-loadscope-reorder $(RAY)
 	$(BIN)/python -m pytest -m ray $(RAY_ALONE)
 
@@ -52,7 +55,7 @@ RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py writers.py c
 
 # What no version can break, at length: our own state machine, rules on numbers and tables, and what
 # a browser makes of a page that the other tests hold to be the same.
-PURE := tests/test_structure.py tests/examples/countdown/test_false_alarms.py \
+PURE := tests/test_structure.py $(LONGEST) \
 	tests/service/core tests/service/diagnosis tests/service/api/test_page.py \
 	tests/service/api/figures/test_in_browser.py \
 	$(addprefix tests/service/coordinator/test_,journal.py triggering.py weight_comparer.py) \

@@ -1,14 +1,13 @@
-"""Imports follow the data: worker -> engine -> store -> api -> client, and nothing runs back up."""
+"""Imports follow the data, and nothing runs back up: docs/architecture.md has the order."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
-
-import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 CLIENT: Final = ROOT / "client/stagescope"
@@ -17,11 +16,10 @@ SERVICE: Final = ROOT / "service/stagescope_service"
 ROOTS: Final = (CLIENT, WORKERS, SERVICE)
 
 LAYERS: Final = (
-    "figure_style", "statistics", "rows", "store", "dumps", "compare", "triggers", "diagnosis",
-    "core", "ingest",
-    "coordinator", "api",
+    "settings", "figure_style", "statistics", "rows", "store", "dumps", "compare", "triggers",
+    "diagnosis", "core", "ingest", "coordinator", "api",
 )  # fmt: skip
-"""Rooms of the service, the ground first: each may import itself and those before it."""
+"""Packages of the service, the lowest first: each may import itself and those before it."""
 TOP: Final = (
     "serve", "clusters", "api_actor", "commands", "embedded", "ray_mapper", "service_file",
 )  # fmt: skip
@@ -69,8 +67,13 @@ ONLY_IN: Final = {
 }  # fmt: skip
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield every module that a file imports when it runs, inside functions too."""
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
+    """Return every module that a file imports when it runs, inside functions too."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     blocks = [node for node in ast.walk(tree) if _is_for_types(node)]
     for_types = {id(node) for block in blocks for node in ast.walk(block)}
@@ -99,39 +102,55 @@ def name(path: Path) -> str:
 SOURCES: Final = [*files(CLIENT), *files(WORKERS), *files(SERVICE)]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_heavy_libraries_stay_in_their_rooms(path: Path) -> None:
-    for module in imports(path):
-        allowed = ONLY_IN.get(module.partition(".")[0])
-        if allowed is not None:
-            assert name(path).startswith(allowed), f"imports {module}"
+def test_heavy_libraries_stay_in_their_packages() -> None:
+    assert not [
+        f"{name(path)} imports {module}"
+        for path in SOURCES
+        for module in imports(path)
+        if (allowed := ONLY_IN.get(module.partition(".")[0])) is not None
+        if not name(path).startswith(allowed)
+    ]
 
 
-@pytest.mark.parametrize("path", files(CLIENT), ids=name)
-def test_the_client_imports_neither_of_the_others(path: Path) -> None:
-    for module in imports(path):
-        assert not module.startswith(("stagescope_service", "stagescope_workers"))
+def test_the_three_packages_import_what_they_may() -> None:
+    """The client neither of the others, workers only the service's statistics."""
+    others = {
+        CLIENT: ("stagescope_service", "stagescope_workers"),
+        WORKERS: ("stagescope_service",),
+        SERVICE: ("stagescope_workers",),
+    }
+    assert not [
+        f"{name(path)} imports {module}"
+        for root, refused in others.items()
+        for path in files(root)
+        for module in imports(path)
+        if module.startswith(refused)
+        if root != WORKERS or not module.startswith("stagescope_service.statistics")
+    ]
 
 
-@pytest.mark.parametrize("path", files(WORKERS), ids=name)
-def test_the_workers_import_only_the_statistics_of_the_service(path: Path) -> None:
-    for module in imports(path):
-        if module.startswith("stagescope_service"):
-            assert module.startswith("stagescope_service.statistics")
+def test_the_service_is_built_from_the_ground_up() -> None:
+    wrong = []
+    for path in files(SERVICE):
+        own = path.relative_to(SERVICE).parts[0].removesuffix(".py")
+        for module in imports(path):
+            package, _, rest = module.partition(".")
+            imported = rest.partition(".")[0]
+            if package != "stagescope_service" or own not in LAYERS:
+                continue
+            higher = imported in LAYERS and LAYERS.index(imported) > LAYERS.index(own)
+            if higher or imported in TOP:
+                wrong.append(f"{name(path)} imports {module}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", files(SERVICE), ids=name)
-def test_the_service_is_built_from_the_ground_up(path: Path) -> None:
-    room = path.relative_to(SERVICE).parts[0].removesuffix(".py")
-    for module in imports(path):
-        assert not module.startswith("stagescope_workers")
-        parts = module.split(".")
-        if parts[0] != "stagescope_service" or len(parts) == 1:
-            continue
-        if room in LAYERS:
-            assert parts[1] not in TOP, f"imports {module}"
-            if parts[1] in LAYERS:
-                assert LAYERS.index(parts[1]) <= LAYERS.index(room), f"imports {module}"
+def test_workers_send_by_what_knows_nothing_of_the_probe() -> None:
+    assert not [
+        f"{name(path)} imports {module}"
+        for path in files(WORKERS / "transport")
+        for module in imports(path)
+        if module.startswith(("stagescope_workers.probe", "stagescope_workers.capture"))
+    ]
 
 
 def test_no_two_files_import_each_other() -> None:
