@@ -45,6 +45,7 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
         "kind abs_diff:float p:float q:float round:int turn:int? token_id:int? sample_uid row:int "
         "position:int role rank:int?"
     ),
+    "metric_names": _read("name kind unit"),
     "samples": _read(
         "sample_uid group_id role rank:int? row:int fragments:int rounds:int? tokens:int "
         "mean_abs:float max_abs:float nonfinite:int reward:float kept:bool reason"

@@ -39,6 +39,7 @@ class FigureRequests(Connection):
         from_step: int | None = None,
         to_step: int | None = None,
         superseded: bool = True,
+        smooth: float | None = None,
     ) -> plotly.graph_objects.Figure:
         """Return a figure of metrics over the steps, a panel each, and what happened when.
 
@@ -51,6 +52,7 @@ class FigureRequests(Connection):
             run, attempt: only these; the default of `attempt` is each step's current one.
             from_step, to_step: the first and the last step.
             superseded: also steps that a later attempt did again, faded.
+            smooth: also an exponential moving average over so many steps, from 1.
 
         Raises:
             MissingExtra: plotly is not installed.
@@ -59,6 +61,7 @@ class FigureRequests(Connection):
         return self.figure(
             _OVERVIEW,
             **_overview_query(metrics, run, attempt, from_step, to_step, superseded),
+            smooth=smooth,
         )
 
     def watch(

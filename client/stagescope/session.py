@@ -242,6 +242,20 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         )  # fmt: skip
         return Series.from_answer(answer)
 
+    def metric_names(self, run: str | None = None, *, limit: int = LIMIT) -> Table:
+        """Return the names that `series` and `plot` take: published metrics and logged scalars.
+
+        Usage:
+            >>> session.metric_names()["name"]
+        """
+        name = run if run is not None else self._newest_run()
+        return self.table(
+            f"/runs/{segment(name, 'run')}/metrics",
+            title=f"numbers of run {name}",
+            columns=COLUMNS["metric_names"],
+            limit=limit,
+        )
+
     def weights(
         self,
         version: int | None = None,

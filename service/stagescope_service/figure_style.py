@@ -53,6 +53,8 @@ WIDTH: Final = 800
 
 NOT_FINITE: Final = "not finite"
 NO_UNIT: Final = "no unit"
+HEADING: Final = "heading"
+"""The name of annotations that are titles of panels; the page moves them where it is narrow."""
 _FONT: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 _WRAPPED: Final = 46
 """Characters of a line of a sentence inside a figure that is 400 pixels wide."""
@@ -142,7 +144,7 @@ def heading(figure: go.Figure, text: str, top: float) -> None:
     """Write the title of a panel at its top left, at `top` of the figure's height (0 to 1)."""
     figure.add_annotation(
         text=f"<b>{html.escape(text)}</b>", xref="paper", yref="paper", x=0, y=top,
-        xanchor="left", yanchor="bottom", showarrow=False, font={"size": 12},
+        xanchor="left", yanchor="bottom", showarrow=False, font={"size": 12}, name=HEADING,
     )  # fmt: skip
 
 

@@ -187,7 +187,7 @@ def scalars(step: Step, **filters: Unpack[RankFilters]) -> Table:
 
 
 @question(
-    click.argument("metric"),
+    click.argument("metric", required=False),
     RUN,
     ATTEMPT,
     click.option(
@@ -205,8 +205,13 @@ def scalars(step: Step, **filters: Unpack[RankFilters]) -> Table:
         help="Most steps, the newest.",
     ),
 )  # fmt: skip
-def series(session: Session, metric: str, table: bool, **options: OptionValue) -> Table:
-    """A metric or a scalar over the steps of a run, in total or by rank or round."""
+def series(session: Session, metric: str | None, table: bool, **options: OptionValue) -> Table:
+    """A metric or a scalar over the steps of a run, in total or by rank or round.
+
+    Without METRIC: the names that a run has.
+    """
+    if metric is None:
+        return session.metric_names(options["run"])
     answer = session.series(metric, **options)
     return Table.of(answer) if table else answer
 

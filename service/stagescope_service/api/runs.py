@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, TypedDict
 
 from fastapi import APIRouter
 
+from stagescope.answers import unit_of_metric
 from stagescope_service.api.dependencies import (
     AttemptNumber,
     Dependencies,
@@ -19,6 +20,7 @@ from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.rows import Lineage, attempt_row, run_row, superseded_steps
+from stagescope_service.api.series import newest_metrics
 from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import VERSION
@@ -52,6 +54,21 @@ def attempts(
     repeated = superseded_steps(rows)
     listed = [{**attempt_row(row), "superseded": repeated[row["number"]]} for row in rows]
     return Answer({"run": target.run, "also_live": target.also_live, **page.cut(listed)})
+
+
+@router.get("/runs/{run}/metrics", response_model=models.NumberNames)
+def numbers(deps: Deps, page: PageOf, run: RunPath) -> Answer:
+    """List the names that `/series` and `/figures/overview` take: metrics and logged scalars."""
+    target = deps.finder.attempt(run)
+    ids = [int(row["attempt_id"]) for row in deps.catalogue.attempts(target.run)]
+    published = newest_metrics(deps, ids)
+    scalars = [name for name in deps.catalogue.scalar_names(ids) if name not in published]
+    rows = [
+        {"name": name, "kind": kind, "unit": unit_of_metric(name) if kind == "metric" else ""}
+        for kind, names in (("metric", sorted(published)), ("scalar", scalars))
+        for name in names
+    ]
+    return Answer({"run": target.run, "also_live": target.also_live, **page.cut(rows)})
 
 
 # --- exactness ------------------------------------------------------------------------------

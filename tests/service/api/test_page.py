@@ -279,8 +279,55 @@ def test_an_address_of_nothing_says_what_there_is(browser: Any, shared: Service)
         visit.go("#/runs/none")
         visit.page.wait_for_selector(".problem")
         assert "there is no run 'none'" in text(visit)
+        visit.settle()
+        visit.wait_until("document.querySelectorAll('.problem:not([hidden] *)').length === 1")
         visit.go("#/nonsense/x")
         assert text(visit, "h1") == "No such view"
+
+
+def test_other_numbers_and_their_average_are_drawn_by_the_address(
+    browser: Any, shared: Service
+) -> None:
+    headings = "[...document.querySelectorAll('.plot .annotation-text')].map(e => e.textContent)"
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.go(OF_RUN)
+        visit.page.focus("#number")
+        visit.wait_until("document.querySelectorAll('#numbers option').length > 80")
+        visit.page.fill("#number", "reward")
+        visit.page.keyboard.press("Enter")
+        visit.wait_until(f"{headings}.includes('reward')")
+        assert visit.page.url.endswith(f"{OF_RUN}?metrics=reward")
+        visit.page.fill("#smooth", "8")
+        visit.page.keyboard.press("Enter")
+        visit.wait_until("document.querySelector('.legend')?.textContent.includes('over 8 steps')")
+        address = visit.page.url
+        # It was drawn before it stood in the page, and has all of its width.
+        visit.wait_until("document.querySelector('.plot .main-svg').clientWidth > 1000")
+        visit.page.fill("#number", "rewrd")
+        visit.page.keyboard.press("Enter")
+        visit.page.wait_for_selector(".problem")
+        assert "did you mean reward" in text(visit, ".problem")
+        visit.page.reload()  # somebody else sees the same
+        visit.wait_until(f"{headings}.includes('reward')")
+        assert visit.page.url == address
+        visit.page.click("text=the mismatch again")
+        visit.wait_until(f"{headings}.includes('rollout_corr/k3_kl')")
+
+
+@pytest.mark.parametrize("entered", ["narrow light"], indirect=True)
+def test_headings_and_legends_fit_a_narrow_page(entered: Visit) -> None:
+    entered.go(OF_RUN)
+    inside = "e => e.getBoundingClientRect().right <= innerWidth"
+    texts = "[...document.querySelectorAll('.plot .annotation-text')]"
+    entered.wait_until(f"{texts}.length > 3 && {texts}.every({inside})")
+    entered.go(STEP)
+    entered.page.locator("text=Stages by rank").scroll_into_view_if_needed()
+    entered.settle()
+    bars = "[...document.querySelectorAll('.plot .scrollbar')]"
+    entered.wait_until("document.querySelector('.plot .legendtext') !== null")
+    entered.wait_until(f"{bars}.every(e => e.getBoundingClientRect().height === 0)")
 
 
 def test_a_figure_is_redrawn_in_the_colours_of_the_page(browser: Any, shared: Service) -> None:

@@ -189,6 +189,27 @@ def test_the_number_of_queries_does_not_grow_with_the_steps(
     assert max(taken) < 16, taken
 
 
+def test_the_names_of_a_run_are_those_that_can_be_asked_for(
+    real: Service, session: stagescope.Session
+) -> None:
+    names = session.metric_names()
+    kinds = dict(zip(names["name"], names["kind"], strict=True))
+    assert (kinds[K3], kinds["loss"]) == ("metric", "scalar")
+    assert dict(zip(names["name"], names["unit"], strict=True))[K3] == "nat"
+    assert len(session.metric_names("r", limit=3)) == 3
+    for name in (K3, "loss", names["name"][0]):
+        assert real.get("/series", metric=name)["series"]
+    assert real.tokens is not None
+    env = {"STAGESCOPE_URL": real.server.url, "STAGESCOPE_TOKEN": real.tokens.read}
+    assert K3 in invoke("series", env=env).stdout
+    real.problem(404, "/runs/none/metrics")
+
+
+@pytest.mark.parametrize("smooth", ["0", "nan", "inf", "-1", "x"])
+def test_an_average_over_no_steps_is_refused(real: Service, smooth: str) -> None:
+    real.problem(422, "/figures/overview", smooth=smooth)
+
+
 def test_the_terminal_draws_and_says_gaps(real: Service) -> None:
     assert real.tokens is not None
     where = {"STAGESCOPE_URL": real.server.url, "STAGESCOPE_TOKEN": real.tokens.read}

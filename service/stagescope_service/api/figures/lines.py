@@ -32,6 +32,21 @@ class Line:
         """Whether any step has a finite value."""
         return any(value is not None for value in self.values)
 
+    def smoothed(self, over: float) -> Line:
+        """Return the exponential moving average: a step's value counts exp(-age / `over`) as much.
+
+        Weights are normalised from the first value on, and a step without a value has none.
+        """
+        decay, total, weight, before = math.exp(-1.0 / over), 0.0, 0.0, 0
+        found: list[float | None] = []
+        for step, value in zip(self.steps, self.values, strict=True):
+            faded = decay ** (step - before)
+            total, weight, before = total * faded, weight * faded, step
+            if value is not None:
+                total, weight = total + value, weight + 1.0
+            found.append(None if value is None else total / weight)
+        return dataclasses.replace(self, values=tuple(found))
+
 
 class NotFinite(NamedTuple):
     """A value that is not a finite number."""

@@ -103,6 +103,8 @@ class OverviewInfo:
     last: int
     """The range of the steps; both 0 if there is none."""
     note: str | None
+    smooth: float | None = None
+    """Steps of the moving average that is drawn over the values; None: none is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Request:
     attempt: int | None = None
     window: Window = dataclasses.field(default_factory=lambda: Window(first=None, last=None))
     superseded: bool = True
+    smooth: float | None = None
 
 
 def info(deps: Dependencies, run: str | None, request: Request) -> OverviewInfo:
@@ -153,6 +156,7 @@ def info(deps: Dependencies, run: str | None, request: Request) -> OverviewInfo:
         first=next((step for _, step in reader.states), 0),
         last=next((step for _, step in reversed(reader.states)), 0),
         note=_note(reader, panels),
+        smooth=request.smooth,
     )
 
 
@@ -420,7 +424,8 @@ def figure(found: OverviewInfo) -> go.Figure:
     domains = style.panels(heights, gap=_GAP)
     total = sum(heights) + _GAP * (len(heights) - 1)
     for at, panel in enumerate(found.panels):
-        _draw_panel(drawn, panel, axis=f"y{at + 1}" if at else "y", first=at == 0)
+        axis = f"y{at + 1}" if at else "y"
+        _draw_panel(drawn, panel, axis=axis, first=at == 0, smooth=found.smooth)
         bottom, top = domains[at]
         layout = axis_of(panel.unit, panel.lines, (bottom, top))
         drawn.update_layout({f"yaxis{at + 1}" if at else "yaxis": layout})
@@ -446,7 +451,9 @@ def _range(found: OverviewInfo) -> list[float]:
     return [low - room, high + room]
 
 
-def _draw_panel(drawn: go.Figure, panel: Panel, *, axis: str, first: bool) -> None:
+def _draw_panel(
+    drawn: go.Figure, panel: Panel, *, axis: str, first: bool, smooth: float | None
+) -> None:
     is_distance = panel.name.startswith(_DISTANCES)
     for line in panel.floor:
         if line.superseded:
@@ -467,9 +474,18 @@ def _draw_panel(drawn: go.Figure, panel: Panel, *, axis: str, first: bool) -> No
         draw_line(
             drawn, line, axis, name=name, colour=style.BLUE, dash="solid",
             unit=panel.unit, legend=first and name not in shown and line.has_values,
-            opacity=style.FADED if line.superseded else 1.0,
+            opacity=style.FADED if line.superseded or smooth else 1.0,
         )  # fmt: skip
         shown |= {name} if line.has_values else set()
+    if smooth:
+        name = f"moving average over {smooth:g} steps"
+        for line in panel.lines:
+            if line.has_values and not line.superseded:
+                draw_line(
+                    drawn, line.smoothed(smooth), axis, name=name, colour=style.BLUE, dash="solid",
+                    unit=panel.unit, legend=first and name not in shown,
+                )  # fmt: skip
+                shown.add(name)
     for at, (staleness, lines) in enumerate(panel.stalenesses):
         name = f"staleness {staleness}"
         colour = style.SERIES[1 + at % (len(style.SERIES) - 1)]

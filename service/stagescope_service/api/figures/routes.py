@@ -205,6 +205,15 @@ def overview_figure(
     superseded: Annotated[
         bool, Query(description="Also steps that a later attempt did again, faded.")
     ] = True,
+    smooth: Annotated[
+        float | None,
+        Query(
+            ge=1,
+            le=10_000,
+            allow_inf_nan=False,
+            description="Also draw an exponential moving average over so many steps.",
+        ),
+    ] = None,
 ) -> FigureAnswer:
     """Draw metrics over the steps of a run, with its attempts and what happened when.
 
@@ -212,7 +221,7 @@ def overview_figure(
     a band is the noise floor where it was recorded, dashed lines are the first stalenesses.
     """
     window = _window(first, last)
-    request = overview.Request(tuple(metric or ()), attempt, window, superseded)
+    request = overview.Request(tuple(metric or ()), attempt, window, superseded, smooth)
     found = overview.info(deps, run, request)
     return FigureAnswer(
         "overview", overview.figure(found),

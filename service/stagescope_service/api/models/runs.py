@@ -98,6 +98,20 @@ class Attempts(RunHeading, Page[AttemptRow]):
     """A run's attempts, newest first."""
 
 
+class NumberName(Model):
+    """A number that a run has over its steps."""
+
+    name: Annotated[str, Field(examples=["rollout_corr/k3_kl"])]
+    kind: Literal["metric", "scalar"]
+    """`metric`: published by the service; `scalar`: logged by the training."""
+    unit: Annotated[str, Field(examples=["nat"])]
+    """`nat`, `tokens`, `sequences` or `rows`; empty: a pure number, or not known."""
+
+
+class NumberNames(RunHeading, Page[NumberName]):
+    """The numbers of a run, published metrics first, in alphabetical order."""
+
+
 class StepRow(Model):
     """A step in a list."""
 

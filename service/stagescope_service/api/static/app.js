@@ -88,6 +88,7 @@ function show() {
     old?.close();
     if (state.view !== view) return;
     main.replaceChildren(root);
+    view.fit();
     main.dataset.address = location.hash;
     const heading = root.querySelector("h1");
     document.title = [heading?.textContent, "stagescope"].filter(Boolean).join(" · ");

@@ -56,6 +56,7 @@ export class View {
   place(block) {
     this.blocks.push(block);
     this.root.append(block.element);
+    block.view = this;
     block.events = [];
     block.since = 0;
     if (block.isLazy) this.#await(block);
@@ -69,6 +70,18 @@ export class View {
       block.load(block.since, block.events.splice(0));
     };
     sight.observe(block.element);
+  }
+
+  /** Whether another block says already what is wrong with this one, such as an unknown run. */
+  isSaid(block, error) {
+    block.wrong = error.message;
+    return this.blocks.some((other) => other !== block && other.hasFailed
+      && other.wrong === block.wrong && !other.element.hidden);
+  }
+
+  /** Let figures take their room, once the view stands in the page. */
+  fit() {
+    for (const block of this.blocks) block.fit?.();
   }
 
   /** Resolves once everything in sight at first has loaded. */
@@ -139,12 +152,13 @@ export class Block {
   async load(since = 0) {
     try {
       this.#show(await this.ask(since));
-      this.hasFailed = false;
+      this.hasFailed = this.element.hidden = false;
       patch(this.note, []);
     } catch (error) {
       if (error.status === 401) return;
       this.hasFailed = true;
-      patch(this.note, nodes(problem(error)));
+      this.element.hidden = !this.shown && this.view.isSaid(this, error);
+      patch(this.note, this.element.hidden ? [] : nodes(problem(error)));
       if (!this.shown) patch(this.body, []);
       this.#settle();
       if (!error.problem) throw error;

@@ -33,6 +33,9 @@ async function isDrawn(name) {
 
 const everyFigure = once(() => get("/figures"));
 
+const NARROW = 560; // pixels
+const LEGEND_LINE = 24;
+
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** What a figure takes from the page: so it is readable in light and dark. */
@@ -50,6 +53,19 @@ function themed(layout) {
       font: { ...layout.hoverlabel?.font, color: ink },
     },
   };
+}
+
+/** What is drawn where the page is narrow: headings from its edge, one entry of the legend a line. */
+function narrowed({ data, layout }) {
+  const left = 8 - (layout.margin?.l ?? 80);
+  const annotations = layout.annotations?.map((each) =>
+    each.name === "heading" ? { ...each, xshift: left, yshift: 6 } : each);
+  if (layout.legend?.yref !== "container" || !layout.height) return { data, layout: { ...layout, annotations } };
+  const entries = new Set(data.filter((trace) => trace.showlegend !== false)
+    .map((trace) => trace.legendgroup || trace.name));
+  const more = LEGEND_LINE * Math.floor(entries.size / 2); // the service left room for two a line
+  const margin = { ...layout.margin, b: (layout.margin?.b ?? 80) + more };
+  return { data, layout: { ...layout, annotations, margin, height: layout.height + more } };
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
@@ -96,12 +112,13 @@ export class Figure {
       }
       const isGrown = this.grows && this.shown && Number.isFinite(first);
       await this.#show(isGrown ? await this.#grown(first, since) : await get(this.path, since));
-      this.hasFailed = false;
+      this.hasFailed = this.element.hidden = false;
       this.plot.classList.remove("empty");
     } catch (error) {
       if (error.status === 401) return;
       this.hasFailed = true;
-      patch(this.note, nodes(problem(error)));
+      this.element.hidden = !this.shown && this.view.isSaid(this, error);
+      patch(this.note, this.element.hidden ? [] : nodes(problem(error)));
       this.plot.classList.add("empty");
       if (!error.problem) throw error;
     }
@@ -133,8 +150,14 @@ export class Figure {
   async redraw() {
     const Plotly = await plotly();
     if (!this.shown || !drawn.has(this)) return;
-    const { data, layout } = this.shown.figure;
+    const { figure } = this.shown;
+    const { data, layout } = innerWidth < NARROW ? narrowed(figure) : figure;
     await Plotly.react(this.plot, data, themed(layout), CONFIG);
+  }
+
+  /** Take the room that there is: a view may have been drawn before it stood in the page. */
+  fit() {
+    if (this.plot.data) window.Plotly.Plots.resize(this.plot);
   }
 
   #list() {

@@ -1,11 +1,11 @@
 // Runs, and one run: its course, what was found, its attempts and steps.
 
 import { address, choose, ofRun, ofStep } from "./address.js";
-import { badge, gap, h, quantity, table, when } from "./dom.js";
+import { badge, gap, h, nodes, patch, problem, quantity, table, when } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
 import { count, ranges } from "./format.js";
-import { get, part, url } from "./service.js";
+import { all, get, part, url } from "./service.js";
 
 /** Links to files for somebody who has no access: the report of a run or step, a step's bundle. */
 export function filesToSend(run, { step, attempt } = {}) {
@@ -48,7 +48,7 @@ export function runs(view) {
 const NO_RUNS = "No training has reported yet: stagescope_workers.init(run=...) in one does.";
 
 /** One run. */
-export function run(view, { run: name }) {
+export function run(view, { run: name, metrics = "", smooth = "" }) {
   const own = (event) => event.run === name;
   view.add(h("h1", {}, name));
   view.block({
@@ -64,12 +64,15 @@ export function run(view, { run: name }) {
     ],
   });
   view.add(filesToSend(name));
+  const chosen = metrics.split(",").filter(Boolean).map(decodeURIComponent);
   view.place(new Figure({
-    name: "overview", params: { run: name }, title: "Mismatch over the steps", lazy: false,
-    grows: true,
+    name: "overview", params: { run: name, metric: chosen, smooth },
+    title: chosen.join(", ") || "Mismatch over the steps", lazy: false,
+    grows: !smooth, // an average over new steps alone would begin anew
     concerns: (event) => own(event)
       && ((event.event === "step" && event.closed && event.measured) || event.event === "attempt"),
   }));
+  view.add(chooser(name, chosen, smooth));
   view.block({
     title: "Findings",
     path: url("/findings/groups", { run: name, limit: 8 }),
@@ -120,6 +123,48 @@ export function run(view, { run: name }) {
       h("p", {}, h("a", { href: ofRun(name, "captures", "new") }, "Arm a capture")),
     ],
   });
+}
+
+/** What the overview draws: numbers by name, and a moving average. The address keeps both. */
+function chooser(run, chosen, smooth) {
+  const draw = (names) => choose({ metrics: names.map(encodeURIComponent).join(",") || null });
+  const known = h("datalist#numbers");
+  const wrong = h("div");
+  const names = () => all(`/runs/${part(run)}/metrics?limit=1000`).then(({ rows }) => rows);
+  const list = async () => {
+    if (known.children.length) return;
+    const rows = await names().catch(() => []); // the figure itself says what is wrong
+    known.replaceChildren(...rows.map(({ name, kind, unit }) =>
+      h("option", { value: name }, [kind, unit].filter(Boolean).join(", "))));
+  };
+  const add = async (event) => {
+    event.preventDefault();
+    const name = event.target.number.value.trim();
+    if (!name || chosen.includes(name)) return;
+    try {
+      await get(url("/series", { run, metric: name, limit: 1 }));
+      draw([...chosen, name]);
+    } catch (error) {
+      if (!error.problem) throw error;
+      patch(wrong, nodes(problem(error)));
+    }
+  };
+  return h("div", {},
+    h("form.row", { onsubmit: add },
+      h("label", { for: "number" }, "Draw another number"),
+      h("input#number", {
+        name: "number", list: "numbers", size: 32, autocomplete: "off",
+        placeholder: "a metric or a scalar", onfocus: list,
+      }), known, h("button", {}, "Draw"),
+      h("label", { for: "smooth" }, "moving average over"),
+      h("input#smooth", {
+        name: "smooth", type: "number", min: 1, max: 10_000, value: smooth, placeholder: "no",
+        onchange: ({ target }) => target.checkValidity() && choose({ smooth: target.value || null }),
+      }), "steps"),
+    chosen.length > 0 && h("p.row", {}, "Drawn:", chosen.map((name) =>
+      h("button", { type: "button", "aria-label": `do not draw ${name}`,
+        onclick: () => draw(chosen.filter((each) => each !== name)) }, `${name} ×`)),
+    h("button", { type: "button", onclick: () => draw([]) }, "the mismatch again")), wrong);
 }
 
 function attemptsTable(name, rows) {

@@ -109,6 +109,21 @@ def test_scalars_and_what_is_not_finite(deps: Dependencies) -> None:
     assert (list(bad.x), "∞" in bad.hovertext[0]) == ([4], True)
 
 
+def test_the_moving_average_is_of_the_steps_up_to_it(deps: Dependencies) -> None:
+    found = overview.info(deps, "r", Request([MEAN], smooth=2.0))
+    (line, *_) = found.panels[0].lines
+    known = [(s, v) for s, v in zip(line.steps, line.values, strict=True) if v is not None]
+    for step, value in zip(line.steps, line.smoothed(2.0).values, strict=True):
+        before = [(math.exp((s - step) / 2.0), v) for s, v in known if s <= step]
+        expected = sum(w * v for w, v in before) / sum(w for w, _ in before)
+        assert (value is None) == (step not in dict(known))
+        assert value is None or value == pytest.approx(expected, rel=1e-12)
+    names = [trace.name for trace in traces(overview.figure(found))]
+    assert "moving average over 2 steps" in names
+    assert "moving average" not in str([t.name for t in traces(overview.figure(
+        overview.info(deps, "r", Request([MEAN]))))])  # fmt: skip
+
+
 def test_a_window_an_attempt_and_steps_in_force(deps: Dependencies) -> None:
     window: Window = {"first": 4, "last": 7}
     in_force = overview.info(deps, "r", Request([MEAN], None, window, superseded=False))
