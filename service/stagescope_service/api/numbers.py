@@ -249,16 +249,20 @@ def cell_row(
     }
     row["nonfinite"] = int(sum(non_finite(cell, *summary.pair).values()))
     checked = own or examine_cell(cell, summary, summary.produced)
-    cause = checked.cause
-    if cause == "unrelated" and step.cause == "shifted":
-        # Samples that are shifted spoil the correlation of every round that holds some of them.
-        cause = step.cause
     return {
         **row,
         "comparable": checked.verdict,
-        "cause": cause,
+        "cause": _cause(checked, step),
         "step_comparable": step.verdict,
     }
+
+
+def _cause(checked: Comparability, step: Comparability) -> str | None:
+    """Return the likeliest cause in some tokens of a step."""
+    if checked.cause == "unrelated" and step.cause == "shifted":
+        # Samples that are shifted spoil the correlation of every round that holds some of them.
+        return step.cause
+    return checked.cause
 
 
 def _context(measured: MeasuredStep, step: Comparability) -> JsonObject:
@@ -311,8 +315,12 @@ def metrics_fields(
     step_summary, summary = measured.summary, measured.summary.summary
     cell = summary.total if round is None else _cell_of_round(summary, round)
     published = measured.published if round is None else publish_cell(cell, summary.pair)
+    context = _context(measured, step)
+    if round is not None:  # as in the row of that round
+        own = examine_cell(cell, summary, summary.produced)
+        context |= {**comparability_fields(own), "cause": _cause(own, step)}
     return {
-        **_context(measured, step),
+        **context,
         "round": round,
         "metrics": published,
         "units": {name: unit for name in published if (unit := unit_of_metric(name))},

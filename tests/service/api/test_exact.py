@@ -429,3 +429,26 @@ def test_a_resumed_run_is_judged_over_the_attempts_in_force(live: Service) -> No
     assert "; step 4 of attempt 1 first differs" in found.text
     assert Exact(live.get("/exact", attempt=2)).is_exact
     assert Exact(live.get("/exact", attempt=1))["rows"][-1]["to_step"] == 6
+
+
+def test_the_metrics_of_a_round_are_judged_by_its_own_tokens(live: Service) -> None:
+    """Of two rounds the second one alone is shifted."""
+    rank = Rank(live, world_size=1)
+    tensors = (sent := payload(8, 80, noise=0.01))["tensors"]
+    dtype, shape, q, _ = tensors["rollout_log_probs"]
+    q[:, 40:] = np.roll(q[:, 40:], 1, axis=1)
+    tensors["rollout_log_probs"] = (dtype, shape, q, None)
+    tensors["round_ids"] = ("int64", shape, np.repeat([[0] * 40 + [1] * 40], 8, axis=0), None)
+    rank.stage(LOG_PROB, 1, sent)
+    rank.begin(LOG_PROB, 2)
+    rows = live.get("/steps/1/rounds")["rows"]
+    assert [(row["comparable"], row["cause"]) for row in rows] == [
+        ("comparable", None),
+        ("suspect", "shifted"),
+    ]
+    for row in rows:
+        answer = live.get("/steps/1/metrics", round=row["round"])
+        assert (answer["comparable"], answer["cause"]) == (row["comparable"], row["cause"])
+        told = {each["code"] for each in answer["comparability"] if each["verdict"] == "suspect"}
+        assert bool(told) == (row["comparable"] == "suspect")
+        assert (answer["step_comparable"], answer["step_cause"]) == ("suspect", "shifted")
