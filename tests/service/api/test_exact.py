@@ -319,7 +319,7 @@ def test_a_shifted_rank_is_in_every_answer(live: Service) -> None:
     for path in ("anatomy", "samples"):
         answer = live.get(f"/steps/1/{path}")
         assert (answer["comparable"], answer["cause"]) == ("suspect", "shifted"), path
-    for name in ("distribution", "rank-rounds", "anatomy"):
+    for name in ("distribution", "rounds", "rank-rounds", "anatomy"):
         assert "suspect" in live.get(f"/figures/{name}", step=1)["note"], name
     rows = live.get("/steps/1/ranks")["rows"]
     assert [row["comparable"] for row in rows] == ["comparable", "suspect"]

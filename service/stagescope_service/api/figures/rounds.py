@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from stagescope.wire.errors import NotFound
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.numbers import doubt
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.cell import Field
@@ -57,7 +58,6 @@ class RoundsInfo:
     attempt: int
     step: int
     stage: str | None
-    comparable: str
     rounds: tuple[RoundNumbers, ...]
     before: tuple[EarlierStep, ...]
     """The newest first."""
@@ -70,17 +70,16 @@ def info(deps: Dependencies, target: Target, *, compare: int = 3) -> RoundsInfo:
     try:
         measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
     except NotFound as error:
-        return RoundsInfo(*heading, None, "unknown", (), (), error.wrong)
+        return RoundsInfo(*heading, None, (), (), error.wrong)
     summary = measured.summary.summary
     rounds = round_numbers(summary)
-    note = None if rounds else "no token of the step is under its mask"
+    none = None if rounds else "no token of the step is under its mask"
     return RoundsInfo(
         *heading,
         measured.summary.stage,
-        measured.comparability.verdict,
         rounds,
         _before(deps, target, compare),
-        note,
+        none or doubt(measured.comparability),
     )
 
 
