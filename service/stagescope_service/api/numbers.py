@@ -10,6 +10,7 @@ from typing import Annotated, Final, Literal, TypedDict
 from fastapi import APIRouter, Query
 
 from stagescope.answers import unit_of_metric
+from stagescope.render import stretches
 from stagescope.wire.errors import NotFound
 from stagescope_service.api.dependencies import (
     Dependencies,
@@ -31,6 +32,7 @@ from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import calibration
 from stagescope_service.statistics.comparability import Comparability, examine_cell, examine_ranks
 from stagescope_service.statistics.mismatch import non_finite, publish_cell
+from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.statistics.summary import UNKNOWN, Slices, Summary, Tokens
 from stagescope_service.store.parts import incarnation_of
 from stagescope_service.store.tables import ProcessColumns
@@ -63,6 +65,8 @@ COLUMNS: Final[Mapping[str, Callable[[Cell], float]]] = {
 
 COUNTS: Final = frozenset({"tokens", "masked_tokens", "over_0.1", "over_0.5", "over_1", "over_5"})
 NOT_FINITE: Final = "not finite"
+_DOUBTED: Final = ("suspect", "not measured")
+"""Verdicts of steps whose mismatch is not the engine's numerics alone."""
 
 
 class ComparabilityFields(TypedDict):
@@ -299,9 +303,35 @@ def comparability_fields(result: Comparability | None) -> ComparabilityFields:
 
 def doubt(result: Comparability) -> str | None:
     """Return why a mismatch is not the engine's numerics alone, as a sentence; None where it is."""
-    if not result.suspects or result.verdict not in ("suspect", "not measured"):
+    if not result.suspects or result.verdict not in _DOUBTED:
         return None
     return f"the streams are {result.verdict}: {result.suspects[0].text}"
+
+
+def doubted_steps(deps: Dependencies, attempts: Mapping[int, int]) -> list[str]:
+    """Return in which steps the mismatch is not the engine's numerics alone, one text a verdict.
+
+    Args:
+        deps: of the service.
+        attempts: step -> attempt_id of the attempt that answers for it.
+    """
+    if not attempts:
+        return []
+    found: dict[str, list[int]] = {verdict: [] for verdict in _DOUBTED}
+    for row in deps.catalogue.step_metrics(
+        sorted(set(attempts.values())),
+        version=VERSION,
+        numbers=None,
+        first=min(attempts),
+        last=max(attempts),
+    ):
+        if attempts.get(row["step"]) == row["attempt_id"] and row["verdict"] in found:
+            found[row["verdict"]].append(row["step"])
+    return [
+        f"the streams are {verdict} in {stretches('step', sorted(steps))}"
+        for verdict, steps in found.items()
+        if steps
+    ]
 
 
 def metrics_fields(

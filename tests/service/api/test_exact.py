@@ -305,6 +305,7 @@ def test_a_shifted_rank_is_in_every_answer(live: Service) -> None:
     ranks = [Rank(live, rank=rank) for rank in (0, 1)]
     for index, rank in enumerate(ranks):
         sent = payload(8, 40, seed=index, noise=0.01, first_sample=8 * index)
+        sent["strings"]["prompt_hashes"] = ["math:1"] * 8
         if index:
             dtype, shape, q, _ = sent["tensors"]["rollout_log_probs"]
             shifted = np.roll(q, 1, axis=1)
@@ -321,6 +322,8 @@ def test_a_shifted_rank_is_in_every_answer(live: Service) -> None:
         assert (answer["comparable"], answer["cause"]) == ("suspect", "shifted"), path
     for name in ("distribution", "rounds", "rank-rounds", "anatomy"):
         assert "suspect" in live.get(f"/figures/{name}", step=1)["note"], name
+    for name in ("rank-steps", "offenders"):
+        assert "suspect in step 1" in live.get(f"/figures/{name}")["note"], name
     rows = live.get("/steps/1/ranks")["rows"]
     assert [row["comparable"] for row in rows] == ["comparable", "suspect"]
     assert {row["step_comparable"] for row in rows} == {"suspect"}

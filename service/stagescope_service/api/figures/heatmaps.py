@@ -25,7 +25,7 @@ from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ROWS_REMOVED
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures.rank_rows import Fold, Grid, HeatRow, ranks_text, rows_of
-from stagescope_service.api.numbers import doubt
+from stagescope_service.api.numbers import doubt, doubted_steps
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.series import Window
 from stagescope_service.api.step_summaries import MeasuredStep
@@ -227,6 +227,7 @@ def steps_info(
     missing = [step for step in chosen if step not in found]
     if missing:
         notes.append(f"no numbers in {stretches('step', missing)}")
+    notes += doubted_steps(deps, {step: by_step[step] for step in chosen})
     return about.of(grid, processes, "; ".join(notes) or None)
 
 

@@ -18,6 +18,7 @@ from stagescope.wire.errors import InvalidInput
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.numbers import doubted_steps
 from stagescope_service.api.rows import Lineage
 from stagescope_service.api.series import Window
 from stagescope_service.statistics.kernel import ROW
@@ -80,10 +81,10 @@ class OffendersInfo:
 def info(deps: Dependencies, run: str | None, attempt: int | None, window: Window) -> OffendersInfo:
     """Read the samples of the newest `MOST_STEPS` steps in force of a range, by their prompts."""
     target = deps.finder.attempt(run, attempt)
-    steps: list[int] = []
+    steps: dict[int, int] = {}
     found: dict[str, list[_Occurrence]] = defaultdict(list)
-    for step, prompts in _measured(deps, target.run, attempt, window):
-        steps.append(step)
+    for step, attempt_id, prompts in _measured(deps, target.run, attempt, window):
+        steps[step] = attempt_id
         for name, occurrence in prompts.items():
             found[name].append(occurrence)
     note = None
@@ -96,6 +97,8 @@ def info(deps: Dependencies, run: str | None, attempt: int | None, window: Windo
     rows.sort(key=lambda row: (-row.above, -row.ratio, row.prompt_hash))
     if found and not rows:
         note = f"no prompt has {LEAST_TOKENS} tokens that count"
+    if rows:
+        note = "; ".join(doubted_steps(deps, steps)) or None
     return OffendersInfo(
         target.run, attempt, tuple(sorted(steps)), len(found), tuple(rows[:MOST_PROMPTS]), note
     )
@@ -103,8 +106,8 @@ def info(deps: Dependencies, run: str | None, attempt: int | None, window: Windo
 
 def _measured(
     deps: Dependencies, run: str, attempt: int | None, window: Window
-) -> Iterator[tuple[int, dict[str, _Occurrence]]]:
-    """Yield the newest measured steps in force, each with its prompts."""
+) -> Iterator[tuple[int, int, dict[str, _Occurrence]]]:
+    """Yield the newest measured steps in force, each with its attempt_id and its prompts."""
     attempts = deps.catalogue.attempts(run)
     lineage = Lineage(attempts)
     ids = [int(row["attempt_id"]) for row in attempts if attempt in (None, row["number"])]
@@ -121,7 +124,8 @@ def _measured(
             summary = StepSummary.from_bytes(row["whole"])
         except InvalidInput:  # of a version that cannot be read
             continue
-        yield state.step, _prompts(deps, state.attempt_id, state.step, summary)
+        prompts = _prompts(deps, state.attempt_id, state.step, summary)
+        yield state.step, state.attempt_id, prompts
         read += 1
         if read >= MOST_STEPS:
             return
