@@ -6,9 +6,10 @@ attempt ends, or on an END_STEP. Later events of a closed step update its verdic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from stagescope.wire.schema import Part
 from stagescope_service.core.catalogue_rows import attempt_row, process_row
 from stagescope_service.core.completeness import (
     NOT_BEGUN,
@@ -354,6 +355,9 @@ def judge_in_memory(attempt: Attempt, step: Step) -> None:
     if not step.missing and attempt.expected_roles - {role for role, _ in statuses}:
         # A step with reports of its driver alone: the number of missing ranks is unknown.
         step.unknown = True
+    if _broke_off_in(attempt, step) and _has_fewer_parts(attempt, step):
+        # A killed process never sends the last parts that it did: how many is unknown.
+        step.unknown = True
 
 
 def _judged(attempt: Attempt, step: Step, **columns: Any) -> list[Instruction]:
@@ -376,6 +380,24 @@ def _before(attempt: Attempt, step: Step) -> Participants | None:
     earlier = [number for number in attempt.steps if number < step.step]
     previous = max((number for number in earlier if number not in attempt.open), default=None)
     return step.before if previous is None else participants(attempt.steps[previous])
+
+
+def _has_fewer_parts(attempt: Attempt, step: Step) -> bool:
+    """Return whether a rank did fewer parts of a stage than in the closed step before, if known."""
+    earlier = [number for number in attempt.steps if number < step.step]
+    previous = max((number for number in earlier if number not in attempt.open), default=None)
+    if previous is None:
+        return False
+    return any(
+        spans and len(_parts(spans)) < len(_parts(attempt.steps[previous].ranks[key].get(rank, ())))
+        for key, ranks in step.ranks.items()
+        if key in attempt.steps[previous].ranks
+        for rank, spans in ranks.items()
+    )
+
+
+def _parts(spans: Iterable[Span]) -> set[Part]:
+    return {span.work.part for span in spans if not span.superseded}
 
 
 def _broke_off_in(attempt: Attempt, step: Step) -> bool:

@@ -324,6 +324,23 @@ def test_an_attempt_that_broke_off_misses_the_stages_that_nobody_began(bench: Be
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_whether_a_killed_rank_did_more_parts_than_it_sent_is_unknown(
+    bench: Bench, leaves: bool
+) -> None:
+    rank = Rank(0)
+    hello(bench, [rank], 1)
+    for microbatch in (0, 1):
+        bench.give(*rank.work(1, microbatch=microbatch))
+    bench.give(*rank.work(2, microbatch=0))
+    if leaves:
+        bench.give(rank.finish())
+    else:
+        bench.silence()
+    assert bench.step(1)["completeness"] == "complete"
+    assert bench.step(2)["completeness"] == ("complete" if leaves else "unknown")
+
+
 def test_an_attempt_that_finished_misses_nothing_that_its_last_step_did_not_do(
     bench: Bench,
 ) -> None:
