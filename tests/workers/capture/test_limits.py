@@ -7,7 +7,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.workers.capture.conftest import Captures
 
 from stagescope.wire.captures import validate_capture
 from stagescope.wire.plan import CaptureRequest
-from stagescope_workers.capture import capture_estimate
+from stagescope_workers.capture import capture_estimate, msprobe_patches, msprobe_session
 from stagescope_workers.capture.capture_estimate import (
     CostHistory,
     Estimate,
@@ -52,6 +53,28 @@ def test_the_time_cap_ends_a_dump_midway(captures: Captures) -> None:
         forward_backward(model, token_ids())
     assert captures.last["state"] == "truncated"
     assert "time cap" in captures.last["error"]
+
+
+def test_arming_counts_neither_as_measured_cost_nor_towards_the_time_cap(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, load = small_decoder(), msprobe_patches.load_debugger_class
+
+    def load_slowly() -> Any:  # as the first capture of a process, which imports msprobe
+        now[0] += 30.0
+        return load()
+
+    now = [0.0]
+    monkeypatch.setattr(msprobe_session, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(msprobe_patches, "load_debugger_class", load_slowly)
+    stage = "slowly_armed_update"
+    with captures.around(model, stage=stage, limits={"seconds": 20.0}):
+        forward_backward(model, token_ids())
+        now[0] += 2.0
+    assert captures.last["state"] == "complete"
+    config = MsprobeConfig({"task": "statistics", "level": "L1"})
+    cost = capture_estimate.history.estimate(ModelSize.of_model(model), config, stage)
+    assert (cost.basis, cost.seconds) == ("measured", 2.0)
 
 
 def test_after_a_cap_the_rest_of_the_stage_runs_unwrapped(captures: Captures) -> None:

@@ -74,6 +74,10 @@ class LimitMonitor:
         """Seconds since the capture was armed."""
         return time.monotonic() - self._began
 
+    def begin(self) -> None:
+        """Count the seconds from now on."""
+        self._began = time.monotonic()
+
     def count(self, size: int) -> None:
         """Count bytes that are about to be written.
 
@@ -260,6 +264,8 @@ class MsprobeSession:
                 self._debugger.start(model=model, rank_id=rank)
         finally:
             self._start_patches = snapshot.patches()
+        # The import of msprobe, once in a process, takes seconds that no step costs again.
+        monitor.begin()
 
     def _guard(self) -> None:
         """Catch what msprobe raises inside its hooks, and count what it writes."""
