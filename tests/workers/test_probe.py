@@ -363,6 +363,19 @@ def test_a_rank_that_its_world_size_does_not_know_is_reported(
     assert coordinator.of_kind("hello")[0].fields.get("world_size") is None
 
 
+def test_resuming_from_a_step_that_cannot_be_is_reported(
+    make_probe: MakeProbe, coordinator: FakeCoordinator
+) -> None:
+    with pytest.raises(InvalidInput, match="resumed_from_step is -1"):
+        make_probe(resumed_from_step=-1, strict=True)
+    probe = make_probe(resumed_from_step=-1)
+    probe.stage("s", step=1).begin()
+    wait_for(lambda: coordinator.of_kind("begin"))
+    [refused] = coordinator.of_kind("refused")
+    assert "None where the training starts anew" in refused.fields["message"]
+    assert coordinator.of_kind("hello")[0].fields.get("resumed_from_step") is None
+
+
 def test_empty_lists_of_rows_are_legal(make_probe: MakeProbe, coordinator: FakeCoordinator) -> None:
     probe = make_probe(strict=True)
     names = ("old_log_probs", "rollout_log_probs", "response_mask", "responses")

@@ -109,6 +109,15 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
             "WORLD_SIZE are used. This world_size is ignored",
         )
         problems.append(problem)
+    resumed = options["resumed_from_step"]
+    if resumed is not None and not 0 <= resumed < MOST_STEPS:
+        options["resumed_from_step"] = None
+        problem = InvalidInput(
+            f"resumed_from_step is {resumed}",
+            expected="a step from 0 of at most 18 digits, or None where the training starts anew",
+            advice="it is ignored",
+        )
+        problems.append(problem)
     options["watchdog"] = _seconds("watchdog", options.get("watchdog"), DEFAULT_SECONDS)
     for name in ("layout", "settings"):
         options[name] = dict(options.get(name) or {})
