@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,27 @@ def test_finish_in_an_actor_ends_the_job_where_its_role_is_driver(
     asked = dict(ray.get(coordinator.asked_to_drain.remote(), timeout=30))
     # With the key, the service asks the other processes of the job to leave, too.
     assert asked[f"by-{role}"] == (place.attempt_key if role == "driver" else None)
+
+
+def test_a_worker_knows_the_directory_of_its_driver(address: str, tmp_path: Path) -> None:
+    program = """
+    import ray
+    from stagescope_workers.transport.link import ray_directory
+
+    ray.init(log_to_driver=False)
+    print(ray_directory())
+    print(ray.get(ray.remote(num_cpus=0)(lambda: ray_directory()).remote(), timeout=60))
+    """
+    said = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        check=True,
+        timeout=100,
+        cwd=tmp_path,
+        env={**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    assert said.split() == [str(tmp_path)] * 2
 
 
 def test_init_before_ray_starts_no_cluster() -> None:

@@ -68,6 +68,13 @@ def test_git_commit_and_dirt_are_read(tmp_path: Path) -> None:
     assert dirty["dirty"] is True
 
 
+def test_git_is_that_of_the_directory_that_the_training_was_started_in(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    there = identity.fingerprint({}, str(tmp_path))["git"]
+    assert there == {"commit": None, "dirty": False}  # no commit yet: not this repository's
+    assert identity.fingerprint({})["git"] == identity.git_state(Path.cwd())
+
+
 def test_layout_keeps_what_was_declared_and_omits_what_is_unknown() -> None:
     layout = identity.detect_layout({"tp_rank": 1, "host": "mine", "x_rank": 3}, node=None)
     assert layout["tp_rank"] == 1

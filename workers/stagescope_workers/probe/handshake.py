@@ -19,6 +19,7 @@ from stagescope_workers.transport.link import (
     RayLink,
     RayProcess,
     find_link,
+    ray_directory,
     ray_entrypoint,
     ray_process,
     warn_unconnected,
@@ -111,7 +112,7 @@ class Handshake:
     def fill_hello(self) -> None:
         """Fill in the fields of HELLO; the fingerprint takes a while."""
         options = self._options
-        fingerprint = identity.fingerprint(options.settings)
+        fingerprint = identity.fingerprint(options.settings, ray_directory())
         versions = fingerprint.get("versions")
         self._log_versions(versions if isinstance(versions, Mapping) else {})
         fields = {

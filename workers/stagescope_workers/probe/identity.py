@@ -47,10 +47,15 @@ _MAX_VARIABLES: Final = 500
 _MAX_ARGUMENTS: Final = 100
 
 
-def fingerprint(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return what determines this process: code, packages, driver, environment, settings."""
+def fingerprint(settings: Mapping[str, object], directory: str | None = None) -> dict[str, object]:
+    """Return what determines this process: code, packages, driver, environment, settings.
+
+    Args:
+        settings: of the run.
+        directory: where the training was started, if that is not this process's directory.
+    """
     parts: dict[str, Callable[[], object]] = {
-        "git": lambda: git_state(Path.cwd()),
+        "git": lambda: git_state(Path(directory or Path.cwd())),
         "config": lambda: dict(settings),
         "python": platform.python_version,
         "platform": platform.platform,

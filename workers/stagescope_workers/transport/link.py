@@ -146,6 +146,23 @@ def ray_entrypoint() -> str | None:
     return None
 
 
+def ray_directory() -> str | None:
+    """Return the directory of the driver of this process's Ray job; None where unknown.
+
+    A worker's own directory is the one in which its node was started.
+    """
+    ray = _ray()
+    if ray is None:
+        return None
+    with contextlib.suppress(Exception):  # no public call
+        worker = ray._private.worker.global_worker
+        paths = worker.core_worker.get_job_config().py_driver_sys_path
+        # Ray appends the driver's directory last. A job with a working_dir of its own has none: its
+        # workers run in that.
+        return str(paths[-1]) if paths else None
+    return None
+
+
 class RayLink:
     """Calls to the detached coordinator of the cluster that this process has joined."""
 
