@@ -1,4 +1,8 @@
-"""The API's actor: uvicorn in a thread, and the coordinator's methods for its routes."""
+"""The API's actor: uvicorn in a thread, and the coordinator's methods for its routes.
+
+Whoever looks up the actor imports this file, in the trainer's process, too: the service and its
+libraries are imported where the actor itself runs.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +21,17 @@ from ray import exceptions
 from stagescope.discovery import COORDINATOR_NAME, NAMESPACE
 from stagescope.wire.errors import NotReady, StagescopeError, Unreachable
 from stagescope.wire.nonfinite import JsonObject
-from stagescope_service import service_file
-from stagescope_service.api.auth import AccessTokens
-from stagescope_service.api.server import ApiServer as HttpServer
-from stagescope_service.api.server import raise_file_limit
 from stagescope_service.coordinator import control_socket
 from stagescope_service.coordinator.actor import COMMANDS
-from stagescope_service.ingest.actor import Ingestors
-from stagescope_service.settings import Settings
-from stagescope_service.store.catalogue import Catalogue
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from stagescope.wire.framing import WirePayload
+    from stagescope_service.api.auth import AccessTokens
     from stagescope_service.api.dependencies import Commands, Dependencies, Reply
+    from stagescope_service.api.server import ApiServer as HttpServer
+    from stagescope_service.settings import Settings
     from stagescope_service.store.queries.runs import DiedAttempt
 
 _CALL_SECONDS: Final = 15.0
@@ -79,6 +79,8 @@ class CoordinatorCommands:
 
     def read_artifact(self, *, node_id: str, path: str, offset: int, size: int) -> bytes:
         """Return a part of a file from the ingestor of its node."""
+        from stagescope_service.ingest.actor import Ingestors
+
         try:
             ingestor = Ingestors(self._settings).handle_of(node_id)
             if ingestor is None:
@@ -161,6 +163,8 @@ class ApiServer:
     """The API's actor: serves HTTP in a thread, reads the catalogue, calls the coordinator."""
 
     def __init__(self, settings: JsonObject) -> None:  # JSON of `Settings`
+        from stagescope_service.settings import Settings
+
         self._settings = Settings(**settings)
         self._server: HttpServer | None = None
         self._problem = "the API is starting"
@@ -182,8 +186,12 @@ class ApiServer:
             self._stopping.wait(0.5)
 
     def _serve(self) -> HttpServer:
-        # Not at the top: the processes that start or stop a service import this file.
+        from stagescope_service import service_file
         from stagescope_service.api.app import make_app
+        from stagescope_service.api.auth import AccessTokens
+        from stagescope_service.api.server import ApiServer as HttpServer
+        from stagescope_service.api.server import raise_file_limit
+        from stagescope_service.store.catalogue import Catalogue
 
         settings = self._settings
         settings.data_path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -43,3 +43,33 @@ def test_using_the_probe_loads_no_library_of_the_service() -> None:
     assert {"numpy", "httpx", "stagescope_workers"} <= loaded
     assert not loaded & SERVICE
     assert not loaded & {"torch", "ray", "stagescope_service"}
+
+
+LOOKED_UP = """
+import ray, sys
+import stagescope_workers
+from stagescope_service.api_actor import ApiServer
+from stagescope_service.coordinator.actor import DebugCoordinator
+loaded = {name for name in sys.modules if name.startswith("stagescope_service")}
+print(*loaded, *{name.partition(".")[0] for name in list(sys.modules)})
+"""
+
+
+def test_looking_up_the_service_s_actors_loads_no_library_of_the_service() -> None:
+    # A handle brings its actor's class: Ray imports the file of the class in the process.
+    ray_alone = _loaded("import ray, sys; print(*sys.modules)")
+    loaded = _loaded(LOOKED_UP) - ray_alone
+    assert not loaded & SERVICE
+    assert {name for name in loaded if name.startswith("stagescope_service.")} == {
+        "stagescope_service.api_actor",
+        "stagescope_service.coordinator",
+        "stagescope_service.coordinator.actor",
+        "stagescope_service.coordinator.control_socket",
+    }
+
+
+def _loaded(program: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stdout.split())

@@ -1,5 +1,8 @@
 """The DebugCoordinator: the detached actor that every rank talks to. A thin Ray shell.
 
+Whoever looks up the actor imports this file, in every process of a training: the service and its
+libraries, which take about a second of Python, are imported where the actor itself runs.
+
 Its constructor touches nothing that can fail: the catalogue is opened in the background, again
 and again until it works, and until then every call answers `not_ready`.
 """
@@ -8,25 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
+import importlib
 import logging
 import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ray
 
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.coordinator import control_socket
-from stagescope_service.coordinator.coordinator import Coordinator
-from stagescope_service.coordinator.load import Memory
-from stagescope_service.core.findings import describe
-from stagescope_service.ingest.actor import RayIngestors
-from stagescope_service.settings import Settings
-from stagescope_service.store.sql import SqlStore
+
+if TYPE_CHECKING:
+    from stagescope_service.coordinator.coordinator import Coordinator
+    from stagescope_service.settings import Settings
+    from stagescope_service.store.sql import SqlStore
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ class DebugCoordinator:
         self._store: SqlStore | None = None
         self._control: asyncio.Server | None = None
         gc.set_threshold(*_GC_THRESHOLDS)
+        # Now, while no call waits; the methods below import of it what they use.
+        importlib.import_module("stagescope_service.coordinator.coordinator")
 
     # --- raw calls --------------------------------------------------------------------------
     async def begin_stage(self, **fields: Any) -> Reply:
@@ -127,6 +131,9 @@ class DebugCoordinator:
 
     async def _run(self) -> None:
         """Open the catalogue, whatever it takes, then check leases."""
+        from stagescope_service.coordinator.load import Memory
+        from stagescope_service.settings import Settings
+
         settings = Settings(**self._settings_json)
         await self._serve_control(settings)
         coordinator = self._coordinator = await self._open(settings)
@@ -142,6 +149,8 @@ class DebugCoordinator:
 
     async def _serve_control(self, settings: Settings) -> None:
         """Let commands come past the calls of the ranks, where a socket can be."""
+        from stagescope_service.core.findings import describe
+
         methods = {name: getattr(self, name) for name in (*COMMANDS, "status")}
         try:
             settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -150,6 +159,11 @@ class DebugCoordinator:
             logger.warning("commands wait behind the calls of ranks: %s", describe(error))
 
     async def _open(self, settings: Settings) -> Coordinator:
+        from stagescope_service.coordinator.coordinator import Coordinator
+        from stagescope_service.core.findings import describe
+        from stagescope_service.ingest.actor import RayIngestors
+        from stagescope_service.store.sql import SqlStore
+
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -180,9 +194,7 @@ def _method(name: str, *, answers_not_ready: bool = False) -> Callable[..., Awai
             answer = self._not_ready(error)
         return answer
 
-    call.__name__, call.__doc__ = name, f"See `Coordinator.{name}`."
-    # Ray checks the arguments of a call by it.
-    call.__signature__ = inspect.signature(getattr(Coordinator, name))  # type: ignore[attr-defined]
+    call.__name__, call.__doc__ = name, f"See `Coordinator.{name}`, which checks the arguments."
     return call
 
 
