@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,8 @@ from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope.wire.schema import END_STEP, FINISH, HELLO, LOG
-from stagescope_workers.integrations.verl import configuration, context, trainer_calls
-from stagescope_workers.integrations.verl.modes import FLOAT32
+from stagescope_workers.integrations.verl import configuration, context, rollout, trainer_calls
+from stagescope_workers.integrations.verl.modes import FLOAT32, VARIABLE
 from stagescope_workers.probe.probe import Probe
 
 Modules = dict[str, Any]
@@ -44,6 +45,101 @@ def in_v1(modules: Modules, seen: Seen, held: Any) -> None:
     debug = modules["verl.utils.debug.metrics"]
     data = verl_fakes.DataProto(held)
     seen.outcomes["_compute_old_log_prob"] = lambda *_, **__: debug.calculate_debug_metrics(data)
+
+
+# --- before the first step --------------------------------------------------------------------
+
+
+class Group:
+    """A worker group whose actor runs what it is called for at once."""
+
+    def __init__(self, *held: Any) -> None:
+        self.workers = [self]
+        self.worker_dict = dict(enumerate(held))
+        self.calls = 0
+
+    @property
+    def __ray_call__(self) -> Any:
+        def remote(function: Callable[..., None], *args: Any) -> None:
+            self.calls += 1
+            function(self, *args)
+
+        return types.SimpleNamespace(remote=remote)
+
+
+def with_ranks(modules: Modules, **trainer: Any) -> Any:
+    made = verl_fakes.trainer(modules, **trainer)
+    critic = verl_fakes.inner_worker(modules, critic=True)
+    group = Group(verl_fakes.outer_worker(modules), critic)
+    made.actor_rollout_wg = made.ref_policy_wg = made.critic_wg = group
+    return made
+
+
+@pytest.mark.parametrize(
+    ("trainer", "mode", "expected"),
+    [
+        ({}, "all", {"driver", "actor", "ref", "critic"}),
+        ({"bypass": True}, "metrics", {"driver", "actor"}),
+        ({}, "metrics", {"driver"}),
+    ],
+)
+def test_all_are_connected_before_the_first_step(
+    trainer: Any,
+    mode: str,
+    expected: set[str],
+    verl: Modules,
+    coordinator: FakeCoordinator,
+    probes: list[Probe],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, mode)
+    made = with_ranks(verl, **trainer)
+    made._load_checkpoint()
+    wait_for(lambda: len(coordinator.of_kind(HELLO)) >= len(expected))
+    assert {probe.role for probe in probes} == expected
+    assert made.actor_rollout_wg.calls == (expected != {"driver"})
+    worker = made.actor_rollout_wg.worker_dict[0]
+    worker.compute_log_prob(verl_fakes.with_notes(verl_fakes.tensors(), **noted(made)))
+    assert len(probes) == len(expected)  # the first stage finds its probe
+
+
+def noted(trainer: Any) -> dict[str, Any]:
+    """Return what a batch of the trainer brings to the ranks."""
+    batch = verl_fakes.batch_v0()
+    trainer._compute_ref_log_prob(batch)
+    return dict(batch.meta_info)
+
+
+def test_nobody_is_connected_for_a_validation_alone(verl: Modules, probes: list[Probe]) -> None:
+    made = with_ranks(verl)
+    made.config["trainer"]["val_only"] = True
+    made._load_checkpoint()
+    made.fit()
+    assert probes == []
+
+
+def test_a_training_that_fails_before_its_first_step_is_closed(
+    verl: Modules, seen: Seen, probes: list[Probe]
+) -> None:
+    made = with_ranks(verl)
+    made._load_checkpoint()
+    seen.outcomes["fit"] = ValueError("verl's own")
+    with pytest.raises(ValueError, match="own"):
+        made.fit()
+    assert [probe.is_inert for probe in probes if probe.role == "driver"] == [True]
+
+
+def test_agent_loops_are_connected_before_the_first_step(
+    verl: Modules, probes: list[Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = verl_fakes.trainer(verl)
+    loop = Group()
+    loop.config = made.config  # type: ignore[attr-defined]
+    made.async_rollout_manager = types.SimpleNamespace(agent_loop_workers=[loop])
+    monkeypatch.setattr(rollout, "_workers_report", lambda manager: True)
+    monkeypatch.setattr(rollout, "_index", lambda: 1)
+    made.fit()
+    assert [(probe.role, probe.rank) for probe in probes] == [("rollout", 1)]
 
 
 # --- the batch -------------------------------------------------------------------------------
@@ -370,8 +466,8 @@ def test_the_resumed_step_is_the_one_that_was_loaded(
     trainer.global_steps += 1
     trainer._compute_reward_colocate(verl_fakes.batch_v0())
     assert ended(1)[0].clock == (4, 3)
-    [hello] = coordinator.of_kind(HELLO)
-    assert hello.fields["resumed_from_step"] == 3
+    wait_for(lambda: len(coordinator.of_kind(HELLO)) == 2)
+    assert {hello.fields["resumed_from_step"] for hello in coordinator.of_kind(HELLO)} == {3}
 
 
 def test_the_end_of_training_is_the_end_of_its_step(

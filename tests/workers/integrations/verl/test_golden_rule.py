@@ -46,7 +46,7 @@ PARTS: list[tuple[Any, str]] = [
     ),
     *(
         (driver.Driver, name)
-        for name in ("request_numbers", "log", "close", "_probe", "wrap_rollout")
+        for name in ("request_numbers", "log", "close", "_probe", "wrap_rollout", "introduce")
     ),
     *((driver, name) for name in ("has_service", "finish", "MetricsFeed")),
     *(
@@ -54,6 +54,8 @@ PARTS: list[tuple[Any, str]] = [
         for name in ("has_service", "_index", "_layout", "_context", "_begin_prompt", "_end_prompt")
     ),
     (rollout, "_wrap_prompt"),
+    (driver, "introduce_workers"),
+    (processes, "call_actors"),
     *(
         (trainer_calls, name)
         for name in ("get_driver", "current_mode", "_record_log_probs", "_is_nested_call")

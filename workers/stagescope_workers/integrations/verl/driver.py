@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stagescope.wire.nonfinite import Json
-from stagescope_workers.integrations.verl import batches, configuration, processes
+from stagescope_workers.integrations.verl import batches, configuration, processes, ranks
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.modes import Mode
 from stagescope_workers.integrations.verl.processes import has_service, warn_without_service
-from stagescope_workers.integrations.verl.rollout import wrap_manager
+from stagescope_workers.integrations.verl.rollout import introduce_workers, wrap_manager
 from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.probe.lifecycle import finish
 from stagescope_workers.probe.probe import Probe
@@ -30,6 +30,8 @@ _CAPTURES: Final = {
     "reward_model": "verl's reward model runs in separate servers, not in the trainer's process",
 }
 """`init`'s `captures` for each role of the trainer's process, which runs no model itself."""
+_WORKER_GROUPS: Final = ("actor_rollout_wg", "actor_wg", "ref_policy_wg", "critic_wg")
+"""The attributes of a trainer that are groups of ranks; one may stand under several names."""
 
 
 class Driver:
@@ -45,6 +47,7 @@ class Driver:
         self.resumed_from_step: int | None = None
         self._step: tuple[int, str, Context] | None = None
         self._feed: MetricsFeed | None = None
+        self._has_probes = False
 
     @functools.cached_property
     def _base_context(self) -> Context:
@@ -70,6 +73,27 @@ class Driver:
         """Read the configuration before the first step, so that no step is slower for it."""
         if has_service():
             _ = self._base_context, self._settings
+
+    def introduce(self) -> None:
+        """Have this process and the ranks connect before the first step; waits for nothing.
+
+        Connecting takes a process up to a second, most of it Python: within the first step it would
+        delay that, the step's numbers would come after verl logs them, and captures that were
+        ordered before would not be known to the ranks yet.
+        """
+        if not self._trains():
+            return
+        context = self._base_context
+        self._probe(context, "driver")
+        if context.stages or context.bypass:
+            groups = [getattr(self.trainer, name, None) for name in _WORKER_GROUPS]
+            actors = [actor for group in groups for actor in getattr(group, "workers", ())]
+            processes.call_actors(actors, ranks.introduce, context.text())
+
+    def _trains(self) -> bool:
+        """Return whether there is a service, and there will be steps."""
+        config = self.trainer.config
+        return has_service() and not configuration.lookup(config, "trainer", "val_only")
 
     @property
     def is_bypass(self) -> bool:
@@ -153,6 +177,8 @@ class Driver:
         if self.mode.stages:
             stage = functools.partial(self.stage, "rollout_generate", role="rollout")
             wrap_manager(self.trainer, stage, *given)
+            if self._trains():
+                introduce_workers(self.trainer, *given)
 
     def close(self, error: BaseException | None) -> None:
         """Send everything that waits: training is over, or ends with `error`."""
@@ -160,17 +186,20 @@ class Driver:
         step, self._step = self._step, None
         if feed is not None:
             feed.close()
-        if step is None:  # nothing was reported, or a subclass's fit called that of its base class
+        if not self._has_probes:  # no service, or a subclass's fit called that of its base class
             return
-        probe = self._probe(step[2], "driver")
+        probe = self._probe(self._base_context, "driver")
+        self._has_probes = False
         if error is not None:
             probe.close(_FAILED_SECONDS)
         else:
-            probe.end_step(step[0])
+            if step is not None:
+                probe.end_step(step[0])
             finish(_FINISH_SECONDS, run=probe.run)
         processes.forget()
 
     def _probe(self, context: Context, role: str) -> Probe:
+        self._has_probes = True
         options: dict[str, object] = {
             "captures": _CAPTURES.get(role, True),
             "layout": {"framework": "verl"},

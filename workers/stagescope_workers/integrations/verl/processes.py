@@ -7,9 +7,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from stagescope import discovery
@@ -117,6 +117,18 @@ def get_probe(
                 **{"settings": context.settings, **describe()},
             )
         return probe
+
+
+def call_actors(actors: Iterable[Any], function: Callable[..., None], *args: object) -> None:
+    """Have Ray actors run `function(actor's object, *args)`, each once; does not wait.
+
+    Args:
+        actors: handles; an actor runs it after what it was called for before.
+        function: of a module; it must not raise.
+        args: further arguments.
+    """
+    for actor in {id(each): each for each in actors}.values():
+        actor.__ray_call__.remote(function, *args)
 
 
 def forget() -> None:

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError
@@ -198,6 +198,42 @@ def wrap_update_weights(find_engine: Callable[[Any], object], function: Function
             return await function(worker, *args, **kwargs)
 
     return run
+
+
+# --- before the first step --------------------------------------------------------------------
+
+
+def introduce(worker: Any, text: str) -> None:
+    """Make the probes of a rank's roles; runs in the process of the rank.
+
+    Args:
+        worker: one of verl's workers, or the object of an actor that holds several.
+        text: the context, as a batch brings it.
+    """
+    with guarded("introducing a rank"):
+        context = contexts.parse(text)
+        for each in _workers_of(worker):
+            for role, engine in _engines_of(each):
+                if context.stages or (context.bypass and role == "actor"):
+                    _probe(context, each, role, engine)
+
+
+def _workers_of(actor: Any) -> Iterable[object]:
+    """Return the workers that verl has put into one actor; `actor` itself where it is one."""
+    for name in ("worker_dict", "fused_worker_dict"):
+        if workers := getattr(actor, name, None):
+            return tuple(workers.values())
+    return (actor,)
+
+
+def _engines_of(worker: Any) -> Iterator[tuple[str, object]]:
+    """Yield the roles of a worker, with their engines; none of a worker before verl 0.8."""
+    for role in ("actor", "ref"):
+        engine = getattr(getattr(worker, role, None), "engine", None)
+        if engine is not None:
+            yield role, engine
+    if is_critic(worker):
+        yield "critic", worker.engine
 
 
 # --- the model and probe of a worker ----------------------------------------------------------

@@ -22,7 +22,8 @@ from stagescope_workers.integrations.verl import batches, configuration
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.guard import guarded, running
 from stagescope_workers.integrations.verl.patches import Function
-from stagescope_workers.integrations.verl.processes import get_probe, has_service
+from stagescope_workers.integrations.verl.processes import call_actors, get_probe, has_service
+from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
 _OUT_OF_REACH: Final = (
@@ -130,9 +131,22 @@ def _stage(worker: Any, step: object) -> Stage | None:
     if not isinstance(step, int) or step < 0 or not has_service():
         return None
     config = worker.config
-    workers = configuration.lookup(config, "actor_rollout_ref", "rollout", "agent", "num_workers")
     context = _context(config, step)
-    probe = get_probe(
+    probe = _probe(worker, context)
+    asynchronous = (
+        str(configuration.lookup(config, "trainer", "v1", "trainer_mode") or "sync") != "sync"
+    )
+    is_v1 = bool(configuration.lookup(config, "trainer", "use_v1"))
+    if is_v1 and asynchronous:
+        # The step that will consume these prompts is not known yet: the version is the clock.
+        return probe.stage("rollout_generate", policy_version=context.policy_version)
+    return probe.stage("rollout_generate", step=step, policy_version=context.policy_version)
+
+
+def _probe(worker: Any, context: Context) -> Probe:
+    config = worker.config
+    workers = configuration.lookup(config, "actor_rollout_ref", "rollout", "agent", "num_workers")
+    return get_probe(
         context,
         "rollout",
         _index(),
@@ -143,14 +157,6 @@ def _stage(worker: Any, step: object) -> Stage | None:
             "settings": configuration.statistics_settings(config),
         },
     )
-    asynchronous = (
-        str(configuration.lookup(config, "trainer", "v1", "trainer_mode") or "sync") != "sync"
-    )
-    is_v1 = bool(configuration.lookup(config, "trainer", "use_v1"))
-    if is_v1 and asynchronous:
-        # The step that will consume these prompts is not known yet: the version is the clock.
-        return probe.stage("rollout_generate", policy_version=context.policy_version)
-    return probe.stage("rollout_generate", step=step, policy_version=context.policy_version)
 
 
 def wrap_manager_init(function: Function) -> Function:
@@ -202,9 +208,7 @@ def wrap_manager(trainer: object, make_stage: Callable[[], Stage | None], *given
         make_stage: returns the stage of the current step; None where nothing is reported.
         given: the arguments of `fit`, which in V1 is given the manager.
     """
-    attributes = [getattr(trainer, name, None) for name in _ATTRIBUTES]
-    managers = [each for each in given if hasattr(each, "generate_sequences")]
-    manager: Any = next((each for each in (*managers, *attributes) if each is not None), None)
+    manager = _manager(trainer, *given)
     if manager is None or _workers_report(manager) or hasattr(manager, _WRAPPED):
         return
     name = f"{type(manager).__module__}.{type(manager).__qualname__}"
@@ -216,6 +220,30 @@ def wrap_manager(trainer: object, make_stage: Callable[[], Stage | None], *given
     else:
         manager.generate_sequences = _wrap_generate(generate, make_stage)
         setattr(manager, _WRAPPED, True)
+
+
+def introduce_workers(trainer: object, *given: object) -> None:
+    """Have the manager's agent loop workers make their probes, before the first step.
+
+    Args:
+        trainer, given: as in `wrap_manager`.
+    """
+    manager = _manager(trainer, *given)
+    if manager is not None and _workers_report(manager):
+        call_actors(getattr(manager, "agent_loop_workers", None) or (), introduce)
+
+
+def introduce(worker: Any) -> None:
+    """Make the probe of an agent loop worker; runs in its process."""
+    with guarded("introducing an agent loop worker"):
+        if has_service():
+            _probe(worker, _context(worker.config, 0))
+
+
+def _manager(trainer: object, *given: object) -> Any:
+    attributes = [getattr(trainer, name, None) for name in _ATTRIBUTES]
+    managers = [each for each in given if hasattr(each, "generate_sequences")]
+    return next((each for each in (*managers, *attributes) if each is not None), None)
 
 
 def _workers_report(manager: object) -> bool:

@@ -182,12 +182,17 @@ def wrap_validate(function: Function) -> Function:
 
 
 def wrap_load_checkpoint(function: Function) -> Function:
-    """Wrap `_load_checkpoint`: the step that it sets is the one resumed from."""
+    """Wrap `_load_checkpoint`: the step that it sets is the one resumed from.
+
+    The ranks have their models then, and the first step is near.
+    """
 
     def run(trainer: object, *args: object, **kwargs: object) -> object:
         result = function(trainer, *args, **kwargs)
         with guarded("the step resumed from"):
             get_driver(trainer).resumed_from_step = getattr(trainer, "global_steps", None) or None
+        with guarded("introducing the ranks"):
+            get_driver(trainer).introduce()
         return result
 
     return run
