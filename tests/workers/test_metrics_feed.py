@@ -82,6 +82,18 @@ def test_numbers_arrive_for_exactly_the_step_that_was_requested(
     assert set(api.asked) == {("test-run", "attempt-a", 2)}
 
 
+def test_it_connects_before_the_first_request(make_feed: MakeFeed, api: FakeApi) -> None:
+    api.answers[0] = answer(0.125)
+    feed = make_feed()
+    feed.prepare()
+    wait_for(lambda: len(api.asked) == 1)
+    assert feed.take(0) == {}  # of no step that was asked for
+    api.answers = {1: answer(0.5)}
+    feed.want(1)
+    wait_for(lambda: feed.take(1))
+    assert [step for _, _, step in api.asked] == [0, 1]
+
+
 def test_numbers_keep_their_kind(make_feed: MakeFeed, api: FakeApi) -> None:
     api.answers[1] = answer("nan") | {
         "metrics": {"a": "nan", "b": "-inf", "c": 3, "d": 0.5, "e": None, "f": "text", "g": [1]}

@@ -7,6 +7,7 @@ while the cluster's head is away, and a request for metrics must never delay an 
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import os
 import threading
@@ -68,6 +69,7 @@ class MetricsFeed:
 
     Usage:
         >>> feed = MetricsFeed(probe)
+        >>> feed.prepare()  # before the first step, where there is time
         >>> feed.want(step)  # where the step's tensors were recorded
         >>> logged.update(feed.take(step))  # where the trainer logs the step
     """
@@ -82,7 +84,16 @@ class MetricsFeed:
         self._backoff = Backoff(maximum=_MAX_BACKOFF)
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._is_cold = False
         self._warned: set[type[Exception]] = set()
+
+    def prepare(self) -> None:
+        """Begin to connect to the API: a process's first call takes some tenths of a second."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        with self._probe.guard("metrics feed", None, quiet=True), self._condition:
+            self._is_cold = True
+            self._start()
 
     def want(self, step: int, rows: int | None = None) -> None:
         """Begin to request a step's numbers; call it again after more of the step was recorded.
@@ -109,11 +120,15 @@ class MetricsFeed:
             while len(self._requests) > KEPT_STEPS:
                 del self._requests[next(iter(self._requests))]
             self._backoff.succeed()
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="stagescope-feed", daemon=True)
-                thread.start()
-                self._thread = thread
-            self._condition.notify_all()
+            self._start()
+
+    def _start(self) -> None:
+        """Start the thread, or wake it; the caller holds the condition."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="stagescope-feed", daemon=True)
+            thread.start()
+            self._thread = thread
+        self._condition.notify_all()
 
     def take(self, step: int) -> Mapping[str, float]:
         """Return the numbers of exactly this step by published name; empty if there are none."""
@@ -146,9 +161,10 @@ class MetricsFeed:
         with self._condition:
             while not self._is_over:
                 now = time.monotonic()
-                if self._requests and now >= self._backoff.until:
+                has_work = bool(self._requests) or self._is_cold
+                if has_work and now >= self._backoff.until:
                     return True
-                self._condition.wait(self._backoff.until - now if self._requests else None)
+                self._condition.wait(self._backoff.until - now if has_work else None)
         return False
 
     @property
@@ -157,6 +173,8 @@ class MetricsFeed:
 
     def _send_requests(self) -> None:
         """Request each step once, the newest first."""
+        if self._is_cold:
+            self._connect()
         with self._condition:
             requests = list(reversed(self._requests.items()))
         for step, request in requests:
@@ -171,6 +189,13 @@ class MetricsFeed:
                 continue
             if answer is not None and _covers_all(answer, request.rows):
                 self._keep(step, request, _numbers(answer["metrics"]))
+
+    def _connect(self) -> None:
+        link = self._probe.service
+        if link is not None:
+            self._is_cold = False
+            with contextlib.suppress(Exception):  # the first request meets it again
+                self._fetch(link, 0)
 
     def _fetch(self, link: Link, step: int) -> _StepMetrics | None:
         """Return the service's answer; None where the feed was closed meanwhile."""

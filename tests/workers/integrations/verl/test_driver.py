@@ -89,6 +89,7 @@ def test_all_are_connected_before_the_first_step(
     expected: set[str],
     verl: Modules,
     coordinator: FakeCoordinator,
+    service: FakeService,
     probes: list[Probe],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -97,6 +98,7 @@ def test_all_are_connected_before_the_first_step(
     made._load_checkpoint()
     wait_for(lambda: len(coordinator.of_kind(HELLO)) >= len(expected))
     assert {probe.role for probe in probes} == expected
+    wait_for(lambda: service.api.asked)  # and the API, whose numbers verl logs
     assert made.actor_rollout_wg.calls == (expected != {"driver"})
     worker = made.actor_rollout_wg.worker_dict[0]
     worker.compute_log_prob(verl_fakes.with_notes(verl_fakes.tensors(), **noted(made)))

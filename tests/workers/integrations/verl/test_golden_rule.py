@@ -39,7 +39,7 @@ Call = Callable[[], Any]
 PARTS: list[tuple[Any, str]] = [
     *((Stage, name) for name in ("begin", "end", "record", "log")),
     *((Probe, name) for name in ("stage", "begin", "log", "end_step")),
-    *((MetricsFeed, name) for name in ("__init__", "want", "take", "close")),
+    *((MetricsFeed, name) for name in ("__init__", "prepare", "want", "take", "close")),
     *(
         (driver.Driver, name)
         for name in ("__init__", "context", "inject_context", "stage", "record")

@@ -85,6 +85,8 @@ class Driver:
             return
         context = self._base_context
         self._probe(context, "driver")
+        if self.mode.metrics:
+            self._metrics_feed(context).prepare()
         if context.stages or context.bypass:
             groups = [getattr(self.trainer, name, None) for name in _WORKER_GROUPS]
             actors = [actor for group in groups for actor in getattr(group, "workers", ())]
@@ -147,9 +149,12 @@ class Driver:
         context = self.context()
         if context is None or not self.mode.metrics:
             return
+        self._metrics_feed(context).want(context.step, rows)
+
+    def _metrics_feed(self, context: Context) -> MetricsFeed:
         if self._feed is None:
             self._feed = MetricsFeed(self._probe(context, "driver"))
-        self._feed.want(context.step, rows)
+        return self._feed
 
     def log(self, step: int, data: Mapping[str, object]) -> Mapping[str, float]:
         """Report verl's metrics of this step as scalars; return the service's numbers of it.
