@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from stagescope_service.compare.flow import LOG_PROBS, NUMBER_SECTIONS
+from stagescope_service.compare.flow import LOG_PROBS, LOSSES, NUMBER_SECTIONS
 from stagescope_service.compare.results import ShardResult, TensorResult, Verdict
 from stagescope_service.compare.tolerances import BY_DTYPE, COARSE_FIRST, EXACT, Tolerance
 from stagescope_service.statistics.pairwise import Pairwise
@@ -27,7 +27,7 @@ _WEIGHTED: Final = LOG_PROBS | {"prob_ratio"}
 """Inputs that a policy loss multiplies by the advantages."""
 _DEVIATIONS: Final = 4.0
 """Allowed multiple of the random part: tokens of short sequences may have larger weights."""
-_LOSS: Final = "loss"
+_METRICS: Final = "metrics"
 _DOUBTFUL: Final = (Verdict.DIFFERENT, Verdict.NOT_COMPARABLE)
 
 
@@ -49,7 +49,7 @@ def judge_derived(tensors: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
 
 def _is_in_question(tensor: TensorResult) -> bool:
     return (
-        tensor.section in NUMBER_SECTIONS
+        (tensor.section in NUMBER_SECTIONS or tensor.name in LOSSES)
         and not tensor.samples
         and tensor.verdict is Verdict.DIFFERENT
         and not tensor.tolerance.is_given
@@ -71,7 +71,7 @@ def _judged(tensor: TensorResult, inputs: Sequence[TensorResult]) -> TensorResul
     source = noisy[bounds.index(shift)]
     tags = {tag for each in noisy for pair in each.dtypes for tag in pair}
     coarse = EXACT
-    if tensor.section != _LOSS:  # other metrics are means of more than these
+    if tensor.section == _METRICS:  # they may be means of more than these
         coarse = next((BY_DTYPE[tag] for tag in COARSE_FIRST if tag in tags), EXACT)
     allowed = Tolerance(
         tensor.tolerance.atol + shift + coarse.atol, max(tensor.tolerance.rtol, coarse.rtol),

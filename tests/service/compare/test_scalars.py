@@ -163,6 +163,18 @@ def test_a_loss_of_inputs_within_noise_is_within_noise() -> None:
     assert tensor(pair, "kl").verdict is Verdict.WITHIN_NOISE
 
 
+def test_a_loss_beside_its_intermediates_is_judged_as_one_of_a_file_of_losses() -> None:
+    sides = []
+    for dump in (noisy(0.0, 0.01), noisy(5e-3, 0.01)):
+        losses = [each.numbers for each in dump.records if each.entry.section == "loss"]
+        dump.records.extend(record("is_loss", numbers=numbers) for numbers in losses)
+        sides.append(dump)
+    pair = compare(sides).pairs[0]
+    found = {each.section: each.verdict for each in pair.tensors if each.name == "loss"}
+    assert found == dict.fromkeys(("loss", "is_loss"), Verdict.WITHIN_NOISE)
+    assert pair.verdict is Verdict.WITHIN_NOISE, pair.reason
+
+
 def test_another_coefficient_shows_through_the_noise() -> None:
     pair = compare([noisy(0.0, 0.01), noisy(5e-3, 0.03)]).pairs[0]
     assert tensor(pair, "loss").verdict is Verdict.DIFFERENT
