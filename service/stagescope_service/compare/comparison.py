@@ -401,11 +401,15 @@ def _non_finite_findings(tensors: Sequence[TensorResult]) -> list[ComparisonFind
 
 
 def _is_uneven(item: WorkItem, outcome: TaskOutcome) -> bool:
-    """Return whether a side has no entry where the other has rows, or another number of rows."""
+    """Return whether a side has no entry where the other has rows, or another number of rows.
+
+    A file of numbers alone (NexRL's `loss` beside `is_loss_debug`) has no rows that could differ.
+    """
     one, other = outcome.indexes
     is_lacking = None in item.pair or (
-        one is not None and other is not None and one.rows != other.rows
-    )
+        one is not None and other is not None
+        and bool(one.row_tensors and other.row_tensors) and one.rows != other.rows
+    )  # fmt: skip
     return item.has_rows and is_lacking
 
 

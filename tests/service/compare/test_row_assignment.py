@@ -412,6 +412,19 @@ def test_pairs_by_location_in_another_order_prove_no_difference(tmp_path: Path) 
     assert result.first.name == "log_probs"
 
 
+def test_a_file_of_losses_is_no_other_number_of_rows(tmp_path: Path) -> None:
+    def rounded(kind: str, name: str, data: Content) -> None:
+        if kind in ("loss", "is_loss_debug"):
+            data["loss"] = data["loss"] + 1e-7
+
+    a = without_tokens(tmp_path / "a", ranks=2, micros=2, rows=2)
+    b = without_tokens(tmp_path / "b", ranks=2, micros=2, rows=2, mode="weaver", edit=rounded)
+    for sides in ((a, b), (b, a)):
+        result = compare([open_dump(side) for side in sides])
+        assert result.verdict is Verdict.WITHIN_NOISE, result.reason
+        assert "loss" in names(result, "is_loss")
+
+
 # --- ids that are known ---------------------------------------------------------------------------
 def kept_step(path: Path, prefix: str, seed: int = 0, *, rollout: bool = True) -> Path:
     """Kept files of a step whose samples are named; only the rollout's says their tokens."""
