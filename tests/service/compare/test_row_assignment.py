@@ -364,10 +364,16 @@ def without_tokens(
         data.pop("input_ids", None)
         edit(kind, name, data)
 
+    return ordered(path, order, edited, **layout)
+
+
+def ordered(
+    path: Path, order: Sequence[int] = range(8), edit: Edit = untouched, **layout: Any
+) -> Path:
     batch = in_order(make_batch(8, 12), order)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dump_files, "make_batch", lambda *_, **__: batch)
-        return nexrl_directory(path, edit=edited, **layout)
+        return nexrl_directory(path, edit=edit, **layout)
 
 
 @pytest.mark.parametrize("edit", [untouched, padded])
@@ -423,6 +429,53 @@ def test_a_file_of_losses_is_no_other_number_of_rows(tmp_path: Path) -> None:
         result = compare([open_dump(side) for side in sides])
         assert result.verdict is Verdict.WITHIN_NOISE, result.reason
         assert "loss" in names(result, "is_loss")
+
+
+# --- a file of a whole step has no mask, those of its ranks have ---------------------------------
+SHUFFLED = (3, 6, 1, 0, 7, 2, 5, 4)
+
+
+def aligned(order: Sequence[int], width: int, *, left: bool) -> Edit:
+    """Pad tensors by row to a width, and move each row's values to the side that is not padded."""
+    lengths = torch.from_numpy(in_order(make_batch(8, 12), order).lengths)
+
+    def edit(kind: str, name: str, data: Content) -> None:
+        for tensor, values in data.items():
+            is_by_row = isinstance(values, torch.Tensor) and values.dim() == 2
+            if not is_by_row or kind in ("param", "gradient"):
+                continue
+            padded = torch.nn.functional.pad(values, (0, width))
+            first = 0 if kind == "old_log_probs" else MICRO_FILES.index(name) * len(values)
+            if left:
+                shifts = (12 + width - lengths[first:]).tolist()
+                rows = zip(padded, shifts, strict=False)
+                padded = torch.stack([torch.roll(row, shift) for row, shift in rows])
+            data[tensor] = padded
+
+    return edit
+
+
+MICRO_FILES = [f"step_000000_rank{rank}_micro{micro}" for rank in range(2) for micro in range(2)]
+
+
+@pytest.mark.parametrize("mode", ["self_hosted", "weaver"])
+@pytest.mark.parametrize("order", [range(8), SHUFFLED])
+@pytest.mark.parametrize("left", [False, True])
+def test_another_order_and_another_padding_are_the_same(
+    tmp_path: Path, mode: str, order: Sequence[int], left: bool
+) -> None:
+    layout: dict[str, Any] = {"ranks": 2, "micros": 2, "rows": 2}
+    a = ordered(tmp_path / "a", **layout)
+    b = ordered(tmp_path / "b", order, aligned(order, 9, left=left), mode=mode, **layout)
+    for sides in ((a, b), (b, a)):
+        result = compare([open_dump(side) for side in sides])
+        assert result.verdict in (Verdict.SAME, Verdict.WITHIN_NOISE), result.reason
+        found = values(result)
+        section = "is_loss" if mode == "weaver" else "old_log_probs"
+        if (
+            mode == "self_hosted" or order is SHUFFLED
+        ):  # in order, `is_loss` has no such counterpart
+            assert found[section, "old_log_probs"] >= found["forward_data", "log_probs"]
 
 
 # --- ids that are known ---------------------------------------------------------------------------

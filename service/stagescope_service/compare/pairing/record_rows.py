@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -46,6 +47,9 @@ _SEQUENCES: Final = (
 )  # fmt: skip
 """Tensors whose first dimension is the number of rows, where nothing else gives it."""
 
+_BORROWED: Final = "mask of other files"
+"""Name of the mask that other files have for a record's rows."""
+
 
 class RowExtent(NamedTuple):
     """Which values of a tensor count.
@@ -64,8 +68,17 @@ class RowExtent(NamedTuple):
 class RecordRows:
     """The row tensors of a record; `count` is None where it has none."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(
+        self, record: Record, find_mask: Callable[[RecordRows], Bools | None] | None = None
+    ) -> None:
+        """Index a record.
+
+        Args:
+            record: the record.
+            find_mask: reads from other files where a mask of these rows is 1; see `borrow_mask`.
+        """
         record = _unshifted(_with_texts_as_tokens(record))
+        self._find_mask = find_mask
         self.record = record
         self.count = _row_count(record)
         self._tensors: dict[str, RowTensor | None] = {}
@@ -112,11 +125,24 @@ class RecordRows:
         """Reuse the cached bools of a mask that is equal in another record."""
         self._ones[name] = other.ones(name)
 
+    def borrow_mask(self, name: str) -> None:
+        """Find a mask in other files for a padded tensor that has none here."""
+        tensor, find_mask = self.tensor(name), self._find_mask
+        if find_mask is None or tensor.width is None or self.mask_of(name) is not None:
+            return
+        self._find_mask = None
+        ones = find_mask(self)
+        if ones is not None and len(ones) == len(tensor.flat):
+            self._tensors[_BORROWED] = tensor._replace(dtype="bool", flat=ones)
+            self._ones[_BORROWED] = ones
+
     def mask_of(self, name: str) -> str | None:
         """Return the name of a mask whose rows are as long as a tensor's, None without one."""
         tensor = self.tensor(name)
         candidates = dict.fromkeys(
-            mask for mask in (self.record.mask, "response_mask", "loss_mask") if mask is not None
+            mask
+            for mask in (self.record.mask, "response_mask", "loss_mask", _BORROWED)
+            if mask is not None
         )
         for mask in candidates:
             mask_tensor = self.find(mask)

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from stagescope.batch import Tensor, widened
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import Part
+from stagescope_service.compare.pairing.rank_rows import rows_start_at
 from stagescope_service.compare.pairing.record_rows import RecordRows
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.shard_index import (
@@ -32,11 +31,9 @@ from stagescope_service.compare.pairing.shard_index import (
 from stagescope_service.compare.pairing.tasks import TaskOutcome
 from stagescope_service.compare.plan import EntryPair
 from stagescope_service.dumps.records import Dump, DumpEntry, Location
-from stagescope_service.rows.ragged import Int64, RowTensor
+from stagescope_service.rows.ragged import Int64
 
 _IDENTIFYING_KEYS: Final = (BY_SAMPLE_ID, BY_GROUP_AND_RUN, BY_RESPONSE)
-_SAME_ROWS_RATIO: Final = 0.5
-"""Log-probs of the same rows differ by at most this share of the distance to the next row's."""
 SAME_LENGTHS: Final = "paired by place, and the rows have the same lengths in another order"
 """Why rows without ids and tokens may be of other samples."""
 
@@ -138,7 +135,7 @@ class RowAssignment:
             }
             starts = [0, index.rows - shards[-1].rows] if shards else []
             checked = zip((shards[0], shards[-1]) if shards else (), starts, strict=True)
-            if not all(_rows_start_at(dump, index.entry, shard.entry, at) for shard, at in checked):
+            if not all(_holds_rows_at(dump, index.entry, shard.entry, at) for shard, at in checked):
                 return index
         if not index.rows or any(len(each) != index.rows for each in keys.values()):
             return index
@@ -334,34 +331,10 @@ def _share_keys(sides: Sequence[Sequence[ShardIndex]], kind: str) -> bool:
     return not one or not other or not one.isdisjoint(other)
 
 
-def _rows_start_at(dump: Dump, whole_step: DumpEntry, shard: DumpEntry, start: int) -> bool:
-    """Return whether a shard's rows are those from `start` on in a file of the whole step.
-
-    The file has log-probs before the update and the shard those in it: they are close for the same
-    rows, and not for a row and its neighbour.
-    """
+def _holds_rows_at(dump: Dump, whole_step: DumpEntry, shard: DumpEntry, start: int) -> bool:
+    """Return whether a file of a whole step holds a shard's rows from `start` on."""
     try:
         before, now = RecordRows(dump.read(whole_step)), RecordRows(dump.read(shard))
     except StagescopeError:
         return False
-    old, new = before.find("old_log_probs"), now.find("log_probs")
-    mask = None if new is None else now.mask_of("log_probs")
-    if old is None or new is None or mask is None or old.width is None or old.width != new.width:
-        return False
-    count = now.count or 0
-    if count < 2 or not 0 <= start <= (before.count or 0) - count:
-        return False
-    ones = now.ones(mask).reshape(count, -1)
-    if not ones.any():
-        return False
-    old_values = _values(old)[start : start + count]
-    new_values = _values(new)
-    with np.errstate(invalid="ignore"):
-        distance = np.abs(old_values - new_values)[ones].mean()
-        shifted = np.abs(np.roll(old_values, 1, axis=0) - new_values)[ones].mean()
-    return bool(distance < _SAME_ROWS_RATIO * shifted)
-
-
-def _values(tensor: RowTensor) -> npt.NDArray[np.float64]:
-    values = widened(Tensor(tensor.dtype, tensor.flat)).astype(np.float64)
-    return values.reshape(-1, tensor.width or 1)
+    return rows_start_at(before, now, start)

@@ -15,6 +15,7 @@ import numpy as np
 
 from stagescope.wire.errors import ComparisonFailed, InvalidTensor, StagescopeError
 from stagescope_service.compare.flow import NAMED_SECTIONS
+from stagescope_service.compare.pairing.rank_rows import mask_of_ranks
 from stagescope_service.compare.pairing.record_rows import WHOLE_SEQUENCES, RecordRows
 from stagescope_service.compare.pairing.shard_comparison import (
     Box,
@@ -198,7 +199,7 @@ def compare_pair(task: PairTask, cache: _FileCache) -> TaskOutcome:
             indexes=(described[0], described[1]), problems=tuple(problems), left_out=left_out,
             bytes=size,
         )  # fmt: skip
-    a, b = RecordRows(one), RecordRows(other)
+    a, b = (_rows_of(*each) for each in zip(task.dumps, (one, other), strict=True))
     comparisons = compare_others(a, b, task.tolerances)
     pairing = None if task.index_only else pair_aligned_rows(a, b)
     indexes: tuple[ShardIndex | None, ShardIndex | None] = (None, None)
@@ -229,7 +230,7 @@ def compare_joined(task: JoinTask) -> TaskOutcome:
     record = _read(task.dumps[0], task.entry, 0, problems)
     comparisons: list[ShardComparison] = []
     if record is not None:
-        rows = RecordRows(record)
+        rows = _rows_of(task.dumps[0], record)
         for counterpart in task.counterparts:
             comparisons += _compare_counterpart(task, rows, counterpart, problems)
     return TaskOutcome(
@@ -260,11 +261,18 @@ def _compare_counterpart(
         for name, boxes in counterpart.boxes
     ]
     if counterpart.pairing is not None:
-        b = RecordRows(other)
+        b = _rows_of(task.dumps[1], other)
         comparisons += compare_rows(
             a, b, counterpart.pairing, task.tolerances, exclude=task.exclude
         )
     return comparisons
+
+
+def _rows_of(dump: Dump, record: Record) -> RecordRows:
+    """Return a record's rows; those of a whole step take the masks of its ranks if need be."""
+    if record.entry.location.rank is not None:
+        return RecordRows(record)
+    return RecordRows(record, lambda rows: mask_of_ranks(dump, record.entry, rows))
 
 
 def pair_aligned_rows(a: RecordRows, b: RecordRows) -> RowPairing | None:

@@ -213,7 +213,13 @@ def keeps_of(a: RecordRows, b: RecordRows, name: str) -> tuple[Bools | None, Boo
 
 
 def _extents(one: RecordRows, other: RecordRows, name: str) -> tuple[str, RowExtent, RowExtent]:
-    """Return the most exact kind of extent that both sides have, and the extent of each."""
+    """Return the most exact kind of extent that both sides have, and the extent of each.
+
+    If the sides are padded to other widths, a side without a mask looks for one in other files.
+    """
+    if one.tensor(name).width != other.tensor(name).width:
+        for rows in (one, other):
+            rows.borrow_mask(name)
     a, b = one.extents(name), other.extents(name)
     masks = one.mask_of(name), other.mask_of(name)
     if not is_structural(name) and None not in masks and masks[0] != masks[1]:
