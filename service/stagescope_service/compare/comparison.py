@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import numpy as np
+
 from stagescope.comparison_report import ONE_SIDED_KINDS, SIDES
 from stagescope.render import counted
 from stagescope.wire.errors import InvalidInput
@@ -18,7 +20,7 @@ from stagescope_service.compare.causes import likely_causes
 from stagescope_service.compare.derived import judge_derived
 from stagescope_service.compare.findings import FindingCollector
 from stagescope_service.compare.pairing.join import is_unmoved, join
-from stagescope_service.compare.pairing.row_assignment import RowAssignment
+from stagescope_service.compare.pairing.row_assignment import RowAssignment, is_permuted_by
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.shard_index import BY_ROW, ShardIndex
 from stagescope_service.compare.pairing.tasks import JoinTask, TaskOutcome
@@ -47,6 +49,7 @@ from stagescope_service.compare.tolerances import (
     declared_noise_floor,
 )
 from stagescope_service.dumps.records import Dump, Location, Problem
+from stagescope_service.rows.ragged import Int64
 from stagescope_service.statistics import pairwise
 from stagescope_service.statistics.pairwise import Pairwise
 
@@ -179,6 +182,7 @@ class PairComparer:
                 self._assignment.record_outcome(item.pair, outcome)
             if item.match.section in flow.SAMPLE_SECTIONS and _is_reordered(outcome):
                 self._assignment.is_reordered = True
+        self._assignment.is_permuted |= _is_permuted(outcomes)
         indexes: dict[PassKey, tuple[list[ShardIndex], list[ShardIndex]]] = {}
         for item, outcome in outcomes:
             is_uneven = item.pass_key in uneven
@@ -411,6 +415,20 @@ def _is_uneven(item: WorkItem, outcome: TaskOutcome) -> bool:
         and bool(one.row_tensors and other.row_tensors) and one.rows != other.rows
     )  # fmt: skip
     return item.has_rows and is_lacking
+
+
+def _is_permuted(outcomes: Sequence[tuple[WorkItem, TaskOutcome]]) -> bool:
+    """Return whether the rows of all shards of a pass seem to be the same in another order.
+
+    Of rows without ids and tokens these are the same lengths in another order: samples that moved
+    to another rank or microbatch are seen in all shards together alone.
+    """
+    lengths: dict[tuple[PassKey, str], list[Int64]] = {}
+    for item, outcome in outcomes:
+        for each in outcome.comparisons:
+            if each.rows is not None and each.key == BY_ROW:
+                lengths.setdefault((item.pass_key, each.name), []).append(each.rows.lengths)
+    return any(is_permuted_by(np.concatenate(each)) for each in lengths.values())
 
 
 def _is_reordered(outcome: TaskOutcome) -> bool:

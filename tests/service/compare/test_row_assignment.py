@@ -418,6 +418,30 @@ def test_pairs_by_location_in_another_order_prove_no_difference(tmp_path: Path) 
     assert result.first.name == "log_probs"
 
 
+def test_lengths_in_another_order_over_all_shards_prove_no_difference(tmp_path: Path) -> None:
+    def lengthened(kind: str, name: str, data: Content) -> None:
+        if kind == "forward_data" and name.endswith("rank0_micro0"):
+            data["response_mask"][0] = 1
+
+    layout: dict[str, Any] = {"ranks": 2, "micros": 2, "rows": 2}
+    order = (3, 6, 1, 0, 7, 2, 5, 4)
+    # Only one side has tokens, and only one has trajectories.
+    a = ordered(tmp_path / "a", **layout)
+    b = without_tokens(tmp_path / "b", order, mode="weaver", **layout)
+    for sides in ((a, b), (b, a)):
+        result = compare([open_dump(side) for side in sides])
+        different = [t for t in result.pairs[0].tensors if t.verdict is Verdict.DIFFERENT]
+        assert {t.section for t in different} <= {"gradients", "parameters"}, result.reason
+        assert result.verdict is Verdict.NOT_COMPARABLE, result.reason
+        assert result.pairs[0].causes[0].title == "the rows are in another order"
+    # Other lengths are a difference.
+    c = without_tokens(tmp_path / "c", order, lengthened, mode="weaver", **layout)
+    result = compare([open_dump(side) for side in (a, c)])
+    assert result.verdict is Verdict.DIFFERENT
+    assert result.first is not None
+    assert result.first.name == "response_mask"
+
+
 def test_a_file_of_losses_is_no_other_number_of_rows(tmp_path: Path) -> None:
     def rounded(kind: str, name: str, data: Content) -> None:
         if kind in ("loss", "is_loss_debug"):

@@ -70,6 +70,8 @@ class RowAssignment:
         self._confirmed_files: set[Path] = set()
         self.is_reordered = False
         """Whether trajectories are known to have other locations, or to be on one side only."""
+        self.is_permuted = False
+        """Whether rows without ids and tokens seem to have other locations: see `SAME_LENGTHS`."""
 
     def record_outcome(self, pair: EntryPair, outcome: TaskOutcome) -> None:
         """Record which rows a task found in the shard of each side."""
@@ -168,7 +170,7 @@ class RowAssignment:
             is_uneven: whether the sides have other ranks, parts or numbers of rows there.
         """
         is_permuted = any(
-            each.rows is not None and each.key == BY_ROW and _is_permuted(each.rows.lengths)
+            each.rows is not None and each.key == BY_ROW and is_permuted_by(each.rows.lengths)
             for each in comparisons
         )
         reasons = [
@@ -183,7 +185,9 @@ class RowAssignment:
         self, comparison: ShardComparison, pair: EntryPair, is_uneven: bool, is_permuted: bool
     ) -> str:
         if comparison.rows is None:
-            by_location = comparison.locations[0].rank is not None and not self.is_identified(pair)
+            by_location = comparison.locations[0].rank is not None and not all(
+                entry is not None and self._keys_of(side, entry) for side, entry in enumerate(pair)
+            )
         else:
             by_location = comparison.key == BY_ROW
         if not by_location or self.confirms_order(comparison.locations[0], pair):
@@ -192,7 +196,8 @@ class RowAssignment:
             return "paired by place, and the sides have other ranks, parts or numbers of rows"
         if self.is_reordered:
             return "paired by place, and the trajectories are others or in another order"
-        return SAME_LENGTHS if is_permuted and comparison.rows is not None else ""
+        is_permuted = is_permuted and comparison.rows is not None
+        return SAME_LENGTHS if is_permuted or self.is_permuted else ""
 
     def is_moved(self, pair: EntryPair) -> bool:
         """Return whether samples of these entries have only other locations on the other side."""
@@ -312,7 +317,7 @@ class RowAssignment:
         return [shards[each] for each in sorted(of_step, key=lambda p: (p.rank or 0, p.part))]
 
 
-def _is_permuted(lengths: Int64) -> bool:
+def is_permuted_by(lengths: Int64) -> bool:
     """Return whether lengths ([rows, 2], of each side) are the same ones in another order."""
     one, other = lengths.T
     return bool((one != other).any() and (np.sort(one) == np.sort(other)).all())
