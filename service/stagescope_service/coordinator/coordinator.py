@@ -243,8 +243,13 @@ class Coordinator:
     # --- pins -------------------------------------------------------------------------------
     @checked
     async def pin(self, *, attempt_id: AttemptId, step: StepNumber, by: Name) -> Reply:
-        """Keep the payloads and the kept files of a step until it is unpinned."""
+        """Keep the payloads and the kept files of a step until it is unpinned.
+
+        Raises:
+            NotFound: the attempt has no such step.
+        """
         self.commits.check_ready()
+        await self._check_step(attempt_id, step)
         key = {"attempt_id": attempt_id, "step": step}
         pinned = await self.effects.pin(attempt_id, step)
         # Without a payload in a ring, too: kept files that are still to come are to stay.
@@ -254,13 +259,30 @@ class Coordinator:
 
     @checked
     async def unpin(self, *, attempt_id: AttemptId, step: StepNumber, by: Name) -> Reply:
-        """Let the payloads of a step leave the rings when room is needed."""
+        """Let the payloads of a step leave the rings when room is needed.
+
+        Raises:
+            NotFound: the attempt has no such step.
+        """
         self.commits.check_ready()
+        await self._check_step(attempt_id, step)
         key = {"attempt_id": attempt_id, "step": step}
         done = await self.effects.unpin(attempt_id, step)
         rows = [Put("steps", {**key, "pinned": False})] if done else []
         await self.effects.write([*rows, self._audit(by, "unpin", key)])
         return {**key, "unpinned": done}
+
+    async def _check_step(self, attempt_id: int, step: int) -> None:
+        """Refuse a step that never began: its row would be the newest step of the run.
+
+        Raises:
+            NotFound: the attempt has no such step.
+        """
+        if await asyncio.to_thread(self._catalogue.step, attempt_id, step) is None:
+            raise NotFound(
+                f"there is no step {step} of an attempt with id {attempt_id}",
+                advice="see GET /steps",
+            )
 
     @checked
     async def note_bundle(

@@ -66,6 +66,7 @@ def test_whatever_a_call_is_given_is_taken_or_refused(
     ("name", "arguments", "wrong"),
     [
         ("pin", {"attempt_id": 1, "step": 1 << 63, "by": "x"}, "step is 9223372036854775808"),
+        ("unpin", {"attempt_id": 1, "step": 10**18, "by": "x"}, "step is 1000000000000000000"),
         ("pin", {"attempt_id": True, "step": 1, "by": "x"}, "attempt_id is True"),
         ("unpin", {"attempt_id": 0, "step": -1, "by": "x"}, "attempt_id is 0; step is -1"),
         ("remove_capture", {"capture_id": {}, "by": "x"}, "capture_id is {}"),

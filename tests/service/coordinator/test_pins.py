@@ -12,6 +12,7 @@ from tests.support.local import LocalCoordinator
 from tests.support.stores import url_of, write
 from tests.support.triggering import rule, rules_of, run, training
 
+from stagescope.wire.errors import NotFound
 from stagescope_service.coordinator.trigger_actions import gone_of
 from stagescope_service.store.contract import Put
 from stagescope_service.store.queries.reader import LIMIT
@@ -75,6 +76,25 @@ def test_pinned_steps_outlive_the_ring_and_the_ingestor(tmp_path: Path) -> None:
         assert said
         assert "pinned payloads take" in said[-1]["message"]
         assert ring.not_kept == 0
+
+
+@pytest.mark.parametrize(("attempt_id", "step"), [(1, 7), (2, 1)])
+def test_a_step_that_never_began_cannot_be_pinned(
+    tmp_path: Path, attempt_id: int, step: int
+) -> None:
+    with training(tmp_path) as bench:
+
+        async def work() -> None:
+            await bench.step(1, 0.01)
+            coordinator = bench.local.coordinator
+            for call in (coordinator.pin, coordinator.unpin):
+                with pytest.raises(NotFound, match=f"no step {step}"):
+                    await call(attempt_id=attempt_id, step=step, by="me")
+            assert (await coordinator.pin(attempt_id=1, step=1, by="me"))["pinned"] is True
+
+        run(work)
+        # The row of a step that never began would be the newest step of the run.
+        assert [(row["attempt_id"], row["step"]) for row in bench.catalogue.steps()] == [(1, 1)]
 
 
 def test_a_pin_that_comes_too_late_is_said(tmp_path: Path) -> None:
