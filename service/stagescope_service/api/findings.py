@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Final, NamedTuple, TypedDict, cast
+from typing import Annotated, Final, Literal, NamedTuple, TypedDict, cast
 
 from fastapi import APIRouter, Path, Query
 
@@ -55,6 +55,7 @@ Only = Annotated[
 ]
 
 
+Severity = Literal["error", "warning", "info"]
 StepFilter = Annotated[int | None, Query(ge=0, lt=MOST_STEPS, description="Only this step.")]
 KindFilter = Annotated[str | None, Query(max_length=200, description="Only this kind.")]
 
@@ -88,6 +89,7 @@ def losses(
 ) -> Answer:
     """List what was announced and never arrived, or was dropped, with the reason; last first."""
     scope = scope_of(deps, run, attempt)
+    check_kind(deps, "losses", scope.filters, kind)
     rows = deps.catalogue.losses(
         **scope.filters,
         step=step,
@@ -107,11 +109,12 @@ def findings(
     attempt: AttemptNumber = None,
     step: StepFilter = None,
     kind: KindFilter = None,
-    severity: Annotated[str | None, Query(max_length=50, description="Only these.")] = None,
+    severity: Annotated[Severity | None, Query(description="Only these.")] = None,
     only: Only = None,
 ) -> Answer:
     """List what the service noticed to be wrong, with evidence and advice; last seen first."""
     scope = scope_of(deps, run, attempt)
+    check_kind(deps, "findings", scope.filters, kind)
     rows = deps.catalogue.findings(
         **scope.filters,
         step=step,
@@ -306,11 +309,31 @@ def only_filter(
     existing = deps.catalogue.kinds(table, **scope)
     kinds = [kind for kind in existing if any(fnmatch.fnmatchcase(kind, p) for p in patterns)]
     if existing and not (kinds or severities):
-        noun = {"findings": "finding", "losses": "loss", "firings": "firing"}[table]
-        raise NotFound(
-            f"no {noun} is of {', '.join(patterns)!r:.200}",
-            expected=f"one of {', '.join(existing[:30])}"
-            + (f", or {', '.join(SEVERITIES)}" if table == "findings" else ""),
-        )
+        more = f", or {', '.join(SEVERITIES)}" if table == "findings" else ""
+        raise _unknown_kind(table, ", ".join(patterns), existing, more)
     any_of = {"rule" if table == "firings" else "kind": kinds}
     return {**any_of, "severity": severities} if severities else any_of
+
+
+def check_kind(
+    deps: Dependencies, table: EventsTable, scope: ScopeFilter, kind: str | None
+) -> None:
+    """Refuse a kind (a rule, of firings) that no row has: an empty list would look like none.
+
+    Raises:
+        NotFound: there are rows, and none is of this kind; names the kinds that exist.
+    """
+    if kind is None:
+        return
+    existing = deps.catalogue.kinds(table, **scope)
+    if existing and kind not in existing:
+        raise _unknown_kind(table, kind, existing)
+
+
+def _unknown_kind(
+    table: EventsTable, wanted: str, existing: Sequence[str], more: str = ""
+) -> NotFound:
+    noun = {"findings": "finding", "losses": "loss", "firings": "firing"}[table]
+    return NotFound(
+        f"no {noun} is of {wanted!r:.200}", expected=f"one of {', '.join(existing[:30])}{more}"
+    )

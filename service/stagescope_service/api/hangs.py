@@ -12,7 +12,7 @@ from stagescope_service.api.completeness import ALL_ROWS, began, ended
 from stagescope_service.api.dependencies import Deps, Rank, Role, Stage, StepTarget
 from stagescope_service.api.models import steps as models
 from stagescope_service.api.requests import Answer, PageOf
-from stagescope_service.api.rows import finding_rows
+from stagescope_service.api.rows import finding_rows, matching
 from stagescope_service.core import hang_detection
 from stagescope_service.core.hang_detection import (
     GONE,
@@ -360,9 +360,16 @@ def stuck(
     settings, now = deps.settings, deps.clock()
     step = target.step_number
     rules = StuckRules(min_seconds=settings.stuck_seconds, factor=settings.stuck_factor)
+    every = stuck_rows(deps.catalogue, target.attempt_id, step, now, rules)
+    if stage is not None and not any(row["stage"] == stage for row in every):
+        begun = deps.catalogue.stages(target.attempt_id, step, limit=ALL_ROWS)
+        matching(begun, f"step {step}", stage=stage)  # raises where no rank began such a stage
+    if role is not None:
+        processes = deps.catalogue.processes(target.attempt_id)
+        matching(processes, f"attempt {target.number}", role=role)  # raises where there is none
     rows = [
         row
-        for row in stuck_rows(deps.catalogue, target.attempt_id, step, now, rules)
+        for row in every
         if stage in (None, row["stage"]) and role in (None, row["role"])
         if rank in (None, row["rank"])
     ]

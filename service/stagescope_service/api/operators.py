@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Final, NamedTuple, TypedDict
 
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from typing_extensions import Unpack
 
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
-from stagescope.wire.schema import Part
+from stagescope.wire.schema import DTYPE_BYTES, Part
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import (
     AttemptKey,
@@ -33,6 +34,7 @@ from stagescope_service.compare.operators import comparison_process
 from stagescope_service.core.operator_tables import TABLE_WRITTEN
 from stagescope_service.dumps.msprobe.operator_query import (
     OperatorFilter,
+    load_columns,
     read_operators,
     read_stack,
 )
@@ -169,6 +171,8 @@ def operators(
         non_finite=non_finite,
     )
     result = _page_of_rows(deps, tables, page, filters)
+    if not result.rows and not page.position:
+        _check_values(deps, tables, f"step {target.step_number}", filters)
     listed = [
         {**table_row(row), **result.unread.get(index, {})} for index, row in enumerate(tables)
     ]
@@ -259,6 +263,30 @@ def _page_of_rows(
         if not part.more:
             index, offset = index + 1, 0
     return _PageOfRows(rows, cursor(index, offset) if index < len(tables) else None, unread)
+
+
+def _check_values(
+    deps: Dependencies, tables: Sequence[OperatorTable], owner: str, filters: OperatorFilter
+) -> None:
+    """Refuse a filter by a value that no row has: an empty list would look like no such tensor.
+
+    Raises:
+        NotFound: names the values that exist.
+    """
+    for name in ("kind", "direction", "section", "dtype"):
+        wanted = getattr(filters, name)
+        if wanted is None or (name == "dtype" and wanted in DTYPE_BYTES):
+            continue  # that a step has no tensor of a known dtype is an answer
+        existing: set[str] = set()
+        for row in tables:
+            with contextlib.suppress(StagescopeError):  # its `state` says why it cannot be read
+                path = deps.operator_files.path(row)
+                existing |= {*load_columns(path, [name])[name].values}
+        if existing and wanted not in existing:
+            raise NotFound(
+                f"{owner} has no operator with {name} {wanted!r:.100}",
+                expected=f"one of {', '.join(sorted(existing)[:30])}",
+            )
 
 
 def _only_table(rows: list[OperatorTable]) -> OperatorTable:

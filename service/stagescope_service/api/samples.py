@@ -25,6 +25,7 @@ from stagescope_service.api.kept import payload_artifacts
 from stagescope_service.api.models import samples as models
 from stagescope_service.api.numbers import comparability_fields
 from stagescope_service.api.requests import Answer, PageOf
+from stagescope_service.api.rows import matching
 from stagescope_service.api.target import Target
 from stagescope_service.api.tokenizers import Tokenizers
 from stagescope_service.core.instructions import PayloadKey
@@ -94,9 +95,8 @@ def samples(
     for group in _fragments(summary.sequences):
         source = summary.sources[int(summary.sequences.source[group[0]])]
         owner = processes.get(incarnation_of(source), (None, None))
-        if role not in (None, owner[0]) or rank not in (None, owner[1]):
-            continue
         rows.append(_sample_row(summary.sequences, group, owner, known))
+    rows = matching(rows, f"step {target.step_number}", role=role, rank=rank)
     if sort == "sample_uid":
         rows.sort(key=lambda row: (row["sample_uid"] is None, row["sample_uid"] or ""))
     else:

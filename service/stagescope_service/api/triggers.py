@@ -13,7 +13,7 @@ from stagescope.wire.names import closest_by_words
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Dependencies, Deps, Run
 from stagescope_service.api.encoding import JsonObject
-from stagescope_service.api.findings import Only, ScopeFilter, only_filter
+from stagescope_service.api.findings import Only, ScopeFilter, check_kind, only_filter
 from stagescope_service.api.models import triggers as models
 from stagescope_service.api.models.bodies import REPLAYED_STEPS, DryRunRequest, RulesRequest
 from stagescope_service.api.problems import check_ready
@@ -106,6 +106,8 @@ def firings(
     if run is not None:
         deps.finder.check_run(run)
     scope: ScopeFilter = {} if run is None else {"run": run}
+    if all(rule != each.name for each in _rules_in_force(deps)[0].rules):
+        check_kind(deps, "firings", scope, rule)
     any_of = only_filter(deps, "firings", scope, only)
     rows = deps.catalogue.firings(
         **scope, rule=rule, any_of=any_of, limit=page.limit + 1, offset=page.offset

@@ -45,6 +45,8 @@ def test_stuck_ranks_are_listed(live: Service, ranks: tuple[Rank, Rank]) -> None
     assert row["limit_seconds"] == 30.0
     assert (row["ranks"], row["ranks_begun"], row["ranks_ended"]) == (2, 1, 0)
     assert live.get("/steps/2/stuck", rank=0)["rows"] == []
+    for filters in ({"role": "actr"}, {"stage": "actor_updat"}):  # nobody stuck would be wrong
+        live.problem(404, "/steps/2/stuck", **filters)
     assert live.get("/steps/2/stuck", role="actor", stage="actor_update", rank=1)["rows"] == [row]
     ranks[1].clock = live.now
     ranks[1].begin("actor_update", 2)

@@ -78,6 +78,14 @@ def test_filters(dumps_service: Service) -> None:
     }
     assert all("linear" in name for name in names(name="linear", kind="Functional"))
     assert names(dtype="float16") == []
+    for name, wrong, known in (
+        ("dtype", "flaot16", "float32"),
+        ("kind", "Modul", "Functional, Module"),
+        ("direction", "foward", "forward"),
+        ("section", "inputs", "input_args"),
+    ):
+        problem = dumps_service.problem(404, "/steps/5/operators", **{name: wrong})
+        assert known in problem["expected"]
     bad = dumps_service.get("/steps/5/operators", rank=1, non_finite=True, section="output")["rows"]
     assert {row["max"] for row in bad} == {"nan"}
     assert bad[0]["operator"] in ("linear", "blocks.1.down")

@@ -356,6 +356,18 @@ class TestLossesAndFindings:
         assert answer["rows"][0]["advice"]
         assert live.get("/findings", severity="error")["rows"] == []
 
+    def test_filters_by_unknown_values_name_the_known(self, live: Service) -> None:
+        rank = train(live, range(1, 3))
+        assert live.get("/findings", kind="refused_recrd")["rows"] == []  # there is none yet
+        rank.say("refused", what="record", message="response_mask is missing", step=2, stage="s")
+        rank.say("dropped", what="payload", count=1, bytes=1, reason="full", step=2, stage="s")
+        assert len(live.get("/findings", kind="refused_record")["rows"]) == 1
+        problem = live.problem(422, "/findings", severity="eror")
+        assert "'error', 'warning' or 'info'" in problem["wrong"]
+        problem = live.problem(404, "/findings", kind="refused_recrd")
+        assert problem["expected"] == "one of refused_record"
+        assert live.problem(404, "/losses", kind="paylod")["expected"] == "one of payload"
+
 
 def test_a_complete_step_says_what_its_numbers_lack(live: Service) -> None:
     ranks = [Rank(live, rank=rank) for rank in (0, 1)]

@@ -119,6 +119,8 @@ def test_samples_are_listed_the_worst_first(step: stagescope.Step) -> None:
     assert all(table["kept"])
     assert list(step.samples(sort="sample_uid")["sample_uid"]) == list(SAMPLES)
     assert list(step.samples(rank=1, sort="tokens")["tokens"]) == [4, 2]
+    with pytest.raises(NotFound, match="has no role 'actr'; expected one of actor"):
+        step.samples(role="actr")
 
 
 def test_the_tokens_of_a_sample_say_what_the_loss_did(step: stagescope.Step) -> None:
