@@ -39,18 +39,26 @@ def release(attempt: Attempt, wall: float) -> None:
 
 
 def leave(
-    registry: Registry, process: Process, wall: float, *, finished: bool
+    registry: Registry,
+    process: Process,
+    wall: float,
+    *,
+    finished: bool,
+    own: float | None = None,
 ) -> list[Instruction]:
-    """Mark a process as gone: it finished (`finished`) or its lease lapsed."""
+    """Mark a process as gone: it finished (`finished`) or its lease lapsed.
+
+    `wall` is the service's clock, `own` that of the process where it said so itself.
+    """
     attempt = registry.attempt_of(process)
     steps.retire(attempt, process)
-    process.left_wall = wall
+    process.left_wall = wall if own is None else own
     if finished:
         process.finished = True
     else:
         process.lapsed = True
     column = "finished_wall" if finished else "lapsed_wall"
-    out: list[Instruction] = [process_row(process, **{column: wall})]
+    out: list[Instruction] = [process_row(process, **{column: process.left_wall})]
     why = "its process reported its end" if finished else "its process stopped reporting"
     out += abandon(attempt, process, wall, why)
     out += operator_tables.cut_off(attempt, process, wall, why)

@@ -145,15 +145,23 @@ class Registry:
 
     # --- processes ----------------------------------------------------------------------
     def process_for(
-        self, sender: Sender, event: Event, lease_until: float, *, raw: bool, late: bool = False
+        self,
+        sender: Sender,
+        event: Event,
+        ours: float,
+        lease_until: float,
+        *,
+        raw: bool,
+        late: bool = False,
     ) -> tuple[Process, list[Instruction]]:
         """Return the process of a sender, created if new, with its lease renewed.
 
-        A new process of an attempt that has finished is created as gone.
+        A new process of an attempt that has finished is created as gone. `ours` is the time of the
+        event on the service's clock.
         """
         process = self.processes.get(sender.incarnation)
         if process is None:
-            return self._new_process(sender, event, lease_until, raw=raw, late=late)
+            return self._new_process(sender, event, ours, lease_until, raw=raw, late=late)
         if lease_until > process.lease_until:
             process.lease_until = lease_until
         clock = (sender.clock_offset, sender.clock_error)
@@ -165,9 +173,16 @@ class Registry:
         return process, [process_row(process, **_last_report_columns(process))]
 
     def _new_process(
-        self, sender: Sender, event: Event, lease_until: float, *, raw: bool, late: bool
+        self,
+        sender: Sender,
+        event: Event,
+        ours: float,
+        lease_until: float,
+        *,
+        raw: bool,
+        late: bool,
     ) -> tuple[Process, list[Instruction]]:
-        attempt, out = self.attempt_for(sender, event.wall)
+        attempt, out = self.attempt_for(sender, ours)
         process = Process(
             incarnation=sender.incarnation,
             attempt_id=attempt.attempt_id,
@@ -186,8 +201,9 @@ class Registry:
         )
         self.processes[process.incarnation] = process
         attempt.add(process)
-        if process.started < attempt.opened_wall:
-            attempt.opened_wall = process.started
+        started = process.started + (ours - event.wall)
+        if started < attempt.opened_wall:
+            attempt.opened_wall = started
             out.append(attempt_row(attempt))
         # Its row from before a restart may have `lapsed_wall`.
         columns = {

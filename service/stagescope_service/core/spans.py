@@ -67,7 +67,7 @@ def begin(
     row["begin_seq"] = event.seq
     row["begin_wall"] = event.wall
     row["begin_mono"] = event.mono
-    row["begun_wall"] = _on_our_clock(sender, event.wall, arrived)
+    row["begun_wall"] = on_our_clock(sender, event.wall, arrived)
     row["device_time"] = bool(event.fields.get("device_time"))
     if span.end_seq is None:
         row["clock_offset"] = sender.clock_offset
@@ -112,7 +112,7 @@ def end(
             if (value := number(fields.get(name))) is not None:
                 row[name] = value
         if (wall := row.get("begin_wall")) is not None:
-            row["begun_wall"] = _on_our_clock(sender, wall, arrived)
+            row["begun_wall"] = on_our_clock(sender, wall, arrived)
     out.append(Put("stages", row))
     return span, out
 
@@ -253,7 +253,7 @@ def let_go_of_ended(step: Step) -> None:
         keep(step, span)
 
 
-def _on_our_clock(sender: Sender, wall: float, arrived: float | None) -> float:
+def on_our_clock(sender: Sender, wall: float, arrived: float | None) -> float:
     """Convert a sender's wall clock to the service's; never later than the arrival."""
     ours = wall + (sender.clock_offset or 0.0)
     return ours if arrived is None else min(ours, arrived)

@@ -102,7 +102,9 @@ class State:
         work = self.check(event)
         reported = weight_records.read(event, work) if event.kind == WEIGHTS else None
         lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
-        process, out = self.registry.process_for(sender, event, lease, raw=raw, late=late)
+        # What the service dates on its own is on its own clock: those of its senders differ.
+        ours = spans.on_our_clock(sender, event.wall, arrived)
+        process, out = self.registry.process_for(sender, event, ours, lease, raw=raw, late=late)
         attempt = self.registry.attempt_of(process)
         at = stage_timing.service_clock(sender, event.wall, arrived)
         contact = at if arrived is None else arrived
@@ -113,16 +115,16 @@ class State:
         if attempt.over:
             out += steps.resume(attempt, process)
         if attempt.silent_roles or attempt.absent_ranks:
-            out += steps.end_silence(attempt, event.wall)
+            out += steps.end_silence(attempt, ours)
         match event.kind:
             case "begin":
                 if process.finished and departures.goes_on(process, event.seq):
                     out += departures.wake(self.registry, process, event.wall)
                 if event.seq > process.begun_seq:
                     process.begun_seq = event.seq
-                out += self._begin(process, sender, event, work, at, arrived)
+                out += self._begin(process, sender, event, work, at, arrived, ours)
             case "end":
-                out += self._end(process, sender, event, work, has_payload, at, arrived)
+                out += self._end(process, sender, event, work, has_payload, at, arrived, ours)
             case "hello":
                 resized, rows = self.registry.introduce(process, event.fields, event.wall)
                 out += rows
@@ -130,14 +132,14 @@ class State:
                     out += reports.handshake_fields(attempt, process)
                 out += steps.rejudge_all(attempt) if resized else []
             case "log":
-                out += steps.open_step(attempt, work.step, event.wall)[1]
+                out += steps.open_step(attempt, work.step, ours)[1]
                 out += self._of_start(process, reports.scalars(attempt, process, event, work))
-                out += steps.close_due(attempt, event.wall)
+                out += steps.close_due(attempt, ours)
             case "end_step" if work.step is not None:
-                out += steps.end_step(attempt, work.step, event.wall)
+                out += steps.end_step(attempt, work.step, ours)
             case "finish" if raw or event.seq > process.begun_seq:
                 out += self._of_start(process, reports.crash(attempt, process, event))
-                out += departures.leave(self.registry, process, event.wall, finished=True)
+                out += departures.leave(self.registry, process, ours, finished=True, own=event.wall)
                 process.finish_seq = None if raw else event.seq
             case "dropped":
                 out += self._of_start(process, reports.dropped(attempt, process, event, work))
@@ -146,7 +148,7 @@ class State:
             case "dump":
                 out += reports.dump(attempt, process, event, work)
             case "weights" if reported is not None:
-                out += self._weights(process, event, work, reported)
+                out += self._weights(process, event, work, reported, ours)
             case "stacks":
                 out += self.stack_requests.answered(attempt, process, event.fields, work, at)
         return self._noted(out)
@@ -243,10 +245,11 @@ class State:
         work: Work,
         at: float,
         arrived: float | None,
+        ours: float,
     ) -> list[Instruction]:
-        out = self._bind(process, work.step, event.wall)
+        out = self._bind(process, work.step, ours)
         attempt = self.registry.attempt_of(process)
-        step, opened = steps.open_step(attempt, work.step, event.wall)
+        step, opened = steps.open_step(attempt, work.step, ours)
         out += opened
         span, begun = spans.begin(attempt, step, process, sender, event, work, arrived)
         out += begun
@@ -263,7 +266,7 @@ class State:
             out.append(span_row(attempt.attempt_id, forgotten))
             reason = "its end never arrived"
             out.append(departures.stage_loss(attempt, process, forgotten.work, reason, event.wall))
-        out += self._stand(attempt, process, step, span, event.wall, repeated=len(begun) > 1)
+        out += self._stand(attempt, process, step, span, ours, repeated=len(begun) > 1)
         return out
 
     def _stand(
@@ -306,10 +309,11 @@ class State:
         has_payload: bool,
         at: float,
         arrived: float | None,
+        ours: float,
     ) -> list[Instruction]:
-        out = self._bind(process, work.step, event.wall)
+        out = self._bind(process, work.step, ours)
         attempt = self.registry.attempt_of(process)
-        step, opened = steps.open_step(attempt, work.step, event.wall)
+        step, opened = steps.open_step(attempt, work.step, ours)
         out += opened
         unfinished = len(process.unfinished)
         span, ended = spans.end(attempt, step, process, sender, event, work, arrived)
@@ -329,18 +333,23 @@ class State:
             out += payloads.announce(attempt, process, event, work, announced, has_payload)
         elif dropped is not None and isinstance(dropped, Mapping):
             out += payloads.announce_dropped(attempt, process, event, work, dropped)
-        out += self._stand(attempt, process, step, span, event.wall, repeated=len(ended) > 1)
+        out += self._stand(attempt, process, step, span, ours, repeated=len(ended) > 1)
         return out
 
     # --- weights ----------------------------------------------------------------------------
     def _weights(
-        self, process: Process, event: Event, work: Work, reported: weight_records.ReportedWeights
+        self,
+        process: Process,
+        event: Event,
+        work: Work,
+        reported: weight_records.ReportedWeights,
+        ours: float,
     ) -> list[Instruction]:
-        out = self._bind(process, work.step, event.wall)
+        out = self._bind(process, work.step, ours)
         attempt = self.registry.attempt_of(process)
-        out += steps.open_step(attempt, work.step, event.wall)[1]
+        out += steps.open_step(attempt, work.step, ours)[1]
         out += weight_records.put(process, event, work, reported, self._manifests)
-        out += steps.close_due(attempt, event.wall)
+        out += steps.close_due(attempt, ours)
         return [*out, CompareWeights(attempt.attempt_id, reported.version)]
 
     # --- payloads ---------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def end_if_left(attempt: Attempt) -> list[Instruction]:
     if attempt.clock or any(_holds(attempt, process) for process in attempt.processes.values()):
         return []
     gone = [process for process in attempt.processes.values() if process.left_wall is not None]
-    ended = max((process.left_wall or 0.0 for process in gone), default=attempt.opened_wall)
+    ended = max(map(_left_on_our_clock, gone), default=attempt.opened_wall)
     probes = any(not process.raw for process in gone)
     last = [each for each in gone if not each.replaced and not (probes and each.raw)]
     reason = CRASHED if attempt.crashed else FINISHED
@@ -129,6 +129,11 @@ def end_if_left(attempt: Attempt) -> list[Instruction]:
         return []
     attempt.ended_wall, attempt.end_reason = ended, reason
     return [attempt_row(attempt), *_update_top_verdict(attempt)]
+
+
+def _left_on_our_clock(process: Process) -> float:
+    offset = process.clock[0] if process.finished else None  # a lapse is on the service's clock
+    return (process.left_wall or 0.0) + (offset or 0.0)
 
 
 def took_leave(attempt: Attempt) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from tests.support.trainings import Bench, Rank, check_memory
 
 from stagescope_service.core.departures import LONG_GONE_SECONDS
 from stagescope_service.core.entities import OPEN_STEPS, RECENT_STEPS, SETTLED_REMEMBERED
+from stagescope_service.core.instructions import Put
+from stagescope_service.core.state import State
 
 
 @pytest.fixture
@@ -40,6 +43,33 @@ def test_a_step_closes_when_every_role_and_rank_went_on(bench: Bench) -> None:
     bench.give(actors[0].begin(3), actors[1].begin(3))
     assert bench.step(2)["closed_wall"] is not None
     assert bench.attempt()["last_closed_step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("offset", "ahead"),
+    [
+        (-3600.0, 3600.0),
+        (3600.0, -3600.0),
+        (None, 0.0),
+        (None, 3600.0),  # unknown: nothing happens later than it is heard of
+    ],
+)
+def test_a_step_has_the_services_clock_and_not_that_of_its_senders(
+    offset: float | None, ahead: float
+) -> None:
+    state, rank = State(), Rank(started=1000.0 + ahead)
+    sender = dataclasses.replace(rank.sender, clock_offset=offset)
+    found: dict[str, dict[str, Any]] = {"attempts": {}, "steps": {}}
+    for said in (rank.hello(world_size=1), *rank.work(1), rank.finish()):
+        for put in state.handle(sender, said.event, 0.0, arrived=said.event.wall - ahead):
+            if isinstance(put, Put) and put.table in found:
+                found[put.table] |= put.row
+    attempt, step = found["attempts"], found["steps"]
+    times = [attempt["opened_wall"], step["opened_wall"], step["closed_wall"]]
+    assert times == sorted(times)
+    assert all(1000.0 <= wall < 1100.0 for wall in times)
+    if offset is not None:
+        assert attempt["ended_wall"] == pytest.approx(step["closed_wall"])
 
 
 def test_who_never_begins_a_step_holds_none_open(bench: Bench) -> None:
