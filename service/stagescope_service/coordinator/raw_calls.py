@@ -95,6 +95,7 @@ class RawCalls:
         body = {name: value for name, value in fields.items() if value is not None}
         event = Event(kind, seq, self._wall(), self._mono(), body)
         try:  # before anything is changed
+            _check_plain(kind, fields)
             unknown = _unknown_fields(kind, fields)
             sender = self._sender(run, fields)
             self._state.check(event)
@@ -312,6 +313,20 @@ def _rank(fields: JsonObject) -> Json:
 def _named(fields: JsonObject) -> str:
     """Return `role actr, rank 55`, of a call that names one or both."""
     return ", ".join(f"{n} {text(fields[n], 100)}" for n in ("role", "rank") if n in fields)
+
+
+def _check_plain(kind: str, fields: JsonObject) -> None:
+    """Refuse arrays outside of the payload: they have no truth value, so that checks would fail.
+
+    Raises:
+        InvalidEvent: a field that is an array or a tensor with elements.
+    """
+    for name, value in fields.items():
+        if shape := tuple(getattr(value, "shape", None) or ()):
+            raise InvalidEvent(
+                f"{name!r:.100} of {_name(kind)} is a {type(value).__name__} of shape {shape}",
+                expected="a plain value; tensors belong into payload",
+            )
 
 
 def _unknown_fields(kind: str, fields: JsonObject) -> list[str]:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import pytest
 from tests.support.local import coordinator_of
 from tests.support.stores import eventually, rows_of, url_of
@@ -235,6 +236,20 @@ def test_a_raw_call_with_a_world_size_of_another_type_is_refused(made: Clocked, 
     with pytest.raises(InvalidEvent, match="the world_size is"):
         made.raw("begin", "begin", rank=0, world_size=size)
     assert rows_of(made.store, "stages") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("begin", "attempt_key"), ("begin", "device_time"), ("begin", "role"), ("end", "status"),
+        ("end", "scalars"), ("log", "scalars"), ("finish", "attempt_key"), ("end_step", "rank"),
+    ],
+)  # fmt: skip
+def test_an_array_as_a_field_of_a_raw_call_is_refused(made: Clocked, kind: str, name: str) -> None:
+    made.raw("begin", "before")
+    with pytest.raises(InvalidEvent, match=f"'{name}' of .* is a ndarray of shape"):
+        made.raw(kind, "odd", **{name: np.arange(3.0)})
+    assert [row["kind"] for row in rows_of(made.store, "findings")] == ["refused_call"]
 
 
 @pytest.mark.parametrize(
