@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from stagescope import render
@@ -14,7 +14,7 @@ from stagescope.session import Session
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import STAGES
+from stagescope.wire.schema import STAGES, RankKey
 
 LEAST_WIDTH: Final = 40
 LEAST_HEIGHT: Final = 8
@@ -22,6 +22,8 @@ _STEPS: Final = 8
 """Newest steps that are requested; a high screen shows all of them."""
 _FINDINGS: Final = 8
 _CAPTURES: Final = 4
+_GONE_RANKS: Final = 1000
+"""Ranks whose process is gone that are requested."""
 _METRICS: Final = {"k3_kl": "rollout_corr/k3_kl", "mean |d|": "logprob_abs_diff/mean"}
 _DONE, _INSIDE, _ABSENT, _GONE = "#", ">", ".", "!"
 _MARKS: Final[Mapping[str, str]] = {"not begun": _ABSENT, "unfinished": _GONE}
@@ -59,6 +61,8 @@ class RunSnapshot:
     findings: Sequence[JsonObject]
     captures: Sequence[JsonObject]
     wall: float
+    gone: Collection[RankKey] = ()
+    """Ranks whose process is gone while others of the attempt live."""
 
 
 class RunReader:
@@ -94,23 +98,32 @@ class RunReader:
             values = found["series"][0]["values"] if found["series"] else []
             numbers[title] = dict(zip(found["steps"], nonfinite.numbers(values), strict=False))
         measured = next((row for row in steps if row["measured"]), None)
+        progress = self._of_newest_step() if steps else {}
         return RunSnapshot(
             run=run,
             attempt=attempts[0] if attempts else {},
             steps=steps,
             verdicts=verdicts,
             numbers=numbers,
-            progress=self._of_newest_step() if steps else {},
+            progress=progress,
             rounds=() if measured is None else self._rounds_of(measured),
             measured=None if measured is None else measured["step"],
             findings=ask("/findings", run=run, limit=_FINDINGS)["rows"],
             captures=ask("/captures", run=run, limit=_CAPTURES)["rows"],
             wall=time.time(),
+            gone=self._gone_from(progress) if progress.get("missing") else (),
         )
 
     def _of_newest_step(self) -> JsonObject:
         answer: JsonObject = self._session.get("/steps/latest/stages", run=self._run, limit=1)
         return answer
+
+    def _gone_from(self, progress: JsonObject) -> Collection[RankKey]:
+        answer = self._session.get(
+            f"/steps/{progress['step']}/stuck",
+            run=self._run, attempt=progress["attempt"], limit=_GONE_RANKS,
+        )  # fmt: skip
+        return {(row["role"], row["rank"]) for row in answer["rows"] if row["process"] == "gone"}
 
     def _rounds_of(self, row: JsonObject) -> Sequence[JsonObject]:
         key = (row["attempt"], row["step"], row["closed_wall"])
@@ -227,7 +240,11 @@ def _progress_lines(snapshot: RunSnapshot, width: int) -> list[Line]:
         for stage, ranks in sorted(stages.items(), key=lambda each: _place(each[0])):
             late = missing.get((role, stage), {})
             marks = "".join(
-                _DONE if rank not in late else _MARKS.get(late[rank]["status"], _INSIDE)
+                _DONE
+                if rank not in late
+                else _GONE
+                if (role, rank) in snapshot.gone
+                else _MARKS.get(late[rank]["status"], _INSIDE)
                 for rank in ranks
             )
             done = len(ranks) - len(late)

@@ -16,7 +16,8 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.support.api import Rank, Service, service
@@ -25,7 +26,8 @@ from tests.support.measure import payload
 from tests.support.shown_run import RUN, shown
 from tests.support.stores import eventually
 
-from stagescope.top import RunSnapshot, screen
+from stagescope.session import Session
+from stagescope.top import RunReader, RunSnapshot, screen
 
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -336,6 +338,28 @@ def test_1024_ranks_fit(live: Service) -> None:
         row = next(line for line in frame if "1000/1024" in line)
         # Of 20 marks the last stands for ranks that are inside.
         assert re.search(r" #{19}> 1000/1024  actor 1000-1023", row)
+
+
+def test_a_rank_that_is_gone_is_marked_where_it_never_began() -> None:
+    progress = {"run": "r", "attempt": 1, "step": 3, "complete": "open", "wall": 9.0,
+                "expected": {"actor": {"actor_update": [0, 1, 2]}},
+                "missing": [{"role": "actor", "stage": "actor_update", "rank": rank,
+                             "status": "not begun", "since": 1.0} for rank in (1, 2)]}  # fmt: skip
+    answers: dict[str, Any] = {
+        "/steps/latest/stages": progress,
+        "/steps/3/stuck": {"rows": [{"role": "actor", "rank": 1, "process": "silent"},
+                                    {"role": "actor", "rank": 2, "process": "gone"}]},
+        "/steps": {"rows": [{"step": 3, "attempt": 1, "complete": "open", "measured": False,
+                             "gap": None, "superseded_by": None, "closed_wall": None}]},
+        "/series": {"steps": [], "comparable": [], "series": []},
+    }  # fmt: skip
+    session = cast(
+        "Session", SimpleNamespace(get=lambda path, **_: answers.get(path, {"rows": []}))
+    )
+    lines = screen(RunReader(session, "r").read(), width=80, height=24)
+    (row,) = [line for line in lines if line.text.startswith("actor_update")]
+    assert row.text.split()[1:3] == ["#.!", "1/3"]
+    assert row.tone == "bad"
 
 
 def test_hostile_names_and_numbers_do_not_control_the_terminal() -> None:
