@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal, NamedTuple, TypedDict, cast
 from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.names import closest_by_words
 from stagescope.wire.schema import MOST_STEPS
 from stagescope_service.api.dependencies import (
     RUN_PATTERN,
@@ -318,15 +319,17 @@ def only_filter(
 def check_kind(
     deps: Dependencies, table: EventsTable, scope: ScopeFilter, kind: str | None
 ) -> None:
-    """Refuse a kind (a rule, of firings) that no row has: an empty list would look like none.
+    """Refuse a misspelt kind (a rule, of firings): an empty list would look like none.
+
+    A kind that no row has is no error otherwise: a script may wait for its first.
 
     Raises:
-        NotFound: there are rows, and none is of this kind; names the kinds that exist.
+        NotFound: it is a misspelling of a kind that exists; names those.
     """
     if kind is None:
         return
     existing = deps.catalogue.kinds(table, **scope)
-    if existing and kind not in existing:
+    if kind not in existing and closest_by_words(kind, existing) is not None:
         raise _unknown_kind(table, kind, existing)
 
 

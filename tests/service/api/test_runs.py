@@ -366,6 +366,7 @@ class TestLossesAndFindings:
         assert "'error', 'warning' or 'info'" in problem["wrong"]
         problem = live.problem(404, "/findings", kind="refused_recrd")
         assert problem["expected"] == "one of refused_record"
+        assert live.get("/findings", kind="streams_shifted")["rows"] == []  # none of it, so far
         assert live.problem(404, "/losses", kind="paylod")["expected"] == "one of payload"
 
 
