@@ -37,7 +37,7 @@ from stagescope.table import Table
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.framing import MEDIA_TYPE, SendResult, WirePayload, pack_batch
-from stagescope.wire.nonfinite import Json
+from stagescope.wire.nonfinite import Json, JsonObject
 
 if TYPE_CHECKING:
     from stagescope.engines import HttpEngine
@@ -468,14 +468,35 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         row = self.get(f"/engines/{segment(name)}")
         return connect(str(row["url"]), key_file=key_file, timeout=timeout)
 
-    def add_engine(self, url: str, **fields: Json) -> Record:
+    def add_engine(
+        self,
+        url: str,
+        *,
+        name: str | None = None,
+        kind: str | None = None,
+        model: str | None = None,
+        version: str | None = None,
+        run: str | None = None,
+        note: str | None = None,
+        settings: JsonObject | None = None,
+    ) -> Record:
         """Register an engine with the service; needs the operate token.
 
         Args:
             url: `http://HOST:PORT`, or HOST:PORT.
-            fields: of `stagescope.engines.registry.ENGINE_FIELDS`; those of None are left out.
+            name: the default is host and port.
+            kind: `vllm`, `sglang`, `llama.cpp` or `openai`.
+            model: what it serves.
+            version: of the engine.
+            run: the run that uses it.
+            note: anything that people should know of it.
+            settings: what it said of itself.
         """
-        body = {name: value for name, value in fields.items() if value is not None}
+        fields: dict[str, Json] = {
+            "name": name, "kind": kind, "model": model, "version": version, "run": run,
+            "note": note, "settings": settings,
+        }  # fmt: skip
+        body = {field: value for field, value in fields.items() if value is not None}
         answer = self._transport.change("POST", "/engines", {**body, "url": engine_url(url)})
         return Record(answer or {}, title="registered engine")
 

@@ -44,6 +44,7 @@ MODELS: Final[Mapping[str, type[BaseModel]]] = {
     "versions": service.WeightVersion,
     "devices": service.Device,
     "runs": runs.RunRow,
+    "metric_names": runs.NumberName,
     "attempts": runs.AttemptRow,
     "steps": runs.StepRow,
     "findings": runs.FindingRow,
