@@ -19,7 +19,7 @@ THERE = {"run": "r", "attempt": 1, "attempt_key": "a1", "step": "5", "role": "ac
 ROUTES = {
     "/steps/{step}/samples", "/steps/{step}/samples/{sample_uid}", "/steps/{step}/row",
     "/steps/{step}/loss",
-    "/runs/{run}/diagnosis", "/runs/{run}/report", "/runs/{run}/bundle",
+    "/runs/{run}/diagnosis", "/runs/{run}/metrics", "/runs/{run}/report", "/runs/{run}/bundle",
     "/healthz", "/readyz", "/status", "/metrics", "/runs", "/runs/{run}/attempts", "/steps",
     "/steps/{step}/metrics", "/steps/{step}/rounds", "/steps/{step}/ranks",
     "/steps/{step}/stages", "/steps/{step}/tokens", "/steps/{step}/dumps",

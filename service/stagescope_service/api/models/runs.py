@@ -102,6 +102,7 @@ class NumberName(Model):
     """A number that a run has over its steps."""
 
     name: Annotated[str, Field(examples=["rollout_corr/k3_kl"])]
+    """As `/series` and `/figures/overview` take it."""
     kind: Literal["metric", "scalar"]
     """`metric`: published by the service; `scalar`: logged by the training."""
     unit: Annotated[str, Field(examples=["nat"])]

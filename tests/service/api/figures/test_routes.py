@@ -22,7 +22,7 @@ def test_the_list_names_every_figure_with_its_parameters(trained: Service) -> No
     rows = {row["name"]: row for row in trained.get("/figures")["rows"]}
     assert set(rows) >= NAMES
     parameters = {p["name"]: p for p in rows["overview"]["parameters"]}
-    assert set(parameters) == {"run", "attempt", "metric", "from", "to", "superseded"}
+    assert set(parameters) == {"run", "attempt", "metric", "from", "to", "superseded", "smooth"}
     assert parameters["metric"]["repeatable"]
     assert not parameters["run"]["repeatable"]
     of = next(p for p in rows["distribution"]["parameters"] if p["name"] == "of")
