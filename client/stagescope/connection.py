@@ -29,7 +29,7 @@ from stagescope.wire.errors import (
     Unreachable,
 )
 from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import MOST_STEPS
+from stagescope.wire.schema import STEP_BOUND
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -224,7 +224,7 @@ def step_segment(step: object) -> str:
     if step == "latest":
         return "latest"
     if isinstance(step, int) and not isinstance(step, bool):
-        if 0 <= step < MOST_STEPS:
+        if 0 <= step < STEP_BOUND:
             return str(step)
         raise InvalidInput(
             f"step is {step!r:.50}",

@@ -31,7 +31,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 WireTensor: TypeAlias = "tuple[str, tuple[int, ...], Array, Array | None]"
 """(dtype tag, shape, numpy buffer, row offsets int64 [rows + 1] or None); see `schema`."""
 
-MOST_HEADER_BYTES: Final = 16 << 20
+MAX_HEADER_BYTES: Final = 16 << 20
 
 CODES: Final = {
     "float64": ("F64", "<f8"), "float32": ("F32", "<f4"), "float16": ("F16", "<f2"),
@@ -142,10 +142,10 @@ def make_header(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MOST_HEADER_BYTES:
+    if len(text) > MAX_HEADER_BYTES:
         raise InvalidTensor(
             f"names, texts and metadata of a file take {len(text)} bytes",
-            expected=f"at most {MOST_HEADER_BYTES}",
+            expected=f"at most {MAX_HEADER_BYTES}",
         )
     return struct.pack("<Q", len(text)) + text
 
@@ -161,7 +161,7 @@ def parse(data: Bytes, where: object) -> TensorFile:
         InvalidTensor: not safetensors, truncated, or of an unknown dtype.
     """
     claimed = int.from_bytes(data[:8].tobytes(), "little")
-    window = io.BytesIO(data[: 8 + min(claimed, MOST_HEADER_BYTES)].tobytes())
+    window = io.BytesIO(data[: 8 + min(claimed, MAX_HEADER_BYTES)].tobytes())
     header, start = read_header(window, where, data.size)
     entries = check_entries(header, where, data.size - start)
     return assemble(data[start:], entries, read_metadata(header, where))
@@ -184,14 +184,14 @@ def read_header(file: BinaryIO, where: object, size: int) -> tuple[dict[str, Jso
     """Return the header of a file of `size` bytes, and the offset at which the data begin.
 
     Raises:
-        InvalidTensor: not a header, or longer than the file or `MOST_HEADER_BYTES`.
+        InvalidTensor: not a header, or longer than the file or `MAX_HEADER_BYTES`.
     """
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-    if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
         raise InvalidTensor(
             f"{where} ({size} bytes) claims a header of {length} bytes",
-            expected=f"2 to {min(MOST_HEADER_BYTES, max(size - 8, 0))}: a safetensors file",
+            expected=f"2 to {min(MAX_HEADER_BYTES, max(size - 8, 0))}: a safetensors file",
         )
     try:
         header = json.loads(file.read(length).decode())

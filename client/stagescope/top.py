@@ -16,8 +16,8 @@ from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import STAGES, RankKey
 
-LEAST_WIDTH: Final = 40
-LEAST_HEIGHT: Final = 8
+MIN_WIDTH: Final = 40
+MIN_HEIGHT: Final = 8
 _STEPS: Final = 8
 """Newest steps that are requested; a high screen shows all of them."""
 _FINDINGS: Final = 8
@@ -150,7 +150,7 @@ def screen(
         run: its name, where there is no snapshot.
         problem: why the newest request was not answered; empty: it was.
     """
-    width, height = max(width, LEAST_WIDTH), max(height, LEAST_HEIGHT)
+    width, height = max(width, MIN_WIDTH), max(height, MIN_HEIGHT)
     if snapshot is None:
         text = problem or "asking the service ..."
         lines = [Line(f"stagescope  {run}", "title"), *_wrapped(text, width, "bad")]

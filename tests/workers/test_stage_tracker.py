@@ -19,8 +19,8 @@ from tests.support.coordinators import FakeCoordinator, wait_for
 from stagescope.wire.errors import Forbidden, InvalidInput
 from stagescope.wire.schema import STACKS
 from stagescope.wire.stacks import (
-    MOST_CHARACTERS,
-    MOST_FRAMES,
+    MAX_CHARACTERS,
+    MAX_FRAMES,
     parse_watchdog,
     read_watchdog,
     watchdog_directory,
@@ -113,9 +113,9 @@ def test_stacks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     reported = deep(400)
     mine = next(t for t in reported["threads"] if t["ident"] == threading.get_ident())
-    assert mine["stack"].count("in deep") == MOST_FRAMES - 1
+    assert mine["stack"].count("in deep") == MAX_FRAMES - 1
     assert mine["stack"].splitlines()[-2].endswith("in collect_stacks")  # the innermost are kept
-    monkeypatch.setattr(watchdog, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(watchdog, "MAX_CHARACTERS", 100)
     reported = deep(5)
     assert sum(len(thread["stack"]) for thread in reported["threads"]) <= 100
     assert reported["truncated"]
@@ -296,7 +296,7 @@ def test_a_file_of_any_content_is_read_in_bounds(tmp_path: Path) -> None:
     reported = read_watchdog(directory / NAME)
     assert reported is not None
     assert reported["truncated"]
-    assert len(reported["threads"][0]["stack"]) <= MOST_CHARACTERS
+    assert len(reported["threads"][0]["stack"]) <= MAX_CHARACTERS
     assert reported["threads"][0]["ident"] == 255
     head = watchdog_header(armed=1.5, threads={255: "t"}, training=[255], work={"step": 1})
     assert parse_watchdog(head) is None

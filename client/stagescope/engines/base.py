@@ -13,7 +13,7 @@ from stagescope.wire.nonfinite import JsonObject
 Prompt = str | Sequence[int]
 """A text, which the engine tokenises, or token ids, which it uses unchanged."""
 
-MOST_TOKENS: Final = 1 << 17
+MAX_TOKENS: Final = 1 << 17
 """Most tokens of one prompt, and most generated tokens."""
 
 
@@ -39,10 +39,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         finite = math.isfinite(self.temperature) and self.temperature >= 0
-        if not (1 <= self.max_tokens <= MOST_TOKENS and finite):
+        if not (1 <= self.max_tokens <= MAX_TOKENS and finite):
             raise InvalidInput(
                 f"max_tokens is {self.max_tokens} and temperature {self.temperature}",
-                expected=f"1 to {MOST_TOKENS} tokens, and a temperature from 0",
+                expected=f"1 to {MAX_TOKENS} tokens, and a temperature from 0",
             )
         if not (0 < self.top_p <= 1 and self.top_k >= 0):
             raise InvalidInput(
@@ -172,9 +172,9 @@ def check_ids(row: Sequence[int]) -> list[int]:
     """
     ids = list(row)
     wrong = [token for token in ids if type(token) is not int or not 0 <= token < 1 << 31]
-    if not ids or len(ids) > MOST_TOKENS or wrong:
+    if not ids or len(ids) > MAX_TOKENS or wrong:
         what = f"{wrong[0]!r:.50} is no token id" if wrong else f"{len(ids)} token ids"
-        raise InvalidInput(what, expected=f"1 to {MOST_TOKENS} ids from 0")
+        raise InvalidInput(what, expected=f"1 to {MAX_TOKENS} ids from 0")
     return ids
 
 

@@ -20,7 +20,7 @@ from stagescope.wire.nonfinite import Json, JsonObject
 
 KEY_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY"
 KEY_FILE_VARIABLE: Final = "STAGESCOPE_ENGINE_KEY_FILE"
-MOST_BYTES: Final = 64 << 20
+MAX_BYTES: Final = 64 << 20
 """Most bytes of one answer."""
 PARALLEL: Final = 8
 """Concurrent requests to one engine, which batches them itself."""
@@ -128,9 +128,9 @@ class EngineHttp:
             ) as response:
                 for chunk in response.iter_bytes():
                     content += chunk
-                    if len(content) > MOST_BYTES:
+                    if len(content) > MAX_BYTES:
                         raise EngineError(
-                            f"{self.url}{path} answers more than {MOST_BYTES >> 20} MiB",
+                            f"{self.url}{path} answers more than {MAX_BYTES >> 20} MiB",
                             advice="ask for fewer tokens at once",
                         )
                     # httpx limits a single read only: a slow stream could last forever.

@@ -33,9 +33,9 @@ ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "settings": "what it said of itself: an object",
 }
 """The fields of a registration; only `url` is required."""
-_MOST_LOG: Final = 64 << 20
+_MAX_LOG: Final = 64 << 20
 _TEXT: Final = 500
-_MOST_SETTINGS: Final = 50
+_MAX_SETTINGS: Final = 50
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}\Z")
 _ADDRESSES: Final = re.compile(rf"{AREAL_VARIABLE}=[\"']?([A-Za-z0-9._:\[\],-]+)")
 
@@ -67,9 +67,9 @@ def check_engine(fields: JsonObject) -> dict[str, Json]:
     found["name"] = engine_name(url) if name is None else check_name(name)
     settings = fields.get("settings")
     if settings is not None and not (
-        isinstance(settings, Mapping) and len(settings) <= _MOST_SETTINGS
+        isinstance(settings, Mapping) and len(settings) <= _MAX_SETTINGS
     ):
-        raise InvalidInput("settings is no small object", expected=f"up to {_MOST_SETTINGS} fields")
+        raise InvalidInput("settings is no small object", expected=f"up to {_MAX_SETTINGS} fields")
     found["settings"] = None if not settings else dict(settings)
     return found
 
@@ -125,8 +125,8 @@ def addresses_in_log(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _MOST_LOG))
-            text = file.read(_MOST_LOG).decode("utf-8", "replace")
+            file.seek(max(0, file.tell() - _MAX_LOG))
+            text = file.read(_MAX_LOG).decode("utf-8", "replace")
     except OSError as error:
         raise InvalidInput(f"{str(path)!r} cannot be read ({error.strerror})") from error
     found = addresses_in(text)

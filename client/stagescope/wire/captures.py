@@ -22,7 +22,7 @@ from stagescope.wire.plan import (
     CaptureSpec,
     CaptureSteps,
 )
-from stagescope.wire.schema import MOST_STEPS, check_run_name
+from stagescope.wire.schema import STEP_BOUND, check_run_name
 
 CAPTURE_FIELDS: Final[Mapping[str, str]] = {
     "run": "a run's name, or null: the run whose training stage began last; of steps by number, "
@@ -158,7 +158,7 @@ def _flag(spec: JsonObject, field: str) -> bool:
 def _is_count(value: object, least: int) -> bool:
     if not isinstance(value, int) or isinstance(value, bool):
         return False
-    return least <= value < MOST_STEPS  # larger ones do not fit into the catalogue
+    return least <= value < STEP_BOUND  # larger ones do not fit into the catalogue
 
 
 def read_ranks(value: object) -> CaptureRanks:

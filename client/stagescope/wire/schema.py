@@ -195,12 +195,12 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 
 _INT64: Final = 1 << 63
 _SEQUENCE: Final = (tuple, list)
-MOST_STEPS: Final = 10**18
+STEP_BOUND: Final = 10**18
+"""Steps are below this: at most 18 digits, in the API's paths too."""
 MAX_SCALAR_NAME: Final = 200
 """Characters of the name of a scalar."""
-"""Steps are below this: at most 18 digits, in the API's paths too."""
-_LONGEST_ROLE: Final = 100
-_LONGEST_KEY: Final = 500
+_MAX_ROLE: Final = 100
+_MAX_KEY: Final = 500
 _RUN_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}\Z")
 
 
@@ -213,14 +213,14 @@ def check_run_name(run: object) -> str:
 
 def check_role(role: object) -> str:
     """Return `role` if it is a valid name of a role, else raise `InvalidInput`."""
-    if isinstance(role, str) and _is_name(role, _LONGEST_ROLE):
+    if isinstance(role, str) and _is_name(role, _MAX_ROLE):
         return role
     raise InvalidInput(f"role {role!r:.200}", expected="a printable name of 1 to 100 characters")
 
 
 def check_attempt_key(key: object) -> str:
     """Return `key` if it is a valid attempt key, else raise `InvalidInput`."""
-    if isinstance(key, str) and _is_name(key, _LONGEST_KEY):
+    if isinstance(key, str) and _is_name(key, _MAX_KEY):
         return key
     raise InvalidInput(
         f"attempt_key {key!r:.200}", expected="a printable text of 1 to 500 characters"
@@ -278,14 +278,14 @@ _SENDER_FIELDS: Final = tuple(field.name for field in dataclasses.fields(Sender)
 def _parse_sender(*given: Json) -> Sender:
     values = dict(zip(_SENDER_FIELDS, given, strict=False))
     run, role, rank = check_run_name(values["run"]), values["role"], values["rank"]
-    if not _is_name(role, _LONGEST_ROLE) or not _is_int(rank, 0, 1 << 31):
+    if not _is_name(role, _MAX_ROLE) or not _is_int(rank, 0, 1 << 31):
         raise InvalidEvent(
             f"sender with role {role!r:.200} and rank {rank!r:.200}",
             expected="a role's name and a rank from 0",
         )
     for name, needed in (("incarnation", True), ("attempt_key", False), ("node_id", False)):
         value = values.get(name)
-        if not (_is_name(value, _LONGEST_KEY) or (value is None and not needed)):
+        if not (_is_name(value, _MAX_KEY) or (value is None and not needed)):
             raise InvalidEvent(
                 f"sender with {name} {values.get(name)!r:.200}",
                 expected="a printable text of 1 to 500 characters",
@@ -431,7 +431,7 @@ class Work:
 @functools.lru_cache(maxsize=8192, typed=True)  # typed, because True equals 1 but is not a step
 def _parse_work(step: Json, policy_version: Json, stage: Json, *part: Json) -> Work:
     # All ranks report the same work in a step and share one object.
-    if step is not None and not _is_int(step, 0, MOST_STEPS):
+    if step is not None and not _is_int(step, 0, STEP_BOUND):
         raise InvalidEvent(
             f"step is {step!r:.200}", expected="an int from 0 of at most 18 digits, or None"
         )

@@ -24,10 +24,10 @@ from stagescope.wire.errors import Forbidden
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import SCHEMA, WORK_FIELDS
 
-MOST_THREADS: Final = 256
-MOST_FRAMES: Final = 200
+MAX_THREADS: Final = 256
+MAX_FRAMES: Final = 200
 """Most frames of one thread; the innermost are kept."""
-MOST_CHARACTERS: Final = 256_000
+MAX_CHARACTERS: Final = 256_000
 """Most characters of all stacks of a process."""
 
 PROBE: Final = "probe"
@@ -59,7 +59,7 @@ def watchdog_header(
     header = {
         "schema": SCHEMA,
         "armed": armed,
-        "threads": dict([*threads.items()][:MOST_THREADS]),
+        "threads": dict([*threads.items()][:MAX_THREADS]),
         "training": [*training],
         "work": dict(work),
     }
@@ -69,7 +69,7 @@ def watchdog_header(
 def read_watchdog(path: str | Path) -> dict[str, Json] | None:
     """Return the fields of a STACKS event from a watchdog's file.
 
-    At most `MOST_CHARACTERS` of the file are read. None if there is no such file, or if the
+    At most `MAX_CHARACTERS` of the file are read. None if there is no such file, or if the
     watchdog has not fired since it was armed.
 
     Raises:
@@ -89,7 +89,7 @@ def read_watchdog(path: str | Path) -> dict[str, Json] | None:
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise Forbidden(f"{str(path)!r:.300} is no watchdog's file", expected="a regular file")
-        text = file.read(MOST_CHARACTERS + 1)
+        text = file.read(MAX_CHARACTERS + 1)
     return parse_watchdog(text.decode("utf-8", "replace"))
 
 
@@ -122,8 +122,8 @@ def parse_watchdog(text: str) -> dict[str, Json] | None:
         **{name: work.get(name) for name in WORK_FIELDS},
         "request_id": f"{WATCHDOG}-{int(float(header.get('armed') or 0.0) * 1000)}",
         "source": WATCHDOG,
-        "threads": threads[:MOST_THREADS],
-        "truncated": len(text) > MOST_CHARACTERS or len(threads) > MOST_THREADS,
+        "threads": threads[:MAX_THREADS],
+        "truncated": len(text) > MAX_CHARACTERS or len(threads) > MAX_THREADS,
     }
 
 

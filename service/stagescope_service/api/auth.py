@@ -50,7 +50,7 @@ USER_HEADER: Final = "x-stagescope-user"
 TOKEN_BYTES: Final = 32
 COOKIE: Final = "stagescope"
 COOKIE_SECONDS: Final = 7 * 24 * 3600
-_MOST_LOGINS: Final = 8
+_MAX_LOGINS: Final = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class AccessTokens:
         services. The logins of others that `cookie` (the one so far) holds are kept.
         """
         own = self._keys[grade]
-        return ".".join([own, *self._others(cookie)][:_MOST_LOGINS])
+        return ".".join([own, *self._others(cookie)][:_MAX_LOGINS])
 
     def logout(self, cookie: str) -> str:
         """Return a cookie without the logins of this service; empty where none is left."""
@@ -109,7 +109,7 @@ class AccessTokens:
         logins = [login.encode("utf-8", "surrogateescape") for login in cookie.split(".")]
         found: Grade | None = None
         for grade, key in self._keys.items():
-            same = [hmac.compare_digest(login, key.encode()) for login in logins[:_MOST_LOGINS]]
+            same = [hmac.compare_digest(login, key.encode()) for login in logins[:_MAX_LOGINS]]
             found = grade if any(same) else found
         return found
 

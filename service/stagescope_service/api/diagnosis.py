@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 
 from stagescope.batch import Batch
 from stagescope.wire.errors import NotFound
-from stagescope.wire.schema import MOST_STEPS, RECENT_TENSORS
+from stagescope.wire.schema import RECENT_TENSORS, STEP_BOUND
 from stagescope_service.api.batches import Selection, batch_of
 from stagescope_service.api.dependencies import AttemptNumber, Dependencies, Deps, RunPath
 from stagescope_service.api.encoding import JsonObject
@@ -22,7 +22,7 @@ from stagescope_service.diagnosis.doctor import Diagnosis, diagnose
 from stagescope_service.diagnosis.history import LossOfStep, RunHistory, Step
 from stagescope_service.diagnosis.parts import mismatch_parts
 
-_MOST_BYTES: Final = 256 << 20
+_MAX_BYTES: Final = 256 << 20
 """Most bytes of a step's payload files that a diagnosis reads."""
 
 router = APIRouter(tags=["runs"])
@@ -36,7 +36,7 @@ async def diagnosis(
     attempt: AttemptNumber = None,
     step: Annotated[
         int | None,
-        Query(ge=0, lt=MOST_STEPS, description="Look at the steps up to this one alone."),
+        Query(ge=0, lt=STEP_BOUND, description="Look at the steps up to this one alone."),
     ] = None,
 ) -> Answer:
     """Hold the rulebook against the newest 2000 steps of a run: what is sick, and how sure that is.
@@ -91,7 +91,7 @@ class _KeptTensors:
     def loss(self, step: Step) -> LossOfStep:
         target = self._target(step)
         size = sum(row["bytes"] for row in payload_artifacts(self._deps, target, step.step))
-        if size > _MOST_BYTES:
+        if size > _MAX_BYTES:
             raise NotFound(
                 f"the tensors of step {step.step} are {size >> 20} MiB, too many for a diagnosis",
                 advice=f"stagescope loss {step.step}",
@@ -110,7 +110,7 @@ class _KeptTensors:
         there: set[str] = set()
         for row in files:
             there |= RECENT_TENSORS if row["tensors"] is None else set(row["tensors"])
-        if not {*names} <= there or sum(row["bytes"] for row in files) > _MOST_BYTES:
+        if not {*names} <= there or sum(row["bytes"] for row in files) > _MAX_BYTES:
             return None
         return batch_of(self._deps, target, Selection(names, None))
 

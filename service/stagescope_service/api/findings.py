@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.names import closest_by_words
-from stagescope.wire.schema import MOST_STEPS
+from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.dependencies import (
     RUN_PATTERN,
     AttemptNumber,
@@ -57,7 +57,7 @@ Only = Annotated[
 
 
 Severity = Literal["error", "warning", "info"]
-StepFilter = Annotated[int | None, Query(ge=0, lt=MOST_STEPS, description="Only this step.")]
+StepFilter = Annotated[int | None, Query(ge=0, lt=STEP_BOUND, description="Only this step.")]
 KindFilter = Annotated[str | None, Query(max_length=200, description="Only this kind.")]
 
 

@@ -31,7 +31,7 @@ from stagescope_service.api.requests import Answer, read_json
 
 router = APIRouter(tags=["page"])
 
-_MOST_LOGIN_BYTES: Final = 4096
+_MAX_LOGIN_BYTES: Final = 4096
 """Anybody may send a login: its body must not take the memory of other requests."""
 
 
@@ -46,7 +46,7 @@ async def login(request: Request, deps: Deps) -> Response:
     token, scripts cannot read it, and no other site's page can send it. What changes something
     needs the page of this service as its sender, too.
     """
-    fields = await read_json(request, deps.settings, limit=_MOST_LOGIN_BYTES)
+    fields = await read_json(request, deps.settings, limit=_MAX_LOGIN_BYTES)
     body = LoginRequest.parse(fields)
     tokens: AccessTokens | None = request.app.state.tokens
     answer = Response(status_code=204)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 
 from stagescope.table import similar_names
 from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope.wire.schema import MOST_STEPS
+from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.completeness import (
     ROWS_REMOVED,
     BegunAgain,
@@ -45,7 +45,7 @@ Key = tuple[str | None, str | None, int | None]
 Value = float | str | None
 """A number, or the name of one that is not finite; None: the step has none."""
 
-MAX_STEPS: Final = 20_000
+MAX_SERIES_STEPS: Final = 20_000
 MAX_VALUES: Final = 500_000
 """Of an answer: steps times series."""
 _MAX_OLD_STEPS: Final = 200
@@ -60,7 +60,7 @@ OLD: Final = "its numbers are of an earlier version: request the step"
 ABSENT: Final = "not among the numbers of this step"
 NOT_LOGGED: Final = "no rank logged it"
 
-StepBound = Annotated[int | None, Query(ge=0, lt=MOST_STEPS)]
+StepBound = Annotated[int | None, Query(ge=0, lt=STEP_BOUND)]
 
 
 @dataclasses.dataclass
@@ -130,9 +130,9 @@ def series(
     superseded: Annotated[
         bool, Query(description="Also steps that a later attempt did again.")
     ] = False,
-    limit: Annotated[int, Query(ge=1, le=MAX_STEPS, description="Most steps, the newest.")] = (
-        10_000
-    ),
+    limit: Annotated[
+        int, Query(ge=1, le=MAX_SERIES_STEPS, description="Most steps, the newest.")
+    ] = (10_000),
 ) -> Answer:
     """Return one number over the steps of a run, as columns: `steps` and, aligned, the others.
 

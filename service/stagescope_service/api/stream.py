@@ -37,7 +37,7 @@ _ENDED_SECONDS: Final = 600.0
 """How long after its end an attempt is still watched: its last steps are aggregated later."""
 _REMEMBERED: Final = 512
 """Events that an interrupted listener can still get."""
-_MOST_BEHIND: Final = 30
+_MAX_BEHIND: Final = 30
 """Readings with changes that wait for a listener; one more, and it is closed."""
 _RETRY: Final = 2000
 """Milliseconds after which an interrupted browser asks again."""
@@ -176,7 +176,7 @@ class _Listener:
         texts = [each.text for each in events if self.run is None or each.run in (None, self.run)]
         if not texts:
             return
-        if self._behind >= _MOST_BEHIND:
+        if self._behind >= _MAX_BEHIND:
             log.info("a listener of /stream reads too slowly: its connection is closed")
             self._scope.cancel()
             return

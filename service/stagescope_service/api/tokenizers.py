@@ -23,7 +23,7 @@ NO_TOKENIZER: Final = (
     "no tokenizer is known: give init(settings={'tokenizer': '/path/of/tokenizer.json'}), or the "
     "service STAGESCOPE_TOKENIZER"
 )
-MOST_BYTES: Final = 128 << 20
+MAX_BYTES: Final = 128 << 20
 _FILE: Final = "tokenizer.json"
 _WORD: Final = "\u2581"
 """The character that SentencePiece writes for a space."""
@@ -50,10 +50,8 @@ class Tokenizers:
             else:
                 return cls(None, NO_TOKENIZER)
             status = path.stat()
-            if status.st_size > MOST_BYTES:
-                return cls(
-                    None, f"{path} has {status.st_size} bytes, at most {MOST_BYTES} are read"
-                )
+            if status.st_size > MAX_BYTES:
+                return cls(None, f"{path} has {status.st_size} bytes, at most {MAX_BYTES} are read")
             return cls(_load(path, status.st_mtime_ns), None)
         except (OSError, StagescopeError) as error:
             return cls(None, f"the tokenizer cannot be read: {error}")

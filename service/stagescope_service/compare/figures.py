@@ -20,8 +20,8 @@ from stagescope_service.compare.report.as_json import (
 )
 from stagescope_service.figure_style import COLOURS, SCALE, finished, ticks_of_powers
 
-MOST_BARS: Final = 200
-MOST_DETAILED: Final = 6
+MAX_BARS: Final = 200
+MAX_DETAILED: Final = 6
 """Most differing tensors that have figures of their own: the first in the flow."""
 
 _DISTANCE: Final = "|d| = |A - B|"
@@ -30,7 +30,7 @@ _WITHOUT_DISTANCE: Final = ("tokens", "masks")
 _LONGEST: Final = 30
 """Most characters of a name on an axis; the hover text has the full name."""
 _MARKER: Final = {"color": "#ffffff", "line": {"color": "#222222", "width": 1}}
-_MOST_WITH_GAPS: Final = 32
+_MAX_WITH_GAPS: Final = 32
 """Most ranks that a narrow window can show with gaps between them."""
 
 
@@ -57,9 +57,9 @@ def pictures(pair: PairReport) -> list[go.Figure]:
     tensors = _tensors(pair)
     if all(tensor.report["verdict"] == "same" for tensor in tensors):
         return []
-    figures = [flow_figure(tensors[:MOST_BARS])]
+    figures = [flow_figure(tensors[:MAX_BARS])]
     differing = [tensor for tensor in tensors if tensor.report["verdict"] == "different"]
-    for tensor in differing[:MOST_DETAILED]:
+    for tensor in differing[:MAX_DETAILED]:
         if len(tensor.report["places"]) > 1:
             figures.append(places_figure(tensor))
         if tensor.report["differing_samples"]:
@@ -129,7 +129,7 @@ def places_figure(tensor: _TitledTensor) -> go.Figure:
         both = (cells[row][column], value)
         cells[row][column] = max((v for v in both if v is not None), default=None)
     most = max((value for row in cells for value in row if value is not None), default=0.0)
-    gap = 1 if len(ranks) <= _MOST_WITH_GAPS else 0
+    gap = 1 if len(ranks) <= _MAX_WITH_GAPS else 0
     figure = go.Figure(
         go.Heatmap(
             z=cells, x=[str(rank) for rank in ranks], y=[text for _, text in parts],
@@ -147,7 +147,7 @@ def places_figure(tensor: _TitledTensor) -> go.Figure:
 def samples_figure(tensor: _TitledTensor) -> go.Figure:
     """Return how far a tensor differs in each sample, the worst first."""
     measure, samples = _measure(tensor.report), tensor.report["differing_samples"]
-    worst = sorted(samples, key=lambda each: -measure.value(each))[:MOST_BARS]
+    worst = sorted(samples, key=lambda each: -measure.value(each))[:MAX_BARS]
     names = _short([each["sample"] for each in worst])
     figure = go.Figure()
     figure.add_bar(

@@ -37,7 +37,7 @@ COMMANDS: Final = (
     "add_engine", "remove_engine", "ask_stacks", "drain", "note_bundle",
 )  # fmt: skip
 """Methods of `Coordinator` that the actor has, too; the API also calls them over a socket."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0
 _GC_THRESHOLDS: Final = (50_000, 20, 100)
 """Of the state's objects few are garbage: by Python's defaults (700, 10, 10) the search for cycles
 took a sixth of the time of an event."""
@@ -179,7 +179,7 @@ class DebugCoordinator:
                 if self._store is not None:
                     await asyncio.to_thread(self._store.close, 0.0)
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                pause = min(2 * pause, _MAX_PAUSE)
 
 
 def _method(name: str, *, answers_not_ready: bool = False) -> Callable[..., Awaitable[Reply]]:

@@ -14,7 +14,7 @@ import pydantic
 
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import MOST_STEPS
+from stagescope.wire.schema import STEP_BOUND
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,7 +23,7 @@ _BELOW = 1 << 63
 """Integers from here on do not fit into a column of the catalogue."""
 
 AttemptId = Annotated[int, pydantic.Field(ge=1, lt=_BELOW)]
-StepNumber = Annotated[int, pydantic.Field(ge=0, lt=MOST_STEPS)]
+StepNumber = Annotated[int, pydantic.Field(ge=0, lt=STEP_BOUND)]
 Revision = Annotated[int, pydantic.Field(ge=-_BELOW, lt=_BELOW)]
 Seconds = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Ranks = Annotated[

@@ -19,7 +19,7 @@ from stagescope_service.store.artifacts import confine
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tables import CaptureRow
 
-_MOST_DUMPS: Final = 100_000
+_MAX_DUMPS: Final = 100_000
 
 
 def with_baseline(catalogue: Catalogue, capture: CaptureSpec, roots: Iterable[Path]) -> CaptureSpec:
@@ -38,7 +38,7 @@ def with_baseline(catalogue: Catalogue, capture: CaptureSpec, roots: Iterable[Pa
     _check_checksums(catalogue.capture(baseline["capture_id"]), baseline["capture_id"])
     rows = [
         (row, Path(row["path"]))
-        for row in catalogue.captured(baseline["capture_id"], limit=_MOST_DUMPS)
+        for row in catalogue.captured(baseline["capture_id"], limit=_MAX_DUMPS)
         if row["step"] == baseline["step"] and row["state"] == "complete" and row["path"]
     ]
     if not rows:

@@ -25,9 +25,9 @@ from stagescope.wire.nonfinite import Json, JsonObject
 logger = logging.getLogger(__name__)
 
 FILE: Final = "coordinator.sock"
-MOST_BYTES: Final = 64 << 20
+MAX_BYTES: Final = 64 << 20
 """Of one line; requests to the API are limited far below."""
-_LONGEST_ADDRESS: Final = 100
+_MAX_ADDRESS: Final = 100
 """Bytes of a path that fit into a socket's address on every system (Linux: 107)."""
 
 Reply = dict[str, Json]
@@ -62,7 +62,7 @@ async def serve(folder: Path, methods: Mapping[str, Method]) -> asyncio.Server:
 
     with _address(folder) as address:
         # It replaces the socket of a dead coordinator.
-        server = await asyncio.start_unix_server(answer, address, limit=MOST_BYTES)
+        server = await asyncio.start_unix_server(answer, address, limit=MAX_BYTES)
         os.chmod(address, 0o600)
         return server
 
@@ -76,7 +76,7 @@ async def call(folder: Path, method: str, arguments: JsonObject) -> Reply:
     """
     try:
         with _address(folder) as address:
-            reader, writer = await asyncio.open_unix_connection(address, limit=MOST_BYTES)
+            reader, writer = await asyncio.open_unix_connection(address, limit=MAX_BYTES)
     except (OSError, AttributeError) as error:
         raise Broken(str(error), was_sent=False) from error
     try:
@@ -124,7 +124,7 @@ def _problem(error: StagescopeError) -> dict[str, str]:
 def _address(folder: Path) -> Iterator[str]:
     """Yield the socket's path; through an open folder if it is too long for an address."""
     path = folder / FILE
-    if len(os.fsencode(path)) <= _LONGEST_ADDRESS:
+    if len(os.fsencode(path)) <= _MAX_ADDRESS:
         yield str(path)
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

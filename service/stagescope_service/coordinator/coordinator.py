@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 _KEEP_POLICY: Final = "standing_keep"
 """Key of `meta`: what the settings' file has runs keep, and since which revision."""
-_LONGEST_WAIT: Final = 60.0
+_MAX_WAIT: Final = 60.0
 """Seconds that one call waits for an agreement."""
 
 Reply = dict[str, Json]
@@ -215,7 +215,7 @@ class Coordinator:
         audit = self._audit(by, "add_capture", entry.stored())
         await self.intake.change_plan([requests.row(entry), audit])
         await self.intake.check_requests()
-        found = await self.intake.agreed(entry.capture_id, min(wait, _LONGEST_WAIT))
+        found = await self.intake.agreed(entry.capture_id, min(wait, _MAX_WAIT))
         if found is not None:
             return {**found.stored(), "notes": requests.notes(entry)}
         # It ended at once: what became of it is in the catalogue.

@@ -17,7 +17,7 @@ from stagescope_service.core.instructions import Instruction
 
 _LEAVE_SECONDS: Final = 10.0
 """Seconds without contact after which a process that was requested to leave counts as gone."""
-_MOST_NAMED: Final = 20
+_MAX_NAMED: Final = 20
 
 
 class DrainAnswer(TypedDict):
@@ -100,7 +100,7 @@ class Draining:
             attempts = self._state.registry.of_key(run, attempt_key)
             present = self._request_all(attempts)
             named = itertools.chain.from_iterable(each.missing() for each in attempts)
-            missing = [*itertools.islice(named, _MOST_NAMED)]
+            missing = [*itertools.islice(named, _MAX_NAMED)]
             waited = [each for each in present if not self._does_not_answer(each)]
             left = (deadline if attempts else unknown_until) - self._mono()
             may_come = any(not spoke for _, _, spoke in missing)
@@ -121,7 +121,7 @@ class Draining:
         await self._effects.carry_out(out)
         ranks = dict.fromkeys((role, rank) for role, rank, _ in missing)
         ranks |= dict.fromkeys((process.role, process.rank) for process in present)
-        return [f"{role} rank {rank}" for role, rank in ranks][:_MOST_NAMED]
+        return [f"{role} rank {rank}" for role, rank in ranks][:_MAX_NAMED]
 
     def _request_all(self, attempts: list[Attempt]) -> list[Process]:
         """Request the live processes with a probe to leave, each once; return them."""

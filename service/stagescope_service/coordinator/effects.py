@@ -61,7 +61,7 @@ from stagescope_service.triggers.watch import REACH
 
 logger = logging.getLogger(__name__)
 
-_MOST_FILES: Final = 100_000
+_MAX_FILES: Final = 100_000
 
 
 class Effects:
@@ -401,7 +401,7 @@ class Effects:
             reasons += [pinned.reason] if pinned.reason else []
             gone += 0 if pinned.reason else gone_of(rows, pinned.payloads)
         files = await asyncio.to_thread(
-            self.catalogue.artifacts, attempt_id, step, kind="kept", limit=_MOST_FILES
+            self.catalogue.artifacts, attempt_id, step, kind="kept", limit=_MAX_FILES
         )
         payloads, size = payloads + len(files), size + sum(row["bytes"] for row in files)
         return PinAnswer(payloads, size, gone, tuple(reasons))
@@ -415,7 +415,7 @@ class Effects:
         """Return node -> rows of `artifacts` of a step's payloads in rings, deleted ones too."""
         rows = await asyncio.to_thread(
             self.catalogue.artifacts,
-            attempt_id, step, kind="ring", deleted=None, limit=_MOST_FILES,
+            attempt_id, step, kind="ring", deleted=None, limit=_MAX_FILES,
         )  # fmt: skip
         found: dict[str, list[ArtifactRow]] = {}
         for row in sorted(rows, key=lambda row: row["node_id"]):

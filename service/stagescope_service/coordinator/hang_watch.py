@@ -153,9 +153,9 @@ def _role(
 
 
 KIND: Final = "stage_stuck"
-MOST_FINDINGS: Final = 64
+MAX_FINDINGS: Final = 64
 """For one role and check; `GET /steps/{step}/stuck` lists all of them."""
-MOST_ASKED: Final = 8
+MAX_ASKED: Final = 8
 """Stuck ranks of a role whose stacks one check requests, beside those of one that is not stuck."""
 ANSWER_SECONDS: Final = 30.0
 
@@ -241,7 +241,7 @@ class HangWatch:
                 if process.role not in restarted
             ]
             unheard |= {process.incarnation for process in silent}
-            out += self._fell_silent(attempt, silent[:MOST_FINDINGS], wall)
+            out += self._fell_silent(attempt, silent[:MAX_FINDINGS], wall)
             if attempt.open and self._is_quiet(attempt, wall):
                 out += self._judge(attempt, silent, restarted, wall, stuck)
         return out + self._end(stuck, wall) + self._end_silences(unheard, wall)
@@ -289,7 +289,7 @@ class HangWatch:
         for name, role in roles(attempt, {process.incarnation for process in silent}):
             if name in restarted:
                 continue
-            found = judge(role, wall, self._rules)[:MOST_FINDINGS]
+            found = judge(role, wall, self._rules)[:MAX_FINDINGS]
             new: list[Stuck] = []
             for each in found:
                 key = _key(attempt, name, each)
@@ -328,7 +328,7 @@ class HangWatch:
             for process in attempt.processes.values()
             if process.role == role and process.live and not process.raw
         }
-        requested = [rank for rank in stuck if rank in live][:MOST_ASKED]
+        requested = [rank for rank in stuck if rank in live][:MAX_ASKED]
         requested += sorted(live.keys() - set(stuck))[:1]
         out: list[Instruction] = []
         for rank in requested:

@@ -24,7 +24,7 @@ from stagescope_service.core.state import State
 from stagescope_service.store.tables import FindingRow
 
 KIND: Final = "service_behind"
-MOST_EVENTS: Final = 50_000
+MAX_EVENTS: Final = 50_000
 """Accepted events that are not committed yet; about 2 KiB each."""
 SLOTS: Final = 64
 """Batches that are handled at a time: polls, queries and commands wait at most for these, and not
@@ -34,13 +34,13 @@ BEHIND_SECONDS: Final = 5.0
 WINDOW_SECONDS: Final = 5.0
 WINDOWS: Final = 3
 """Windows in a row that make a finding: ranks that come back after an outage are no load."""
-FEWEST_CALLS: Final = 100
+MIN_CALLS: Final = 100
 """With fewer calls, a window describes the ranks and not the service."""
 CALLS_PER_SECOND: Final = 250.0
 """The rate that is requested of all ranks together while the service is behind."""
 TRIM_SECONDS: Final = 30.0
 GROWN_BYTES: Final = 16 << 20
-MOST_PAUSE: Final = 40.0
+MAX_PAUSE: Final = 40.0
 
 
 class LoadStatus(TypedDict):
@@ -55,7 +55,7 @@ class LoadStatus(TypedDict):
 class Load:
     """Uncommitted events and their lag; used from the coordinator's loop only."""
 
-    def __init__(self, state: State, *, most_events: int = MOST_EVENTS) -> None:
+    def __init__(self, state: State, *, most_events: int = MAX_EVENTS) -> None:
         self._state = state
         self._most = most_events
         self._slots = asyncio.Semaphore(SLOTS)
@@ -75,7 +75,7 @@ class Load:
         """Seconds for a rank to wait before its next batch; 0 while the service keeps up."""
         if not self._late_windows and self._waiting < self._most / 2:
             return 0.0
-        return min(max(self._live_ranks / CALLS_PER_SECOND, 0.5), MOST_PAUSE)
+        return min(max(self._live_ranks / CALLS_PER_SECOND, 0.5), MAX_PAUSE)
 
     def is_late(self, now: float) -> bool:
         """Return whether events arrive late, or did until a pause ago: recent ones are unknown.
@@ -141,10 +141,10 @@ class Load:
         self._lag = ages / calls if calls else None
         # Not for every batch: with many ranks that would cost the most.
         self._live_ranks = sum(process.live for process in self._state.registry.processes.values())
-        is_late = calls >= FEWEST_CALLS and ages > BEHIND_SECONDS * calls
+        is_late = calls >= MIN_CALLS and ages > BEHIND_SECONDS * calls
         self._late_windows = self._late_windows + 1 if is_late else 0
         if is_late:
-            self._late_until = now + WINDOW_SECONDS + MOST_PAUSE
+            self._late_until = now + WINDOW_SECONDS + MAX_PAUSE
         if is_late and self._late_windows >= WINDOWS:
             return self._behind(calls / seconds, ages / calls, wall)
         return [] if is_late else self._over(wall)

@@ -34,7 +34,7 @@ _BATCH: Final = 1000
 _ROWS: Final = 2000
 """Rows that are removed in one transaction."""
 _STEPS: Final = 100
-_MOST_RUNS: Final = 100_000
+_MAX_RUNS: Final = 100_000
 _DAY: Final = 86_400.0
 _SLACK: Final = 50
 """A deletion frees 1/50 of the limit beyond what is needed, so that not every payload deletes."""
@@ -245,7 +245,7 @@ class Retention:
                         await self._remove_rows_of(row)
 
     def _runs(self) -> list[str]:
-        return [row["run"] for row in self._catalogue.runs(limit=_MOST_RUNS)]
+        return [row["run"] for row in self._catalogue.runs(limit=_MAX_RUNS)]
 
     def _removable(self, run: str) -> list[RemovableStep]:
         keep = self._limits.row_steps

@@ -37,7 +37,7 @@ REFUSED_EVENT: Final = "refused_event"
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
-MOST_REASONS: Final = 20
+MAX_REASONS: Final = 20
 """Messages of the refusals of one subject that are kept apart."""
 _SUBJECTS: Final = 10_000
 """Subjects of refusals that are remembered."""
@@ -83,7 +83,7 @@ class Refusals:
     """Tells the refusals of one subject apart by their message, and counts each.
 
     A subject (a kind, run, attempt, stage, role and rank) may be refused for several reasons.
-    Messages that differ in digits alone are one. Beyond `MOST_REASONS` of a subject, the others are
+    Messages that differ in digits alone are one. Beyond `MAX_REASONS` of a subject, the others are
     one finding, with the message of the last.
     """
 
@@ -96,7 +96,7 @@ class Refusals:
         subject, wall = str(put.row["finding_id"]), float(put.row["first_wall"])
         made = self._of(subject)
         finding_id = row_id(subject, _DIGITS.sub("0", str(put.row["message"])))
-        if finding_id not in made and len(made) >= MOST_REASONS:
+        if finding_id not in made and len(made) >= MAX_REASONS:
             finding_id = subject
         count, first = made.get(finding_id, (0, wall))
         made[finding_id] = (count + 1, min(first, wall))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from stagescope.wire.errors import InvalidEvent, InvalidInput
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import STACKS, Work
-from stagescope.wire.stacks import MOST_CHARACTERS, MOST_THREADS, PROBE, WATCHDOG
+from stagescope.wire.stacks import MAX_CHARACTERS, MAX_THREADS, PROBE, WATCHDOG
 from stagescope_service.core.catalogue_rows import integer, text, work_columns
 from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import finding
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ASKED, ANSWERED, NOT_ANSWERED = "asked", "answered", "not answered"
 
-MOST_ASKED: Final = 128
+MAX_ASKED: Final = 128
 """Processes of one request: the stacks of each are up to 256 kB."""
 
 
@@ -167,7 +167,7 @@ def choose(
         ranks: only these; None for all.
 
     Raises:
-        InvalidInput: more than `MOST_ASKED` processes.
+        InvalidInput: more than `MAX_ASKED` processes.
     """
     requested: list[Process] = []
     refused: list[dict[str, Json]] = []
@@ -190,10 +190,10 @@ def choose(
         {"role": role, "rank": rank, "reason": "nobody has heard of it"}
         for rank in sorted(set(ranks or ()) - known)
     ]
-    if len(requested) > MOST_ASKED:
+    if len(requested) > MAX_ASKED:
         raise InvalidInput(
             f"the stacks of {len(requested)} processes",
-            expected=f"at most {MOST_ASKED}: name ranks",
+            expected=f"at most {MAX_ASKED}: name ranks",
         )
     return requested, refused
 
@@ -210,11 +210,11 @@ def _checked(value: object) -> tuple[list[StackThread], bool]:
     """Return threads as the catalogue stores them, and whether some were left out."""
     reported_threads = value if isinstance(value, list | tuple) else []
     threads: list[StackThread] = []
-    left, truncated = MOST_CHARACTERS, len(reported_threads) > MOST_THREADS
-    for thread in reported_threads[:MOST_THREADS]:
+    left, truncated = MAX_CHARACTERS, len(reported_threads) > MAX_THREADS
+    for thread in reported_threads[:MAX_THREADS]:
         if not isinstance(thread, Mapping):
             continue
-        stack = text(thread.get("stack"), MOST_CHARACTERS) or ""
+        stack = text(thread.get("stack"), MAX_CHARACTERS) or ""
         truncated = truncated or len(stack) > left
         stack = stack[len(stack) - min(len(stack), left) :]
         left -= len(stack)

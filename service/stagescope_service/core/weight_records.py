@@ -24,7 +24,7 @@ from stagescope_service.core.weights import COPY, TP_COPY, Shard, WeightRecord, 
 if TYPE_CHECKING:
     from stagescope_service.store.tables import WeightsRow
 
-MOST_TENSORS: Final = 1_000_000
+MAX_TENSORS: Final = 1_000_000
 _MANIFESTS_REMEMBERED: Final = 10_000
 _EXPECTED: Final = "[(name, checksum, dtype, shape, shard), ...]"
 
@@ -71,7 +71,7 @@ def read(event: Event, work: Work) -> ReportedWeights:
             f"weights event {event.seq} is of side {side!r:.100} and kind {kind!r:.100}",
             expected=f"one of {WEIGHT_SIDES}, and of {WEIGHT_KINDS}",
         )
-    if not isinstance(tensors, list | tuple) or len(tensors) > MOST_TENSORS:
+    if not isinstance(tensors, list | tuple) or len(tensors) > MAX_TENSORS:
         raise InvalidEvent(f"weights event {event.seq} has no tensors", expected=_EXPECTED)
     device = fields.get("device")
     reported = ReportedWeights(

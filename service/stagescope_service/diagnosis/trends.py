@@ -122,7 +122,7 @@ def step_change(
     series = history.metric(metric).finite
     if not len(series):
         return not_measured(f"no step has {metric}")
-    own = series.of_attempt(int(series.attempts[-1])).newest(_MOST_SPLIT)
+    own = series.of_attempt(int(series.attempts[-1])).newest(_MAX_SPLIT)
     if len(own) < steps:
         return not_measured(f"attempt {own.attempts[-1]} has {len(own)} steps, {steps} are needed")
     at = _split(own.values)
@@ -141,7 +141,7 @@ def step_change(
     return Evidence("found", beyond, step, f"attempt {own.attempts[-1]}", (text,))
 
 
-_MOST_SPLIT: Final = 400
+_MAX_SPLIT: Final = 400
 """Newest steps that are searched for a change."""
 
 

@@ -69,7 +69,7 @@ def open_dump(path: Path, *, step: int | None = None, kind: str | None = None) -
         NotFound: there is no such path, nothing in it is of a known format, or of that step.
         InvalidInput: an unknown kind, or files of several formats.
         InvalidTensor: `path` is one damaged file, so that its format cannot be detected.
-        TooLarge: more than `listing.MOST_FILES` files.
+        TooLarge: more than `listing.MAX_FILES` files.
         StoreError: the disk reported an error.
     """
     if not path.exists():

@@ -39,7 +39,7 @@ from stagescope_service.statistics.identity import RowIdentity, resolve
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.step_summary import REPEATED
-from stagescope_service.statistics.summarise import MOST_ROUNDS
+from stagescope_service.statistics.summarise import MAX_ROUNDS
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import pair_name, part_key
@@ -231,11 +231,11 @@ def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator
         ignored = ", ".join(summary.ignored)
         yield finding(
             "too_many_rounds",
-            f"{ignored} of {pair_name(summary.pair)} tell more than {MOST_ROUNDS} rounds, turns or "
+            f"{ignored} of {pair_name(summary.pair)} tell more than {MAX_ROUNDS} rounds, turns or "
             "versions apart, or a round below 0: rounds are counted by the mask"
-            + (f", from {MOST_ROUNDS} on as one" if "response_mask" in summary.ignored else ""),
+            + (f", from {MAX_ROUNDS} on as one" if "response_mask" in summary.ignored else ""),
             **_location(job),
-            evidence={"tensors": list(summary.ignored), "most": MOST_ROUNDS},
+            evidence={"tensors": list(summary.ignored), "most": MAX_ROUNDS},
             advice="round_ids and turn_ids count from 0 in each sample; all tokens count all the "
             "same",
         )
@@ -366,7 +366,7 @@ def _stream_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
         yield Put("streams", row)
 
 
-MOST_SAMPLES: Final = 20_000
+MAX_SAMPLES: Final = 20_000
 """Samples of a payload with rows of their own; the statistics include all samples."""
 _OF_PIECES: Final = frozenset({"positions", "token_offset", "round_offset"})
 """Tensors of payloads whose rows may be pieces of samples."""
@@ -385,7 +385,7 @@ def sample_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
     hashes = _token_hashes(payload, len(ids))
     rounds = _round_counts(payload, len(ids))
     meta = payload.meta
-    for row, uid in enumerate(ids[:MOST_SAMPLES]):
+    for row, uid in enumerate(ids[:MAX_SAMPLES]):
         columns: dict[str, Json] = {
             "attempt_id": job["attempt_id"],
             "clock": clock,

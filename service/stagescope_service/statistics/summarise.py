@@ -34,13 +34,13 @@ _KINDS = {
 }
 _START, _STOP, _ROW, _ROUND, _TURN, _VERSION = range(6)
 
-MOST_ROUNDS: Final = 4096
+MAX_ROUNDS: Final = 4096
 """Maximum number of distinct rounds, turns and versions."""
-MOST_ENGINES: Final = 4096
+MAX_ENGINES: Final = 4096
 """Maximum number of engine instances of a payload; of more none is told apart."""
 _MARKS: Final = 8
 """Nominal marks on a row's grid: at least half as many for one run, at most twice as many."""
-_MOST_STRETCHES: Final = 1024
+_MAX_STRETCHES: Final = 1024
 """Maximum stretches of a row: bounds the summary of a mask with very many short stretches."""
 
 
@@ -135,17 +135,17 @@ class _SliceKeys(NamedTuple):
 def _slice_keys(batch: TokenBatch, table: Int64) -> _SliceKeys:
     """Return the slices of a batch; rounds beyond the limit are one (`table` is changed)."""
     ignored: tuple[str, ...] = ()
-    if table.size and int(table[:, _ROUND].max()) >= MOST_ROUNDS:
-        np.minimum(table[:, _ROUND], MOST_ROUNDS - 1, out=table[:, _ROUND])
+    if table.size and int(table[:, _ROUND].max()) >= MAX_ROUNDS:
+        np.minimum(table[:, _ROUND], MAX_ROUNDS - 1, out=table[:, _ROUND])
         ignored = ("response_mask",)
     rounds, round_slots = np.unique(table[:, _ROUND], return_inverse=True)
     turns, turn_slots = _optional_slots(table[:, _TURN], batch.turn_ids is not None)
-    if len(turns) > MOST_ROUNDS:  # each would have a cell
+    if len(turns) > MAX_ROUNDS:  # each would have a cell
         turns, turn_slots = _optional_slots(table[:, _TURN], known=False)
         ignored = (*ignored, "turn_ids")
     has_ages = batch.policy_version is not None and batch.versions is not None
     ages, age_slots = _optional_slots((batch.policy_version or 0) - table[:, _VERSION], has_ages)
-    if len(ages) > MOST_ROUNDS:
+    if len(ages) > MAX_ROUNDS:
         ages, age_slots = _optional_slots(table[:, _VERSION], known=False)
         ignored = (*ignored, "versions")
     slots = np.stack([round_slots.reshape(-1), turn_slots, age_slots], axis=1).astype(np.int64)
@@ -161,10 +161,10 @@ def _within_limits(batch: TokenBatch) -> tuple[TokenBatch, tuple[str, ...]]:
     ignored: tuple[str, ...] = ()
     if batch.round_ids is not None:
         on = batch.mask == batch.mask_one
-        if int(np.max(batch.round_ids, where=on, initial=0)) >= MOST_ROUNDS:
+        if int(np.max(batch.round_ids, where=on, initial=0)) >= MAX_ROUNDS:
             batch, ignored = dataclasses.replace(batch, round_ids=None), ("round_ids",)
     offsets = batch.round_offset
-    if offsets is not None and ((offsets < 0) | (offsets >= MOST_ROUNDS)).any():
+    if offsets is not None and ((offsets < 0) | (offsets >= MAX_ROUNDS)).any():
         batch, ignored = dataclasses.replace(batch, round_offset=None), (*ignored, "round_offset")
     return batch, ignored
 
@@ -241,7 +241,7 @@ def _keys(batch: TokenBatch, table: Int64) -> Int64:
 
 def _by_engine(batch: TokenBatch, rows: Float64) -> dict[str, Float64]:
     """Return `profiles.COLUMNS` of the rows [rows, len(ROW)] of each engine instance."""
-    if batch.engines is None or len(names := sorted(set(batch.engines))) > MOST_ENGINES:
+    if batch.engines is None or len(names := sorted(set(batch.engines))) > MAX_ENGINES:
         return {}
     index = {name: at for at, name in enumerate(names)}
     sums = np.zeros((len(names), profiles.WIDTH))
@@ -355,14 +355,14 @@ def _limited(cover: Int64) -> Int64:
     begins = np.flatnonzero(np.diff(sequence, prepend=-1))
     number = np.arange(len(cover)) - np.repeat(begins, np.diff(np.append(begins, len(cover))))
     limited = np.ascontiguousarray(cover[:, :3])
-    if not (number >= _MOST_STRETCHES).any():
+    if not (number >= _MAX_STRETCHES).any():
         return limited
     limited[:, 2] = np.where(
-        number == _MOST_STRETCHES - 1,
+        number == _MAX_STRETCHES - 1,
         np.maximum.reduceat(limited[:, 2], begins)[sequence],
         limited[:, 2],
     )
-    return limited[number < _MOST_STRETCHES]
+    return limited[number < _MAX_STRETCHES]
 
 
 def _tokens(ids: Int64, batch: TokenBatch, table: Int64, index: Int64) -> Tokens:

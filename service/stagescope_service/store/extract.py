@@ -13,9 +13,9 @@ from stagescope_service.store import connect, migrate
 from stagescope_service.store.tables import metadata
 from stagescope_service.store.tables.compact import KNOWN_TEXTS
 
-MOST_WORKS: Final = 200_000
+MAX_WORKS: Final = 200_000
 """Works (a part of a stage in a step) of a run whose rows are taken for every step."""
-MOST_BLOB_BYTES: Final = 256 << 20
+MAX_BLOB_BYTES: Final = 256 << 20
 """Of all step summaries, and of all stored slices: with more, only those near the step."""
 NEAR: Final = 25
 """Steps before and after the step whose summaries are always taken."""
@@ -103,12 +103,12 @@ def _copy(
     count = reading.scalar(
         sa.select(sa.func.count()).select_from(works).where(works.c.attempt_id.in_(of_run))
     )
-    all_steps = (count or 0) <= MOST_WORKS
+    all_steps = (count or 0) <= MAX_WORKS
     if not all_steps:
         omissions.append(
             Omission(
                 f"stages, scalars, payloads, samples and weights of other steps than {step}",
-                f"the run has {count} parts of stages, more than {MOST_WORKS}",
+                f"the run has {count} parts of stages, more than {MAX_WORKS}",
             )
         )
     conditions = _conditions(run, attempt_id, step, all_steps=all_steps)
@@ -121,10 +121,10 @@ def _copy(
                 step - NEAR, step + NEAR
             )
             size = _blob_bytes(reading, name, conditions[name])
-            if size > MOST_BLOB_BYTES:
+            if size > MAX_BLOB_BYTES:
                 query = _without_blobs(name, near).where(conditions[name])
                 what = f"{_BLOBS[name][1]} of steps more than {NEAR} before or after step {step}"
-                reason = f"all have {size} bytes, more than {MOST_BLOB_BYTES}"
+                reason = f"all have {size} bytes, more than {MAX_BLOB_BYTES}"
                 omissions.append(Omission(what, reason))
         for rows in _batches(reading, query):
             found = [{key: redact(value, key) for key, value in row.items()} for row in rows]

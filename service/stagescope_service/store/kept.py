@@ -22,7 +22,7 @@ from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.store.artifacts import make_directory
 from stagescope_service.store.tensorfile import (
-    MOST_BYTES,
+    MAX_BYTES,
     WireTensor,
     Written,
     disk_errors,
@@ -69,7 +69,7 @@ def bytes_of(kept: Kept) -> int:
     return size_of(kept.tensors, kept.about())
 
 
-def read_kept(path: Path, *, most_bytes: int = MOST_BYTES) -> Kept:
+def read_kept(path: Path, *, most_bytes: int = MAX_BYTES) -> Kept:
     """Read a kept file; its content is untrusted.
 
     Raises:

@@ -34,7 +34,7 @@ _COMMIT_DELAY: Final = 0.005
 """Seconds between two groups: a transaction costs more than its rows, so that calls of few events
 took 1.35 to 1.5 times the CPU of a bare actor's without a delay, and 1.1 to 1.25 times with it."""
 _FIRST_PAUSE: Final = 0.05
-_LONGEST_PAUSE: Final = 2.0
+_MAX_PAUSE: Final = 2.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -164,7 +164,7 @@ class SqlStore:
                 if not self._wait(pause):
                     self._fail([*group, *self._drain()], reason)
                     return
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                pause = min(2 * pause, _MAX_PAUSE)
         self._set_health(Health(True))
         for submission, failure in zip(group, failures, strict=True):
             if failure is None:

@@ -35,7 +35,7 @@ from stagescope.wire.errors import InvalidTensor, NotFound, StoreError
 from stagescope.wire.nonfinite import Json, JsonObject
 
 __all__ = [
-    "MOST_BYTES",
+    "MAX_BYTES",
     "Description",
     "TensorFile",
     "WireTensor",
@@ -50,7 +50,7 @@ __all__ = [
     "write_tensors",
 ]
 
-MOST_BYTES: Final = 16 << 30
+MAX_BYTES: Final = 16 << 30
 
 
 class Description(NamedTuple):
@@ -116,7 +116,7 @@ def size_of(tensors: Mapping[str, WireTensor], metadata: JsonObject | None = Non
     return encode_tensors(tensors, metadata or {})[2]
 
 
-def read_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
+def read_tensors(path: Path, *, most_bytes: int = MAX_BYTES) -> TensorFile:
     """Read a safetensors file of any origin.
 
     Its content is untrusted: the header's length, its JSON, dtypes, shapes and offsets are
@@ -145,7 +145,7 @@ def read_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
     return assemble(data, entries, read_metadata(header, path))
 
 
-def map_tensors(path: Path, *, most_bytes: int = MOST_BYTES) -> TensorFile:
+def map_tensors(path: Path, *, most_bytes: int = MAX_BYTES) -> TensorFile:
     """Read a file like `read_tensors`, with its tensors as views of the memory-mapped file.
 
     Untouched pages are not read, and a file is mapped once for all views that exist at a time.
@@ -172,7 +172,7 @@ def describe_file(path: Path) -> Description:
     Raises:
         NotFound, InvalidTensor, StoreError: as `read_tensors`.
     """
-    with _opened(path, MOST_BYTES) as (file, size):
+    with _opened(path, MAX_BYTES) as (file, size):
         header_info = _read_header_info(path, os.fstat(file.fileno()).st_mtime_ns, size)
     empty = assemble(np.empty(0, np.uint8), [], header_info.strings)
     shapes = {each.name: (each.tag, each.shape) for each in header_info.entries}

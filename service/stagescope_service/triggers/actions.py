@@ -12,7 +12,7 @@ from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.triggers import fields
 
 SEVERITIES: Final = ("info", "warning", "error")
-MOST_PINNED: Final = 100
+MAX_PINNED: Final = 100
 _WORST: Final = re.compile(r"worst\((\d{1,6})\)")
 _CAPTURE_FIELDS: Final = (
     "ranks", "stages", "steps", "config", "task", "level", "scope", "list", "data_mode", "keep",
@@ -109,7 +109,7 @@ class Actions:
         return cls(
             severity=severity,
             advice=advice,
-            pin=fields.count(given.get("pin", 0), f"{field}.pin", 0, MOST_PINNED),
+            pin=fields.count(given.get("pin", 0), f"{field}.pin", 0, MAX_PINNED),
             webhook=None if webhook is None else _url(webhook, f"{field}.webhook"),
             capture=None if capture is None else CaptureTemplate.parse(capture, f"{field}.capture"),
         )

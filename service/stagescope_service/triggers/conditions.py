@@ -22,8 +22,8 @@ Bool = npt.NDArray[np.bool_]
 
 HISTORY: Final = 256
 """Maximum previous steps that a condition uses; the run's median is over as many."""
-LEAST_FOR_MEDIAN: Final = 3
-LEAST_FOR_Z: Final = 5
+MIN_FOR_MEDIAN: Final = 3
+MIN_FOR_Z: Final = 5
 
 COMPARISONS: Final[Mapping[str, Callable[[Float64, float], Bool]]] = {
     ">": lambda values, bound: values > bound,
@@ -146,7 +146,7 @@ class ConditionResult:
 
 def _median(history: Float64) -> Float64:
     """Return the median of each series' finite values, NaN if there are too few."""
-    finite, enough = _finite(history, LEAST_FOR_MEDIAN)
+    finite, enough = _finite(history, MIN_FOR_MEDIAN)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # for series of NaN only
         median = np.nanmedian(finite, axis=0) if len(finite) else np.full(enough.shape, np.nan)
@@ -155,7 +155,7 @@ def _median(history: Float64) -> Float64:
 
 def _z_scores(values: Float64, history: Float64) -> Float64:
     """Return each value's distance from the previous steps' mean, in standard deviations."""
-    finite, enough = _finite(history, LEAST_FOR_Z)
+    finite, enough = _finite(history, MIN_FOR_Z)
     with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)
         if not len(finite):

@@ -22,8 +22,8 @@ from stagescope_service.triggers.conditions import HISTORY, When
 By: TypeAlias = Literal["whole", "round", "rank", "stage"]
 
 BY: Final = ("whole", "round", "rank", "stage")
-MOST_RULES: Final = 200
-MOST_BYTES: Final = 256 * 1024
+MAX_RULES: Final = 200
+MAX_BYTES: Final = 256 * 1024
 DEFAULT_COOLDOWN: Final = 10
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _RULE_FIELDS: Final = (
@@ -141,8 +141,8 @@ class Rules:
         listed = given.get("rules")
         if not isinstance(listed, Sequence) or isinstance(listed, str):
             raise fields.wrong("rules", listed, "a list of rules")
-        if len(listed) > MOST_RULES:
-            raise InvalidPlan(f"{len(listed)} rules", expected=f"at most {MOST_RULES}")
+        if len(listed) > MAX_RULES:
+            raise InvalidPlan(f"{len(listed)} rules", expected=f"at most {MAX_RULES}")
         rules = tuple(Rule.parse(rule, f"rules[{at}]") for at, rule in enumerate(listed))
         seen: set[str] = set()
         for rule in rules:
@@ -191,8 +191,8 @@ def load_yaml(text: str) -> Json:
     Raises:
         InvalidPlan: invalid or too much YAML.
     """
-    if len(text) > MOST_BYTES:
-        raise InvalidPlan(f"{len(text)} characters", expected=f"at most {MOST_BYTES}")
+    if len(text) > MAX_BYTES:
+        raise InvalidPlan(f"{len(text)} characters", expected=f"at most {MAX_BYTES}")
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:

@@ -84,7 +84,7 @@ def test_a_redirect_is_not_followed_with_the_key() -> None:
 
 
 def test_an_endless_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(http, "MAX_BYTES", 1 << 16)
     app = FastAPI()
 
     @app.get("/{path:path}")

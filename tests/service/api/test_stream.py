@@ -281,7 +281,7 @@ def test_a_slow_listener_is_closed_and_the_others_go_on(
     live: Service, listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each reading brings as much as fills the buffers of a connection that nobody reads."""
-    monkeypatch.setattr(stream, "_MOST_BEHIND", 3)
+    monkeypatch.setattr(stream, "_MAX_BEHIND", 3)
     recent, numbers = live.catalogue.recent, itertools.count()
 
     def much(since: float) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.memory_dumps import MemoryDump, batch, record, split
 
 from stagescope_service.compare.comparison import compare
-from stagescope_service.compare.figures import MOST_DETAILED, pictures
+from stagescope_service.compare.figures import MAX_DETAILED, pictures
 from stagescope_service.compare.report import as_json
 
 SHARES = [[0, 1, 2], [3, 4, 5]]
@@ -72,7 +72,7 @@ def test_few_tensors_have_figures_of_their_own_and_names_are_distinct() -> None:
         return MemoryDump([record("gradients", named, rank=rank) for rank in range(2)])
 
     figures = drawn(dump(0.0), dump(1.0))
-    assert len(figures) == 1 + MOST_DETAILED
+    assert len(figures) == 1 + MAX_DETAILED
     assert len(set(figures[0]["data"][0]["x"])) == 20
 
 

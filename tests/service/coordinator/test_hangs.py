@@ -16,7 +16,7 @@ from tests.support.stores import eventually, rows_of, url_of
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, STACKS, Sender
 from stagescope_service.api.hangs import stuck_rows
-from stagescope_service.coordinator.load import FEWEST_CALLS
+from stagescope_service.coordinator.load import MIN_CALLS
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core import stack_requests
 from stagescope_service.core.hang_detection import StuckRules
@@ -253,7 +253,7 @@ def test_no_more_are_asked_at_once_than_can_be_kept(
     made: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(made)
-    monkeypatch.setattr(stack_requests, "MOST_ASKED", 1)
+    monkeypatch.setattr(stack_requests, "MAX_ASKED", 1)
     with pytest.raises(InvalidInput, match="2 processes"):
         ask(made)
     with pytest.raises(NotFound, match="over"):
@@ -606,7 +606,7 @@ def test_nobody_is_silent_or_stuck_while_events_arrive_late(made: Clocked) -> No
 
     def wait(seconds: int, age: float) -> None:
         for _ in range(seconds):
-            for _ in range(FEWEST_CALLS):
+            for _ in range(MIN_CALLS):
                 made.coordinator.load.arrived(age)
             made.pass_time(1.0, polling=())
 

@@ -14,9 +14,9 @@ from stagescope.wire.errors import NotReady
 from stagescope.wire.schema import BEGIN, HELLO, Event, Sender
 from stagescope_service.coordinator.load import (
     BEHIND_SECONDS,
-    FEWEST_CALLS,
     GROWN_BYTES,
     KIND,
+    MIN_CALLS,
     TRIM_SECONDS,
     WINDOW_SECONDS,
     Load,
@@ -62,20 +62,20 @@ def test_events_that_stay_late_are_a_finding_until_they_are_not(state: State) ->
     clock = Clock(Load(state))
     late = 2 * BEHIND_SECONDS
     assert clock.load.pause == 0.0
-    assert clock.window(FEWEST_CALLS, late) == []
+    assert clock.window(MIN_CALLS, late) == []
     assert clock.load.pause == RANKS / 250.0
-    assert clock.window(FEWEST_CALLS, late) == []
-    (found,) = clock.window(FEWEST_CALLS, late)
+    assert clock.window(MIN_CALLS, late) == []
+    (found,) = clock.window(MIN_CALLS, late)
     assert found["kind"] == KIND
     assert found["message"] == "the service is 10 s behind: 20 calls/s of 1000 ranks"
     assert found["evidence"]["lag_seconds"] == late
     assert found["advice"].startswith("nothing is lost")
-    (again,) = clock.window(FEWEST_CALLS, 3 * late)
+    (again,) = clock.window(MIN_CALLS, 3 * late)
     assert again["finding_id"] == found["finding_id"]
-    (over,) = clock.window(FEWEST_CALLS, 0.1)
+    (over,) = clock.window(MIN_CALLS, 0.1)
     assert over == {"finding_id": found["finding_id"], "over_wall": clock.now}
     assert clock.load.pause == 0.0
-    assert clock.window(FEWEST_CALLS, 0.1) == []
+    assert clock.window(MIN_CALLS, 0.1) == []
 
 
 def test_ranks_that_come_back_after_an_outage_are_no_load(state: State) -> None:
@@ -83,7 +83,7 @@ def test_ranks_that_come_back_after_an_outage_are_no_load(state: State) -> None:
     assert clock.window(RANKS, 120.0) == []
     assert clock.window(RANKS, 0.1) == []
     for _ in range(5):  # some slow ranks alone
-        assert clock.window(FEWEST_CALLS - 1, 120.0) == []
+        assert clock.window(MIN_CALLS - 1, 120.0) == []
     assert clock.load.pause == 0.0
 
 
@@ -166,9 +166,9 @@ def test_polls_wait_longer_while_the_service_is_behind(store: HeldStore, tmp_pat
         return float(asyncio.run(coordinator.intake.poll(sender, 0, [], 0.0))["poll_seconds"])
 
     assert told() == 20.0
-    clock.window(FEWEST_CALLS, 2 * BEHIND_SECONDS)
+    clock.window(MIN_CALLS, 2 * BEHIND_SECONDS)
     assert told() == 20.0 + coordinator.load.pause > 20.0
-    clock.window(FEWEST_CALLS, 0.1)
+    clock.window(MIN_CALLS, 0.1)
     assert told() == 20.0
 
 

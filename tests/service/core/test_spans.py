@@ -12,7 +12,7 @@ import pytest
 from tests.service.core.test_any_order import crash
 from tests.support.trainings import Bench, Delivery, Rank, Rows, check_memory
 
-from stagescope_service.core.findings import MOST_REASONS, Refusals, finding
+from stagescope_service.core.findings import MAX_REASONS, Refusals, finding
 from stagescope_service.core.spans import RAW_SEQ
 from stagescope_service.core.state import State
 from stagescope_service.store.contract import Put
@@ -358,12 +358,12 @@ def test_reasons_of_refusals_are_told_apart_up_to_a_bound() -> None:
     for name in names:
         rows.apply([refuse(f"no field {name}"), refuse("step is -1", 3.0)])
     found = rows.of("findings")
-    assert len(found) == MOST_REASONS + 1
+    assert len(found) == MAX_REASONS + 1
     assert sum(row["count"] for row in found) == 2 * len(names)
     [step] = [row for row in found if row["message"] == "step is -1"]
     assert (step["count"], step["first_wall"]) == (len(names), 3.0)
     [others] = [row for row in found if row["message"] == "no field hh"]
-    assert others["count"] == len(names) - (MOST_REASONS - 1)
+    assert others["count"] == len(names) - (MAX_REASONS - 1)
 
 
 def test_different_numbers_that_are_none_are_findings_of_their_own(bench: Bench) -> None:

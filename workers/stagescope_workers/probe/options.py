@@ -16,8 +16,8 @@ from stagescope.wire.names import closest_field
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.plan import KeepSpec
 from stagescope.wire.schema import (
-    MOST_STEPS,
     ROLES,
+    STEP_BOUND,
     check_attempt_key,
     check_role,
     check_run_name,
@@ -110,7 +110,7 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
         )
         problems.append(problem)
     resumed = options["resumed_from_step"]
-    if resumed is not None and not 0 <= resumed < MOST_STEPS:
+    if resumed is not None and not 0 <= resumed < STEP_BOUND:
         options["resumed_from_step"] = None
         problem = InvalidInput(
             f"resumed_from_step is {resumed}",
@@ -148,7 +148,7 @@ def step_index(value: object) -> int | None:
         InvalidInput: it is not an integer, negative, or of more than 18 digits.
     """
     step = index("step", value)
-    if step is not None and not 0 <= step < MOST_STEPS:
+    if step is not None and not 0 <= step < STEP_BOUND:
         raise InvalidInput(
             f"step is {step}", expected="an int from 0 of at most 18 digits, or None"
         )

@@ -28,7 +28,7 @@ _log = logging.getLogger("stagescope.workers")
 
 
 _VALUES: Final = re.compile(r"'[^']*'|\d[\d.e+-]*")
-_MOST_LOGGED: Final = 50
+_MAX_LOGGED: Final = 50
 """Kinds of refusals that a process logs; the service gets each."""
 
 
@@ -172,7 +172,7 @@ class Reporter:
         self.refused[call] += 1
         # Of messages that differ in numbers and quoted values alone one is logged.
         kind = (call, _VALUES.sub("_", f"{type(error).__name__} {error!s:.200}"))
-        if kind not in self._logged and len(self._logged) < _MOST_LOGGED:
+        if kind not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(kind)
             expected = isinstance(error, StagescopeError)
             message = error if expected else repr(error)

@@ -34,9 +34,9 @@ from types import FrameType
 from typing import IO, Final
 
 from stagescope.wire.stacks import (
-    MOST_CHARACTERS,
-    MOST_FRAMES,
-    MOST_THREADS,
+    MAX_CHARACTERS,
+    MAX_FRAMES,
+    MAX_THREADS,
     PROBE,
     read_watchdog,
     watchdog_directory,
@@ -58,8 +58,8 @@ def collect_stacks(
     names = thread_names()
     idents = sorted(frames, key=lambda ident: (ident not in training, names.get(ident) or ""))
     threads: list[dict[str, object]] = []
-    remaining, truncated = MOST_CHARACTERS, len(idents) > MOST_THREADS
-    for ident in idents[:MOST_THREADS]:
+    remaining, truncated = MAX_CHARACTERS, len(idents) > MAX_THREADS
+    for ident in idents[:MAX_THREADS]:
         stack = _format_stack(frames[ident])
         if len(stack) > remaining:
             stack, truncated = stack[len(stack) - remaining :], True
@@ -90,7 +90,7 @@ def _format_stack(innermost: FrameType) -> str:
     """Return a stack as text, the innermost frame last."""
     kept: list[tuple[FrameType, int]] = []
     for frame, line in traceback.walk_stack(innermost):
-        if len(kept) == MOST_FRAMES:
+        if len(kept) == MAX_FRAMES:
             break
         kept.append((frame, line))
     summary = traceback.StackSummary.extract(iter(reversed(kept)))

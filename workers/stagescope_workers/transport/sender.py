@@ -35,7 +35,7 @@ _UNAUTHORIZED_SECONDS: Final = 10.0
 _MIN_POLL_INTERVAL: Final = 0.05
 _MAX_REFUSALS: Final = 5
 _DEVICE_SECONDS: Final = 0.005
-_LONGEST_PAUSE: Final = 1.0
+_MAX_PAUSE: Final = 1.0
 MAX_PAUSE: Final = 60.0
 """The longest time for which an overloaded service may delay a sender's batches."""
 
@@ -101,7 +101,7 @@ class EventSender:
         self._unconnected_at: float | None = time.monotonic() + UNCONNECTED_SECONDS
         self.problem = ""
         """The error of the last call; empty after an answer."""
-        self._longest_pause = _LONGEST_PAUSE
+        self._longest_pause = _MAX_PAUSE
         self.clock = Clock()
         self.coordinator: str | None = None
         self.answers = 0
@@ -237,7 +237,7 @@ class EventSender:
             self._hooks.prepare()
         self._pool.settle()
         if self.answers:
-            self._longest_pause = min(self._hooks.feed_watchdog(), _LONGEST_PAUSE)
+            self._longest_pause = min(self._hooks.feed_watchdog(), _MAX_PAUSE)
         elif self._unconnected_at is not None and time.monotonic() >= self._unconnected_at:
             self._unconnected_at = None
             self._hooks.on_unconnected(self.problem)

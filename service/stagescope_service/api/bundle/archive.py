@@ -28,9 +28,9 @@ from stagescope_service.api.bundle.contents import (
     check_name,
 )
 
-MOST_FILES: Final = 100_000
-MOST_BYTES: Final = 16 << 30
-MOST_MANIFEST_BYTES: Final = 64 << 20
+MAX_FILES: Final = 100_000
+MAX_BYTES: Final = 16 << 30
+MAX_MANIFEST_BYTES: Final = 64 << 20
 _BLOCK: Final = tarfile.BLOCKSIZE
 _CHUNK: Final = 1 << 20
 _LEVEL: Final = 1
@@ -97,8 +97,8 @@ def _unpack(packed: gzip.GzipFile, root: Path, on_progress: OnProgress) -> Manif
             f"its first file is {name!r:.100}",
             expected=f"{MANIFEST}: a file of `stagescope bundle`",
         )
-    if size > MOST_MANIFEST_BYTES:
-        raise TooLarge(f"a manifest of {size} bytes", expected=f"at most {MOST_MANIFEST_BYTES}")
+    if size > MAX_MANIFEST_BYTES:
+        raise TooLarge(f"a manifest of {size} bytes", expected=f"at most {MAX_MANIFEST_BYTES}")
     text = _read(packed, size)
     manifest = _parse(text)
     (root / MANIFEST).write_bytes(text)
@@ -147,12 +147,12 @@ def _parse(text: bytes) -> Manifest:
             f"a bundle of format {schema!r:.20}", expected=f"format {SCHEMA}",
             advice=f"open it with the stagescope that made it: {found.version:.50}",
         )  # fmt: skip
-    if len(files) > MOST_FILES:
-        raise TooLarge(f"{len(files)} files", expected=f"at most {MOST_FILES}")
+    if len(files) > MAX_FILES:
+        raise TooLarge(f"{len(files)} files", expected=f"at most {MAX_FILES}")
     if min((file.bytes for file in files), default=0) < 0:
         raise InvalidInput("a file of less than 0 bytes")
-    if (size := sum(file.bytes for file in files)) > MOST_BYTES:
-        raise TooLarge(f"it unpacks to {size} bytes", expected=f"at most {MOST_BYTES}")
+    if (size := sum(file.bytes for file in files)) > MAX_BYTES:
+        raise TooLarge(f"it unpacks to {size} bytes", expected=f"at most {MAX_BYTES}")
     for file in files:
         check_name(file.path)
     if CATALOGUE not in {file.path for file in files}:
@@ -166,7 +166,7 @@ def _members(packed: gzip.GzipFile) -> Iterator[tuple[str, int]]:
     Raises:
         InvalidInput: something else than a plain file, or no tar.
     """
-    for _ in range(MOST_FILES + 2):
+    for _ in range(MAX_FILES + 2):
         block = packed.read(_BLOCK)
         if len(block) < _BLOCK or not block.strip(b"\0"):
             return
@@ -182,11 +182,11 @@ def _members(packed: gzip.GzipFile) -> Iterator[tuple[str, int]]:
         if folder != "stagescope-bundle":
             raise InvalidInput(f"a file is called {info.name!r:.200}")
         check_name(name)
-        if not 0 <= info.size <= MOST_BYTES:
-            raise TooLarge(f"{name} has {info.size} bytes", expected=f"at most {MOST_BYTES}")
+        if not 0 <= info.size <= MAX_BYTES:
+            raise TooLarge(f"{name} has {info.size} bytes", expected=f"at most {MAX_BYTES}")
         yield name, info.size
         _skip(packed, -info.size % _BLOCK)
-    raise TooLarge("too many files", expected=f"at most {MOST_FILES}")
+    raise TooLarge("too many files", expected=f"at most {MAX_FILES}")
 
 
 def _skip(packed: gzip.GzipFile, size: int) -> None:

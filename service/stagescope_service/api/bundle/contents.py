@@ -30,9 +30,9 @@ MANIFEST: Final = "manifest.json"
 CATALOGUE: Final = "data/catalogue.db"
 ROOT: Final = "bundle:"
 """Begins the paths of a bundle's own catalogue; the rest is relative to the bundle."""
-MOST_FILE_BYTES: Final = 64 << 20
+MAX_FILE_BYTES: Final = 64 << 20
 """Of a log or a dump's JSON: of a longer one its end."""
-MOST_LOGS: Final = 64
+MAX_LOGS: Final = 64
 LOG_PATHS: Final[Mapping[str, str]] = {
     "ASCEND_PROCESS_LOG_PATH": "plog of Ascend",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "flight recorder",
@@ -45,7 +45,7 @@ _CHUNK: Final = 1 << 20
 
 _NAME: Final = re.compile(r"(?!.*(?:^|/)\.\.?(?:/|$))[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 _LONGEST: Final = 200
-_LONGEST_PART: Final = 80
+_MAX_PART: Final = 80
 """Of a path: tar's oldest format has no room for longer ones."""
 
 
@@ -55,7 +55,7 @@ def check_name(name: str) -> None:
     Raises:
         InvalidInput: it may lead out of the bundle, or has other characters than such paths.
     """
-    is_short = len(name) <= _LONGEST and all(len(p) <= _LONGEST_PART for p in name.split("/"))
+    is_short = len(name) <= _LONGEST and all(len(p) <= _MAX_PART for p in name.split("/"))
     if not is_short or _NAME.fullmatch(name) is None:
         raise InvalidInput(
             f"a file is called {name!r:.200}", expected="a path of letters, digits, '.', '_', '-'"
@@ -383,11 +383,11 @@ def _add_logs(deps: Dependencies, bundle: Bundle) -> None:
         files.sort(key=lambda path: (-path.stat().st_mtime, str(path)))
         if not files:
             bundle.leave_out(f"{what}: {text}", "nothing is there on this machine")
-        for path in files[:MOST_LOGS]:
+        for path in files[:MAX_LOGS]:
             name = f"logs/{part_of_name(path.name, 72)}"
             _add_text_file(bundle, _free(bundle, name), path, what, deps.settings.roots)
-        if (more := len(files) - MOST_LOGS) > 0:
-            bundle.leave_out(f"{what}: {more} older files of {text}", f"{MOST_LOGS} are enough")
+        if (more := len(files) - MAX_LOGS) > 0:
+            bundle.leave_out(f"{what}: {more} older files of {text}", f"{MAX_LOGS} are enough")
 
 
 def glob_text(text: str) -> str:
@@ -414,14 +414,14 @@ def _add_text_file(bundle: Bundle, name: str, path: Path, what: str, roots: Iter
     except (OSError, StagescopeError) as error:
         bundle.leave_out(f"{what}: {path}", str(error))
         return
-    if size > MOST_FILE_BYTES:
-        bundle.leave_out(f"{what}: the first {size - MOST_FILE_BYTES} bytes of {path}",
-                         f"it has {size}, more than {MOST_FILE_BYTES}")  # fmt: skip
+    if size > MAX_FILE_BYTES:
+        bundle.leave_out(f"{what}: the first {size - MAX_FILE_BYTES} bytes of {path}",
+                         f"it has {size}, more than {MAX_FILE_BYTES}")  # fmt: skip
 
     def copy(source: Path, to: Path) -> None:
         with source.open("rb") as file:
-            file.seek(max(size - MOST_FILE_BYTES, 0))
-            data = file.read(MOST_FILE_BYTES)
+            file.seek(max(size - MAX_FILE_BYTES, 0))
+            data = file.read(MAX_FILE_BYTES)
         try:
             to.write_bytes(bundle.redactor.text(data.decode()).encode())
         except UnicodeDecodeError:

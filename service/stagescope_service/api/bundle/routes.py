@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from stagescope.wire.errors import StoreError
 from stagescope.wire.names import safe_name
-from stagescope.wire.schema import MOST_STEPS
+from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.auth import AccessTokens
 from stagescope_service.api.bundle.archive import write_archive
 from stagescope_service.api.bundle.contents import CATALOGUE, Bundle, collect, finish
@@ -35,7 +35,7 @@ router = APIRouter(tags=["runs"])
 
 MEDIA_TYPE: Final = "application/gzip"
 DEFAULT_BYTES: Final = 2 << 30
-LEAST_ROOM: Final = 16 << 20
+MIN_ROOM: Final = 16 << 20
 """Bytes that a bundle needs at least: less is no disk to work on."""
 _CHUNK: Final = 1 << 20
 _FILE: Final = {"type": "string", "format": "binary", "description": "A tar.gz file."}
@@ -50,7 +50,7 @@ async def bundle(
     request: Request,
     deps: Deps,
     run: RunPath,
-    step: Annotated[int, Query(ge=0, lt=MOST_STEPS, description="The trainer's step.")],
+    step: Annotated[int, Query(ge=0, lt=STEP_BOUND, description="The trainer's step.")],
     attempt: AttemptNumber = None,
     tensors: Annotated[
         bool,
@@ -102,7 +102,7 @@ def make_bundle(
         directory.mkdir(parents=True, exist_ok=True)
         # Files and archive lie side by side, and others need the disk, too.
         room = (shutil.disk_usage(directory).free - deps.settings.reserve_bytes) // 2
-        if room < LEAST_ROOM:
+        if room < MIN_ROOM:
             raise StoreError(
                 f"{directory} has no room for a bundle", advice="free space on the disk of data_dir"
             )

@@ -22,7 +22,7 @@ from stagescope_service.statistics.batch import PROCESS
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.comparability import Comparability
 from stagescope_service.statistics.profiles import CHANCES, Dimension
-from stagescope_service.statistics.summarise import MOST_ENGINES
+from stagescope_service.statistics.summarise import MAX_ENGINES
 
 By = Literal[Dimension, "staleness", "engine"]
 AXES: Final[dict[By, str]] = {
@@ -93,7 +93,7 @@ def info(deps: Dependencies, target: Target, by: By) -> AnatomyInfo:
         )
         lacking = (
             "which engine sampled which row is not recorded (engine_ids, of at most "
-            f"{MOST_ENGINES} in a payload)"
+            f"{MAX_ENGINES} in a payload)"
         )
     else:
         stored = () if summary.profiles is None else summary.profiles.of(by)

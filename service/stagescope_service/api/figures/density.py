@@ -32,7 +32,7 @@ from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.store.tensorfile import map_tensors
 
 BINS: Final = 96
-MOST_TOKENS: Final = 4_000_000
+MAX_TOKENS: Final = 4_000_000
 """Tokens that are counted for one figure; of a larger step some payloads are left out."""
 _LOWEST: Final = -25.0
 """Nats. Axes begin here at the lowest; tokens below are counted as outside."""
@@ -177,7 +177,7 @@ def _cloud(
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as copies:
         for key in sorted(rows):
-            if total >= MOST_TOKENS:
+            if total >= MAX_TOKENS:
                 break
             for row in rows[key]:
                 try:

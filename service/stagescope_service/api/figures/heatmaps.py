@@ -1,6 +1,6 @@
 """A number by rank and round, or by rank and step: a thousand ranks on one screen.
 
-Up to `MOST_ROWS` ranks have a row each, the largest value on top. Of more, the ranks that stand
+Up to `MAX_ROWS` ranks have a row each, the largest value on top. Of more, the ranks that stand
 apart have rows of their own, and the others are folded along the parallel dimension that explains
 most of the differences between ranks.
 """
@@ -47,11 +47,11 @@ Metric = Literal[
 DEFAULT: Final[Metric] = "logprob_abs_diff/mean"
 TOKENS: Final = "counts/tokens"
 
-MOST_STEPS: Final = 200
+MAX_STEPS: Final = 200
 """Steps that are drawn where no range is requested, the newest."""
-_MOST_BYTES: Final = 96 << 20
+_MAX_BYTES: Final = 96 << 20
 """Of the numbers of ranks that are read for one figure; of more steps some are left out."""
-_MOST_LABELS: Final = 50
+_MAX_LABELS: Final = 50
 """Labels of rows, a row of which is 16 pixels high as long as there are no more."""
 
 
@@ -185,14 +185,14 @@ def _rounds_by_rank(
 def steps_info(
     deps: Dependencies, run: str | None, attempt: int | None, window: Window, metric: Metric
 ) -> HeatInfo:
-    """Read a number by rank and step; by default of the newest `MOST_STEPS` steps in force."""
+    """Read a number by rank and step; by default of the newest `MAX_STEPS` steps in force."""
     target = deps.finder.attempt(run, attempt)
     attempts = deps.catalogue.attempts(target.run)
     lineage = Lineage(attempts)
     ids = [int(row["attempt_id"]) for row in attempts if attempt in (None, row["number"])]
     about = _About(target.run, attempt, None, metric)
     bounded = window["first"] is not None or window["last"] is not None
-    limit = None if bounded else MOST_STEPS * max(len(ids), 1)
+    limit = None if bounded else MAX_STEPS * max(len(ids), 1)
     states = deps.catalogue.step_states(ids, limit=limit, **window)
     by_step = {
         state.step: state.attempt_id
@@ -200,7 +200,7 @@ def steps_info(
         if attempt is not None
         or (state.superseded_by or lineage.repeated_by(state.attempt_id, state.step)) is None
     }
-    steps = sorted(by_step) if bounded else sorted(by_step)[-MOST_STEPS:]
+    steps = sorted(by_step) if bounded else sorted(by_step)[-MAX_STEPS:]
     if not steps:
         return about.empty("there is no step in this range")
     processes = deps.catalogue.processes(by_step[steps[-1]])
@@ -241,7 +241,7 @@ def _column(found: SliceMetrics, name: str) -> Float64:
 def _affordable(steps: Sequence[int], ranks: int) -> list[int]:
     """Return steps, evenly spread and the last one included, whose numbers are not too large."""
     bytes_each = max(ranks, 1) * 600
-    most = max(_MOST_BYTES // bytes_each, 8)
+    most = max(_MAX_BYTES // bytes_each, 8)
     every = -(-len(steps) // most)
     return sorted(steps[::-1][::every])
 
@@ -323,7 +323,7 @@ def figure(found: HeatInfo) -> go.Figure:
 
 def _labelled(rows: Sequence[HeatRow], labels: Sequence[str]) -> list[str]:
     """Return the labels for which there is room; those that are apart always have one."""
-    every = -(-len(rows) // _MOST_LABELS)
+    every = -(-len(rows) // _MAX_LABELS)
     return [
         label
         for at, (row, label) in enumerate(zip(rows, labels, strict=True))

@@ -24,10 +24,10 @@ from stagescope_service.api.series import Window
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.step_summary import StepSummary
 
-MOST_STEPS: Final = 40
+MAX_STEPS: Final = 40
 """Steps that are read, the newest of the range: each with its whole step summary."""
-MOST_PROMPTS: Final = 20
-LEAST_TOKENS: Final = 32
+MAX_PROMPTS: Final = 20
+MIN_TOKENS: Final = 32
 """Tokens of a prompt below which its mean is chance."""
 TWICE: Final = 2.0
 _TOKENS, _ABS_SUM = ROW.index("tokens"), ROW.index("d_abs_sum")
@@ -79,7 +79,7 @@ class OffendersInfo:
 
 
 def info(deps: Dependencies, run: str | None, attempt: int | None, window: Window) -> OffendersInfo:
-    """Read the samples of the newest `MOST_STEPS` steps in force of a range, by their prompts."""
+    """Read the samples of the newest `MAX_STEPS` steps in force of a range, by their prompts."""
     target = deps.finder.attempt(run, attempt)
     steps: dict[int, int] = {}
     found: dict[str, list[_Occurrence]] = defaultdict(list)
@@ -93,14 +93,14 @@ def info(deps: Dependencies, run: str | None, attempt: int | None, window: Windo
     elif not found:
         note = "which prompt a sample belongs to is not recorded (prompt_hashes)"
     rows = [_prompt(name, each) for name, each in found.items()]
-    rows = [row for row in rows if row.tokens >= LEAST_TOKENS]
+    rows = [row for row in rows if row.tokens >= MIN_TOKENS]
     rows.sort(key=lambda row: (-row.above, -row.ratio, row.prompt_hash))
     if found and not rows:
-        note = f"no prompt has {LEAST_TOKENS} tokens that count"
+        note = f"no prompt has {MIN_TOKENS} tokens that count"
     if rows:
         note = "; ".join(doubted_steps(deps, steps)) or None
     return OffendersInfo(
-        target.run, attempt, tuple(sorted(steps)), len(found), tuple(rows[:MOST_PROMPTS]), note
+        target.run, attempt, tuple(sorted(steps)), len(found), tuple(rows[:MAX_PROMPTS]), note
     )
 
 
@@ -127,7 +127,7 @@ def _measured(
         prompts = _prompts(deps, state.attempt_id, state.step, summary)
         yield state.step, state.attempt_id, prompts
         read += 1
-        if read >= MOST_STEPS:
+        if read >= MAX_STEPS:
             return
 
 

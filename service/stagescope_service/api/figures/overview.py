@@ -54,7 +54,7 @@ DEFAULT: Final = (
     "training/rollout_actor_probs_pearson_corr",
 )  # fmt: skip
 """The metrics of a run that measures a mismatch."""
-MOST_METRICS: Final = 12
+MAX_METRICS: Final = 12
 TITLE: Final = "Over the steps"
 
 Value = float | str | None
@@ -124,11 +124,11 @@ def info(deps: Dependencies, run: str | None, request: Request) -> OverviewInfo:
 
     Raises:
         NotFound: no such run, attempt, metric or scalar.
-        InvalidInput: more than `MOST_METRICS` names.
+        InvalidInput: more than `MAX_METRICS` names.
     """
-    if len(request.metrics) > MOST_METRICS:
+    if len(request.metrics) > MAX_METRICS:
         raise InvalidInput(
-            f"{len(request.metrics)} metrics in one figure", expected=f"at most {MOST_METRICS}"
+            f"{len(request.metrics)} metrics in one figure", expected=f"at most {MAX_METRICS}"
         )
     target = deps.finder.attempt(run, request.attempt)
     attempts = deps.catalogue.attempts(target.run)
@@ -404,9 +404,9 @@ def _boundaries(attempts: Sequence[JsonObject]) -> Iterable[Boundary]:
 # --- drawing --------------------------------------------------------------------------------
 _PANEL: Final = 150
 _GAP: Final = 34
-_MOST_LABELS: Final = 12
+_MAX_LABELS: Final = 12
 """Attempts whose boundaries are labelled; the lines of more are drawn without."""
-_MOST_BOUNDARIES: Final = 200
+_MAX_BOUNDARIES: Final = 200
 _DISTANCES: Final = (
     "rollout_corr/k", "rollout_corr/chi2", "rollout_corr/log_ppl", "logprob_abs_diff/", "tail/",
     "training/rollout_probs_diff_", "train_rollout_logprob_abs_diff",
@@ -501,8 +501,8 @@ def _draw_panel(
 
 
 def _draw_boundaries(drawn: go.Figure, boundaries: Sequence[Boundary]) -> None:
-    labelled = boundaries[:: -(-len(boundaries) // _MOST_LABELS) or 1]
-    for each in boundaries[:_MOST_BOUNDARIES]:
+    labelled = boundaries[:: -(-len(boundaries) // _MAX_LABELS) or 1]
+    for each in boundaries[:_MAX_BOUNDARIES]:
         drawn.add_shape(
             type="line", x0=each.step - 0.5, x1=each.step - 0.5, y0=0, y1=1, yref="paper",
             line={"color": style.GREY, "width": 1, "dash": "dash"}, layer="below",

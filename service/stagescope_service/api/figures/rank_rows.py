@@ -17,7 +17,7 @@ from stagescope.wire.schema import RankKey
 from stagescope_service import figure_style as style
 from stagescope_service.statistics.cell import Float64
 
-MOST_ROWS: Final = 64
+MAX_ROWS: Final = 64
 _ALONE: Final = 12
 """Most ranks that stand apart and have rows of their own, where the others are folded."""
 _GROUPS: Final = 40
@@ -102,7 +102,7 @@ def rows_of(
     order = np.argsort(-np.where(np.isnan(overall), -np.inf, overall), kind="stable").tolist()
     several = len({role for role, _ in grid.ranks}) > 1
     names = [_name(rank, several) for rank in grid.ranks]
-    is_folded = len(grid.ranks) > MOST_ROWS
+    is_folded = len(grid.ranks) > MAX_ROWS
     best = _best_dimension(grid, overall, layouts) if is_folded else None
     # What a whole group has in common makes none of its ranks the odd one out.
     groups = None if best is None else [best.keys[row] for row in range(len(grid.ranks))]

@@ -21,7 +21,7 @@ from stagescope_service.statistics.mismatch import non_finite
 from stagescope_service.statistics.step_metrics import VERSION, SliceMetrics
 from stagescope_service.statistics.summary import Summary
 
-MOST_BEFORE: Final = 20
+MAX_BEFORE: Final = 20
 MEAN: Final = "logprob_abs_diff/mean"
 UNIT: Final = "nat"
 

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import MOST_STEPS, read_target
+from stagescope.wire.schema import STEP_BOUND, read_target
 from stagescope_service.api.comparisons import SIDE_PATTERN, compare_sides
 from stagescope_service.api.dependencies import (
     STEP_PATTERN,
@@ -235,7 +235,7 @@ def rounds_figure(
     target: FigureTarget,
     compare: Annotated[
         int,
-        Query(ge=0, le=rounds.MOST_BEFORE, description="Number of steps before, drawn faded."),
+        Query(ge=0, le=rounds.MAX_BEFORE, description="Number of steps before, drawn faded."),
     ] = 3,
 ) -> FigureAnswer:
     """Draw |d| by round of a step with its quantiles, and the number of tokens."""
@@ -357,7 +357,7 @@ async def operators_figure(
 @router.get("/figures/operator-divergence", response_model=models.Figure)
 async def operator_divergence_figure(
     deps: Deps,
-    step: Annotated[int, Query(ge=0, lt=MOST_STEPS, description="The trainer's step.")],
+    step: Annotated[int, Query(ge=0, lt=STEP_BOUND, description="The trainer's step.")],
     run: Run = None,
     attempt: AttemptNumber = None,
     stage: Stage = None,
@@ -367,7 +367,7 @@ async def operator_divergence_figure(
     b_attempt: Annotated[
         int | None, Query(ge=1, lt=1 << 31, description="Another attempt's number.")
     ] = None,
-    b_step: Annotated[int | None, Query(ge=0, lt=MOST_STEPS, description="Another step.")] = None,
+    b_step: Annotated[int | None, Query(ge=0, lt=STEP_BOUND, description="Another step.")] = None,
     b_stage: Annotated[str | None, Query(max_length=200, description="Another stage.")] = None,
     b_rank: Annotated[int | None, Query(ge=0, lt=1 << 31, description="Another rank.")] = None,
 ) -> FigureAnswer:
@@ -387,7 +387,7 @@ async def comparison_figure(
     deps: Deps,
     run: Run = None,
     step: Annotated[
-        int | None, Query(ge=0, lt=MOST_STEPS, description="The step of both sides.")
+        int | None, Query(ge=0, lt=STEP_BOUND, description="The step of both sides.")
     ] = None,
     a: Annotated[
         str | None,

@@ -24,15 +24,15 @@ from stagescope_service.api.steps import NOT_BEGUN, progress_of
 from stagescope_service.api.target import Target
 from stagescope_service.store.tables import StageRow
 
-MOST_LANES: Final = 64
+MAX_LANES: Final = 64
 _SHOWN_ALONE: Final = 24
 """Most ranks of a folded figure that have lanes of their own."""
 _GROUPS: Final = 36
-_LEAST_WAIT: Final = 0.01
+_MIN_WAIT: Final = 0.01
 """Seconds; a shorter wait is noise of the clocks."""
-_LEAST_SHARE: Final = 0.005
+_MIN_SHARE: Final = 0.005
 """...and so much of the step."""
-_MOST_SLICES: Final = 4000
+_MAX_SLICES: Final = 4000
 """Slices of a figure, beyond which the parts of a stage on a rank are drawn as one."""
 
 
@@ -109,9 +109,9 @@ class TimelineInfo:
 
 
 def info(deps: Dependencies, target: Target) -> TimelineInfo:
-    """Read the stages of a step; of more than `MOST_LANES` ranks most are folded."""
+    """Read the stages of a step; of more than `MAX_LANES` ranks most are folded."""
     found = read(deps, target)
-    if len(found.lanes) <= MOST_LANES:
+    if len(found.lanes) <= MAX_LANES:
         return _merged_parts(found)
     lanes = _folded(found)
     several = len(lanes) - sum(len(lane.ranks) == 1 for lane in lanes)
@@ -217,7 +217,7 @@ def _note(held_up: Sequence[HeldUp], clock_error: float | None) -> str | None:
             f"{worst.role} {worst.rank} held up {counted(worst.ranks, 'rank')} in {worst.stage}, "
             f"for up to {style.number(worst.longest, 's')}"
         )
-    if clock_error is not None and clock_error > _LEAST_WAIT:
+    if clock_error is not None and clock_error > _MIN_WAIT:
         notes.append(f"clocks agree within {style.number(clock_error, 's')}")
     return "; ".join(notes) or None
 
@@ -225,7 +225,7 @@ def _note(held_up: Sequence[HeldUp], clock_error: float | None) -> str | None:
 # --- waits ----------------------------------------------------------------------------------
 def _with_waits(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], tuple[HeldUp, ...]]:
     """Add who waited for whom to the lanes of single ranks."""
-    least = max(_LEAST_WAIT, _LEAST_SHARE * seconds)
+    least = max(_MIN_WAIT, _MIN_SHARE * seconds)
     ends: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     """(role, stage) -> index of the lane -> when its last part ended."""
     for at, lane in enumerate(lanes):
@@ -314,7 +314,7 @@ def _severity(status: str) -> int:
 
 def _merged_parts(found: TimelineInfo) -> TimelineInfo:
     """Draw the parts of a stage as one where there are too many of them."""
-    if sum(len(lane.slices) for lane in found.lanes) <= _MOST_SLICES:
+    if sum(len(lane.slices) for lane in found.lanes) <= _MAX_SLICES:
         return found
     lanes = []
     for lane in found.lanes:

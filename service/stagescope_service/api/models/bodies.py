@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from pydantic_core import ErrorDetails
 
 from stagescope.wire.errors import InvalidInput
-from stagescope.wire.schema import MOST_STEPS
+from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models.common import ABSENT
-from stagescope_service.compare.operators.divergence import MOST_VERDICTS
+from stagescope_service.compare.operators.divergence import MAX_VERDICTS
 
 Schema = dict[str, Any]
 """A JSON schema."""
@@ -267,7 +267,7 @@ class SideFields(RequestBody):
         _document(description="an attempt's number; default: the newest that has the step"),
     ] = None
     step: Annotated[
-        Annotated[int, Field(ge=0, lt=MOST_STEPS)] | None,
+        Annotated[int, Field(ge=0, lt=STEP_BOUND)] | None,
         _document(description="the trainer's step"),
     ] = None
     stage: Annotated[str | None, _document(description="a stage's name")] = None
@@ -358,9 +358,9 @@ class DivergenceRequest(SidesRequest):
             minimum=1,
             maximum=1000,
             description="Most rows, and operators of one side alone, to list; default: "
-            f"{MOST_VERDICTS}.",
+            f"{MAX_VERDICTS}.",
         ),
-    ] = MOST_VERDICTS
+    ] = MAX_VERDICTS
 
 
 class TensorsRequest(SidesRequest):

@@ -33,7 +33,7 @@ from stagescope_service.api.encoding import JsonObject, decode, encode, parse_no
 from stagescope_service.api.figures import density, overview, routes
 from stagescope_service.api.figures import operators as operator_figures
 from stagescope_service.api.report.parts import (
-    MOST_ROWS,
+    MAX_ROWS,
     NEWEST_STEPS,
     Item,
     Report,
@@ -49,8 +49,8 @@ from stagescope_service.api.report.parts import (
 from stagescope_service.api.requests import Page
 from stagescope_service.api.step_summaries import Slice
 
-MOST_ITEMS: Final = 40
-MOST_FIGURE_BYTES: Final = 2_500_000
+MAX_ITEMS: Final = 40
+MAX_FIGURE_BYTES: Final = 2_500_000
 """Of all figures as JSON: with plotly's own 4.8 MB the file stays below 8 MB."""
 _TREND: Final = 40
 """Bars of a sparkline."""
@@ -117,7 +117,7 @@ def make_report(
         made_wall=deps.clock(),
         version=stagescope.__version__,
         verdicts=redacted(scope.verdicts, redactor),
-        sections=redacted(_within(sections, MOST_FIGURE_BYTES), redactor),
+        sections=redacted(_within(sections, MAX_FIGURE_BYTES), redactor),
     )
 
 
@@ -150,13 +150,13 @@ def _doctor(scope: Scope) -> Section:
     scope.say(
         "doctor", f"{len(found)} found", titles + more or str(fields["text"]), bad=bool(found)
     )
-    return Section("", "", texts=texts, items=items[:MOST_ITEMS], table=table, gaps=unknown)
+    return Section("", "", texts=texts, items=items[:MAX_ITEMS], table=table, gaps=unknown)
 
 
 def _findings(scope: Scope) -> Section:
     deps, step = scope.deps, scope.step
     if step is None:
-        answer = body_of(findings.finding_groups(deps, Page(MOST_ROWS), scope.run, scope.attempt))
+        answer = body_of(findings.finding_groups(deps, Page(MAX_ROWS), scope.run, scope.attempt))
         total = cast("int", answer["groups"])
     else:
         number = scope.target.number
@@ -164,7 +164,7 @@ def _findings(scope: Scope) -> Section:
         total = len(rows_of(answer))
     items = []
     rows = sorted(rows_of(answer), key=lambda row: _SEVERITIES.index(str(row["severity"])))
-    for row in rows[:MOST_ROWS]:
+    for row in rows[:MAX_ROWS]:
         where = row.get("where")
         title = f"{row['severity']}: {row['message']}" + (f" ({where})" if where else "")
         over = "" if row.get("over_wall") is None else "; over"
@@ -246,12 +246,12 @@ def _names(missing: Sequence[Mapping[str, object]]) -> str:
 
 def _rounds(scope: Scope) -> Section:
     deps, target = scope.deps, scope.measured_step
-    answer = body_of(numbers.rounds(deps, target, Page(MOST_ROWS)))
+    answer = body_of(numbers.rounds(deps, target, Page(MAX_ROWS)))
     drawn = [
         body_of(routes.rounds_figure(deps, target, 3)),
         body_of(routes.distribution_figure(deps, target)),
     ]
-    total = MOST_ROWS + 1 if answer["next"] else None
+    total = MAX_ROWS + 1 if answer["next"] else None
     return Section("", "", table=table_of(answer, " ".join(_ROUND_COLUMNS), total), figures=drawn)
 
 
@@ -286,7 +286,7 @@ def _loss(scope: Scope) -> Section:
     notes = cast("list[str]", fields["notes"])
     return Section(
         "", "", texts=[str(fields["note"])], table=table_of({"rows": rows}, columns),
-        gaps=[shortened(text) for text in notes[:MOST_ROWS]],
+        gaps=[shortened(text) for text in notes[:MAX_ROWS]],
     )  # fmt: skip
 
 
@@ -297,7 +297,7 @@ def _attempts(scope: Scope) -> Section:
     rows = rows_of(answer)
     columns = "attempt state begun ended end_reason resumed_from_step first_step last_closed_step"
     texts, items = [], []
-    for row in rows[:MOST_ROWS]:
+    for row in rows[:MAX_ROWS]:
         texts += [
             f"steps of attempt {row['attempt']} from {part['from_step']} on are repeated by "
             f"attempt {part['by']}"
@@ -320,7 +320,7 @@ def _attempts(scope: Scope) -> Section:
         ]  # fmt: skip
         title = f"what may change numbers, attempt {a.number} against {b.number}"
         items.append(
-            Item(title, [shortened(line) for line in lines[:MOST_ROWS]] or ["nothing known"])
+            Item(title, [shortened(line) for line in lines[:MAX_ROWS]] or ["nothing known"])
         )
     items.append(Item("fingerprint of the newest attempt", _fingerprint(newest["fingerprint"])))
     return Section("", "", texts=texts, items=items, table=table_of(answer, columns))
@@ -353,7 +353,7 @@ def _course(scope: Scope) -> Section:
         try:
             found = series.series(
                 deps, metric, scope.run, scope.attempt,
-                by=None, first=None, last=None, limit=series.MAX_STEPS,
+                by=None, first=None, last=None, limit=series.MAX_SERIES_STEPS,
             )  # fmt: skip
         except StagescopeError:  # it is not recorded
             continue
@@ -405,7 +405,7 @@ def _steps(scope: Scope) -> Section:
 
 def _captures(scope: Scope) -> Section | None:
     deps, step = scope.deps, scope.step
-    answer = body_of(captures.captures(deps, Page(MOST_ROWS), scope.run))
+    answer = body_of(captures.captures(deps, Page(MAX_ROWS), scope.run))
     rows: list[JsonObject] = []
     for row in rows_of(answer):
         stored = deps.catalogue.capture(str(row["capture_id"]))
@@ -478,7 +478,7 @@ def _spread(scope: Scope) -> Section:
 
 
 def _samples(scope: Scope) -> Section:
-    answer = body_of(samples.samples(scope.deps, scope.measured_step, Page(MOST_ROWS + 1)))
+    answer = body_of(samples.samples(scope.deps, scope.measured_step, Page(MAX_ROWS + 1)))
     columns = "sample_uid group_id role rank rounds tokens mean_abs max_abs nonfinite reward"
     return Section("", "", table=table_of(answer, columns))
 

@@ -19,7 +19,7 @@ from stagescope_service.api.target import Target
 
 T = TypeVar("T")
 
-MOST_ROWS: Final = 20
+MAX_ROWS: Final = 20
 """Rows of a table; the API has the others."""
 LONGEST: Final = 2000
 """Most characters of a text of the catalogue."""
@@ -206,5 +206,5 @@ def table_of(
     names = columns.split()
     if not rows:
         return None
-    shown = [{name: row.get(name) for name in names} for row in rows[:MOST_ROWS]]
+    shown = [{name: row.get(name) for name in names} for row in rows[:MAX_ROWS]]
     return ReportTable(names, shown, max((len(rows) if total is None else total) - len(shown), 0))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
-from stagescope.wire.schema import MOST_STEPS
+from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.dependencies import AttemptNumber, Dependencies, Deps, RunPath
 from stagescope_service.api.encoding import encode
 from stagescope_service.api.models import report as models
@@ -40,7 +40,7 @@ async def report(
     attempt: AttemptNumber = None,
     step: Annotated[
         int | None,
-        Query(ge=0, lt=MOST_STEPS, description="That step in detail; default: the whole run."),
+        Query(ge=0, lt=STEP_BOUND, description="That step in detail; default: the whole run."),
     ] = None,
     format: Annotated[
         Format, Query(description="`html` is one file for a browser without network access.")

@@ -6,7 +6,7 @@ import { h, nodes, patch, problem } from "./dom.js";
 import { number } from "./format.js";
 import { get, known, url } from "./service.js";
 
-const MOST_ROWS = 500;
+const MAX_ROWS = 500;
 const CONFIG = {
   responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset",
   showTips: false, scrollZoom: false,
@@ -241,13 +241,13 @@ function listed(trace, at) {
   const read = columns.map((each) => values(trace[each]));
   if (isColumn(trace.z)) return listedMatrix(name, trace);
   const length = Math.max(0, ...read.map((each) => each.length));
-  const rows = Array.from({ length: Math.min(length, MOST_ROWS) }, (_, row) => row);
+  const rows = Array.from({ length: Math.min(length, MAX_ROWS) }, (_, row) => row);
   return h("div.scroll", { tabindex: 0, role: "region", "aria-label": name },
     h("table", {},
-      h("caption", {}, length > MOST_ROWS ? `${name}: the last ${MOST_ROWS} of ${length}` : name),
+      h("caption", {}, length > MAX_ROWS ? `${name}: the last ${MAX_ROWS} of ${length}` : name),
       h("thead", {}, h("tr", {}, columns.map((each) => h("th", { scope: "col" }, each)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, read.map((each) =>
-        h("td", {}, cell(each[row + Math.max(0, length - MOST_ROWS)]))))))));
+        h("td", {}, cell(each[row + Math.max(0, length - MAX_ROWS)]))))))));
 }
 
 function listedMatrix(name, { x, y, z }) {
@@ -255,7 +255,7 @@ function listedMatrix(name, { x, y, z }) {
   return h("div.scroll", { tabindex: 0, role: "region", "aria-label": name },
     h("table", {}, h("caption", {}, name),
       h("thead", {}, h("tr", {}, h("td"), across.map((each) => h("th", { scope: "col" }, cell(each))))),
-      h("tbody", {}, matrix.slice(0, MOST_ROWS).map((row, at) =>
+      h("tbody", {}, matrix.slice(0, MAX_ROWS).map((row, at) =>
         h("tr", {}, h("th", { scope: "row" }, cell(down[at] ?? at)),
           values(row).map((each) => h("td", {}, cell(each))))))));
 }

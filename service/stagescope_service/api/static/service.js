@@ -9,10 +9,10 @@ export class ServiceError extends Error {
   }
 }
 
-const MOST_KEPT = 300;
+const MAX_KEPT = 300;
 const FRESH_MS = 1000;
 const BUSY = 503;
-const MOST_TIMES = 20; // an answer that is computed for long is asked for again
+const MAX_TIMES = 20; // an answer that is computed for long is asked for again
 const kept = new Map(); // path -> { data, tag, began }
 const asking = new Map(); // path -> { began, answer }
 let onLogin = () => {};
@@ -65,7 +65,7 @@ async function ask(path, began) {
   const before = kept.get(path);
   const headers = before?.tag ? { "If-None-Match": before.tag } : {};
   let response = await reach(path, { headers, cache: "no-store" });
-  for (let times = 0; response.status === BUSY && times < MOST_TIMES; times++) {
+  for (let times = 0; response.status === BUSY && times < MAX_TIMES; times++) {
     const seconds = Number(response.headers.get("Retry-After")) || 1;
     await new Promise((done) => setTimeout(done, 1000 * seconds));
     response = await reach(path, { headers, cache: "no-store" });
@@ -77,7 +77,7 @@ async function ask(path, began) {
   const data = await read(response);
   kept.delete(path);
   kept.set(path, { data, tag: response.headers.get("ETag"), began });
-  if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
+  if (kept.size > MAX_KEPT) kept.delete(kept.keys().next().value);
   return data;
 }
 

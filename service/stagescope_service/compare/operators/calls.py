@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from stagescope_service.compare.operators.evidence import infrastructure_stacks, use_of
 from stagescope_service.compare.operators.sequences import (
-    MOST_STEPS,
+    MAX_STEPS,
     Codes,
     Pairs,
     align,
@@ -203,7 +203,7 @@ def _pair_middle(
     for gap_a, gap_b in _gaps(anchors.pairs, len(plain_a), len(plain_b)):
         gap = gap_a.stop - gap_a.start + gap_b.stop - gap_b.start
         # All gaps together may cost as much as one alignment.
-        share = MOST_STEPS * gap // (len(plain_a) + len(plain_b))
+        share = MAX_STEPS * gap // (len(plain_a) + len(plain_b))
         found = align(plain_a[gap_a], plain_b[gap_b], most_steps=share + 1000)
         exact = exact and found.ordered
         pairs += [(gap_a.start + i, gap_b.start + j) for i, j in found.pairs]

@@ -29,7 +29,7 @@ from stagescope_service.compare.operators.divergence import difference_curve, fi
 from stagescope_service.compare.operators.non_finite import first_non_finite
 
 SMALL_ROWS: Final = 20_000
-MOST_SECONDS: Final = 300.0
+MAX_SECONDS: Final = 300.0
 
 Fields = dict[str, Json]
 """Arguments or results as JSON values, which are checked only by the functions below."""
@@ -141,10 +141,10 @@ def _run_process(request: bytes) -> Fields:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     ) as process:
         try:
-            output, _ = process.communicate(request, MOST_SECONDS)
+            output, _ = process.communicate(request, MAX_SECONDS)
         except subprocess.TimeoutExpired:
             raise NotReady(
-                f"the comparison took over {MOST_SECONDS:.0f} s",
+                f"the comparison took over {MAX_SECONDS:.0f} s",
                 advice="ask again when the machine is less busy, or compare smaller dumps",
             ) from None
         finally:

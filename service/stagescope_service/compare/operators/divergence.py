@@ -30,7 +30,7 @@ from stagescope_service.compare.operators.differences import (
 )
 from stagescope_service.compare.operators.sequences import Codes
 
-MOST_VERDICTS: Final = 100
+MAX_VERDICTS: Final = 100
 """Most rows, and operators of only one side, that an answer lists; all are counted."""
 
 
@@ -137,7 +137,7 @@ def first_divergent(
     thresholds: Thresholds | None = None,
     *,
     skip_sharded: bool = False,
-    limit: int = MOST_VERDICTS,
+    limit: int = MAX_VERDICTS,
 ) -> OperatorDivergence:
     """Find the first divergent operator of two operator tables.
 

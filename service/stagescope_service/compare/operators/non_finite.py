@@ -44,7 +44,7 @@ from stagescope_service.dumps.msprobe.operator_query import (
     read_stacks,
 )
 
-MOST_MASKS: Final = 20
+MAX_MASKS: Final = 20
 
 _RESULTS: Final = ("output", "grad")
 _FILLS: Final = frozenset(
@@ -191,7 +191,7 @@ def non_finite_of_rank(path: Path) -> RankNonFinite:
         bad_inputs=[] if named is None else _bad_inputs(named),
         culprits=culprits,
         masks=len(masks),
-        first_masks=masks[:MOST_MASKS],
+        first_masks=masks[:MAX_MASKS],
         not_read=not_read,
     )
 

@@ -18,9 +18,9 @@ import numpy.typing as npt
 Codes = npt.NDArray[np.int64]
 Pairs = list[tuple[int, int]]
 
-MOST_STEPS: Final = 3_000_000
+MAX_STEPS: Final = 3_000_000
 """Most comparisons of one alignment: a few seconds."""
-MOST_EDITS: Final = 1_000
+MAX_EDITS: Final = 1_000
 
 
 class SequenceAlignment(NamedTuple):
@@ -40,7 +40,7 @@ def common_ends(a: Codes, b: Codes) -> tuple[int, int]:
     return first, int(differing[0]) if len(differing) else left
 
 
-def align(a: Codes, b: Codes, *, most_steps: int = MOST_STEPS) -> SequenceAlignment:
+def align(a: Codes, b: Codes, *, most_steps: int = MAX_STEPS) -> SequenceAlignment:
     """Pair equal elements of two sequences so that as many as possible stay in order."""
     first, last = common_ends(a, b)
     pairs = [(index, index) for index in range(first)]
@@ -66,12 +66,12 @@ def _match_middle(
 
 
 def _greedy(a: list[int], b: list[int], most_steps: int) -> Pairs | None:
-    """Run Myers' algorithm; return None if it takes over `most_steps` or `MOST_EDITS`."""
+    """Run Myers' algorithm; return None if it takes over `most_steps` or `MAX_EDITS`."""
     rows, columns = len(a), len(b)
     reach = {1: 0}
     trace: list[dict[int, int]] = []
     steps = 0
-    for edits in range(min(rows + columns, MOST_EDITS) + 1):
+    for edits in range(min(rows + columns, MAX_EDITS) + 1):
         # Keep only the diagonals that this round reads.
         trace.append({k: reach[k] for k in range(-edits - 1, edits + 2, 2) if k in reach})
         for k in range(-edits, edits + 1, 2):

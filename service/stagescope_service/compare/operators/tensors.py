@@ -23,8 +23,8 @@ from stagescope_service.compare.operators.msprobe_compare import EXIT_NOT_INSTAL
 from stagescope_service.dumps.msprobe.operator_query import iterate_rows
 from stagescope_service.store.tensorfile import disk_errors
 
-MOST_SECONDS: Final = 900.0
-MOST_ROWS: Final = 1_000_000
+MAX_SECONDS: Final = 900.0
+MAX_ROWS: Final = 1_000_000
 _LOG_BYTES: Final = 20_000
 
 COLUMNS: Final[Mapping[str, str]] = {
@@ -113,10 +113,10 @@ def _run(a: Path, b: Path, out: Path) -> str:
             start_new_session=True,
         )
     try:
-        code = process.wait(MOST_SECONDS)
+        code = process.wait(MAX_SECONDS)
     except subprocess.TimeoutExpired:
         raise InvalidInput(
-            f"msprobe's comparison took over {MOST_SECONDS:.0f} s",
+            f"msprobe's comparison took over {MAX_SECONDS:.0f} s",
             advice="capture fewer operators: give the capture a list or a scope",
         ) from None
     finally:
@@ -145,7 +145,7 @@ def read_table(path: Path) -> Iterator[TensorRow]:
     """Yield the rows of msprobe's table, without its verdicts.
 
     Raises:
-        TooLarge: it has more than `MOST_ROWS` rows.
+        TooLarge: it has more than `MAX_ROWS` rows.
         InvalidInput: it is no table of msprobe.
     """
     with disk_errors(path), path.open(newline="", encoding="utf-8", errors="replace") as file:
@@ -154,8 +154,8 @@ def read_table(path: Path) -> Iterator[TensorRow]:
         if "NPU Name" not in (reader.fieldnames or ()):
             raise InvalidInput(f"{path.name} is no table of msprobe's", expected="NPU Name, ...")
         for count, row in enumerate(reader):
-            if count >= MOST_ROWS:
-                raise TooLarge(f"{path.name} has over {MOST_ROWS} rows")
+            if count >= MAX_ROWS:
+                raise TooLarge(f"{path.name} has over {MAX_ROWS} rows")
             yield {
                 ours: (_text if ours in _TEXTS else _number)(row.get(theirs))
                 for ours, theirs in names.items()

@@ -30,9 +30,9 @@ from stagescope_service.statistics.pairwise import Number, Pairwise
 VERSION: Final = 1
 """Raised when a field changes its meaning or is removed; fields may be added without."""
 SCHEMA_FILE: Final = Path(__file__).with_name("comparison.schema.json")
-MOST_SAMPLES: Final = 100
+MAX_SAMPLES: Final = 100
 """Most differing samples that a tensor lists, the worst first; all are counted."""
-MOST_TRAJECTORIES: Final = 10_000
+MAX_TRAJECTORIES: Final = 10_000
 
 
 class ShardLocationReport(TypedDict):
@@ -335,7 +335,7 @@ def _trajectories(tensors: Sequence[TensorResult]) -> TrajectoriesReport:
                     row["mask_lengths"] = lengths
                 elif table.values is not None:
                     row["reward"] = table.values[at].tolist()
-    return {"count": len(rows), "rows": list(rows.values())[:MOST_TRAJECTORIES]}
+    return {"count": len(rows), "rows": list(rows.values())[:MAX_TRAJECTORIES]}
 
 
 def _first(first: FirstDifference) -> FirstReport:
@@ -401,7 +401,7 @@ def _tensor(order: int, tensor: TensorResult) -> TensorReport:
              "max_abs": largest if finite else math.nan,
              "mean_abs": total / finite if finite else math.nan}
             for label, (pairs, unequal, over, largest, total, finite)
-            in tensor.worst_samples(MOST_SAMPLES)
+            in tensor.worst_samples(MAX_SAMPLES)
         ],
     }  # fmt: skip
 

@@ -32,7 +32,7 @@ from stagescope.comparison_report import (
 from stagescope.render import printable
 from stagescope.wire import nonfinite
 from stagescope.wire.nonfinite import JsonObject
-from stagescope_service.compare.figures import MOST_DETAILED, pictures
+from stagescope_service.compare.figures import MAX_DETAILED, pictures
 from stagescope_service.compare.report.as_json import (
     FirstReport,
     PairReport,
@@ -115,7 +115,7 @@ def _checksum(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-MOST_LISTED: Final = 200
+MAX_LISTED: Final = 200
 """Most entries of a list (findings, items, shards) in the page; the JSON has all."""
 _SHOWN: Final = 12
 """Most findings that are visible without unfolding."""
@@ -190,7 +190,7 @@ def _figures(pair: PairReport, figures: PageFigures) -> Iterator[str]:
     for figure in pictures(pair):
         yield figures.add(figure)
     tensors = [tensor for section in pair["sections"] for tensor in section["tensors"]]
-    more = sum(tensor["verdict"] == "different" for tensor in tensors) - MOST_DETAILED
+    more = sum(tensor["verdict"] == "different" for tensor in tensors) - MAX_DETAILED
     if more > 0:
         yield f"<p>{more} more tensors differ: see their numbers below.</p>"
 
@@ -267,9 +267,9 @@ def _list(texts: Sequence[str]) -> str:
 
 
 def _cut(lines: Sequence[str]) -> str:
-    """Return a list of HTML lines, the first `MOST_LISTED`."""
-    more = len(lines) - MOST_LISTED
-    shown = [*lines[:MOST_LISTED], f"... {more} more (see the JSON)"] if more > 0 else lines
+    """Return a list of HTML lines, the first `MAX_LISTED`."""
+    more = len(lines) - MAX_LISTED
+    shown = [*lines[:MAX_LISTED], f"... {more} more (see the JSON)"] if more > 0 else lines
     return f"<ul>{''.join(f'<li>{line}</li>' for line in shown)}</ul>"
 
 

@@ -28,10 +28,10 @@ DONE: Final = "done"
 WITHDRAWN: Final = "withdrawn"
 OPEN_PHASES: Final = (ASKED, AGREED)
 
-LEAST_ROUND_TRIP: Final = 0.25
+MIN_ROUND_TRIP: Final = 0.25
 """Seconds by which the BEGIN of a step may arrive late."""
 
-LONGEST_ROUND_TRIP: Final = 5.0
+MAX_ROUND_TRIP: Final = 5.0
 """Seconds; a rank that took longer was stopped or away, and does not measure the round trip."""
 
 _ESTIMATES_STORED: Final = 64
@@ -157,7 +157,7 @@ def start_step(top_step: int, round_trip: float, step_seconds: float | None) -> 
     The highest step begun + 1 + the steps that fit into two round trips: one until the request
     arrives, and one because events of the ranks arrive as late.
     """
-    trip = max(round_trip, LEAST_ROUND_TRIP)
+    trip = max(round_trip, MIN_ROUND_TRIP)
     fit = 0 if not step_seconds or step_seconds <= 0 else math.floor(2 * trip / step_seconds)
     return top_step + 1 + min(fit, 1_000_000)
 

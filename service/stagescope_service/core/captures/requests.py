@@ -177,14 +177,14 @@ class CaptureRequests:
             if member.incarnation is not None and (member.revision or 0) >= pending.revision:
                 taken.setdefault(member.incarnation, elapsed)
         estimates = self._estimates_of(entry, participants)
-        trips = [each for each in taken.values() if each <= agreement_rules.LONGEST_ROUND_TRIP]
+        trips = [each for each in taken.values() if each <= agreement_rules.MAX_ROUND_TRIP]
         reason = agreement_rules.refusal(request, estimates)
         estimated = dataclasses.replace(pending, estimates=agreement_rules.largest(estimates))
         if reason is not None:
             return dataclasses.replace(estimated, phase=agreement_rules.REFUSED, reason=reason)
         if (
             self._not_estimated(pending, participants, estimates)
-            and elapsed < agreement_rules.LONGEST_ROUND_TRIP
+            and elapsed < agreement_rules.MAX_ROUND_TRIP
         ):
             return None
         return agreement_rules.look(

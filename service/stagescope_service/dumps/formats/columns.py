@@ -18,8 +18,8 @@ from stagescope_service.store.tensorfile import WireTensor
 
 _NUMBERS: Final = frozenset({int, float, bool})
 _DEPTH: Final = 16
-_MOST_TEXT: Final = 100_000
-_MOST_LISTED: Final = 10_000
+_MAX_TEXT: Final = 100_000
+_MAX_LISTED: Final = 10_000
 
 FileRow: TypeAlias = Mapping[str, FileValue]
 RowIds: TypeAlias = "tuple[str, ...] | None"
@@ -92,7 +92,7 @@ class Columns:
 
 def _without_tensors(value: FileValue, depth: int = 0) -> FileValue:
     """Return a tree in which the lists of a converted file are lists again."""
-    if isinstance(value, FileTensor) and value.wire[2].size <= _MOST_LISTED:
+    if isinstance(value, FileTensor) and value.wire[2].size <= _MAX_LISTED:
         values: FileValue = value.wire[2].tolist()
         return values
     if depth < _DEPTH and isinstance(value, dict):
@@ -114,7 +114,7 @@ def json_text(value: object) -> str | None:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         return None
-    return text if len(text) <= _MOST_TEXT else None
+    return text if len(text) <= _MAX_TEXT else None
 
 
 def flatten(values: Mapping[str, FileValue], prefix: str = "") -> dict[str, FileValue]:

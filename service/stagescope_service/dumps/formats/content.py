@@ -34,10 +34,10 @@ from stagescope_service.store.tensorfile import (
 )
 
 SUFFIXES: Final = (".pt", ".jsonl", ".json")
-MOST_TEXT_BYTES: Final = 1 << 30
-MOST_LINE_BYTES: Final = 64 << 20
-_MOST_VALUES: Final = 64
-_MOST_PEEKED: Final = 4
+MAX_TEXT_BYTES: Final = 1 << 30
+MAX_LINE_BYTES: Final = 64 << 20
+_MAX_VALUES: Final = 64
+_MAX_PEEKED: Final = 4
 _CONVERTED: Final = "stagescope_converted"
 _HEAD: Final = f'{{"{_CONVERTED}'.encode()
 """The first bytes of a converted file."""
@@ -92,7 +92,7 @@ def read_shared(path: Path) -> FileValue:
     return _read_cached(path, found.st_mtime_ns, found.st_size)
 
 
-def first_values(path: Path, most: int = _MOST_VALUES) -> list[str | int]:
+def first_values(path: Path, most: int = _MAX_VALUES) -> list[str | int]:
     """Return the first texts and integers in a file, cheaply; see `pickle_scan.peek`.
 
     Of a .jsonl file those of its first line; [] for an unreadable or foreign file.
@@ -102,7 +102,7 @@ def first_values(path: Path, most: int = _MOST_VALUES) -> list[str | int]:
     try:
         if path.suffix == ".jsonl":
             with path.open("rb") as file:
-                return _first(json.loads(file.readline(MOST_LINE_BYTES)), most)
+                return _first(json.loads(file.readline(MAX_LINE_BYTES)), most)
         with path.open("rb") as file:
             is_converted = file.read(len(_HEAD)) == _HEAD
         tree = parse_json(_text(path), path) if is_converted else None
@@ -126,7 +126,7 @@ def damage_of(path: Path) -> StagescopeError | None:
         elif path.suffix == ".safetensors":
             describe_file(path)
             return None
-        elif path.suffix not in SUFFIXES or len(first_values(path)) >= _MOST_VALUES:
+        elif path.suffix not in SUFFIXES or len(first_values(path)) >= _MAX_VALUES:
             return None
         if read_content(path) == [] and path.suffix == ".jsonl":
             return InvalidTensor(f"{path} holds no line", expected="a line a trajectory")
@@ -141,9 +141,9 @@ def _first(value: FileValue, most: int, depth: int = 0) -> list[str | int]:
     if isinstance(value, str | int):
         return [value]
     found: list[str | int] = []
-    if isinstance(value, list) and value and depth < _MOST_PEEKED:
+    if isinstance(value, list) and value and depth < _MAX_PEEKED:
         found = _first(value[0], most, depth + 1)
-    elif isinstance(value, dict) and depth < _MOST_PEEKED:
+    elif isinstance(value, dict) and depth < _MAX_PEEKED:
         for name, item in value.items():
             found += [name, *_first(item, most, depth + 1)]
             if len(found) >= most:
@@ -191,9 +191,9 @@ def _text(path: Path) -> str:
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size > MOST_TEXT_BYTES:
+                if size > MAX_TEXT_BYTES:
                     raise InvalidTensor(
-                        f"{path} has {size} bytes", expected=f"at most {MOST_TEXT_BYTES} of JSON"
+                        f"{path} has {size} bytes", expected=f"at most {MAX_TEXT_BYTES} of JSON"
                     )
                 data = file.read()
         except FileNotFoundError as error:

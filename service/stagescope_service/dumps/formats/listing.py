@@ -16,7 +16,7 @@ from stagescope_service.dumps.records import SECTIONS, DumpEntry, Problem, Recor
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tensorfile import disk_errors
 
-MOST_FILES: Final = 200_000
+MAX_FILES: Final = 200_000
 _SECTION_INDEX: Final = {section: index for index, section in enumerate(SECTIONS)}
 
 
@@ -68,7 +68,7 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[Problem]]:
 
     Raises:
         NotFound: there is no such directory.
-        TooLarge: it holds more than MOST_FILES files.
+        TooLarge: it holds more than MAX_FILES files.
         StoreError: the disk reported an error.
     """
     if not root.is_dir():
@@ -77,9 +77,9 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[Problem]]:
     problems: list[Problem] = []
     with disk_errors(root):
         for path in _walk(root):
-            if len(found) + len(problems) >= MOST_FILES:
+            if len(found) + len(problems) >= MAX_FILES:
                 raise TooLarge(
-                    f"{root} holds more than {MOST_FILES} files",
+                    f"{root} holds more than {MAX_FILES} files",
                     advice="give the directory of one dump, or of one of its steps",
                 )
             if path.is_symlink() and _is_circular(path):

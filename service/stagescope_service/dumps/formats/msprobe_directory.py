@@ -77,7 +77,7 @@ def open_msprobe(path: Path, *, step: int | None = None) -> FileDump:
 
     Raises:
         NotFound: no such directory, or no dump of msprobe's in it.
-        TooLarge: more than `listing.MOST_FILES` files.
+        TooLarge: more than `listing.MAX_FILES` files.
         StoreError: the disk reported an error.
     """
     found, problems = files_below(path)

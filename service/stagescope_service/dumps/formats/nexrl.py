@@ -119,7 +119,7 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
     Raises:
         NotFound: no such directory, or none of its files is NexRL's.
         InvalidInput: it holds several of NexRL's dumps.
-        TooLarge: more than `listing.MOST_FILES` files.
+        TooLarge: more than `listing.MAX_FILES` files.
         StoreError: the disk reported an error.
     """
     found, problems = files_of(path.absolute())
@@ -341,7 +341,7 @@ _READERS: Final[Mapping[str, _Reader]] = {
 
 INDEX_NAME: Final = "stagescope.json"
 _INDEX_VERSION: Final = 1
-_MOST_INDEX_BYTES: Final = 64 << 20
+_MAX_INDEX_BYTES: Final = 64 << 20
 
 
 def write_index(directory: Path, locations: Mapping[str, Location]) -> None:
@@ -375,8 +375,8 @@ def read_index(directory: Path) -> dict[str, Location]:
     with disk_errors(path):
         if not path.is_file():
             return {}
-        if path.stat().st_size > _MOST_INDEX_BYTES:
-            most = f"at most {_MOST_INDEX_BYTES} bytes"
+        if path.stat().st_size > _MAX_INDEX_BYTES:
+            most = f"at most {_MAX_INDEX_BYTES} bytes"
             raise InvalidTensor(f"{path} is too large", expected=most)
         text = path.read_bytes()
     try:

@@ -63,7 +63,7 @@ def open_batch(path: Path, *, step: int | None = None) -> FileDump:
         NotFound: no such path, or no saved batch there.
         InvalidInput: several batches in the directory.
         InvalidTensor: the file is damaged.
-        TooLarge: more than `listing.MOST_FILES` files.
+        TooLarge: more than `listing.MAX_FILES` files.
         StoreError: the disk reported an error.
     """
     found, problems = files_of(path)

@@ -71,7 +71,7 @@ def open_slime(path: Path, *, step: int | None = None) -> FileDump:
 
     Raises:
         NotFound: no such path, or no debug file of slime's in it.
-        TooLarge: more than `listing.MOST_FILES` files.
+        TooLarge: more than `listing.MAX_FILES` files.
         StoreError: the disk reported an error.
     """
     found, problems = files_of(path)

@@ -40,14 +40,14 @@ JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, J
 """A JSON value."""
 
 CHUNK_BYTES: Final = 1 << 20
-MOST_VALUE: Final = 8 << 20
+MAX_VALUE: Final = 8 << 20
 """Characters of one value: an optimizer call over thousands of tensors takes about 1 MB."""
 
 _DECODER: Final = json.JSONDecoder()
 _SPACE: Final = " \t\n\r"
 _SPLIT_REST: Final = 2
 _REST: Final = re.compile(r"(?:[.eE][+-]?)?\Z")
-_LONGEST_TOKEN: Final = 16
+_MAX_TOKEN: Final = 16
 """Longest token that the end of a window can split so that Python rejects the rest."""
 
 
@@ -83,7 +83,7 @@ class JsonWindow:
         what: str,
         *,
         chunk_bytes: int = CHUNK_BYTES,
-        most_value: int = MOST_VALUE,
+        most_value: int = MAX_VALUE,
     ) -> None:
         self.bytes_read = 0
         self._file = file
@@ -203,8 +203,8 @@ class JsonWindow:
         """
         if error.msg.startswith("Unterminated string"):
             return
-        rest = self._text[error.pos : error.pos + _LONGEST_TOKEN + 1]
-        if len(rest) > _LONGEST_TOKEN or any(character in rest for character in '{}[]",:'):
+        rest = self._text[error.pos : error.pos + _MAX_TOKEN + 1]
+        if len(rest) > _MAX_TOKEN or any(character in rest for character in '{}[]",:'):
             raise self._invalid(f"{error.msg} at {rest!r}") from error
 
     def _grow(self) -> None:
@@ -238,7 +238,7 @@ class JsonWindow:
 
 
 HEADER: Final = ("task", "level", "framework", "dump_data_dir")
-MOST_NAME: Final = 4096
+MAX_NAME: Final = 4096
 
 
 class DumpFile:
@@ -257,7 +257,7 @@ class DumpFile:
         what: str,
         *,
         chunk_bytes: int = CHUNK_BYTES,
-        most_record: int = MOST_VALUE,
+        most_record: int = MAX_VALUE,
     ) -> None:
         self.header = dict.fromkeys(HEADER)
         self.truncated_at = None
@@ -289,11 +289,11 @@ class DumpFile:
 
     def _data(self) -> Iterator[tuple[str, JsonValue]]:
         for name, record in self._window.entries():
-            if len(name) > MOST_NAME:
+            if len(name) > MAX_NAME:
                 raise TooLarge(f"{self._what}: a name of {len(name)} characters")
             self.last_name = name
             yield name, record
 
     def _set_header(self, key: str, value: JsonValue) -> None:
         if key in self.header and value is not None:
-            self.header[key] = str(value)[:MOST_NAME]
+            self.header[key] = str(value)[:MAX_NAME]

@@ -20,7 +20,7 @@ from stagescope.wire.errors import InvalidInput, NotFound, StoreError
 from stagescope.wire.nonfinite import Json
 from stagescope_service.dumps.msprobe.operator_table import SCHEMA, STACKS_KEY, SUMMARY_KEY
 
-MOST_ROWS: Final = 10_000
+MAX_ROWS: Final = 10_000
 """Rows of one page."""
 _BATCH_ROWS: Final = 16_384
 
@@ -81,7 +81,7 @@ def read_operators(
         where: which rows.
         columns: names of columns; default: all.
         offset: number of matching rows to skip.
-        limit: most rows to return, at most `MOST_ROWS`.
+        limit: most rows to return, at most `MAX_ROWS`.
 
     Raises:
         InvalidInput: an unknown column, or an offset or limit out of range.
@@ -89,9 +89,9 @@ def read_operators(
         StoreError: it is not an operator table.
     """
     wanted = _check_columns(columns)
-    if not 0 <= limit <= MOST_ROWS or offset < 0:
+    if not 0 <= limit <= MAX_ROWS or offset < 0:
         raise InvalidInput(
-            f"offset {offset} and limit {limit}", expected=f"from 0, a limit up to {MOST_ROWS}"
+            f"offset {offset} and limit {limit}", expected=f"from 0, a limit up to {MAX_ROWS}"
         )
     found: list[pa.RecordBatch] = []
     skip, left = offset, limit + 1

@@ -70,8 +70,8 @@ def forward_name(name: str) -> str:
     return re.sub(r"\.backward(\.\d{1,9})\Z", r".forward\1", name)
 
 
-MOST_DEPTH: Final = 32
-MOST_TEXT: Final = 1000
+MAX_DEPTH: Final = 32
+MAX_TEXT: Final = 1000
 """Characters of a text in a row; longer ones are cut."""
 
 _INT64: Final = 1 << 63
@@ -108,7 +108,7 @@ def leaves(name: str, direction: str | None, record: JsonValue) -> Iterator[Leaf
         record: as read from JSON.
 
     Raises:
-        InvalidInput: not of msprobe's form, or nested deeper than `MOST_DEPTH`.
+        InvalidInput: not of msprobe's form, or nested deeper than `MAX_DEPTH`.
     """
     if direction == "debug":
         # A record of debug.json is the saved value itself.
@@ -150,8 +150,8 @@ def non_finite_kind(low: float | None, high: float | None) -> str | None:
 def _walk(
     content: JsonValue, path: tuple[str, ...], name: str
 ) -> Iterator[tuple[tuple[str, ...], JsonValue]]:
-    if len(path) > MOST_DEPTH:
-        raise InvalidInput(f"record {name!r:.200} is nested over {MOST_DEPTH} deep")
+    if len(path) > MAX_DEPTH:
+        raise InvalidInput(f"record {name!r:.200} is nested over {MAX_DEPTH} deep")
     if isinstance(content, list):
         for number, item in enumerate(content):
             yield from _walk(item, (*path, str(number)), name)
@@ -209,14 +209,14 @@ def _number(value: JsonValue) -> float | None:
 
 def _shape(shape: list[JsonValue]) -> list[int] | None:
     sizes = [size for size in shape if isinstance(size, int) and 0 <= size < _INT64]
-    return sizes if len(sizes) == len(shape) <= MOST_DEPTH else None
+    return sizes if len(sizes) == len(shape) <= MAX_DEPTH else None
 
 
 def _value_text(value: JsonValue) -> str:
     if isinstance(value, str):
         return _text(value)
     try:
-        return json.dumps(value)[:MOST_TEXT]
+        return json.dumps(value)[:MAX_TEXT]
     except RecursionError as error:
         raise InvalidInput("a value is nested too deep") from error
 
@@ -228,5 +228,5 @@ def clean_text(text: str | None) -> str | None:
 
 def _text(text: str) -> str:
     """Truncate `text`, and replace what UTF-8 cannot encode (half a surrogate pair)."""
-    text = text[:MOST_TEXT]
+    text = text[:MAX_TEXT]
     return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -21,10 +21,10 @@ from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.dumps.msprobe.json_window import JsonValue, JsonWindow, Truncated, open_file
 from stagescope_service.dumps.msprobe.operators import forward_name
 
-MOST_NAMES: Final = 250_000
-MOST_STACK_TEXT: Final = 4 << 20
+MAX_NAMES: Final = 250_000
+MAX_STACK_TEXT: Final = 4 << 20
 """Characters of all stacks together; a 4-layer Llama with its optimizer has 51 stacks, 100 kB."""
-_MOST_VALUE: Final = 32 << 20
+_MAX_VALUE: Final = 32 << 20
 """Characters of one stack with the names that share it: the calls of a loop share one."""
 
 _FRAME: Final = re.compile(r"File (?P<file>.+?), line (?P<line>\d+), in (?P<function>[^,]+)")
@@ -61,16 +61,16 @@ def read_stacks(path: Path) -> Stacks:
     kept = 0
     for stack_id, value in _entries(path, stacks.problems):
         names, frames = _stack(value)
-        if len(stacks.ids) + len(names) > MOST_NAMES:
-            stacks.problems.append(f"{path.name} names over {MOST_NAMES} calls: the rest is left")
+        if len(stacks.ids) + len(names) > MAX_NAMES:
+            stacks.problems.append(f"{path.name} names over {MAX_NAMES} calls: the rest is left")
             break
         stacks.ids.update(dict.fromkeys(names, stack_id))
         stacks.sources[stack_id] = source_of(frames)
         kept += sum(map(len, frames))
-        if kept <= MOST_STACK_TEXT:
+        if kept <= MAX_STACK_TEXT:
             stacks.frames[stack_id] = frames
-    if kept > MOST_STACK_TEXT:
-        stacks.problems.append(f"{path.name} has over {MOST_STACK_TEXT} characters of stacks")
+    if kept > MAX_STACK_TEXT:
+        stacks.problems.append(f"{path.name} has over {MAX_STACK_TEXT} characters of stacks")
     return stacks
 
 
@@ -83,8 +83,8 @@ def read_parents(path: Path) -> tuple[dict[str, str], list[str]]:
             value = value[0]
         if isinstance(value, str):
             parents[name] = value
-        if len(parents) > MOST_NAMES:
-            problems.append(f"{path.name} names over {MOST_NAMES} calls: the rest is left")
+        if len(parents) > MAX_NAMES:
+            problems.append(f"{path.name} names over {MAX_NAMES} calls: the rest is left")
             break
     return parents, problems
 
@@ -112,7 +112,7 @@ def _stack(value: JsonValue) -> tuple[list[str], list[str]]:
 def _entries(path: Path, problems: list[str]) -> Iterator[tuple[str, JsonValue]]:
     try:
         with open_file(path) as file:
-            window = JsonWindow(file, path.name, most_value=_MOST_VALUE)
+            window = JsonWindow(file, path.name, most_value=_MAX_VALUE)
             try:
                 yield from window.entries()
             except Truncated:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import InvalidTensor, NotFound
-from stagescope_service.store.tensorfile import MOST_BYTES, disk_errors
+from stagescope_service.store.tensorfile import MAX_BYTES, disk_errors
 
-MOST_PICKLE_BYTES: Final = 512 << 20
-MOST_MEMBERS: Final = 200_000
-_MOST_OPCODES: Final = 2_000_000
+MAX_PICKLE_BYTES: Final = 512 << 20
+MAX_MEMBERS: Final = 200_000
+_MAX_OPCODES: Final = 2_000_000
 _LEGACY_PICKLES: Final = 4
 """Before torch 1.6: a magic number, a version, the machine's properties, and the saved value."""
 _VALUES: Final = frozenset(
@@ -91,10 +91,10 @@ def check_zip(path: Path, size: int) -> bool:
             f"{sum(each.file_size for each in members)} bytes of members",
             expected="no more than it has",
         )
-    if len(members) > MOST_MEMBERS or max(pickles, default=0) > MOST_PICKLE_BYTES:
+    if len(members) > MAX_MEMBERS or max(pickles, default=0) > MAX_PICKLE_BYTES:
         raise InvalidTensor(
             f"{path} holds {len(members)} members and a pickle of {max(pickles, default=0)} bytes",
-            expected=f"at most {MOST_MEMBERS} and {MOST_PICKLE_BYTES}",
+            expected=f"at most {MAX_MEMBERS} and {MAX_PICKLE_BYTES}",
         )
     return True
 
@@ -107,7 +107,7 @@ def globals_of(path: Path) -> list[str]:
     found: dict[str, None] = {}
     texts: list[str] = []
     try:
-        for opcode, argument, _ in itertools.islice(_opcodes(path), _MOST_OPCODES):
+        for opcode, argument, _ in itertools.islice(_opcodes(path), _MAX_OPCODES):
             if opcode.name in ("GLOBAL", "INST"):
                 found[str(argument).replace(" ", ".")] = None
             elif opcode.name == "STACK_GLOBAL":
@@ -122,7 +122,7 @@ def globals_of(path: Path) -> list[str]:
 
 
 def _opcodes(path: Path) -> Iterator[tuple[pickletools.OpcodeInfo, object, int | None]]:
-    if check_zip(path, size_of_file(path, MOST_BYTES)):
+    if check_zip(path, size_of_file(path, MAX_BYTES)):
         with zipfile.ZipFile(path) as members:
             name = next(each for each in members.namelist() if each.endswith("data.pkl"))
             with members.open(name) as pickled:

@@ -36,7 +36,7 @@ from stagescope_service.dumps.pickles.torch_stand_ins import (
     PickledTensorDict,
     Unreadable,
 )
-from stagescope_service.store.tensorfile import MOST_BYTES
+from stagescope_service.store.tensorfile import MAX_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ __all__ = [
     "save_torch_file",
 ]
 
-MOST_COPIED_BYTES: Final = 4 << 30
+MAX_COPIED_BYTES: Final = 4 << 30
 """Bytes that a file's tensors may take beyond those of the file: tensors that are not contiguous
 in it (expanded, transposed) are copied."""
 _DEPTH: Final = 64
@@ -62,7 +62,7 @@ _WIDER: Final = {"uint16": "int32", "uint32": "int64"}
 _globals_lock = threading.Lock()
 
 
-def read_torch_file(path: Path, *, most_bytes: int = MOST_BYTES) -> FileValue:
+def read_torch_file(path: Path, *, most_bytes: int = MAX_BYTES) -> FileValue:
     """Read a file that `torch.save` wrote.
 
     Args:
@@ -99,7 +99,7 @@ def load_running_code(path: Path) -> FileValue:
     """
     import torch
 
-    size = size_of_file(path, MOST_BYTES)
+    size = size_of_file(path, MAX_BYTES)
     loaded = torch.load(path, map_location="cpu", weights_only=False)
     return _PlainValues(path, size, objects=True)(loaded)
 
@@ -223,7 +223,7 @@ class _PlainValues:
         self._size = size
         # An element takes at least a byte of a pickle, unless it is referenced many times.
         self._nodes = size
-        self._copied = MOST_COPIED_BYTES
+        self._copied = MAX_COPIED_BYTES
 
     def __call__(self, value: Any, depth: int = 0) -> FileValue:  # any object that torch loaded
         kind = type(value)
@@ -298,7 +298,7 @@ class _PlainValues:
             if self._copied < 0:
                 raise InvalidTensor(
                     f"{self._path} holds tensors of far more values than it has bytes",
-                    expected=f"at most {MOST_COPIED_BYTES} bytes of expanded or strided tensors",
+                    expected=f"at most {MAX_COPIED_BYTES} bytes of expanded or strided tensors",
                 )
             tensor = tensor.contiguous()
         if name.startswith("float8"):

@@ -58,7 +58,7 @@ def plan_conversion(source: Path) -> Conversion:
 
     Raises:
         NotFound: no such file or directory, or no .pt file in it.
-        TooLarge: more than `listing.MOST_FILES` files.
+        TooLarge: more than `listing.MAX_FILES` files.
         StoreError: the disk reported an error.
     """
     found, problems = files_of(source)

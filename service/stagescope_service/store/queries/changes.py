@@ -20,13 +20,13 @@ from stagescope_service.store.tables import (
 )
 
 ChangedRow: TypeAlias = dict[str, Any]  # of several tables, compared and never looked into
-_MOST_ATTEMPTS: Final = 32
+_MAX_ATTEMPTS: Final = 32
 _NEWEST_ATTEMPTS: Final = 8
 """Attempts that are read even where they ended long ago."""
-_MOST_STEPS: Final = 64
+_MAX_STEPS: Final = 64
 """Newest steps of an attempt that are read; earlier ones hardly ever change."""
-_MOST_FINDINGS: Final = 64
-_MOST_CAPTURES: Final = 64
+_MAX_FINDINGS: Final = 64
+_MAX_CAPTURES: Final = 64
 
 
 class Recent(NamedTuple):
@@ -77,7 +77,7 @@ def _attempts(since: float) -> Query:
         table.ended_wall.is_(None), table.ended_wall > since, table.attempt_id > newest
     )
     return (
-        sa.select(*chosen).where(may_change).order_by(table.attempt_id.desc()).limit(_MOST_ATTEMPTS)
+        sa.select(*chosen).where(may_change).order_by(table.attempt_id.desc()).limit(_MAX_ATTEMPTS)
     )
 
 
@@ -94,7 +94,7 @@ def _steps(attempt_id: int) -> Query:
         .outerjoin(step_metrics, same)
         .where(table.attempt_id == attempt_id)
         .order_by(table.step.desc())
-        .limit(_MOST_STEPS)
+        .limit(_MAX_STEPS)
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def _findings(ids: list[int]) -> Query:
         sa.select(*chosen)
         .where(table.attempt_id.in_(ids))
         .order_by(table.last_wall.desc(), table.finding_id)
-        .limit(_MOST_FINDINGS)
+        .limit(_MAX_FINDINGS)
     )
 
 
@@ -117,7 +117,7 @@ def _captures() -> Query:
     chosen = [table[name] for name in (
         "capture_id", "run", "state", "revision", "created_wall", "removed_wall",
     )]  # fmt: skip
-    return sa.select(*chosen).order_by(table.created_wall.desc()).limit(_MOST_CAPTURES)
+    return sa.select(*chosen).order_by(table.created_wall.desc()).limit(_MAX_CAPTURES)
 
 
 def _revisions(ids: list[int]) -> Query:

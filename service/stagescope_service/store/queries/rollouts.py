@@ -13,7 +13,7 @@ from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import payloads, samples
 
 TRAINER_STAGES: Final = tuple(name for name in STEP_SUMMARY_STAGES if name != "rollout_generate")
-MOST_VERSIONS: Final = 100
+MAX_VERSIONS: Final = 100
 """Maximum policy versions of a step's samples; the newest are used."""
 
 REUSED_STEPS: Final = 8
@@ -71,7 +71,7 @@ def rollout_payloads(
         & payloads.c.stage.not_in(TRAINER_STAGES)
     )
     # One select each instead of IN: SQLite then uses the index of payloads without a step.
-    newest = sorted(versions, key=lambda version: (version is not None, version))[-MOST_VERSIONS:]
+    newest = sorted(versions, key=lambda version: (version is not None, version))[-MAX_VERSIONS:]
     cases = (
         payloads.c.step == step,
         *(payloads.c.step.is_(None) & (payloads.c.policy_version == each) for each in newest),

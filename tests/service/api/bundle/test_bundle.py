@@ -220,8 +220,8 @@ def test_every_table_is_taken_or_left_out_with_a_reason() -> None:
 def test_of_a_huge_run_the_step_alone_has_its_rows(
     live: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extract, "MOST_WORKS", 10)
-    monkeypatch.setattr(extract, "MOST_BLOB_BYTES", 10)
+    monkeypatch.setattr(extract, "MAX_WORKS", 10)
+    monkeypatch.setattr(extract, "MAX_BLOB_BYTES", 10)
     monkeypatch.setattr(extract, "NEAR", 2)
     path = saved(live, tmp_path / "b.tar.gz", RUN, BROKEN)
     left_out = {each["what"]: each["reason"] for each in manifest_of(path)["left_out"]}

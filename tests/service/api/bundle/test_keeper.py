@@ -114,7 +114,7 @@ def test_a_full_disk_is_said_and_is_not_tried_again(
     live: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     die(live)
-    monkeypatch.setattr("stagescope_service.api.bundle.routes.LEAST_ROOM", 1 << 60)
+    monkeypatch.setattr("stagescope_service.api.bundle.routes.MIN_ROOM", 1 << 60)
     keeper = keeper_of(live)
     assert keeper.look() == 1
     (finding,) = bundled(live)

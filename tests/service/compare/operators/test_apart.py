@@ -54,9 +54,7 @@ def test_its_errors_are_raised_by_the_call(tables: list[Path], tmp_path: Path) -
 
 
 def test_it_ends_after_its_time_limit(tables: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "stagescope_service.compare.operators.comparison_process.MOST_SECONDS", 0.01
-    )
+    monkeypatch.setattr("stagescope_service.compare.operators.comparison_process.MAX_SECONDS", 0.01)
     with pytest.raises(NotReady, match="took over"):
         divergence(tables, LARGE)
 

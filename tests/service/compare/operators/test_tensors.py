@@ -87,7 +87,7 @@ def test_an_error_of_msprobe_is_reported(plain: Dump, tmp_path: Path) -> None:
 
 
 def test_it_ends_after_its_time_limit(plain: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(tensors, "MAX_SECONDS", 0.05)
     with pytest.raises(InvalidInput, match="took over"):
         compared(plain, plain)
 

@@ -113,7 +113,7 @@ def test_links_inside_in_circles_and_to_directories(tmp_path: Path) -> None:
 
 
 def test_too_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "MOST_FILES", 5)
+    monkeypatch.setattr(listing, "MAX_FILES", 5)
     nexrl_directory(tmp_path)
     with pytest.raises(TooLarge, match="more than 5 files"):
         open_dump(tmp_path)
