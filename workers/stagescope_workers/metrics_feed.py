@@ -81,7 +81,8 @@ class MetricsFeed:
         self._requests: dict[int, _Request] = {}  # by step, the newest last
         self._calls = 0
         self._arrived: collections.OrderedDict[int, Mapping[str, float]] = collections.OrderedDict()
-        self._backoff = Backoff(maximum=_MAX_BACKOFF)
+        # In bypass mode a tenth of a second is left between the last rows and the log of the step.
+        self._backoff = Backoff(first=0.02, maximum=_MAX_BACKOFF)
         self._thread: threading.Thread | None = None
         self._closed = False
         self._is_cold = False
