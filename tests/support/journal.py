@@ -18,9 +18,9 @@ from tests.support.trainings import Delivery, Rank, check_memory
 
 from stagescope.wire.schema import Work
 from stagescope_service.api.completeness import gaps
+from stagescope_service.coordinator.coordinator import steps_to_aggregate
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.catalogue_rows import row_id
-from stagescope_service.core.instructions import Aggregate
 from stagescope_service.core.state import State
 from stagescope_service.statistics import StepSummary
 from stagescope_service.store.catalogue import Catalogue
@@ -153,8 +153,8 @@ class World:
         restore(state, snapshot, self.wall)
         check_memory(state)
         self.local = LocalCoordinator(self.store, self.folder, state=state, clock=lambda: self.wall)
-        for pair in snapshot.unaggregated:
-            self.local.effects.start(Aggregate(*pair))
+        for step in steps_to_aggregate(snapshot):
+            self.local.effects.start(step)
 
     # --- the training ---------------------------------------------------------------------
     def start_driver(self, step: int, key: str | None = None) -> None:

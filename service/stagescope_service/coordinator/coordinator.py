@@ -42,6 +42,7 @@ from stagescope_service.core import operator_tables
 from stagescope_service.core.captures.keep_policy import KeepPolicy, read_keep_policy
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
+from stagescope_service.core.entities import ANNOUNCED
 from stagescope_service.core.findings import ATTEMPT_BUNDLED, finding
 from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import Aggregate, Instruction, Put
@@ -144,7 +145,7 @@ class Coordinator:
         effects = opened.effects
         await effects.write(rows)
         effects.open()
-        for step in _to_aggregate(snapshot):
+        for step in steps_to_aggregate(snapshot):
             effects.start(step)
         runs = {row["attempt_id"]: row["run"] for row in snapshot.attempts}
         for row in snapshot.undigested:
@@ -420,10 +421,12 @@ async def _keep_policy(settings: Settings, snapshot: Snapshot) -> tuple[KeepPoli
     return found, revision + 1, [Put("meta", row), audit]
 
 
-def _to_aggregate(snapshot: Snapshot) -> list[Aggregate]:
+def steps_to_aggregate(snapshot: Snapshot) -> list[Aggregate]:
     """Return the closed steps whose summary may lack what an earlier coordinator did not add."""
     ended = {row["attempt_id"] for row in snapshot.attempts if row["ended_wall"] is not None}
-    pending = {(row["attempt_id"], row["step"]) for row in snapshot.payloads}
+    # Of a live attempt the snapshot has the payloads of its last steps, read or not.
+    unread = (row for row in snapshot.payloads if row["state"] == ANNOUNCED)
+    pending = {(row["attempt_id"], row["step"]) for row in unread}
     # A step that closed lately may wait for rollouts, of which only its coordinator knew.
     late = [
         (row["attempt_id"], row["step"])

@@ -19,6 +19,7 @@ from stagescope_service.coordinator import retries
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.aggregation.assembly import TOO_LATE
+from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core.findings import NOT_AGGREGATED
 from stagescope_service.core.instructions import Aggregate, Instruction, Put
 from stagescope_service.core.operator_tables import again
@@ -330,3 +331,23 @@ def test_a_dump_that_kills_its_ingestor_does_it_twice_at_most(
     assert told["state"] == "refused"
     assert "(2 tries)" in (told["reason"] or "")
     assert len(broken.building) == 1  # no third try
+
+
+def test_a_step_whose_coordinator_died_before_its_summary_is_aggregated_by_the_next(
+    tmp_path: Path,
+) -> None:
+    """Its payloads are read, and its attempt lives: nothing else of it will ever arrive."""
+    with training(tmp_path) as bench:
+
+        async def check() -> None:
+            for number in (1, 2, 3):
+                await bench.step(number, hold=True)
+            killed = {"attempt_id": 1, "whole": None, "whole_wall": None, "whole_mark": None}
+            await bench.local.effects.write([Put("steps", {**killed, "step": n}) for n in (1, 2)])
+            settings = bench.local.coordinator._settings
+            opened = await Coordinator.open(settings, bench.store, bench.local.ingestors)
+            await asyncio.wait_for(opened.effects.settled(), 30)
+
+        run(check)
+        found = [bench.catalogue.step(1, number) for number in (1, 2)]
+        assert [row is not None and row["whole"] is not None for row in found] == [True, True]
