@@ -420,7 +420,8 @@ def _silent_finding(
     elif reached is not None:
         step, stage, part = reached.step, reached.stage, str(reached.part)
     place = f"step {step}" if stage is None else f"{stage} of step {step}"
-    where = f"inside {place}" if inside else f"after {place}"
+    # What it did since its last report is not known: it may have ended the stage.
+    where = f"after {'the begin of ' if inside else ''}{place}"
     path = f"/steps/{'latest' if step is None else step}/stuck?run={attempt.run}"
     quiet = f"not heard for {max(wall - process.last_contact, 0.0):.0f} s"
     if began is not None and process.last_contact < began:

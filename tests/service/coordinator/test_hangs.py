@@ -525,6 +525,8 @@ def test_a_process_that_stops_inside_a_stage_keeps_its_first_clock(
     assert stuck_now(made, catalogue, 4) == [(1, "not ended", "gone", heard)]
     [found] = made.findings("process_silent")
     assert (found["over_wall"], found["evidence"]["since_wall"]) == (None, heard)
+    # It may have ended the stage, and stopped before that was sent.
+    assert "after the begin of actor_update of step 4; others may" in found["message"]
     # That all of them stand was news only until it was known why.
     assert [(row["rank"], row["over_wall"] is None) for row in made.findings()] == [(None, False)]
     made.poll(1)
