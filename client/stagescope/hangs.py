@@ -67,6 +67,8 @@ class Stuck(Table):
 
 def _process(row: Row) -> str:
     """Return a text such as `process silent, pid 4711 on gpu-3`."""
+    if row["process"] == "unheard":
+        return "no process reports"
     pid = "unknown" if row["pid"] is None else row["pid"]
     return f"process {row['process'] or 'unknown'}, pid {pid} on {row['host'] or 'unknown host'}"
 

@@ -94,7 +94,8 @@ class SampleTokens(Table):
 
     def _token(self, at: int) -> str:
         text, d = self["text"][at], self["d"][at]
-        shown = f"{self['token_id'][at]} " if text is None else str(text)
+        token_id = self["token_id"][at]
+        shown = f"{'·' if token_id is None else token_id} " if text is None else str(text)
         if not self["mask"][at]:
             return f'<span style="opacity:.5">{html.escape(shown)}</span>'
         facts = [f"position {self['position'][at]}", f"round {self['round'][at]}"]

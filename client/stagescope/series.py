@@ -88,7 +88,9 @@ class Series(Table):
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
         """Return a sparkline per series with its extremes, then the gaps and verdicts."""
         if not len(self):
-            return ["(no steps)"]
+            return [
+                line for note in self._empty_notes() for line in render.wrapped("", note, width)
+            ]
         shown = self.series[: _SHOWN if rows is None else rows]
         left = max((render.width_of(name) for name in shown), default=0)
         facts = {name: _summary(self["step"], self[name]) for name in shown}
@@ -140,13 +142,25 @@ class Series(Table):
             notes += [
                 f"{verdict}: {render.stretches('step', at)}" for verdict, at in verdicts.items()
             ]
-        again = [step for step, by in zip(steps, self["superseded_by"], strict=True) if by]
-        if again:
-            notes.append(f"done again by a later attempt: {render.stretches('step', again)}")
+        by_attempt: dict[int, list[int]] = {}
+        for step, by in zip(steps, self["superseded_by"], strict=True):
+            if by:
+                by_attempt.setdefault(by, []).append(step)
+        notes += [
+            f"no longer in force, since attempt {by} began again before: "
+            f"{render.stretches('step', at)}"
+            for by, at in sorted(by_attempt.items())
+        ]
+        if self.about.get("note"):
+            notes.append(str(self.about["note"]))
         notes += begun_again_steps(self, mark=f"{_AGAIN_MARK} ")
         if self.about.get("earlier_to") is not None:
             notes.append(f"there are earlier steps: ask for those up to {self.about['earlier_to']}")
         return notes
+
+    def _empty_notes(self) -> list[str]:
+        note = self.about.get("note")
+        return ["(no steps)", *([str(note)] if note else [])]
 
     def __repr__(self) -> str:
         return "\n".join([render.clip(self.heading, 80), *self.lines()])
@@ -168,7 +182,7 @@ class Series(Table):
             )
         notes = "".join(
             f"<div>{html.escape(render.printable(note))}</div>"
-            for note in (self.notes() if len(self) else ["(no steps)"])
+            for note in (self.notes() if len(self) else self._empty_notes())
         )
         return render.html_block(self.heading, f"<table>{''.join(rows)}</table>{notes}")
 

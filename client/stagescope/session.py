@@ -32,7 +32,7 @@ from stagescope.hangs import Stacks
 from stagescope.opening import is_bundle, open_bundle
 from stagescope.saving import FileRequests
 from stagescope.series import Exact, Series
-from stagescope.step import Step
+from stagescope.step import Step, Steps
 from stagescope.table import Table
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
 from stagescope.wire.errors import NotFound, StagescopeError
@@ -157,16 +157,18 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
 
     def steps(
         self, run: str | None = None, attempt: int | None = None, *, limit: int = LIMIT
-    ) -> Table:
+    ) -> Steps:
         """Return the steps with their completeness, the newest first."""
         params = {"run": run, "attempt": attempt}
-        return self.table(
-            "/steps",
-            params,
-            title="steps",
-            order=_STEPS_ORDER,
-            columns=COLUMNS["steps"],
-            limit=limit,
+        return Steps.of(
+            self.table(
+                "/steps",
+                params,
+                title="steps",
+                order=_STEPS_ORDER,
+                columns=COLUMNS["steps"],
+                limit=limit,
+            )
         )
 
     def step(

@@ -60,6 +60,8 @@ _OPERATOR_ORDER: Final = (
     "order", "name", "section", "index", "dtype", "shape", "min", "max", "mean", "norm",
     "non_finite", "source",
 )  # fmt: skip
+_LACKS: Final = {"gap": "", "missing": "missing "}
+"""Column of what a step lacks -> what stands before its value in text."""
 _NON_FINITE_ORDER: Final = ("rank", "name", "section", "index", "non_finite", "source", "earliest")
 _SCALAR_ORDER: Final = ("name", "value", "stage", "role", "rank")
 
@@ -68,6 +70,30 @@ def _of_slice(filters: Mapping[str, object]) -> str:
     """Return which slice filters select, "" for none."""
     given = [f"{name} {value}" for name, value in filters.items() if value is not None]
     return f"of a slice ({', '.join(given)})" if given else ""
+
+
+class Steps(Table):
+    """The steps of a run; in text, what a step lacks is below the table, and is not shortened."""
+
+    __slots__ = ()
+
+    def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
+        """Return the table, and below it which steps lack numbers or ranks, and why."""
+        named = [name for name in _LACKS if name in self.names]
+        if width >= render.WIDE_ENOUGH or not len(self) or len(named) < len(_LACKS):
+            return super().lines(width=width, rows=rows)
+        others = (name for name in self.names if name not in named)
+        lines = self.select(*others).lines(width=width, rows=rows)
+        lacking: dict[str, list[int]] = {}
+        for row in self[:rows]:
+            for name in named:
+                if row[name]:
+                    text = _LACKS[name] + render.format_value(row[name])
+                    lacking.setdefault(text, []).append(row["step"])
+        for text, steps in lacking.items():
+            at = render.stretches("step", sorted({*steps}))
+            lines += render.wrapped("", f"{at}: {text}", width)
+        return lines
 
 
 class Step:

@@ -99,6 +99,10 @@ def test_the_tokens_of_a_sample_are_shaded_by_their_mismatch() -> None:
         "background:rgba(204,0,160,0.80)",
     ]
     assert "clipped low" in spans[1][1]
+    unknown = {**answer, "texts": [None] * 4, "token_ids": [None] * 4}
+    page = SampleTokens.of_answer(unknown)._repr_html_()
+    assert ">None" not in page.partition("<details>")[0]
+    assert page.count(">· </span>") == 4
 
 
 EXAMPLES: Final = (

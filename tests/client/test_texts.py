@@ -11,6 +11,7 @@ from stagescope.connection import segment, step_segment
 from stagescope.findings import Finding
 from stagescope.hangs import STUCK_ORDER, Stuck
 from stagescope.series import Series
+from stagescope.step import Steps
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import STAGES
@@ -154,3 +155,20 @@ def test_a_sparkline_has_the_width_that_there_is(
 def test_a_scalars_series_says_what_a_value_is() -> None:
     assert "mean over the ranks and parts" in repr(series("loss", "scalar", [0.5, 0.4]))
     assert "mean over" not in repr(series("rollout_corr/kl", "metric", [0.5, 0.4]))
+
+
+def test_what_steps_lack_is_not_shortened() -> None:
+    gap = (
+        "no numbers: no rank handed over both streams: only rollout_log_probs came, of 2 of 2 ranks"
+    )
+    absent = {"role": "actor", "rank": 2, "stage": "actor_update", "status": "not begun"}
+    lacking = {"attempt": 1, "complete": "partial", "gap": gap, "missing": [absent]}
+    whole = {"attempt": 1, "complete": "complete", "gap": None, "missing": []}
+    rows = [{"step": step, **(whole if step == 2 else lacking)} for step in (3, 2, 1)]
+    steps = Steps.from_rows(rows)
+    lines = steps.lines(width=60)
+    assert max(map(len, lines)) <= 60
+    text = " ".join(lines)
+    assert f"steps 1, 3: {gap}" in text
+    assert "steps 1, 3: missing actor/2 actor_update not begun" in text
+    assert ".." not in text

@@ -102,6 +102,7 @@ class Service(ThreadingHTTPServer):
     def __init__(self, port: int = 0) -> None:
         self.coordinator = FakeCoordinator()
         self.status = 200
+        self.detail = "as the test said"
         self.authorizations: list[str | None] = []
         self.drained: list[str | None] = []
         self.holds: threading.Event | None = None
@@ -126,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
         service.authorizations.append(self.headers["Authorization"])
         assert service.holds is None or service.holds.wait(30)
         status = 401 if self.headers["Authorization"] != "Bearer right" else service.status
-        answer: dict[str, object] = {"detail": "as the test said"}
+        answer: dict[str, object] = {"detail": service.detail}
         if status == 200 and self.path == "/events":
             assert self.headers["Content-Type"] == api_framing.MEDIA_TYPE
             batch = api_framing.parse(body, framed=True, max_json=1 << 24, max_events=1000)
@@ -201,6 +202,25 @@ def test_errors_are_this_project_s(
     server.status = status
     link = HttpLink(server.url, token)
     with pytest.raises(error):
+        link.record(SENDER, [], {}).result(10)
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("token", "detail", "sent"),
+    [
+        ("right", "the read token may not POST /events", "the read token was sent"),
+        ("right", "the Host header says 'x'", "another token was sent"),
+        ("wrong", "not one of this service", "another token was sent"),
+        (None, "no bearer token", "no token was sent"),
+    ],
+)
+def test_which_token_was_sent_is_said(
+    server: Service, token: str | None, detail: str, sent: str
+) -> None:
+    server.status, server.detail = 403, detail
+    link = HttpLink(server.url, token)
+    with pytest.raises(Unauthorized, match=sent):
         link.record(SENDER, [], {}).result(10)
     link.close()
 

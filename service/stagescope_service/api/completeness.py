@@ -204,7 +204,8 @@ def gap(
         return f"numbers without {lacks}" if lacks else None
     if missing:
         return f"no numbers: {missing}"
-    if is_behind(step):
+    # The step was read before its payloads: until these are read, nothing has it aggregated.
+    if is_behind(step) or (states and step["parts_mark"] is None):
         return "no numbers yet: they are being aggregated"
     if states and all(row["replaced"] for row in states):
         count = sum(row["count"] for row in states)

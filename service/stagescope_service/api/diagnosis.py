@@ -72,13 +72,28 @@ def diagnosis_of(
         "measured": len(history.measured),
         "measured_step": None if newest is None else newest.step.step,
         "text": f"{found} of {len(rows)} symptoms found, {unknown} not measured, in {len(steps)} "
-        f"closed steps of run {target.run}",
+        f"closed steps of run {target.run}{_before(target.run, rows)}",
         "mismatch": [
             {"name": part.name, "share": part.share, "text": part.text, "counted": part.counted}
             for part in mismatch_parts(history)
         ],
     }
     return fields, [_row(history, each) for each in rows]
+
+
+def _before(run: str, rows: Sequence[Diagnosis]) -> str:
+    """Return the symptoms that earlier attempts alone showed, as a sentence; "" for none."""
+    by_attempt: dict[int, list[str]] = {}
+    for each in rows:
+        before = each.evidence.before
+        if before is not None and each.evidence.verdict == "not found":
+            since = "" if before.since_step is None else f" (since step {before.since_step})"
+            by_attempt.setdefault(before.attempt, []).append(each.rule.title + since)
+    return "".join(
+        f". No longer in force, of attempt {attempt}: {'; '.join(titles)} "
+        f"(stagescope doctor {run} --attempt {attempt})"
+        for attempt, titles in sorted(by_attempt.items(), reverse=True)
+    )
 
 
 class _KeptTensors:

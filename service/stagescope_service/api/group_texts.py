@@ -30,6 +30,8 @@ _VALUE: Final = re.compile(rf"{_IDS}|{_NUMBERS}(?:(?:, ?| and | ?- ?){_NUMBERS})
 
 _LISTED: Final = re.compile(r"(, ?| and )")
 _NAMED: Final = re.compile(r"\b(rank|step)s? $")
+_VERB: Final = re.compile(r"^((?: of [\w.-]+)?(?:, [^,:;]+,)? )(does|has|is|was)\b")
+_OF_MANY: Final = {"does": "do", "has": "have", "is": "are", "was": "were"}
 _COUNTED: Final = re.compile(r"^( [a-z]+?)s\b")
 
 
@@ -62,12 +64,15 @@ def text_of_all(texts: Iterable[str | None]) -> str | None:
         return rest
     literals = [max(alike, key=len) for alike in zip(*(part[0] for part in parts), strict=True)]
     values = [[*dict.fromkeys(alike)] for alike in zip(*(part[1] for part in parts), strict=True)]
-    out = ""
+    out, is_plural = "", False
     for literal, alike in zip(literals, [*values, []], strict=True):
+        if is_plural:
+            literal = _VERB.sub(lambda match: match[1] + _OF_MANY[match[2]], literal)
         named = _NAMED.search(literal)
         if len(alike) > 1 and literal[-1:].isidentifier():
             return rest
-        out += f"{literal[: named.start()]}{named[1]}s " if named and len(alike) > 1 else literal
+        is_plural = named is not None and len(alike) > 1
+        out += f"{literal[: named.start()]}{named[1]}s " if named and is_plural else literal
         out += _joined(alike, listed=named is not None)
     return out
 

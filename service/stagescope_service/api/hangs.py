@@ -354,8 +354,10 @@ def stuck(
     A rank is stuck where it has been quiet for longer than `limit_seconds` and others of its role
     began or ended a part that it did not, or (`whole_role`) all of them are in the same part. The
     limit comes from its role's earlier steps; without those (`history_steps` 0) the lag behind the
-    other ranks counts. Ranks that wait for it are not listed. Open steps before this one are
-    checked too. `findings` lists earlier findings of this step, also those that are over.
+    other ranks counts. Ranks that wait for it are not listed. One that never reported (`unheard`),
+    though earlier steps closed without it, is listed once the others are late. Open steps before
+    this one are checked too. `findings` lists earlier findings of this step, also those that are
+    over.
     """
     settings, now = deps.settings, deps.clock()
     step = target.step_number

@@ -28,6 +28,7 @@ from stagescope_service.api.dependencies import (
     Stage,
 )
 from stagescope_service.api.encoding import JsonObject
+from stagescope_service.api.group_texts import ranges_text
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer
 from stagescope_service.api.rows import Lineage
@@ -111,6 +112,8 @@ class PointPage(NamedTuple):
     points: Sequence[Point]
     earlier_to: int | None
     """The last step before them; None: there is none."""
+    superseded: Mapping[int, Sequence[int]] = {}
+    """Number of an attempt -> its steps, ascending, that no attempt in force has."""
 
 
 @router.get("/series", response_model=models.Series)
@@ -146,6 +149,7 @@ def series(
 
     Without `attempt`, the attempts in force: a step that a later attempt repeats is left out,
     unless `superseded` includes it. `earlier_to`, where not null, is the `to` of the steps before.
+    `note` names the steps that only a superseded attempt has; null: there are none.
     """
     if first is not None and last is not None and first > last:
         raise InvalidInput(f"from is {first} and to is {last}", expected="from at most to")
@@ -163,13 +167,13 @@ def series(
     scalars_first = stage is not None or not _is_published(metric, newest)
     for kind in sorted(readers, reverse=scalars_first):
         page = _newest_points(kind, readers[kind](deps, requested), lineage, keep_all, limit)
-        result = page if page.points else result
+        result = page if page.points or page.superseded else result
         if any(point.values for point in page.points):
             break
     else:
         if _check_name(deps, requested, target, newest) == "scalar":
             unlogged = [_unlogged(point) for point in result.points]
-            result = PointPage("scalar", unlogged, result.earlier_to)
+            result = result._replace(kind="scalar", points=unlogged)
     has_values = any(point.values for point in result.points)
     if stage is not None and result.kind == "metric" and (has_values or metric in newest):
         raise InvalidInput(
@@ -187,6 +191,7 @@ def series(
             **_columns(result.points[::-1], lineage, by, result.kind),
             "begun_again": _begun_again(deps, result.points[::-1]),
             "earlier_to": result.earlier_to,
+            "note": _superseded_note(result.superseded),
         }
     )
 
@@ -206,17 +211,41 @@ def _newest_points(
     newest: list[Point] = []
     keys: set[Key] = set()
     last_step: int | None = None
+    omitted: dict[int, int] = {}  # step -> the newest attempt that has it
+    earlier_to = None
     for point in points:
         step = point.row["step"]
         is_superseded = step == last_step or lineage.superseded_by(point.row) is not None
         if is_superseded and not keep_all:
+            if step != last_step:
+                omitted.setdefault(step, lineage.numbers[point.row["attempt_id"]])
             continue
         keys |= point.values.keys()
         if len(newest) >= limit or len(newest) * len(keys) >= MAX_VALUES:
-            return PointPage(kind, newest, min(step, newest[-1].row["step"] - 1))
+            earlier_to = min(step, newest[-1].row["step"] - 1)
+            break
         last_step = step
         newest.append(point)
-    return PointPage(kind, newest, None)
+    found = {point.row["step"] for point in newest}
+    superseded: dict[int, list[int]] = {}
+    for step, attempt in sorted(omitted.items()):
+        if step not in found and (earlier_to is None or step > earlier_to):
+            superseded.setdefault(attempt, []).append(step)
+    return PointPage(kind, newest, earlier_to, superseded)
+
+
+def _superseded_note(superseded: Mapping[int, Sequence[int]]) -> str | None:
+    """Return which steps only superseded attempts have; None: there are none."""
+    if not superseded:
+        return None
+    texts = [
+        f"attempt {attempt} has step{'s' if len(steps) > 1 else ''} {ranges_text(steps)}"
+        for attempt, steps in sorted(superseded.items())
+    ]
+    return (
+        f"{', '.join(texts)}, which no attempt in force has done: a later one began again before "
+        "(ask for that attempt, or for superseded steps)"
+    )
 
 
 # --- metrics --------------------------------------------------------------------------------

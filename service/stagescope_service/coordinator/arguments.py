@@ -7,6 +7,7 @@ one where they are read, for speed.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -71,6 +72,28 @@ def checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any
         except pydantic.ValidationError as error:
             raise InvalidInput(_wrong(error), expected=_expected(error)) from None
         return await running
+
+    return call
+
+
+def names_checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Refuse arguments that `method` does not have, or lacks; values are left to it, for speed.
+
+    Raises:
+        InvalidInput: by the call; names the arguments.
+    """
+    parameters = inspect.signature(method).parameters
+    known = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+    required = {name for name in known if parameters[name].default is inspect.Parameter.empty}
+
+    @functools.wraps(method)
+    async def call(*positional: P.args, **named: P.kwargs) -> R:
+        if not required <= named.keys() <= known:
+            unknown, missing = sorted(named.keys() - known), sorted(required - named.keys())
+            wrong = [f"{name} is no argument" for name in unknown[:5]]
+            wrong += [f"{name} is missing" for name in missing]
+            raise InvalidInput("; ".join(wrong), expected=", ".join(sorted(known)) or "none")
+        return await method(*positional, **named)
 
     return call
 

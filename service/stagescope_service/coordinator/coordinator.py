@@ -28,6 +28,7 @@ from stagescope_service.coordinator.arguments import (
     StepNumber,
     check_batch,
     checked,
+    names_checked,
 )
 from stagescope_service.coordinator.capture_references import with_baseline, with_ranks
 from stagescope_service.coordinator.commits import Commits
@@ -167,6 +168,7 @@ class Coordinator:
         self.effects.retire_files()
 
     # --- events -----------------------------------------------------------------------------
+    @names_checked
     async def record_events(
         self,
         *,
@@ -198,6 +200,7 @@ class Coordinator:
         return await self.draining.drain(run, timeout, attempt_key)
 
     # --- captures ---------------------------------------------------------------------------
+    @names_checked
     async def plan(self) -> StoredPlan:
         """Return the plan in force."""
         return self.plan_in_force.stored()
@@ -295,8 +298,15 @@ class Coordinator:
         message: Message,
         path: Message | None,
     ) -> Reply:
-        """Write the finding that says where the bundle of an attempt is, or why there is none."""
+        """Write the finding that says where the bundle of an attempt is, or why there is none.
+
+        Raises:
+            NotFound: the run has no such attempt.
+        """
         self.commits.check_ready()
+        row = await asyncio.to_thread(self._catalogue.attempt, attempt_id)
+        if row is None or row["run"] != run:
+            raise NotFound(f"run {run} has no attempt whose attempt_id is {attempt_id}")
         put = finding(
             ATTEMPT_BUNDLED, message, run=run, attempt_id=attempt_id, step=step, wall=self._wall(),
             severity="warning" if path is None else "info", evidence={"path": path},

@@ -420,7 +420,8 @@ def _silent_finding(
     elif reached is not None:
         step, stage, part = reached.step, reached.stage, str(reached.part)
     place = f"step {step}" if stage is None else f"{stage} of step {step}"
-    where = f"inside {place}" if inside else f"after {place}"
+    # What it did since its last report is not known: it may have ended the stage.
+    where = f"after {'the begin of ' if inside else ''}{place}"
     path = f"/steps/{'latest' if step is None else step}/stuck?run={attempt.run}"
     quiet = f"not heard for {max(wall - process.last_contact, 0.0):.0f} s"
     if began is not None and process.last_contact < began:
@@ -460,8 +461,11 @@ def _finding(
 ) -> Put:
     place, limit = stuck.key, stuck.limit
     who = f"every rank of {role}" if stuck.whole_role else f"rank {stuck.rank} of {role}"
+    is_unheard = stuck.process == UNHEARD
     if stuck.process == GONE:
         who += ", whose process stopped reporting,"
+    elif is_unheard:
+        who += ", which no process reports for,"
     what = f"{who} has {stuck.status} {place.stage} in step {place.step}"
     others = f"{stuck.begun} of {ranks} ranks began it, {stuck.ended} ended it"
     usual = (
@@ -469,9 +473,16 @@ def _finding(
         if limit.usual is None
         else f"usually {limit.usual:.3g} s over {limit.steps} steps"
     )
+    path = f"/steps/{place.step}/stacks?run={attempt.run}"
+    asked = (
+        "its log says whether it found the service; the stacks"
+        if is_unheard
+        else "its stacks and those"
+    )
     return finding(
         KIND,
-        f"{what}: quiet for {stuck.seconds:.0f} s ({usual}); {others}",
+        f"{what}: {'awaited' if is_unheard else 'quiet'} for {stuck.seconds:.0f} s ({usual}); "
+        f"{others}",
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=wall,
@@ -493,6 +504,5 @@ def _finding(
             "ranks_ended": stuck.ended,
             "request_id": request_id,
         },
-        advice=f"its stacks and those of another rank were asked for: /steps/{place.step}/stacks"
-        f"?run={attempt.run}",
+        advice=f"{asked} of another rank were asked for: {path}",
     )

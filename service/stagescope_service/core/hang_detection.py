@@ -2,8 +2,10 @@
 
 A rank is stuck if it has sent no event for longer than the slowest rank has ever taken in its
 present part of a stage, and the other ranks of its role are further, or all are in the same part. A
-rank whose process does not respond is stuck in any part. A rank's position is the part that it
-entered last, or the gap after it. Ranks that wait for a stuck rank inside a stage are not stuck.
+rank whose process does not respond is stuck in any part; one that never reported, although steps
+closed without it, once the others are late in a part that none ended. A rank's position is the part
+that it entered last, or the gap after it. Ranks that wait for a stuck rank inside a stage are not
+stuck.
 
 Pure functions: the coordinator applies them to its memory, the API to the catalogue. Times are
 seconds of one clock, durations seconds.
@@ -12,6 +14,7 @@ seconds of one clock, durations seconds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -183,6 +186,7 @@ class _Judgement:
         self._limits: dict[tuple[StageKey, str], Limit] = {}
         self._members: dict[StageKey, tuple[Collection[int], Collection[int]]] = {}
         self._all_inside: dict[StageKey, bool] = {}
+        self._awaiting_absent: dict[StageKey, bool] = {}
         self._silent = [
             (rank, position)
             for rank, position in role.positions.items()
@@ -202,6 +206,8 @@ class _Judgement:
                 stuck = self._inside(rank, position, position.inside)
             else:
                 stuck = self._between(rank, position)
+            if stuck is None and position.process == UNHEARD:
+                stuck = self._absent(rank, position)
             if stuck is not None:
                 found.append(stuck)
         return found
@@ -233,6 +239,43 @@ class _Judgement:
         if self._now - since <= patience:
             return None
         return self._stuck(rank, position, key, NOT_BEGUN, since, limit)
+
+    def _absent(self, rank: int, position: RankPosition) -> Stuck | None:
+        """Return what a rank holds up that never reported, though earlier steps closed without it.
+
+        It may be meant not to report, so it is not awaited before the others are late themselves.
+        """
+        key = self._late_without_absent
+        if key is None:
+            return None
+        since = self._role.timings[key].first
+        return self._stuck(rank, position, key, NOT_BEGUN, since, self._limit(key, NOT_ENDED))
+
+    @functools.cached_property
+    def _late_without_absent(self) -> StageKey | None:
+        """The first part that a live rank is late in, none ended and absent ranks may take part in.
+
+        None: there is none.
+        """
+        late = {
+            position.inside
+            for position in self._role.positions.values()
+            if position.process == LIVE and position.inside is not None
+            if self._is_over(position, self._limit(position.inside, NOT_ENDED))
+        }
+        held_up = [key for key in late if not self._of(key)[1] and self._awaits_absent(key)]
+        return min(held_up, key=lambda key: self._role.timings[key].first, default=None)
+
+    def _awaits_absent(self, key: StageKey) -> bool:
+        """Return whether ranks that never reported may take part: all others of the role do."""
+        known = self._awaiting_absent.get(key)
+        if known is None:
+            known = self._awaiting_absent[key] = all(
+                self._takes_part(rank, key)
+                for rank, position in self._role.positions.items()
+                if position.process != UNHEARD
+            )
+        return known
 
     def _awaited(self, rank: int, position: RankPosition) -> tuple[float, StageKey] | None:
         """Return the earliest part that other ranks began after this rank's last one."""
@@ -278,6 +321,7 @@ class _Judgement:
                 else position.frontier > self._role.timings[key].first
                 for rank, position in self._role.positions.items()
                 if self._takes_part(rank, key)
+                or (position.process == UNHEARD and self._awaits_absent(key))
             )
         return known
 

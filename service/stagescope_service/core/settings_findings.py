@@ -106,7 +106,14 @@ def _budget(settings: JsonObject, *, is_auto: bool) -> Iterator[tuple[str, str]]
                 text = f"settings.capture_budget has {name!r:.100}: did you mean {meant}?"
                 yield "misspelt_setting", f"{text} Rules order no capture"
                 return
-    if is_auto:
+    if is_auto and budget is None:
+        yield (
+            "refused_setting",
+            "settings.capture is 'auto' and settings.capture_budget is missing: rules order no "
+            "capture in this run, unless they name it with a budget; for example "
+            "settings={'capture': 'auto', 'capture_budget': {'captures': 2}}",
+        )
+    elif is_auto:
         try:
             Budget.parse(budget, "settings.capture_budget")
         except InvalidInput as error:

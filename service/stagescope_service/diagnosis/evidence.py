@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,17 @@ from stagescope_service.statistics.cell import Float64
 
 Verdict = Literal["found", "not found", "not measured"]
 ABS_DIFF: Final = "logprob_abs_diff/mean"
+
+
+class Before(NamedTuple):
+    """What showed a symptom in what is no longer in force."""
+
+    attempt: int
+    """The number of the newest attempt that showed it."""
+    since_step: int | None
+    """The first step of that attempt that did; None: not a matter of steps."""
+    text: str
+    """The attempt, the step, how much there was, and the first of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +40,8 @@ class Evidence:
         where: the round, rank, operator or stage; '' if it is of the whole step.
         supports: sentences with the numbers that speak for it.
         against: those that speak against it.
+        before: what showed it in steps or attempts that a later attempt superseded; it is no
+            evidence of what is in force, and stands among the sentences, too.
     """
 
     verdict: Verdict
@@ -37,6 +50,7 @@ class Evidence:
     where: str = ""
     supports: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
+    before: Before | None = None
 
 
 def not_measured(reason: str) -> Evidence:
@@ -44,9 +58,20 @@ def not_measured(reason: str) -> Evidence:
     return Evidence("not measured", against=(reason,))
 
 
-def not_found(*against: str) -> Evidence:
+def not_found(*against: str, before: Before | None = None) -> Evidence:
     """Return that the symptom is not there, and why."""
-    return Evidence("not found", against=against)
+    return Evidence("not found", against=(*against, *_said(before)), before=before)
+
+
+def found(
+    sure: float, since_step: int | None, where: str, *supports: str, before: Before | None = None
+) -> Evidence:
+    """Return that the symptom is there."""
+    return Evidence("found", sure, since_step, where, (*supports, *_said(before)), before=before)
+
+
+def _said(before: Before | None) -> tuple[str, ...]:
+    return () if before is None else (before.text,)
 
 
 def kendall(values: Float64) -> float:

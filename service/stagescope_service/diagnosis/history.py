@@ -183,25 +183,42 @@ class RunHistory:
     def _rows(self) -> list[JsonObject]:
         """The newest `STEPS` closed steps in force, ascending, with their published numbers."""
         found: list[JsonObject] = []
-        resumed = {
-            int(row["number"]): int(row["resumed_from_step"])
-            for row in self.attempts
-            if row["resumed_from_step"] is not None
-        }
         seen: set[int] = set()
         for row in self._catalogue.step_metrics(self._ids, version=VERSION, last=self._last):
             step, number = int(row["step"]), self._number[row["attempt_id"]]
-            repeated = (
-                any(step > before for later, before in resumed.items() if later > number)
-                or step in seen
-            )
-            if row["closed_wall"] is None or repeated:
+            if row["closed_wall"] is None or step in seen or self._is_discarded(number, step):
                 continue
             seen.add(step)
             found.append(row)
             if len(found) >= STEPS:
                 break
         return found[::-1]
+
+    def _is_discarded(self, number: int, step: int) -> bool:
+        """Return whether an attempt later than `number` resumed before a step."""
+        return any(
+            row["number"] > number and row["resumed_from_step"] < step
+            for row in self.attempts
+            if row["resumed_from_step"] is not None
+        )
+
+    def _is_in_force(self, attempt_id: int, step: int | None) -> bool:
+        """Return whether a step of an attempt is in force; None: the attempt as a whole."""
+        number, newest = self._number[attempt_id], self.newest_attempt_id
+        if newest is None or number >= self._number[newest]:
+            return True
+        if step is None or self._is_discarded(number, step):
+            return False
+        return self._attempt_of.get(step, number) <= number
+
+    @cached_property
+    def _attempt_of(self) -> Mapping[int, int]:
+        """Closed step in force -> the number of its attempt."""
+        return {step.step: step.attempt for step in self.steps}
+
+    def number_of(self, attempt_id: int) -> int:
+        """Return the number of an attempt that is looked at, by its id in the catalogue."""
+        return self._number[attempt_id]
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -358,13 +375,23 @@ class RunHistory:
     # --- what else the service knows --------------------------------------------------------------
     @cached_property
     def findings(self) -> list[FindingRow]:
-        """The findings of these attempts up to the last step, the most recently seen first."""
-        return [row for row in self._every_finding if self._is_known(row["step"])]
+        """The findings in force up to the last step, the most recently seen first."""
+        return [row for row in self._every_finding if self._is_known(row, in_force=True)]
+
+    @cached_property
+    def superseded_findings(self) -> list[FindingRow]:
+        """Those that are not in force: of steps done again, or of an attempt that is over."""
+        return [row for row in self._every_finding if self._is_known(row, in_force=False)]
 
     @cached_property
     def losses(self) -> list[LossRow]:
-        """What was announced and never arrived, up to the last step."""
-        return [row for row in self._every_loss if self._is_known(row["step"])]
+        """What was announced and never arrived, in force, up to the last step."""
+        return [row for row in self._every_loss if self._is_known(row, in_force=True)]
+
+    @cached_property
+    def superseded_losses(self) -> list[LossRow]:
+        """Those that are not in force."""
+        return [row for row in self._every_loss if self._is_known(row, in_force=False)]
 
     @cached_property
     def _every_finding(self) -> list[FindingRow]:
@@ -374,18 +401,36 @@ class RunHistory:
     def _every_loss(self) -> list[LossRow]:
         return self._catalogue.losses(attempt_id=self._ids, limit=_ROWS) if self._ids else []
 
-    def _is_known(self, step: int | None) -> bool:
-        """Whether something of a step is of those that are looked at; None: it is of no step."""
-        return self._last is None or step is None or step <= self._last
+    def _is_known(self, row: FindingRow | LossRow, *, in_force: bool) -> bool:
+        """Return whether a row is of the steps that are looked at, and in force or not."""
+        attempt_id, step = row["attempt_id"], row["step"]
+        if attempt_id is None or not (self._last is None or step is None or step <= self._last):
+            return False
+        return self._is_in_force(attempt_id, step) == in_force
 
     @cached_property
     def non_finite_scalars(self) -> list[JsonObject]:
         """The logged numbers that are NaN or infinite, by step, up to the last one."""
+        in_force = {(step.attempt_id, step.step) for step in self.steps}
+        return [
+            row for row in self._non_finite_scalars if (row["attempt_id"], row["step"]) in in_force
+        ]
+
+    @cached_property
+    def superseded_scalars(self) -> list[JsonObject]:
+        """Those of steps that are not in force."""
+        return [
+            row
+            for row in self._non_finite_scalars
+            if row["step"] is not None and (self._last is None or row["step"] <= self._last)
+            if not self._is_in_force(row["attempt_id"], row["step"])
+        ]
+
+    @cached_property
+    def _non_finite_scalars(self) -> list[JsonObject]:
         if not self._ids:
             return []
-        rows = self._catalogue.scalars(self._ids, nonfinite=NON_FINITE_NAMES, limit=_ROWS)
-        in_force = {(step.attempt_id, step.step) for step in self.steps}
-        return [row for row in rows if (row["attempt_id"], row["step"]) in in_force]
+        return [*self._catalogue.scalars(self._ids, nonfinite=NON_FINITE_NAMES, limit=_ROWS)]
 
     @cached_property
     def streams(self) -> list[Mapping[str, object]]:

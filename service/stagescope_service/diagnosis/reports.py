@@ -7,15 +7,22 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from stagescope.render import counted
-from stagescope_service.diagnosis.evidence import Evidence, not_found, not_measured, short
+from stagescope_service.diagnosis.evidence import (
+    Before,
+    Evidence,
+    found,
+    not_found,
+    not_measured,
+    short,
+)
 from stagescope_service.diagnosis.history import NEWEST, RunHistory
 from stagescope_service.diagnosis.trends import beyond, since_step
-from stagescope_service.store.tables import FindingRow
+from stagescope_service.store.tables import FindingRow, LossRow
 
 
 def groups(
@@ -92,15 +99,20 @@ def _first_step(keys: Sequence[tuple[int | None, str]]) -> int | None:
 
 def finding(history: RunHistory, *, kinds: Sequence[str], open_only: bool = False) -> Evidence:
     """Return the findings of some kinds (patterns with `*`)."""
-    rows = [
-        row
-        for row in history.findings
-        if any(fnmatch.fnmatchcase(row["kind"], kind) for kind in kinds)
-        and not (open_only and row["over_wall"] is not None)
-    ]
+
+    def matching(findings: Sequence[FindingRow]) -> list[FindingRow]:
+        return [
+            row
+            for row in findings
+            if any(fnmatch.fnmatchcase(row["kind"], kind) for kind in kinds)
+            and not (open_only and row["over_wall"] is not None)
+        ]
+
+    before = _before(history, matching(history.superseded_findings), "finding", "message")
+    rows = matching(history.findings)
     if not rows:
-        return not_found(f"no finding {' or '.join(kinds)}")
-    return _found(rows)
+        return not_found(f"no finding {' or '.join(kinds)}", before=before)
+    return _found(history, rows, before)
 
 
 def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
@@ -108,14 +120,15 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
 
     A rank that went on, and an attempt that ended, hold up nobody any more.
     """
-    rows = [row for row in history.findings if row["kind"] in kinds]
+    every = [*history.findings, *history.superseded_findings]
+    rows = [row for row in every if row["kind"] in kinds]
     held = [
         row
         for row in rows
         if row["over_wall"] is None and row["attempt_id"] == history.newest_attempt_id
     ]
     if held:
-        return _found(held)
+        return _found(history, held)
     if not rows:
         return not_found("no rank was quiet for too long")
     last = max(rows, key=lambda row: row["first_wall"])
@@ -124,14 +137,47 @@ def hangs(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     )
 
 
-def _found(rows: list[FindingRow]) -> Evidence:
+def _found(history: RunHistory, rows: list[FindingRow], before: Before | None = None) -> Evidence:
     rows.sort(key=lambda row: (row["step"] is None, row["step"] or 0, row["first_wall"]))
     first = rows[0]
     ranks = sorted({f"{row['role']} {row['rank']}" for row in rows if row["rank"] is not None})
-    lines = [str(row["message"]) for row in rows[:3]]
+    lines = [f"{_of_earlier(history, row)}{row['message']}" for row in rows[:3]]
     if len(rows) > 3:
         lines.append(f"and {len(rows) - 3} more findings")
-    return Evidence("found", 1.0, first["step"], _listed(ranks), tuple(lines))
+    return found(1.0, first["step"], _listed(ranks), *lines, before=before)
+
+
+def _of_earlier(history: RunHistory, row: FindingRow | LossRow) -> str:
+    """Return the attempt of a row as a prefix; "" for the newest."""
+    attempt_id = row["attempt_id"]
+    if attempt_id is None or attempt_id == history.newest_attempt_id:
+        return ""
+    return f"attempt {history.number_of(attempt_id)}: "
+
+
+def _before(
+    history: RunHistory, rows: Sequence[Mapping[str, Any]], noun: str, text: str
+) -> Before | None:
+    """Return what rows that are not in force show; of several attempts, the newest.
+
+    Args:
+        history: of the run.
+        rows: not in force.
+        noun: for one of them.
+        text: the column with its text.
+    """
+    if not rows:
+        return None
+    attempt = max(history.number_of(row["attempt_id"]) for row in rows)
+    its = [row for row in rows if history.number_of(row["attempt_id"]) == attempt]
+    first = min(its, key=lambda row: (row["step"] is None, row["step"] or 0))
+    since = "" if first["step"] is None else f", since step {first['step']}"
+    return Before(
+        attempt,
+        first["step"],
+        f"no longer in force, of attempt {attempt}{since}: {counted(len(its), noun)}, "
+        f"the first: {first[text]}",
+    )
 
 
 def _listed(ranks: Sequence[str]) -> str:
@@ -143,8 +189,10 @@ def scalars_not_finite(history: RunHistory) -> Evidence:
     rows = history.non_finite_scalars
     if not history.scalar_names:
         return not_measured("no scalar is logged")
+    before = _before(history, history.superseded_scalars, "value", "name")
     if not rows:
-        return not_found(f"{len(history.scalar_names)} scalars are finite in every step")
+        text = f"{len(history.scalar_names)} scalars are finite in every step"
+        return not_found(text, before=before)
     first = rows[0]["step"]
     by_name: dict[str, set[int]] = defaultdict(set)
     for row in rows:
@@ -154,7 +202,7 @@ def scalars_not_finite(history: RunHistory) -> Evidence:
         for name, steps in sorted(by_name.items(), key=lambda item: min(item[1]))
     ]
     ranks = sorted({f"{row['role']} {row['rank']}" for row in rows if row["step"] == first})
-    return Evidence("found", 1.0, int(first), _listed(ranks), tuple(lines[:6]))
+    return found(1.0, int(first), _listed(ranks), *lines[:6], before=before)
 
 
 _UNENDED: Final = "stage"
@@ -164,30 +212,40 @@ _UNENDED: Final = "stage"
 def lost(history: RunHistory) -> Evidence:
     """Return what was announced and never arrived, apart from ends of stages."""
     rows = [row for row in history.losses if row["kind"] != _UNENDED]
+    superseded = [row for row in history.superseded_losses if row["kind"] != _UNENDED]
+    before = _before(history, superseded, "loss", "reason")
     if not rows:
-        return not_found("nothing was lost")
+        return not_found("nothing was lost", before=before)
     kinds: Counter[str] = Counter()
     for row in rows:
         kinds[row["kind"]] += int(row["count"] or 1)
     steps = [row["step"] for row in rows if row["step"] is not None]
     text = ", ".join(f"{count} of kind {kind}" for kind, count in kinds.most_common())
-    return Evidence(
-        "found", 1.0, min(steps, default=None), "", (text, f"the newest: {rows[0]['reason']}")
-    )
+    newest = f"the newest: {_of_earlier(history, rows[0])}{rows[0]['reason']}"
+    return found(1.0, min(steps, default=None), "", text, newest, before=before)
 
 
 def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     """Return the findings of some kinds, else the stages whose process was gone at their end."""
-    found = finding(history, kinds=kinds)
+    reported = finding(history, kinds=kinds)
     unended = [row for row in history.losses if row["kind"] == _UNENDED]
-    if found.verdict == "found" or not unended:
-        return found
+    before = reported.before
+    if before is None:
+        superseded = [row for row in history.superseded_losses if row["kind"] == _UNENDED]
+        before = _before(history, superseded, "unended stage", "reason")
+    if reported.verdict == "found":
+        return reported
+    if not unended:
+        return not_found(reported.against[0], before=before)
     unended.sort(key=lambda row: (row["step"] is None, row["step"] or 0))
     first = unended[0]
     ranks = sorted({f"{row['role']} {row['rank']}" for row in unended if row["rank"] is not None})
-    lines = Counter(f"{row['stage']} of step {row['step']}: {row['reason']}" for row in unended)
-    texts = tuple(f"{text} ({counted(n, 'rank')})" for text, n in lines.most_common(3))
-    return Evidence("found", 1.0, first["step"], _listed(ranks), texts)
+    lines = Counter(
+        f"{_of_earlier(history, row)}{row['stage']} of step {row['step']}: {row['reason']}"
+        for row in unended
+    )
+    texts = [f"{text} ({counted(n, 'rank')})" for text, n in lines.most_common(3)]
+    return found(1.0, first["step"], _listed(ranks), *texts, before=before)
 
 
 def partial(history: RunHistory, *, share: float = 0.1) -> Evidence:

@@ -22,7 +22,11 @@ from stagescope_service.api.group_texts import text_of_all
                 "rank 1 does not answer: not heard for 31 s, after 1 payload",
                 "rank 7 does not answer: not heard for 9.5 s, after 2 payloads",
             ],
-            "ranks 1, 7 does not answer: not heard for 9.5 to 31 s, after 1 to 2 payloads",
+            "ranks 1, 7 do not answer: not heard for 9.5 to 31 s, after 1 to 2 payloads",
+        ),
+        (
+            [f"rank {r} of actor, which is absent, has not begun: {r} s" for r in (1, 2)],
+            "ranks 1-2 of actor, which is absent, have not begun: 1 to 2 s",
         ),
         (
             ["ranks 1, 2 are missing of step 5", "rank 4 are missing of step 6"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
@@ -340,3 +341,25 @@ def test_the_number_of_a_step_begun_again_is_marked(twice: Service) -> None:
         assert in_several in found._repr_html_()
         assert found["begun_again"][2:] == (AGAIN, AGAIN)
         assert found.to_polars()["begun_again"].dtype == found[:0].to_polars()["begun_again"].dtype
+
+
+def test_the_steps_that_only_a_superseded_attempt_has_are_named(tmp_path: Path) -> None:
+    with service(tmp_path) as live:
+        train(live, range(1, 10), "a1", 1_000.0)
+        train(live, range(1, 4), "a2", 2_000.0)
+        for metric in ("loss", K3):
+            whole = live.get("/series", metric=metric)
+            assert (whole["steps"], whole["attempts"]) == ([1, 2, 3], [2, 2, 2])
+            assert whole["note"].startswith("attempt 1 has steps 4-9, which no attempt in force")
+            late = live.get("/series", metric=metric, **{"from": 5, "to": 9})
+            assert (late["steps"], late["note"][:23]) == ([], "attempt 1 has steps 5-9")
+            assert live.get("/series", metric=metric, attempt=1)["note"] is None
+            assert live.get("/series", metric=metric, **{"to": 3})["note"] is None
+        assert live.tokens is not None
+        env = {"STAGESCOPE_URL": live.server.url, "STAGESCOPE_TOKEN": live.tokens.read}
+        text = invoke("series", "loss", "--attempt", "1", env=env).stdout
+        assert "no longer in force, since attempt 2 began again before: steps 1-9" in text
+        assert "done again" not in text
+        empty = invoke("series", "loss", "--from", "5", "--to", "9", env=env).stdout
+        assert "(no steps)" in empty
+        assert "attempt 1 has steps 5-9" in empty

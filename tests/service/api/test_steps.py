@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tests.support.api import Rank, Service
 from tests.support.measure import payload
 
+from stagescope_service.api.completeness import gaps
 from stagescope_service.api.numbers import COLUMNS
 from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.mismatch import publish
@@ -471,3 +472,22 @@ class TestDumps:
         assert row["overrides"] == ["rank"]
         assert live.get("/steps/5/dumps", rank=0)["rows"] == [row]
         assert live.problem(404, "/steps/5/dumps", rank=3)["expected"] == "one of 0"
+
+
+@pytest.mark.parametrize(
+    ("mark", "text"),
+    [
+        (None, "no numbers yet: they are being aggregated"),  # read before its payload was
+        (7, "no numbers: no rank handed over both streams"),
+    ],
+)
+def test_a_step_that_was_never_aggregated_does_not_lack_streams(
+    live: Service, mark: int | None, text: str
+) -> None:
+    [rank] = [Rank(live, rank=0)]
+    rank.stage(LOG_PROB, 5, payload(seed=1))
+    rank.begin(LOG_PROB, 6)
+    catalogue = live.catalogue
+    [row] = [each for each in catalogue.steps(run="r") if each["step"] == 5]
+    before = {**row, "has_whole": False, "parts_mark": mark, "whole_mark": mark}
+    assert gaps(catalogue, [cast("Any", before)]) == {(row["attempt_id"], 5): text}

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.api import Rank, Service, service
 from tests.support.local import coordinator_of
 from tests.support.stores import url_of
 
-from stagescope.wire.errors import InvalidInput, NotReady
+from stagescope.wire.errors import InvalidInput, NotFound, NotReady
 from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.actor import DebugCoordinator
 from stagescope_service.coordinator.coordinator import Coordinator
@@ -26,7 +28,7 @@ anything = st.recursive(
 )  # fmt: skip
 CALLS = (
     "record_events", "poll", "add_capture", "remove_capture", "set_triggers", "pin", "unpin",
-    "add_engine", "remove_engine", "ask_stacks", "drain",
+    "add_engine", "remove_engine", "ask_stacks", "drain", "note_bundle", "plan",
 )  # fmt: skip
 
 
@@ -41,6 +43,12 @@ class Unwritable(SqlStore):
 def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
     monkeypatch.setattr(draining, "_LEAVE_SECONDS", 0.0)
     return coordinator_of(Unwritable(url_of(tmp_path)), tmp_path)
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Service]:
+    with service(tmp_path) as running:
+        yield running
 
 
 def call(coordinator: Coordinator, name: str, arguments: dict[str, Any]) -> Any:
@@ -59,7 +67,8 @@ def test_whatever_a_call_is_given_is_taken_or_refused(
         answer = call(coordinator, name, arguments)
     except (InvalidInput, NotReady):
         return
-    assert not answer["drained"] or not answer["missing"]
+    if name != "plan":
+        assert not answer["drained"] or not answer["missing"]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +95,29 @@ def test_a_wrong_argument_is_named(
         call(coordinator, name, arguments)
     assert wrong in caught.value.wrong
     assert caught.value.expected
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_argument_that_there_is_not_is_refused(coordinator: Coordinator, name: str) -> None:
+    given: dict[str, Any] = {"sender": (), "events": []} if name == "record_events" else {}
+    with pytest.raises(InvalidInput):
+        call(coordinator, name, {**given, "zzz": 1})
+
+
+def test_an_argument_that_is_missing_is_named(coordinator: Coordinator) -> None:
+    with pytest.raises(InvalidInput, match="events is missing"):
+        call(coordinator, "record_events", {"sender": ()})
+
+
+def test_a_bundle_is_noted_of_an_attempt_that_there_is(live: Service) -> None:
+    Rank(live, run="r").stage("actor_update", 1)
+    note = live.app.state.deps.commands.note_bundle
+    fields = {"step": None, "message": "x", "path": None}
+    for run, attempt_id in (("r", (1 << 63) - 1), ("other", 1)):
+        with pytest.raises(NotFound):
+            asyncio.run(note(run=run, attempt_id=attempt_id, **fields))
+    assert live.get("/findings", kind="attempt_bundled")["rows"] == []
+    asyncio.run(note(run="r", attempt_id=1, **fields))
 
 
 def test_calls_stay_what_ray_makes_methods_of() -> None:

@@ -393,6 +393,28 @@ def test_the_catalogue_is_judged_as_the_state_is(made: Clocked, catalogue: Catal
     assert (row["rank"], row["process"]) == (1, "gone")
 
 
+def test_a_rank_that_steps_closed_without_is_named_and_nobody_else(
+    made: Clocked, catalogue: Catalogue
+) -> None:
+    for rank in (0, 1):
+        made.say(rank, HELLO, world_size=3)
+    for step in range(1, 5):
+        for rank in (0, 1):
+            made.begin(rank, step)
+        made.pass_time(2.0, polling=(0, 1))
+        for rank in (0, 1):
+            made.end(rank, step)
+    for rank in (0, 1):
+        made.begin(rank, 5)
+    made.pass_time(40.0, polling=(0, 1))
+    [found] = [each for each in made.findings() if each["kind"] == "stage_stuck"]
+    assert "rank 2 of actor, which no process reports for, has not begun" in found["message"]
+    assert "of another rank were asked for" in found["advice"]
+    [row] = stuck_rows(catalogue, 1, 5, made.now, RULES)
+    assert (row["rank"], row["status"], row["process"]) == (2, "not begun", "unheard")
+    assert (row["step"], row["ranks"], row["ranks_begun"]) == (5, 3, 2)
+
+
 # --- processes that do not answer ---------------------------------------------------------------
 
 
@@ -503,6 +525,8 @@ def test_a_process_that_stops_inside_a_stage_keeps_its_first_clock(
     assert stuck_now(made, catalogue, 4) == [(1, "not ended", "gone", heard)]
     [found] = made.findings("process_silent")
     assert (found["over_wall"], found["evidence"]["since_wall"]) == (None, heard)
+    # It may have ended the stage, and stopped before that was sent.
+    assert "after the begin of actor_update of step 4; others may" in found["message"]
     # That all of them stand was news only until it was known why.
     assert [(row["rank"], row["over_wall"] is None) for row in made.findings()] == [(None, False)]
     made.poll(1)

@@ -133,6 +133,34 @@ def test_a_rank_that_is_gone_or_was_never_heard_of_is_named() -> None:
     assert [(each.rank, each.process) for each in judge(absent, 900.0, RULES)] == [(1, UNHEARD)]
 
 
+def test_a_rank_that_steps_closed_without_is_named_once_the_others_are_late() -> None:
+    without = StageHistory([4.0, 5.0, 6.0], [0.5, 0.5, 0.5], {0, 1}, {0, 1})
+    absent = RankPosition(UNHEARD)
+    waiting = {0: inside(100.0), 1: inside(100.0), 2: absent}
+    view = role(waiting, {0: 100.0, 1: 100.0}, earlier=without)
+    assert (
+        judge(view, 115.0, RULES) == []
+    )  # a step like those before: it may not be meant to report
+    [stuck] = judge(view, 115.1, RULES)
+    assert (stuck.rank, stuck.status, stuck.process) == (2, NOT_BEGUN, UNHEARD)
+    assert (stuck.key, stuck.since, stuck.begun, stuck.whole_role) == (UPDATE, 100.0, 2, False)
+    beside = waiting | {1: RankPosition(GONE, 90.0)}
+    found = judge(role(beside, {0: 100.0}, earlier=without), 900.0, RULES)
+    assert [(each.rank, each.process) for each in found] == [(1, GONE), (2, UNHEARD)]
+
+
+def test_a_rank_that_never_reported_is_not_awaited_where_others_take_no_part_or_ended() -> None:
+    absent = RankPosition(UNHEARD)
+    only_first = StageHistory([5.0], [0.0], {0}, {0})
+    saving = {0: inside(100.0), 1: between(90.0), 2: absent}
+    found = judge(role(saving, {0: 100.0}, earlier=only_first), 900.0, RULES)
+    assert who(found) == [(0, NOT_ENDED, True)]
+    without = StageHistory([5.0], [0.0], {0, 1}, {0, 1})
+    done = {0: inside(100.0), 1: between(105.0, 100.0), 2: absent}
+    view = role(done, {0: 100.0, 1: 100.0}, {1: 105.0}, without)
+    assert who(judge(view, 900.0, RULES)) == [(0, NOT_ENDED, False)]
+
+
 @pytest.mark.parametrize("process", [SILENT, GONE])
 def test_those_that_wait_for_a_process_that_does_not_answer_are_not_stuck(process: str) -> None:
     inside_too = RankPosition(process, 100.0, UPDATE, 100.0)

@@ -58,7 +58,13 @@ def said(settings: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ({"expect": "bitwsie"}, "refused", "settings.expect is 'bitwsie': expected 'bitwise'"),
         ({"capture": "atuo"}, "refused", "settings.capture is 'atuo': expected 'auto'"),
-        ({"capture": "auto"}, "refused", "settings.capture_budget"),
+        (
+            {"capture": "auto"},
+            "refused",
+            "settings.capture_budget is missing: rules order no capture in this run, unless they "
+            "name it with a budget; for example settings={'capture': 'auto', 'capture_budget': "
+            "{'captures': 2}}",
+        ),
         ({"capture_budget": {"captures": 2}}, "refused", "not read without settings.capture"),
         (
             {"capture": "auto", "capture_budget": {"captres": 2}},

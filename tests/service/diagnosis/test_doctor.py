@@ -295,6 +295,11 @@ def not_finite(batch: Batch) -> None:
         batch.p[0, 3] = np.nan
 
 
+def never_finite(batch: Batch) -> None:
+    if batch.rank == 1:
+        batch.p[0, 3] = np.nan
+
+
 def equal_rewards(batch: Batch) -> None:
     batch.rewards = np.repeat(batch.random.integers(0, 2, ROWS // 2), 2).astype(float)
 
@@ -648,6 +653,38 @@ def test_only_what_still_holds_up_the_newest_attempt_is_a_hang(live: Service) ->
     assert row["verdict"] == "not found"
     assert row["against"] == [f"1 rank held up others earlier, the last: {text}"]
     assert rows_of(live, "hung", step=5)["hangs"]["verdict"] == "found"
+
+
+def test_what_a_later_attempt_superseded_is_not_found_but_named(live: Service) -> None:
+    sick = since(4, never_finite)
+    nan = and_scalars(loss=lambda step: float("nan") if step >= 4 else 1.0)
+    train(live, "healed", sick, steps=range(1, 7), scalars=nan)
+    now = rows_of(live, "healed")
+    names = ("non_finite_log_probs", "non_finite_scalars")
+    assert [now[name]["verdict"] for name in names] == ["found", "found"]
+    train(live, "healed", steps=range(1, 4), key="a2", start=9_000.0)
+    answer = live.get("/runs/healed/diagnosis")
+    rows = {row["rule"]: row for row in answer["rows"]}
+    for name in names:
+        assert rows[name]["verdict"] == "not found", name
+        assert rows[name]["against"][-1].startswith(
+            "no longer in force, of attempt 1, since step 4: "
+        ), name
+        assert rows[name]["title"] + " (since step 4)" in answer["text"], name
+    assert "No longer in force, of attempt 1: " in answer["text"]
+    assert "stagescope doctor healed --attempt 1" in answer["text"]
+    first = rows_of(live, "healed", attempt=1)
+    assert [first[name]["verdict"] for name in names] == ["found", "found"]
+    assert "No longer" not in live.get("/runs/healed/diagnosis", attempt=2)["text"]
+
+
+def test_what_the_later_attempt_resumed_from_is_found_with_its_attempt(live: Service) -> None:
+    train(live, "resumed", since(4, never_finite), steps=range(1, 7))
+    train(live, "resumed", steps=range(6, 9), key="a2", start=9_000.0)
+    row = rows_of(live, "resumed")["non_finite_log_probs"]
+    assert (row["verdict"], row["since_step"]) == ("found", 4)
+    assert row["for"][0].startswith("attempt 1: ")
+    assert row["for"][-1].startswith("no longer in force, of attempt 1, since step 6: ")
 
 
 def test_steps_that_nobody_reported_are_found(live: Service) -> None:

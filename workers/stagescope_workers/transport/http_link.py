@@ -166,10 +166,13 @@ class HttpLink:
         status = response.status_code
         call = f"{response.request.method} {response.request.url.path}"
         if status in {401, 403}:
+            sent = "no" if not self._has_token else "another"
+            if status == 403 and "the read token" in response.text:
+                sent = "the read"
             raise Unauthorized(
                 f"the service answered {status} to {call}",
                 expected="the service's operate token",
-                advice=f"{'another' if self._has_token else 'no'} token was sent; set "
+                advice=f"{sent} token was sent; set "
                 "STAGESCOPE_TOKEN_FILE (a path that this process can read) or STAGESCOPE_TOKEN in "
                 "the environment of this process: on Ray, where `ray start` runs on each node",
             )

@@ -470,7 +470,7 @@ def _draw_panel(
         )  # fmt: skip
     shown: set[str] = set()
     for line in panel.lines:
-        name = "done again later" if line.superseded else "value"
+        name = "superseded" if line.superseded else "value"
         draw_line(
             drawn, line, axis, name=name, colour=style.BLUE, dash="solid",
             unit=panel.unit, legend=first and name not in shown and line.has_values,

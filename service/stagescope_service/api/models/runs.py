@@ -181,7 +181,7 @@ class Series(ScopeHeading):
     attempts: list[Attempt]
     """Number of the attempt of each step, from 1."""
     superseded_by: list[int | None]
-    """Number of the newest attempt that repeats the step; null: none does."""
+    """Number of the newest attempt that began again at the step or before; null: none did."""
     begun_again: list[BegunAgainIn]
     """Of each step: who began it again within the attempt, so that both passes count. Mostly
     empty."""
@@ -197,6 +197,8 @@ class Series(ScopeHeading):
     """The series, each with an entry a step."""
     earlier_to: int | None
     """The step to give as `to` for the steps before; null: there are none."""
+    note: str | None
+    """The steps that only a superseded attempt has; null: there are none."""
 
 
 # --- zero as proof ------------------------------------------------------------------------

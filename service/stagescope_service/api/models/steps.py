@@ -138,13 +138,13 @@ class StuckRow(Model):
     rank: Rank
     part: Part
     status: Annotated[str, Field(examples=["not ended", "not begun"])]
-    """`not begun` or `not ended`: what it has not done with the stage; `between stages`: its
-    process does not respond, and it is in no stage."""
-    process: Annotated[str, Field(examples=["live", "silent", "gone"])]
+    """`not begun` or `not ended`: what it has not done with the stage, as far as it reported;
+    `between stages`: its process does not respond, and it was in no stage by its last report."""
+    process: Annotated[str, Field(examples=["live", "silent", "gone", "unheard"])]
     """`live`: it polls; `silent`: it does not, and its lease holds; `gone`: its lease ran out;
     `unheard`: it never reported."""
     seconds: float
-    """Seconds that it has been quiet."""
+    """Seconds that it has been quiet, or awaited where it never reported."""
     limit_seconds: float
     """Seconds of quiet after which it counts as stuck."""
     usual_seconds: float | None

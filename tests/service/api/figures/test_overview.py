@@ -152,7 +152,7 @@ def test_the_figure_has_a_panel_a_metric_and_shows_its_units(found: OverviewInfo
     assert {f"<b>{MEAN}</b>", f"<b>{K3}</b>", f"<b>{PEARSON}</b>", "attempt 2"} <= names
     (line,) = drawn.layout.shapes
     assert (line.x0, line.x1) == (5.5, 5.5)
-    faded = [trace for trace in traces(drawn) if trace.name == "done again later"]
+    faded = [trace for trace in traces(drawn) if trace.name == "superseded"]
     assert {trace.opacity for trace in faded} == {0.5}
     bands = [
         trace for trace in traces(drawn) if trace.name == "noise floor" and trace.fill != "none"
