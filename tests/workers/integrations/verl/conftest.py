@@ -18,7 +18,7 @@ from stagescope_workers.integrations.verl import (
     trainer_calls,
 )
 from stagescope_workers.integrations.verl.modes import FLOAT32, VARIABLE, Mode
-from stagescope_workers.integrations.verl.patches import APPLIED
+from stagescope_workers.integrations.patches import APPLIED
 from stagescope_workers.probe import handshake, lifecycle
 from stagescope_workers.probe.probe import Probe
 
