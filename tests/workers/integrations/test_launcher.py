@@ -20,7 +20,10 @@ NONE: Mapping[str, str] = {}
 
 
 def launch(
-    *command: str, environ: Mapping[str, str] = NONE, options: Sequence[str] = (), timeout: float = 120
+    *command: str,
+    environ: Mapping[str, str] = NONE,
+    options: Sequence[str] = (),
+    timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command under `stagescope run`, in a process of its own."""
     return subprocess.run(
@@ -38,7 +41,9 @@ def python(code: str, *arguments: str) -> tuple[str, ...]:
 
 
 def test_a_command_runs_as_it_is() -> None:
-    done = launch(*python("import sys; print(sys.argv[1:]); sys.exit(37)", "--run", "x", "--", "-h"))
+    done = launch(
+        *python("import sys; print(sys.argv[1:]); sys.exit(37)", "--run", "x", "--", "-h")
+    )
     assert (done.returncode, done.stdout) == (37, "['--run', 'x', '--', '-h']\n")
     [line] = done.stderr.splitlines()
     assert line.startswith("stagescope run: no service is known here, nothing is reported")

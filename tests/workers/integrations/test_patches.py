@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from stagescope_workers.integrations.patches import ABSENT, APPLIED, WAITING, Patch, Patches
 from stagescope_workers.integrations.verl import __main__ as listing
 from stagescope_workers.integrations.verl import hooks, plugin
 from stagescope_workers.integrations.verl.modes import VARIABLE, Mode, current_mode
-from stagescope_workers.integrations.patches import ABSENT, APPLIED, WAITING, Patch, Patches
 
 NAME = "stagescope_other_people"
 SOURCE = """

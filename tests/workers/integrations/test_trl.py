@@ -63,7 +63,11 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def train(
-    directory: Path, live: Service | None, *options: str, run: str = "r", prefix: tuple[str, ...] = ()
+    directory: Path,
+    live: Service | None,
+    *options: str,
+    run: str = "r",
+    prefix: tuple[str, ...] = (),
 ) -> Any:
     """Train under `stagescope run` where there is a service, else as it is; what TRL itself had."""
     environ = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONWARNINGS": "ignore"}
@@ -87,8 +91,12 @@ def tokens(seen: list[dict[str, Any]], step: int) -> tuple[np.ndarray, np.ndarra
     parts = [part for part in seen if part["step"] == step]
     chosen = [np.array(part["mask"], dtype=bool) for part in parts]
     return (
-        np.concatenate([np.array(part["p"])[mask] for part, mask in zip(parts, chosen, strict=True)]),
-        np.concatenate([np.array(part["q"])[mask] for part, mask in zip(parts, chosen, strict=True)]),
+        np.concatenate(
+            [np.array(part["p"])[mask] for part, mask in zip(parts, chosen, strict=True)]
+        ),
+        np.concatenate(
+            [np.array(part["q"])[mask] for part, mask in zip(parts, chosen, strict=True)]
+        ),
     )
 
 
@@ -144,7 +152,9 @@ def test_streams_before_the_update_where_trl_computes_them(live: Service, tmp_pa
         assert answer["metrics"]["rollout_corr/kl"] == pytest.approx((q - p).mean(), rel=1e-9)
 
 
-def test_generation_without_log_probs_is_not_measured_and_why(live: Service, tmp_path: Path) -> None:
+def test_generation_without_log_probs_is_not_measured_and_why(
+    live: Service, tmp_path: Path
+) -> None:
     train(tmp_path, live, "--steps", "1", "--generate", "transformers", "--report-to", "", run="hf")
     problem = live.problem(404, "/steps/1/metrics", run="hf")
     assert "log_probs, response_mask, responses" in problem["detail"]

@@ -58,7 +58,10 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     path = directory / "tokenizer.json"
     write_tokenizer(path)
     return PreTrainedTokenizerFast(
-        tokenizer_file=str(path), pad_token=PAD, eos_token=ANSWER, clean_up_tokenization_spaces=False
+        tokenizer_file=str(path),
+        pad_token=PAD,
+        eos_token=ANSWER,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -124,7 +127,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=4, help="Puzzles of a generation batch.")
     parser.add_argument("--steps-per-generation", type=int, default=2)
     parser.add_argument("--engine", choices=("int8", "float32"), default="int8")
-    parser.add_argument("--generate", choices=("ctranslate2", "transformers"), default="ctranslate2")
+    parser.add_argument(
+        "--generate", choices=("ctranslate2", "transformers"), default="ctranslate2"
+    )
     parser.add_argument("--beta", type=float, default=0.0, help="Of the KL to the reference.")
     parser.add_argument("--report-to", default="tensorboard", help="TRL's report_to.")
     parser.add_argument("--save-steps", type=int, default=0)

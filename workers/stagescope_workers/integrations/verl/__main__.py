@@ -7,8 +7,8 @@ import importlib
 import click
 
 from stagescope import versions
-from stagescope_workers.integrations.verl.modes import VARIABLE, current_mode
 from stagescope_workers.integrations.patches import Patch
+from stagescope_workers.integrations.verl.modes import VARIABLE, current_mode
 
 
 @click.command()

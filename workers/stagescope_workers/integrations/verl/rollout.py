@@ -19,10 +19,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from stagescope_workers.integrations.configuration import lookup
-from stagescope_workers.integrations.verl import batches, configuration
-from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function
+from stagescope_workers.integrations.verl import batches, configuration
+from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.processes import call_actors, get_probe, has_service
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
@@ -134,9 +134,7 @@ def _stage(worker: Any, step: object) -> Stage | None:
     config = worker.config
     context = _context(config, step)
     probe = _probe(worker, context)
-    asynchronous = (
-        str(lookup(config, "trainer", "v1", "trainer_mode") or "sync") != "sync"
-    )
+    asynchronous = str(lookup(config, "trainer", "v1", "trainer_mode") or "sync") != "sync"
     is_v1 = bool(lookup(config, "trainer", "use_v1"))
     if is_v1 and asynchronous:
         # The step that will consume these prompts is not known yet: the version is the clock.
