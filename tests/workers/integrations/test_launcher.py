@@ -15,7 +15,8 @@ import pytest
 from stagescope_workers.integrations import registry
 from stagescope_workers.integrations.launcher import attempt_key
 
-LAUNCH = "import sys; from stagescope.cli import main; from stagescope_workers.integrations.launcher import run; main.add_command(run); main()"
+LAUNCH = "from stagescope.cli import main; main()"
+"""`stagescope`, with the installed entry points: `run` is one of them."""
 NONE: Mapping[str, str] = {}
 
 

@@ -283,7 +283,8 @@ def test_the_list_tells_what_became_of_each(write: Write, monkeypatch: pytest.Mo
     monkeypatch.setenv(VARIABLE, "metrics")
     lines = CliRunner().invoke(listing.main).output.splitlines()
     assert lines == [
-        f"verl 0.9.1, {VARIABLE}=metrics",
+        f"{VARIABLE}=metrics",
+        "verl 0.9.1",
         f"applied    {NAME}:function  (a purpose)",
         f"absent     {NAME}:gone  (a purpose)",
         "no module  no_such:f  (more)",

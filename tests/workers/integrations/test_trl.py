@@ -1,4 +1,4 @@
-"""TRL's own GRPO on CPU under `stagescope run`: its numbers are right, and its training is as it was."""
+"""TRL's own GRPO on CPU under `stagescope run`: right numbers, and a training as it was."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def test_a_training_is_reported_exactly_and_stays_as_it_was(live: Service, tmp_p
             np.abs(np.exp(p) - np.exp(q)).max(), rel=1e-9
         )
         assert metrics["per_round/total_rounds"] >= 2
-        stages = {row["stage"] for row in live.get(f"/steps/{step}/stages", run="r")["stages"]}
+        stages = {row["stage"] for row in live.get(f"/steps/{step}/stages", run="r")["rows"]}
         assert stages == {
             "rollout_generate", "compute_rm_score", "ref_compute_log_prob", "actor_update"
         }  # fmt: skip
-    scalars = live.get("/steps/2/scalars", run="r")["scalars"]
+    scalars = live.get("/steps/2/scalars", run="r")["rows"]
     logged = {row["name"]: row["value"] for row in scalars if row["stage"] is None}
     theirs = next(row for row in had["log"] if row.get("step") == 2)
     assert logged["grad_norm"] == theirs["grad_norm"]
@@ -169,6 +169,6 @@ def test_a_restart_is_the_next_attempt_and_says_where_it_resumed(
         tmp_path, live, "--steps", "3", "--save-steps", "1", "--report-to", "", "--resume",
         run="again",
     )  # fmt: skip
-    attempts = live.get("/runs/again/attempts")["attempts"]
-    assert [row["resumed_from_step"] for row in attempts] == [None, 2]
+    attempts = live.get("/runs/again/attempts")["rows"]
+    assert [row["resumed_from_step"] for row in attempts] == [2, None]
     assert live.get("/steps/3/metrics", run="again")["attempt"] == 2

@@ -107,9 +107,12 @@ def make_trainer(options: argparse.Namespace) -> GRPOTrainer:
         seed=options.seed,
         disable_tqdm=True,
     )
+    # A path: TRL loads the reference, where there is one, from where the policy came from.
+    policy: Any = make_policy(options.seed)
+    policy.save_pretrained(directory / "policy")
     rollouts = Rollouts(dataclasses.replace(settings, engine=options.engine), puzzles)
     return GRPOTrainer(
-        model=make_policy(options.seed),
+        model=str(directory / "policy"),
         reward_funcs=scored,
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": list(puzzles)}),

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch
@@ -97,6 +98,7 @@ class Training:
 
     @property
     def trainer(self) -> Any:
+        """The trainer, TRL's."""
         return self._trainer()
 
     @property
@@ -394,7 +396,6 @@ def wrap_forward(function: Function) -> Function:
     def run(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         stage: Stage | None = None
         is_reference = False
-        found: Training | None = None
         with guarded("a forward pass"):
             found = training(trainer)
             batch = found.generating
@@ -416,8 +417,9 @@ def wrap_forward(function: Function) -> Function:
                     stage.end(error)
             raise
         with guarded("the trainer's log-probs"):
-            if found is not None and found.in_loss is not None:
-                found.in_loss.append(result[0].detach())
+            passes = training(trainer).in_loss
+            if passes is not None:
+                passes.append(result[0].detach())
         return result
 
     return run
@@ -548,7 +550,7 @@ def wrap_log(function: Function) -> Function:
 def _report(
     found: Training, step: int, logs: Mapping[str, Any], held: Mapping[str, list[float]]
 ) -> None:
-    scalars = {
+    scalars: dict[str, Json] = {
         str(name): float(value)
         for name, value in logs.items()
         if isinstance(value, int | float) and not isinstance(value, bool)

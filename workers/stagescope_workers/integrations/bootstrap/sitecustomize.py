@@ -69,5 +69,5 @@ def _run_next() -> None:
 _table = os.environ.get("STAGESCOPE_INTEGRATIONS", "")
 sys.meta_path.insert(
     0, _Watch(dict(pair.split("=", 1) for pair in _table.split(",") if "=" in pair))
-)  # type: ignore[arg-type]
+)
 _run_next()
