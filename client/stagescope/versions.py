@@ -36,6 +36,7 @@ SUPPORTED: Final = (
     Supported("ray", "2.44", "2.60"),
     Supported("mindstudio-probe", "26", "26.2"),
     Supported("verl", "0.7", "0.9.1"),
+    Supported("trl", "1.16", "1.16"),
 )
 ALL: Final = tuple(supported.package for supported in SUPPORTED)
 SERVICE: Final = ("python", "ray")

@@ -8,6 +8,7 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from tests.support.verl_fakes import Seen, fake_modules
 
 from stagescope.wire.schema import END, Event
+from stagescope_workers.integrations.patches import APPLIED
 from stagescope_workers.integrations.verl import (
     driver,
     guard,
@@ -18,7 +19,6 @@ from stagescope_workers.integrations.verl import (
     trainer_calls,
 )
 from stagescope_workers.integrations.verl.modes import FLOAT32, VARIABLE, Mode
-from stagescope_workers.integrations.verl.patches import APPLIED
 from stagescope_workers.probe import handshake, lifecycle
 from stagescope_workers.probe.probe import Probe
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.nonfinite import Json
-from stagescope_workers.probe.identity import hide, visible_arguments
+from stagescope_workers.integrations.configuration import (
+    absolute,
+    lookup,
+    named_run,
+    to_container,
+    visible_leaves,
+)
 
-_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
-_SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie", re.I)
-_SECRET_VALUE: Final = re.compile(r"://[^/\s@]+@")
-_MIN_SECRET_LENGTH: Final = 8
-_MAX_NAME_LENGTH: Final = 100
 _NAMES: Final = "stagescope"
-_MAX_LEAVES: Final = 990
 _ROLE_PROFILERS: Final = (
     ("actor_rollout_ref", "actor"),
     ("actor_rollout_ref", "ref"),
@@ -28,15 +25,8 @@ _ROLE_PROFILERS: Final = (
 
 def run_name(config: object) -> str:
     """Return STAGESCOPE_RUN, else `{project_name}.{experiment_name}` as a valid run name."""
-    variable = os.environ.get("STAGESCOPE_RUN")
     names = [lookup(config, "trainer", name) for name in ("project_name", "experiment_name")]
-    name = variable or ".".join(str(part) for part in names if part)
-    valid = _NOT_IN_NAMES.sub("-", name).strip(".-") or "verl"
-    if name.isascii() and len(valid) <= _MAX_NAME_LENGTH:
-        return valid
-    # Names that are truncated or have other letters must still differ.
-    checksum = hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:8]
-    return f"{valid[: _MAX_NAME_LENGTH - 9]}-{checksum}"
+    return named_run(".".join(str(part) for part in names if part), fallback="verl")
 
 
 def names(config: object) -> tuple[str, str | None]:
@@ -77,7 +67,7 @@ def settings(config: object) -> dict[str, Json]:
     1, ...}`, without possible secrets. Reading it takes some tenths of a second, and it is about
     50 kB.
     """
-    leaves = dict(sorted(visible_leaves(to_container(config) or {}).items())[:_MAX_LEAVES])
+    leaves = visible_leaves(to_container(config) or {})
     return {**statistics_settings(config), **_tokenizer(config), "verl": leaves}
 
 
@@ -85,7 +75,7 @@ def _tokenizer(config: object) -> dict[str, object]:
     """Return the directory of the model's tokenizer, where it is on this machine."""
     model = lookup(config, "actor_rollout_ref", "model")
     named = lookup(model, "tokenizer_path") or lookup(model, "path")
-    directory = _absolute(named)
+    directory = absolute(named)
     has_one = directory is not None and (Path(directory) / "tokenizer.json").is_file()
     return {"tokenizer": directory} if has_one else {}
 
@@ -141,8 +131,8 @@ def profiler(config: object) -> dict[str, object] | None:
                 "precision_debugger": {
                     **tool,
                     "steps": None,  # verl only reads the steps of global_profiler
-                    "config_path": _absolute(tool.get("config_path")),
-                    "data_dir": _absolute(directory),
+                    "config_path": absolute(tool.get("config_path")),
+                    "data_dir": absolute(directory),
                 }
             },
         }
@@ -155,67 +145,3 @@ def profiler(config: object) -> dict[str, object] | None:
             name: lookup(config, *path, "profiler", name) for name in ("enable", "all_ranks")
         } | {"ranks": list(lookup(config, *path, "profiler", "ranks") or [])}
     return found
-
-
-def lookup(node: Any, *path: str) -> Any:
-    """Return the value at a path of keys or attributes, or None."""
-    for name in path:
-        if node is None:
-            return None
-        try:
-            node = node.get(name) if hasattr(node, "get") else getattr(node, name, None)
-        except Exception:  # OmegaConf raises its own errors for failed interpolations
-            return None
-    return node
-
-
-def to_container(node: object) -> Json:
-    """Return an OmegaConf node as built-in types, with interpolations resolved where possible."""
-    if node is None or isinstance(node, dict):
-        return node
-    from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
-
-    try:
-        return OmegaConf.to_container(node, resolve=True)
-    except Exception:  # a '???', or an interpolation that fails
-        return OmegaConf.to_container(node, resolve=False)
-
-
-def visible_leaves(tree: Mapping[object, object]) -> dict[str, object]:
-    """Return the leaves of a tree by dotted name, without possible secrets."""
-    secrets = {
-        value
-        for variable, value in os.environ.items()
-        if _SECRET.search(variable) and len(value) >= _MIN_SECRET_LENGTH
-    }
-    found: dict[str, object] = {}
-    for name, value in _leaves(tree, ""):
-        texts = [text for text in _as_list(value) if isinstance(text, str)]
-        if texts and _SECRET.search(name):
-            continue
-        if any(_SECRET_VALUE.search(text) or text in secrets for text in texts):
-            continue
-        # An argument may itself be an option: --api-key=x
-        if isinstance(value, str):
-            found[name] = hide(value)
-        else:
-            found[name] = visible_arguments(texts) if texts == value else value
-    return found
-
-
-def _leaves(tree: Json, prefix: str) -> Iterator[tuple[str, object]]:
-    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        if isinstance(value, Mapping) or any(
-            isinstance(item, Mapping | list | tuple) for item in _as_list(value)
-        ):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _as_list(value: object) -> list[object]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _absolute(path: object) -> str | None:
-    return str(Path(path).expanduser().absolute()) if isinstance(path, str) and path else None

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stagescope.wire.nonfinite import Json
+from stagescope_workers.integrations.configuration import lookup
 from stagescope_workers.integrations.verl import batches, configuration, processes, ranks
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl.context import Context
@@ -95,7 +96,7 @@ class Driver:
     def _trains(self) -> bool:
         """Return whether there is a service, and there will be steps."""
         config = self.trainer.config
-        return has_service() and not configuration.lookup(config, "trainer", "val_only")
+        return has_service() and not lookup(config, "trainer", "val_only")
 
     @property
     def is_bypass(self) -> bool:

@@ -17,11 +17,11 @@ from functools import partial
 from typing import Any, Final
 
 from stagescope_workers.capture.verl_blocks import VERL_STAGES
+from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import Function, Patch
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl import minibatches, modes, ranks, rollout, trainer_calls
-from stagescope_workers.integrations.verl.guard import guarded
 from stagescope_workers.integrations.verl.modes import ALL, METRICS, OFF, STAGES, Mode
-from stagescope_workers.integrations.verl.patches import Function, Patch
 
 _log = logging.getLogger("stagescope.verl")
 

@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from stagescope.wire.errors import StagescopeError
+from stagescope_workers.integrations.configuration import lookup
+from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl import context as contexts
-from stagescope_workers.integrations.verl.configuration import lookup
 from stagescope_workers.integrations.verl.context import Context
-from stagescope_workers.integrations.verl.guard import guarded
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 

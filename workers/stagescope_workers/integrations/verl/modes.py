@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Final
 
-from stagescope_workers.integrations.verl.guard import guarded
-from stagescope_workers.integrations.verl.patches import Function
+from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import Function
 
 _log = logging.getLogger("stagescope.verl")
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from stagescope_workers.integrations.verl import hooks, patches
+from stagescope_workers.integrations import patches
+from stagescope_workers.integrations.patches import Patches
+from stagescope_workers.integrations.verl import hooks
 from stagescope_workers.integrations.verl.modes import current_mode
-from stagescope_workers.integrations.verl.patches import Patches
 
 _log = logging.getLogger("stagescope.verl")
 
@@ -21,7 +22,7 @@ def _install() -> Patches | None:
     try:
         installed = Patches(hooks.patches(current_mode()))
         installed.install()
-        patches.log_missing_hooks(installed)
+        patches.log_missing_hooks(installed, "verl")
     except Exception as error:  # verl must start in any case
         _log.warning("stagescope is not attached to verl: %r", error, exc_info=True)
         return None

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError
+from stagescope_workers.integrations.guard import guarded, running
+from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl import minibatches
 from stagescope_workers.integrations.verl.context import Context
-from stagescope_workers.integrations.verl.guard import guarded, running
 from stagescope_workers.integrations.verl.minibatches import Minibatches
-from stagescope_workers.integrations.verl.patches import Function
 from stagescope_workers.integrations.verl.processes import get_probe
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage

@@ -18,10 +18,11 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+from stagescope_workers.integrations.configuration import lookup
+from stagescope_workers.integrations.guard import guarded, running
+from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.verl import batches, configuration
 from stagescope_workers.integrations.verl.context import Context
-from stagescope_workers.integrations.verl.guard import guarded, running
-from stagescope_workers.integrations.verl.patches import Function
 from stagescope_workers.integrations.verl.processes import call_actors, get_probe, has_service
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
@@ -133,10 +134,8 @@ def _stage(worker: Any, step: object) -> Stage | None:
     config = worker.config
     context = _context(config, step)
     probe = _probe(worker, context)
-    asynchronous = (
-        str(configuration.lookup(config, "trainer", "v1", "trainer_mode") or "sync") != "sync"
-    )
-    is_v1 = bool(configuration.lookup(config, "trainer", "use_v1"))
+    asynchronous = str(lookup(config, "trainer", "v1", "trainer_mode") or "sync") != "sync"
+    is_v1 = bool(lookup(config, "trainer", "use_v1"))
     if is_v1 and asynchronous:
         # The step that will consume these prompts is not known yet: the version is the clock.
         return probe.stage("rollout_generate", policy_version=context.policy_version)
@@ -145,7 +144,7 @@ def _stage(worker: Any, step: object) -> Stage | None:
 
 def _probe(worker: Any, context: Context) -> Probe:
     config = worker.config
-    workers = configuration.lookup(config, "actor_rollout_ref", "rollout", "agent", "num_workers")
+    workers = lookup(config, "actor_rollout_ref", "rollout", "agent", "num_workers")
     return get_probe(
         context,
         "rollout",
@@ -176,7 +175,7 @@ def _context(config: object, step: int) -> Context:
 
 
 def _layout(config: object) -> dict[str, object]:
-    engine = configuration.lookup(config, "actor_rollout_ref", "rollout", "name")
+    engine = lookup(config, "actor_rollout_ref", "rollout", "name")
     return {"framework": "verl", **({"engine": str(engine)} if engine else {})}
 
 

@@ -8,11 +8,11 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from stagescope_workers.integrations.guard import guarded, running
+from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl.driver import Driver
-from stagescope_workers.integrations.verl.guard import guarded, running
 from stagescope_workers.integrations.verl.modes import current_mode, wants_float32
-from stagescope_workers.integrations.verl.patches import Function
 from stagescope_workers.probe.stage import Stage
 
 _driver: Driver | None = None

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from stagescope_workers.integrations.patches import ABSENT, APPLIED, WAITING, Patch, Patches
 from stagescope_workers.integrations.verl import __main__ as listing
 from stagescope_workers.integrations.verl import hooks, plugin
 from stagescope_workers.integrations.verl.modes import VARIABLE, Mode, current_mode
-from stagescope_workers.integrations.verl.patches import ABSENT, APPLIED, WAITING, Patch, Patches
 
 NAME = "stagescope_other_people"
 SOURCE = """
@@ -283,7 +283,8 @@ def test_the_list_tells_what_became_of_each(write: Write, monkeypatch: pytest.Mo
     monkeypatch.setenv(VARIABLE, "metrics")
     lines = CliRunner().invoke(listing.main).output.splitlines()
     assert lines == [
-        f"verl 0.9.1, {VARIABLE}=metrics",
+        f"{VARIABLE}=metrics",
+        "verl 0.9.1",
         f"applied    {NAME}:function  (a purpose)",
         f"absent     {NAME}:gone  (a purpose)",
         "no module  no_such:f  (more)",

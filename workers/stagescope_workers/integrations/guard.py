@@ -10,7 +10,7 @@ from typing import Final
 from stagescope.wire.errors import StagescopeError
 from stagescope_workers.probe.stage import Stage
 
-_log = logging.getLogger("stagescope.verl")
+_log = logging.getLogger("stagescope.integrations")
 _logged: Final[set[str]] = set()
 
 

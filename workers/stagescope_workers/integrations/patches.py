@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-_log = logging.getLogger("stagescope.verl")
+_log = logging.getLogger("stagescope.integrations")
 
 Function = Callable[..., Any]
 
@@ -33,7 +33,9 @@ class Patch:
         path: Where in the module: `function` or `Class.method`.
         wrap: Returns the replacement of the original; it must call the original.
         purpose: What is not reported where the function cannot be found.
-        modes: The modes of STAGESCOPE_VERL that apply it.
+        modes: The modes that apply it, of an integration that has modes (STAGESCOPE_VERL).
+        since: The trainer's first version with this function, '' where it is older than any that is
+            supported.
         state: WAITING, APPLIED, ABSENT, or why it failed.
         replacement: The function that replaced the original.
     """
@@ -42,7 +44,8 @@ class Patch:
     path: str
     wrap: Callable[[Function], Function]
     purpose: str
-    modes: frozenset[str]
+    modes: frozenset[str] = frozenset({"all"})
+    since: str = ""
     state: str = WAITING
     replacement: Function | None = None
 
@@ -84,10 +87,16 @@ class Patch:
 
 
 class Patches:
-    """Applies patches to modules that are imported already, and to others when they are."""
+    """Applies patches to modules that are imported already, and to others when they are.
 
-    def __init__(self, patches: Iterable[Patch]) -> None:
-        self._by_module: dict[str, list[Patch]] = {}
+    Args:
+        patches: The patches.
+        package: Logged is what it lacks, as soon as it is imported; None: the caller logs that.
+    """
+
+    def __init__(self, patches: Iterable[Patch], package: str | None = None) -> None:
+        self._package = package
+        self._by_module: dict[str, list[Patch]] = {} if package is None else {package: []}
         for patch in patches:
             self._by_module.setdefault(patch.module, []).append(patch)
 
@@ -129,6 +138,8 @@ class Patches:
         # Every rank finds the same: rank 0 logs it.
         if missing and os.environ.get("RANK", "0") == "0":
             _log.warning("not reported with this version: %s", "; ".join(map(str, missing)))
+        if name == self._package:
+            log_missing_hooks(self, name)
 
 
 class _PatchingLoader:
@@ -158,25 +169,25 @@ def _is_loading(module: ModuleType) -> bool:
     return bool(getattr(spec, "_initializing", False))
 
 
-def log_missing_hooks(patches: Iterable[Patch]) -> None:
-    """Log in one line what is not reported with the verl that is being imported, if anything."""
-    verl = sys.modules.get("verl")
+def log_missing_hooks(patches: Iterable[Patch], package: str) -> None:
+    """Log in one line what is not reported with the version of `package` that is imported here."""
+    module = sys.modules.get(package)
     # Every rank finds the same: rank 0 logs it.
-    if verl is None or os.environ.get("RANK", "0") != "0":
+    if module is None or os.environ.get("RANK", "0") != "0":
         return
-    version = str(getattr(verl, "__version__", "of unknown version"))
-    missing = missing_hooks(patches, verl)
+    version = str(getattr(module, "__version__", "of unknown version"))
+    missing = missing_hooks(patches, module)
     if missing:
-        _log.warning("not reported with verl %s: %s", version, "; ".join(missing))
+        _log.warning("not reported with %s %s: %s", package, version, "; ".join(missing))
 
 
-def missing_hooks(patches: Iterable[Patch], verl: ModuleType) -> list[str]:
-    """Return the purposes for which this version of `verl` has no module.
+def missing_hooks(patches: Iterable[Patch], package: ModuleType) -> list[str]:
+    """Return the purposes for which this version of `package` has no module.
 
     A purpose with several modules (verl has two trainers, and had two kinds of workers) needs one
     of them.
     """
-    folders = [Path(folder) for folder in verl.__path__]
+    folders = [Path(folder) for folder in package.__path__]
     served: dict[str, bool] = {}
     for patch in patches:
         is_served = served.get(patch.purpose, False)

@@ -1,0 +1,1 @@
+"""TRL's GRPO on CPU, which does not know of stagescope: `stagescope run` attaches it."""

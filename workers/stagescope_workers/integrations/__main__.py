@@ -1,0 +1,64 @@
+"""`python -m stagescope_workers.integrations [NAME]`: which trainers, and what is patched."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+from stagescope import versions
+from stagescope_workers.integrations.patches import Patch
+from stagescope_workers.integrations.registry import (
+    INTEGRATIONS,
+    Integration,
+    install,
+    integration,
+    remarks,
+)
+
+
+@click.command()
+@click.argument("name", required=False)
+def main(name: str | None) -> None:
+    """List the trainers that stagescope attaches to, or what it patches in the one NAMEd."""
+    if name is None:
+        for each in INTEGRATIONS:
+            door = "by itself" if each.attaches_itself else "stagescope run"
+            version = versions.installed(each.distribution) or "not installed"
+            click.echo(f"{each.name:10} {version:16} {door}")
+        return
+    found = integration(name)
+    if found is None:
+        names = ", ".join(each.name for each in INTEGRATIONS)
+        raise click.BadParameter(f"{name!r} is none of {names}", param_hint="NAME")
+    show(found)
+
+
+def show(found: Integration) -> None:
+    """Print each patch of a trainer, and its state in the version that is installed."""
+    click.echo(f"{found.distribution} {versions.installed(found.distribution)}")
+    for remark in remarks([found]):
+        click.echo(remark)
+    if found.attaches_itself:
+        importlib.import_module(found.package)  # logs the missing hooks
+        patches = importlib.import_module(found.module).INSTALLED or ()
+    else:
+        patches = install(found.package, found.module)
+    for patch in patches:
+        since = f", since {patch.since}" if patch.since else ""
+        click.echo(f"{_state(patch):10} {patch.module}:{patch.path}  ({patch.purpose}{since})")
+
+
+def _state(patch: Patch) -> str:
+    try:
+        importlib.import_module(patch.module)
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        return "no module" if f"{patch.module}.".startswith(f"{missing}.") else f"needs {missing}"
+    except Exception as error:  # a module of another version may raise anything
+        return f"not imported: {error!r:.100},"
+    return patch.state
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Reads a trainer's configuration: the run's name, and settings without what may be secret."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from stagescope.wire.nonfinite import Json
+from stagescope_workers.probe.identity import hide, visible_arguments
+
+_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
+_SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie", re.I)
+_SECRET_VALUE: Final = re.compile(r"://[^/\s@]+@")
+_MIN_SECRET_LENGTH: Final = 8
+_MAX_NAME_LENGTH: Final = 100
+MAX_LEAVES: Final = 990
+
+
+def named_run(name: str, *, fallback: str) -> str:
+    """Return STAGESCOPE_RUN, else `name`, as a valid run name; `fallback` where nothing is left."""
+    name = os.environ.get("STAGESCOPE_RUN") or name
+    valid = _NOT_IN_NAMES.sub("-", name).strip(".-") or fallback
+    if name.isascii() and len(valid) <= _MAX_NAME_LENGTH:
+        return valid
+    # Names that are truncated or have other letters must still differ.
+    checksum = hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:8]
+    return f"{valid[: _MAX_NAME_LENGTH - 9]}-{checksum}"
+
+
+def lookup(node: Any, *path: str) -> Any:
+    """Return the value at a path of keys or attributes, or None."""
+    for name in path:
+        if node is None:
+            return None
+        try:
+            node = node.get(name) if hasattr(node, "get") else getattr(node, name, None)
+        except Exception:  # OmegaConf raises its own errors for failed interpolations
+            return None
+    return node
+
+
+def to_container(node: object) -> Json:
+    """Return an OmegaConf node as built-in types, with interpolations resolved where possible."""
+    if node is None or isinstance(node, dict):
+        return node
+    from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
+
+    try:
+        return OmegaConf.to_container(node, resolve=True)
+    except Exception:  # a '???', or an interpolation that fails
+        return OmegaConf.to_container(node, resolve=False)
+
+
+def visible_leaves(tree: Mapping[object, object]) -> dict[str, object]:
+    """Return the first MAX_LEAVES leaves of a tree by dotted name, without possible secrets."""
+    secrets = {
+        value
+        for variable, value in os.environ.items()
+        if _SECRET.search(variable) and len(value) >= _MIN_SECRET_LENGTH
+    }
+    found: dict[str, object] = {}
+    for name, value in _leaves(tree, ""):
+        texts = [text for text in _as_list(value) if isinstance(text, str)]
+        if texts and _SECRET.search(name):
+            continue
+        if any(_SECRET_VALUE.search(text) or text in secrets for text in texts):
+            continue
+        # An argument may itself be an option: --api-key=x
+        if isinstance(value, str):
+            found[name] = hide(value)
+        else:
+            found[name] = visible_arguments(texts) if texts == value else value
+    return dict(sorted(found.items())[:MAX_LEAVES])
+
+
+def _leaves(tree: Json, prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        if isinstance(value, Mapping) or any(
+            isinstance(item, Mapping | list | tuple) for item in _as_list(value)
+        ):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _as_list(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def absolute(path: object) -> str | None:
+    """Return a path that does not depend on the working directory; None for no path."""
+    return str(Path(path).expanduser().absolute()) if isinstance(path, str) and path else None

@@ -1,0 +1,101 @@
+"""`stagescope run -- COMMAND`: runs a training as it is, with stagescope attached to it.
+
+The command replaces this process: its exit status, output and signals are its own. What attaches
+stagescope is in its environment alone, see `registry.environment`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final, NoReturn
+
+import click
+
+from stagescope import discovery
+from stagescope.wire.errors import StagescopeError
+from stagescope.wire.schema import check_run_name
+from stagescope_workers.integrations.registry import environment
+
+_NOT_FOUND: Final = 127
+_NOT_EXECUTABLE: Final = 126
+"""A shell's exit statuses for a command that it cannot run."""
+_SEVERAL_NODES: Final = re.compile(r"--nnodes(=|$)(?!1$)")
+_CONNECT_SECONDS: Final = 2.0
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--run", help="Name of the run; else STAGESCOPE_RUN, else the trainer's own name.")
+@click.option("--attempt", help="Attempt key, the same on every node of one start.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def run(run: str | None, attempt: str | None, command: tuple[str, ...]) -> NoReturn:
+    """Run a training's COMMAND with stagescope attached: `stagescope run -- python train.py`.
+
+    Its exit status, its output and the signals that it gets are as without `stagescope run`. The
+    trainers that are known report their stages, streams and numbers with no changed line
+    (`python -m stagescope_workers.integrations` lists them); everything else just runs.
+    """
+    if run is not None:
+        check_run_name(run)
+    click.echo(f"stagescope run: {service_line()}", err=True)
+    key = attempt or attempt_key(command, os.environ)
+    added = environment(os.environ, run=run, attempt_key=key)
+    program = shutil.which(command[0])
+    if program is None:
+        click.echo(f"stagescope run: {command[0]}: command not found", err=True)
+        raise SystemExit(_NOT_FOUND)
+    try:
+        os.execve(program, [*command], {**os.environ, **added})
+    except OSError as error:
+        click.echo(f"stagescope run: {command[0]}: {error.strerror}", err=True)
+        raise SystemExit(_NOT_EXECUTABLE) from None
+
+
+def service_line() -> str:
+    """Return one line: which service the processes will find, or what to do about none."""
+    try:
+        location = discovery.find()
+    except StagescopeError:
+        return (
+            "no service is known here, nothing is reported unless the training joins the Ray "
+            "cluster of one: start one with `stagescope serve`, or set STAGESCOPE_URL"
+        )
+    reason = _refused(location.url)
+    if reason:
+        return f"the service at {location.url} ({location.found}) does not answer: {reason}"
+    return f"reports to {location.url} ({location.found})"
+
+
+def _refused(url: str) -> str:
+    import httpx
+
+    parsed = httpx.URL(url)
+    address = (parsed.host, parsed.port or (443 if parsed.scheme == "https" else 80))
+    try:
+        socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def attempt_key(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """Return a key for this start, None where another launcher has a part in it on other nodes.
+
+    A job of Slurm has one key on every node. Without a key the service finds out which processes
+    belong together: see docs/attach.md.
+    """
+    if environ.get("STAGESCOPE_ATTEMPT"):
+        return environ["STAGESCOPE_ATTEMPT"]
+    if environ.get("SLURM_JOB_ID"):
+        return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+    nodes = [word for word in command if _SEVERAL_NODES.match(word)]
+    if nodes or environ.get("PET_NNODES", "1") != "1" or environ.get("NODE_RANK"):
+        return None
+    # Started once on each node, as Kubernetes' training operators do.
+    if environ.get("MASTER_ADDR") and environ.get("WORLD_SIZE", "1") != "1":
+        return None
+    return f"{socket.gethostname()}-{os.getpid()}-{time.time_ns() // 1_000_000}"

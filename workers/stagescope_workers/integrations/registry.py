@@ -1,0 +1,92 @@
+"""The trainers that stagescope attaches to, and how their processes know of each other's.
+
+`stagescope run` hands the table to every process of the command as a variable of the environment;
+`bootstrap/sitecustomize.py` reads it there, imports nothing until a trainer is imported, and calls
+`install` of its module then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from stagescope import versions
+from stagescope_workers.integrations.patches import Patches
+
+BOOTSTRAP: Final = Path(__file__).with_name("bootstrap")
+"""The folder that `stagescope run` puts on PYTHONPATH."""
+VARIABLE: Final = "STAGESCOPE_INTEGRATIONS"
+"""The packages to watch for: `trl=stagescope_workers.integrations.trl,...`."""
+_HERE: Final = "stagescope_workers.integrations"
+
+
+@dataclasses.dataclass(frozen=True)
+class Integration:
+    """A trainer, or another package, that is patched where it is imported.
+
+    Attributes:
+        name: For `python -m stagescope_workers.integrations NAME`.
+        package: Its top-level package, whose first import installs the patches.
+        module: Ours; `patches()` of it returns the list of patches.
+        distribution: Its name for `pip install`, to find its version.
+        attaches_itself: It loads its patches by an entry point, also without the launcher.
+    """
+
+    name: str
+    package: str
+    module: str
+    distribution: str
+    attaches_itself: bool = False
+
+
+INTEGRATIONS: Final = (
+    Integration("verl", "verl", f"{_HERE}.verl.plugin", "verl", attaches_itself=True),
+    Integration("trl", "trl", f"{_HERE}.trl", "trl"),
+    Integration("ray", "ray", f"{_HERE}.ray_jobs", "ray"),
+)
+
+
+def watched() -> str:
+    """Return the value of VARIABLE: the packages that `install` must be called for."""
+    launched = (each for each in INTEGRATIONS if not each.attaches_itself)
+    return ",".join(f"{each.package}={each.module}" for each in launched)
+
+
+def integration(name: str) -> Integration | None:
+    """Return the integration of that name; None if there is none."""
+    return next((each for each in INTEGRATIONS if each.name == name), None)
+
+
+def install(package: str, module: str) -> Patches:
+    """Install the patches of an integration; what this version of `package` lacks is logged."""
+    installed = Patches(importlib.import_module(module).patches(), package)
+    installed.install()
+    return installed
+
+
+def remarks(integrations: Iterable[Integration]) -> list[str]:
+    """Return a line for each package whose installed version was not tried."""
+    return [str(remark) for remark in versions.remarks(each.distribution for each in integrations)]
+
+
+def environment(
+    environ: Mapping[str, str], *, run: str | None = None, attempt_key: str | None = None
+) -> dict[str, str]:
+    """Return the variables that attach a process and those that it starts, beside its own.
+
+    Args:
+        environ: Of the process.
+        run, attempt_key: Where they are given; else those of `environ` stay.
+    """
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    others = [path for path in paths if path != str(BOOTSTRAP)]
+    changed = {"PYTHONPATH": os.pathsep.join([str(BOOTSTRAP), *others]), VARIABLE: watched()}
+    if run is not None:
+        changed["STAGESCOPE_RUN"] = run
+    if attempt_key is not None:
+        changed["STAGESCOPE_ATTEMPT"] = attempt_key
+    return changed
