@@ -355,6 +355,10 @@ class RunHistory:
                 break
         return found
 
+    def reward_range(self) -> tuple[float, float] | None:
+        """Return the lowest and highest reward of all samples up to the last step; None: none."""
+        return self._catalogue.reward_range(self._ids, last=self._last)
+
     # --- what else the service knows --------------------------------------------------------------
     @cached_property
     def findings(self) -> list[FindingRow]:

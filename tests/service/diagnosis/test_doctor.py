@@ -409,6 +409,29 @@ def test_where_and_since_when_are_said(live: Service) -> None:
     assert rows_of(live, "where-nan")["non_finite_scalars"]["since_step"] == 9
 
 
+@pytest.mark.parametrize(
+    ("reward", "found", "other"),
+    [(0.0, "groups_all_wrong", "groups_all_right"), (1.0, "groups_all_right", "groups_all_wrong")],
+)
+def test_a_window_of_one_reward_is_judged_by_earlier_rewards(
+    reward: float, found: str, other: str, live: Service
+) -> None:
+    def of_one_reward(batch: Batch) -> None:
+        batch.rewards = np.full(ROWS, reward)
+
+    train(live, f"since-5-{found}", since(5, of_one_reward))
+    rows = rows_of(live, f"since-5-{found}")
+    assert rows[found]["verdict"] == "found"
+    assert rows[found]["since_step"] == 5
+    assert rows[other]["verdict"] == "not found"
+    train(live, f"always-{found}", of_one_reward)
+    rows = rows_of(live, f"always-{found}")
+    assert rows["groups_equal"]["verdict"] == "found"
+    for name in (found, other):
+        assert rows[name]["verdict"] == "not measured"
+        assert f"every reward is {reward:g}" in rows[name]["against"][0]
+
+
 SINCE_12: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "rank": ("rank_apart", {"change": since(12, lambda batch: rank_two(batch))}),
     "slow": ("straggler", {"seconds": lambda step, rank: 2.5 if rank == 3 and step > 11 else 1.0}),
