@@ -267,9 +267,7 @@ class Transport:
         advice = "is it running? `stagescope serve` starts it"
         if not is_loopback(self.location.url) and _proxy(self.location.url):
             advice += f"; a proxy is set ({_proxy(self.location.url)}): NO_PROXY leaves it out"
-        return Unreachable(
-            f"{service} cannot be reached: {reason}", advice=advice
-        )
+        return Unreachable(f"{service} cannot be reached: {reason}", advice=advice)
 
     def _problem(self, response: httpx.Response) -> StagescopeError:
         try:

@@ -47,21 +47,24 @@ def rank_apart(
     apart: Counter[tuple[str | None, int]] = Counter()
     first: dict[tuple[str | None, int], int] = {}
     for step, values in slices:
-        for key, value in values.items():
-            others = [other for name, other in values.items() if name != key]
-            usual = float(np.nanmedian(others))
-            if value > factor * usual and value > 1.5 * float(np.nanmax(others)):
-                apart[key] += 1
-                first.setdefault(key, step.step)
+        known = {name: value for name, value in values.items() if not math.isnan(value)}
+        if len(known) < 2:
+            continue
+        key = max(known, key=lambda name: known[name])  # no other is 1.5 times the next one
+        value = known.pop(key)
+        others = np.array([*known.values()])
+        if value > factor * float(np.median(others)) and value > 1.5 * float(others.max()):
+            apart[key] += 1
+            first.setdefault(key, step.step)
     if not apart:
         return not_found(f"no rank is {factor:g} times the others in {len(slices)} steps")
     (role, rank), count = apart.most_common(1)[0]
     step, values = slices[-1]
-    others = [value for key, value in values.items() if key != (role, rank)]
+    rest = [value for key, value in values.items() if key != (role, rank)]
     newest = values.get((role, rank), math.nan)
     text = (
         f"{role} {rank} stands apart in {count} of {len(slices)} steps: {metric} is "
-        f"{short(newest)} in step {step.step}, {short(float(np.nanmedian(others)))} at the others"
+        f"{short(newest)} in step {step.step}, {short(float(np.nanmedian(rest)))} at the others"
     )
     if count < least:
         return not_found(text)

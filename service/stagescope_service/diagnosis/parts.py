@@ -15,7 +15,7 @@ import numpy as np
 
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.diagnosis.evidence import ABS_DIFF, short
-from stagescope_service.diagnosis.history import NewestMeasuredStep, RunHistory
+from stagescope_service.diagnosis.history import MeasuredStep, RunHistory
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import ENOUGH, MANY
 from stagescope_service.statistics.comparability import Comparability
@@ -164,7 +164,7 @@ def fitted_line(cell: Cell, comparability: Comparability) -> FittedLine:
 
 
 # --- places -------------------------------------------------------------------------------------
-def _rejected(history: RunHistory, newest: NewestMeasuredStep) -> MismatchPart:
+def _rejected(history: RunHistory, newest: MeasuredStep) -> MismatchPart:
     """Return the share of |d| in tokens that the loss drops by their importance weight."""
     name = "rejected tokens"
     if history.kept is None:

@@ -56,7 +56,7 @@ def groups(
         low, high = history.reward_range() or (low, high)
         if low == high:
             return not_measured(
-                f"every reward is {short(low)}: whether that is the lowest or the highest is unknown"
+                f"every reward is {short(low)}: whether it is the lowest or the highest is unknown"
             )
     edge = {"low": low, "high": high}.get(kind)
     marked = [

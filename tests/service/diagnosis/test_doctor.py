@@ -22,9 +22,11 @@ import stagescope
 from stagescope.batch import Batch as StepBatch
 from stagescope.batch import Tensor
 from stagescope.wire.errors import InvalidPlan
+from stagescope_service.api import diagnosis as api_diagnosis
 from stagescope_service.core.findings import finding
 from stagescope_service.diagnosis import evidence
-from stagescope_service.diagnosis.doctor import FAMILIES, SymptomRule, diagnose, rulebook
+from stagescope_service.diagnosis import history as history_module
+from stagescope_service.diagnosis.doctor import FAMILIES, Diagnosis, SymptomRule, diagnose, rulebook
 from stagescope_service.diagnosis.history import RunHistory, Step
 from stagescope_service.diagnosis.mismatch import retokenised
 from stagescope_service.diagnosis.parts import fitted_line
@@ -909,6 +911,45 @@ def test_rejected_tokens_have_their_share_of_the_mismatch(live: Service) -> None
     assert unknown["share"] is None
     assert "record rollout_is_weights" in unknown["text"]
     assert "record response_mask as the update uses it" in unknown["text"]
+
+
+def test_a_diagnosis_of_unchanged_steps_is_computed_once(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = []
+
+    def counted(history: RunHistory) -> list[Diagnosis]:
+        computed.append(history.run)
+        return diagnose(history)
+
+    monkeypatch.setattr(api_diagnosis, "diagnose", counted)
+    monkeypatch.setattr(api_diagnosis.time, "monotonic", lambda: 1e6)
+    train(live, "unchanged", steps=range(1, 4))
+    first = rows_of(live, "unchanged")
+    assert rows_of(live, "unchanged") == first
+    live.get("/runs/unchanged/diagnosis", limit=3)
+    assert computed == ["unchanged"]
+    live.get("/runs/unchanged/diagnosis", step=2)
+    assert len(computed) == 2
+    train(live, "unchanged", rank_two, steps=range(4, 14))
+    assert rows_of(live, "unchanged") != first
+    assert len(computed) == 3
+
+
+def test_a_diagnosis_examines_the_streams_of_a_step_once(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it looks for the step since which a fault is there."""
+    examined_steps = []
+
+    def counted(summary: Any, ranks: Any = ()) -> Comparability:
+        examined_steps.append(summary)
+        return examine(summary, ranks)
+
+    monkeypatch.setattr(history_module, "examine", counted)
+    train(live, "once", cut_vocabulary, steps=range(1, 4))
+    assert "sampling_differs" in found_in(rows_of(live, "once"))
+    assert len(examined_steps) <= 3
 
 
 def test_notebook_and_terminal_show_the_same(live: Service) -> None:
