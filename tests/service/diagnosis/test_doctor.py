@@ -264,6 +264,12 @@ def first_tokens(batch: Batch) -> None:
     batch.add(0.1, np.arange(batch.p.shape[1]) % (TOKENS + 1) == 0)
 
 
+def less_likely_first_tokens(batch: Batch) -> None:
+    """All first tokens are off to one side, as after a prompt that is tokenised otherwise."""
+    first = np.arange(batch.p.shape[1]) % (TOKENS + 1) == 0
+    batch.p = np.where(first, batch.p - 0.6, batch.p)
+
+
 def one_replica(batch: Batch) -> None:
     batch.engine = f"replica {batch.rank % 2}"
     if batch.rank % 2 and batch.step > 4:
@@ -432,6 +438,14 @@ def test_a_window_of_one_reward_is_judged_by_earlier_rewards(
     for name in (found, other):
         assert rows[name]["verdict"] == "not measured"
         assert f"every reward is {reward:g}" in rows[name]["against"][0]
+
+
+def test_first_tokens_off_to_one_side_are_no_other_distribution(live: Service) -> None:
+    train(live, "first-down", since(8, less_likely_first_tokens))
+    rows = rows_of(live, "first-down")
+    assert found_in(rows) - {"mismatch_jump"} == {"first_token"}
+    assert rows["first_token"]["since_step"] == 8
+    assert "without the first token of each round" in rows["sampling_differs"]["against"][0]
 
 
 SINCE_12: Final[dict[str, tuple[str, dict[str, Any]]]] = {
