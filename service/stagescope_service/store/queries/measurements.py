@@ -418,7 +418,9 @@ class MeasurementQueries(Reader):
     ) -> tuple[float, float] | None:
         """Return the lowest and highest reward of samples, of steps up to `last`; None: none."""
         table = TABLES["samples"].c
-        where = [table.attempt_id.in_(attempts), table.reward.is_not(None)]
+        where: list[sa.ColumnElement[bool]] = [
+            table.attempt_id.in_(attempts), table.reward.is_not(None),
+        ]  # fmt: skip
         if last is not None:
             where.append(table.step <= last)
         found = self._first(
@@ -427,7 +429,9 @@ class MeasurementQueries(Reader):
                 sa.func.min(table.reward).label("low"), sa.func.max(table.reward).label("high")
             ).where(*where),
         )
-        return None if found is None or found["low"] is None else (found["low"], found["high"])
+        if found is None or found["low"] is None or found["high"] is None:
+            return None
+        return found["low"], found["high"]
 
     def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:
         """Return the rows that other processes wrote for the samples that a step consumed."""
