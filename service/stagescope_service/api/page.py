@@ -76,11 +76,12 @@ async def logout(request: Request) -> Response:
 async def whoami(request: Request, deps: Deps) -> Answer:
     """Return what the sender of this request may do, and under which name it is audited."""
     caller = caller_of(request)
+    bundle = getattr(deps.commands, "bundle", None)  # of `BundleCommands` alone
     return Answer(
         {
             "grade": None if caller.grade == "open" else caller.grade,
             "user": caller.user,
-            "bundle": getattr(deps.commands, "bundle", None),  # of `BundleCommands` alone
+            "bundle": bundle if isinstance(bundle, str) else None,
         }
     )
 
