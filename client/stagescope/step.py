@@ -293,10 +293,14 @@ class Step:
         rank: int | None = None,
         round: int | None = None,
         limit: int = LIMIT,
-    ) -> Table:
+    ) -> BarTable:
         """Return the worst tokens, the largest |p - q| first, then the non-finite ones."""
         filters = {"kind": kind, "stage": stage, "role": role, "rank": rank, "round": round}
-        return self._table("tokens", _TOKEN_ORDER, limit, **filters)
+        return BarTable.with_bars(
+            self._table("tokens", _TOKEN_ORDER, limit, **filters),
+            label="position",
+            column="abs_diff",
+        )
 
     def samples(
         self,
@@ -330,7 +334,7 @@ class Step:
         path = self._path(f"samples/{segment(sample_uid, 'sample_uid')}")
         return SampleTokens.of_answer(self._session.get(path, **self._params()))
 
-    def loss(self, *, limit: int = LIMIT) -> Table:
+    def loss(self, *, limit: int = LIMIT) -> BarTable:
         """Return how much of the mismatch sits in tokens that the loss trains on, or leaves out.
 
         Usage:
@@ -341,7 +345,9 @@ class Step:
         Raises:
             NotFound: the step's tensors are not kept.
         """
-        return self._table("loss", _LOSS_ORDER, limit)
+        return BarTable.with_bars(
+            self._table("loss", _LOSS_ORDER, limit), label="fate", column="share_of_mismatch"
+        )
 
     def stages(
         self,

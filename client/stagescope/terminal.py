@@ -32,7 +32,7 @@ EXIT_CODES: Final[Mapping[int, str]] = {
     0: "an answer was given",
     1: "the service, or this command, failed",
     2: "the command was not understood",
-    3: "the service cannot be reached, or is not ready",
+    3: "the service cannot be reached, does not answer in time, or is not ready",
     4: "what was asked for is not there",
     5: "the token is missing, wrong, or may not do this",
 }

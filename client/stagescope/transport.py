@@ -253,6 +253,13 @@ class Transport:
             ) from error
 
     def _unreachable(self, error: httpx.TransportError) -> Unreachable:
+        service = f"the service at {self.location.url} (from {self.location.found})"
+        if isinstance(error, httpx.ReadTimeout):
+            return Unreachable(
+                f"{service} does not answer within {self.timeout:g} s; it is running and may be "
+                "busy",
+                advice="ask again, or wait longer: timeout= of attach(), --timeout of a command",
+            )
         # The text names hosts and errno only: it contains no header, hence no token.
         reason = str(error) or type(error).__name__
         if isinstance(error, httpx.TimeoutException):
@@ -260,11 +267,7 @@ class Transport:
         advice = "is it running? `stagescope serve` starts it"
         if not is_loopback(self.location.url) and _proxy(self.location.url):
             advice += f"; a proxy is set ({_proxy(self.location.url)}): NO_PROXY leaves it out"
-        return Unreachable(
-            f"the service at {self.location.url} (from {self.location.found}) cannot be reached: "
-            f"{reason}",
-            advice=advice,
-        )
+        return Unreachable(f"{service} cannot be reached: {reason}", advice=advice)
 
     def _problem(self, response: httpx.Response) -> StagescopeError:
         try:

@@ -46,8 +46,6 @@ INK: Final = GREY
 """Colour of texts where no page sets one: readable on white and on black."""
 GRID: Final = "rgba(128,128,128,0.3)"
 CLEAR: Final = "rgba(0,0,0,0)"
-FADED: Final = 0.5
-"""Opacity of what is superseded, or of other steps."""
 WIDTH: Final = 800
 """Pixels of a curve for which it is thinned: more are not drawn on a page of 1280."""
 

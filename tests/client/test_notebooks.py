@@ -55,6 +55,8 @@ def test_each_answer_shows_itself_as_text_and_as_html(session: Session) -> None:
         (step.rounds(), "abs_diff_mean", "<svg"),
         (step.ranks(), "abs_diff_mean", "<svg"),
         (step.samples(), uid[:8], "<svg"),
+        (step.tokens(), "abs_diff", "<svg"),
+        (step.loss(), "share_of_mismatch", "<table"),
         (step.sample(uid), "position", "rgba("),
         (session.findings(), "nonfinite_log_probs", "border-left"),
         (session.doctor(), "One rank", "<details open>"),

@@ -182,9 +182,22 @@ def test_a_service_that_never_answers_ends_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         began = time.monotonic()
-        with pytest.raises(errors.Unreachable, match=r"no answer within 0\.5 s"):
+        with pytest.raises(errors.Unreachable, match=r"does not answer within 0\.5 s; it is runn"):
             stagescope.attach(url, token=READ, timeout=0.5)
         assert time.monotonic() - began < 10
+
+
+def test_a_slow_answer_is_no_absent_service() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        transport = Transport(ServiceLocation(url, "the test", READ), timeout=0.3)
+        with pytest.raises(errors.Unreachable) as caught:
+            transport.get("/runs")
+        transport.close()
+    assert "may be busy" in caught.value.wrong
+    assert "cannot be reached" not in str(caught.value)
+    assert "is it running" not in str(caught.value)
+    assert "--timeout" in caught.value.advice
 
 
 def test_each_request_carries_its_own_token_and_the_user(service: Answering) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +53,13 @@ def lab(
 def test_every_colour_shows_on_a_light_and_on_a_dark_page(name: str) -> None:
     assert contrast(NAMED[name], WHITE) >= 3.0
     assert contrast(NAMED[name], DARK) >= 3.0
+
+
+def test_no_figure_fades_a_colour() -> None:
+    """At half its opacity a blue of 3.5:1 on a dark page has 1.7:1."""
+    folder = Path(style.__file__).parent / "api" / "figures"
+    faded = [path.name for path in folder.glob("*.py") if "opacity" in path.read_text("utf-8")]
+    assert faded == []
 
 
 @pytest.mark.parametrize("matrix", [np.eye(3), NO_RED, NO_GREEN], ids=["all", "no red", "no green"])

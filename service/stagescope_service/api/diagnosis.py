@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from typing import Annotated, Final, cast
 
@@ -25,6 +27,9 @@ from stagescope_service.diagnosis.parts import mismatch_parts
 _MAX_BYTES: Final = 256 << 20
 """Most bytes of a step's payload files that a diagnosis reads."""
 
+_MAX_AGE: Final = 60.0
+"""Seconds for which a diagnosis of unchanged steps answers: late scalars do not change a step."""
+
 router = APIRouter(tags=["runs"])
 
 
@@ -45,10 +50,26 @@ async def diagnosis(
     it in numbers, the first step that shows it, where, what it means, what to do next, and what to
     record where it is not measured. What was found comes first: what is wrong with the
     service's own data, then precision, mismatch, reward, time and settings. `mismatch` takes the
-    newest measured step's mismatch apart.
+    newest measured step's mismatch apart. While no step, finding or loss of the run changes, the
+    answer is computed once a minute.
     """
-    found, rows = await deps.computations.run(diagnosis_of, deps, run, attempt, step)
+    key = await asyncio.to_thread(_change_key, deps, run, attempt, step)
+    _, future = deps.computations.start_once(key, diagnosis_of, deps, run, attempt, step)
+    # Others may wait for the same computation: a client that leaves does not cancel it.
+    found, rows = await asyncio.shield(asyncio.wrap_future(future))
     return Answer({**found, **page.cut(rows)})
+
+
+def _change_key(
+    deps: Dependencies, run: str, attempt: int | None, step: int | None
+) -> tuple[str, ...]:
+    """Return the key of a diagnosis: one of unchanged steps is computed once in `_MAX_AGE`."""
+    target = deps.finder.attempt(run, attempt)
+    attempts = deps.catalogue.attempts(target.run)
+    mark = deps.catalogue.change_mark([row["attempt_id"] for row in attempts])
+    states = [(row["number"], row["ended_wall"], row["resumed_from_step"]) for row in attempts]
+    period = int(time.monotonic() / _MAX_AGE)
+    return ("diagnosis", target.run, repr((attempt, step, period, states)), mark)
 
 
 def diagnosis_of(

@@ -73,10 +73,17 @@ async def logout(request: Request) -> Response:
 
 
 @router.get("/whoami", response_model=models.Whoami)
-async def whoami(request: Request) -> Answer:
+async def whoami(request: Request, deps: Deps) -> Answer:
     """Return what the sender of this request may do, and under which name it is audited."""
     caller = caller_of(request)
-    return Answer({"grade": None if caller.grade == "open" else caller.grade, "user": caller.user})
+    bundle = getattr(deps.commands, "bundle", None)  # of `BundleCommands` alone
+    return Answer(
+        {
+            "grade": None if caller.grade == "open" else caller.grade,
+            "user": caller.user,
+            "bundle": bundle if isinstance(bundle, str) else None,
+        }
+    )
 
 
 def _set_cookie(request: Request, answer: Response, value: str) -> None:

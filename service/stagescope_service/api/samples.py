@@ -351,13 +351,21 @@ def _loss_note(rows: Sequence[Mapping[str, object]], unrecorded: Sequence[str]) 
     tokens = sum(float(str(row["share_of_tokens"])) for row in hidden)
     mismatch = sum(float(str(row["share_of_mismatch"])) for row in hidden)
     at_least = "at least " if unrecorded else ""
-    if math.isnan(mismatch):
-        return f"{at_least}{tokens:.1%} of the tokens have no gradient; both streams are equal"
-    text = (
-        f"{at_least}{mismatch:.1%} of the mismatch (sum of |p - q|) sits in tokens that no "
-        f"gradient sees, {at_least}{tokens:.1%} of all"
-    )
-    return "; ".join([text, *(f"not recorded: {RECORD[name]}" for name in unrecorded)])
+    if not hidden:
+        text = (
+            "no token is known to have no gradient" if unrecorded else "each token has a gradient"
+        )
+    elif math.isnan(mismatch):
+        text = f"{at_least}{tokens:.1%} of the tokens have no gradient; both streams are equal"
+    else:
+        text = (
+            f"{at_least}{mismatch:.1%} of the mismatch (sum of |p - q|) sits in tokens that no "
+            f"gradient sees (rejected, of weight or advantage 0, or clipped), {at_least}"
+            f"{tokens:.1%} of all"
+        )
+    if not unrecorded:
+        return text
+    return f"{text}; not recorded: {', '.join(RECORD[name].split(':')[0] for name in unrecorded)}"
 
 
 # --- reading a batch ------------------------------------------------------------------------

@@ -23,6 +23,8 @@ NO_TOKENIZER: Final = (
     "no tokenizer is known: give init(settings={'tokenizer': '/path/of/tokenizer.json'}), or the "
     "service STAGESCOPE_TOKENIZER"
 )
+BUNDLED: Final = "bundle:tokenizer.json"
+"""Stands in a bundle for the path of the tokenizer that lies in it."""
 MAX_BYTES: Final = 128 << 20
 _FILE: Final = "tokenizer.json"
 _WORD: Final = "\u2581"
@@ -42,12 +44,8 @@ class Tokenizers:
         of_run = meta.get("settings")
         named = of_run.get("tokenizer") if isinstance(of_run, Mapping) else None
         try:
-            if isinstance(named, str):
-                # A run may name any path: only those in the allowed directories are read.
-                path = confine(_file(Path(named)), settings.roots)
-            elif settings.tokenizer is not None:
-                path = _file(settings.tokenizer)
-            else:
+            path = tokenizer_path(settings, named)
+            if path is None:
                 return cls(None, NO_TOKENIZER)
             status = path.stat()
             if status.st_size > MAX_BYTES:
@@ -76,6 +74,18 @@ class Tokenizers:
         if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
             return str(decoders.ByteLevel().decode([name]))
         return str(name).replace(_WORD, " ")
+
+
+def tokenizer_path(settings: Settings, named: object) -> Path | None:
+    """Return the file of the tokenizer that a run names, else the service's; None: there is none.
+
+    Raises:
+        OSError, StagescopeError: the run's is not inside the allowed directories.
+    """
+    if isinstance(named, str) and named != BUNDLED:
+        # A run may name any path: only those in the allowed directories are read.
+        return confine(_file(Path(named)), settings.roots)
+    return None if settings.tokenizer is None else _file(settings.tokenizer)
 
 
 def _file(path: Path) -> Path:

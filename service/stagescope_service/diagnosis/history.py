@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import math
@@ -35,6 +34,8 @@ NEWEST: Final = 10
 READ: Final = 3
 """Newest measured steps whose step summaries are read: they may be large."""
 _ROWS: Final = 20_000
+_CACHED: Final = 16
+"""Measured steps that a history and those of its earlier steps keep together."""
 _ORDER: Final = {role: at for at, role in enumerate(ROLES)}
 _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -89,15 +90,45 @@ class Series:
         return Series(self.name, self.steps[-count:], self.attempts[-count:], self.values[-count:])
 
 
-class NewestMeasuredStep(NamedTuple):
-    """The newest step with numbers."""
+class MeasuredStep:
+    """A step with numbers; what is computed of them is computed once, when it is asked for.
 
-    step: Step
-    summary: StepSummary
-    published: Mapping[str, float]
-    comparability: Comparability
-    noise: Mapping[str, float] | None
-    """Published numbers of the trainer against itself; None: not recorded."""
+    Attributes:
+        step: the step.
+        summary: its statistics.
+    """
+
+    def __init__(self, catalogue: Catalogue, step: Step, summary: StepSummary) -> None:
+        self.step = step
+        self.summary = summary
+        self._catalogue = catalogue
+
+    @cached_property
+    def published(self) -> Mapping[str, float]:
+        """Its published numbers."""
+        return publish(self.summary.summary)
+
+    @cached_property
+    def comparability(self) -> Comparability:
+        """Whether its streams can be compared."""
+        return examine(self.summary.summary, self.summary.ranks)
+
+    @cached_property
+    def noise(self) -> Mapping[str, float] | None:
+        """Published numbers of the trainer against itself; None: not recorded."""
+        attempt_id, number = self.step.attempt_id, self.step.step
+        rows = self._catalogue.summaries(attempt_id, number, pair=pair_name(NOISE_PAIR))
+        if not rows:
+            return None
+        parts = part_records(
+            rows,
+            self._catalogue.processes(attempt_id),
+            self._catalogue.replaced(attempt_id, number),
+        )
+        own = [part for part in parts if part.stage == self.summary.stage]
+        if not own:
+            return None
+        return publish(assemble(own, stage=self.summary.stage, pairs=[NOISE_PAIR]).summary)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,11 +197,12 @@ class RunHistory:
         self._ids = [int(row["attempt_id"]) for row in self.attempts]
         self._number = {int(row["attempt_id"]): int(row["number"]) for row in self.attempts}
         self._series = lru_cache(maxsize=None)(self._read_series)
+        self._measured = lru_cache(maxsize=_CACHED)(self._read_measured)
 
     def until(self, last: int) -> RunHistory:
         """Return what was known of the steps up to `last`, without tensors."""
         found = RunHistory.__new__(RunHistory)
-        for name in ("run", "attempts", "_catalogue", "_ids", "_number"):
+        for name in ("run", "attempts", "_catalogue", "_ids", "_number", "_measured"):
             setattr(found, name, getattr(self, name))
         found._last, found.kept = last, None
         found._rows = [row for row in self._rows if row["step"] <= last]
@@ -323,44 +355,26 @@ class RunHistory:
 
     # --- the newest measured step ---------------------------------------------------------------
     @cached_property
-    def newest(self) -> NewestMeasuredStep | None:
+    def newest(self) -> MeasuredStep | None:
         """The newest step with numbers; None: no step has any, or only an older version's."""
-        for step in reversed(self.measured):
-            row = self._catalogue.step(step.attempt_id, step.step)
-            if row is None or row["whole"] is None:
-                continue
-            try:
-                summary = StepSummary.from_bytes(row["whole"])
-            except InvalidInput:
-                continue
-            verdict = examine(summary.summary, summary.ranks)
-            noise = self._noise(step, summary)
-            return NewestMeasuredStep(step, summary, publish(summary.summary), verdict, noise)
-        return None
+        found = (self._measured(step) for step in reversed(self.measured))
+        return next((each for each in found if each is not None), None)
 
     @cached_property
     def summaries(self) -> list[tuple[Step, Summary]]:
         """The statistics of the newest `READ` steps with numbers, the newest first."""
-        found: list[tuple[Step, Summary]] = []
-        for step in reversed(self.measured[-READ:]):
-            row = self._catalogue.step(step.attempt_id, step.step)
-            if row is None or row["whole"] is None:
-                continue
-            with contextlib.suppress(InvalidInput):  # of a version that cannot be read
-                found.append((step, StepSummary.from_bytes(row["whole"]).summary))
-        return found
+        found = map(self._measured, reversed(self.measured[-READ:]))
+        return [(each.step, each.summary.summary) for each in found if each is not None]
 
-    def _noise(self, step: Step, summary: StepSummary) -> Mapping[str, float] | None:
-        rows = self._catalogue.summaries(step.attempt_id, step.step, pair=pair_name(NOISE_PAIR))
-        parts = part_records(
-            rows,
-            self._catalogue.processes(step.attempt_id),
-            self._catalogue.replaced(step.attempt_id, step.step),
-        )
-        own = [part for part in parts if part.stage == summary.stage]
-        if not own:
+    def _read_measured(self, step: Step) -> MeasuredStep | None:
+        """Return a step with its statistics; None: none are kept of a version that can be read."""
+        row = self._catalogue.step(step.attempt_id, step.step)
+        if row is None or row["whole"] is None:
             return None
-        return publish(assemble(own, stage=summary.stage, pairs=[NOISE_PAIR]).summary)
+        try:
+            return MeasuredStep(self._catalogue, step, StepSummary.from_bytes(row["whole"]))
+        except InvalidInput:
+            return None
 
     @cached_property
     def samples(self) -> list[SampleRow]:
@@ -371,6 +385,10 @@ class RunHistory:
             if len(found) >= _ROWS:
                 break
         return found
+
+    def reward_range(self) -> tuple[float, float] | None:
+        """Return the lowest and highest reward of all samples up to the last step; None: none."""
+        return self._catalogue.reward_range(self._ids, last=self._last)
 
     # --- what else the service knows --------------------------------------------------------------
     @cached_property

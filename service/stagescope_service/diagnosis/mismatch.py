@@ -21,17 +21,22 @@ from stagescope_service.diagnosis.evidence import (
     short,
     spearman,
 )
-from stagescope_service.diagnosis.history import NEWEST, READ, RunHistory
+from stagescope_service.diagnosis.history import NEWEST, READ, MeasuredStep, RunHistory
 from stagescope_service.statistics.cell import Float64, Int64
+from stagescope_service.statistics.checks import CALIBRATION_Z
 from stagescope_service.statistics.profiles import (
     COARSEST,
     FINER,
     NOT_FINITE,
     UNKNOWN,
     ZERO,
+    Bin,
     exponent,
 )
+from stagescope_service.statistics.summary import Summary
 
+_OF_THE_MEAN: Final = {"renormalised", "temperature", "calibration"}
+"""Checks of streams that a few tokens far off to one side fail, too."""
 _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
 """The tensors that hold the tokens of a turn and of its prompt, either way."""
 
@@ -47,21 +52,24 @@ def rank_apart(
     apart: Counter[tuple[str | None, int]] = Counter()
     first: dict[tuple[str | None, int], int] = {}
     for step, values in slices:
-        for key, value in values.items():
-            others = [other for name, other in values.items() if name != key]
-            usual = float(np.nanmedian(others))
-            if value > factor * usual and value > 1.5 * float(np.nanmax(others)):
-                apart[key] += 1
-                first.setdefault(key, step.step)
+        known = {name: value for name, value in values.items() if not math.isnan(value)}
+        if len(known) < 2:
+            continue
+        key = max(known, key=lambda name: known[name])  # no other can be 1.5 times all others
+        value = known.pop(key)
+        others = np.array([*known.values()])
+        if value > factor * float(np.median(others)) and value > 1.5 * float(others.max()):
+            apart[key] += 1
+            first.setdefault(key, step.step)
     if not apart:
         return not_found(f"no rank is {factor:g} times the others in {len(slices)} steps")
     (role, rank), count = apart.most_common(1)[0]
     step, values = slices[-1]
-    others = [value for key, value in values.items() if key != (role, rank)]
+    rest = [value for key, value in values.items() if key != (role, rank)]
     newest = values.get((role, rank), math.nan)
     text = (
         f"{role} {rank} stands apart in {count} of {len(slices)} steps: {metric} is "
-        f"{short(newest)} in step {step.step}, {short(float(np.nanmedian(others)))} at the others"
+        f"{short(newest)} in step {step.step}, {short(float(np.nanmedian(rest)))} at the others"
     )
     if count < least:
         return not_found(text)
@@ -132,6 +140,9 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
         verdicts = Counter(step.verdict for step in newest)
         listed = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
         return not_found(f"the streams of the newest {len(newest)} steps: {listed}")
+    first = _bias_of_first_tokens(history.newest) if set(checks) <= _OF_THE_MEAN else None
+    if first is not None:
+        return not_found(first)
     found = history.newest.comparability
     texts = [
         check.text for check in found.checks if check.name in checks and check.status == "suspect"
@@ -141,6 +152,39 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
     likelier = [] if found.cause in (*checks, None) else [f"{found.cause} is the likelier cause"]
     where = ", ".join(sorted(set(_ranks_named(texts))))
     return Evidence("found", count / len(newest), since, where, lines, tuple(likelier))
+
+
+def _bias_of_first_tokens(newest: MeasuredStep) -> str | None:
+    """Return that the mean ratio is 1 but for the first tokens of rounds; None: it is not so."""
+    found = _first_and_others(newest.summary.summary)
+    if found is None:
+        return None
+    first, others = found
+    size = others.d_abs_sum / others.tokens
+    if not first.d_abs_sum / first.tokens > 3.0 * size:
+        return None
+    # Of normal noise; E[e^d] is then 1 where the mean of d is -variance / 2.
+    deviation = size * math.sqrt(math.pi / 2.0)
+    mean = others.d_sum / others.tokens
+    if not abs(mean + deviation**2 / 2.0) < CALIBRATION_Z * deviation / math.sqrt(others.tokens):
+        return None
+    return (
+        f"step {newest.step.step}: without the first token of each round the mean of d is "
+        f"{short(mean)} and that of |d| {short(size)}, as noise alone has it: another distribution "
+        "would show in all tokens"
+    )
+
+
+def _first_and_others(summary: Summary) -> tuple[Bin, Bin] | None:
+    """Return the sums of the first tokens of rounds and of the others; None: not both are known."""
+    bins = () if summary.profiles is None else summary.profiles.of("place")
+    first = next((each for each in bins if each.key == 0), None)
+    rest = [each for each in bins if each.key not in (0, UNKNOWN)]
+    sums = [sum(each[at] for each in rest) for at in range(1, len(Bin._fields))]
+    others = Bin(1, int(sums[0]), int(sums[1]), *sums[2:])
+    if first is None or not (first.tokens and others.tokens):
+        return None
+    return first, others
 
 
 def _ranks_named(texts: Sequence[str]) -> list[str]:
@@ -220,14 +264,10 @@ def first_token(history: RunHistory, *, factor: float = 3.0, tokens: int = 32) -
     """
     rows = []
     for step, summary in history.summaries:
-        bins = () if summary.profiles is None else summary.profiles.of("place")
-        first = [each for each in bins if each.key == 0 and each.tokens >= tokens]
-        rest = [each for each in bins if each.key not in (0, UNKNOWN)]
-        count = sum(each.tokens for each in rest)
-        if first and count:
-            mean = first[0].d_abs_sum / first[0].tokens
-            others = sum(each.d_abs_sum for each in rest) / count
-            rows.append((step.step, first[0].tokens, mean, others))
+        found = _first_and_others(summary)
+        if found is not None and found[0].tokens >= tokens:
+            mean, others = (each.d_abs_sum / each.tokens for each in found)
+            rows.append((step.step, found[0].tokens, mean, others))
     if len(rows) < READ:
         return not_measured(
             f"{len(rows)} of the newest steps have {tokens} first tokens of rounds with numbers"

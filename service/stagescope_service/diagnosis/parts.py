@@ -13,9 +13,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from stagescope.render import counted
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.diagnosis.evidence import ABS_DIFF, short
-from stagescope_service.diagnosis.history import NewestMeasuredStep, RunHistory
+from stagescope_service.diagnosis.history import MeasuredStep, RunHistory
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import ENOUGH, MANY
 from stagescope_service.statistics.comparability import Comparability
@@ -164,7 +165,7 @@ def fitted_line(cell: Cell, comparability: Comparability) -> FittedLine:
 
 
 # --- places -------------------------------------------------------------------------------------
-def _rejected(history: RunHistory, newest: NewestMeasuredStep) -> MismatchPart:
+def _rejected(history: RunHistory, newest: MeasuredStep) -> MismatchPart:
     """Return the share of |d| in tokens that the loss drops by their importance weight."""
     name = "rejected tokens"
     if history.kept is None:
@@ -177,9 +178,11 @@ def _rejected(history: RunHistory, newest: NewestMeasuredStep) -> MismatchPart:
     if len(lacking) == len(_REJECTED):
         return MismatchPart(name, None, "not recorded: " + "; ".join(lacking), counted=False)
     share = sum(loss.shares.get(NAMES[fate], 0.0) for fate in _REJECTED)
+    hidden = sum(part for fate, part in loss.shares.items() if fate != NAMES[Fate.TRAINED])
     text = (
-        f"share of the sum of |d| over the {loss.tokens} tokens whose tensors are kept: rejected, "
-        "masked, or with an importance weight of 0, so that no gradient sees them"
+        f"share of the sum of |d| over the {counted(loss.tokens, 'token')} whose tensors are kept: "
+        f"rejected, masked, or with an importance weight of 0; {hidden:.1%} with those that were "
+        "clipped or have an advantage of 0, which no gradient sees either"
     )
     if lacking:
         text += f"; at least, for it is not recorded {lacking[0]}"

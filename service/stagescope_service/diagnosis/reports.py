@@ -33,8 +33,8 @@ def groups(
     Args:
         history: of the run.
         kind: 'equal': all rewards of a group are equal, so that its advantages are 0; 'low' or
-            'high': they are equal to the lowest or highest reward of all; 'single': a group has
-            one sample.
+            'high': they are equal to the lowest or highest reward of all, in the newest steps, or
+            in the whole run where those have one reward alone; 'single': a group has one sample.
         share: least share of the groups.
     """
     by_group: dict[tuple[int | None, str], list[float]] = defaultdict(list)
@@ -58,7 +58,14 @@ def groups(
     if not rewarded:
         return not_measured("samples have no rewards, or groups of one sample")
     every = [reward for rewards in rewarded.values() for reward in rewards]
-    edge = {"low": min(every), "high": max(every)}.get(kind)
+    low, high = min(every), max(every)
+    if low == high and kind != "equal":
+        low, high = history.reward_range() or (low, high)
+        if low == high:
+            return not_measured(
+                f"every reward is {short(low)}: whether it is the lowest or the highest is unknown"
+            )
+    edge = {"low": low, "high": high}.get(kind)
     marked = [
         key
         for key, rewards in rewarded.items()
@@ -69,7 +76,7 @@ def groups(
     text = f"{len(marked)} of {len(rewarded)} groups {what}" + (
         "" if edge is None else f" ({short(edge)})"
     )
-    if len(marked) < share * len(rewarded) or (min(every) == max(every) and kind != "equal"):
+    if len(marked) < share * len(rewarded):
         return not_found(text)
     return Evidence("found", len(marked) / len(rewarded), _first_step(marked), "", (text,))
 

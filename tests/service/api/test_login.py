@@ -42,7 +42,9 @@ class TestLogin:
     def test_trades_a_token_for_a_cookie_that_reads(self, shared: Service) -> None:
         client = browser(shared, "read")
         assert client.get("/runs").status_code == 200
-        assert client.get("/whoami").json() == {"grade": "read", "user": "unknown"}
+        assert client.get("/whoami").json() == {
+            "grade": "read", "user": "unknown", "bundle": None,
+        }  # fmt: skip
 
     def test_the_cookie_is_not_the_token_and_closed_to_scripts_and_sites(
         self, shared: Service
@@ -115,7 +117,7 @@ class TestLogin:
         assert answer.status_code == 401
 
     def test_whoami_without_one_says_so(self, shared: Service) -> None:
-        expected = {"grade": None, "user": "unknown"}
+        expected = {"grade": None, "user": "unknown", "bundle": None}
         assert shared.client(None).get("/whoami").json() == expected
         stale = shared.client(None).get("/whoami", headers={"cookie": f"{COOKIE}=abc"})
         assert stale.json() == expected

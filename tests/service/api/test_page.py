@@ -503,6 +503,7 @@ def test_a_capture_is_armed_acknowledged_and_arrives(
         assert visit.page.url.endswith(f"/captures/{capture['capture_id']}")
         assert "0 of 3 ranks" in text(visit)
         assert "did you mean old_log_probs?" in text(visit)  # what the service noted of it
+        assert "waiting for actor" not in text(visit)  # stood there for ever: the table tells it
         capture_id = capture["capture_id"]
         training.acknowledge(capture_id, range(1))
         visit.wait_until("document.querySelector('main').innerText.includes('1 of 3 ranks')")

@@ -22,9 +22,11 @@ import stagescope
 from stagescope.batch import Batch as StepBatch
 from stagescope.batch import Tensor
 from stagescope.wire.errors import InvalidPlan
+from stagescope_service.api import diagnosis as api_diagnosis
 from stagescope_service.core.findings import finding
 from stagescope_service.diagnosis import evidence
-from stagescope_service.diagnosis.doctor import FAMILIES, SymptomRule, diagnose, rulebook
+from stagescope_service.diagnosis import history as history_module
+from stagescope_service.diagnosis.doctor import FAMILIES, Diagnosis, SymptomRule, diagnose, rulebook
 from stagescope_service.diagnosis.history import RunHistory, Step
 from stagescope_service.diagnosis.mismatch import retokenised
 from stagescope_service.diagnosis.parts import fitted_line
@@ -262,6 +264,12 @@ def first_tokens(batch: Batch) -> None:
     batch.add(0.1, np.arange(batch.p.shape[1]) % (TOKENS + 1) == 0)
 
 
+def less_likely_first_tokens(batch: Batch) -> None:
+    """All first tokens are off to one side, as after a prompt that is tokenised otherwise."""
+    first = np.arange(batch.p.shape[1]) % (TOKENS + 1) == 0
+    batch.p = np.where(first, batch.p - 0.6, batch.p)
+
+
 def one_replica(batch: Batch) -> None:
     batch.engine = f"replica {batch.rank % 2}"
     if batch.rank % 2 and batch.step > 4:
@@ -412,6 +420,37 @@ def test_where_and_since_when_are_said(live: Service) -> None:
     assert row["since_step"] == 10  # also where the newest steps alone are looked at
     train(live, "where-nan", scalars=and_scalars(loss=lambda s: float("nan") if s == 9 else 1.0))
     assert rows_of(live, "where-nan")["non_finite_scalars"]["since_step"] == 9
+
+
+@pytest.mark.parametrize(
+    ("reward", "found", "other"),
+    [(0.0, "groups_all_wrong", "groups_all_right"), (1.0, "groups_all_right", "groups_all_wrong")],
+)
+def test_a_window_of_one_reward_is_judged_by_earlier_rewards(
+    reward: float, found: str, other: str, live: Service
+) -> None:
+    def of_one_reward(batch: Batch) -> None:
+        batch.rewards = np.full(ROWS, reward)
+
+    train(live, f"since-5-{found}", since(5, of_one_reward))
+    rows = rows_of(live, f"since-5-{found}")
+    assert rows[found]["verdict"] == "found"
+    assert rows[found]["since_step"] == 5
+    assert rows[other]["verdict"] == "not found"
+    train(live, f"always-{found}", of_one_reward)
+    rows = rows_of(live, f"always-{found}")
+    assert rows["groups_equal"]["verdict"] == "found"
+    for name in (found, other):
+        assert rows[name]["verdict"] == "not measured"
+        assert f"every reward is {reward:g}" in rows[name]["against"][0]
+
+
+def test_first_tokens_off_to_one_side_are_no_other_distribution(live: Service) -> None:
+    train(live, "first-down", since(8, less_likely_first_tokens))
+    rows = rows_of(live, "first-down")
+    assert found_in(rows) - {"mismatch_jump"} == {"first_token"}
+    assert rows["first_token"]["since_step"] == 8
+    assert "without the first token of each round" in rows["sampling_differs"]["against"][0]
 
 
 SINCE_12: Final[dict[str, tuple[str, dict[str, Any]]]] = {
@@ -923,6 +962,45 @@ def test_rejected_tokens_have_their_share_of_the_mismatch(live: Service) -> None
     assert unknown["share"] is None
     assert "record rollout_is_weights" in unknown["text"]
     assert "record response_mask as the update uses it" in unknown["text"]
+
+
+def test_a_diagnosis_of_unchanged_steps_is_computed_once(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = []
+
+    def counted(history: RunHistory) -> list[Diagnosis]:
+        computed.append(history.run)
+        return diagnose(history)
+
+    monkeypatch.setattr(api_diagnosis, "diagnose", counted)
+    monkeypatch.setattr("stagescope_service.api.diagnosis._MAX_AGE", 1e9)
+    train(live, "unchanged", steps=range(1, 4))
+    first = rows_of(live, "unchanged")
+    assert rows_of(live, "unchanged") == first
+    live.get("/runs/unchanged/diagnosis", limit=3)
+    assert computed == ["unchanged"]
+    live.get("/runs/unchanged/diagnosis", step=2)
+    assert len(computed) == 2
+    train(live, "unchanged", rank_two, steps=range(4, 14))
+    assert rows_of(live, "unchanged") != first
+    assert len(computed) == 3
+
+
+def test_a_diagnosis_examines_the_streams_of_a_step_once(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it looks for the step since which a fault is there."""
+    examined_steps = []
+
+    def counted(summary: Any, ranks: Any = ()) -> Comparability:
+        examined_steps.append(summary)
+        return examine(summary, ranks)
+
+    monkeypatch.setattr(history_module, "examine", counted)
+    train(live, "once", cut_vocabulary, steps=range(1, 4))
+    assert "sampling_differs" in found_in(rows_of(live, "once"))
+    assert len(examined_steps) <= 3
 
 
 def test_notebook_and_terminal_show_the_same(live: Service) -> None:

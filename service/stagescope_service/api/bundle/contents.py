@@ -21,6 +21,7 @@ from stagescope_service.api.encoding import JsonObject, encode
 from stagescope_service.api.kept import local_file, payload_artifacts
 from stagescope_service.api.operators import is_digested, tables_of
 from stagescope_service.api.target import Target
+from stagescope_service.api.tokenizers import BUNDLED, tokenizer_path
 from stagescope_service.store.artifacts import confine, file_checksum
 from stagescope_service.store.extract import PlacedFile, copy_run, place_files
 from stagescope_service.store.tensorfile import disk_errors
@@ -32,6 +33,9 @@ ROOT: Final = "bundle:"
 """Begins the paths of a bundle's own catalogue; the rest is relative to the bundle."""
 MAX_FILE_BYTES: Final = 64 << 20
 """Of a log or a dump's JSON: of a longer one its end."""
+TOKENIZER: Final = "tokenizer.json"
+MAX_TOKENIZER_BYTES: Final = 32 << 20
+"""Of the tokenizer that goes with the tensors, so that their texts can be read."""
 MAX_LOGS: Final = 64
 LOG_PATHS: Final[Mapping[str, str]] = {
     "ASCEND_PROCESS_LOG_PATH": "plog of Ascend",
@@ -263,6 +267,7 @@ def _add_payloads(deps: Dependencies, bundle: Bundle) -> None:
     target = bundle.target
     copies = bundle.root.with_name(f"{bundle.root.name}-copies")
     copies.mkdir()
+    named = _add_tokenizer(deps, bundle)
     try:
         rows = payload_artifacts(deps, target, target.step_number)
         for number, row in enumerate(rows):
@@ -276,7 +281,7 @@ def _add_payloads(deps: Dependencies, bundle: Bundle) -> None:
             name = f"data/payloads/{number:05d}-{stage}-{role}{row['rank']}.safetensors"
 
             def copy(source: Path, path: Path) -> None:
-                _copy_tensors(source, path, bundle.redactor)
+                _copy_tensors(source, path, bundle.redactor, named)
 
             if bundle.add(name, source, f"tensors of {place} ({row['kind']})", copy):
                 file = bundle.files[-1]
@@ -294,12 +299,49 @@ def _add_payloads(deps: Dependencies, bundle: Bundle) -> None:
         copies.rmdir()
 
 
-def _copy_tensors(source: Path, path: Path, redactor: Redactor) -> None:
-    """Copy a safetensors file, its metadata redacted."""
+def _add_tokenizer(deps: Dependencies, bundle: Bundle) -> str | None:
+    """Add the tokenizer of the attempt, else the service's; return its path as the run has it."""
+    found = deps.catalogue.settings_with(bundle.target.attempt_id, "tokenizer")
+    named = next((each["tokenizer"] for each in found), None)
+    what = "the tokenizer of the run"
+    try:
+        path = tokenizer_path(deps.settings, named)
+        if path is None:
+            return None
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            bundle.leave_out(f"{what}: {path}", f"it has more than {MAX_TOKENIZER_BYTES} bytes")
+            return None
+    except (OSError, StagescopeError) as error:
+        bundle.leave_out(what, str(error))
+        return None
+    is_there = bundle.add(TOKENIZER, path, what, _copy_file)
+    return named if is_there and isinstance(named, str) else None
+
+
+def _with_bundled_tokenizer(metadata: Mapping[str, str], named: str) -> Mapping[str, str]:
+    """Return the metadata of a file, in which the tokenizer of the bundle is named."""
+    about = json.loads(metadata.get("stagescope", "{}"))
+    settings = about.get("metadata", {}).get("settings")
+    if not isinstance(settings, dict) or settings.get("tokenizer") != named:
+        return metadata
+    settings["tokenizer"] = BUNDLED
+    return {**metadata, "stagescope": json.dumps(about, separators=(",", ":"))}
+
+
+def _copy_tensors(source: Path, path: Path, redactor: Redactor, tokenizer: str | None) -> None:
+    """Copy a safetensors file, its metadata redacted.
+
+    Args:
+        source, path: of the file and of its copy.
+        redactor: has seen everything that is in the bundle.
+        tokenizer: path of the tokenizer that lies in the bundle; None: none does.
+    """
     with source.open("rb") as file, path.open("wb") as to:
         header, start = read_header(file, source, source.stat().st_size)
         found = header.get("__metadata__")
         redacted = redactor.value(found)
+        if redacted and tokenizer is not None:
+            redacted = _with_bundled_tokenizer(redacted, tokenizer)
         if redacted == found:
             file.seek(0)
         else:

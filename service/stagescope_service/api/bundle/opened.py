@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from stagescope.wire.errors import Forbidden, InvalidInput, NotFound
 from stagescope_service.api.auth import TOKEN_BYTES, AccessTokens
-from stagescope_service.api.bundle.contents import CATALOGUE, ROOT
+from stagescope_service.api.bundle.contents import CATALOGUE, ROOT, TOKENIZER
 from stagescope_service.api.dependencies import Commands, Reply
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
@@ -22,6 +22,11 @@ class BundleCommands:
 
     def __init__(self, what: str) -> None:
         self._what = what
+
+    @property
+    def bundle(self) -> str:
+        """What is shown in place of a service."""
+        return self._what
 
     async def plan(self) -> Reply:
         """Return that nothing is in force."""
@@ -85,10 +90,11 @@ def open_unpacked(root: Path, what: str) -> OpenedBundle:
             expected="the tables of this version, and nothing else",
             advice="open it with the version that made it: see manifest.json",
         )
+    tokenizer = root / TOKENIZER
     settings = Settings(
         home=root / "home", data_dir=catalogue.parent, database_url=None, host="127.0.0.1",
         port=0, auth=True, allowed_roots=(), allowed_hosts=(), allowed_origins=(),
-        tokenizer=None, triggers=None, keep=None,
+        tokenizer=tokenizer if tokenizer.is_file() else None, triggers=None, keep=None,
     )  # fmt: skip
     found = Catalogue(settings.catalogue_url)
     _place(found, catalogue, root)

@@ -301,7 +301,7 @@ def _draw_cloud(drawn: go.Figure, cloud: Cloud) -> None:
         "<extra></extra>",
         colorbar={
             "thickness": 10, "tickvals": powers,
-            "ticktext": [style.number(10.0**power, "tokens") for power in powers],
+            "ticktext": [counted(10**power, "token") for power in powers],
             "outlinewidth": 0, "orientation": "h", "x": 0.5, "len": 1.0,
             "yref": "container", "y": 1.0, "yanchor": "top", "ypad": 0,
         },

@@ -14,6 +14,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
+from stagescope.render import counted
 from stagescope.wire.errors import NotFound
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
@@ -273,4 +274,8 @@ def _counts(drawn: go.Figure, counts: list[int], axis: str = "yaxis") -> None:
 
 
 def _share(count: int, tokens: int) -> str:
-    return f"{count} of {tokens} tokens ({count / tokens:.3%})" if tokens else f"{count} tokens"
+    return (
+        f"{count} of {tokens} tokens ({count / tokens:.3%})"
+        if tokens
+        else counted(int(count), "token")
+    )

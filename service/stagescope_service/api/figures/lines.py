@@ -78,7 +78,6 @@ def draw_line(
     dash: str,
     unit: str,
     legend: bool,
-    opacity: float = 1.0,
 ) -> None:
     """Draw one line, thinned so that every spike stays.
 
@@ -93,7 +92,7 @@ def draw_line(
     drawn.add_scatter(
         uid=uid, x=steps, y=values, yaxis=axis, mode="lines+markers" if few else "lines",
         line={"color": colour, "width": 1.6, "dash": dash}, marker={"size": 4, "color": colour},
-        opacity=opacity, name=name, legendgroup=name, showlegend=legend, hovertemplate=hover,
+        name=name, legendgroup=name, showlegend=legend, hovertemplate=hover,
         connectgaps=False,
     )  # fmt: skip
     alone = _alone(values)
@@ -101,7 +100,7 @@ def draw_line(
         drawn.add_scatter(
             uid=f"{uid}-alone", x=steps[alone], y=values[alone], yaxis=axis, mode="markers",
             legendgroup=name,
-            marker={"size": 4, "color": colour}, opacity=opacity, name=name, showlegend=False,
+            marker={"size": 4, "color": colour}, name=name, showlegend=False,
             hovertemplate=hover,
         )  # fmt: skip
 

@@ -472,9 +472,10 @@ def _draw_panel(
     for line in panel.lines:
         name = "superseded" if line.superseded else "value"
         draw_line(
-            drawn, line, axis, name=name, colour=style.BLUE, dash="solid",
-            unit=panel.unit, legend=first and name not in shown and line.has_values,
-            opacity=style.FADED if line.superseded or smooth else 1.0,
+            drawn, line, axis, name=name, unit=panel.unit,
+            colour=style.SKY if line.superseded or smooth else style.BLUE,
+            dash="dot" if line.superseded else "solid",
+            legend=first and name not in shown and line.has_values,
         )  # fmt: skip
         shown |= {name} if line.has_values else set()
     if smooth:

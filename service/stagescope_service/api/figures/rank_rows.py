@@ -20,6 +20,8 @@ from stagescope_service.statistics.cell import Float64
 MAX_ROWS: Final = 64
 _ALONE: Final = 12
 """Most ranks that stand apart and have rows of their own, where the others are folded."""
+_NAMED: Final = 6
+"""Most ranks that stand apart and are named, each with its number."""
 _GROUPS: Final = 40
 """Most rows of folded ranks."""
 _APART: Final = 6.0
@@ -109,14 +111,15 @@ def rows_of(
     apart = standing_apart(overall, groups)
     texts = []
     if apart.any():
-        found = [grid.ranks[row] for row in order if apart[row]]
-        first = next(row for row in order if apart[row])
-        middle = float(np.nanmedian(overall))
-        texts.append(
-            f"{ranks_text(found)} {'stands' if len(found) == 1 else 'stand'} apart: "
-            f"{style.number(float(overall[first]))} where the median rank has "
-            f"{style.number(middle)}"
-        )
+        found = [row for row in order if apart[row]]
+        middle = style.number(float(np.nanmedian(overall)))
+        each = [
+            f"{ranks_text([grid.ranks[row]])} ({style.number(float(overall[row]))})"
+            for row in found[:_NAMED]
+        ]
+        more = f" and {len(found) - _NAMED} more with less" if len(found) > _NAMED else ""
+        verb = "stands" if len(found) == 1 else "stand"
+        texts.append(f"{', '.join(each)}{more} {verb} apart: the median rank has {middle}")
 
     def single(row: int) -> HeatRow:
         label = names[row] + _place(layouts.get(grid.ranks[row]))

@@ -148,7 +148,7 @@ def figure(found: RoundsInfo) -> go.Figure:
     for earlier in reversed(found.before):
         drawn.add_scatter(
             x=[at for at, _ in earlier.means], y=[mean for _, mean in earlier.means],
-            mode="lines+markers", opacity=0.8, marker={"size": 4, "color": style.GREY},
+            mode="lines+markers", marker={"size": 4, "color": style.GREY},
             line={"color": style.GREY, "width": 1.2, "dash": "dot"}, legendgroup="before",
             name="steps before: mean", showlegend=earlier is found.before[0],
             hovertemplate=f"step {earlier.step}, attempt {earlier.attempt}, round %{{x}}: "

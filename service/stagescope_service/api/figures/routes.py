@@ -327,10 +327,7 @@ async def offenders_figure(
     A prompt is told by `prompt_hashes` of its payloads.
     """
     found = await deps.computations.run(offenders.info, deps, run, attempt, _window(first, last))
-    return FigureAnswer(
-        "offenders", offenders.figure(found),
-        run=found.run, attempt=found.attempt, step=None, note=found.note,
-    )  # fmt: skip
+    return offenders_answer(found)
 
 
 @router.get("/figures/timeline", response_model=models.Figure)
@@ -497,6 +494,14 @@ class OfStep(typing.Protocol):
     def note(self) -> str | None:
         """Why there is nothing to see, or what is left out."""
         ...
+
+
+def offenders_answer(found: offenders.OffendersInfo) -> FigureAnswer:
+    """Return the answer of the figure of prompts."""
+    return FigureAnswer(
+        "offenders", offenders.figure(found),
+        run=found.run, attempt=found.attempt, step=None, note=found.note,
+    )  # fmt: skip
 
 
 def of_step(name: str, figure: go.Figure, found: OfStep) -> FigureAnswer:

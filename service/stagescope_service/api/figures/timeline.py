@@ -403,7 +403,7 @@ def _draw_stage(drawn: go.Figure, lanes: Sequence[Lane], stage: str, colour: str
         x=np.array([each.seconds for _, each, _ in bars]),
         y=[lane.label for lane, _, _ in bars], width=np.array(widths),
         marker={
-            "color": colour, "opacity": 0.9,
+            "color": colour,
             "pattern": {
                 "shape": [_STATUS_SHAPES.get(each.status, "") for _, each, _ in bars],
                 "fgcolor": "#ffffff", "size": 5,
@@ -418,7 +418,7 @@ def _draw_stage(drawn: go.Figure, lanes: Sequence[Lane], stage: str, colour: str
             base=np.array([begin for _, (begin, _) in inner]),
             x=np.array([end - begin for _, (begin, end) in inner]),
             y=[lane.label for lane, _ in inner], width=_NESTED[0],
-            marker={"color": colour, "opacity": 0.9}, hoverinfo="text",
+            marker={"color": colour}, hoverinfo="text",
             hovertext=[
                 f"{lane.label}: all were in {stage} from {begin:.3g} s to {end:.3g} s"
                 for lane, (begin, end) in inner

@@ -48,6 +48,8 @@ class Whoami(Model):
     token or login."""
     user: str
     """The name that the audit has for it: of the header `X-Stagescope-User`, else `unknown`."""
+    bundle: str | None
+    """What is shown in place of a service: `the bundle x.tar.gz`; null: this is a service."""
 
 
 class Load(Model):

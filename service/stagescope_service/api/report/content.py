@@ -30,7 +30,7 @@ from stagescope_service.api.capture_progress import progress
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.diagnosis import diagnosis_of
 from stagescope_service.api.encoding import JsonObject, decode, encode, parse_nonfinite
-from stagescope_service.api.figures import density, overview, routes
+from stagescope_service.api.figures import anatomy, density, offenders, overview, routes
 from stagescope_service.api.figures import operators as operator_figures
 from stagescope_service.api.report.parts import (
     MAX_ROWS,
@@ -477,6 +477,33 @@ def _spread(scope: Scope) -> Section:
     )  # fmt: skip
 
 
+_PROPERTIES: Final = (
+    "place", "end", "position", "probability", "staleness", "engine", "lattice",
+)  # fmt: skip
+"""Properties of tokens by which a report draws the mismatch, where they are known."""
+
+
+def _anatomy(scope: Scope) -> Section:
+    deps, target = scope.deps, scope.measured_step
+    drawn, gaps = [], []
+    for by in _PROPERTIES:
+        found = anatomy.info(deps, target, by)
+        if found.bins:
+            drawn.append(body_of(routes.of_step("anatomy", anatomy.figure(found), found)))
+        else:
+            gaps.append(f"by {by}: {found.note}")
+    return Section("", "", figures=drawn, gaps=gaps)
+
+
+def _offenders(scope: Scope) -> Section:
+    found = offenders.info(
+        scope.deps, scope.run, scope.attempt, {"first": None, "last": scope.step}
+    )
+    if not found.rows:
+        return Section("", "", gaps=[found.note or "no prompt"])
+    return Section("", "", figures=[body_of(routes.offenders_answer(found))])
+
+
 def _samples(scope: Scope) -> Section:
     answer = body_of(samples.samples(scope.deps, scope.measured_step, Page(MAX_ROWS + 1)))
     columns = "sample_uid group_id role rank rounds tokens mean_abs max_abs nonfinite reward"
@@ -526,8 +553,10 @@ _OF_RUN: Final[_Makers] = {
     "steps": ("Steps that lack something", _steps),
     "metrics": ("The newest step with numbers", _metrics),
     "rounds": ("Its rounds", _rounds),
+    "anatomy": ("Where its mismatch sits", _anatomy),
     "ranks": ("Its ranks", _ranks),
     "tokens": ("Its worst tokens", _tokens),
+    "offenders": ("Prompts that differ more than their steps", _offenders),
     "loss": ("What the loss did with its tokens", _loss),
     "findings": ("Findings", _findings),
     "losses": ("What never arrived", _losses),
@@ -539,6 +568,7 @@ _OF_STEP: Final[_Makers] = {
     "rounds": ("Rounds", _rounds),
     "ranks": ("Ranks", _ranks),
     "spread": ("How far the tokens are apart", _spread),
+    "anatomy": ("Where the mismatch sits", _anatomy),
     "tokens": ("Worst tokens", _tokens),
     "samples": ("Worst samples", _samples),
     "loss": ("What the loss did with the tokens", _loss),

@@ -67,6 +67,7 @@ export class View {
     block.element.onSight = () => {
       sight.unobserve(block.element);
       block.isLazy = false;
+      block.age?.();
       block.load(block.since, block.events.splice(0));
     };
     sight.observe(block.element);
@@ -163,6 +164,11 @@ export class Block {
       this.#settle();
       if (!error.problem) throw error;
     }
+  }
+
+  /** Say that what is drawn is older than what is asked for, until that is there. */
+  age() {
+    if (this.shown) patch(this.note, nodes(h("p.quiet", {}, "Something is newer than this: loading…")));
   }
 
   #show(data) {

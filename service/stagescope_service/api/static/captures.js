@@ -159,9 +159,10 @@ const estimates = (rows) => rows.length > 0 && h("details", {},
 export function arm(view, { run, stages = "", ranks = "all", roles = "", steps = "next", task = "statistics" }, user) {
   view.add(h("h1", {}, `Arm a capture of ${run}`));
   if (user?.grade !== "operate") {
-    view.add(h("div.problem", { role: "note" },
-      h("p", {}, "The read token looks and arms nothing."),
-      h("p.quiet", {}, "Log out, and log in with the content of operate.token.")));
+    view.add(h("div.problem", { role: "note" }, !user?.bundle
+      ? [h("p", {}, "The read token looks and arms nothing."),
+        h("p.quiet", {}, "Log out, and log in with the content of operate.token.")]
+      : h("p", {}, `This is ${user.bundle}, which is read only: no training can be reached from it.`)));
     return;
   }
   const given = new Set(stages.split(",").filter(Boolean));
@@ -193,7 +194,8 @@ function form(run, { known, given, ranks, roles, steps, task }) {
     localStorage.setItem(NAME, fields.user.value);
     try {
       const made = await send("POST", "/captures?wait=0", request(run, event.target), fields.user.value);
-      remarks.set(made.capture_id, made.notes);
+      // Who has not acknowledged changes: the table of ranks has it.
+      remarks.set(made.capture_id, made.notes.filter((note) => !note.startsWith("waiting for ")));
       location.hash = ofRun(run, "captures", made.capture_id);
     } catch (error) {
       patch(failed, nodes(problem(error)));

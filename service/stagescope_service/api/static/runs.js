@@ -24,7 +24,7 @@ const MEAN = "logprob_abs_diff/mean";
 const K3 = "rollout_corr/k3_kl";
 
 /** Every run. */
-export function runs(view) {
+export function runs(view, params, user) {
   view.add(h("h1", {}, "Runs"));
   view.block({
     path: url("/runs", { limit: 200 }),
@@ -32,7 +32,8 @@ export function runs(view) {
     draw: ({ rows, next }) => [
       table("Runs", [
         ["run", (row) => h("a", { href: ofRun(row.run) }, row.run), { head: true }],
-        ["", (row) => badge(row.live ? "live" : "ended", row.live ? "live" : "not live")],
+        ["", (row) => user?.bundle ? badge("ended", "bundle")
+          : badge(row.live ? "live" : "ended", row.live ? "live" : "not live")],
         ["last closed step", (row) => row.last_closed_step === null ? gap("none is closed")
           : h("a", { href: ofStep(row.run, row.last_closed_step) }, count(row.last_closed_step)),
         { right: true }],
@@ -48,14 +49,14 @@ export function runs(view) {
 const NO_RUNS = "No training has reported yet: stagescope_workers.init(run=...) in one does.";
 
 /** One run. */
-export function run(view, { run: name, metrics = "", smooth = "" }) {
+export function run(view, { run: name, metrics = "", smooth = "" }, user) {
   const own = (event) => event.run === name;
   view.add(h("h1", {}, name));
   view.block({
     path: `/runs/${part(name)}/attempts?limit=1`,
     concerns: (event) => own(event) && (event.event === "attempt" || (event.event === "step" && event.closed)),
     draw: ({ rows: [attempt], also_live: others }) => [
-      attempt ? h("p.line", {}, badge(attempt.state), ` attempt ${attempt.attempt}`,
+      attempt ? h("p.line", {}, user?.bundle ? badge("ended", "bundle") : badge(attempt.state), ` attempt ${attempt.attempt}`,
         attempt.resumed_from_step !== null && `, resumed from step ${attempt.resumed_from_step}`,
         attempt.end_reason && `: ${attempt.end_reason}`,
         ", last heard ", when(attempt.last_wall)) : h("p", {}, "It has no attempt yet."),

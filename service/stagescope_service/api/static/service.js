@@ -81,18 +81,22 @@ async function ask(path, began) {
   return data;
 }
 
-/** Every row of a list, page by page, as the first page with all rows; at most `most` of them. */
+/**
+ * The rows of a list, page by page, as the first page with all rows.
+ * @param most rows after which it stops: `next` then tells that there are more.
+ */
 export async function all(path, since = 0, most = 20_000) {
   const first = await get(path, since);
   if (!first.next) return first;
   const rows = [...first.rows];
   const joined = path.includes("?") ? "&" : "?";
-  for (let next = first.next; next && rows.length < most;) {
+  let next = first.next;
+  while (next && rows.length < most) {
     const page = await get(`${path}${joined}cursor=${part(next)}`, since);
     rows.push(...page.rows);
     next = page.next;
   }
-  return { ...first, rows, next: null };
+  return { ...first, rows, next };
 }
 
 /** Send something that changes the service, under the user's own name; returns the answer. */

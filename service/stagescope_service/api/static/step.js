@@ -129,12 +129,12 @@ function showStep(view, params, user) {
   view.add(h("p", {}, h("a", { href: path("timeline"), download: `${run}-step-${number_}.json` },
     "The timeline as a trace for Perfetto or chrome://tracing")));
   view.block({
-    title: "Stages", path: path("stages", { limit: 1000 }), concerns, lazy: true,
+    title: "Stages", path: (since) => all(path("stages", { limit: 1000 }), since), concerns, lazy: true,
     draw: (found) => stagesTable(found),
   });
   anatomy(view, params, asked, concerns);
   view.block({
-    title: "Logged numbers", path: path("scalars", { limit: 1000 }), concerns, lazy: true,
+    title: "Logged numbers", path: (since) => all(path("scalars", { limit: 1000 }), since), concerns, lazy: true,
     draw: (found) => scalarsTable(found),
   });
   kept(view, params, path, concerns, user);
@@ -373,7 +373,7 @@ function stagesTable({ run, step: at, attempt, rows, next }) {
     return sorted.length ? sorted[Math.floor((sorted.length - 1) / 2)] : null;
   };
   return [
-    next && h("p.quiet", {}, "Of the first 1000 stages; /steps/{step}/stages lists all."),
+    next && h("p.quiet", {}, `Of the first ${count(rows.length)} parts; /steps/{step}/stages lists all.`),
     table("Stages", [
       ["stage", ([, found]) => found[0].stage, { head: true }],
       ["role", ([, found]) => found[0].role],
@@ -403,7 +403,7 @@ function scalarsTable({ rows, next }) {
   const finite = (found) => found.map((row) => row.value).filter(isFinite);
   const odd = (found) => found.filter((row) => !isFinite(row.value)).map((row) => row);
   return [
-    next && h("p.quiet", {}, "The first 1000; /steps/{step}/scalars lists all."),
+    next && h("p.quiet", {}, `The first ${count(rows.length)}; /steps/{step}/scalars lists all.`),
     table("Logged numbers", [
       ["name", ([, found]) => found[0].name, { head: true }],
       ["stage", ([, found]) => found[0].stage ?? "of the step"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import sqlalchemy as sa
@@ -14,6 +15,7 @@ from stagescope_service.store.tables import (
     captures,
     dumps,
     findings,
+    losses,
     processes,
     step_metrics,
     steps,
@@ -64,6 +66,29 @@ class ChangeQueries(Reader):
             return Recent(
                 running, found, rows(dict[str, Any], connection, _findings(ids)), requested
             )
+
+    def change_mark(self, attempt_ids: Sequence[int]) -> str:
+        """Return a text that changes when closed steps, findings or losses of attempts do.
+
+        Late scalars and samples of closed steps, and files that are dropped, leave it as it is.
+        """
+        ids = [*attempt_ids]
+        step, summary = steps.c, step_metrics.c
+        finding, loss = findings.c, losses.c
+        count, newest = sa.func.count, sa.func.max
+        partial = sa.func.sum(sa.case((step.completeness == "partial", 1)))
+        queries = [
+            sa.select(count(step.closed_wall), newest(step.closed_wall), partial).where(
+                step.attempt_id.in_(ids)
+            ),
+            sa.select(count(), newest(summary.whole_wall)).where(summary.attempt_id.in_(ids)),
+            sa.select(count(), count(finding.over_wall), newest(finding.first_wall)).where(
+                finding.attempt_id.in_(ids)
+            ),
+            sa.select(count(), count(loss.step)).where(loss.attempt_id.in_(ids)),
+        ]
+        with connect.catalogue_errors(self._where), self._connect() as connection:
+            return repr([tuple(connection.execute(query).one()) for query in queries])
 
 
 def _attempts(since: float) -> Query:

@@ -61,6 +61,13 @@ class ScalarValues(TypedDict):
     neginf: int
 
 
+class RewardRange(TypedDict):
+    """The lowest and highest reward of samples; null if none has one."""
+
+    low: float | None
+    high: float | None
+
+
 class PayloadStates(TypedDict):
     """The payloads of a step in one state: how many, and one of the reasons."""
 
@@ -405,6 +412,26 @@ class MeasurementQueries(Reader):
             limit,
             offset,
         )
+
+    def reward_range(
+        self, attempts: Sequence[int], *, last: int | None = None
+    ) -> tuple[float, float] | None:
+        """Return the lowest and highest reward of samples, of steps up to `last`; None: none."""
+        table = TABLES["samples"].c
+        where: list[sa.ColumnElement[bool]] = [
+            table.attempt_id.in_(attempts), table.reward.is_not(None),
+        ]  # fmt: skip
+        if last is not None:
+            where.append(table.step <= last)
+        found = self._first(
+            RewardRange,
+            sa.select(
+                sa.func.min(table.reward).label("low"), sa.func.max(table.reward).label("high")
+            ).where(*where),
+        )
+        if found is None or found["low"] is None or found["high"] is None:
+            return None
+        return found["low"], found["high"]
 
     def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:
         """Return the rows that other processes wrote for the samples that a step consumed."""

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.browser import chromium
@@ -26,6 +27,7 @@ from tests.support.measure import payload
 from tests.support.page import Visit
 from tests.support.shown_run import BROKEN, RUN, keep_tensors, shown
 from tests.support.stores import eventually
+from tokenizers import Tokenizer, models
 
 import stagescope
 from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError, TooLarge
@@ -56,6 +58,14 @@ SECRETS = {
 }
 
 
+def tokenizer_file(directory: Path) -> Path:
+    """A tokenizer of ten words."""
+    words = Tokenizer(models.WordLevel({f"word{at} ": at for at in range(10)}, unk_token="word0 "))
+    directory.mkdir()
+    words.save(str(directory / "tokenizer.json"))
+    return directory
+
+
 def plant(running: Service) -> None:
     """A run `r` with secrets wherever a training may put them, and logs beside it."""
     logs = running.settings.data_path / "plog"
@@ -72,10 +82,16 @@ def plant(running: Service) -> None:
             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/etc/pass",
         },
     }  # fmt: skip
-    settings = {"wandb_api_key": SECRETS["setting"], "eos_token": "<|im_end|>", "max_tokens": 512}
+    settings = {
+        "wandb_api_key": SECRETS["setting"], "eos_token": "<|im_end|>", "max_tokens": 512,
+        "tokenizer": str(tokenizer_file(running.settings.data_path / "model")),
+    }  # fmt: skip
     rank = Rank(running, world_size=1, fingerprint=fingerprint, settings=settings)
     handed = payload()
     handed["strings"]["sample_ids"] = [f"s{row}" for row in range(4)]
+    shape = handed["tensors"]["response_mask"][1]
+    ids = np.arange(int(np.prod(shape))).reshape(shape) % 10
+    handed["tensors"]["responses"] = ("int64", shape, ids, None)
     handed["meta"]["note"] = f"token={SECRETS['sample']}"
     rank.stage("actor_compute_log_prob", 1, handed, scalars={"loss": 1.0})
     rank.begin("actor_update", 1)
@@ -210,6 +226,22 @@ def test_it_holds_rows_of_its_run_alone(planted: Service, tmp_path: Path) -> Non
     assert b"private" not in content
     assert b"other-a1-actor-0" not in content
     assert set(metadata.tables) <= tables
+
+
+def test_it_has_the_tokenizer_that_its_tensors_need(planted: Service, tmp_path: Path) -> None:
+    path = saved(planted, tmp_path / "bundle.tar.gz", "r", 1)
+    root = tmp_path / "elsewhere"
+    root.mkdir()
+    unpack(path, root)
+    sample = "/steps/1/samples/s0"
+    expected = planted.get(sample)["texts"]
+    assert expected[:2] == ["word0 ", "word1 "]
+    opened = open_unpacked(root, "the bundle x.tar.gz")
+    with contextlib.closing(opened.catalogue), serving(opened) as get:
+        found = get(sample)
+        assert (found["texts"], found["texts_reason"]) == (expected, None)
+        assert get("/whoami")["bundle"] == "the bundle x.tar.gz"
+    assert str(planted.settings.data_path / "model") not in (root / "tokenizer.json").read_text()
 
 
 def test_every_table_is_taken_or_left_out_with_a_reason() -> None:

@@ -22,6 +22,7 @@ from tests.support.figures import (
     streams,
 )
 
+from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import heatmaps
 from stagescope_service.api.figures.heatmaps import HeatInfo
@@ -83,7 +84,8 @@ def test_the_odd_one_out_is_on_top_and_named(deps: Dependencies) -> None:
     found = heatmaps.rounds_info(deps, target(deps, 8))
     assert [row.apart for row in found.rows] == [True] + [False] * (RANKS - 1)
     assert found.rows[0].ranks == (("actor", APART),)
-    assert (found.note or "").startswith(f"actor rank {APART} stands apart")
+    value = style.number(float(streams(8, 2, [APART]).distance.mean()))
+    assert (found.note or "").startswith(f"actor rank {APART} ({value}) stands apart: the median")
     means = [float(streams(8, 2, row.ranks_numbers).distance.mean()) for row in _numbered(found)]
     assert means == sorted(means, reverse=True)
 

@@ -88,7 +88,10 @@ def test_a_run_says_what_the_other_answers_say(live: Service) -> None:
     assert len(found["captures"]["table"]["rows"]) == 1
     # And the figures are those of /figures.
     drawn = {each["name"]: each for part in found.values() for each in part["figures"]}
-    assert set(drawn) == {"overview", "rank-steps", "rounds", "distribution", "rank-rounds"}
+    assert set(drawn) == {
+        "overview", "rank-steps", "rounds", "distribution", "rank-rounds", "anatomy",
+    }  # fmt: skip
+    assert "offenders" in drawn or "prompt" in found["offenders"]["gaps"][0]
     assert drawn["overview"] == live.get("/figures/overview", run=RUN)
 
 
@@ -114,7 +117,13 @@ def test_a_step_in_detail_names_its_gaps(live: Service) -> None:
     loss_row = next(row for row in found["scalars"]["table"]["rows"] if row["name"] == "loss")
     assert loss_row["mean"] == "nan"
     drawn = [each["name"] for part in found.values() for each in part["figures"]]
-    assert drawn == ["timeline", "rounds", "distribution", "rank-rounds", "distribution", "density"]
+    known = drawn.count("anatomy")
+    assert known >= 5
+    assert drawn == [
+        "timeline", "rounds", "distribution", "rank-rounds", "distribution", "density",
+        *["anatomy"] * known,
+    ]  # fmt: skip
+    assert len(found["anatomy"]["gaps"]) == 7 - known
 
 
 def test_a_step_that_died_says_who_is_missing(live: Service) -> None:
@@ -244,13 +253,18 @@ def test_it_can_be_read_without_network(
             page.page.keyboard.press("Tab")
             stops.append(page.page.evaluate("document.activeElement.tagName"))
         assert "A" in stops
+        bars = page.page.evaluate(
+            "[...document.querySelectorAll('.legend .scrollbar')]"
+            ".map(each => each.getBoundingClientRect().height)"
+        )
+        assert not any(bars)  # no entry of a legend is hidden
     assert look["scrolled"] <= look["width"]
     assert look["outside"] == 0
     assert [each for each in look["contrasts"] if each[1] < 4.5] == []
-    assert len(look["figures"]) == (5 if step is None else 6)
+    assert len(look["figures"]) >= (5 if step is None else 6) + 5  # and those of the anatomy
     for figure in look["figures"]:
         assert figure["caption"]
-        assert figure["marks"] > 0 or "log-probs" in figure["caption"]
+        assert figure["marks"] > 0 or "log-probs" in figure["caption"], figure["caption"]
 
 
 # --- size -----------------------------------------------------------------------------------
