@@ -169,6 +169,12 @@ def lookup(node: Any, *path: str) -> Any:
     return node
 
 
+def is_reward_model_colocated(config: object) -> bool:
+    """Return whether the trainer itself asks a reward model for scores, in every step."""
+    model = lookup(config, "reward", "reward_model")
+    return bool(lookup(model, "enable")) and not lookup(model, "enable_resource_pool")
+
+
 def to_container(node: object) -> Json:
     """Return an OmegaConf node as built-in types, with interpolations resolved where possible."""
     if node is None or isinstance(node, dict):
