@@ -42,7 +42,10 @@ def say(line: str) -> None:
 
 
 class CpuSeconds:
-    """CPU seconds of this machine's processes by whose they are, taken twice a second.
+    """CPU seconds of this process's descendants by whose they are, taken twice a second.
+
+    They are the cluster that it started, the service in that and the training: other clusters of
+    this machine do not count.
 
     Of a process that ended the last sample counts; those that ran before are counted from here.
     """
@@ -70,7 +73,7 @@ class CpuSeconds:
             self._sample()
 
     def _sample(self) -> None:
-        for process in psutil.process_iter():
+        for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 owner = _owner(" ".join(process.cmdline()))
                 if owner is not None:

@@ -247,7 +247,7 @@ def test_a_service_command_without_its_extra_says_how_to_install(
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from stagescope.cli import main; main()", *args]
+    command = [sys.executable, "-m", "stagescope", *args]
     return subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **env}, timeout=60, check=False
     )
@@ -262,7 +262,9 @@ def test_a_real_process_exits_with_the_codes(service: Answering) -> None:
     away = run("status", STAGESCOPE_URL=f"http://127.0.0.1:{unused_port()}")
     assert (away.returncode, away.stdout) == (3, "")
     assert "Traceback" not in missing.stderr + away.stderr
-    assert run("metrics", "--nothing").returncode == 2
+    wrong = run("metrics", "--nothing")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("Usage: python -m stagescope metrics")
 
 
 def test_an_answer_that_nobody_reads_to_its_end(service: Answering) -> None:

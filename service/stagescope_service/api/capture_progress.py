@@ -253,10 +253,13 @@ class _CapturedSteps:
             expected = {*members, *reported}
             if not members and attempt_id == newest and needs_ranks(self.spec):
                 expected |= {*requested} - without
-            if step.closed and expected - reported.keys():
-                # Requested before any rank existed: some roles may not have these stages.
-                active = {role for role, _ in step.parts()}
-                expected = {each for each in expected if each[0] in active or each in reported}
+            # Some roles may not have these stages, as rollouts of 'all', or as roles of which no
+            # rank existed at the request. It is known of a rank once it is done with the step.
+            expected = {
+                rank
+                for rank in expected
+                if rank in reported or not step.is_over(rank) or step.has_parts(rank[0])
+            }
             states = {rank: step.state_of(rank, reported.get(rank, {})) for rank in expected}
             # Ranks that were left out on purpose are listed, but nothing waits for them.
             states |= {
@@ -339,13 +342,21 @@ class _Step:
         """Return the state of a rank, given the states of its dumps."""
         states = set[str]().union(*reported.values()) if reported else set()
         worst = next((state for state in _WORST if state in states), _NO_REPORT)
-        over = self.closed or self._has_left(rank)
+        over = self.is_over(rank)
         if over and worst in (_COLLECTED, _NO_REPORT):
             is_complete = self.parts().get(rank, 0) <= len(reported)
             return RankState(worst if is_complete else _NO_REPORT, True)
         if over:
             return RankState(worst, worst != "armed")
         return RankState(worst, "armed" not in states and self._has_reported_all(rank, reported))
+
+    def has_parts(self, role: str) -> bool:
+        """Return whether a rank of a role did a part of the requested stages."""
+        return any(role == each for each, _ in self.parts())
+
+    def is_over(self, rank: RankKey) -> bool:
+        """Return whether a rank will do nothing more in the step."""
+        return self.closed or self._has_left(rank)
 
     def _has_left(self, rank: RankKey) -> bool:
         """Return whether a rank has begun a later step."""

@@ -288,3 +288,35 @@ def test_work_without_a_step_is_a_gap_of_a_capture_that_names_it(live: Service) 
     (step,) = (each for each in progress["steps"] if each["step"] == 3)
     assert step["gaps"] == [{"role": "rollout", "rank": 0, "state": "without a step"}]
     assert step["state"] == "partial"
+
+
+@pytest.mark.parametrize(
+    ("stages", "role", "stage"),
+    [("all", "rollout", "rollout_generate"), ([STAGE], "critic", "critic_update")],
+)
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_rank_of_which_no_part_is_asked_is_no_gap_before_its_step_closes(
+    live: Service, stages: Any, role: str, stage: str, is_early: bool
+) -> None:
+    others = [Rank(live, role=role, rank=rank) for rank in (0, 1)]
+    actors = [Rank(live, rank=rank) for rank in (0, 1)]
+    order = {"run": "r", "stages": stages, "steps": [5]}
+    for step in range(1, 8):
+        if step == (1 if is_early else 2):
+            capture_id = live.operate.post("/captures?wait=0", json=order).json()["capture_id"]
+        if step == 2 and not is_early:
+            estimate = {"capture_id": capture_id, "state": "estimated", "estimate": {}}
+            for rank in (*others, *actors):
+                rank.acknowledge()
+                rank.say("dump", stage=STAGE, **estimate)
+            eventually(lambda: come_to(live, capture_id)[0] == "agreed")
+        for other in others:  # one has begun the next step while the other is still in this one
+            other.stage(stage, step)
+            assert step < 5 or come_to(live, capture_id)[0] != "partial"
+        for actor in actors:
+            if step == 5:
+                dump(actor, capture_id, STAGE, step)
+            else:
+                actor.stage(STAGE, step)
+            assert step < 5 or come_to(live, capture_id)[0] != "partial"
+    assert come_to(live, capture_id) == ("complete", [("complete", 2, 0, 0)])

@@ -112,6 +112,43 @@ def noted(trainer: Any) -> dict[str, Any]:
     return dict(batch.meta_info)
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("all", {"driver", "rollout", "reward_model"}), ("metrics", {"driver"})],
+)
+def test_what_the_trainer_s_process_reports_is_connected_before_the_first_step(
+    mode: str,
+    expected: set[str],
+    verl: Modules,
+    seen: Seen,
+    coordinator: FakeCoordinator,
+    probes: list[Probe],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, mode)
+    made = verl_fakes.trainer(verl)
+    made.config["reward"] = {"reward_model": {"enable": True, "enable_resource_pool": False}}
+    manager = made.async_rollout_manager = types.SimpleNamespace(
+        agent_loop_workers_class=None, generate_sequences=lambda batch: batch
+    )
+    before: list[str] = []
+
+    def fit(*_: Any) -> None:
+        made._load_checkpoint()
+        before.extend(probe.role for probe in probes)
+        manager.generate_sequences("prompts")
+        made._compute_reward_colocate(verl_fakes.batch_v0())
+        made._compute_ref_log_prob(verl_fakes.batch_v0())
+
+    seen.outcomes["fit"] = fit
+    coordinator.settle_at_once = True
+    made.fit()
+    assert {*before} == expected
+    assert len(probes) == len(expected)  # the first stages find theirs
+    told = {event.fields["resumed_from_step"] for event in coordinator.of_kind(HELLO)}
+    assert told == {verl_fakes.STEP}
+
+
 def test_nobody_is_connected_for_a_validation_alone(verl: Modules, probes: list[Probe]) -> None:
     made = with_ranks(verl)
     made.config["trainer"]["val_only"] = True

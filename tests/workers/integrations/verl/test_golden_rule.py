@@ -55,6 +55,7 @@ PARTS: list[tuple[Any, str]] = [
     ),
     (rollout, "_wrap_prompt"),
     (driver, "introduce_workers"),
+    (driver, "reports_manager"),
     (processes, "call_actors"),
     *(
         (trainer_calls, name)

@@ -145,3 +145,9 @@ def profiler(config: object) -> dict[str, object] | None:
             name: lookup(config, *path, "profiler", name) for name in ("enable", "all_ranks")
         } | {"ranks": list(lookup(config, *path, "profiler", "ranks") or [])}
     return found
+
+
+def is_reward_model_colocated(config: object) -> bool:
+    """Return whether the trainer itself asks a reward model for scores, in every step."""
+    model = lookup(config, "reward", "reward_model")
+    return bool(lookup(model, "enable")) and not lookup(model, "enable_resource_pool")

@@ -15,7 +15,11 @@ from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.modes import Mode
 from stagescope_workers.integrations.verl.processes import has_service, warn_without_service
-from stagescope_workers.integrations.verl.rollout import introduce_workers, wrap_manager
+from stagescope_workers.integrations.verl.rollout import (
+    introduce_workers,
+    reports_manager,
+    wrap_manager,
+)
 from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.probe.lifecycle import finish
 from stagescope_workers.probe.probe import Probe
@@ -85,13 +89,23 @@ class Driver:
         if not self._trains():
             return
         context = self._base_context
-        self._probe(context, "driver")
+        for role in self._roles():
+            self._probe(context, role)
         if self.mode.metrics:
             self._metrics_feed(context).prepare()
         if context.stages or context.bypass:
             groups = [getattr(self.trainer, name, None) for name in _WORKER_GROUPS]
             actors = [actor for group in groups for actor in getattr(group, "workers", ())]
             processes.call_actors(actors, ranks.introduce, context.text())
+
+    def _roles(self) -> list[str]:
+        """Return the roles that this process has in every step."""
+        roles = ["driver"]
+        if self.mode.stages and reports_manager(self.trainer):
+            roles.append("rollout")
+        if self.mode.stages and configuration.is_reward_model_colocated(self.trainer.config):
+            roles.append("reward_model")
+        return roles
 
     def _trains(self) -> bool:
         """Return whether there is a service, and there will be steps."""

@@ -221,6 +221,11 @@ def wrap_manager(trainer: object, make_stage: Callable[[], Stage | None], *given
         setattr(manager, _WRAPPED, True)
 
 
+def reports_manager(trainer: object) -> bool:
+    """Return whether `wrap_manager` reports a trainer's manager, in the trainer's process."""
+    return hasattr(_manager(trainer), _WRAPPED)
+
+
 def introduce_workers(trainer: object, *given: object) -> None:
     """Have the manager's agent loop workers make their probes, before the first step.
 
