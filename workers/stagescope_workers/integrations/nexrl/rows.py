@@ -169,7 +169,10 @@ def rollout_rows(
         row[: len(given)] = given
         found.append(row)
         incomplete += int(len(given) < len(row) and bool(mask[len(given) :].any()))
-    counted = [row[: len(mask)][mask == 1] for row, mask in zip(found, masks, strict=True)]
+    # The mask of a padded row is wider, that of a batch cut at its right side narrower.
+    counted = [
+        row[: len(mask)][mask[: len(row)] == 1] for row, mask in zip(found, masks, strict=True)
+    ]
     every = np.concatenate(counted) if counted else np.empty(0)
     if not (np.isfinite(every) & (every != 0.0) | np.isinf(every)).any():
         return None, 0

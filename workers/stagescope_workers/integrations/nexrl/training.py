@@ -35,7 +35,7 @@ CONTEXT: Final = "stagescope"
 """The key of a batch's `meta_info` by which the ranks know the run and the step."""
 _PREFIX: Final = "stagescope/"
 _ROLE: Final = "driver"
-_FINISH_SECONDS: Final = 10.0
+_FINISH_SECONDS: Final = 30.0
 _FAILED_SECONDS: Final = 3.0
 _NO_SCALARS: Final = ("step", "policy_version", "stage")
 
