@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-_TYPES = '''
+_TYPES = """
 import dataclasses
 
 
@@ -32,9 +32,9 @@ class Trajectory:
 class Batch:
     def __init__(self, values, metadata):
         self.values, self.metadata = values, metadata
-'''
+"""
 
-_DUMPER = '''
+_DUMPER = """
 import json
 from pathlib import Path
 
@@ -90,9 +90,9 @@ class DataDumper:
 
     def dump_training_metrics(self, step, metrics, extra_info=None):
         self._file("training_metrics", step)
-'''
+"""
 
-_BASE = '''
+_BASE = """
 class BaseTrainer:
     def __init__(self, config):
         self._config = config
@@ -111,9 +111,9 @@ class BaseTrainer:
                 continue
             self.logged.append(self.train(trajectories))
             self._train_step += 1
-'''
+"""
 
-_SELF_HOSTED = '''
+_SELF_HOSTED = """
 import numpy as np
 import torch
 
@@ -168,9 +168,9 @@ class SelfHostedTrainer(BaseTrainer):
             is_wide = name in ("input_ids", "responses", "loss_mask", "scoring_attention_mask")
             values[name] = torch.tensor(column) if is_wide else column
         return Batch(values, {"batch_size": len(values["tokens"]), "temperature": 1.0})
-'''
+"""
 
-_GRPO = '''
+_GRPO = """
 import torch
 
 from nexrl.trainer.self_hosted_trainer import SelfHostedTrainer
@@ -196,9 +196,9 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         if self._data_dumper.should_dump("old_log_probs", self._train_step):
             self._data_dumper.dump_old_log_probs(self._train_step, old, {})
         return old
-'''
+"""
 
-_REMOTE = '''
+_REMOTE = """
 from nexrl.trainer.base_trainer import BaseTrainer
 from nexrl.utils.data_dumper import DataDumper
 
@@ -226,9 +226,9 @@ class RemoteApiGrpoTrainer(BaseTrainer):
         if self._data_dumper.should_dump("training_metrics", self._train_step):
             self._data_dumper.dump_training_metrics(step=self._train_step, metrics=metrics)
         return {"training/loss": 0.25}
-'''
+"""
 
-_ACTOR = '''
+_ACTOR = """
 import torch
 
 from nexrl.utils.data_dumper import DataDumper
@@ -284,9 +284,9 @@ class DataParallelPPOActor:
 
     def update_policy_with_distillation(self, data):
         return self.update_policy(data)
-'''
+"""
 
-_MOCK = '''
+_MOCK = """
 import logging
 from pathlib import Path
 
@@ -323,7 +323,7 @@ class MockRolloutWorker:
     def rollout(self, task):
         self._processed_count += 1
         return "synthetic"
-'''
+"""
 
 FILES: Final[Mapping[str, str]] = {
     "__init__": '__version__ = "0.1.0"\n',

@@ -190,11 +190,11 @@ def test_both_streams_of_live_trajectories_and_each_row_once(nexrl: Any, live: S
             np.abs(np.exp(p) - np.exp(q)).max(), rel=1e-6
         )
         assert metrics["per_round/total_rounds"] == 2
-        stages = {row["stage"] for row in answer(live, f"/steps/{step}/stages", run)["items"]}
+        stages = {row["stage"] for row in answer(live, f"/steps/{step}/stages", run)["rows"]}
         assert stages == {
             "rollout_generate", "actor_compute_log_prob", "actor_update", "weight_sync"
         }  # fmt: skip
-    scalars = answer(live, "/steps/1/scalars", run)["items"]
+    scalars = answer(live, "/steps/1/scalars", run)["rows"]
     names = {row["name"] for row in scalars}
     assert {"actor/grad_norm", "grpo/advantage/mean"} <= names
     assert "training/note" not in names
@@ -203,9 +203,9 @@ def test_both_streams_of_live_trajectories_and_each_row_once(nexrl: Any, live: S
 def test_parts_are_counted_where_nexrls_numbers_begin_again(nexrl: Any, live: Service) -> None:
     run = "test_parts_are_counted_where_nexrls_numbers_begin_again"
     train(nexrl, [trajectories(nexrl, 3)], {})
-    rows = answer(live, "/steps/0/scalars", run)["items"]
+    rows = answer(live, "/steps/0/scalars", run)["rows"]
     found = {
-        (row["epoch"], row["minibatch"], row["microbatch"]): row["value"]
+        tuple(row["part"][name] for name in ("epoch", "minibatch", "microbatch")): row["value"]
         for row in rows
         if row["name"] == "loss" and row["stage"] == "actor_update"
     }
@@ -263,13 +263,13 @@ def test_the_remote_api_mode(nexrl: Any, live: Service, tmp_path: Path) -> None:
     trainer._main_loop()
     scalars = {
         (row["stage"], row["name"]): row["value"]
-        for row in answer(live, "/steps/0/scalars", run)["items"]
+        for row in answer(live, "/steps/0/scalars", run)["rows"]
     }
     assert scalars["actor_update", "loss"] == 0.25
     assert scalars[None, "training/loss"] == 0.25
-    stages = {row["stage"] for row in answer(live, "/steps/0/stages", run)["items"]}
+    stages = {row["stage"] for row in answer(live, "/steps/0/stages", run)["rows"]}
     assert stages == {"rollout_generate", "actor_update"}
-    findings = live.get("/findings", run=run)["items"]
+    findings = live.get("/findings", run=run)["rows"]
     assert [each for each in findings if each["severity"] == "error"] == []
     assert sorted(path.name for path in (tmp_path / "d").iterdir()) == [
         "datums_0", "prepared_trajectories_0", "training_metrics_0",
