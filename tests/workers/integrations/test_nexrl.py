@@ -205,13 +205,13 @@ def test_parts_are_counted_where_nexrls_numbers_begin_again(nexrl: Any, live: Se
     train(nexrl, [trajectories(nexrl, 3)], {})
     rows = answer(live, "/steps/0/scalars", run)["rows"]
     found = {
-        tuple(row["part"][name] for name in ("epoch", "minibatch", "microbatch")): row["value"]
+        row["part"]: row["value"]
         for row in rows
         if row["name"] == "loss" and row["stage"] == "actor_update"
     }
     # 12 rows: two epochs of three mini-batches of two micro-batches.
     assert found == {
-        (epoch, mini, micro): 100.0 * epoch + 10.0 * mini + micro
+        f"0.{epoch}.{mini}.{micro}": 100.0 * epoch + 10.0 * mini + micro
         for epoch in range(2)
         for mini in range(3)
         for micro in range(2)
