@@ -83,6 +83,8 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
             "advantages": "advantages", "response_mask": "response_mask",
         },
         producers=_BOTH,
+        # Its mock rollout worker and its mock train service answer 0.0 throughout.
+        zero_is_missing=frozenset({"logprobs", "old_log_probs"}),
     ),
     "skyrl": Dialect(
         columns={

@@ -100,6 +100,11 @@ class Patches:
         for patch in patches:
             self._by_module.setdefault(patch.module, []).append(patch)
 
+    @property
+    def package(self) -> str | None:
+        """The package that is patched, where its first import logs what it lacks."""
+        return self._package
+
     def __iter__(self) -> Iterator[Patch]:
         return (patch for patches in self._by_module.values() for patch in patches)
 

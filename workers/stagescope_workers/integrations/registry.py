@@ -46,6 +46,7 @@ class Integration:
 INTEGRATIONS: Final = (
     Integration("verl", "verl", f"{_HERE}.verl.plugin", "verl", attaches_itself=True),
     Integration("trl", "trl", f"{_HERE}.trl", "trl"),
+    Integration("nexrl", "nexrl", f"{_HERE}.nexrl.plugin", "NexRL"),
     Integration("ray", "ray", f"{_HERE}.ray_jobs", "ray"),
 )
 

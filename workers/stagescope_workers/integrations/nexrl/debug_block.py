@@ -1,0 +1,168 @@
+"""NexRL's `debug:` block, as its `DataDumper` has read it, and WEAVER_DEBUG_DUMP_*.
+
+What the block dumps is also kept by the service, at the same steps; NexRL's own files are written
+as without stagescope. Weaver, which the WEAVER_DEBUG_DUMP variables belong to, is a closed trainer
+behind an API: it writes its files itself, and `stagescope import` reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+_log = logging.getLogger("stagescope.integrations")
+
+SELF_HOSTED: Final = ("trajectory", "old_log_probs", "forward_data", "loss", "param", "gradient")
+"""NexRL's `dump_options`."""
+REMOTE_API: Final = ("prepared_trajectories", "datums", "training_metrics")
+"""NexRL's `remote_api_dump_options`."""
+WEAVER: Final = ("forward_data", "loss", "is_loss_debug", "batch_inputs", "param", "gradient")
+"""Weaver's WEAVER_DEBUG_DUMP_OPTIONS, which are the names of its directories."""
+_SHARDS: Final = ("param", "gradient")
+_WEAVER_VARIABLE: Final = "WEAVER_DEBUG_DUMP_"
+_DEFAULT_WEAVER_DIRECTORY: Final = "./weaver_debug_dump"
+
+
+@dataclasses.dataclass(frozen=True)
+class DebugBlock:
+    """What a configuration's `debug:` block says.
+
+    Attributes:
+        directory: `dump_dir`, its interpolations resolved.
+        format: `dump_format`.
+        every_n_steps: `dump_every_n_steps`.
+        types: The names of SELF_HOSTED and REMOTE_API that are switched on.
+        pattern: `target_param_pattern`.
+    """
+
+    directory: str
+    format: str
+    every_n_steps: int
+    types: tuple[str, ...]
+    pattern: str
+
+    def keep(self) -> dict[str, Any] | None:
+        """Return what the service keeps of a run with this block: `init`'s `keep`."""
+        what = [name for name in self.types if name not in _SHARDS]
+        return {"every_n_steps": self.every_n_steps, "what": what} if what else None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the block by NexRL's names, for the attempt's fingerprint."""
+        return {
+            "enable_data_dump": True,
+            "dump_dir": self.directory,
+            "dump_format": self.format,
+            "dump_every_n_steps": self.every_n_steps,
+            "types": list(self.types),
+            "target_param_pattern": self.pattern,
+        }
+
+    def lines(self) -> list[str]:
+        """Return what a user should know of it, a line each."""
+        names = ", ".join(self.types) or "none of the options is on"
+        lines = [
+            f"NexRL writes its own dumps as ever: {names}, every {self.every_n_steps} steps, to "
+            f"{os.path.abspath(self.directory)} ({self.format}); the service keeps the same of "
+            "the run, without their gaps"
+        ]
+        shards = [name for name in self.types if name in _SHARDS]
+        if shards:
+            lines.append(
+                f"dump_options {' and '.join(shards)}: NexRL 1.4 builds FSDP with "
+                f"use_orig_params=False, where no parameter is called {self.pattern!r}: it writes "
+                "no such file, and says nothing of it"
+            )
+        return lines
+
+
+def read_dumper(dumper: Any) -> DebugBlock | None:
+    """Return the block that a `DataDumper` has read; None where it dumps nothing."""
+    if not getattr(dumper, "_enabled", False):
+        return None
+    options = {
+        **(getattr(dumper, "_options", None) or {}),
+        **(getattr(dumper, "_remote_api_options", None) or {}),
+    }
+    return DebugBlock(
+        directory=str(dumper._dump_dir),
+        format=str(dumper._format),
+        every_n_steps=int(dumper._dump_every_n),
+        types=tuple(name for name in (*SELF_HOSTED, *REMOTE_API) if options.get(name)),
+        pattern=str(getattr(dumper, "_target_param_pattern", "") or ""),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class WeaverDump:
+    """What the WEAVER_DEBUG_DUMP variables of this process say.
+
+    Attributes:
+        directory: Where Weaver's trainer writes, on its own host.
+        every_n_steps: WEAVER_DEBUG_DUMP_EVERY_N.
+        options: WEAVER_DEBUG_DUMP_OPTIONS.
+        problems: What of them cannot be read.
+    """
+
+    directory: str
+    every_n_steps: int
+    options: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def settings(self) -> dict[str, Any]:
+        """Return them for the attempt's fingerprint."""
+        return {
+            "directory": self.directory,
+            "every_n_steps": self.every_n_steps,
+            "options": list(self.options),
+        }
+
+    def lines(self, run: str) -> list[str]:
+        """Return what a user should know of them, a line each."""
+        return [
+            *self.problems,
+            f"{_WEAVER_VARIABLE}*: Weaver's trainer writes {', '.join(self.options) or 'nothing'} "
+            f"every {self.every_n_steps} steps to {self.directory} on its own host, out of reach "
+            f"from here: `stagescope import {self.directory} --run {run}-weaver` takes it in, "
+            f"`stagescope compare-dumps` compares it with NexRL's",
+        ]
+
+
+def read_weaver(environ: Mapping[str, str]) -> WeaverDump | None:
+    """Return what WEAVER_DEBUG_DUMP_{ENABLED,DIR,EVERY_N,OPTIONS} say; None where not enabled."""
+
+    def value(name: str, default: str) -> str:
+        return environ.get(f"{_WEAVER_VARIABLE}{name}", "").strip() or default
+
+    if value("ENABLED", "0").lower() in ("0", "false", "no", "off"):
+        return None
+    problems = []
+    every = value("EVERY_N", "1")
+    if not (every.isdecimal() and int(every) > 0):
+        problems.append(f"{_WEAVER_VARIABLE}EVERY_N={every}: expected a number from 1")
+        every = "1"
+    given = [word.strip() for word in value("OPTIONS", "").split(",") if word.strip()]
+    unknown = [word for word in given if word not in WEAVER]
+    if unknown:
+        problems.append(
+            f"{_WEAVER_VARIABLE}OPTIONS: {', '.join(unknown)} is none of {', '.join(WEAVER)}"
+        )
+    return WeaverDump(
+        directory=value("DIR", _DEFAULT_WEAVER_DIRECTORY),
+        every_n_steps=int(every),
+        options=tuple(word for word in given if word in WEAVER),
+        problems=tuple(problems),
+    )
+
+
+def log_lines(lines: list[str]) -> None:
+    """Log each line once in this process."""
+    for line in lines:
+        if line not in _logged:
+            _logged.add(line)
+            _log.warning("%s", line)
+
+
+_logged: Final[set[str]] = set()

@@ -1,0 +1,341 @@
+"""The trainer's process of NexRL: its steps, what its trajectories hold, the batch, the update.
+
+A step is `_train_step`, the first is 0. Three stages are the process's own: `rollout_generate` is
+how long the trainer waits for trajectories, `actor_compute_log_prob` and `actor_update` are its
+calls of the train service, whose ranks report the same stages as role `actor` (see `ranks`).
+The streams are recorded here, where both are: the rollout's from the live trajectories, whose
+log-probs NexRL's own files leave out, the trainer's from the answer of the train service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import numbers
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.nexrl import configuration, debug_block
+from stagescope_workers.integrations.nexrl.rows import (
+    Columns,
+    Rows,
+    by_token,
+    read_batch,
+    read_trajectories,
+)
+from stagescope_workers.metrics_feed import MetricsFeed
+from stagescope_workers.probe.lifecycle import finish, init
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
+
+CONTEXT: Final = "stagescope"
+"""The key of a batch's `meta_info` by which the ranks know the run and the step."""
+_PREFIX: Final = "stagescope/"
+_ROLE: Final = "driver"
+_FINISH_SECONDS: Final = 30.0
+_FAILED_SECONDS: Final = 3.0
+_NO_SCALARS: Final = ("step", "policy_version", "stage")
+
+
+class Training:
+    """What one trainer reports; its loop runs in one thread."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._probe: Probe | None = None
+        self._feed: MetricsFeed | None = None
+        self._open: dict[str, Stage] = {}
+        self._observed: tuple[int, frozenset[str] | None] | None = None
+        self._columns: tuple[int, Columns] | None = None
+        self._prepared: dict[str, Any] = {}
+        self._is_inside = False
+
+    @property
+    def trainer(self) -> Any:
+        """NexRL's trainer."""
+        return self._trainer()
+
+    @property
+    def step(self) -> int:
+        """The step that is being trained."""
+        return int(self.trainer._train_step)
+
+    @property
+    def config(self) -> Any:
+        """The trainer's part of the configuration."""
+        return self.trainer._config
+
+    # --- the probe ----------------------------------------------------------------------------
+
+    @property
+    def probe(self) -> Probe:
+        """The probe of this process, made when the trainer waits for its first trajectories."""
+        if self._probe is None:
+            self._probe = self._make_probe()
+            self._feed = MetricsFeed(self._probe)
+            self._feed.prepare()
+        return self._probe
+
+    def _make_probe(self) -> Probe:
+        run = configuration.run_name(self.config)
+        block = debug_block.read_dumper(getattr(self.trainer, "_data_dumper", None))
+        weaver = debug_block.read_weaver(os.environ)
+        debug_block.log_lines(
+            [*(block.lines() if block else ()), *(weaver.lines(run) if weaver else ())]
+        )
+        settings: dict[str, Any] = {"nexrl": configuration.settings(self.config)}
+        if block is not None:
+            settings["nexrl_debug"] = block.settings()
+        if weaver is not None:
+            settings["weaver_debug_dump"] = weaver.settings()
+        return init(
+            run,
+            role=_ROLE,
+            rank=0,
+            world_size=1,
+            attempt_key=configuration.attempt_key(),
+            layout={"framework": "nexrl"},
+            settings=settings,
+            keep=self._keep(),
+            captures=self._captures(),
+            resumed_from_step=self.step or None,
+        )
+
+    def _keep(self) -> dict[str, Any] | None:
+        block = debug_block.read_dumper(getattr(self.trainer, "_data_dumper", None))
+        return None if block is None else block.keep()
+
+    def _captures(self) -> bool | str:
+        if hasattr(self.trainer, "_train_service_client"):
+            return False
+        return "the model runs behind a training API, not in the trainer's process"
+
+    def context(self) -> dict[str, Any]:
+        """Return what the ranks are told with a batch: built-in types, sent as JSON."""
+        return {
+            "run": self.probe.run,
+            "attempt_key": configuration.attempt_key(),
+            "step": self.step,
+            "keep": self._keep(),
+        }
+
+    # --- stages -------------------------------------------------------------------------------
+
+    def begin(self, name: str) -> Stage:
+        """Return the open stage of that name, begun now where there is none."""
+        stage = self._open.get(name)
+        if stage is None:
+            stage = self._open[name] = self.probe.begin(
+                name, step=self.step, policy_version=self.step
+            )
+        return stage
+
+    def is_open(self, name: str) -> bool:
+        """Return whether a stage of that name is open."""
+        return name in self._open
+
+    def end(self, name: str, error: BaseException | None = None) -> None:
+        """End the open stage of that name, if there is one."""
+        stage = self._open.pop(name, None)
+        if stage is not None:
+            stage.end(error)
+
+    # --- trajectories -------------------------------------------------------------------------
+
+    def observe(self, trajectories: Sequence[Any]) -> None:
+        """Record the trajectories of the step as they came; once a step."""
+        if self._observed is not None and self._observed[0] == self.step:
+            return
+        stage = self.begin("rollout_generate")
+        try:
+            rows = read_trajectories(trajectories)
+            known = frozenset(rows.ids.samples) if rows.ids.samples else None
+            self._observed = (self.step, known)
+            self._say_missing(rows)
+            stage.record({**rows.payload(), **self._streams(rows.rollout is not None)})
+        finally:
+            self.end("rollout_generate")
+
+    def _say_missing(self, rows: Rows) -> None:
+        lines = []
+        if rows.rollout is None:
+            lines.append(
+                "the trajectories have no log-probs of the rollout (extra_fields['logprobs'] is "
+                "absent, empty, or 0.0 throughout): the mismatch is not measured"
+            )
+        elif rows.incomplete:
+            lines.append(
+                f"{rows.incomplete} of {len(rows)} trajectories lack log-probs of the rollout for "
+                "tokens that loss_mask counts: they are reported as nan"
+            )
+        if not rows.ids.samples:
+            lines.append(
+                "the trajectories have no group_id and run_id: their rows have no names, and are "
+                "not joined with the trainer's"
+            )
+        debug_block.log_lines(lines)
+
+    def _streams(self, has_rollout: bool, temperature: Any = None) -> dict[str, object]:
+        return configuration.streams(self.config, has_rollout=has_rollout, temperature=temperature)
+
+    # --- the self-hosted trainers -------------------------------------------------------------
+
+    def record_old(self, batch: Any, old: Any) -> None:
+        """Record both streams of the step's batch, in the open `actor_compute_log_prob`."""
+        columns = self._read(batch)
+        if columns is None:
+            return
+        values = batch.values
+        own = columns.column(old)
+        rollout, _ = columns.rollout(values)
+        if own is None:
+            debug_block.log_lines(
+                [
+                    f"old_log_probs of shape {list(getattr(old, 'shape', ()))} is not as wide as "
+                    f"the responses {[columns.total, columns.width]}: the trainer's log-probs are "
+                    "not reported (NexRL's mock train service answers such a placeholder)"
+                ]
+            )
+        temperature = getattr(batch, "metadata", {}).get("temperature")
+        self.begin("actor_compute_log_prob").record(
+            {
+                **columns.payload(),
+                **({} if own is None else {"old_log_probs": own}),
+                **({} if rollout is None else {"rollout_log_probs": rollout}),
+                **self._streams(rollout is not None, temperature),
+            }
+        )
+        if own is not None and self._feed is not None:
+            self._feed.want(self.step)
+
+    def note_batch(self, batch: Any) -> None:
+        """Remember the rows of the batch that is about to be trained on."""
+        self._read(batch)
+
+    def _read(self, batch: Any) -> Columns | None:
+        observed = self._observed
+        known = observed[1] if observed is not None and observed[0] == self.step else None
+        columns = read_batch(batch.values, known)
+        self._columns = None if columns is None else (self.step, columns)
+        return columns
+
+    def record_update(self, data: Mapping[str, Any]) -> None:
+        """Record the advantages that the update gets, in the open `actor_update`."""
+        if self._columns is None or self._columns[0] != self.step:
+            return
+        columns, tensors = self._columns[1], data.get("batch") or {}
+        advantages = columns.column(tensors.get("advantages"))
+        if advantages is not None:
+            payload = {**columns.payload(), "advantages": advantages}
+            self.begin("actor_update").record(payload)
+
+    # --- the remote API's trainers ------------------------------------------------------------
+
+    def note_prepared(self, trajectories: Sequence[Any]) -> None:
+        """Remember the trajectories with their advantages, until the update begins."""
+        rows = read_trajectories(trajectories)
+        extra = [getattr(one, "extra_fields", None) or {} for one in trajectories]
+        values = [fields.get("token_advantages") or fields.get("advantage") for fields in extra]
+        advantages = by_token(values, rows.masks)
+        self._prepared = {
+            **rows.payload(),
+            **({} if advantages is None else {"advantages": advantages}),
+            **self._streams(rows.rollout is not None),
+        }
+
+    def begin_remote_update(self, datums: Sequence[Mapping[str, Any]]) -> None:
+        """Begin `actor_update`: the datums are sent to the training API now."""
+        stage = self.begin("actor_update")
+        prepared, self._prepared = self._prepared, {}
+        if prepared:
+            stage.record(prepared)
+        stage.record_datums(datums)
+
+    def end_remote_update(self, metrics: Mapping[str, Any]) -> None:
+        """End `actor_update` with the numbers that the training API returned."""
+        stage = self.begin("actor_update")
+        stage.log(**scalars(metrics))
+        self.end("actor_update")
+
+    # --- steps --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def entered(self, trajectories: Sequence[Any]) -> Iterator[None]:
+        """Run the body as the training of the step."""
+        if self._is_inside:  # a trainer's own `train` calls that of its base class
+            yield
+            return
+        token = _current.set(self)
+        self._is_inside = True
+        try:
+            with guarded("the trajectories of a step"):
+                self.observe(trajectories)
+            yield
+        except BaseException as error:
+            with guarded("the end of a step"):
+                for name in list(self._open):
+                    self.end(name, error)
+            raise
+        finally:
+            self._is_inside = False
+            _current.reset(token)
+            with guarded("the end of a step"):
+                for name in list(self._open):
+                    self.end(name)
+
+    def report(self, step: int, metrics: Any) -> Any:
+        """Report the trainer's metrics of a step; return them with the service's beside them."""
+        if not isinstance(metrics, Mapping):
+            return metrics
+        self.probe.log(step=step, **scalars(metrics))
+        numbers_of_step = {} if self._feed is None else self._feed.take(step)
+        return {**{f"{_PREFIX}{name}": value for name, value in numbers_of_step.items()}, **metrics}
+
+    def close(self, error: BaseException | None) -> None:
+        """Send what waits: the training is over, or ends with `error`."""
+        feed, self._feed = self._feed, None
+        probe, self._probe = self._probe, None
+        for name in list(self._open):
+            self.end(name, error)
+        if feed is not None:
+            feed.close()
+        if probe is None:
+            return
+        if error is not None:
+            probe.close(_FAILED_SECONDS)
+            return
+        if self.step > 0:
+            probe.end_step(self.step - 1)
+        finish(_FINISH_SECONDS, run=probe.run)
+
+
+_trainings: Final[weakref.WeakKeyDictionary[Any, Training]] = weakref.WeakKeyDictionary()
+_current: Final[contextvars.ContextVar[Training | None]] = contextvars.ContextVar(
+    "stagescope_nexrl_training", default=None
+)
+
+
+def training(trainer: Any) -> Training:
+    """Return what `trainer` reports."""
+    found = _trainings.get(trainer)
+    if found is None:
+        found = _trainings[trainer] = Training(trainer)
+    return found
+
+
+def current() -> Training | None:
+    """Return the training whose step the caller runs in, or None."""
+    return _current.get()
+
+
+def scalars(metrics: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the numbers of a trainer's metrics by name."""
+    return {
+        str(name): float(value)
+        for name, value in metrics.items()
+        if isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if name not in _NO_SCALARS
+    }
