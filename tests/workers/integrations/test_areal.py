@@ -89,7 +89,7 @@ def fake(
     monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
     monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
     monkeypatch.setenv("STAGESCOPE_ATTEMPT", "a1")
-    name = "".join(c if c.isalnum() else "-" for c in request.node.name)
+    name = "".join(c if c.isalnum() else "-" for c in request.node.name).strip("-")
     monkeypatch.setenv("STAGESCOPE_RUN", name)
     monkeypatch.setattr(trainer_side, "_current", None)
     installed = registry.install("areal", areal.__name__)
@@ -119,7 +119,7 @@ class Trained:
         for row, each in enumerate(self.batches[step]):
             ids = each["input_ids"][0].numpy()
             mask = each["loss_mask"][0].numpy().astype(bool)
-            p.append((np.float32(-0.1) - np.float32(0.01) * ids + np.float32(drift[row]))[mask])
+            p.append((np.float32(-0.1) - np.float32(0.01) * ids.astype(np.float32) + np.float32(drift[row]))[mask])
             q.append(each["logprobs"][0].numpy()[mask])
             turns.append(each["turn_ids"][0].numpy()[mask])
         return (
@@ -176,21 +176,21 @@ def test_the_default_compares_the_updates_passes_with_the_engine(
         first = 0.25 * step  # each of a step's two optimizer steps moves the weights by 0.125
         p, q, turns = had.expected(step, [first, first, first + 0.125, first + 0.125])
         check(live, had.run, step, "actor_update", p, q)
-        rounds = live.get(f"/steps/{step}/rounds", run=had.run, by="turn")["rounds"]
+        rounds = live.get(f"/steps/{step}/rounds", run=had.run, by="turn")["rows"]
         found = {row["turn"]: row["tokens"] for row in rounds}
         assert found == {1: int((turns == 1).sum()), 3: int((turns == 3).sum())}
-    stages = live.get("/steps/1/stages", run=had.run)["stages"]
+    stages = live.get("/steps/1/stages", run=had.run)["rows"]
     assert {(row["role"], row["stage"]) for row in stages} == {
         ("driver", "rollout_generate"), ("driver", "compute_advantage"),
         ("driver", "actor_update"), ("driver", "weight_sync"), ("actor", "compute_advantage"),
         ("actor", "actor_update"), ("actor", "weight_sync"),
     }  # fmt: skip
-    staleness = live.get("/steps/1/rounds", run=had.run, by="staleness")["rounds"]
+    staleness = live.get("/steps/1/rounds", run=had.run, by="staleness")["rows"]
     assert {row["staleness"]: row["tokens"] for row in staleness} == {
         0: int((had.expected(1, [0] * ROWS)[2] == 3).sum()),
         1: int((had.expected(1, [0] * ROWS)[2] == 1).sum()),
     }
-    scalars = live.get("/steps/1/scalars", run=had.run)["scalars"]
+    scalars = live.get("/steps/1/scalars", run=had.run)["rows"]
     assert {row["name"]: row["value"] for row in scalars if row["stage"] is None} == {
         "ppo_actor/task_reward/avg": 1.5
     }
@@ -226,7 +226,7 @@ def test_a_restart_says_where_it_resumed(
     live: Service, fake: Patches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     had = train(monkeypatch, first_step=5, total_train_steps=7)
-    attempts = live.get(f"/runs/{had.run}/attempts")["attempts"]
+    attempts = live.get(f"/runs/{had.run}/attempts")["rows"]
     assert [row["resumed_from_step"] for row in attempts] == [4]
 
 
