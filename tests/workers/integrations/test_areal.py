@@ -119,7 +119,13 @@ class Trained:
         for row, each in enumerate(self.batches[step]):
             ids = each["input_ids"][0].numpy()
             mask = each["loss_mask"][0].numpy().astype(bool)
-            p.append((np.float32(-0.1) - np.float32(0.01) * ids.astype(np.float32) + np.float32(drift[row]))[mask])
+            p.append(
+                (
+                    np.float32(-0.1)
+                    - np.float32(0.01) * ids.astype(np.float32)
+                    + np.float32(drift[row])
+                )[mask]
+            )
             q.append(each["logprobs"][0].numpy()[mask])
             turns.append(each["turn_ids"][0].numpy()[mask])
         return (
@@ -196,9 +202,7 @@ def test_the_default_compares_the_updates_passes_with_the_engine(
     }
     # AReaL's own statistics go where they went.
     own = [(s, {n: v for n, v in d.items() if n[:10] != "stagescope"}) for s, d in had.log]
-    assert own == [
-        (s, {"ppo_actor/task_reward/avg": s + 0.5, "n__count": 7}) for s in (0, 1)
-    ]
+    assert own == [(s, {"ppo_actor/task_reward/avg": s + 0.5, "n__count": 7}) for s in (0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-PERF_TRACER: Final = '''
+PERF_TRACER: Final = """
 import contextlib, functools
 
 entered = []
@@ -34,16 +34,16 @@ def trace_perf(name, *, category=None):
                 return function(*args, **kwargs)
         return run
     return decorator
-'''
+"""
 
-STATS_LOGGER: Final = '''
+STATS_LOGGER: Final = """
 class StatsLogger:
     def __init__(self):
         self.logged = []
 
     def commit(self, epoch, step, global_step, data):
         self.logged.append((global_step, data))
-'''
+"""
 
 ENGINE: Final = '''
 import torch
@@ -101,7 +101,7 @@ class FSDPEngine:
             pass
 '''
 
-ACTOR: Final = '''
+ACTOR: Final = """
 import functools
 import torch
 from areal.utils.perf_tracer import trace_perf
@@ -191,9 +191,9 @@ def grpo_loss_fn(
     use_decoupled_loss=False, vocab_min_logits=None, vocab_max_logits=None,
 ):
     return (logprobs * input_data["advantages"] * input_data["loss_mask"]).sum()
-'''
+"""
 
-CRITIC: Final = '''
+CRITIC: Final = """
 class PPOCritic:
     def __init__(self, config, engine):
         self.config, self.engine = config, engine
@@ -203,7 +203,7 @@ class PPOCritic:
 
     def ppo_update(self, data):
         pass
-'''
+"""
 
 TRAINER: Final = '''
 from areal.utils import perf_tracer

@@ -45,6 +45,7 @@ class Rank:
 
     @property
     def owner(self) -> Any:
+        """The PPOActor or PPOCritic."""
         return self._owner()
 
     @property
@@ -57,6 +58,7 @@ class Rank:
 
     @property
     def model(self) -> Any:
+        """The module that runs, or Megatron's chunks, for captures."""
         return getattr(self.owner.engine, "model", None)
 
     @property
@@ -144,7 +146,10 @@ def describe(engine: Any) -> dict[str, Any]:
         "framework": "areal", "engine": type(engine).__name__, **megatron.layout()
     }  # fmt: skip
     described: dict[str, Any] = {"layout": layout}
-    for ours, theirs in (("dp_rank", "data_parallel_rank"), ("dp_size", "data_parallel_world_size")):
+    for ours, theirs in (
+        ("dp_rank", "data_parallel_rank"),
+        ("dp_size", "data_parallel_world_size"),
+    ):
         with contextlib.suppress(Exception):
             layout[ours] = int(getattr(engine, theirs))
     # Ranks of one data-parallel group are given the same rows, and gather what they computed.
