@@ -333,7 +333,7 @@ def wrap_log(function: Function) -> Function:
         with guarded("scalars"):
             step = _rank.step
             if step is not None:
-                scalars = {
+                scalars: dict[str, Any] = {
                     str(name): float(value)
                     for name, value in metrics.items()
                     if isinstance(value, int | float) and not isinstance(value, bool)

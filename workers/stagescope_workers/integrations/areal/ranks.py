@@ -354,8 +354,9 @@ def wrap_update(function: Function) -> Function:
             raise
         finally:
             with guarded("the end of actor_update"):
-                if rank is not None and rank.update is not None:
-                    update, rank.update = rank.update, None
+                update = None if rank is None else rank.update
+                if rank is not None and update is not None:
+                    rank.update = None
                     update.end(error)
 
     return run
@@ -387,6 +388,6 @@ def weight_sync() -> Stage | None:
     """Return the stage of a rank that sends its weights, once it has trained a step."""
     actor = next((each for each in ranks() if each.role == "actor"), None)
     step = None if actor is None else actor.last_step
-    if actor is None or step is None:
+    if step is None or actor is None:
         return None
     return actor.stage("weight_sync", policy_version=step + 1)

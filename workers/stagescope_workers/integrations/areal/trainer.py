@@ -64,7 +64,7 @@ class Trainer:
     """What one `PPOTrainer` reports; its loop runs in one thread."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = weakref.ref(trainer)
+        self._trainer: weakref.ReferenceType[Any] = weakref.ref(trainer)
         self._probe: Probe | None = None
         self._feed: MetricsFeed | None = None
         self.step: int | None = None
@@ -75,7 +75,7 @@ class Trainer:
     def probe(self) -> Probe:
         """The probe of this process, made at its first step."""
         if self._probe is None:
-            trainer = self._trainer()
+            trainer: Any = self._trainer()
             rank, world_size = ranks.place() if is_rank() else (0, 1)
             info = getattr(trainer, "recover_info", None)
             options: dict[str, Any] = {"expects": ("actor",), "captures": False}
@@ -134,7 +134,7 @@ _current: Trainer | None = None
 def settings(config: Any) -> dict[str, object]:
     """Return AReaL's configuration, without what may be secret."""
     with guarded("AReaL's configuration"):
-        tree = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else {}  # type: ignore[arg-type]
+        tree: Any = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else {}  # type: ignore[arg-type]
         leaves = visible_leaves(tree)
         plain = (str, int, float, list, type(None))
         return {
@@ -268,7 +268,7 @@ def wrap_commit(function: Function) -> Function:
 
 
 def _report(trainer: Trainer, step: int, data: Any) -> None:
-    scalars: dict[str, float] = {}
+    scalars: dict[str, Any] = {}
     for item in data if isinstance(data, list) else [data]:
         scalars |= {
             str(name): float(value)
