@@ -354,12 +354,16 @@ def wrap_update(function: Function) -> Function:
             raise
         finally:
             with guarded("the end of actor_update"):
-                update = None if rank is None else rank.update
-                if rank is not None and update is not None:
-                    rank.update = None
-                    update.end(error)
+                _end_update(rank, error)
 
     return run
+
+
+def _end_update(rank: Rank | None, error: BaseException | None) -> None:
+    update = None if rank is None else rank.update
+    if rank is not None and update is not None:
+        rank.update = None
+        update.end(error)
 
 
 def wrap_loss(function: Function) -> Function:
