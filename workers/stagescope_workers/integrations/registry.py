@@ -47,6 +47,8 @@ INTEGRATIONS: Final = (
     Integration("verl", "verl", f"{_HERE}.verl.plugin", "verl", attaches_itself=True),
     Integration("trl", "trl", f"{_HERE}.trl", "trl"),
     Integration("nexrl", "nexrl", f"{_HERE}.nexrl.plugin", "NexRL"),
+    Integration("areal", "areal", f"{_HERE}.areal", "areal"),
+    Integration("slime", "slime", f"{_HERE}.slime", "slime"),
     Integration("ray", "ray", f"{_HERE}.ray_jobs", "ray"),
 )
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import importlib.metadata
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError
+from stagescope_workers.integrations import megatron
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.verl import context as contexts
@@ -22,19 +22,6 @@ from stagescope_workers.integrations.verl.minibatches import Minibatches
 from stagescope_workers.integrations.verl.processes import get_probe
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
-
-_MEGATRON: Final = {
-    "tp_rank": "get_tensor_model_parallel_rank",
-    "tp_size": "get_tensor_model_parallel_world_size",
-    "pp_rank": "get_pipeline_model_parallel_rank",
-    "pp_size": "get_pipeline_model_parallel_world_size",
-    "cp_rank": "get_context_parallel_rank",
-    "cp_size": "get_context_parallel_world_size",
-    "ep_rank": "get_expert_model_parallel_rank",
-    "ep_size": "get_expert_model_parallel_world_size",
-    "etp_rank": "get_expert_tensor_parallel_rank",
-    "etp_size": "get_expert_tensor_parallel_world_size",
-}
 
 
 def describe(worker: Any, engine: object) -> dict[str, object]:
@@ -56,7 +43,7 @@ def describe(worker: Any, engine: object) -> dict[str, object]:
     sequence = getattr(getattr(engine, "engine_config", None), "ulysses_sequence_parallel_size", 1)
     if isinstance(sequence, int) and sequence > 1:
         layout |= {"sp_size": sequence, "sp_rank": int(worker.rank) % sequence}
-    layout |= _megatron()
+    layout |= megatron.layout()
     described: dict[str, object] = {
         "layout": {name: value for name, value in layout.items() if value is not None}
     }
@@ -68,19 +55,6 @@ def describe(worker: Any, engine: object) -> dict[str, object]:
 def _strategy(engine: object) -> str | None:
     strategy = getattr(getattr(engine, "engine_config", None), "strategy", None)
     return strategy if isinstance(strategy, str) else None
-
-
-def _megatron() -> dict[str, int]:
-    """Return Megatron's layout columns, where this process has initialised it."""
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    found: dict[str, int] = {}
-    with contextlib.suppress(Exception):
-        if state is None or not state.model_parallel_is_initialized():
-            return {}
-    for name, function in _MEGATRON.items() if state is not None else ():
-        with contextlib.suppress(Exception):
-            found[name] = int(getattr(state, function)())
-    return found
 
 
 _latest_context: Context | None = None

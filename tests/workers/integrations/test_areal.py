@@ -1,0 +1,281 @@
+"""AReaL's hooks: what a rank hands over is of the right tokens, in each mode of its loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from tests.support.api import Service, service
+from tests.workers.integrations.fakes import areal_modules
+
+from stagescope_workers.integrations import areal, registry
+from stagescope_workers.integrations.areal import rows
+from stagescope_workers.integrations.areal import trainer as trainer_side
+from stagescope_workers.integrations.patches import Patches
+
+CONTRACT: Final = json.loads(
+    (Path(__file__).parent / "contracts/areal.json").read_text(encoding="utf-8")
+)
+ROWS: Final = 4
+WIDTH: Final = 9
+LENGTHS: Final = (9, 7, 8, 6)
+
+
+@dataclasses.dataclass
+class Config:
+    """The names of AReaL's configuration that the integration reads."""
+
+    use_decoupled_loss: bool = False
+    recompute_logprob: bool = False
+    prox_logp_method: str = "recompute"
+    optimizer: object = "adam"
+    temperature: float = 1.0
+    experiment_name: str = "gsm8k"
+    trial_name: str = "t0"
+    first_step: int = 0
+    total_train_steps: int = 2
+    api_key: str = "hidden"
+
+
+def rollout(step: int, *, turns: bool = True) -> list[dict[str, torch.Tensor]]:
+    """One trajectory a row: a prompt, two turns of the model round a turn of the environment."""
+    generator = torch.Generator().manual_seed(step)
+    batch = []
+    for row, length in enumerate(LENGTHS):
+        ids = torch.randint(3, 90, (1, WIDTH), generator=generator, dtype=torch.int32)
+        mask = torch.zeros(1, WIDTH, dtype=torch.int32)
+        mask[0, 2:4] = 1
+        mask[0, 5:length] = 1
+        attention = torch.zeros(1, WIDTH, dtype=torch.bool)
+        attention[0, :length] = True
+        noise = 0.03 * torch.randn(1, WIDTH, generator=generator)
+        turn = torch.full((1, WIDTH), -1)
+        turn[0, 2:4], turn[0, 5:length] = 1, 3
+        # A version for each token: the first turn may be of older weights.
+        versions = torch.where(mask.bool(), step, -1).int()
+        versions[0, 2:4] = max(0, step - 1)
+        each = {
+            "input_ids": ids, "loss_mask": mask, "attention_mask": attention,
+            "logprobs": (-0.1 - 0.01 * ids + noise) * mask,
+            "versions": versions, "rewards": torch.tensor([float(row % 2)]),
+        }  # fmt: skip
+        batch.append({**each, "turn_ids": turn} if turns else each)
+    return batch
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
+@pytest.fixture
+def fake(
+    live: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Patches]:
+    """The fake package, imported under the hook; runs have the test's name."""
+    assert live.tokens is not None
+    areal_modules.write(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
+    monkeypatch.setenv("STAGESCOPE_ATTEMPT", "a1")
+    name = "".join(c if c.isalnum() else "-" for c in request.node.name).strip("-")
+    monkeypatch.setenv("STAGESCOPE_RUN", name)
+    monkeypatch.setattr(trainer_side, "_current", None)
+    installed = registry.install("areal", areal.__name__)
+    yield installed
+    sys.meta_path.remove(installed)
+    for name in [name for name in sys.modules if name.split(".")[0] == "areal"]:
+        del sys.modules[name]
+
+
+@dataclasses.dataclass
+class Trained:
+    """What AReaL's fake itself had."""
+
+    run: str
+    engine: Any
+    log: list[tuple[int, dict[str, float]]]
+    batches: dict[int, list[dict[str, torch.Tensor]]]
+
+    def expected(self, step: int, drift: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """p, q and the token's turn of the model's tokens, by plain numpy.
+
+        Args:
+            step: The step.
+            drift: How far the weights had moved for each row.
+        """
+        p, q, turns = [], [], []
+        for row, each in enumerate(self.batches[step]):
+            ids = each["input_ids"][0].numpy()
+            mask = each["loss_mask"][0].numpy().astype(bool)
+            p.append(
+                (
+                    np.float32(-0.1)
+                    - np.float32(0.01) * ids.astype(np.float32)
+                    + np.float32(drift[row])
+                )[mask]
+            )
+            q.append(each["logprobs"][0].numpy()[mask])
+            turns.append(each["turn_ids"][0].numpy()[mask])
+        return (
+            np.concatenate(p).astype(np.float64),
+            np.concatenate(q).astype(np.float64),
+            np.concatenate(turns),
+        )
+
+
+def train(monkeypatch: pytest.MonkeyPatch, *, v2: bool = False, **options: Any) -> Trained:
+    import os
+
+    modules = {
+        name: importlib.import_module(f"areal.{name}")
+        for name in ("engine.fsdp_engine", "trainer.ppo.actor", "trainer.rl_trainer")
+    }
+    config = Config(**options)
+    engine = modules["engine.fsdp_engine"].FSDPEngine()
+    engine.set_version(config.first_step)
+    actor = modules["trainer.ppo.actor"]
+    inner = actor.PPOActor(config, engine)
+    trainer = modules["trainer.rl_trainer"].PPOTrainer(config)
+    trainer.actor = (actor.PPOActorControllerV2 if v2 else actor.PPOActorController)(inner)
+    batches: dict[int, list[dict[str, torch.Tensor]]] = {}
+
+    def workflow(step: int) -> list[dict[str, torch.Tensor]]:
+        batches[step] = [{n: v.clone() for n, v in each.items()} for each in rollout(step)]
+        return rollout(step)
+
+    trainer.train(workflow=workflow)
+    return Trained(os.environ["STAGESCOPE_RUN"], engine, trainer.stats_logger.logged, batches)
+
+
+def check(live: Service, run: str, step: int, stage: str, p: np.ndarray, q: np.ndarray) -> Any:
+    """Compare the service's numbers of a step with those of plain numpy."""
+    answer = live.get(f"/steps/{step}/metrics", run=run)
+    metrics = answer["metrics"]
+    assert (answer["stage"], answer["complete"]) == (stage, "complete")
+    assert answer["coverage"]["tokens"] == len(p)
+    assert metrics["rollout_corr/kl"] == pytest.approx((q - p).mean(), rel=1e-9, abs=1e-15)
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(
+        np.abs(np.exp(p) - np.exp(q)).max(), rel=1e-9
+    )
+    return answer
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_the_default_compares_the_updates_passes_with_the_engine(
+    live: Service, fake: Patches, monkeypatch: pytest.MonkeyPatch, v2: bool
+) -> None:
+    """AReaL's own prox_logp is a copy of the engine's there: it must not be the trainer's."""
+    had = train(monkeypatch, v2=v2)
+    for step in (0, 1):
+        first = 0.25 * step  # each of a step's two optimizer steps moves the weights by 0.125
+        p, q, turns = had.expected(step, [first, first, first + 0.125, first + 0.125])
+        check(live, had.run, step, "actor_update", p, q)
+        rounds = live.get(f"/steps/{step}/rounds", run=had.run, by="turn")["rows"]
+        found = {row["turn"]: row["tokens"] for row in rounds}
+        assert found == {1: int((turns == 1).sum()), 3: int((turns == 3).sum())}
+    stages = live.get("/steps/1/stages", run=had.run)["rows"]
+    assert {(row["role"], row["stage"]) for row in stages} == {
+        ("driver", "rollout_generate"), ("driver", "compute_advantage"),
+        ("driver", "actor_update"), ("driver", "weight_sync"), ("actor", "compute_advantage"),
+        ("actor", "actor_update"), ("actor", "weight_sync"),
+    }  # fmt: skip
+    staleness = live.get("/steps/1/rounds", run=had.run, by="staleness")["rows"]
+    assert {row["staleness"]: row["tokens"] for row in staleness} == {
+        0: int((had.expected(1, [0] * ROWS)[2] == 3).sum()),
+        1: int((had.expected(1, [0] * ROWS)[2] == 1).sum()),
+    }
+    scalars = live.get("/steps/1/scalars", run=had.run)["rows"]
+    assert {row["name"]: row["value"] for row in scalars if row["stage"] is None} == {
+        "ppo_actor/task_reward/avg": 1.5
+    }
+    # AReaL's own statistics go where they went.
+    own = [(s, {n: v for n, v in d.items() if n[:10] != "stagescope"}) for s, d in had.log]
+    assert own == [(s, {"ppo_actor/task_reward/avg": s + 0.5, "n__count": 7}) for s in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"recompute_logprob": True}, {"use_decoupled_loss": True}], ids=["ppo", "decoupled"]
+)
+def test_a_pass_before_the_update_is_read_before_it_overwrites_the_engines(
+    live: Service, fake: Patches, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
+) -> None:
+    had = train(monkeypatch, **options)
+    for step in (0, 1):
+        p, q, _ = had.expected(step, [0.25 * step] * ROWS)
+        check(live, had.run, step, "actor_compute_log_prob", p, q)
+
+
+@pytest.mark.parametrize("method", ["loglinear", "reuse_train_logp"])
+def test_decoupled_without_a_pass_of_its_own(
+    live: Service, fake: Patches, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    had = train(monkeypatch, use_decoupled_loss=True, prox_logp_method=method)
+    p, q, _ = had.expected(1, [0.25, 0.25, 0.375, 0.375])
+    check(live, had.run, 1, "actor_update", p, q)
+
+
+def test_a_restart_says_where_it_resumed(
+    live: Service, fake: Patches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    had = train(monkeypatch, first_step=5, total_train_steps=7)
+    attempts = live.get(f"/runs/{had.run}/attempts")["rows"]
+    assert [row["resumed_from_step"] for row in attempts] == [4]
+
+
+def test_every_hook_is_in_the_contract_and_the_fakes_are_as_the_contract(fake: Patches) -> None:
+    recorded = CONTRACT["functions"]
+    hooks = {f"{patch.module}:{patch.path}" for patch in areal.patches()}
+    assert hooks <= set(recorded)
+    for name, parameters in recorded.items():
+        module, path = name.split(":")
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+        names = [
+            ("*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else "") + n
+            for n, p in inspect.signature(found).parameters.items()
+        ]
+        assert names == [each for each in parameters if each != "*"], name
+    assert not [str(patch) for patch in fake if patch.is_missing]
+
+
+def test_nothing_of_ours_reaches_the_training(
+    fake: Patches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every bit that fails is skipped: the training runs and gets what it got."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("ours")
+
+    for name in ("before_update", "after_advantages", "count_rows", "of_tokens"):
+        monkeypatch.setattr(rows, name, fail)
+    monkeypatch.setattr(trainer_side, "settings", fail)
+    had = train(monkeypatch, recompute_logprob=True)
+    assert len(had.log) == 2
+
+
+def test_a_column_of_the_next_token_is_moved_within_its_row() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    assert rows.of_tokens(values, ends).tolist() == [0.0, 1.0, 0.0, 3.0, 4.0]
+    assert rows.of_tokens(values[None]).tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]]
+    assert rows.of_tokens(values, torch.tensor([0, 0, 5, 5])).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert values.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_micro_batch_whose_rows_cannot_be_told_is_refused() -> None:
+    buffer = rows.MicrobatchBuffer()
+    with pytest.raises(ValueError, match="cannot be told"):
+        buffer.add({}, {"response_mask": torch.ones(3, dtype=torch.bool)})

@@ -1,0 +1,397 @@
+"""AReaL's ranks: stages, streams and samples of the processes that hold a trained model.
+
+They are the same under the controllers v1 and v2, which call the same `PPOActor` in their workers,
+and without a controller (torchrun). A worker does not hear the step; the version of its weights is
+the step: the trainer sets it to step + 1 after each update. A reference has no version, and
+takes that of the model that is trained in its process; alone in a process it knows no step, and the
+trainer's process reports its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from stagescope_workers.integrations import megatron
+from stagescope_workers.integrations.areal import rows
+from stagescope_workers.integrations.configuration import named_run
+from stagescope_workers.integrations.guard import guarded, running
+from stagescope_workers.integrations.patches import Function
+from stagescope_workers.probe.lifecycle import init
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
+
+_DYNAMIC: Final = ("loglinear",)
+"""Methods whose proximal log-probs are approximated: what they clip is not known here."""
+_OTHER_LOSSES: Final = ("use_sapo_loss", "use_cispo_loss")
+
+
+class Rank:
+    """What one `PPOActor` or `PPOCritic` of this process reports; its calls come one by one."""
+
+    def __init__(self, owner: Any, role: str) -> None:
+        self._owner = weakref.ref(owner)
+        self.role = role
+        self._probe: Probe | None = None
+        self.open: Stage | None = None
+        """The stage that runs, for what is learnt inside it."""
+        self.update: Update | None = None
+        self.streams_of: int | None = None
+        """The step whose streams were recorded before its update."""
+
+    @property
+    def owner(self) -> Any:
+        """The PPOActor or PPOCritic."""
+        return self._owner()
+
+    @property
+    def step(self) -> int | None:
+        """The step that runs; None where this process does not know it."""
+        if self.role in ("actor", "critic"):
+            return int(self.owner.engine.get_version())
+        trained = next((each for each in ranks() if each.role == "actor"), None)
+        return None if trained is None else trained.step
+
+    @property
+    def model(self) -> Any:
+        """The module that runs, or Megatron's chunks, for captures."""
+        return getattr(self.owner.engine, "model", None)
+
+    @property
+    def probe(self) -> Probe:
+        """The probe of this role, made at its first stage."""
+        if self._probe is None:
+            step = self.step or 0
+            rank, world_size = place()
+            self._probe = init(
+                run_name(self.owner.config),
+                role=self.role,
+                rank=rank,
+                world_size=world_size,
+                resumed_from_step=step - 1 if step else None,
+                **describe(self.owner.engine),
+            )
+        return self._probe
+
+    @property
+    def last_step(self) -> int | None:
+        """The step that this process reports; None before the first."""
+        return None if self._probe is None else self.step
+
+    def stage(self, name: str, **part: Any) -> Stage | None:
+        """Return a stage of the step that runs; None where the step is not known."""
+        step = self.step
+        if step is None:
+            return None
+        version = part.pop("policy_version", step)
+        return self.probe.stage(name, step=step, policy_version=version, model=self.model, **part)
+
+    def samples(self, count: int) -> dict[str, object]:
+        """Return ids of the rows of this rank's batch; ranks that hold the same rows agree."""
+        group = int(getattr(self.owner.engine, "data_parallel_rank", None) or 0)
+        return {"sample_ids": [f"{group}-{row}" for row in range(count)]}
+
+    def streams(self) -> dict[str, object]:
+        """Return who computes the streams: the engine's rollout, this trainer's passes."""
+        engine = type(self.owner.engine).__name__
+        own = {"producer": "trainer", "engine": engine}
+        temperature = getattr(self.owner.config, "temperature", None)
+        if temperature is not None:
+            own["temperature"] = temperature
+        return {"streams": {"rollout": {"producer": "rollout"}, "old": own, "current": own}}
+
+
+_ranks: Final[weakref.WeakKeyDictionary[Any, Rank]] = weakref.WeakKeyDictionary()
+
+
+def ranks() -> list[Rank]:
+    """Return the ranks of this process."""
+    return list(_ranks.values())
+
+
+def rank_of(owner: Any) -> Rank:
+    """Return the rank of a PPOActor or PPOCritic; one without an optimizer is a reference."""
+    found = _ranks.get(owner)
+    if found is None:
+        is_critic = not hasattr(owner, "compute_advantages")
+        is_trained = getattr(owner.config, "optimizer", None) is not None
+        role = "critic" if is_critic else "actor" if is_trained else "ref"
+        found = _ranks[owner] = Rank(owner, role)
+    return found
+
+
+def run_name(config: Any) -> str:
+    """Return the run of a configuration: experiment and trial, as AReaL names its own logs."""
+    parts = [getattr(config, name, None) for name in ("experiment_name", "trial_name")]
+    return named_run("-".join(str(part) for part in parts if part), fallback="areal")
+
+
+def place() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks of its model."""
+    with contextlib.suppress(Exception):
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def describe(engine: Any) -> dict[str, Any]:
+    """Return `init`'s layout and data_rank of an engine; what it does not have is left out."""
+    layout: dict[str, object] = {
+        "framework": "areal", "engine": type(engine).__name__, **megatron.layout()
+    }  # fmt: skip
+    described: dict[str, Any] = {"layout": layout}
+    for ours, theirs in (
+        ("dp_rank", "data_parallel_rank"),
+        ("dp_size", "data_parallel_world_size"),
+    ):
+        with contextlib.suppress(Exception):
+            layout[ours] = int(getattr(engine, theirs))
+    # Ranks of one data-parallel group are given the same rows, and gather what they computed.
+    if "dp_rank" in layout:
+        described["data_rank"] = layout["dp_rank"]
+    return described
+
+
+# --- the stages of a PPOActor and a PPOCritic -------------------------------------------------
+
+
+def wrap_init(function: Function) -> Function:
+    """Wrap `__init__`: the process knows from the start which of its models is trained."""
+
+    @functools.wraps(function)
+    def run(owner: Any, *args: Any, **kwargs: Any) -> None:
+        function(owner, *args, **kwargs)
+        with guarded("a rank"):
+            rank_of(owner)
+
+    return run
+
+
+def in_stage(names: Mapping[str, str]) -> Any:
+    """Return a wrapper that runs a method as a stage, whose name depends on the role."""
+
+    def wrap(function: Function) -> Function:
+        @functools.wraps(function)
+        def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            stage: Stage | None = None
+            with guarded("a stage of a rank"):
+                rank = rank_of(owner)
+                if rank.role in names:
+                    stage = rank.stage(names[rank.role])
+            with running(stage), _opened(owner, stage):
+                return function(owner, *args, **kwargs)
+
+        return run
+
+    return wrap
+
+
+@contextlib.contextmanager
+def _opened(owner: Any, stage: Stage | None) -> Iterator[None]:
+    with guarded("a stage of a rank"):
+        rank_of(owner).open = stage
+    try:
+        yield
+    finally:
+        with guarded("a stage of a rank"):
+            rank_of(owner).open = None
+
+
+def wrap_forward(function: Function) -> Function:
+    """Wrap `PPOActor._compute_logp`: the trained model's result is the trainer's stream.
+
+    Its batch has the engine's stream still, which `compute_advantages` may overwrite.
+    """
+
+    @functools.wraps(function)
+    def run(owner: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(owner, data, *args, **kwargs)
+        with guarded("the streams before the update"):
+            rank = rank_of(owner)
+            if rank.role == "actor" and rank.open is not None and result is not None:
+                _record_streams(rank, rank.open, data, result)
+        return result
+
+    return run
+
+
+def wrap_advantages(function: Function) -> Function:
+    """Wrap `PPOActor._compute_advantages`: records rewards and advantages, aligned.
+
+    Log-probs that came with the batch (another process computed them) are recorded before it, since
+    it overwrites the engine's with them where the loss is not decoupled.
+    """
+
+    @functools.wraps(function)
+    def run(owner: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        with guarded("the streams before the update"):
+            rank = rank_of(owner)
+            given = data.get("prox_logp")
+            if given is not None and rank.streams_of != rank.step:
+                stage = rank.stage("actor_compute_log_prob")
+                with running(stage):
+                    if stage is not None:
+                        _record_streams(rank, stage, data, given)
+        result = function(owner, data, *args, **kwargs)
+        with guarded("advantages"):
+            stage = rank_of(owner).open
+            if stage is not None:
+                made = rows.after_advantages(result)
+                samples = rank_of(owner).samples(made["response_mask"].shape[0])
+                stage.record({**made, **samples})
+        return result
+
+    return run
+
+
+def _record_streams(rank: Rank, stage: Stage, data: Mapping[str, Any], trainer: Any) -> None:
+    recorded = rows.before_update(data, trainer)
+    samples = rank.samples(recorded["response_mask"].shape[0])
+    stage.record({**recorded, **samples, **rank.streams()})
+    rank.streams_of = rank.step
+
+
+# --- the update -------------------------------------------------------------------------------
+
+
+class Update:
+    """The parts of one `ppo_update`: one for each mini-batch, which ends with its optimizer step.
+
+    Args:
+        rank: That updates its model.
+        records_streams: Whether only the loss has both streams.
+    """
+
+    def __init__(self, rank: Rank, *, records_streams: bool) -> None:
+        self._rank = rank
+        self._records_streams = records_streams
+        self._buffer = rows.MicrobatchBuffer()
+        self._stage: Stage | None = None
+        self._done = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the part of the next mini-batch, unless it is open."""
+        if self._stage is None:
+            self._stage = self._rank.stage("actor_update", minibatch=self._done)
+            if self._stage is not None:
+                self._stage.begin()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the part that is open, with what its micro-batches had."""
+        stage, self._stage = self._stage, None
+        payload = self._buffer.pop_all()
+        if stage is None:
+            return
+        if payload:
+            stage.record({**payload, **self._rank.streams()})
+        stage.end(error)
+        self._done += 1
+
+    def add(self, logprobs: Any, entropy: Any, data: Mapping[str, Any], options: Any) -> None:
+        """Add a micro-batch of the loss; all that it is given is of the next token."""
+        self.begin()
+        shifted = {
+            "response_mask": data["loss_mask"].bool(),
+            "log_probs": logprobs,
+            "advantages": data["advantages"],
+            "entropy": entropy,
+            **({"rollout_log_probs": data["logprobs"]} if self._records_streams else {}),
+        }
+        cut = clipped(logprobs.detach(), data, options)
+        if cut is not None:
+            shifted["clipped"] = cut
+        present = {name: each for name, each in shifted.items() if each is not None}
+        self._buffer.add(data, present)
+
+
+def clipped(logprobs: Any, data: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Return -1 or 1 where the loss is constant in a token's ratio, else 0; None: not known here.
+
+    Args:
+        logprobs: Of the update's own pass.
+        data, options: The loss's `input_data`, and its keyword arguments.
+    """
+    proximal, low = data.get("prox_logp"), options.get("eps_clip")
+    method = str(options.get("prox_logp_method", ""))
+    if proximal is None or low is None or any(options.get(name) for name in _OTHER_LOSSES):
+        return None
+    if options.get("importance_sampling_level", "token") != "token" or method in _DYNAMIC:
+        return None
+    higher, dual = options.get("eps_clip_higher"), options.get("c_clip")
+    advantages = data["advantages"]
+    ratio = (logprobs - proximal).exp()
+    is_low = (ratio < 1 - low) & (advantages < 0)
+    is_high = (ratio > 1 + (low if higher is None else higher)) & (advantages > 0)
+    if dual is not None:
+        is_high = is_high | ((ratio > dual) & (advantages < 0))
+    return is_high.int() - is_low.int()
+
+
+def wrap_update(function: Function) -> Function:
+    """Wrap `PPOActor.ppo_update`: its parts are `actor_update`."""
+
+    @functools.wraps(function)
+    def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        rank: Rank | None = None
+        with guarded("actor_update"):
+            rank = rank_of(owner)
+            config = owner.config
+            is_overwritten = not config.use_decoupled_loss and config.recompute_logprob
+            has_both = rank.streams_of == rank.step or is_overwritten
+            rank.update = Update(rank, records_streams=not has_both)
+        error: BaseException | None = None
+        try:
+            return function(owner, *args, **kwargs)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            with guarded("the end of actor_update"):
+                _end_update(rank, error)
+
+    return run
+
+
+def _end_update(rank: Rank | None, error: BaseException | None) -> None:
+    update = None if rank is None else rank.update
+    if rank is not None and update is not None:
+        rank.update = None
+        update.end(error)
+
+
+def wrap_loss(function: Function) -> Function:
+    """Wrap `grpo_loss_fn`, which has the trainer's log-probs of now and the engine's."""
+
+    @functools.wraps(function)
+    def run(logprobs: Any, entropy: Any, input_data: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(logprobs, entropy, input_data, *args, **kwargs)
+        with guarded("the tokens of the loss"):
+            update = next((each.update for each in ranks() if each.update is not None), None)
+            if update is not None:
+                update.add(logprobs, entropy, input_data, kwargs)
+        return result
+
+    return run
+
+
+def end_minibatch() -> None:
+    """End the part of the mini-batch whose optimizer step was made."""
+    for rank in ranks():
+        if rank.update is not None:
+            rank.update.end()
+
+
+def weight_sync() -> Stage | None:
+    """Return the stage of a rank that sends its weights, once it has trained a step."""
+    actor = next((each for each in ranks() if each.role == "actor"), None)
+    step = None if actor is None else actor.last_step
+    if step is None or actor is None:
+        return None
+    return actor.stage("weight_sync", policy_version=step + 1)

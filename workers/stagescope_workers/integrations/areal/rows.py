@@ -1,0 +1,147 @@
+"""AReaL's batches with index t for token t, and its loss's micro-batches as one packed payload.
+
+A rollout's `logprobs`, `loss_mask`, `versions`, `turn_ids` and `input_ids` have index t for token
+t. What a model's forward pass gives (`prox_logp`, `ref_logp`, values, advantages) has index t for
+token t + 1, and `compute_advantages` moves `logprobs` and `loss_mask` there, too; the rest stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+Tensor = Any
+"""A torch tensor."""
+
+_STAYING: Final = {"input_ids": "responses", "versions": "versions", "turn_ids": "turn_ids"}
+"""Columns of a rollout in which index t is of token t wherever they stand: AReaL's -> ours."""
+
+
+def of_tokens(values: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Return a column of which index t is of token t + 1 as one of which index t is of token t.
+
+    Args:
+        values: [rows, tokens], or packed [tokens].
+        cu_seqlens: Where each packed row begins, [rows + 1].
+
+    Returns:
+        A new tensor; 0 at the first token of each row, which no forward pass predicts.
+    """
+    moved = values.detach().roll(1, dims=-1)
+    if cu_seqlens is None:
+        moved[..., 0] = 0
+    else:
+        starts = cu_seqlens[:-1].to(moved.device).long()
+        moved[starts[starts < moved.shape[-1]]] = 0
+    return moved
+
+
+def unshifted_mask(data: Mapping[str, Any]) -> Tensor:
+    """Return the mask of a rollout before `compute_advantages`, as of_tokens leaves its log-probs.
+
+    A row's first token has no log-prob of the trainer, whatever the mask says.
+    """
+    mask = data["loss_mask"].detach().bool().clone()
+    mask[..., 0] = False
+    return mask
+
+
+def staying(data: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
+    """Return tokens, versions and turns of a batch, as far as they are as wide as `like`."""
+    found = {ours: data.get(theirs) for theirs, ours in _STAYING.items()}
+    return {name: each for name, each in found.items() if _same_shape(each, like)}
+
+
+def before_update(data: Mapping[str, Any], trainer: Tensor) -> dict[str, Tensor]:
+    """Return both streams of a rollout, and what belongs to its tokens.
+
+    Args:
+        data: A batch that `compute_advantages` has not seen, [rows, tokens].
+        trainer: The trainer's log-probs of it, index t of token t + 1.
+
+    Raises:
+        ValueError: they differ in shape.
+    """
+    rollout = data["logprobs"]
+    if not _same_shape(trainer, rollout):
+        raise ValueError(f"log-probs of {_shape(trainer)} for a batch of {_shape(rollout)}")
+    return {
+        "rollout_log_probs": rollout.detach(),
+        "old_log_probs": of_tokens(trainer),
+        "response_mask": unshifted_mask(data),
+        **staying(data, rollout),
+    }
+
+
+def after_advantages(data: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what `compute_advantages` made of a batch, [rows, tokens]: rewards, advantages."""
+    mask = data["loss_mask"]
+    shifted = {"advantages": "advantages", "returns": "returns", "ref_logp": "ref_log_probs"}
+    found = {
+        ours: of_tokens(data[theirs])
+        for theirs, ours in shifted.items()
+        if _same_shape(data.get(theirs), mask)
+    }
+    rewards = data.get("rewards")
+    if rewards is not None and rewards.dim() == 1:
+        found["rewards"] = rewards.detach()
+    return {**found, "response_mask": of_tokens(mask).bool(), **staying(data, mask)}
+
+
+class MicrobatchBuffer:
+    """What the loss saw in the micro-batches of one mini-batch, packed into one payload."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, Tensor]] = []
+        self._lengths: list[int] = []
+
+    def add(self, data: Mapping[str, Any], shifted: Mapping[str, Tensor]) -> None:
+        """Add a micro-batch.
+
+        Args:
+            data: The loss's `input_data`: packed [tokens] with `cu_seqlens`, or [rows, tokens].
+            shifted: By our names, as wide as its `loss_mask`, index t of token t + 1;
+                `response_mask` is one of them.
+
+        Raises:
+            ValueError: a part of the sequence (tree attention), of which rows cannot be told.
+        """
+        mask = shifted["response_mask"]
+        ends = data.get("cu_seqlens") if mask.dim() == 1 else None
+        if any(not _same_shape(each, mask) for each in shifted.values()) or (
+            mask.dim() == 1 and ends is None
+        ):
+            raise ValueError(f"a micro-batch of {_shape(mask)} whose rows cannot be told")
+        part = {name: of_tokens(each, ends).reshape(-1) for name, each in shifted.items()}
+        part |= {name: each.detach().reshape(-1) for name, each in staying(data, mask).items()}
+        self._parts.append(part)
+        if ends is None:
+            self._lengths += [int(mask.shape[-1])] * (mask.numel() // max(1, mask.shape[-1]))
+        else:
+            self._lengths += (ends[1:] - ends[:-1]).tolist()
+
+    def pop_all(self) -> dict[str, Tensor]:
+        """Return the micro-batches as one packed payload, and empty the buffer."""
+        import torch
+
+        parts, self._parts = self._parts, []
+        lengths, self._lengths = self._lengths, []
+        if not parts:
+            return {}
+        names = set.intersection(*(set(part) for part in parts))
+        packed = {name: torch.cat([part[name] for part in parts]) for name in sorted(names)}
+        return {**packed, "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+
+
+def count_rows(batch: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many rows a list of trajectories has; a trajectory may hold a whole group."""
+    return sum(int(each["input_ids"].shape[0]) for each in batch)
+
+
+def _same_shape(one: Any, other: Tensor) -> bool:
+    return _shape(one) == _shape(other)
+
+
+def _shape(values: Any) -> tuple[int, ...] | None:
+    shape = getattr(values, "shape", None)
+    return None if shape is None else tuple(shape)

@@ -1,0 +1,290 @@
+"""AReaL's trainer process: its scopes as stages, its statistics as scalars, numbers in its log.
+
+`perf_tracer.trace_scope` opens a scope for each part of a step, with the step's number, also where
+AReaL's own tracing is off. With a controller (v1 and v2) this process runs no model, and reports as
+the role `driver`; without one (torchrun, AREAL_SPMD_MODE) it is a rank, which reports the parts
+that its models do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stagescope.wire.errors import StagescopeError
+from stagescope_workers.integrations.areal import ranks, rows
+from stagescope_workers.integrations.configuration import visible_leaves
+from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import Function
+from stagescope_workers.metrics_feed import MetricsFeed
+from stagescope_workers.probe.lifecycle import finish, init
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
+
+_STAGES: Final = {
+    "train.rollout": "rollout_generate",
+    "train.compute_values": "compute_values",
+    "train.ref_logp": "ref_compute_log_prob",
+    "train.teacher_logp": "teacher_compute_log_prob",
+    "train.recompute_logp": "actor_compute_log_prob",
+    "train.compute_advantage": "compute_advantage",
+    "train.ppo_update": "actor_update",
+    "train.critic_ppo_update": "critic_update",
+    "train.update_weights": "weight_sync",
+    "train.save": "save_checkpoint",
+    "train.eval": "evaluate",
+}
+"""The scopes of a step -> stages."""
+_OF_RANKS: Final = (
+    "train.compute_values", "train.ref_logp", "train.recompute_logp", "train.compute_advantage",
+    "train.ppo_update", "train.critic_ppo_update",
+)  # fmt: skip
+"""What the models of a rank report themselves."""
+_WEIGHTS: Final = (".update_weights_from_distributed", ".update_weights_from_disk")
+_OPTIMIZER: Final = "_engine.step"
+_SPMD: Final = "AREAL_SPMD_MODE"
+_COUNT: Final = "__count"
+_PREFIX: Final = "stagescope/"
+_FINISH_SECONDS: Final = 30.0
+_FAILED_SECONDS: Final = 3.0
+
+
+def is_rank() -> bool:
+    """Return whether the trainer's process is a rank: there is no controller."""
+    return os.environ.get(_SPMD, "").lower() in ("1", "true")
+
+
+class Trainer:
+    """What one `PPOTrainer` reports; its loop runs in one thread."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer: weakref.ReferenceType[Any] = weakref.ref(trainer)
+        self._probe: Probe | None = None
+        self._feed: MetricsFeed | None = None
+        self.step: int | None = None
+        self.rows = 0
+        """How many samples the step's batch has, of all ranks; 0: not known."""
+
+    @property
+    def probe(self) -> Probe:
+        """The probe of this process, made at its first step."""
+        if self._probe is None:
+            trainer: Any = self._trainer()
+            rank, world_size = ranks.place() if is_rank() else (0, 1)
+            info = getattr(trainer, "recover_info", None)
+            options: dict[str, Any] = {"expects": ("actor",), "captures": False}
+            self._probe = init(
+                ranks.run_name(trainer.config),
+                role="actor" if is_rank() else "driver",
+                rank=rank,
+                world_size=world_size,
+                layout={"framework": "areal"},
+                settings=settings(trainer.config),
+                resumed_from_step=None if info is None else int(info.last_step_info.global_step),
+                **({} if is_rank() else options),
+            )
+            if rank == 0:
+                self._feed = MetricsFeed(self._probe)
+                self._feed.prepare()
+        return self._probe
+
+    def stage(self, name: str, step: int) -> Stage | None:
+        """Return the stage of a scope; None where a model of this process reports it."""
+        if self.step != step:
+            self.step, self.rows = step, 0
+        probe = self.probe
+        if is_rank() and name in _OF_RANKS:
+            return None
+        return probe.stage(_STAGES[name], step=step, policy_version=step)
+
+    def want(self) -> None:
+        """Request the step's numbers from the service: all of its streams were recorded."""
+        if self._feed is not None and self.step is not None and self.rows:
+            self._feed.want(self.step, self.rows)
+
+    def numbers(self, step: int) -> Mapping[str, float]:
+        """Return the service's numbers of a step, as far as they have arrived."""
+        return {} if self._feed is None else self._feed.take(step)
+
+    def close(self, error: BaseException | None) -> None:
+        """Send what waits: the training is over, or ends with `error`."""
+        feed, self._feed = self._feed, None
+        probe, self._probe = self._probe, None
+        if feed is not None:
+            feed.close()
+        if probe is None:
+            return
+        if error is not None:
+            probe.close(_FAILED_SECONDS)
+            return
+        if self.step is not None:
+            probe.end_step(self.step)
+        finish(_FINISH_SECONDS, run=probe.run)
+
+
+_current: Trainer | None = None
+
+
+def settings(config: Any) -> dict[str, object]:
+    """Return AReaL's configuration, without what may be secret."""
+    with guarded("AReaL's configuration"):
+        tree: Any = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else {}  # type: ignore[arg-type]
+        leaves = visible_leaves(tree)
+        plain = (str, int, float, list, type(None))
+        return {
+            "areal": {
+                name: value if isinstance(value, plain) else str(value)
+                for name, value in leaves.items()
+            }
+        }
+    return {}
+
+
+def wrap_init(function: Function) -> Function:
+    """Wrap `PPOTrainer.__init__`: the trainer becomes the process's current one."""
+
+    @functools.wraps(function)
+    def run(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        global _current
+        with guarded("the trainer"):
+            _current = Trainer(trainer)
+        function(trainer, *args, **kwargs)
+
+    return run
+
+
+def wrap_train(function: Function) -> Function:
+    """Wrap `PPOTrainer.train`: when it ends, everything that waits is sent."""
+
+    @functools.wraps(function)
+    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        error: BaseException | None = None
+        try:
+            return function(trainer, *args, **kwargs)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            with guarded("closing the probe"):
+                if _current is not None:
+                    _current.close(error)
+
+    return run
+
+
+def wrap_scope(function: Function) -> Function:
+    """Wrap `trace_scope`: the scopes of a step, of weights that are sent, of optimizer steps."""
+
+    @functools.wraps(function)
+    def run(name: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = function(name, *args, **kwargs)
+        with guarded("a scope"):
+            if name in _STAGES or name.endswith((*_WEIGHTS, _OPTIMIZER)):
+                return _Scope(scope, name, kwargs.get("args"))
+        return scope
+
+    return run
+
+
+class _Scope(contextlib.AbstractContextManager[Any]):
+    """AReaL's scope, which it enters and leaves, and the stage beside it."""
+
+    def __init__(self, scope: Any, name: str, arguments: Any) -> None:
+        self._scope = scope
+        self._name = name
+        self._arguments = arguments
+        self._stage: Stage | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scope, name)
+
+    def __enter__(self) -> Any:
+        with guarded("the beginning of a scope", reraise=StagescopeError):
+            self._stage = self._find_stage()
+            if self._stage is not None:
+                self._stage.begin()
+        return self._scope.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        try:
+            return self._scope.__exit__(kind, error, trace)
+        finally:
+            with guarded("the end of a scope"):
+                if self._stage is not None:
+                    self._stage.end(error)
+                if self._name.endswith(_OPTIMIZER):
+                    ranks.end_minibatch()
+                elif self._name == "train.ppo_update" and error is None and _current is not None:
+                    _current.want()
+
+    def _find_stage(self) -> Stage | None:
+        if self._name.endswith(_WEIGHTS):
+            return ranks.weight_sync()
+        step = (self._arguments or {}).get("global_step")
+        if self._name not in _STAGES or _current is None or step is None:
+            return None
+        return _current.stage(self._name, int(step))
+
+
+def wrap_count(function: Function) -> Function:
+    """Wrap a controller's `compute_advantages`, whose batch has all samples of the step."""
+
+    @functools.wraps(function)
+    def run(controller: Any, *args: Any, **kwargs: Any) -> Any:
+        with guarded("the number of samples"):
+            if _current is not None and args:
+                _current.rows = rows.count_rows(args[0])
+        return function(controller, *args, **kwargs)
+
+    return run
+
+
+def wrap_commit(function: Function) -> Function:
+    """Wrap `StatsLogger.commit`: reports AReaL's statistics, and adds numbers under `stagescope/`.
+
+    All that AReaL logs goes where it went.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with guarded("AReaL's statistics"):
+            if _current is not None and (_current.step is not None):
+                bound = signature.bind(*args, **kwargs)
+                given = bound.arguments
+                step = int(given["global_step"])
+                _report(_current, step, given["data"])
+                given["data"] = _with_numbers(given["data"], _current.numbers(step))
+                args, kwargs = bound.args, bound.kwargs
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _report(trainer: Trainer, step: int, data: Any) -> None:
+    scalars: dict[str, Any] = {}
+    for item in data if isinstance(data, list) else [data]:
+        scalars |= {
+            str(name): float(value)
+            for name, value in item.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+            if not str(name).endswith(_COUNT) and name not in ("step", "policy_version")
+        }
+    rank = ranks.place()[0] if is_rank() else 0
+    if scalars and rank == 0:
+        trainer.probe.log(step=step, **scalars)
+
+
+def _with_numbers(data: Any, numbers: Mapping[str, float]) -> Any:
+    if not numbers:
+        return data
+    ours = {f"{_PREFIX}{name}": value for name, value in numbers.items()}
+    if isinstance(data, list):
+        return [{**ours, **data[0]}, *data[1:]] if data else data
+    return {**ours, **data}

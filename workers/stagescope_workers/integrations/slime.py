@@ -1,0 +1,385 @@
+"""slime: stages, streams and samples of a Megatron training that does not change.
+
+One flag attaches every rank, with `stagescope run` in front of the command or without it::
+
+    --custom-megatron-init-path stagescope_workers.integrations.slime.init
+
+Steps are slime's `rollout_id`. Stages are its timers. Both streams are read where slime is done
+with a batch, `save_debug_train_data`, which it calls whether it saves anything or not. In its
+default GRPO configuration it makes no pass before the update, and a batch has no `log_probs`:
+slime's own capture takes them from the update's pass then, first occurrence of each sample, and is
+switched on here for as long as it is not on already. Streams of context-parallel ranks stay in
+their parts, with the positions of their tokens: nothing is gathered.
+
+Read in slime of 2026-08-21, after its modules moved to `slime.observability` (#2298); where they
+are still in `slime.utils`, they are patched there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from stagescope_workers.integrations import megatron
+from stagescope_workers.integrations.configuration import named_run, visible_leaves
+from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import Function, Patch, Patches
+from stagescope_workers.probe import lifecycle
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
+
+_ACTOR: Final = "slime.backends.megatron_utils.actor"
+_MODEL: Final = "slime.backends.megatron_utils.model"
+_LOSS: Final = "slime.backends.megatron_utils.loss"
+_SLICES: Final = "slime.backends.megatron_utils.cp_utils"
+_HOMES: Final = ("slime.observability", "slime.utils")
+"""Where timers and training data are, since 2026-08-21 and before."""
+_STAGES: Final = {
+    "log_probs": "actor_compute_log_prob",
+    "ref_log_probs": "ref_compute_log_prob",
+    "teacher_log_probs": "teacher_compute_log_prob",
+    "actor_train": "actor_update",
+    "update_weights": "weight_sync",
+    "save_model": "save_checkpoint",
+    "ref_model_update": "ref_model_update",
+}
+"""Its timers -> stages; `train` is round others, `train_wait` is the time between two steps."""
+_POSITION: Final = "partition"
+"""The column with each sample's position in the rollout."""
+_STREAMS: Final = {"rollout_log_probs": "rollout_log_probs", "ref_log_probs": "ref_log_probs"}
+_BY_TOKEN: Final = {"advantages": "advantages", "returns": "returns", "values": "values"}
+
+
+class Rank:
+    """What a Megatron rank reports; its steps run in one thread."""
+
+    def __init__(self) -> None:
+        self.args: Any = None
+        self.role = "actor"
+        self.step: int | None = None
+        self._probe: Probe | None = None
+        self._open: dict[str, Stage] = {}
+        self.update: Stage | None = None
+        """`actor_update`, after its timer and before its batch is known."""
+        self.is_capturing = False
+        """Whether slime's capture of log-probs was switched on here."""
+
+    @property
+    def probe(self) -> Probe:
+        """The probe of this rank, made at its first step."""
+        if self._probe is None:
+            layout = megatron.layout()
+            step = self.step or 0
+            self._probe = lifecycle.init(
+                run_name(self.args),
+                role=self.role,
+                rank=int(self.args.rank),
+                world_size=int(self.args.world_size),
+                data_rank=data_rank(layout),
+                layout={"framework": "slime", "engine": "megatron", **layout},
+                settings={"slime": settings(self.args)} if int(self.args.rank) == 0 else None,
+                resumed_from_step=step - 1 if step else None,
+            )
+        return self._probe
+
+    def begin(self, name: str) -> None:
+        """Begin the stage of a timer."""
+        if name not in _STAGES or self.step is None:
+            return
+        self._settle()
+        # The rollout engines get the weights that this step made.
+        version = self.step + 1 if name == "update_weights" else self.step
+        self._open[name] = self.probe.begin(_STAGES[name], step=self.step, policy_version=version)
+        if name == "actor_train":
+            self.is_capturing = start_capture()
+
+    def end(self, name: str) -> None:
+        """End the stage of a timer; that of the update waits for its batch."""
+        stage = self._open.pop(name, None)
+        if stage is None:
+            return
+        error = sys.exc_info()[1]
+        if name == "actor_train" and error is None:
+            self.update = stage
+        else:
+            stage.end(error)
+
+    def record(self, step: int, batch: Mapping[str, Any]) -> None:
+        """Record what slime had of a step, and end its update."""
+        captured = self._captured()
+        if self.update is None or step != self.step:
+            return
+        try:
+            self.update.record(payload(self.args, batch, captured))
+        finally:
+            self._settle()
+
+    def _captured(self) -> Mapping[int, Any]:
+        if not self.is_capturing:
+            return {}
+        self.is_capturing = False
+        drained: Mapping[int, Any] = sys.modules[_LOSS].drain_captured_log_probs()
+        return drained
+
+    def _settle(self) -> None:
+        stage, self.update = self.update, None
+        if stage is not None:
+            stage.end()
+
+
+_rank: Final = Rank()
+
+
+def start_capture() -> bool:
+    """Switch slime's capture of log-probs on, unless it is on; return whether it was done here."""
+    loss: Any = sys.modules.get(_LOSS)
+    if not hasattr(loss, "enable_log_prob_capture") or loss._LOG_PROB_CAPTURE is not None:
+        return False
+    loss.enable_log_prob_capture()
+    return True
+
+
+def run_name(args: Any) -> str:
+    """Return the run: W&B's names where it has them, else the folder that is saved to."""
+    names = [getattr(args, name, None) for name in ("wandb_project", "wandb_group")]
+    folder = getattr(args, "save", None) or getattr(args, "load", None) or ""
+    given = "-".join(str(name) for name in names if name)
+    return named_run(given or os.path.basename(os.path.abspath(str(folder))), fallback="slime")
+
+
+def settings(args: Any) -> dict[str, object]:
+    """Return slime's arguments, without what may be secret."""
+    plain = (str, int, float, bool, list, type(None))
+    return {
+        name: value if isinstance(value, plain) else str(value)
+        for name, value in visible_leaves({**vars(args)}).items()
+    }
+
+
+def data_rank(layout: Mapping[str, int]) -> int | None:
+    """Return the same number for ranks with the same tokens: of one data and context rank."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    with guarded("the data-parallel rank"):
+        if state is not None and layout:
+            return int(state.get_data_parallel_rank(with_context_parallel=True))
+    return None
+
+
+def payload(args: Any, batch: Mapping[str, Any], captured: Mapping[int, Any]) -> dict[str, Any]:
+    """Return a batch by the names of `Stage.record`: lists of rows, of this rank's tokens.
+
+    Args:
+        args: slime's arguments.
+        batch: Its `rollout_data`: response-only lists; streams are sliced by context parallelism.
+        captured: Log-probs of the update's own pass, by position in the rollout.
+    """
+    totals, responses = batch["total_lengths"], batch["response_lengths"]
+
+    def sliced(rows: Sequence[Any]) -> list[Any]:
+        return [
+            _slice(row, int(total), int(response))
+            for row, total, response in zip(rows, totals, responses, strict=True)
+        ]
+
+    tokens = [
+        row[row.shape[0] - int(count) :]
+        for row, count in zip(batch["tokens"], responses, strict=True)
+    ]
+    found: dict[str, Any] = {
+        "response_mask": sliced(batch["loss_masks"]),
+        "responses": sliced(tokens),
+    }
+    if megatron.layout().get("cp_size", 1) > 1:
+        found["positions"] = sliced([_positions(row, row.shape[0]) for row in batch["loss_masks"]])
+    for theirs, ours in {**_STREAMS, **_BY_TOKEN}.items():
+        if batch.get(theirs):
+            found[ours] = [row.detach() for row in batch[theirs]]
+    positions = batch.get(_POSITION)
+    if batch.get("log_probs"):
+        found["old_log_probs"] = [row.detach() for row in batch["log_probs"]]
+    elif positions and all(position in captured for position in positions):
+        found["log_probs"] = [captured[position] for position in positions]
+    if batch.get("rewards") is not None:
+        found["rewards"] = [float(value) for value in batch["rewards"]]
+    if positions is not None:
+        found["sample_ids"] = [str(int(position)) for position in positions]
+    own = {"producer": "trainer", "engine": "megatron"}
+    rollout = {"producer": "rollout", "engine": "sglang"}
+    for ours, theirs in (
+        ("temperature", "rollout_temperature"), ("top_p", "rollout_top_p"),
+        ("top_k", "rollout_top_k"),
+    ):  # fmt: skip
+        if getattr(args, theirs, None) is not None:
+            rollout[ours] = getattr(args, theirs)
+    return {**found, "streams": {"rollout": rollout, "old": own, "current": own}}
+
+
+def _slice(row: Any, total: int, response: int) -> Any:
+    """Return this context-parallel rank's part of a row that is whole."""
+    module: Any = sys.modules.get(_SLICES)
+    slice_ = getattr(module, "slice_log_prob_with_cp", None)
+    return row if slice_ is None else slice_(row, total, response)
+
+
+def _positions(like: Any, count: int) -> Any:
+    import torch
+
+    return torch.arange(count, device=like.device)
+
+
+# --- wrappers ---------------------------------------------------------------------------------
+
+
+def once(wrap: Any) -> Any:
+    """Return `wrap` that leaves a function as it is that it wrapped before.
+
+    The flag and `stagescope run` may both be given.
+    """
+
+    @functools.wraps(wrap)
+    def run(function: Function) -> Function:
+        if getattr(function, "_stagescope_wraps", None) is wrap:
+            return function
+        wrapped: Function = wrap(function)
+        wrapped._stagescope_wraps = wrap  # type: ignore[attr-defined]
+        return wrapped
+
+    return run
+
+
+@once
+def wrap_start(function: Function) -> Function:
+    """Wrap `Timer.start`, which begins a stage."""
+
+    @functools.wraps(function)
+    def run(timer: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(timer, name, *args, **kwargs)
+        with guarded("the beginning of a stage"):
+            _rank.begin(str(name))
+        return result
+
+    return run
+
+
+@once
+def wrap_end(function: Function) -> Function:
+    """Wrap `Timer.end`, which ends a stage."""
+
+    @functools.wraps(function)
+    def run(timer: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        with guarded("the end of a stage"):
+            _rank.end(str(name))
+        return function(timer, name, *args, **kwargs)
+
+    return run
+
+
+@once
+def wrap_train(function: Function) -> Function:
+    """Wrap `train_actor` and `train_critic`, which a rank calls itself with the step."""
+
+    @functools.wraps(function)
+    def run(actor: Any, rollout_id: Any, *args: Any, **kwargs: Any) -> Any:
+        with guarded("a step"):
+            _rank.args = actor.args
+            _rank.role = str(getattr(actor, "role", "actor"))
+            _rank.step = int(rollout_id)
+        return function(actor, rollout_id, *args, **kwargs)
+
+    return run
+
+
+@once
+def wrap_save(function: Function) -> Function:
+    """Wrap `save_debug_train_data`: records the batch; what slime saves does not change."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with guarded("streams and samples"):
+            _rank.record(int(kwargs["rollout_id"]), kwargs["rollout_data"])
+        return function(*args, **kwargs)
+
+    return run
+
+
+@once
+def wrap_get_batch(function: Function) -> Function:
+    """Wrap `get_batch`: while log-probs are captured here, it also returns the samples' positions.
+
+    slime asks for them only where it saves training data itself, and captures nothing without them.
+    """
+
+    @functools.wraps(function)
+    def run(data_iterator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = keys
+        with guarded("the positions of captured log-probs"):
+            if _rank.is_capturing and _POSITION not in keys:
+                wanted = [*keys, _POSITION]
+        return function(data_iterator, wanted, *args, **kwargs)
+
+    return run
+
+
+@once
+def wrap_log(function: Function) -> Function:
+    """Wrap `log`, which sends metrics to W&B and TensorBoard: they are scalars of the step too."""
+
+    @functools.wraps(function)
+    def run(args: Any, metrics: Any, *others: Any, **kwargs: Any) -> Any:
+        with guarded("scalars"):
+            step = _rank.step
+            if step is not None:
+                scalars: dict[str, Any] = {
+                    str(name): float(value)
+                    for name, value in metrics.items()
+                    if isinstance(value, int | float) and not isinstance(value, bool)
+                    if not str(name).endswith("/step")
+                }
+                _rank.probe.log(step=step, **scalars)
+        return function(args, metrics, *others, **kwargs)
+
+    return run
+
+
+def patches() -> list[Patch]:
+    """Return the patches of a rank, at the import paths that this slime has."""
+    home = next((each for each in _HOMES if _has(f"{each}.train_data_utils")), _HOMES[0])
+    logs = home if _has(f"{home}.logging_utils") else "slime.utils"
+    hooks: list[tuple[str, str, Any, str]] = [
+        (f"{home}.timer", "Timer.start", wrap_start, "stages"),
+        (f"{home}.timer", "Timer.end", wrap_end, "stages"),
+        (f"{home}.train_data_utils", "save_debug_train_data", wrap_save, "streams and samples"),
+        (f"{logs}.logging_utils", "log", wrap_log, "scalars"),
+        (_ACTOR, "MegatronTrainRayActor.train_actor", wrap_train, "the number of the step"),
+        (_ACTOR, "MegatronTrainRayActor.train_critic", wrap_train, "the number of the step"),
+        (_MODEL, "get_batch", wrap_get_batch, "log-probs of the update's own pass"),
+    ]
+    return [Patch(module, path, wrap, purpose) for module, path, wrap, purpose in hooks]
+
+
+def _has(module: str) -> bool:
+    """Return whether a module of slime is there, without importing it."""
+    if module in sys.modules:
+        return True
+    package, _, name = module.rpartition(".")
+    found = importlib.util.find_spec("slime")
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    parts = [*package.split(".")[1:], f"{name}.py"]
+    return any(os.path.exists(os.path.join(folder, *parts)) for folder in folders)
+
+
+_installed: Patches | None = None
+
+
+def init(args: Any) -> None:
+    """Attach this rank; slime calls it by `--custom-megatron-init-path`, once and early."""
+    global _installed
+    with guarded("attaching slime"):
+        _rank.args = args
+        if _installed is None:
+            _installed = Patches(patches())
+            _installed.install()
