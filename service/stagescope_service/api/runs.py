@@ -172,25 +172,27 @@ def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
 def _judge(deps: Dependencies, lineage: Lineage, row: StepNumbers) -> _StepVerdict:
     """Judge a step by its stored counts, or by its summary where an earlier release stored it."""
     tokens, masked, unequal = row["tokens"], row["masked_tokens"], row["unequal_tokens"]
-    verdict = row["verdict"]
+    verdict, suspects = row["verdict"], row["suspects"] or []
     if tokens is None or masked is None or unequal is None:
         measured = deps.step_summaries.measure(row["attempt_id"], row)
         cell = measured.summary.total
         tokens, masked, unequal = cell.tokens, cell.masked, unequal_tokens(cell)
         verdict = measured.comparability.verdict
+        suspects = [check.name for check in measured.comparability.suspects]
     judged = DIFFERS if unequal else EXACT if verdict == EXACT else NOT_MEASURED
     non_finite, number = masked - tokens, lineage.numbers[row["attempt_id"]]
     reason = None
     if judged == NOT_MEASURED:
-        reason = _why_not_measured(verdict, tokens, non_finite)
+        is_copy = verdict == NOT_MEASURED and "bitwise_equal" in suspects
+        reason = _why_not_measured(tokens, non_finite, is_copy=is_copy)
     return _StepVerdict(row["step"], number, judged, tokens, unequal, non_finite, reason)
 
 
-def _why_not_measured(verdict: str | None, tokens: int, non_finite: int) -> str:
-    """Return why a step without unequal tokens proves nothing, given its stored verdict."""
+def _why_not_measured(tokens: int, non_finite: int, *, is_copy: bool) -> str:
+    """Return why a step without unequal tokens proves nothing."""
     if not tokens:
         return _EMPTY
-    if verdict == NOT_MEASURED:
+    if is_copy:
         return _COPY
     return _REST_EQUAL if non_finite else _SUSPECT
 
