@@ -19,7 +19,13 @@ from stagescope_service.api.dependencies import (
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf
-from stagescope_service.api.rows import Lineage, attempt_row, run_row, superseded_steps
+from stagescope_service.api.rows import (
+    Lineage,
+    attempt_row,
+    run_row,
+    superseded_steps,
+    unreported_steps,
+)
 from stagescope_service.api.series import newest_metrics
 from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
@@ -47,13 +53,15 @@ def attempts(
     """List a run's attempts, newest first: fingerprint, where it resumed, which steps it repeats.
 
     `superseded` names the steps of an attempt that later attempts repeat: from `from_step` on, by
-    attempt `by`.
+    attempt `by`. `note` names the steps before an attempt that no attempt reported.
     """
     target = deps.finder.attempt(run)
     rows = deps.catalogue.described_attempts(target.run)
     repeated = superseded_steps(rows)
     listed = [{**attempt_row(row), "superseded": repeated[row["number"]]} for row in rows]
-    return Answer({"run": target.run, "also_live": target.also_live, **page.cut(listed)})
+    note = unreported_steps(deps.catalogue, rows)
+    heading = {"run": target.run, "also_live": target.also_live, "note": note}
+    return Answer({**heading, **page.cut(listed)})
 
 
 @router.get("/runs/{run}/metrics", response_model=models.NumberNames)
