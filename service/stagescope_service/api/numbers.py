@@ -115,8 +115,9 @@ def metrics(
     `open`: its numbers are assembled from what has arrived so far, and `missing` names the ranks
     that have not. With `rank`, `role`, `stage` or `round` the numbers are of that slice. Read
     `comparable` and `comparability` before you trust a number: `not measured` means that one
-    stream is a copy; `step_comparable` is the verdict of the whole step. `begun_again` names ranks
-    that repeated the step within the attempt: both passes count.
+    stream is a copy, or that a token is finite in neither; `step_comparable` is the verdict of the
+    whole step. `begun_again` names ranks that repeated the step within the attempt: both passes
+    count.
     """
     return Answer(metrics_of(deps, target, Slice(stage, role, rank), round))
 
@@ -296,16 +297,18 @@ def comparability_fields(result: Comparability | None) -> ComparabilityFields:
         "comparability": [
             {"code": check.name, "verdict": check.status, "text": check.text}
             for check in result.checks
-            if check.status != "ok" or (check.name == "bitwise_equal" and result.verdict == "exact")
+            if check.status != "ok"
+            or (check.name == "bitwise_equal" and result.verdict in ("exact", "not measured"))
         ],
     }
 
 
 def doubt(result: Comparability) -> str | None:
     """Return why a mismatch is not the engine's numerics alone, as a sentence; None where it is."""
-    if not result.suspects or result.verdict not in _DOUBTED:
+    if result.verdict not in _DOUBTED:
         return None
-    return f"the streams are {result.verdict}: {result.suspects[0].text}"
+    equal = (check for check in result.checks if check.name == "bitwise_equal")
+    return f"the streams are {result.verdict}: {next(iter((*result.suspects, *equal))).text}"
 
 
 def doubted_steps(deps: Dependencies, attempts: Mapping[int, int]) -> list[str]:

@@ -17,6 +17,7 @@ from stagescope_service.api.completeness import (
     ended,
 )
 from stagescope_service.api.encoding import JsonObject
+from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import (
     DescribedAttempt,
     ListedAttempt,
@@ -308,3 +309,41 @@ class Lineage:
         number = self.numbers[attempt_id]
         later = [each for each, resumed in self._resumed if each > number and resumed < step]
         return max(later, default=None)
+
+
+_NAMED_GAPS: Final = 5
+
+
+def unreported_steps(catalogue: Catalogue, attempts: Sequence[ListedAttempt]) -> str | None:
+    """Return which steps between two attempts of a run were never reported, as a sentence.
+
+    Of a run that reports every tenth step, ten steps between two attempts are none. None: there are
+    no such steps.
+
+    Args:
+        catalogue: of the attempts.
+        attempts: of one run.
+    """
+    texts: list[str] = []
+    before: ListedAttempt | None = None
+    for row in sorted(attempts, key=lambda row: row["number"]):
+        first, closed = row["first_step"], row["last_closed_step"]
+        if first is None:
+            continue
+        if before is not None and first > (before["last_closed_step"] or 0) + 1:
+            newest = [each["step"] for each in catalogue.steps(before["attempt_id"], limit=2)]
+            usual = newest[0] - newest[1] if len(newest) > 1 else 1
+            if newest and first - newest[0] > usual:
+                texts.append(
+                    f"{_range(newest[0] + 1, first - 1)} never reported: attempt {row['number']} "
+                    f"begins with {first}, after {newest[0]} of attempt {before['number']}"
+                )
+        if before is None or (closed or first) >= (before["last_closed_step"] or 0):
+            before = row
+    if len(texts) > _NAMED_GAPS:
+        texts = [f"{len(texts) - _NAMED_GAPS} more gaps earlier", *texts[-_NAMED_GAPS:]]
+    return "; ".join(texts) or None
+
+
+def _range(first: int, last: int) -> str:
+    return f"step {first} was" if first == last else f"steps {first} to {last} were"

@@ -19,7 +19,13 @@ from stagescope_service.api.dependencies import (
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import runs as models
 from stagescope_service.api.requests import Answer, PageOf
-from stagescope_service.api.rows import Lineage, attempt_row, run_row, superseded_steps
+from stagescope_service.api.rows import (
+    Lineage,
+    attempt_row,
+    run_row,
+    superseded_steps,
+    unreported_steps,
+)
 from stagescope_service.api.series import newest_metrics
 from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
@@ -47,13 +53,15 @@ def attempts(
     """List a run's attempts, newest first: fingerprint, where it resumed, which steps it repeats.
 
     `superseded` names the steps of an attempt that later attempts repeat: from `from_step` on, by
-    attempt `by`.
+    attempt `by`. `note` names the steps before an attempt that no attempt reported.
     """
     target = deps.finder.attempt(run)
     rows = deps.catalogue.described_attempts(target.run)
     repeated = superseded_steps(rows)
     listed = [{**attempt_row(row), "superseded": repeated[row["number"]]} for row in rows]
-    return Answer({"run": target.run, "also_live": target.also_live, **page.cut(listed)})
+    note = unreported_steps(deps.catalogue, rows)
+    heading = {"run": target.run, "also_live": target.also_live, "note": note}
+    return Answer({**heading, **page.cut(listed)})
 
 
 @router.get("/runs/{run}/metrics", response_model=models.NumberNames)
@@ -172,25 +180,27 @@ def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
 def _judge(deps: Dependencies, lineage: Lineage, row: StepNumbers) -> _StepVerdict:
     """Judge a step by its stored counts, or by its summary where an earlier release stored it."""
     tokens, masked, unequal = row["tokens"], row["masked_tokens"], row["unequal_tokens"]
-    verdict = row["verdict"]
+    verdict, suspects = row["verdict"], row["suspects"] or []
     if tokens is None or masked is None or unequal is None:
         measured = deps.step_summaries.measure(row["attempt_id"], row)
         cell = measured.summary.total
         tokens, masked, unequal = cell.tokens, cell.masked, unequal_tokens(cell)
         verdict = measured.comparability.verdict
+        suspects = [check.name for check in measured.comparability.suspects]
     judged = DIFFERS if unequal else EXACT if verdict == EXACT else NOT_MEASURED
     non_finite, number = masked - tokens, lineage.numbers[row["attempt_id"]]
     reason = None
     if judged == NOT_MEASURED:
-        reason = _why_not_measured(verdict, tokens, non_finite)
+        is_copy = verdict == NOT_MEASURED and "bitwise_equal" in suspects
+        reason = _why_not_measured(tokens, non_finite, is_copy=is_copy)
     return _StepVerdict(row["step"], number, judged, tokens, unequal, non_finite, reason)
 
 
-def _why_not_measured(verdict: str | None, tokens: int, non_finite: int) -> str:
-    """Return why a step without unequal tokens proves nothing, given its stored verdict."""
+def _why_not_measured(tokens: int, non_finite: int, *, is_copy: bool) -> str:
+    """Return why a step without unequal tokens proves nothing."""
     if not tokens:
         return _EMPTY
-    if verdict == NOT_MEASURED:
+    if is_copy:
         return _COPY
     return _REST_EQUAL if non_finite else _SUSPECT
 

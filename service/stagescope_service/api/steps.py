@@ -35,6 +35,7 @@ from stagescope_service.api.rows import (
     scalar_row,
     stage_row,
     step_row,
+    unreported_steps,
 )
 from stagescope_service.api.target import Target
 from stagescope_service.store.queries.overview import ListedStep
@@ -61,7 +62,7 @@ def steps(
 
     Without `attempt` the steps of every attempt are listed. `superseded_by` marks steps that a
     later attempt repeats, `begun_again` those that a process repeated within their attempt: both
-    passes count in their numbers.
+    passes count in their numbers. `note` names steps that no attempt reported.
     """
     target = deps.finder.attempt(run, attempt)
     step_rows, next_cursor = _page_of_steps(deps, target, page, attempt)
@@ -83,7 +84,9 @@ def steps(
         superseded = lineage.superseded_by(row)
         key = (row["attempt_id"], row["step"])
         rows.append(step_row(row, superseded, progress, gap_texts.get(key), repeated.get(key, [])))
-    return Answer({**target.heading(), "attempt": attempt, "rows": rows, "next": next_cursor})
+    note = unreported_steps(deps.catalogue, attempts)
+    heading = {**target.heading(), "attempt": attempt, "note": note}
+    return Answer({**heading, "rows": rows, "next": next_cursor})
 
 
 def _page_of_steps(

@@ -248,10 +248,10 @@ def _settings_causes(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause
 
 
 def _missing_data_causes(result: PairResult, dumps: tuple[Dump, Dump]) -> list[Cause]:
+    if result.verdict in _AGREE and OWN in (dumps[0].kind, dumps[1].kind):
+        return []  # sections that a run did not keep, or its export leaves out, change no number
     found: list[Cause] = []
     for side, dump in enumerate(dumps):
-        if result.verdict in _AGREE and dump.kind == OWN:
-            continue  # sections that a run did not keep change no number
         lost = [f for f in result.findings if f.kind == "missing" and f.side == side]
         broke_off = dump.about.get(BROKE_OFF)
         kinds = ("section",) if broke_off is None else ONE_SIDED_KINDS

@@ -170,7 +170,7 @@ class Registry:
             return process, []
         process.clock, process.node_id = clock, process.node_id or sender.node_id
         process.last_wall = max(process.last_wall, event.wall)
-        return process, [process_row(process, **_last_report_columns(process))]
+        return process, [process_row(process, **_last_report_columns(process, ours))]
 
     def _new_process(
         self,
@@ -209,7 +209,7 @@ class Registry:
         columns = {
             "first_wall": process.started,
             "lapsed_wall": None,
-            **_last_report_columns(process),
+            **_last_report_columns(process, ours),
         }
         columns |= {"finished_wall": event.wall} if late else {}
         return process, [*out, process_row(process, **columns)]
@@ -257,12 +257,15 @@ class Registry:
             out += [row for row in self._adopt(attempt, process) if row.table == "runs"]
         return [*out, attempt_row(attempt, **fingerprint_column(attempt))]
 
-    def bind(self, process: Process, step: int) -> tuple[Attempt | None, list[Instruction]]:
+    def bind(
+        self, process: Process, step: int, ours: float
+    ) -> tuple[Attempt | None, list[Instruction]]:
         """Bind a process to its attempt at the first step that it begins.
 
         A rank that restarts at a step which its attempt has closed begins a new attempt; the
         attempt that it left is returned, too. A process that existed when the step closed is only
-        late: the others of its start went on in that attempt.
+        late: the others of its start went on in that attempt. `ours` is the time of that step's
+        event on the service's clock.
         """
         attempt = self.attempt_of(process)
         was_open = self.may_leave(process)
@@ -270,14 +273,14 @@ class Registry:
         older = self._restarted(attempt, process, step)
         if older is None:
             return None, [*(self._adopt(attempt, process) if was_open else ())]
-        opened, out = self.open_restart(attempt, process.started)
+        opened, out = self.open_restart(attempt, min(_started_on_our_clock(process), ours))
         # Processes of the same start that reported before any of them began a step move as well.
         for other in [*attempt.processes.values()]:
             if other is process or self._came_with(attempt, other, older):
                 attempt.remove(other)
                 other.attempt_id = opened.attempt_id
                 opened.add(other)
-                opened.opened_wall = min(opened.opened_wall, other.started)
+                opened.opened_wall = min(opened.opened_wall, _started_on_our_clock(other))
                 out.append(process_row(other))
         return attempt, [*out, *self._adopt_again(attempt), *self._adopt_again(opened)]
 
@@ -371,6 +374,16 @@ def _last_sign(process: Process) -> float:
     return max(process.last_wall, process.last_contact, left or 0.0)
 
 
-def _last_report_columns(process: Process) -> dict[str, Json]:
+def _started_on_our_clock(process: Process) -> float:
+    return process.started + (process.clock[0] or 0.0)
+
+
+def _last_report_columns(process: Process, ours: float) -> dict[str, Json]:
+    """Return when a process was heard last, `ours` on the service's clock, and its own clock.
+
+    Of a sender of unknown offset it is stored as no later than it arrived. In memory it stays on
+    the sender's clock, as `started` with which it is compared.
+    """
     offset, error = process.clock
-    return {"last_wall": process.last_wall, "clock_offset": offset, "clock_error": error}
+    last = process.last_wall if offset is not None else min(process.last_wall, ours)
+    return {"last_wall": last, "clock_offset": offset, "clock_error": error}

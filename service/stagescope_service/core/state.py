@@ -218,7 +218,7 @@ class State:
         if process.bound or step is None:
             return []
         may_leave = self.registry.may_leave(process)
-        left, out = self.registry.bind(process, step)
+        left, out = self.registry.bind(process, step, wall)
         attempt = self.registry.attempt_of(process)
         if left is not None:
             for each in attempt.processes.values():

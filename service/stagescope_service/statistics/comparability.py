@@ -84,8 +84,8 @@ class Comparability:
     """All checks, and a verdict.
 
     'comparable'; 'exact': two producers agree in all tokens; 'not measured': the streams are equal
-    and one is a copy of the other, or their producers are unknown; 'suspect'; 'unknown': too few
-    tokens.
+    and one is a copy of the other, their producers are unknown, or a token is finite in neither;
+    'suspect'; 'unknown': too few tokens.
     """
 
     verdict: str
@@ -275,8 +275,8 @@ def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
         verdict = "not measured"
     elif suspects - ({"versions"} if are_equal(cell) else set()):
         verdict = "suspect"
-    elif are_equal(cell) and cell.masked == cell.tokens:
-        verdict = "exact"
+    elif are_equal(cell):
+        verdict = "exact" if cell.masked == cell.tokens else "not measured"
     else:
         verdict = "comparable" if cell.tokens >= ENOUGH else "unknown"
     return Comparability(verdict, tuple(checks))

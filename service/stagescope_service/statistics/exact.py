@@ -26,8 +26,8 @@ _LISTED: Final = 5
 
 
 def are_equal(cell: Cell) -> bool:
-    """Return whether the two streams are the same numbers in all of a cell's tokens."""
-    return cell.tokens > 0 and int(cell[Field.EQUAL]) == cell.tokens
+    """Return whether the two streams are the same numbers wherever either is finite."""
+    return cell.tokens > 0 and not unequal_tokens(cell)
 
 
 def bitwise_equal(
@@ -72,15 +72,16 @@ def bitwise_equal(
         else:
             sides = [", ".join(sorted({names[side] for names in found})) for side in (0, 1)]
             text = (
-                f"two producers computed them{where} ({p}: {sides[0]}; {q}: {sides[1]}): exact, "
-                f"proved on {proved} tokens"
+                f"two producers computed them{where} ({p}: {sides[0]}; {q}: {sides[1]}): "
+                f"{'' if cell.masked > cell.tokens else 'exact, '}proved on {proved} tokens"
             )
         clauses.append(text)
     text = f"{p} and {q} are the same numbers in all {cell.tokens} tokens, and "
     text += "; ".join(clauses)
     is_exact = [*origins] == [TWO_PRODUCERS]
-    if is_exact and cell.masked > cell.tokens:
-        text += f", but for {cell.masked - cell.tokens} more that are not finite"
+    if neither := cell.masked - cell.tokens:
+        text += f"; {neither} more {'is' if neither == 1 else 'are'} finite in neither stream"
+        text += ", so it was not measured" if is_exact else ""
     return Check("bitwise_equal", "ok" if is_exact else "suspect", text, {"share": share, **tokens})
 
 

@@ -371,10 +371,14 @@ class _TokenAccounting:
         summary, part = record.full_summary, record.part
         places = self._identities.places_of(record.key, summary)
         cover = summary.sequences.cover
-        firsts = cover[np.searchsorted(cover[:, 0], np.arange(len(places))), 1].tolist()
+        bounds = np.searchsorted(cover[:, 0], np.arange(len(places) + 1))
         found = None
-        for place, first, values in zip(places, firsts, summary.sequences.values, strict=True):
-            piece = (place.sample, first + place.shift, record.cp_rank)
+        for index, (place, values) in enumerate(zip(places, summary.sequences.values, strict=True)):
+            # Sums of other tokens of the sample differ without a difference in what both hold.
+            runs = cover[bounds[index] : bounds[index + 1], 1:] + place.shift
+            if place.dropped:
+                found = found or self._holders[(*record.group, part)].key
+            piece = (place.sample, runs.tobytes(), record.cp_rank)
             key = (*piece, record.role, part.epoch, part.occurrence)
             content, owner = self._sampled.setdefault(key, (values.tobytes(), record.key))
             if owner != record.key and content != values.tobytes():

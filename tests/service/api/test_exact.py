@@ -145,9 +145,19 @@ def test_a_token_that_is_no_number_is_not_exact(live: Service, both: bool) -> No
         rank.begin("rollout_generate", 3)
     found = Exact(live.get("/exact"))
     verdicts = [(row["verdict"], row["unequal"], row["non_finite"]) for row in found["rows"]]
-    assert live.get("/steps/2/metrics")["comparable"] != "exact"
+    answer = live.get("/steps/2/metrics")
+    assert answer["comparable"] == ("not measured" if both else "suspect")
+    by_rank = [row["comparable"] for row in live.get("/steps/2/ranks")["rows"]]
+    assert by_rank == ["exact", answer["comparable"]]
+    series = live.get("/series", metric="training/rollout_probs_diff_mean")
+    assert series["comparable"][:2] == by_rank
     reported = findings(live, 2)
     if both:
+        texts = {check["code"]: check["text"] for check in answer["comparability"]}
+        assert answer["cause"] is None
+        assert texts["bitwise_equal"].endswith(
+            "proved on 87 tokens; 1 more is finite in neither stream, so it was not measured"
+        )
         assert verdicts == [("exact", 0, 0), ("not measured", 0, 1)]
         assert found.text.endswith("(1 token is finite in neither stream; the others are equal)")
         assert "not_exact" not in reported
@@ -158,6 +168,17 @@ def test_a_token_that_is_no_number_is_not_exact(live: Service, both: bool) -> No
     assert "sample-6 of actor rank 1, round 1, token 7: -1.0 against nan" in found.text
     assert "sample-6 of actor rank 1, round 1, token 7" in reported["not_exact"]["message"]
     assert "1 of 88 tokens" in reported["not_exact"]["message"]
+
+
+def test_a_copy_with_a_value_that_one_stream_lacks_differs_in_every_answer(live: Service) -> None:
+    rank = Rank(live, world_size=1)
+    sent = handed(1, 0)
+    set_tokens(sent, (2, 7), np.nan, -1.0)
+    rank.stage(LOG_PROB, 1, sent)
+    rank.begin(LOG_PROB, 2)
+    assert [row["verdict"] for row in live.get("/exact")["rows"]] == ["differs"]
+    answer = live.get("/steps/1/metrics")
+    assert (answer["comparable"], answer["cause"]) == ("suspect", "coverage")
 
 
 def bitwise(live: Service, *ranks: dict[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,30 @@ def resumed(live: Service) -> None:
     train(live, range(5, 6), key="second", start=2_000.0, resumed_from_step=4)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "note"),
+    [
+        (range(1, 7), range(21, 23),
+         "steps 7 to 20 were never reported: attempt 2 begins with 21, after 6 of attempt 1"),
+        (range(1, 7), range(8, 10),
+         "step 7 was never reported: attempt 2 begins with 8, after 6 of attempt 1"),
+        (range(1, 7), range(7, 9), None),
+        (range(1, 7), range(4, 6), None),
+        (range(10, 40, 10), range(40, 60, 10), None),
+    ],
+)  # fmt: skip
+def test_steps_between_two_attempts_that_neither_reported_are_named(
+    first: range, second: range, note: str | None, live: Service
+) -> None:
+    train(live, first, key="first")
+    train(live, second, key="second", start=2_000.0)
+    assert live.get("/runs/r/attempts")["note"] == note
+    assert live.get("/steps")["note"] == note
+    assert live.tokens is not None
+    with attach(live.server.url, token=live.tokens.read) as session:
+        assert note is None or note in " ".join(str(session.attempts("r")).split())
+
+
 class TestRuns:
     def test_last_active_first_with_the_newest_attempt(self, live: Service) -> None:
         train(live, range(1, 3), run="old", start=1_000.0)

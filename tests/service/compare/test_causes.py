@@ -11,9 +11,10 @@ from tests.support.dump_files import nexrl_directory
 from tests.support.memory_dumps import MemoryDump, batch, record, split
 
 from stagescope.wire.errors import InvalidInput
+from stagescope_service.compare.causes import likely_causes
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.flow import STATIONS, sort_key, station
-from stagescope_service.compare.results import PairResult
+from stagescope_service.compare.results import PairResult, Verdict
 from stagescope_service.compare.tolerances import Tolerances, severity
 from stagescope_service.dumps.discover import open_dump
 
@@ -97,6 +98,15 @@ def test_settings_that_differ_come_first() -> None:
     other.about = {"settings": {"rollout": {"temperature": 0.7, "seed": 1}, "lr": 1e-6}}
     first = pair(one, other).causes[0]
     assert first.evidence == "rollout.temperature: 1.0 and 0.7"
+
+
+@pytest.mark.parametrize("kind", ["own", "nexrl"])
+def test_what_one_side_alone_has_is_no_cause_where_the_rest_agrees(kind: str) -> None:
+    one, other = losses(loss=1.0), dataclasses.replace(losses(loss=1.0), kind=kind)
+    one.records.append(record("entropy", {"entropy": np.ones((1, 3))}))
+    agrees = dataclasses.replace(pair(one, other), verdict=Verdict.SAME)
+    assert "entropy" in [each.section for each in agrees.findings if each.kind == "section"]
+    assert likely_causes(agrees, (one, other))[0] == ()
 
 
 def test_missing_sections_name_the_options_that_write_them(tmp_path: Path) -> None:

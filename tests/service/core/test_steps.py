@@ -59,7 +59,7 @@ def test_a_step_has_the_services_clock_and_not_that_of_its_senders(
 ) -> None:
     state, rank = State(), Rank(started=1000.0 + ahead)
     sender = dataclasses.replace(rank.sender, clock_offset=offset)
-    found: dict[str, dict[str, Any]] = {"attempts": {}, "steps": {}}
+    found: dict[str, dict[str, Any]] = {"attempts": {}, "steps": {}, "processes": {}}
     for said in (rank.hello(world_size=1), *rank.work(1), rank.finish()):
         for put in state.handle(sender, said.event, 0.0, arrived=said.event.wall - ahead):
             if isinstance(put, Put) and put.table in found:
@@ -68,8 +68,24 @@ def test_a_step_has_the_services_clock_and_not_that_of_its_senders(
     times = [attempt["opened_wall"], step["opened_wall"], step["closed_wall"]]
     assert times == sorted(times)
     assert all(1000.0 <= wall < 1100.0 for wall in times)
+    assert 1000.0 <= found["processes"]["last_wall"] + (offset or 0.0) < 1100.0
     if offset is not None:
         assert attempt["ended_wall"] == pytest.approx(step["closed_wall"])
+
+
+@pytest.mark.parametrize(("offset", "ahead"), [(-3600.0, 3600.0), (None, 3600.0)])
+def test_a_restart_is_dated_by_the_services_clock(offset: float | None, ahead: float) -> None:
+    state = State()
+    opened: dict[int, float] = {}
+    for started in (1000.0, 1050.0):
+        rank = Rank(started=started + ahead)
+        sender = dataclasses.replace(rank.sender, clock_offset=offset)
+        for said in (rank.hello(world_size=1), *rank.work(1), *rank.work(2), *rank.work(3)):
+            for put in state.handle(sender, said.event, 0.0, arrived=said.event.wall - ahead):
+                if isinstance(put, Put) and put.table == "attempts":
+                    opened[put.row["number"]] = put.row["opened_wall"]
+    assert [*opened] == [1, 2]
+    assert 1000.0 <= opened[1] < 1050.0 <= opened[2] < 1100.0
 
 
 def test_who_never_begins_a_step_holds_none_open(bench: Bench) -> None:

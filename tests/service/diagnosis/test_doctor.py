@@ -726,6 +726,40 @@ def test_what_the_later_attempt_resumed_from_is_found_with_its_attempt(live: Ser
     assert row["for"][-1].startswith("no longer in force, of attempt 1, since step 6: ")
 
 
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("sample_ids_contradict", "ids_contradict"),
+        ("superseded_work", "work_superseded"),
+        ("rounds_fragmented", "pieces_unplaced"),
+        ("tokens_unaccounted", "tokens_unaccounted"),
+    ],
+)
+def test_a_finding_is_evidence_of_what_it_says_alone(kind: str, rule: str, live: Service) -> None:
+    train(live, kind, steps=range(1, 6))
+    put = finding(
+        kind,
+        "said so",
+        run=kind,
+        attempt_id=live.catalogue.attempts(kind)[0]["attempt_id"],
+        step=5,
+        wall=1.0,
+    )
+    write(live.store, put)
+    rows = rows_of(live, kind)
+    assert found_in(rows) == {rule}
+    assert rows[rule]["for"] == ["said so"]
+
+
+def test_a_killed_rank_that_did_its_step_again_does_not_contradict_its_ids(live: Service) -> None:
+    Rank(live, run="again", world_size=1).stage(STAGE, 1)
+    Rank(live, run="again", world_size=1, incarnation="second", start=2_000.0).stage(STAGE, 1)
+    rows = rows_of(live, "again")
+    assert "superseded_work" in {row["kind"] for row in live.get("/findings?run=again")["rows"]}
+    assert rows["ids_contradict"]["verdict"] == "not found"
+    assert rows["work_superseded"]["verdict"] == "found"
+
+
 def test_steps_that_nobody_reported_are_found(live: Service) -> None:
     train(live, "gap", steps=range(1, 6))
     train(live, "gap", steps=range(21, 26), key="a2", start=9_000.0)

@@ -94,6 +94,29 @@ def test_a_replica_with_other_numbers_is_named() -> None:
     assert_same(step_summary.summary, summarise(rows_of(streams, [0, 1])))
 
 
+def test_a_piece_beside_a_copy_of_the_whole_sample_does_not_differ_from_it() -> None:
+    p, q, mask = make(3)
+    mask[:] = 1
+
+    def piece(key: str, rank: int, first: int, last: int, moved: float = 0.0) -> PartRecord:
+        columns = slice(first, last)
+        batch = batch_of(
+            p[:, columns] + moved, q[:, columns], mask[:, columns], samples=SAMPLES,
+            positions=np.tile(np.arange(first, last), (ROWS, 1)),
+            round_ids=np.zeros((ROWS, last - first), np.int64),
+        )  # fmt: skip
+        return record(key, batch, rank)
+
+    pieces = [piece("left", 0, 0, 70), piece("right", 1, 70, WIDTH)]
+    step_summary = assemble([*pieces, piece("all", 2, 0, WIDTH)])
+    assert step_summary.total.tokens == mask.sum()
+    assert step_summary.left_out == {"all": "repeated"}
+    assert not step_summary.differing
+    # Of the same tokens it is said.
+    again = assemble([*pieces, piece("again", 2, 0, 70, -1e-3)])
+    assert again.differing == (("again", "left"),)
+
+
 def test_without_sample_ids_the_layout_decides() -> None:
     streams = make()
 

@@ -83,7 +83,8 @@ Comparable = Annotated[
     str,
     Field(
         description="Whether the two streams can be compared: `comparable`, `exact`, `suspect`, "
-        "`not measured` (equal, and one may be a copy), `unknown` (too few tokens).",
+        "`not measured` (equal, and one may be a copy or a token is finite in neither), `unknown` "
+        "(too few tokens).",
         examples=["comparable"],
     ),
 ]

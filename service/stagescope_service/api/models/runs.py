@@ -97,6 +97,9 @@ class AttemptRow(Model):
 class Attempts(RunHeading, Page[AttemptRow]):
     """A run's attempts, newest first."""
 
+    note: str | None
+    """Which steps between two attempts were never reported; null: there are none."""
+
 
 class NumberName(Model):
     """A number that a run has over its steps."""
@@ -143,6 +146,9 @@ class StepRow(Model):
 
 class Steps(ScopeHeading, Page[StepRow]):
     """A run's steps, newest first."""
+
+    note: str | None
+    """Which steps between two attempts were never reported; null: there are none."""
 
 
 # --- one number over the steps ------------------------------------------------------------
