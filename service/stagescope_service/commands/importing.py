@@ -190,7 +190,8 @@ def import_dump(
         senders.add(batch.sender)
         problems += [_unread(each) for each in batch.problems]
         for payload in batch.payloads.values():
-            left_out |= {name: str(why) for name, why in mapping(payload["meta"], "left_out").items()}
+            named = mapping(payload["meta"], "left_out")
+            left_out |= {name: str(why) for name, why in named.items()}
         answer = session.send(batch.sender, batch.events, batch.payloads)
         reasons = [*answer.refused.items(), *answer.refused_in_part.items()]
         refused += [Refusal(seq=seq, reason=reason) for seq, reason in reasons]

@@ -4,8 +4,8 @@ Read in OpenRLHF 0.11.0, nothing of it was run: it needs DeepSpeed on a GPU. A g
 call of `ppo_train`, numbered as OpenRLHF logs it: the first is 1, later ones go on from the
 checkpoint that was loaded, and `critic.freezing_steps` without an actor's update are counted too.
 
-Every tensor of an `Experience` is as wide as `action_mask`, one less than `sequences`: index t is of
-token t + 1. `action_log_probs` are the trainer's before the update. OpenRLHF's agents fill in 0.0
+Every tensor of an `Experience` is as wide as `action_mask`, one less than `sequences`: index t is
+of token t + 1. `action_log_probs` are the trainer's before the update. OpenRLHF's agents fill in 0.0
 where the engine gave no log-prob: a stream of nothing else is left out and named; single zeros are
 recorded as they are, and the service names them where the trainer's log-prob is far from them.
 """
@@ -42,7 +42,13 @@ _ROLE_FOLDER: Final = "_actor"
 def patches() -> list[Patch]:
     """Return the patches of the actor's trainer, and of the strategy that loads a checkpoint."""
     return [
-        Patch(_ACTOR, "ActorPPOTrainer.ppo_train", wrap_ppo_train, "the number of a step", since="0.6"),
+        Patch(
+            _ACTOR,
+            "ActorPPOTrainer.ppo_train",
+            wrap_ppo_train,
+            "the number of a step",
+            since="0.6",
+        ),
         Patch(
             _ACTOR,
             "ActorPPOTrainer.training_step",
@@ -64,7 +70,7 @@ def patches() -> list[Patch]:
             "the step of the checkpoint that a training resumes",
             since="0.6",
         ),
-    ]  # fmt: skip
+    ]
 
 
 @dataclasses.dataclass
@@ -126,7 +132,7 @@ def probe_of(trainer: Any) -> Probe:
 
 
 def _data_rank(strategy: Any) -> int | None:
-    """Return the rank in the data-parallel group: ring attention and TP ranks hold the same rows."""
+    """Return the data-parallel rank: ranks of ring attention and TP hold the same rows."""
     mesh = getattr(strategy, "ds_device_mesh", None)
     try:
         return None if mesh is None else int(mesh["dp"].get_local_rank())
@@ -195,7 +201,7 @@ def wrap_ppo_train(function: Function) -> Function:
 
 
 def wrap_training_step(function: Function) -> Function:
-    """Wrap `training_step`: a micro-batch of `actor_update`, with the streams in the first epoch."""
+    """Wrap `training_step`: a micro-batch of `actor_update`; the first epoch has the streams."""
 
     @functools.wraps(function)
     def run(

@@ -46,6 +46,9 @@ class Integration:
 INTEGRATIONS: Final = (
     Integration("verl", "verl", f"{_HERE}.verl.plugin", "verl", attaches_itself=True),
     Integration("trl", "trl", f"{_HERE}.trl", "trl"),
+    Integration("skyrl", "skyrl", f"{_HERE}.skyrl", "skyrl"),
+    Integration("openrlhf", "openrlhf", f"{_HERE}.openrlhf", "openrlhf"),
+    Integration("nemo-rl", "nemo_rl", f"{_HERE}.nemo_rl", "nemo-rl"),
     Integration("ray", "ray", f"{_HERE}.ray_jobs", "ray"),
 )
 

@@ -120,7 +120,7 @@ def _unstable(entries: Sequence[DumpEntry]) -> list[Problem]:
     steps = {entry.path.parent: entry for entry in entries}
     found: list[Problem] = []
     for directory, entry in sorted(steps.items()):
-        others = [each for each in directory.parent.glob(f"step_*/{STABLE}")]
+        others = any(directory.parent.glob(f"step_*/{STABLE}"))
         if others and not (directory / STABLE).exists():
             found.append(
                 Problem(

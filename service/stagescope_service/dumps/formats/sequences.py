@@ -1,7 +1,7 @@
 """Rows of whole sequences, prompt included, as the responses that other formats have.
 
 NeMo-RL and prime-rl write every per-token value for the whole sequence, index t of token t. A
-response begins at the first token that the mask selects; what is before it is the prompt. Statistics
+response begins at the first token that the mask selects; what is before is the prompt. Statistics
 need `response_mask` as wide as the streams, and samples pair with those of formats that have
 responses alone.
 """
@@ -61,6 +61,7 @@ class SequenceRow:
 
     @property
     def prompt(self) -> list[int]:
+        """The tokens before the response."""
         return self.tokens[: self.begin]
 
 
@@ -75,7 +76,8 @@ def response_tensors(rows: Sequence[SequenceRow]) -> dict[str, WireTensor]:
         "prompts": _ragged("prompts", (row.prompt for row in rows)),
         "responses": _ragged("responses", (row.tokens[row.begin :] for row in rows)),
         "response_mask": _ragged(
-            "response_mask", ([int(one and row.counts) for one in row.mask[row.begin :]] for row in rows)
+            "response_mask",
+            ([int(one and row.counts) for one in row.mask[row.begin :]] for row in rows),
         ),
     }  # fmt: skip
     for name in names:
@@ -91,7 +93,7 @@ def response_tensors(rows: Sequence[SequenceRow]) -> dict[str, WireTensor]:
 
 
 def prompt_ids(rows: Sequence[SequenceRow]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (group_ids, sample_ids): a hash of the prompt's tokens, and the count among its own."""
+    """Return group_ids, hashes of the prompts, and sample_ids: how many of it came before."""
     groups = tuple(_hash(row.prompt) for row in rows)
     seen: Counter[str] = Counter()
     samples: list[str] = []
