@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -42,7 +41,7 @@ class Dialect:
     producers: Mapping[str, str]
     rolled: frozenset[str] = frozenset()
     zero_is_missing: frozenset[str] = frozenset()
-    metrics: Mapping[str, tuple[str, float]] = MappingProxyType({})
+    metrics: Mapping[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
 
 
 _ROLLOUT: Final = {"rollout_log_probs": "rollout"}

@@ -113,9 +113,7 @@ def wrap_algorithm(function: Function) -> Function:
     def begin(args: Any, kwargs: Any) -> None:
         given = parameters.bind(*args, **kwargs).arguments
         config = given.get("master_config")
-        saved = next(
-            (value for name, value in given.items() if name.endswith("_save_state")), None
-        )
+        saved = next((value for name, value in given.items() if name.endswith("_save_state")), None)
         counts = [lookup(saved, name) for name in ("total_steps", "current_step")]
         # The asynchronous algorithm counts `current_step` alone, over all epochs.
         is_async = function.__name__.startswith("async")

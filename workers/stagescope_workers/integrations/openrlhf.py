@@ -5,9 +5,9 @@ call of `ppo_train`, numbered as OpenRLHF logs it: the first is 1, later ones go
 checkpoint that was loaded, and `critic.freezing_steps` without an actor's update are counted too.
 
 Every tensor of an `Experience` is as wide as `action_mask`, one less than `sequences`: index t is
-of token t + 1. `action_log_probs` are the trainer's before the update. OpenRLHF's agents fill in 0.0
-where the engine gave no log-prob: a stream of nothing else is left out and named; single zeros are
-recorded as they are, and the service names them where the trainer's log-prob is far from them.
+of token t + 1. `action_log_probs` are the trainer's before the update. OpenRLHF's agents fill in
+0.0 where the engine gave no log-prob: a stream of nothing else is left out and named; single zeros
+are recorded as they are, and the service names them where the trainer's are far from them.
 """
 
 from __future__ import annotations

@@ -113,9 +113,7 @@ def plain_list(value: FileValue) -> list[FileValue]:
 
 def numbers(values: Iterable[FileValue]) -> tuple[list[float], int]:
     """Return numbers in which a missing one is nan, and how many were missing."""
-    found = [
-        float(value) if isinstance(value, bool | int | float) else NAN for value in values
-    ]
+    found = [float(value) if isinstance(value, bool | int | float) else NAN for value in values]
     return found, sum(value != value for value in found)
 
 
