@@ -76,6 +76,8 @@ class Training:
         self._probe: Probe | None = None
         self._feed: MetricsFeed | None = None
         self._last = 0
+        self.recorded = 0
+        """The last step whose streams were recorded."""
         self.resumed = 0
         """The global step of the checkpoint, as far as the callback was told."""
         self.ids: dict[str, Any] = {}
@@ -249,6 +251,17 @@ def make_callback(base: type) -> Any:
             with guarded("the start of a training"):
                 training(trainer).resumed = int(callback_input.global_step)
 
+        def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
+            with guarded("streams and samples"):
+                found, batch = training(trainer), callback_input.batch
+                # A subclass may have a forward pass of its own.
+                if batch is not None and found.recorded != int(callback_input.global_step):
+                    stage = found.stage("actor_compute_log_prob")
+                    stage.begin()
+                    record_batch(trainer, stage, batch)
+                    stage.end()
+                    found.want(found.recorded)
+
         def on_log(self, trainer: Any, callback_input: Any, control: Any) -> None:
             with guarded("scalars"):
                 found, logs = training(trainer), callback_input.logs
@@ -337,14 +350,20 @@ def wrap_forward(function: Function) -> Function:
             batch = function(trainer, *args, **kwargs)
             with guarded("streams and samples"):
                 if stage is not None:
-                    found = training(trainer)
-                    found.ids = samples(batch)
-                    stage.record({**_streams_of(trainer, batch), **found.ids})
+                    record_batch(trainer, stage, batch)
         with guarded("numbers for the log"):
             training(trainer).want(training(trainer).step)
         return batch
 
     return run
+
+
+def record_batch(trainer: Any, stage: Stage, batch: Any) -> None:
+    """Record the streams, the rewards and the ids of a batch."""
+    found = training(trainer)
+    found.ids = samples(batch)
+    stage.record({**_streams_of(trainer, batch), **found.ids})
+    found.recorded = found.step
 
 
 def _streams_of(trainer: Any, batch: Any) -> dict[str, Any]:
