@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.support.api import Service, service
 
+from stagescope_workers import finish
 from stagescope_workers.integrations import skyrl
 
 PROMPT, WIDTH = 3, 6
@@ -199,11 +200,11 @@ def test_a_training_is_reported_exactly(live: Service, trainers: tuple[Any, Any]
             if mask.any()
         ]  # fmt: skip
         assert answer["metrics"]["train_rollout_logprob_abs_diff"] == pytest.approx(np.mean(means))
-        stages = {row["stage"] for row in live.get(f"/steps/{step}/stages", run="r")["stages"]}
+        stages = {row["stage"] for row in live.get(f"/steps/{step}/stages", run="r")["rows"]}
         assert stages == {"rollout_generate", "actor_compute_log_prob", "actor_update"}
-    rows = live.get("/steps/2/scalars", run="r")["scalars"]
+    rows = live.get("/steps/2/scalars", run="r")["rows"]
     assert {row["name"]: row["value"] for row in rows} == {"policy/loss": 1.0, "policy_loss": 1.0}
-    samples = live.get("/steps/2/samples", run="r")["samples"]
+    samples = live.get("/steps/2/samples", run="r")["rows"]
     assert {row["sample_uid"] for row in samples} == {"a-0", "a-1", "b-0", "b-1"}
 
 
@@ -252,6 +253,7 @@ def test_what_fails_here_fails_as_without(
     monkeypatch.setattr(RayPPOTrainer, "fails", True)
     with pytest.raises(RuntimeError, match="out of memory"):
         asyncio.run(trainers[0](config("fails")).train())
+    finish(10, run="fails")
     monkeypatch.setattr(RayPPOTrainer, "fails", False)
     monkeypatch.setattr(skyrl, "responses", lambda data: 1 / 0)
     monkeypatch.setattr(skyrl, "init", lambda *args, **kwargs: 1 / 0)
