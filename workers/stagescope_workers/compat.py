@@ -195,7 +195,7 @@ def read_batch(batch: Mapping[str, Tensor], trainer: str) -> dict[str, object]:
         found[ours] = _unroll(values) if name in dialect.rolled else values
     producers = {name: who for name, who in dialect.producers.items() if name in found}
     why = f"0.0 in every token, which {trainer} writes where it has no value"
-    left_out = {name: f"{why}: it is not measured" for name in absent}
+    left_out = dict.fromkeys(absent, f"{why}: it is not measured")
     missing = {"missing_streams": absent, "left_out": left_out} if absent else {}
     return {**found, "producers": producers, **missing}
 

@@ -21,7 +21,11 @@ from stagescope_workers.integrations.registry import integration
 CONTRACTS: Final[dict[str, Any]] = json.loads(
     Path(__file__).with_name("fakes").joinpath("contracts.json").read_text()
 )
-MORE_CALLS: Final = {"nemo_rl.algorithms.grpo_sync", "nemo_rl.algorithms.ppo", "nemo_rl.models.policy.lm_policy"}
+MORE_CALLS: Final = {
+    "nemo_rl.algorithms.grpo_sync",
+    "nemo_rl.algorithms.ppo",
+    "nemo_rl.models.policy.lm_policy",
+}
 """Modules whose functions are patched by name alone: their arguments are handed on as they are."""
 
 

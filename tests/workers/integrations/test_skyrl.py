@@ -67,7 +67,6 @@ def batch(step: int, *, rollout: bool = True, stepwise: bool = False, padding: i
 class RayPPOTrainer:
     """What of SkyRL's trainer is patched."""
 
-    how: dict[str, Any] = {}
     skips_forward = False
     fails = False
 
@@ -92,7 +91,9 @@ class RayPPOTrainer:
     @torch.no_grad()
     def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
         q = training_input["rollout_logprobs"]
-        noise = torch.tensor(np.random.default_rng(7).normal(0, 0.1, (len(training_input["sequences"]), WIDTH)))
+        noise = torch.tensor(
+            np.random.default_rng(7).normal(0, 0.1, (len(training_input["sequences"]), WIDTH))
+        )
         old = None if self.skips_forward else ((0.0 if q is None else q) + noise).float()
         training_input["action_log_probs"] = old
         return training_input
@@ -107,7 +108,7 @@ class RayPPOTrainer:
         self._fire("on_log", logs={"eval/score": 1.0})
         for step in (1, 2):
             self.global_step = step
-            data = await self.generate(batch(step, **self.how))
+            data = await self.generate(batch(step))
             data = self.fwd_logprobs_values_reward(data)
             data["advantages"] = torch.ones(data["loss_mask"].shape)
             data.pop("rewards")
