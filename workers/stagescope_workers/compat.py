@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -42,7 +41,7 @@ class Dialect:
     producers: Mapping[str, str]
     rolled: frozenset[str] = frozenset()
     zero_is_missing: frozenset[str] = frozenset()
-    metrics: Mapping[str, tuple[str, float]] = MappingProxyType({})
+    metrics: Mapping[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
 
 
 _ROLLOUT: Final = {"rollout_log_probs": "rollout"}
@@ -129,7 +128,8 @@ DIALECTS: Final[Mapping[str, Dialect]] = {
     "prime_rl": Dialect(
         columns={
             "token_ids": "responses", "loss_mask": "response_mask",
-            "inference_logprobs": "rollout_log_probs", "trainer_logprobs": "old_log_probs",
+            # Of the update's own pass: all micro-steps have the weights that the step began with.
+            "inference_logprobs": "rollout_log_probs", "trainer_logprobs": "log_probs",
             "entropy": "entropy", "advantages": "advantages",
         },
         producers=_BOTH,
@@ -173,8 +173,8 @@ def read_batch(batch: Mapping[str, Tensor], trainer: str) -> dict[str, object]:
 
     Returns:
         The columns, `producers` of the streams among them. A stream whose tokens under the mask are
-        all 0.0, where the trainer writes 0.0 for a missing value, is left out, and
-        `missing_streams` names it.
+        all 0.0, where the trainer writes 0.0 for a missing value, is left out: `missing_streams`
+        names it, and `left_out` says why.
 
     Raises:
         InvalidInput: an unknown trainer, or two columns of one name.
@@ -196,7 +196,9 @@ def read_batch(batch: Mapping[str, Tensor], trainer: str) -> dict[str, object]:
             continue
         found[ours] = _unroll(values) if name in dialect.rolled else values
     producers = {name: who for name, who in dialect.producers.items() if name in found}
-    missing = {"missing_streams": absent} if absent else {}
+    why = f"0.0 in every token, which {trainer} writes where it has no value"
+    left_out = dict.fromkeys(absent, f"{why}: it is not measured")
+    missing = {"missing_streams": absent, "left_out": left_out} if absent else {}
     return {**found, "producers": producers, **missing}
 
 

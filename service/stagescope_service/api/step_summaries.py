@@ -229,6 +229,8 @@ class StepSummaries:
         if not reason and all(names & tensors for tensors in _TENSORS_OF_SIDES):
             reason = "both streams were handed over, by different payloads, and are not joined"
         reason = reason or "no rank has handed over both streams"
+        for name, why in _left_out(rows).items():
+            reason += f"; {name} is left out: {why}"
         described = "; ".join(
             f"in {stage}: {', '.join(sorted(each)[:_NAMES_LISTED]) or 'no tensor'}"
             for stage, each in sorted(recorded.items())
@@ -269,6 +271,17 @@ def _recorded_tensors(payloads: Iterable[PayloadRow]) -> dict[str, list[str]]:
         names = by_stage.setdefault(row["stage"], {})
         names.update(dict.fromkeys(map(str, row["tensors"] or ())))
     return {stage: list(names) for stage, names in by_stage.items()}
+
+
+def _left_out(payloads: Iterable[PayloadRow]) -> dict[str, str]:
+    """Return stream's tensor -> why it was left out, as its trainer or its dump says."""
+    found: dict[str, str] = {}
+    for row in payloads:
+        named = (row["meta"] or {}).get("left_out")
+        if isinstance(named, Mapping):
+            streams = [*STREAM_TENSORS.values()]
+            found |= {name: f"{named[name]:.300}" for name in streams if name in named}
+    return found
 
 
 def _of_summary_stage(parts: Sequence[PartRecord]) -> list[PartRecord]:

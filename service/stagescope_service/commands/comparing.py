@@ -118,8 +118,8 @@ def compare(
     """Whether two or three dumps are the same, and where they differ first.
 
     A side is a directory or a file of any format that is read (kept files, a batch, NexRL, slime,
-    AReaL, verl), or RUN[@ATTEMPT][:STEP] of a running service. Every rank, microbatch and
-    trajectory that a side has is compared; rows pair by sample.
+    AReaL, NeMo-RL, prime-rl, verl), or RUN[@ATTEMPT][:STEP] of a running service. Every rank,
+    microbatch and trajectory that a side has is compared; rows pair by sample.
 
     Exit status: 0 same or within noise, 1 different, 2 could not be compared.
     """

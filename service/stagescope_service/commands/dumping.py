@@ -71,8 +71,8 @@ def export(
 ) -> None:
     """Write a dump in NexRL's layout, for scripts that were made for NexRL's files.
 
-    SOURCE is a directory or file of this project, NexRL, slime, AReaL, verl or msprobe; OUT a new
-    directory. What NexRL's layout has no place for is listed.
+    SOURCE is a directory or file of this project, NexRL, slime, AReaL, NeMo-RL, prime-rl,
+    verl or msprobe; OUT a new directory. What NexRL's layout has no place for is listed.
     """
     try:
         from stagescope_service.dumps.discover import open_dump

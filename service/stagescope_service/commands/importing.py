@@ -55,6 +55,8 @@ class ImportReport(TypedDict):
         operators: ranks' dumps of msprobe's whose statistics became tables.
         problems: files that could not be read.
         refused: what the service refused.
+        left_out: name -> why values in the files are no values of that name, such as zeros that
+            stand for a missing stream.
     """
 
     run: str
@@ -67,6 +69,7 @@ class ImportReport(TypedDict):
     operators: int
     problems: list[UnreadFile]
     refused: list[Refusal]
+    left_out: dict[str, str]
 
 
 @click.command("import")
@@ -107,7 +110,8 @@ def import_directory(
 ) -> None:
     """Register a directory of dumps as a run, so that every command works on it.
 
-    Dumps of this project, NexRL (self-hosted, remote API, Weaver), slime, AReaL, verl and msprobe.
+    Dumps of this project, NexRL (self-hosted, remote API, Weaver), slime, AReaL, NeMo-RL, prime-rl,
+    verl and msprobe.
     The files are read here and sent to the service, which keeps what it needs. The same directory
     again, into the same run, counts once and says "nothing new"; one that grew becomes the run's
     next attempt. A run that is not of this directory is left alone, unless --new-attempt is given:
@@ -164,6 +168,7 @@ def import_dump(
     """
     from stagescope_service.dumps.formats.msprobe_directory import rank_dumps
     from stagescope_service.dumps.importing import copy_operator_dumps, import_events, import_key
+    from stagescope_service.dumps.records import mapping
 
     found = rank_dumps(dump, step=step)
     if not dump.entries and not found:
@@ -179,10 +184,14 @@ def import_dump(
     senders: set[tuple[object, ...]] = set()
     problems = [_unread(each) for each in dump.problems]
     refused: list[Refusal] = []
+    left_out: dict[str, str] = {}
     operators = copy_operator_dumps(found, run, key, _data_dir(session) if found else None)
     for batch in import_events(dump, run, key, keep=KEEP, operators=operators):
         senders.add(batch.sender)
         problems += [_unread(each) for each in batch.problems]
+        for payload in batch.payloads.values():
+            named = mapping(payload["meta"], "left_out")
+            left_out |= {name: str(why) for name, why in named.items()}
         answer = session.send(batch.sender, batch.events, batch.payloads)
         reasons = [*answer.refused.items(), *answer.refused_in_part.items()]
         refused += [Refusal(seq=seq, reason=reason) for seq, reason in reasons]
@@ -209,6 +218,7 @@ def import_dump(
         "operators": sum(each["state"] == "digested" for each in tables),
         "problems": problems,
         "refused": refused,
+        "left_out": left_out,
     }
 
 
@@ -305,6 +315,8 @@ def _show(report: ImportReport) -> None:
     )
     for text in wrong[:_SHOWN]:
         click.echo(f"  {terminal.style('not taken:', fg='red')} {render.printable(text)}")
+    for name, why in [*report["left_out"].items()][:_SHOWN]:
+        click.echo(f"  left out: {render.printable(f'{name}: {why}')}")
     if len(wrong) > _SHOWN:
         click.echo(f"  ... {len(wrong) - _SHOWN} more (--json lists all)")
     what = "operators captured" if report["operators"] else "steps"

@@ -10,8 +10,10 @@ from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.dumps.formats import (
     areal,
     msprobe_directory,
+    nemo_rl,
     nexrl,
     own,
+    prime_rl,
     saved_batch,
     slime,
     verl_jsonl,
@@ -43,6 +45,14 @@ FORMATS: Final[dict[str, Format]] = {
         slime.open_slime, slime.holds_slime, "slime's debug rollout and train data (*.pt)"
     ),
     areal.KIND: Format(areal.open_areal, areal.holds_areal, "AReaL's saved batches (*.pt)"),
+    nemo_rl.KIND: Format(
+        nemo_rl.open_nemo_rl, nemo_rl.holds_nemo_rl, "NeMo-RL's (train_data_stepN.jsonl)"
+    ),
+    prime_rl.KIND: Format(
+        prime_rl.open_prime_rl,
+        prime_rl.holds_prime_rl,
+        "prime-rl's (token_exports/step_N/rank_R.jsonl)",
+    ),
     verl_jsonl.KIND: Format(
         verl_jsonl.open_verl, verl_jsonl.holds_verl, "verl's generations (STEP.jsonl)"
     ),

@@ -150,7 +150,7 @@ class Dump(Protocol):
 
     @property
     def kind(self) -> str:
-        """The format: 'own', 'batch', 'nexrl', 'slime', 'areal', 'verl', 'msprobe'."""
+        """The format, one of `discover.KINDS`: 'own', 'batch', 'nexrl', 'slime', 'areal', ..."""
         ...
 
     @property

@@ -49,6 +49,9 @@ INTEGRATIONS: Final = (
     Integration("nexrl", "nexrl", f"{_HERE}.nexrl.plugin", "NexRL"),
     Integration("areal", "areal", f"{_HERE}.areal", "areal"),
     Integration("slime", "slime", f"{_HERE}.slime", "slime"),
+    Integration("skyrl", "skyrl", f"{_HERE}.skyrl", "skyrl"),
+    Integration("openrlhf", "openrlhf", f"{_HERE}.openrlhf", "openrlhf"),
+    Integration("nemo-rl", "nemo_rl", f"{_HERE}.nemo_rl", "nemo-rl"),
     Integration("ray", "ray", f"{_HERE}.ray_jobs", "ray"),
 )
 

@@ -1,0 +1,195 @@
+"""NeMo-RL's `train_data_step{N}.jsonl` in its log directory: a line a sequence.
+
+Read in NeMo-RL 0.6.0: `Logger.log_batched_dict_as_jsonl` writes rows one by one, each value a list
+of one item. `token_ids`, `token_loss_mask`, `advantages`, `generation_logprobs` and `prev_logprobs`
+are of the whole sequence, index t of token t, padded to the batch's width: `input_lengths` has the
+length. The loss counts the tokens of both masks, and never the first token of a sequence.
+
+With `force_on_policy_ratio` (and no `seq_logprob_error_threshold`) NeMo-RL computes no
+`prev_logprobs` and writes zeros: they are left out, and the record says so. With dynamic sampling
+`rewards` are those of the batch before it was filtered, which are no values of these rows:
+`filtered_rewards` are. `val_data_step{N}.jsonl` holds texts alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from stagescope.wire.errors import InvalidTensor, NotFound
+from stagescope_service.dumps.formats.columns import Columns
+from stagescope_service.dumps.formats.content import damage_of, first_values, read_shared
+from stagescope_service.dumps.formats.listing import (
+    FileDump,
+    ListedFile,
+    entry_order,
+    files_of,
+    is_companion,
+    unknown_file,
+)
+from stagescope_service.dumps.formats.sequences import (
+    SequenceRow,
+    is_constant,
+    numbers,
+    plain_list,
+    prompt_ids,
+    response_tensors,
+)
+from stagescope_service.dumps.pickles.torch_file import FileValue
+from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+
+KIND: Final = "nemo_rl"
+STAGE: Final = "actor_compute_log_prob"
+
+_FILE: Final = re.compile(r"train_data_step(\d{1,18})\Z")
+_MARKS: Final = ("token_loss_mask", "sample_loss_mask", "generation_logprobs")
+_STREAMS: Final[Mapping[str, str]] = {
+    "generation_logprobs": "rollout_log_probs",
+    "prev_logprobs": "old_log_probs",
+    "advantages": "advantages",
+}
+_PRODUCERS: Final = {
+    "rollout": {"producer": "generation", "alignment": "index t is token t"},
+    "old": {"producer": "policy", "alignment": "index t is token t"},
+}
+NOT_COMPUTED: Final = (
+    "zeros in every token: NeMo-RL computes no prev_logprobs with force_on_policy_ratio, so that "
+    "the mismatch of this step is not measured"
+)
+_PEEKED: Final = 1 << 20
+
+
+def is_nemo_rl(found: ListedFile) -> bool:
+    """Return whether a file is NeMo-RL's, by its name and its first line."""
+    if found.path.suffix not in (".jsonl", ".json") or not _FILE.match(found.path.stem):
+        return False
+    values = first_values(found.path, _PEEKED)
+    return all(mark in values for mark in _MARKS)
+
+
+def holds_nemo_rl(found: Sequence[ListedFile]) -> bool:
+    """Return whether any of the files is NeMo-RL's."""
+    return any(map(is_nemo_rl, found))
+
+
+def open_nemo_rl(path: Path, *, step: int | None = None) -> FileDump:
+    """List a file of NeMo-RL's training data, or a directory of them.
+
+    Args:
+        path: The file or directory: logger.log_dir, or exp_NNN in it.
+        step: Only this step.
+
+    Raises:
+        NotFound: no such path, or no training data of NeMo-RL's in it.
+        TooLarge: more files than a dump has.
+        StoreError: the disk reported an error.
+    """
+    found, problems = files_of(path)
+    names = {each.name for each in found}
+    entries: list[DumpEntry] = []
+    for each in found:
+        match = _FILE.match(each.path.stem)
+        if is_nemo_rl(each):
+            assert match is not None
+            location = Location(int(match[1]), STAGE)
+            entries.append(DumpEntry("old_log_probs", location, each.path, each.bytes))
+        elif match is not None and (error := damage_of(each.path)) is not None:
+            problems.append(Problem.of(each.path, error))
+        elif not is_companion(each, names):
+            problems.append(unknown_file(each, "NeMo-RL's training data"))
+    if not entries:
+        raise NotFound(
+            f"{path} holds no training data of NeMo-RL's",
+            expected="train_data_stepN.jsonl with token_ids, token_loss_mask, generation_logprobs",
+        )
+    chosen = [entry for entry in entries if step in (None, entry.location.step)]
+    return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
+
+
+def read_entry(entry: DumpEntry) -> Record:
+    """Read one file; see `records.Dump.read`."""
+    lines = read_shared(entry.path)
+    rows = [_unlisted(line) for line in plain_list(lines) if isinstance(line, dict)]
+    if not rows or len(rows) != len(plain_list(lines)):
+        raise InvalidTensor(f"{entry.path} holds lines that are no objects", expected="objects")
+    if any("token_ids" not in row for row in rows):
+        raise InvalidTensor(
+            f"{entry.path} holds rows without token_ids",
+            expected="token_ids, which NeMo-RL writes with the masks",
+        )
+    found = Columns()
+    sequences = [_sequence(row) for row in rows]
+    found.tensors |= response_tensors(sequences)
+    _leave_out_zeros(found, sequences)
+    rewards = "filtered_rewards" if any("filtered_rewards" in row for row in rows) else "rewards"
+    for name, column in (("rewards", rewards), ("sample_loss_mask", "sample_loss_mask")):
+        values, _ = numbers(row.get(column) for row in rows)
+        array = np.array(values, np.float64)
+        found.tensors[name] = ("float64", array.shape, array, None)
+    uncounted = sum(not sequence.counts for sequence in sequences)
+    if uncounted:
+        found.about["uncounted_sequences"] = uncounted
+    texts = [row.get("content") for row in rows]
+    if all(isinstance(text, str) for text in texts):
+        found.texts["content"] = tuple(map(str, texts))
+    found.about |= {
+        "alignment": "responses alone, index t is token t",
+        "samples": "named by a hash of their prompt and their position among its answers",
+        "streams": {name: _PRODUCERS[name] for name in _PRODUCERS if _has(found, name)},
+    }
+    groups, samples = prompt_ids(sequences)
+    return Record(
+        entry, found.tensors, {}, samples, groups, found.texts, "response_mask", found.metadata()
+    )
+
+
+def _has(found: Columns, stream: str) -> bool:
+    return f"{stream}_log_probs" in found.tensors
+
+
+def _unlisted(line: Mapping[str, FileValue]) -> dict[str, FileValue]:
+    """Return a line without the list of one item around each value."""
+    row: dict[str, FileValue] = {}
+    for name, value in line.items():
+        items = plain_list(value)
+        row[name] = items[0] if len(items) == 1 else value
+    return row
+
+
+def _sequence(row: Mapping[str, FileValue]) -> SequenceRow:
+    tokens, _ = numbers(plain_list(row["token_ids"]))
+    length = row.get("input_lengths")
+    end = length if isinstance(length, int) and 0 < length <= len(tokens) else len(tokens)
+    mask, _ = numbers(plain_list(row.get("token_loss_mask")))
+    # No logits score the first token: NeMo-RL's loss leaves it out.
+    chosen = [value > 0 and at > 0 for at, value in enumerate(mask)]
+    values: dict[str, list[float]] = {}
+    for theirs, ours in _STREAMS.items():
+        column = row.get(theirs)
+        if column is None:
+            continue
+        found, _ = numbers(plain_list(column) or [column])
+        # An advantage of the sequence, where it has one for all tokens.
+        values[ours] = (found * len(tokens) if len(found) == 1 else found)[:end]
+    counted, _ = numbers([row.get("sample_loss_mask", 1.0)])
+    return SequenceRow(
+        [int(token) for token in tokens[:end]], chosen[:end], values, counts=counted[0] > 0
+    )
+
+
+def _leave_out_zeros(found: Columns, sequences: Sequence[SequenceRow]) -> None:
+    name = "old_log_probs"
+    chosen = [
+        value
+        for row in sequences
+        if name in row.values
+        for value, one in zip(row.values[name], row.mask, strict=True)
+        if one
+    ]
+    if is_constant(chosen):
+        del found.tensors[name]
+        found.left_out["old_log_probs"] = NOT_COMPUTED

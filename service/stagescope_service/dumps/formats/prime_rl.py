@@ -1,0 +1,223 @@
+"""prime-rl's token exports: `token_exports/step_{N}/rank_{R}.jsonl`, a line a sequence.
+
+Read in prime-rl 0.8.0 (`enable_token_export`) and in its form of May 2026
+(`experimental.token_export`), which has `rewards` and `training_mode` beside it. Per-token values
+are of the whole sequence, prompt included, index t of token t, without padding. prime-rl writes
+null for a number that is not finite, and for all tokens of a column that it did not compute: the
+first are read as nan and counted, the others are left out.
+
+`trainer_logprobs` are those of the update's own forward passes: all micro-steps of a step have the
+weights that it began with. The marker `STABLE` in a step's directory says that every rank has
+written its file; forms without it never write one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from stagescope.wire.errors import InvalidTensor, NotFound
+from stagescope_service.dumps.formats.columns import Columns
+from stagescope_service.dumps.formats.content import damage_of, first_values, read_shared
+from stagescope_service.dumps.formats.listing import (
+    FileDump,
+    ListedFile,
+    entry_order,
+    files_of,
+    is_companion,
+    unknown_file,
+)
+from stagescope_service.dumps.formats.sequences import (
+    SequenceRow,
+    numbers,
+    plain_list,
+    prompt_ids,
+    response_tensors,
+)
+from stagescope_service.dumps.pickles.torch_file import FileValue
+from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+
+KIND: Final = "prime_rl"
+STAGE: Final = "actor_update"
+STABLE: Final = "STABLE"
+
+_FILE: Final = re.compile(r"step_(\d{1,18})/rank_(\d{1,9})\.jsonl?\Z")
+_MARKS: Final = ("schema_version", "micro_step", "token_ids")
+_SCHEMA: Final = 1
+_NAMES: Final[Mapping[str, str]] = {
+    "inference_logprobs": "rollout_log_probs",
+    "trainer_logprobs": "log_probs",
+}
+_TOKENS: Final = ("token_ids", "loss_mask", "position_ids", "rewards")
+_PER_ROW: Final = ("micro_step", "micro_sequence_idx", "export_sequence_idx")
+_TEXTS: Final = ("env_name", "training_mode")
+_STREAMS: Final = {
+    "rollout": {"producer": "inference", "alignment": "index t is token t"},
+    "current": {"producer": "trainer", "alignment": "index t is token t"},
+}
+_PEEKED: Final = 64
+
+
+def _place(found: ListedFile) -> tuple[int, int] | None:
+    match = _FILE.search("/".join(found.path.parts[-2:]))
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def is_prime_rl(found: ListedFile) -> bool:
+    """Return whether a file is a token export, by its name and its first line."""
+    if _place(found) is None:
+        return False
+    values = first_values(found.path, _PEEKED)
+    return all(mark in values for mark in _MARKS)
+
+
+def holds_prime_rl(found: Sequence[ListedFile]) -> bool:
+    """Return whether any of the files is a token export."""
+    return any(map(is_prime_rl, found))
+
+
+def open_prime_rl(path: Path, *, step: int | None = None) -> FileDump:
+    """List a token export, or a directory of them.
+
+    Args:
+        path: `token_exports`, a directory above it or in it, or one file.
+        step: Only this step.
+
+    Raises:
+        NotFound: no such path, or no token export in it.
+        TooLarge: more files than a dump has.
+        StoreError: the disk reported an error.
+    """
+    found, problems = files_of(path.absolute())
+    names = {each.name for each in found}
+    entries: list[DumpEntry] = []
+    for each in found:
+        place = _place(each)
+        if is_prime_rl(each):
+            assert place is not None
+            location = Location(place[0], STAGE, "actor", place[1])
+            entries.append(DumpEntry("forward_data", location, each.path, each.bytes))
+        elif place is not None and (error := damage_of(each.path)) is not None:
+            problems.append(Problem.of(each.path, error))
+        elif not is_companion(each, names) and each.path.name != STABLE:
+            problems.append(unknown_file(each, "a token export of prime-rl's"))
+    if not entries:
+        raise NotFound(
+            f"{path} holds no token export of prime-rl's",
+            expected="token_exports/step_N/rank_R.jsonl, as enable_token_export writes them",
+        )
+    chosen = [entry for entry in entries if step in (None, entry.location.step)]
+    problems += _unstable(chosen)
+    return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
+
+
+def _unstable(entries: Sequence[DumpEntry]) -> list[Problem]:
+    """Return the steps without the marker, where other steps of their directory have it."""
+    steps = {entry.path.parent: entry for entry in entries}
+    found: list[Problem] = []
+    for directory, entry in sorted(steps.items()):
+        others = any(directory.parent.glob(f"step_*/{STABLE}"))
+        if others and not (directory / STABLE).exists():
+            found.append(
+                Problem(
+                    directory / STABLE,
+                    "missing",
+                    f"{directory.name} has no {STABLE}, as the other steps have: ranks were still "
+                    "writing, or the training ended before; what there is of it is read",
+                    entry,
+                )
+            )
+    return found
+
+
+def read_entry(entry: DumpEntry) -> Record:
+    """Read one rank's file of a step; see `records.Dump.read`."""
+    lines = plain_list(read_shared(entry.path))
+    rows = [line for line in lines if isinstance(line, dict)]
+    if not rows or len(rows) != len(lines):
+        raise InvalidTensor(f"{entry.path} holds lines that are no objects", expected="objects")
+    versions = {str(row.get("schema_version")) for row in rows}
+    if versions != {str(_SCHEMA)}:
+        raise InvalidTensor(
+            f"{entry.path} has schema version {', '.join(sorted(versions))}", expected=str(_SCHEMA)
+        )
+    found = Columns()
+    nulls: dict[str, int] = {}
+    columns = _columns_of(rows, found)
+    sequences = [_sequence(row, columns, nulls) for row in rows]
+    found.tensors |= response_tensors(sequences)
+    for name in _PER_ROW:
+        values, _ = numbers(row.get(name) for row in rows)
+        array = np.array(values, np.int64 if all(v == v for v in values) else np.float64)
+        found.tensors[name] = (str(array.dtype), array.shape, array, None)
+    _add_rewards(found, rows)
+    for name in _TEXTS:
+        if any(row.get(name) is not None for row in rows):
+            found.texts[name] = tuple(str(row.get(name) or "") for row in rows)
+    if nulls:
+        found.about["null_values"] = nulls
+    found.about |= {
+        "alignment": "responses alone, index t is token t",
+        "dtypes": "float32 in prime-rl; JSON has one kind of whole and one of other numbers",
+        "streams": {
+            stream: fields
+            for stream, fields in _STREAMS.items()
+            if ("log_probs" if stream == "current" else f"{stream}_log_probs") in found.tensors
+        },
+    }
+    groups, _ = prompt_ids(sequences)
+    # The order of a prompt's sequences is that of packing, and differs from run to run: samples
+    # pair by their content.
+    return Record(
+        entry, found.tensors, {}, None, groups, found.texts, "response_mask", found.metadata()
+    )
+
+
+def _columns_of(rows: Sequence[Mapping[str, FileValue]], found: Columns) -> dict[str, str]:
+    """Return the per-token columns, theirs -> ours; those that are null throughout are left out."""
+    columns: dict[str, str] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        lists = [row.get(name) for row in rows]
+        if name in _TOKENS or not any(isinstance(each, list) or _is_array(each) for each in lists):
+            continue
+        if all(value is None for each in lists for value in plain_list(each)):
+            found.left_out[_NAMES.get(name, name)] = "null in every token: prime-rl has none"
+            continue
+        columns[name] = _NAMES.get(name, name)
+    return columns
+
+
+def _is_array(value: FileValue) -> bool:
+    return bool(plain_list(value))
+
+
+def _sequence(
+    row: Mapping[str, FileValue], columns: Mapping[str, str], nulls: dict[str, int]
+) -> SequenceRow:
+    tokens, _ = numbers(plain_list(row["token_ids"]))
+    mask = [value is True or value == 1 for value in plain_list(row["loss_mask"])]
+    values: dict[str, list[float]] = {}
+    for theirs, ours in columns.items():
+        items = plain_list(row.get(theirs))
+        if not items:
+            continue
+        values[ours], _ = numbers(items)
+        of_model = [item for item, one in zip(items, mask, strict=False) if one]
+        if lacking := sum(item is None for item in of_model):
+            nulls[ours] = nulls.get(ours, 0) + lacking
+    return SequenceRow([int(token) for token in tokens], mask, values)
+
+
+def _add_rewards(found: Columns, rows: Sequence[Mapping[str, FileValue]]) -> None:
+    """Add the sequence's reward, which the older form repeats at each of its tokens."""
+    rewards: list[float] = []
+    for row in rows:
+        values, _ = numbers(plain_list(row.get("rewards")))
+        rewards.append(next((value for value in values if value == value), np.nan))
+    if any(reward == reward for reward in rewards):
+        array = np.array(rewards, np.float64)
+        found.tensors["rewards"] = ("float64", array.shape, array, None)

@@ -1,0 +1,134 @@
+"""Rows of whole sequences, prompt included, as the responses that other formats have.
+
+NeMo-RL and prime-rl write every per-token value for the whole sequence, index t of token t. A
+response begins at the first token that the mask selects; what is before is the prompt. Statistics
+need `response_mask` as wide as the streams, and samples pair with those of formats that have
+responses alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from stagescope.wire.errors import InvalidTensor
+from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
+from stagescope_service.rows.ragged import cumulative
+from stagescope_service.store.tensorfile import WireTensor
+
+NAN: Final = float("nan")
+_INTEGERS: Final = frozenset({"tokens", "responses", "prompts", "response_mask", "loss_mask"})
+
+
+class SequenceRow:
+    """One sequence: its tokens, which of them are the model's, and values of each token.
+
+    Args:
+        tokens: Of the whole sequence, without padding.
+        mask: As long: which tokens are the model's.
+        values: By name of the record, as long.
+
+    Raises:
+        InvalidTensor: a value has another length.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        mask: Sequence[bool],
+        values: Mapping[str, Sequence[float]],
+        *,
+        counts: bool = True,
+    ) -> None:
+        for name, value in {"the mask": mask, **values}.items():
+            if len(value) != len(tokens):
+                raise InvalidTensor(
+                    f"{name} of a sequence has {len(value)} values, and the sequence "
+                    f"{len(tokens)} tokens",
+                    expected="one value for each token",
+                )
+        self.tokens = list(tokens)
+        self.mask = list(mask)
+        self.values = dict(values)
+        self.counts = counts
+        """Whether the loss counts this sequence."""
+        self.begin = next((at for at, one in enumerate(mask) if one), len(tokens))
+        """Where the response begins; a sequence without a token of the model's has none."""
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the response."""
+        return self.tokens[: self.begin]
+
+
+def response_tensors(rows: Sequence[SequenceRow]) -> dict[str, WireTensor]:
+    """Return ragged tensors of the rows: whole `tokens`, `prompts`, and the rest of the responses.
+
+    The mask of a sequence that the loss does not count is 0.
+    """
+    names = dict.fromkeys(name for row in rows for name in row.values)
+    found: dict[str, WireTensor] = {
+        "tokens": _ragged("tokens", (row.tokens for row in rows)),
+        "prompts": _ragged("prompts", (row.prompt for row in rows)),
+        "responses": _ragged("responses", (row.tokens[row.begin :] for row in rows)),
+        "response_mask": _ragged(
+            "response_mask",
+            ([int(one and row.counts) for one in row.mask[row.begin :]] for row in rows),
+        ),
+    }  # fmt: skip
+    for name in names:
+        lacking = [NAN]
+        found[name] = _ragged(
+            name,
+            (
+                (row.values[name] if name in row.values else lacking * len(row.tokens))[row.begin :]
+                for row in rows
+            ),
+        )
+    return found
+
+
+def prompt_ids(rows: Sequence[SequenceRow]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return group_ids, hashes of the prompts, and sample_ids: how many of it came before."""
+    groups = tuple(_hash(row.prompt) for row in rows)
+    seen: Counter[str] = Counter()
+    samples: list[str] = []
+    for group in groups:
+        samples.append(f"{group}_{seen[group]}")
+        seen[group] += 1
+    return groups, tuple(samples)
+
+
+def plain_list(value: FileValue) -> list[FileValue]:
+    """Return a list as a list, also where a converted file has it as an array; [] for no list."""
+    if isinstance(value, FileTensor):
+        found: list[FileValue] = value.wire[2].tolist()
+        return found
+    return value if isinstance(value, list) else []
+
+
+def numbers(values: Iterable[FileValue]) -> tuple[list[float], int]:
+    """Return numbers in which a missing one is nan, and how many were missing."""
+    found = [float(value) if isinstance(value, bool | int | float) else NAN for value in values]
+    return found, sum(value != value for value in found)
+
+
+def is_constant(values: Iterable[float], constant: float = 0.0) -> bool:
+    """Return whether all values are this one; of none, False."""
+    kinds = set(values)
+    return kinds == {constant}
+
+
+def _ragged(name: str, rows: Iterable[Sequence[float]]) -> WireTensor:
+    listed = [list(row) for row in rows]
+    dtype = np.int64 if name in _INTEGERS else np.float64
+    flat = np.array([value for row in listed for value in row], dtype)
+    return str(flat.dtype), flat.shape, flat, cumulative(np.array([*map(len, listed)], np.int64))
+
+
+def _hash(tokens: Sequence[int]) -> str:
+    return hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=6).hexdigest()

@@ -1,0 +1,178 @@
+"""NeMo-RL's training data: both streams with its own metric, and zeros that stand for no pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.api import service
+
+from stagescope.session import attach
+from stagescope.wire.errors import InvalidTensor, NotFound
+from stagescope_service.commands.importing import import_dump
+from stagescope_service.compare.comparison import compare
+from stagescope_service.compare.results import Verdict
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import mapping
+
+WIDTH = 16
+
+
+def rows(
+    count: int = 6, *, seed: int = 0, skipped: bool = False, shift: float = 0.0
+) -> list[dict[str, Any]]:
+    """Lines as `log_batched_dict_as_jsonl` writes them: each value a list of one item."""
+    rng = np.random.default_rng(seed)
+    made: list[dict[str, Any]] = []
+    for row in range(count):
+        prompt = 2 + row // 2  # two answers a prompt
+        length = int(rng.integers(prompt + 5, WIDTH + 1))
+        tokens = [*range(100 * prompt, 100 * prompt + prompt), *rng.integers(5, 90, WIDTH - prompt)]
+        mask = [0] * prompt + [1] * (length - prompt) + [0] * (WIDTH - length)
+        mask[prompt + 2] = 0  # a token of the environment's
+        q = np.where(mask, -rng.exponential(1.0, WIDTH), 0.0)
+        p = np.where(mask, q + rng.normal(0, 0.05, WIDTH) + shift, 0.0)
+        made.append(
+            {
+                "content": [f"text {row}"],
+                "rewards": [float(row % 2)],
+                "input_lengths": [length],
+                "token_ids": [[int(t) for t in tokens[:length]] + [0] * (WIDTH - length)],
+                "token_loss_mask": [mask],
+                "sample_loss_mask": [0.0 if row == count - 1 else 1.0],
+                "advantages": [[0.5 * (row % 2)] * WIDTH],
+                "generation_logprobs": [q.tolist()],
+                "prev_logprobs": [np.zeros(WIDTH).tolist() if skipped else p.tolist()],
+                "idx": row,
+            }
+        )
+    return made
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def masked(lines: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """p and q of the tokens that NeMo-RL's loss counts: both masks, without the first token."""
+    p, q, mask, counted = (
+        np.array([line[name][0] for line in lines])
+        for name in ("prev_logprobs", "generation_logprobs", "token_loss_mask", "sample_loss_mask")
+    )
+    chosen = (mask[:, 1:] * counted[:, None]) > 0
+    return p[:, 1:][chosen], q[:, 1:][chosen]
+
+
+def test_a_row_is_its_response(tmp_path: Path) -> None:
+    lines = rows()
+    write(tmp_path / "exp_001" / "train_data_step7.jsonl", lines)
+    write(tmp_path / "exp_001" / "val_data_step7.jsonl", [{"content": ["x"], "idx": 0}])
+    dump = open_dump(tmp_path / "exp_001")
+    [entry] = dump.entries
+    assert (dump.kind, entry.location.step) == ("nemo_rl", 7)
+    assert [problem.kind for problem in dump.problems] == ["unknown"]
+    record = dump.read(entry)
+    offsets = record.tensors["responses"][3]
+    assert offsets is not None
+    for row, line in enumerate(lines):
+        prompt, length = 2 + row // 2, line["input_lengths"][0]
+        span = slice(offsets[row], offsets[row + 1])
+        assert record.tensors["responses"][2][span].tolist() == line["token_ids"][0][prompt:length]
+        assert (
+            record.tensors["rollout_log_probs"][2][span].tolist()
+            == line["generation_logprobs"][0][prompt:length]
+        )
+        counted = [int(one * line["sample_loss_mask"][0]) for one in line["token_loss_mask"][0]]
+        assert record.tensors["response_mask"][2][span].tolist() == counted[prompt:length]
+    assert record.groups is not None
+    assert record.samples is not None
+    assert len(set(record.samples)) == 6
+    assert len(set(record.groups)) == 3
+    assert record.about["uncounted_sequences"] == 1
+    assert record.tensors["rewards"][2].tolist() == [0, 1, 0, 1, 0, 1]
+
+
+def test_zeros_of_a_pass_that_was_not_made_are_no_stream(tmp_path: Path) -> None:
+    write(tmp_path / "train_data_step1.jsonl", rows(skipped=True))
+    dump = open_dump(tmp_path)
+    record = dump.read(dump.entries[0])
+    assert "old_log_probs" not in record.tensors
+    assert "not measured" in str(mapping(record.about, "left_out")["old_log_probs"])
+    assert set(mapping(record.about, "streams")) == {"rollout"}
+
+
+def test_rewards_of_a_batch_before_it_was_filtered_are_not_these_rows(tmp_path: Path) -> None:
+    lines = rows()
+    for row, line in enumerate(lines):
+        line["filtered_rewards"] = [10.0 + row]
+    dump = open_dump(write(tmp_path / "train_data_step1.jsonl", lines))
+    record = dump.read(dump.entries[0])
+    assert record.tensors["rewards"][2].tolist() == [10, 11, 12, 13, 14, 15]
+
+
+def test_one_advantage_of_a_sequence_is_that_of_its_tokens(tmp_path: Path) -> None:
+    lines = rows()
+    for row, line in enumerate(lines):
+        line["advantages"] = [[float(row)]]
+    dump = open_dump(write(tmp_path / "train_data_step1.jsonl", lines))
+    record = dump.read(dump.entries[0])
+    _, _, values, offsets = record.tensors["advantages"]
+    assert offsets is not None
+    assert {*values[offsets[4] : offsets[5]].tolist()} == {4.0}
+
+
+def test_damaged_and_foreign_files(tmp_path: Path) -> None:
+    lines = rows()
+    path = write(tmp_path / "train_data_step2.jsonl", lines)
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    dump = open_dump(tmp_path)
+    with pytest.raises(InvalidTensor, match="no JSON"):
+        dump.read(dump.entries[0])
+    lines[1]["generation_logprobs"] = [[0.0]]
+    path = write(tmp_path / "train_data_step3.jsonl", lines)
+    dump = open_dump(tmp_path, step=3)
+    assert len(dump.read(dump.entries[0]).tensors["responses"][2]) > 0
+    lines[1]["generation_logprobs"] = [[0.0, 0.0]]
+    write(path, lines)
+    with pytest.raises(InvalidTensor, match="one value for each token"):
+        dump.read(open_dump(tmp_path, step=3).entries[0])
+    # The file of distillation has no streams.
+    write(tmp_path / "other" / "train_data_step1.jsonl", [{"content": ["x"], "input_lengths": [3]}])
+    with pytest.raises(NotFound):
+        open_dump(tmp_path / "other")
+
+
+def test_an_import_has_nemo_rls_own_number(tmp_path: Path) -> None:
+    lines, other = rows(12), rows(12, shift=0.2)
+    write(tmp_path / "one" / "train_data_step3.jsonl", lines)
+    write(tmp_path / "one" / "train_data_step4.jsonl", rows(12, seed=1, skipped=True))
+    write(tmp_path / "two" / "train_data_step3.jsonl", other)
+    with service(tmp_path / "home") as live, session_of(live) as session:
+        report = import_dump(session, open_dump(tmp_path / "one"), "nemo", tmp_path / "one")
+        assert (report["problems"], report["refused"]) == ([], [])
+        assert list(report["left_out"]) == ["old_log_probs"]
+        answer = live.get("/steps/3/metrics", run="nemo")
+        p, q = masked(lines)
+        metrics = answer["metrics"]
+        assert answer["coverage"]["tokens"] == len(p)
+        # token_mult_prob_error of NeMo-RL: sum(exp(|d|) * mask) / sum(mask)
+        assert metrics["token_mult_prob_error"] == pytest.approx(
+            np.exp(np.abs(q - p)).mean(), rel=1e-9
+        )
+        assert metrics["rollout_corr/kl"] == pytest.approx((q - p).mean(), rel=1e-9)
+        assert metrics["per_round/total_rounds"] == 2
+        live.problem(404, "/steps/4/metrics", run="nemo")
+    result = compare([open_dump(tmp_path / side, step=3) for side in ("one", "two")])
+    assert result.verdict is Verdict.DIFFERENT
+    same = compare([open_dump(tmp_path / "one", step=3), open_dump(tmp_path / "one", step=3)])
+    assert same.verdict is Verdict.SAME
+
+
+def session_of(live: Any) -> Any:
+    return attach(live.server.url, token=live.tokens.operate)

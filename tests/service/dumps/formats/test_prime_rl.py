@@ -1,0 +1,171 @@
+"""prime-rl's token exports: of now and of May 2026, nulls for what is not finite, the marker."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.api import service
+
+from stagescope.session import attach
+from stagescope.wire.errors import InvalidTensor
+from stagescope_service.commands.importing import import_dump
+from stagescope_service.compare.comparison import compare
+from stagescope_service.compare.results import Verdict
+from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import mapping
+
+NEW = ("rl_weights", "ce_weights", "ref_kl_weights")
+
+
+def sequence(
+    row: int, *, step: int, rank: int, older: bool = False, seed: int = 0, shift: float = 0.0
+) -> dict[str, Any]:
+    """One line: the columns that both forms have, and those of one of them."""
+    rng = np.random.default_rng([seed, step, rank, row])
+    length, prompt = int(rng.integers(8, 14)), 3 + row % 2
+    mask = [at >= prompt and at != prompt + 2 for at in range(length)]
+    q = np.where(mask, -rng.exponential(1.0, length), 0.0).astype(np.float32).astype(float)
+    p = (q + rng.normal(0, 0.05, length) + shift).astype(np.float32).astype(float)
+    made: dict[str, Any] = {
+        "schema_version": 1,
+        "step": step,
+        "rank": rank,
+        "micro_step": row // 2,
+        "micro_sequence_idx": row % 2,
+        "export_sequence_idx": row,
+        "env_name": "gsm8k",
+        "token_ids": [*range(prompt), *map(int, rng.integers(10, 90, length - prompt))],
+        "position_ids": [*range(length)],
+        "loss_mask": mask,
+        "advantages": [0.25] * length,
+        "inference_logprobs": q.tolist(),
+        "trainer_logprobs": p.tolist(),
+        "entropy": rng.exponential(1.0, length).tolist(),
+        "mismatch_kl": (np.expm1(p - q) - (p - q)).tolist(),
+        "importance_ratio": np.exp(p - q).tolist(),
+        "is_masked": [False] * length,
+    }
+    if older:
+        made |= {"training_mode": "rl", "rewards": [float(row)] * length}
+    else:
+        made |= {name: [None] * length for name in NEW}
+    return made
+
+
+def write(
+    root: Path, *, steps: tuple[int, ...] = (1,), ranks: int = 2, stable: bool = True, **how: Any
+) -> Path:
+    for step in steps:
+        directory = root / "token_exports" / f"step_{step}"
+        directory.mkdir(parents=True, exist_ok=True)
+        for rank in range(ranks):
+            lines = [sequence(row, step=step, rank=rank, **how) for row in range(5)]
+            text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+            (directory / f"rank_{rank}.jsonl").write_text(text)
+        if stable:
+            (directory / "STABLE").touch()
+    return root
+
+
+def edit(path: Path, row: int, **columns: Any) -> None:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[row] |= columns
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_both_forms(tmp_path: Path, older: bool) -> None:
+    dump = open_dump(write(tmp_path, older=older, stable=not older))
+    assert (dump.kind, dump.problems) == ("prime_rl", [])
+    assert [(each.location.step, each.location.rank) for each in dump.entries] == [(1, 0), (1, 1)]
+    record = dump.read(dump.entries[1])
+    _, _, values, offsets = record.tensors["log_probs"]
+    assert offsets is not None
+    for row in range(5):
+        line = sequence(row, step=1, rank=1)
+        begin = 3 + row % 2
+        span = slice(offsets[row], offsets[row + 1])
+        assert values[span].tolist() == line["trainer_logprobs"][begin:]
+        assert record.tensors["responses"][2][span].tolist() == line["token_ids"][begin:]
+        assert record.tensors["response_mask"][2][span].tolist() == line["loss_mask"][begin:]
+    assert record.tensors["micro_step"][2].tolist() == [0, 0, 1, 1, 2]
+    assert record.row_texts["env_name"] == ("gsm8k",) * 5
+    if older:
+        assert record.tensors["rewards"][2].tolist() == [0, 1, 2, 3, 4]
+        assert record.row_texts["training_mode"] == ("rl",) * 5
+    else:
+        assert set(mapping(record.about, "left_out")) == set(NEW)
+
+
+def test_null_is_nan_and_counted(tmp_path: Path) -> None:
+    write(tmp_path, ranks=1)
+    path = tmp_path / "token_exports" / "step_1" / "rank_0.jsonl"
+    line = sequence(0, step=1, rank=0)
+    line["trainer_logprobs"][3] = None
+    edit(path, 0, trainer_logprobs=line["trainer_logprobs"])
+    dump = open_dump(tmp_path)
+    record = dump.read(dump.entries[0])
+    values = record.tensors["log_probs"][2]
+    assert np.isnan(values[0])
+    assert np.isnan(values).sum() == 1
+    assert record.about["null_values"] == {"log_probs": 1}
+
+
+def test_a_batch_without_streams_says_so(tmp_path: Path) -> None:
+    write(tmp_path, ranks=1)
+    path = tmp_path / "token_exports" / "step_1" / "rank_0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for row, line in enumerate(lines):
+        edit(path, row, mismatch_kl=[None] * len(line["token_ids"]))
+    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
+    assert "mismatch_kl" in mapping(record.about, "left_out")
+
+
+def test_a_step_without_its_marker_is_a_problem_where_others_have_it(tmp_path: Path) -> None:
+    write(tmp_path, steps=(1, 2))
+    (tmp_path / "token_exports" / "step_2" / "STABLE").unlink()
+    dump = open_dump(tmp_path)
+    [problem] = dump.problems
+    assert (problem.kind, problem.path.parent.name) == ("missing", "step_2")
+    assert len(dump.entries) == 4
+    assert open_dump(tmp_path, step=1).problems == []
+
+
+def test_another_schema_and_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    write(tmp_path, ranks=2)
+    first, second = (tmp_path / "token_exports/step_1" / f"rank_{r}.jsonl" for r in (0, 1))
+    edit(first, 2, schema_version=2)
+    second.write_text(second.read_text()[:-40])
+    dump = open_dump(tmp_path)
+    with pytest.raises(InvalidTensor, match="schema version 1, 2"):
+        dump.read(dump.entries[0])
+    with pytest.raises(InvalidTensor, match="cut off"):
+        dump.read(dump.entries[1])
+
+
+def test_an_import_has_prime_rls_own_number_and_sides_compare(tmp_path: Path) -> None:
+    one = write(tmp_path / "one", steps=(1, 2))
+    two = write(tmp_path / "two", steps=(1, 2), shift=0.1)
+    with (
+        service(tmp_path / "home") as live,
+        attach(live.server.url, token=live.tokens.operate if live.tokens else None) as session,
+    ):
+        report = import_dump(session, open_dump(one), "prime", one)
+        assert (report["problems"], report["refused"], report["payloads"]) == ([], [], 4)
+        answer = live.get("/steps/2/metrics", run="prime")
+        lines = [sequence(row, step=2, rank=rank) for rank in (0, 1) for row in range(5)]
+        p, q, kl = (
+            np.concatenate([np.array(line[name])[line["loss_mask"]] for line in lines])
+            for name in ("trainer_logprobs", "inference_logprobs", "mismatch_kl")
+        )
+        assert answer["coverage"]["tokens"] == len(p)
+        assert answer["metrics"]["rollout_corr/k3_kl"] == pytest.approx(kl.mean(), rel=1e-9)
+        assert answer["metrics"]["rollout_corr/kl"] == pytest.approx((q - p).mean(), rel=1e-9)
+        assert answer["metrics"]["per_round/total_rounds"] == 2
+    assert compare([open_dump(one), open_dump(one)]).verdict is Verdict.SAME
+    result = compare([open_dump(one), open_dump(two)])
+    assert result.verdict is Verdict.DIFFERENT

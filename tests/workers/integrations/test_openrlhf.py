@@ -1,0 +1,194 @@
+"""OpenRLHF's actor by a fake with its recorded interface: the service's numbers against numpy's."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.api import Service, service
+
+from stagescope_workers import finish
+from stagescope_workers.integrations import openrlhf
+
+ROWS, TOKENS = 4, 9
+
+
+def experience(seed: int, *, zeros: str = "") -> Any:
+    """A micro-batch: index t of every tensor but `sequences` is of token t + 1; padded right."""
+    rng = np.random.default_rng(seed)
+    mask = np.zeros((ROWS, TOKENS - 1), bool)
+    for row in range(ROWS):
+        mask[row, 2 : 6 + row % 3] = True
+        mask[row, 3] = False  # a token of the environment's
+    q = np.where(mask, -1.5 - rng.exponential(1.0, mask.shape), 0.0)
+    p = q + rng.normal(0, 0.05, mask.shape)
+    if zeros == "all":
+        q = np.zeros_like(q)
+    if zeros == "some":
+        q[:, 4:6] = 0.0
+    return types.SimpleNamespace(
+        sequences=torch.tensor(rng.integers(5, 90, (ROWS, TOKENS))),
+        action_mask=torch.tensor(mask),
+        action_log_probs=torch.tensor(p),
+        rollout_log_probs=torch.tensor(q),
+        base_action_log_probs=None,
+        values=None,
+        returns=torch.zeros(mask.shape),
+        advantages=torch.ones(mask.shape),
+        rewards=torch.tensor([0.0, 1.0, 0.0, 1.0]),
+        prompts=["one", "one", "two", "two"],
+        info={},
+    )
+
+
+class DeepspeedStrategy:
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.ds_device_mesh = None
+
+    def load_ckpt(self, model: Any, load_dir: Any, tag: Any = None) -> Any:
+        return load_dir, {"global_step": 10}
+
+
+class ActorPPOTrainer:
+    """What of OpenRLHF's trainer is patched; `ppo_train` has two epochs of two micro-batches."""
+
+    zeros = ""
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+        self.args = strategy.args
+        self.actor = types.SimpleNamespace(model=torch.nn.Linear(1, 1))
+        self.seen: list[Any] = []
+
+    def ppo_train(self, kl_ctl: float) -> Any:
+        batches = [experience(seed, zeros=self.zeros) for seed in (1, 2)]
+        self.seen = batches
+        for _ in range(2):
+            for step, each in enumerate(batches):
+                self.training_step(each, kl_ctl, step, None)
+        return {"policy_loss": 0.25, "actor_lr": 1e-6}
+
+    def training_step(
+        self, experience: Any, kl_ctl: float, step: int, loss_batch_info: Any = None
+    ) -> Any:
+        return {
+            "metrics": {"policy_loss": torch.tensor(0.25), "reward": torch.ones(ROWS)},
+            "weights": {"policy_loss": "token", "reward": "sample"},
+        }
+
+    def broadcast_to_vllm(self) -> None:
+        return None
+
+
+def arguments(run: str, *, freezing: int = -1) -> Any:
+    def space(**fields: Any) -> Any:
+        return types.SimpleNamespace(**fields)
+
+    return space(
+        critic=space(freezing_steps=freezing),
+        logger=space(wandb=space(run_name=run, key="secret")),
+        rollout=space(temperature=1.0, top_p=0.9),
+        algo=space(advantage=space(is_correction_enable=False)),
+    )
+
+
+@pytest.fixture
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    for kind in (ActorPPOTrainer, DeepspeedStrategy):
+        for name in ("ppo_train", "training_step", "broadcast_to_vllm", "load_ckpt"):
+            if name in vars(kind):
+                monkeypatch.setattr(kind, name, vars(kind)[name])  # undone after the patches
+    fake: Any = types.ModuleType("fake")
+    fake.ActorPPOTrainer, fake.DeepspeedStrategy = ActorPPOTrainer, DeepspeedStrategy
+    for patch in openrlhf.patches():
+        patch.apply(fake)
+        assert not patch.is_missing, str(patch)
+    with service(tmp_path / "home") as running:
+        monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
+        assert running.tokens is not None
+        monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.operate)
+        yield running
+
+
+def chosen(seen: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    masks = [each.action_mask.numpy() for each in seen]
+    return (
+        np.concatenate([e.action_log_probs.numpy()[m] for e, m in zip(seen, masks, strict=True)]),
+        np.concatenate([e.rollout_log_probs.numpy()[m] for e, m in zip(seen, masks, strict=True)]),
+    )
+
+
+def test_steps_are_numbered_as_openrlhf_logs_them_and_tokens_count_once(live: Service) -> None:
+    trainer = ActorPPOTrainer(DeepspeedStrategy(arguments("r")))
+    trainer.broadcast_to_vllm()  # of a checkpoint's weights, before any step
+    for _ in range(2):
+        trainer.ppo_train(0.0)
+        trainer.broadcast_to_vllm()
+    assert finish(30, run="r")
+    for step in (1, 2):
+        answer = live.get(f"/steps/{step}/metrics", run="r")
+        p, q = chosen(trainer.seen)
+        assert answer["coverage"]["tokens"] == len(p)
+        # vllm_kl of OpenRLHF: masked_mean(rollout_log_probs - old_log_probs)
+        assert answer["metrics"]["rollout_corr/kl"] == pytest.approx((q - p).mean(), rel=1e-9)
+        assert answer["metrics"]["per_round/total_rounds"] == 2
+    rows = live.get("/steps/2/scalars", run="r")["rows"]
+    assert {row["name"] for row in rows} == {"policy_loss", "actor_lr"}
+
+
+def test_a_stream_of_zeros_is_left_out_and_named(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ActorPPOTrainer, "zeros", "all")
+    ActorPPOTrainer(DeepspeedStrategy(arguments("zeros"))).ppo_train(0.0)
+    assert finish(30, run="zeros")
+    problem = live.problem(404, "/steps/1/metrics", run="zeros")
+    assert "rollout_log_probs is left out: 0.0 in every token" in problem["detail"]
+
+
+def test_single_zeros_are_named_where_the_trainer_is_far_from_them(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ActorPPOTrainer, "zeros", "some")
+    ActorPPOTrainer(DeepspeedStrategy(arguments("some"))).ppo_train(0.0)
+    assert finish(30, run="some")
+    answer = live.get("/steps/1/metrics", run="some")
+    assert answer["comparable"] == "suspect"
+    [lacking] = [row for row in answer["comparability"] if row["code"] == "coverage"]
+    assert "0" in lacking["text"]
+
+
+def test_a_resumed_training_and_frozen_steps_go_on_from_theirs() -> None:
+    strategy = DeepspeedStrategy(arguments("x", freezing=2))
+    assert openrlhf.Training(calls=1).step(strategy.args) == 4
+    assert openrlhf.Training(resumed=10, calls=1).step(strategy.args) == 11
+    assert openrlhf.Training(calls=1).step(arguments("x")) == 1
+
+
+def test_the_step_of_a_checkpoint_is_that_of_the_actors(live: Service) -> None:
+    strategy = DeepspeedStrategy(arguments("resumed"))
+    strategy.load_ckpt(None, "/checkpoints/_critic")
+    trainer = ActorPPOTrainer(strategy)
+    assert openrlhf.training(trainer).resumed == 0
+    strategy.load_ckpt(None, "/checkpoints/_actor")
+    trainer = ActorPPOTrainer(strategy)
+    trainer.ppo_train(0.0)
+    assert finish(30, run="resumed")
+    [attempt] = live.get("/runs/resumed/attempts")["rows"]
+    assert attempt["resumed_from_step"] == 10
+    assert live.get("/steps/11/metrics", run="resumed")["coverage"]["tokens"] > 0
+    assert "secret" not in str(attempt["fingerprint"])
+
+
+def test_an_error_of_ours_is_none_of_the_trainings(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openrlhf, "probe_of", lambda trainer: 1 / 0)
+    trainer = ActorPPOTrainer(DeepspeedStrategy(arguments("e")))
+    assert trainer.ppo_train(0.0) == {"policy_loss": 0.25, "actor_lr": 1e-6}

@@ -1,0 +1,263 @@
+"""SkyRL's trainer by a fake with its recorded interface: the service's numbers against numpy's."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.api import Service, service
+
+from stagescope_workers import finish
+from stagescope_workers.integrations import skyrl
+
+PROMPT, WIDTH = 3, 6
+
+
+class TensorBatch(dict[str, Any]):
+    """SkyRL's batch: a dict with metadata."""
+
+    metadata: dict[str, Any]
+
+
+class CallbackInput:
+    def __init__(self, global_step: int, **fields: Any) -> None:
+        self.global_step, self.batch, self.logs = global_step, None, None
+        vars(self).update(fields)
+
+
+class TrainingCallback:
+    def on_train_start(self, trainer: Any, callback_input: Any, control: Any) -> None: ...
+
+    def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None: ...
+
+    def on_log(self, trainer: Any, callback_input: Any, control: Any) -> None: ...
+
+
+def batch(step: int, *, rollout: bool = True, stepwise: bool = False, padding: int = 2) -> Any:
+    """A right-aligned batch of four rows, and rows at its end that repeat the first."""
+    rng = np.random.default_rng(step)
+    lengths = [6, 4, 5, 2]
+    rows = [*range(4), *[0] * padding]
+    mask = np.array([[at >= WIDTH - lengths[row] for at in range(WIDTH)] for row in rows])
+    loss = mask.copy()
+    loss[1, WIDTH - 2] = False
+    loss[4:] = False
+    q = np.where(mask, -rng.exponential(1.0, mask.shape), 0.0)
+    q[4:] = q[0]
+    made = TensorBatch(
+        sequences=torch.tensor(rng.integers(5, 90, (len(rows), PROMPT + WIDTH))),
+        response_mask=torch.tensor(mask).long(),
+        loss_mask=torch.tensor(loss).float(),
+        rollout_logprobs=torch.tensor(q).float() if rollout else None,
+        rewards=torch.tensor(np.where(mask, 0.25, 0.0)),
+    )
+    made.metadata = {"uids": ["a", "a", "b", "b", *["pad0", "pad1"][:padding]], "pad_size": padding}
+    if stepwise:
+        made.metadata["is_last_step"] = [False, True, True, True, *[True] * padding]
+    return made
+
+
+class RayPPOTrainer:
+    """What of SkyRL's trainer is patched."""
+
+    skips_forward = False
+    fails = False
+
+    def __init__(self, cfg: Any, callbacks: list[Any] | None = None) -> None:
+        self.cfg = cfg
+        self.global_step = 0
+        self.callbacks = list(callbacks or [])
+        self.logged: list[dict[str, Any]] = []
+        self.batches: dict[int, Any] = {}
+
+    def add_callback(self, callback: Any) -> None:
+        self.callbacks.append(callback)
+
+    def _fire(self, name: str, **fields: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, name)(self, CallbackInput(self.global_step, **fields), None)
+
+    @torch.no_grad()
+    async def generate(self, input_batch: Any) -> Any:
+        return input_batch
+
+    @torch.no_grad()
+    def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
+        q = training_input["rollout_logprobs"]
+        noise = torch.tensor(
+            np.random.default_rng(7).normal(0, 0.1, (len(training_input["sequences"]), WIDTH))
+        )
+        old = None if self.skips_forward else ((0.0 if q is None else q) + noise).float()
+        training_input["action_log_probs"] = old
+        return training_input
+
+    def train_critic_and_policy(self, data: Any) -> Any:
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return {"policy_loss": 0.5 * self.global_step}
+
+    async def train(self) -> None:
+        self._fire("on_train_start")
+        self._fire("on_log", logs={"eval/score": 1.0})
+        for step in (1, 2):
+            self.global_step = step
+            data = await self.generate(batch(step))
+            data = self.fwd_logprobs_values_reward(data)
+            data["advantages"] = torch.ones(data["loss_mask"].shape)
+            data.pop("rewards")
+            data.metadata.pop("uids")
+            self.batches[step] = data
+            status = self.train_critic_and_policy(data)
+            self._fire("on_step_end", batch=data, metrics=status)
+            logs = {"policy/loss": 0.5 * step, "note": "x"}
+            self._fire("on_log", logs=logs)
+            self.logged.append(logs)
+
+
+class FullyAsyncRayPPOTrainer(RayPPOTrainer):
+    """It fails where it has a callback."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.callbacks:
+            raise NotImplementedError("Callbacks are not yet supported")
+
+    def add_callback(self, callback: Any) -> None:
+        raise NotImplementedError("Callbacks are not yet supported")
+
+    async def train(self) -> None:
+        await super().train()
+
+
+@pytest.fixture
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    with service(tmp_path / "home") as running:
+        monkeypatch.setenv("STAGESCOPE_URL", running.server.url)
+        assert running.tokens is not None
+        monkeypatch.setenv("STAGESCOPE_TOKEN", running.tokens.operate)
+        yield running
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The two trainers in modules of SkyRL's names, patched."""
+    made: list[Any] = []
+    for module, kind, more in (
+        ("skyrl.train.trainer", RayPPOTrainer, {"TrainingCallback": TrainingCallback}),
+        ("skyrl.train.fully_async_trainer", FullyAsyncRayPPOTrainer, {}),
+    ):
+        fake = types.ModuleType(module)
+        names = ("__init__", "generate", "fwd_logprobs_values_reward", "train_critic_and_policy",
+                 "train", "add_callback")  # fmt: skip
+        for name in names:
+            if name in vars(kind):
+                monkeypatch.setattr(kind, name, vars(kind)[name])  # undone after the patches
+                monkeypatch.setattr(vars(kind)[name], "__module__", module)
+        vars(fake).update({kind.__name__: kind, **more})
+        monkeypatch.setitem(sys.modules, module, fake)
+        for patch in skyrl.patches():
+            if patch.module == module:
+                patch.apply(fake)
+                assert not patch.is_missing, str(patch)
+        made.append(kind)
+    return made[0], made[1]
+
+
+def config(run: str) -> Any:
+    sampling = types.SimpleNamespace(temperature=0.7, top_p=1.0, top_k=-1)
+    engine = types.SimpleNamespace(backend="vllm")
+    return types.SimpleNamespace(
+        trainer=types.SimpleNamespace(run_name=run, strategy="fsdp2"),
+        generator=types.SimpleNamespace(sampling_params=sampling, inference_engine=engine),
+    )
+
+
+def test_a_training_is_reported_exactly(live: Service, trainers: tuple[Any, Any]) -> None:
+    trainer = trainers[0](config("r"))
+    asyncio.run(trainer.train())
+    for step in (1, 2):
+        data = trainer.batches[step]
+        chosen = data["loss_mask"].bool().numpy()
+        p, q = (data[n].double().numpy()[chosen] for n in ("action_log_probs", "rollout_logprobs"))
+        answer = live.get(f"/steps/{step}/metrics", run="r")
+        assert answer["coverage"]["tokens"] == len(p) == 16  # without the rows that pad
+        assert answer["coverage"]["sequences"] == 4
+        assert answer["metrics"]["rollout_corr/kl"] == pytest.approx((q - p).mean(), rel=1e-9)
+        assert answer["metrics"]["per_round/total_rounds"] == 2
+        # SkyRL's own number of the same: policy/rollout_train_logprobs_abs_diff_mean
+        means = [
+            np.abs(q_row - p_row)[mask].mean()
+            for p_row, q_row, mask in zip(
+                data["action_log_probs"].double().numpy(),
+                data["rollout_logprobs"].double().numpy(), chosen, strict=True,
+            )
+            if mask.any()
+        ]  # fmt: skip
+        assert answer["metrics"]["train_rollout_logprob_abs_diff"] == pytest.approx(np.mean(means))
+        stages = {row["stage"] for row in live.get(f"/steps/{step}/stages", run="r")["rows"]}
+        assert stages == {"rollout_generate", "actor_compute_log_prob", "actor_update"}
+    rows = live.get("/steps/2/scalars", run="r")["rows"]
+    assert {row["name"]: row["value"] for row in rows} == {"policy/loss": 1.0, "policy_loss": 1.0}
+    samples = live.get("/steps/2/samples", run="r")["rows"]
+    assert {row["sample_uid"] for row in samples} == {"a-0", "a-1", "b-0", "b-1"}
+
+
+def test_turns_that_are_rows_belong_to_their_trajectory() -> None:
+    made = skyrl.samples(batch(1, stepwise=True))
+    assert made["run_ids"] == ["0", "0", "0", "1"]
+    assert made["sample_ids"] == ["a-0-0", "a-0-1", "b-0-0", "b-1-0"]
+    assert [row.tolist() for row in made["turn_ids"]] == [[0] * 6, [1] * 4, [0] * 5, [0] * 2]
+
+
+def test_a_skipped_pass_is_not_measured_and_says_why(
+    live: Service, trainers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RayPPOTrainer, "skips_forward", True)
+    asyncio.run(trainers[0](config("skipped")).train())
+    problem = live.problem(404, "/steps/1/metrics", run="skipped")
+    assert "old_log_probs is left out: SkyRL skips the trainer's pass" in problem["detail"]
+
+
+def test_the_asynchronous_trainer_gets_no_callback(
+    live: Service, trainers: tuple[Any, Any]
+) -> None:
+    trainer = trainers[1](config("async"))
+    assert trainer.callbacks == []
+    asyncio.run(trainer.train())
+    assert live.get("/steps/2/metrics", run="async")["coverage"]["tokens"] == 16
+
+
+def test_a_forward_pass_of_a_subclass_is_recorded_at_the_steps_end(
+    live: Service, trainers: tuple[Any, Any]
+) -> None:
+    class Own(RayPPOTrainer):
+        def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
+            training_input["action_log_probs"] = training_input["rollout_logprobs"] - 0.1
+            return training_input
+
+    asyncio.run(Own(config("own")).train())
+    metrics = live.get("/steps/1/metrics", run="own")["metrics"]
+    assert metrics["rollout_corr/kl"] == pytest.approx(0.1, rel=1e-5)
+
+
+def test_what_fails_here_fails_as_without(
+    live: Service, trainers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception of the trainer is its own; one of ours is none of the trainer's."""
+    monkeypatch.setattr(RayPPOTrainer, "fails", True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        asyncio.run(trainers[0](config("fails")).train())
+    finish(10, run="fails")
+    monkeypatch.setattr(RayPPOTrainer, "fails", False)
+    monkeypatch.setattr(skyrl, "responses", lambda data: 1 / 0)
+    monkeypatch.setattr(skyrl, "init", lambda *args, **kwargs: 1 / 0)
+    trainer = trainers[0](config("ours"))
+    asyncio.run(trainer.train())
+    assert [logs["policy/loss"] for logs in trainer.logged] == [0.5, 1.0]

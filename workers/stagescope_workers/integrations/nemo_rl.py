@@ -1,0 +1,312 @@
+"""NeMo-RL's GRPO and PPO on their driver: streams, stages and scalars of each step.
+
+Read in NeMo-RL 0.6.0 (7ea279ab), nothing of it was run. The driver has both streams where it
+computes the error of each sequence: `compute_and_apply_seq_logprob_error_masking`, which the
+algorithms call by the name that they imported from `grpo`. The batch is recorded as it was before
+that call, which masks the sequences that differ most. Index t of every tensor is token t, and
+no loss counts the first token of a sequence.
+
+With `force_on_policy_ratio` NeMo-RL makes no pass before the update, and fills `prev_logprobs` with
+zeros: the call is left out then, and the step's line in its own log, `train_data_step{N}.jsonl`, is
+where the rollout's stream is taken from; the step says that it is not measured.
+
+The step is that of NeMo-RL's log: the first is 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stagescope_workers.compat import read_batch
+from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
+from stagescope_workers.integrations.guard import guarded, running
+from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.probe.lifecycle import finish, init
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
+
+_GRPO: Final = "nemo_rl.algorithms.grpo"
+_SYNC: Final = "nemo_rl.algorithms.grpo_sync"
+_PPO: Final = "nemo_rl.algorithms.ppo"
+_POLICY: Final = "nemo_rl.models.policy.lm_policy"
+_LOGGER: Final = "nemo_rl.utils.logger"
+_LOG_FILE: Final = re.compile(r"train_data_step(\d+)\.jsonl\Z")
+_TRAIN: Final = "train"
+_FINISH_SECONDS: Final = 30.0
+_STAGES: Final = {
+    "get_logprobs": "actor_compute_log_prob",
+    "get_reference_policy_logprobs": "ref_compute_log_prob",
+    "train": "actor_update",
+}
+"""Methods of `Policy`, called on the driver."""
+NOT_COMPUTED: Final = (
+    "NeMo-RL computes no prev_logprobs with force_on_policy_ratio, and fills them with zeros: the "
+    "mismatch is not measured"
+)
+
+
+def patches() -> list[Patch]:
+    """Return the patches of the algorithms, of the policy and of the logger."""
+    algorithms = [
+        (_GRPO, "grpo_train"), (_GRPO, "async_grpo_train"), (_SYNC, "grpo_train_sync"),
+        (_PPO, "ppo_train"), (_PPO, "async_ppo_train"),
+    ]  # fmt: skip
+    purpose = "the first step of a training, and its end"
+    return [
+        *(Patch(module, name, wrap_algorithm, purpose) for module, name in algorithms),
+        Patch(
+            _GRPO,
+            "compute_and_apply_seq_logprob_error_masking",
+            wrap_masking,
+            "streams of both sides",
+            since="0.5",
+        ),
+        *(
+            Patch(_POLICY, f"Policy.{name}", _in_stage(stage), stage)
+            for name, stage in _STAGES.items()
+        ),
+        Patch(_LOGGER, "Logger.log_metrics", wrap_log_metrics, "scalars and the number of a step"),
+        Patch(
+            _LOGGER,
+            "Logger.log_batched_dict_as_jsonl",
+            wrap_log_file,
+            "the rollout's stream of steps without prev_logprobs",
+        ),
+    ]
+
+
+@dataclasses.dataclass
+class Training:
+    """The training of this process; a driver runs one at a time.
+
+    Attributes:
+        probe: Of this process, from the training's start to its end.
+        step: The step that is worked on.
+        recorded: The last step whose streams were recorded.
+        settings: Of the generation.
+    """
+
+    probe: Probe | None = None
+    step: int = 1
+    recorded: int = 0
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def open_stage(self, name: str) -> Stage | None:
+        """Return a stage of the step that is worked on; None outside a training."""
+        if self.probe is None:
+            return None
+        return self.probe.stage(name, step=self.step, policy_version=self.step - 1)
+
+
+_training: Final = Training()
+
+
+def wrap_algorithm(function: Function) -> Function:
+    """Wrap a training's function: the configuration and the saved state are arguments of it."""
+    parameters = inspect.signature(function)
+
+    def begin(args: Any, kwargs: Any) -> None:
+        given = parameters.bind(*args, **kwargs).arguments
+        config = given.get("master_config")
+        saved = next((value for name, value in given.items() if name.endswith("_save_state")), None)
+        counts = [lookup(saved, name) for name in ("total_steps", "current_step")]
+        # The asynchronous algorithm counts `current_step` alone, over all epochs.
+        is_async = function.__name__.startswith("async")
+        done = int(counts[1 if is_async or counts[0] is None else 0] or 0)
+        log_dir = str(lookup(config, "logger", "log_dir") or "nemo-rl")
+        name = lookup(config, "logger", "wandb", "name") or log_dir.rstrip("/").split("/")[-1]
+        _training.step, _training.recorded = done + 1, 0
+        _training.settings = lookup(config, "policy", "generation") or {}
+        _training.probe = init(
+            named_run(str(name), fallback="nemo-rl"),
+            role="driver",
+            rank=0,
+            world_size=1,
+            layout={"framework": "nemo_rl"},
+            settings={**statistics_settings(config), "nemo_rl": settings(config)},
+            resumed_from_step=done or None,
+            captures="NeMo-RL's models run in workers of their own, which do not report",
+        )
+
+    def end(error: BaseException | None) -> None:
+        probe, _training.probe = _training.probe, None
+        if probe is not None and error is None:
+            finish(_FINISH_SECONDS, run=probe.run)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with guarded("the start of a training"):
+            begin(args, kwargs)
+        error: BaseException | None = None
+        try:
+            return function(*args, **kwargs)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            with guarded("the end of a training"):
+                end(error)
+
+    return run
+
+
+def settings(config: Any) -> dict[str, object]:
+    """Return NeMo-RL's configuration (a pydantic model, or dicts) without what may be secret."""
+    tree = config.model_dump() if hasattr(config, "model_dump") else config
+    return visible_leaves(tree) if isinstance(tree, Mapping) else {}
+
+
+def statistics_settings(config: Any) -> dict[str, object]:
+    """Return the settings that the statistics depend on: which importance weights are applied."""
+    loss = lookup(config, "loss_fn")
+    if not lookup(loss, "use_importance_sampling_correction"):
+        return {}
+    threshold = lookup(loss, "truncated_importance_sampling_ratio")
+    kind = lookup(loss, "truncated_importance_sampling_type") or "tis"
+    if threshold is None or kind != "tis" or lookup(loss, "sequence_level_importance_ratios"):
+        return {}
+    return {"rollout_is": "token", "rollout_is_threshold": threshold}
+
+
+def _in_stage(name: str) -> Any:
+    """Return a wrapper that runs a method of the policy as a stage."""
+
+    def wrap(function: Function) -> Function:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            stage: Stage | None = None
+            with guarded(name):
+                stage = _training.open_stage(name)
+            with running(stage):
+                return function(*args, **kwargs)
+
+        return run
+
+    return wrap
+
+
+def wrap_masking(function: Function) -> Function:
+    """Wrap the masking of sequences: before it no sequence is masked for its error."""
+    parameters = inspect.signature(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with guarded("streams of both sides"):
+            given = parameters.bind(*args, **kwargs).arguments
+            record(given["train_data"], given.get("rewards"))
+        result = function(*args, **kwargs)
+        with guarded("the errors of sequences"):
+            if _training.probe is not None and isinstance(result, Mapping):
+                _training.probe.log(step=_training.step, **_scalars(result))
+        return result
+
+    return run
+
+
+def record(data: Mapping[str, Any], rewards: Any = None) -> None:
+    """Record a batch in a stage of its own beside the pass that computed its log-probs."""
+    # Index 0 is of a token that no logits score.
+    names = ("input_ids", "token_ids", "generation_logprobs", "prev_logprobs",
+             "reference_policy_logprobs", "advantages")  # fmt: skip
+    mask = data["token_mask"]
+    mask = mask * data["sample_mask"].to(mask.dtype).unsqueeze(-1)
+    columns = {name: data[name] for name in names if name in data}
+    columns = {
+        name: values[:, 1:] for name, values in columns.items() if values.shape == mask.shape
+    }
+    stage = _training.open_stage("actor_compute_log_prob")
+    if stage is None:
+        return
+    found = read_batch({**columns, "token_mask": mask[:, 1:]}, "nemo_rl")
+    del found["producers"]
+    if "old_log_probs" not in found:
+        found["left_out"] = {"old_log_probs": NOT_COMPUTED}
+    if rewards is not None and rewards.numel() == mask.shape[0]:
+        found["rewards"] = rewards.reshape(-1)
+    engine = str(lookup(_training.settings, "backend") or "generation")
+    sampled = {
+        name: value
+        for name in ("temperature", "top_p", "top_k")
+        if isinstance(value := lookup(_training.settings, name), int | float)
+    }
+    streams: dict[str, object] = {"rollout": {"producer": engine, "engine": engine, **sampled}}
+    if "old_log_probs" in found:
+        streams["old"] = {"producer": "policy"}
+    found["streams"] = streams
+    stage.begin()
+    stage.record(found)
+    stage.end()
+    _training.recorded = _training.step
+
+
+def wrap_log_metrics(function: Function) -> Function:
+    """Wrap `log_metrics`: `train` has the scalars of a step, `timing/train` ends it."""
+    parameters = inspect.signature(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with guarded("scalars"):
+            given = parameters.bind(*args, **kwargs).arguments
+            prefix, metrics = given.get("prefix"), given["metrics"]
+            if _training.probe is not None and prefix == _TRAIN and isinstance(metrics, Mapping):
+                _training.step = int(given["step"])
+                _training.probe.log(step=_training.step, **_scalars(metrics))
+        result = function(*args, **kwargs)
+        with guarded("the end of a step"):
+            given = parameters.bind(*args, **kwargs).arguments
+            if _training.probe is not None and given.get("step_finished"):
+                _training.step = int(given["step"]) + 1
+        return result
+
+    return run
+
+
+def wrap_log_file(function: Function) -> Function:
+    """Wrap the log of a step's batch: it has the step's number, also where no pass was made."""
+    parameters = inspect.signature(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with guarded("the log of a batch"):
+            given = parameters.bind(*args, **kwargs).arguments
+            match = _LOG_FILE.search(str(given["filename"]))
+            if match is not None and _training.probe is not None:
+                _log_batch(int(match[1]), given["to_log"])
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _log_batch(step: int, logged: Mapping[str, Any]) -> None:
+    _training.step = step
+    if _training.recorded == step or "generation_logprobs" not in logged:
+        return
+    import torch
+
+    names = {
+        "token_ids": "input_ids", "token_loss_mask": "token_mask",
+        "sample_loss_mask": "sample_mask", "generation_logprobs": "generation_logprobs",
+        "prev_logprobs": "prev_logprobs", "advantages": "advantages",
+    }  # fmt: skip
+    data = {
+        ours: torch.as_tensor(logged[theirs]) for theirs, ours in names.items() if theirs in logged
+    }
+    rewards = logged.get("filtered_rewards", logged.get("rewards"))
+    record(data, None if rewards is None else torch.as_tensor(rewards))
+
+
+def _scalars(values: Mapping[Any, Any]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, bool):
+            continue
+        if isinstance(value, int | float):
+            found[str(name)] = value
+        elif getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+            found[str(name)] = float(value)
+    return found

@@ -1,0 +1,313 @@
+"""OpenRLHF's `ActorPPOTrainer` on each DeepSpeed rank: streams, stages and scalars of the update.
+
+Read in OpenRLHF 0.11.0, nothing of it was run: it needs DeepSpeed on a GPU. A global step is one
+call of `ppo_train`, numbered as OpenRLHF logs it: the first is 1, later ones go on from the
+checkpoint that was loaded, and `critic.freezing_steps` without an actor's update are counted too.
+
+Every tensor of an `Experience` is as wide as `action_mask`, one less than `sequences`: index t is
+of token t + 1. `action_log_probs` are the trainer's before the update. OpenRLHF's agents fill in
+0.0 where the engine gave no log-prob: a stream of nothing else is left out and named; single zeros
+are recorded as they are, and the service names them where the trainer's are far from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stagescope_workers.compat import read_batch
+from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
+from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.probe.lifecycle import init
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
+
+_log = logging.getLogger("stagescope.integrations")
+
+_ACTOR: Final = "openrlhf.trainer.ray.ppo_actor"
+_STRATEGY: Final = "openrlhf.utils.deepspeed.deepspeed"
+_COLUMNS: Final = (
+    "action_mask", "rollout_log_probs", "action_log_probs", "base_action_log_probs", "advantages",
+    "returns", "values",
+)  # fmt: skip
+_ROLE_FOLDER: Final = "_actor"
+"""The end of the path of the actor's checkpoint; the critic's has another."""
+
+
+def patches() -> list[Patch]:
+    """Return the patches of the actor's trainer, and of the strategy that loads a checkpoint."""
+    return [
+        Patch(
+            _ACTOR,
+            "ActorPPOTrainer.ppo_train",
+            wrap_ppo_train,
+            "the number of a step",
+            since="0.6",
+        ),
+        Patch(
+            _ACTOR,
+            "ActorPPOTrainer.training_step",
+            wrap_training_step,
+            "actor_update, streams and scalars",
+            since="0.6",
+        ),
+        Patch(
+            _ACTOR,
+            "ActorPPOTrainer.broadcast_to_vllm",
+            wrap_broadcast,
+            "weight_sync",
+            since="0.6",
+        ),
+        Patch(
+            _STRATEGY,
+            "DeepspeedStrategy.load_ckpt",
+            wrap_load,
+            "the step of the checkpoint that a training resumes",
+            since="0.6",
+        ),
+    ]
+
+
+@dataclasses.dataclass
+class Training:
+    """What one `ActorPPOTrainer` reports.
+
+    Attributes:
+        resumed: The global step of the checkpoint, 0 without one.
+        calls: How often `ppo_train` was called.
+        epoch, minibatch: Of the `training_step` that is running, or ran last.
+    """
+
+    resumed: int = 0
+    calls: int = 0
+    epoch: int = -1
+    minibatch: int = -1
+    probe: Probe | None = None
+
+    def step(self, arguments: Any) -> int:
+        """Return the global step that is being trained, or was last."""
+        frozen = lookup(arguments, "critic", "freezing_steps")
+        first = max(self.resumed, (frozen if isinstance(frozen, int) else -1) + 1)
+        return first + self.calls
+
+
+_trainings: Final[weakref.WeakKeyDictionary[Any, Training]] = weakref.WeakKeyDictionary()
+_resumed: Final[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+"""Strategy -> the global step of the actor's checkpoint that it loaded."""
+
+
+def training(trainer: Any) -> Training:
+    """Return what `trainer` reports."""
+    found = _trainings.get(trainer)
+    if found is None:
+        found = _trainings[trainer] = Training(resumed=_resumed.get(trainer.strategy, 0))
+    return found
+
+
+def probe_of(trainer: Any) -> Probe:
+    """Return the probe of this rank, made at its first step."""
+    found = training(trainer)
+    if found.probe is None:
+        import torch.distributed as dist
+
+        arguments = trainer.strategy.args
+        joined = dist.is_available() and dist.is_initialized()
+        name = lookup(arguments, "logger", "wandb", "run_name") or "openrlhf"
+        found.probe = init(
+            named_run(str(name), fallback="openrlhf"),
+            role="actor",
+            rank=dist.get_rank() if joined else 0,
+            world_size=dist.get_world_size() if joined else 1,
+            data_rank=_data_rank(trainer.strategy),
+            layout={"framework": "openrlhf"},
+            settings={**statistics_settings(arguments), "openrlhf": settings(arguments)},
+            resumed_from_step=found.resumed or None,
+        )
+    return found.probe
+
+
+def _data_rank(strategy: Any) -> int | None:
+    """Return the data-parallel rank: ranks of ring attention and TP hold the same rows."""
+    mesh = getattr(strategy, "ds_device_mesh", None)
+    try:
+        return None if mesh is None else int(mesh["dp"].get_local_rank())
+    except Exception:  # a mesh without that dimension, or without a process group
+        return None
+
+
+def settings(arguments: Any) -> dict[str, object]:
+    """Return OpenRLHF's arguments, namespaces in a namespace, without what may be secret."""
+    return visible_leaves(_tree(arguments))
+
+
+def _tree(node: Any) -> dict[object, object]:
+    return {
+        name: _tree(value) if hasattr(value, "__dict__") else value
+        for name, value in vars(node).items()
+        if isinstance(value, str | int | float | bool | list | tuple | None)
+        or hasattr(value, "__dict__")
+    }
+
+
+def statistics_settings(arguments: Any) -> dict[str, object]:
+    """Return the settings that the statistics depend on: which importance weights are applied."""
+    if not lookup(arguments, "algo", "advantage", "is_correction_enable"):
+        return {}
+    kind = lookup(arguments, "algo", "advantage", "is_correction_type")
+    bounds = lookup(arguments, "algo", "advantage", "is_correction_threshold")
+    # Weights that are cut at both bounds, and masks, are none of those that the service computes.
+    if kind != "tis" or not isinstance(bounds, list | tuple) or len(bounds) != 2 or bounds[0]:
+        return {}
+    return {"rollout_is": "token", "rollout_is_threshold": bounds[1]}
+
+
+def wrap_load(function: Function) -> Function:
+    """Wrap `load_ckpt`, which returns the path and the client's states."""
+
+    @functools.wraps(function)
+    def run(strategy: Any, model: Any, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(strategy, model, load_dir, *args, **kwargs)
+        with guarded("the step of a checkpoint"):
+            states = result[1]
+            if str(load_dir).rstrip("/").endswith(_ROLE_FOLDER) and states:
+                _resumed[strategy] = int(states.get("global_step", 0))
+        return result
+
+    return run
+
+
+def wrap_ppo_train(function: Function) -> Function:
+    """Wrap `ppo_train`: a global step of this rank."""
+
+    @functools.wraps(function)
+    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with guarded("the number of a step"):
+            found = training(trainer)
+            found.calls += 1
+            found.epoch = found.minibatch = -1
+        result = function(trainer, *args, **kwargs)
+        with guarded("the scalars of a step"):
+            found = training(trainer)
+            if found.probe is not None and found.probe.rank == 0 and isinstance(result, Mapping):
+                found.probe.log(step=found.step(trainer.args), **_numbers(result))
+        return result
+
+    return run
+
+
+def wrap_training_step(function: Function) -> Function:
+    """Wrap `training_step`: a micro-batch of `actor_update`; the first epoch has the streams."""
+
+    @functools.wraps(function)
+    def run(
+        trainer: Any, experience: Any, kl_ctl: Any, step: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        stage: Stage | None = None
+        with guarded("actor_update"):
+            found = training(trainer)
+            number = int(step)
+            found.epoch += number <= found.minibatch or found.epoch < 0
+            found.minibatch = number
+            stage = probe_of(trainer).stage(
+                "actor_update",
+                step=found.step(trainer.args),
+                policy_version=found.step(trainer.args) - 1,
+                model=getattr(trainer.actor, "model", trainer.actor),
+                epoch=found.epoch,
+                microbatch=number,
+            )
+            stage.begin()
+            # Later epochs train on the same samples: their tokens count once.
+            if found.epoch == 0:
+                stage.record(recorded(experience, trainer.args))
+        error: BaseException | None = None
+        try:
+            result = function(trainer, experience, kl_ctl, step, *args, **kwargs)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            with guarded("the end of actor_update"):
+                if stage is not None:
+                    if error is None:
+                        stage.log(**_numbers(result["metrics"]))
+                    stage.end(error)
+        return result
+
+    return run
+
+
+def recorded(experience: Any, arguments: Any) -> dict[str, object]:
+    """Return what a micro-batch of experience has, by the names of `Stage.record`."""
+    columns = {name: getattr(experience, name, None) for name in _COLUMNS}
+    found = read_batch(
+        {name: value for name, value in columns.items() if value is not None}, "openrlhf"
+    )
+    del found["producers"]
+    mask = experience.action_mask
+    found["responses"] = experience.sequences[:, -mask.shape[1] :]
+    rewards = getattr(experience, "rewards", None)
+    if rewards is not None and rewards.dim() == 1:
+        found["rewards"] = rewards
+    prompts = getattr(experience, "prompts", None)
+    if prompts and len(prompts) == mask.shape[0]:
+        found["group_ids"] = found["prompt_hashes"] = [_prompt_id(prompt) for prompt in prompts]
+    sampling = {
+        name: lookup(arguments, "rollout", name) for name in ("temperature", "top_p", "top_k")
+    }
+    sampled = {name: value for name, value in sampling.items() if value is not None}
+    own = {"producer": "trainer", "engine": "deepspeed"}
+    streams: dict[str, object] = {"old": own}
+    if "rollout_log_probs" in found:
+        streams["rollout"] = {"producer": "vllm", "engine": "vllm", **sampled}
+    found["streams"] = streams
+    return found
+
+
+def _prompt_id(prompt: object) -> str:
+    import hashlib
+
+    text = str(prompt).encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=6).hexdigest()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics that are one number: those by sample are tensors of the batch."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, bool):
+            continue
+        if isinstance(value, int | float) or (hasattr(value, "dim") and value.dim() == 0):
+            found[name] = value
+    return found
+
+
+def wrap_broadcast(function: Function) -> Function:
+    """Wrap `broadcast_to_vllm`: `weight_sync` of the step that was trained last."""
+
+    @functools.wraps(function)
+    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        stage: Stage | None = None
+        with guarded("weight_sync"):
+            found = training(trainer)
+            # Before the first step the weights of a checkpoint are sent.
+            if found.calls and found.probe is not None:
+                stage = found.probe.stage("weight_sync", step=found.step(trainer.args))
+                stage.begin()
+        error: BaseException | None = None
+        try:
+            return function(trainer, *args, **kwargs)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            with guarded("the end of weight_sync"):
+                if stage is not None:
+                    stage.end(error)
+
+    return run

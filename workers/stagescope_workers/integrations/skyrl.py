@@ -1,0 +1,402 @@
+"""SkyRL's `RayPPOTrainer` on its driver: stages, streams, samples and scalars of each step.
+
+Read in SkyRL 0.3.0 (a9564572). A callback of ours has the trainer's log; it is added when
+`RayPPOTrainer` is made, since SkyRL's entry points hand over none. `FullyAsyncRayPPOTrainer` fails
+where it has a callback, so it gets none: its stages and streams come from the methods that it
+shares with `RayPPOTrainer`, and its log has no numbers of ours.
+
+A batch is right-aligned: the response of row r are its last columns. Rows that pad the batch to the
+number of ranks repeat row 0 with a mask of zeros; they are left out. Losses that optimize against
+the rollout's log-probs skip the trainer's pass: such a step is not measured, and says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from stagescope_workers.compat import DIALECTS
+from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
+from stagescope_workers.integrations.guard import guarded, running
+from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.metrics_feed import MetricsFeed
+from stagescope_workers.probe.lifecycle import finish, init
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
+
+_MODULE: Final = "skyrl.train.trainer"
+_ASYNC: Final = "skyrl.train.fully_async_trainer"
+_RESPONSES: Final = (
+    "loss_mask", "rollout_logprobs", "action_log_probs", "base_action_log_probs", "values",
+    "advantages", "returns",
+)  # fmt: skip
+"""The columns [rows, response width]."""
+_PREFIX: Final = "stagescope/"
+_FINISH_SECONDS: Final = 30.0
+NOT_RETURNED: Final = "SkyRL's generator returned no log-probs: the mismatch is not measured"
+NOT_COMPUTED: Final = (
+    "SkyRL skips the trainer's pass where the loss optimizes against the rollout's log-probs: the "
+    "mismatch is not measured"
+)
+
+
+def patches() -> list[Patch]:
+    """Return the patches of `RayPPOTrainer`; its subclasses inherit all but `train`."""
+    calls: dict[str, tuple[Any, str]] = {
+        "__init__": (wrap_init, "a training's end, scalars, and numbers in the trainer's log"),
+        "generate": (wrap_generate, "rollout_generate"),
+        "fwd_logprobs_values_reward": (wrap_forward, "actor_compute_log_prob, streams and samples"),
+        "train_critic_and_policy": (wrap_update, "actor_update"),
+    }
+    found = [
+        Patch(_MODULE, f"RayPPOTrainer.{name}", wrap, purpose, since="0.3")
+        for name, (wrap, purpose) in calls.items()
+    ]
+    purpose = "the end of a training that fails"
+    return [
+        *found,
+        Patch(_MODULE, "RayPPOTrainer.train", wrap_train, purpose, since="0.3"),
+        Patch(_ASYNC, "FullyAsyncRayPPOTrainer.train", wrap_train, purpose, since="0.3"),
+    ]
+
+
+class Training:
+    """What one trainer reports."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._probe: Probe | None = None
+        self._feed: MetricsFeed | None = None
+        self._last = 0
+        self.recorded = 0
+        """The last step whose streams were recorded."""
+        self.resumed = 0
+        """The global step of the checkpoint, as far as the callback was told."""
+        self.ids: dict[str, Any] = {}
+        """The ids of the batch that is trained; SkyRL takes them out of it before the update."""
+
+    @property
+    def step(self) -> int:
+        """The step that is worked on."""
+        return int(self._trainer().global_step)
+
+    @property
+    def probe(self) -> Probe:
+        """The probe of this process, made at the training's start."""
+        if self._probe is None:
+            config = self._trainer().cfg
+            name = str(lookup(config, "trainer", "run_name") or "skyrl")
+            done = self.step - 1
+            self._probe = init(
+                named_run(name, fallback="skyrl"),
+                role="driver",
+                rank=0,
+                world_size=1,
+                layout={"framework": "skyrl"},
+                settings={**statistics_settings(config), "skyrl": settings(config)},
+                resumed_from_step=done if done > 0 else None,
+                captures="SkyRL's models run in workers of their own, which do not report",
+            )
+            self._feed = MetricsFeed(self._probe)
+            self._feed.prepare()
+        return self._probe
+
+    def stage(self, name: str) -> Stage:
+        """Return a stage of the step that is worked on."""
+        self._last = step = self.step
+        return self.probe.stage(name, step=step, policy_version=step - 1)
+
+    def want(self, step: int) -> None:
+        """Request the step's numbers from the service, for the trainer's log."""
+        if self._feed is not None:
+            self._feed.want(step)
+
+    def numbers(self, step: int) -> Mapping[str, float]:
+        """Return the service's numbers of a step, as far as they have arrived."""
+        return {} if self._feed is None else self._feed.take(step)
+
+    def close(self, error: BaseException | None) -> None:
+        """Send what waits: the training is over, or ends with `error`."""
+        feed, self._feed = self._feed, None
+        probe, self._probe = self._probe, None
+        if feed is not None:
+            feed.close()
+        if probe is not None and error is None:
+            probe.end_step(self._last)
+            finish(_FINISH_SECONDS, run=probe.run)
+
+
+_trainings: Final[weakref.WeakKeyDictionary[Any, Training]] = weakref.WeakKeyDictionary()
+
+
+def training(trainer: Any) -> Training:
+    """Return what `trainer` reports."""
+    found = _trainings.get(trainer)
+    if found is None:
+        found = _trainings[trainer] = Training(trainer)
+    return found
+
+
+def settings(config: Any) -> dict[str, object]:
+    """Return SkyRL's configuration (nested dataclasses) without what may be secret."""
+    is_tree = dataclasses.is_dataclass(config) and not isinstance(config, type)
+    return visible_leaves(dataclasses.asdict(config)) if is_tree else {}
+
+
+def statistics_settings(config: Any) -> dict[str, object]:
+    """Return the settings that the statistics depend on: which importance weights are applied."""
+    correction = lookup(config, "trainer", "algorithm", "off_policy_correction")
+    kind = lookup(correction, "tis_ratio_type")
+    names = {
+        "token": "token_tis_ratio_clip_high",
+        "sequence": "sequence_tis_ratio_clip_high",
+    }
+    threshold = lookup(correction, names[kind]) if kind in names else None
+    return {} if threshold is None else {"rollout_is": kind, "rollout_is_threshold": threshold}
+
+
+def streams(config: Any, names: Sequence[str]) -> dict[str, object]:
+    """Return who produced the streams among `names`, and how the tokens were sampled."""
+    engine = str(lookup(config, "generator", "inference_engine", "backend") or "vllm")
+    sampling = lookup(config, "generator", "sampling_params")
+    sampled = {name: lookup(sampling, name) for name in ("temperature", "top_p", "top_k")}
+    own = {"producer": "trainer", "engine": str(lookup(config, "trainer", "strategy") or "fsdp")}
+    rollout = {"producer": engine, "engine": engine} | {
+        name: value for name, value in sampled.items() if isinstance(value, int | float)
+    }
+    found: dict[str, object] = {"old": own} if "old_log_probs" in names else {}
+    return {**found, **({"rollout": rollout} if "rollout_log_probs" in names else {})}
+
+
+def responses(batch: Any) -> dict[str, list[Any]]:
+    """Return the columns of a batch by the names of `Stage.record`, as rows without padding."""
+    columns = {name: _value(batch, name) for name in _RESPONSES}
+    mask = _value(batch, "response_mask")
+    count = _count(batch)
+    width = int(mask.shape[1])
+    lengths = [int(row) for row in mask[:count].sum(1).tolist()]
+    names = DIALECTS["skyrl"].columns
+    found = {
+        names[name]: [values[row, width - length :] for row, length in enumerate(lengths)]
+        for name, values in columns.items()
+        if values is not None and tuple(values.shape) == tuple(mask.shape)
+    }
+    sequences = _value(batch, "sequences")
+    total = int(sequences.shape[1])
+    found["responses"] = [sequences[row, total - n :] for row, n in enumerate(lengths)]
+    return found
+
+
+def _count(batch: Any) -> int:
+    """Return the rows without those at the end that pad the batch."""
+    padding = int((batch.metadata or {}).get("pad_size") or 0)
+    return int(batch["sequences"].shape[0]) - padding
+
+
+def _value(batch: Any, name: str) -> Any:
+    return batch.get(name, None)
+
+
+def rewards(batch: Any) -> Any:
+    """Return the reward of each row, [rows]; None once SkyRL has taken them out of the batch."""
+    found = _value(batch, "rewards")
+    if found is None:
+        return None
+    found = found[: _count(batch)]
+    return found.sum(-1) if found.dim() == 2 else found
+
+
+def samples(batch: Any) -> dict[str, Any]:
+    """Return ids of the rows: of a prompt's answers, or of the turns of its trajectories."""
+    metadata = batch.metadata or {}
+    count = _count(batch)
+    uids = [str(uid) for uid in (metadata.get("uids") or ())][:count]
+    if len(uids) != count:
+        return {}
+    last = metadata.get("is_last_step")
+    runs: list[str] = []
+    turns: list[int] = []
+    ended: Counter[str] = Counter()
+    turn = 0
+    for row, uid in enumerate(uids):
+        runs.append(str(ended[uid]))
+        turns.append(turn)
+        is_last = last is None or bool(last[row])
+        ended[uid] += is_last
+        turn = 0 if is_last else turn + 1
+    if last is None:
+        names = [f"{uid}-{run}" for uid, run in zip(uids, runs, strict=True)]
+        return {"sample_ids": names, "group_ids": uids, "run_ids": runs}
+    names = [f"{uid}-{run}-{n}" for uid, run, n in zip(uids, runs, turns, strict=True)]
+    lengths = batch["response_mask"][:count].sum(1).tolist()
+    of_tokens = [np.full(int(n), turn) for n, turn in zip(lengths, turns, strict=True)]
+    return {"sample_ids": names, "group_ids": uids, "run_ids": runs, "turn_ids": of_tokens}
+
+
+def make_callback(base: type) -> Any:
+    """Return a `TrainingCallback` (`base`) that reports what a trainer logs; it never raises."""
+
+    class StagescopeCallback(base):  # type: ignore[misc]
+        """Reports to stagescope, and adds the service's numbers to the trainer's log."""
+
+        def on_train_start(self, trainer: Any, callback_input: Any, control: Any) -> None:
+            with guarded("the start of a training"):
+                training(trainer).resumed = int(callback_input.global_step)
+
+        def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
+            with guarded("streams and samples"):
+                found, batch = training(trainer), callback_input.batch
+                # A subclass may have a forward pass of its own.
+                if batch is not None and found.recorded != int(callback_input.global_step):
+                    stage = found.stage("actor_compute_log_prob")
+                    stage.begin()
+                    record_batch(trainer, stage, batch)
+                    stage.end()
+                    found.want(found.recorded)
+
+        def on_log(self, trainer: Any, callback_input: Any, control: Any) -> None:
+            with guarded("scalars"):
+                found, logs = training(trainer), callback_input.logs
+                step = int(callback_input.global_step)
+                # An evaluation before the first step belongs to none of this training.
+                if step > found.resumed and isinstance(logs, dict):
+                    found.probe.log(step=step, **_scalars(logs))
+                    for name, value in found.numbers(step).items():
+                        logs.setdefault(f"{_PREFIX}{name}", value)
+
+    return StagescopeCallback()
+
+
+def _scalars(values: Mapping[Any, Any]) -> dict[str, float]:
+    return {
+        str(name): value
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def wrap_init(function: Function) -> Function:
+    """Wrap `__init__`: adds the callback, where the trainer takes any."""
+
+    @functools.wraps(function)
+    def run(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        function(trainer, *args, **kwargs)
+        with guarded("the callback"):
+            module: Any = sys.modules[function.__module__]
+            # FullyAsyncRayPPOTrainer overrides it, and fails where it has a callback.
+            if type(trainer).add_callback is module.RayPPOTrainer.add_callback:
+                trainer.add_callback(make_callback(module.TrainingCallback))
+
+    return run
+
+
+def wrap_train(function: Function) -> Function:
+    """Wrap `train`: when it ends, everything that waits is sent."""
+
+    @functools.wraps(function)
+    async def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        error: BaseException | None = None
+        try:
+            return await function(trainer, *args, **kwargs)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            with guarded("closing the probe"):
+                training(trainer).close(error)
+
+    return run
+
+
+def wrap_generate(function: Function) -> Function:
+    """Wrap `generate`, a coroutine; `torch.no_grad` makes it look like a plain function."""
+
+    async def generate(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with running(_stage(trainer, "rollout_generate")):
+            return await function(trainer, *args, **kwargs)
+
+    if inspect.iscoroutinefunction(function):
+        return functools.wraps(function)(generate)
+
+    @functools.wraps(function)
+    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        return generate(trainer, *args, **kwargs)
+
+    return run
+
+
+def _stage(trainer: Any, name: str) -> Stage | None:
+    stage: Stage | None = None
+    with guarded(name):
+        stage = training(trainer).stage(name)
+    return stage
+
+
+def wrap_forward(function: Function) -> Function:
+    """Wrap `fwd_logprobs_values_reward`: it completes the streams of the batch that it returns."""
+
+    @functools.wraps(function)
+    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        stage = _stage(trainer, "actor_compute_log_prob")
+        with running(stage):
+            batch = function(trainer, *args, **kwargs)
+            with guarded("streams and samples"):
+                if stage is not None:
+                    record_batch(trainer, stage, batch)
+        with guarded("numbers for the log"):
+            training(trainer).want(training(trainer).step)
+        return batch
+
+    return run
+
+
+def record_batch(trainer: Any, stage: Stage, batch: Any) -> None:
+    """Record the streams, the rewards and the ids of a batch."""
+    found = training(trainer)
+    found.ids = samples(batch)
+    stage.record({**_streams_of(trainer, batch), **found.ids})
+    found.recorded = found.step
+
+
+def _streams_of(trainer: Any, batch: Any) -> dict[str, Any]:
+    found = responses(batch)
+    left_out: dict[str, str] = {}
+    if "old_log_probs" not in found:
+        left_out["old_log_probs"] = NOT_COMPUTED
+    if "rollout_log_probs" not in found:
+        left_out["rollout_log_probs"] = NOT_RETURNED
+    scores = rewards(batch)
+    return {
+        **found,
+        **({} if scores is None else {"rewards": scores}),
+        **({"left_out": left_out} if left_out else {}),
+        "streams": streams(trainer.cfg, [*found]),
+    }
+
+
+def wrap_update(function: Function) -> Function:
+    """Wrap `train_critic_and_policy`: the batch has advantages, and the metrics are its result."""
+
+    @functools.wraps(function)
+    def run(trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        stage = _stage(trainer, "actor_update")
+        with running(stage):
+            status = function(trainer, batch, *args, **kwargs)
+            with guarded("the metrics of an update"):
+                if stage is not None:
+                    names = ("response_mask", "responses", "advantages", "returns", "values")
+                    found = responses(batch)
+                    held = {name: found[name] for name in names if name in found}
+                    stage.record({**held, **training(trainer).ids})
+                    stage.log(**_scalars(status if isinstance(status, Mapping) else {}))
+        return status
+
+    return run
