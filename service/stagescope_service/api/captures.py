@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Annotated, Final
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 
-from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS, validate_capture
+from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import NotFound
 from stagescope.wire.plan import CaptureSpec
 from stagescope_service.api.auth import caller_of
@@ -16,7 +16,7 @@ from stagescope_service.api.capture_progress import progress
 from stagescope_service.api.dependencies import RUN_PATTERN, Dependencies, Deps
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import captures as models
-from stagescope_service.api.models.bodies import MAX_WAIT, json_body
+from stagescope_service.api.models.bodies import MAX_WAIT, CaptureRequest
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, pattern, read_json
 from stagescope_service.api.target import LiveRun
@@ -24,17 +24,6 @@ from stagescope_service.core.captures.agreement import AGREED, DONE
 from stagescope_service.store.tables import CaptureRow
 
 router = APIRouter(tags=["captures"])
-
-_BODY: Final = json_body(
-    {
-        "type": "object",
-        "required": ["stages", "steps"],
-        "properties": {
-            name: {"description": text} for name, text in {**CAPTURE_FIELDS, **SHORTHANDS}.items()
-        },
-        "additionalProperties": False,
-    }
-)
 
 CaptureId = Annotated[str, Path(max_length=100, description="The capture's id.")]
 
@@ -93,7 +82,12 @@ def capture(deps: Deps, capture_id: CaptureId) -> Answer:
     return Answer(progress(deps.catalogue, row).answer())
 
 
-@router.post("/captures", response_model=models.NewCapture, status_code=201, openapi_extra=_BODY)
+@router.post(
+    "/captures",
+    response_model=models.NewCapture,
+    status_code=201,
+    openapi_extra=CaptureRequest.document(),
+)
 async def add_capture(
     request: Request,
     deps: Deps,
