@@ -32,7 +32,6 @@ from stagescope.comparison_report import (
 from stagescope.render import printable
 from stagescope.wire import nonfinite
 from stagescope.wire.nonfinite import JsonObject
-from stagescope_service.compare.figures import MAX_DETAILED, pictures
 from stagescope_service.compare.report.as_json import (
     FirstReport,
     PairReport,
@@ -40,6 +39,7 @@ from stagescope_service.compare.report.as_json import (
     ShardReport,
     TensorReport,
 )
+from stagescope_service.compare.report.figures import MAX_DETAILED, pictures
 from stagescope_service.figure_style import COLOURS
 
 _HERE: Final = Path(__file__).parent
