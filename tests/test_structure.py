@@ -57,7 +57,6 @@ ONLY_IN: Final = {
     "plotly": ("service/stagescope_service/figure_style.py",
                "service/stagescope_service/api/figures/",
                "client/stagescope/plotting.py",
-               "service/stagescope_service/api/page.py",
                "service/stagescope_service/compare/report/figures.py",
                "service/stagescope_service/compare/report/html.py"),
     "numba": ("service/stagescope_service/statistics/",),
