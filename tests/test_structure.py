@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -57,8 +57,7 @@ ONLY_IN: Final = {
     "plotly": ("service/stagescope_service/figure_style.py",
                "service/stagescope_service/api/figures/",
                "client/stagescope/plotting.py",
-               "service/stagescope_service/api/page.py",
-               "service/stagescope_service/compare/figures.py",
+               "service/stagescope_service/compare/report/figures.py",
                "service/stagescope_service/compare/report/html.py"),
     "numba": ("service/stagescope_service/statistics/",),
     "pandas": ("client/stagescope/convert.py",),
@@ -68,17 +67,29 @@ ONLY_IN: Final = {
 
 
 @functools.cache
-def imports(path: Path) -> tuple[str, ...]:
-    """Return every module that a file imports when it runs, inside functions too."""
-    return tuple(_imports(path))
+def imports(path: Path, *, for_types: bool = False) -> tuple[str, ...]:
+    """Return every module that a file imports when it runs, inside functions too.
+
+    Args:
+        path: of the file.
+        for_types: also those that it imports for type checkers alone.
+    """
+    return tuple(_imports(path, skip=() if for_types else _blocks_for_types(path)))
 
 
-def _imports(path: Path) -> Iterator[str]:
-    tree = ast.parse(path.read_text())
-    blocks = [node for node in ast.walk(tree) if _is_for_types(node)]
-    for_types = {id(node) for block in blocks for node in ast.walk(block)}
-    for node in ast.walk(tree):
-        if id(node) in for_types:
+def _blocks_for_types(path: Path) -> Iterator[ast.AST]:
+    return filter(_is_for_types, ast.walk(_parsed(path)))
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _imports(path: Path, skip: Iterable[ast.AST]) -> Iterator[str]:
+    skipped = {id(node) for block in skip for node in ast.walk(block)}
+    for node in ast.walk(_parsed(path)):
+        if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -99,7 +110,13 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def _module(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 SOURCES: Final = [*files(CLIENT), *files(WORKERS), *files(SERVICE)]
+MODULES: Final = {_module(path, root.parent): path for root in ROOTS for path in files(root)}
 
 
 def test_heavy_libraries_stay_in_their_packages() -> None:
@@ -133,7 +150,7 @@ def test_the_service_is_built_from_the_ground_up() -> None:
     wrong = []
     for path in files(SERVICE):
         own = path.relative_to(SERVICE).parts[0].removesuffix(".py")
-        for module in imports(path):
+        for module in imports(path, for_types=True):
             package, _, rest = module.partition(".")
             imported = rest.partition(".")[0]
             if package != "stagescope_service" or own not in LAYERS:
@@ -155,24 +172,45 @@ def test_workers_send_by_what_knows_nothing_of_the_probe() -> None:
 
 def test_no_two_files_import_each_other() -> None:
     """Imports inside functions and for types alone count, too."""
-    modules = {_module(path, root.parent): path for root in ROOTS for path in files(root)}
-    graph: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        graph[module] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                found = (f"{node.module}.{alias.name}" for alias in node.names)
-                graph[module] |= {each if each in modules else node.module for each in found}
-            elif isinstance(node, ast.Import):
-                graph[module] |= {alias.name for alias in node.names}
-        graph[module] &= modules.keys() - {module}
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for module, imported in _arrows():
+        graph[module].add(imported)
     for module in graph:
         assert module not in _reached(graph, module), f"{module} imports itself in a circle"
 
 
-def _module(path: Path, root: Path) -> str:
-    parts = path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def test_no_two_parts_of_a_folder_import_each_other() -> None:
+    """The parts are its sub-folders, each as a whole, and its other files; types count, too."""
+    graphs: dict[str, dict[str, set[str]]] = {}
+    for one, other in _arrows():
+        path, imported = _parts(one), _parts(other)
+        depth = next(i for i, (a, b) in enumerate(zip(path, imported, strict=False)) if a != b)
+        if depth:
+            graph = graphs.setdefault("/".join(path[:depth]), {})
+            graph.setdefault(path[depth], set()).add(imported[depth])
+    assert len(graphs) > 30
+    for folder, graph in graphs.items():
+        for part in graph:
+            assert part not in _reached(graph, part), f"{folder}/{part} imports itself in a circle"
+
+
+@functools.cache
+def _arrows() -> frozenset[tuple[str, str]]:
+    """Return (module, one of our modules that it imports), imports for types too."""
+    found = set()
+    for module, path in MODULES.items():
+        for node in ast.walk(_parsed(path)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = (f"{node.module}.{alias.name}" for alias in node.names)
+                found |= {(module, each if each in MODULES else node.module) for each in names}
+            elif isinstance(node, ast.Import):
+                found |= {(module, alias.name) for alias in node.names}
+    return frozenset(each for each in found if each[1] in MODULES and each[0] != each[1])
+
+
+def _parts(module: str) -> tuple[str, ...]:
+    own = MODULES[module].name == "__init__.py"
+    return (*module.split("."), *(["__init__"] if own else []))
 
 
 def _is_for_types(node: ast.AST) -> bool:

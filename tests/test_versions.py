@@ -19,7 +19,7 @@ else:
 ROOT: Final = Path(__file__).resolve().parents[1]
 PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: Final[dict[str, list[str]]] = PROJECT["optional-dependencies"]
-WORKERS: Final = {"click", "httpx", "numpy", "pyyaml", "ray"}
+WORKERS: Final = {"click", "httpx", "numpy", "packaging", "pyyaml", "ray"}
 """All that a training image gets: what the drop-in and the probe need, and what Ray brings."""
 
 packages = pytest.mark.parametrize("supported", SUPPORTED, ids=lambda one: one.package)

@@ -15,9 +15,9 @@ from stagescope.batch import Batch, Tensor, check_rows, widened
 from stagescope.batch.data import flow_index
 from stagescope.rollouts import batch_of
 from stagescope.table import Row, Table
-from stagescope.tensorfile import Array
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.nonfinite import JsonObject
+from stagescope.wire.tensorfile import Array
 
 if TYPE_CHECKING:
     from stagescope.step import Step

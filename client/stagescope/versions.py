@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
-import re
 from collections.abc import Iterable
 from typing import Final
+
+from packaging.version import InvalidVersion, Version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ def _is_newer(release: tuple[int, ...], tried: tuple[int, ...]) -> bool:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (2, 4, 0) for "2.4.0a0+git1"."""
-    numbers = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, numbers[0].split("."))) if numbers else ()
+    """Return the release of a version: (2, 4, 0) of "2.4.0a0+git1"; () where it is unreadable."""
+    try:
+        return Version(version.rstrip("+")).release  # "3.12.0+" is a Python from its repository
+    except InvalidVersion:
+        return ()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
 
 Floats = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
@@ -208,3 +210,13 @@ def spans_decades(values: Sequence[float | None] | Floats, least: float = 50.0) 
     """Return whether all numbers are positive, and so far apart that only powers show them."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return bool(finite) and min(finite) > 0.0 and max(finite) > least * min(finite)
+
+
+def plotly_script() -> str:
+    """Return Plotly without the style sheet of its maps, which no figure has.
+
+    plotly 5 loads it from the network, later ones add it to the page: the policy of pages forbids
+    both.
+    """
+    script = re.sub(r"https://unpkg\.com/[^\"]*", "data:text/css,", get_plotlyjs())
+    return re.sub(r'if\(!document\.getElementById\("[0-9a-f]{64}"\)\)', "if(!1)", script)

@@ -33,8 +33,8 @@ from stagescope.batch.data import (
     widened,
 )
 from stagescope.table import context
-from stagescope.tensorfile import Array
 from stagescope.wire.nonfinite import Json
+from stagescope.wire.tensorfile import Array
 
 if TYPE_CHECKING:
     import tensordict

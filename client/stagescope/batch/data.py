@@ -10,10 +10,10 @@ import numpy as np
 from typing_extensions import Self
 
 from stagescope.table import unknown_name
-from stagescope.tensorfile import Array
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import STAGES, Part
+from stagescope.wire.tensorfile import Array
 
 T = TypeVar("T", bound="BatchData")
 

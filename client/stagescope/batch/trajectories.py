@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.batch.data import BatchData, widened
-from stagescope.tensorfile import Array
 from stagescope.wire.errors import NotFound
+from stagescope.wire.tensorfile import Array
 
 KEEP: Final = "keep trajectories: stagescope capture --keep trajectories, or init(keep=...)"
 

@@ -23,8 +23,8 @@ from typing import Final, TypedDict
 
 import numpy as np
 
-from stagescope.tensorfile import CODES, Array, WireTensor
 from stagescope.wire.nonfinite import Json, JsonObject, spell
+from stagescope.wire.tensorfile import CODES, Array, WireTensor
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Annotated, Final
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 
-from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS, validate_capture
 from stagescope.wire.errors import NotFound
-from stagescope.wire.plan import CaptureSpec
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.capture_progress import progress
 from stagescope_service.api.dependencies import RUN_PATTERN, Dependencies, Deps
-from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import captures as models
-from stagescope_service.api.models.bodies import MAX_WAIT, json_body
+from stagescope_service.api.models.bodies import MAX_WAIT, CaptureRequest
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, pattern, read_json
 from stagescope_service.api.target import LiveRun
@@ -24,17 +21,6 @@ from stagescope_service.core.captures.agreement import AGREED, DONE
 from stagescope_service.store.tables import CaptureRow
 
 router = APIRouter(tags=["captures"])
-
-_BODY: Final = json_body(
-    {
-        "type": "object",
-        "required": ["stages", "steps"],
-        "properties": {
-            name: {"description": text} for name, text in {**CAPTURE_FIELDS, **SHORTHANDS}.items()
-        },
-        "additionalProperties": False,
-    }
-)
 
 CaptureId = Annotated[str, Path(max_length=100, description="The capture's id.")]
 
@@ -93,7 +79,12 @@ def capture(deps: Deps, capture_id: CaptureId) -> Answer:
     return Answer(progress(deps.catalogue, row).answer())
 
 
-@router.post("/captures", response_model=models.NewCapture, status_code=201, openapi_extra=_BODY)
+@router.post(
+    "/captures",
+    response_model=models.NewCapture,
+    status_code=201,
+    openapi_extra=CaptureRequest.document(),
+)
 async def add_capture(
     request: Request,
     deps: Deps,
@@ -110,10 +101,9 @@ async def add_capture(
     inside the allowed roots. Who requested it (header `X-Stagescope-User`, which token, from
     where) is kept in the audit.
     """
-    body = await read_json(request, deps.settings)
-    spec = await asyncio.to_thread(_validated, deps, body)
+    spec = await read_json(request, deps.settings)
     others: list[LiveRun] = []
-    if spec["run"] is None:
+    if spec.get("run") is None:
         spec["run"], others = await asyncio.to_thread(_default_run, deps)
     reply = check_ready(
         await deps.commands.add_capture(spec=spec, by=str(caller_of(request)), wait=wait)
@@ -171,8 +161,3 @@ def _default_run(deps: Dependencies) -> tuple[str | None, list[LiveRun]]:
     except NotFound:
         return None, []
     return target.run, target.also_live
-
-
-def _validated(deps: Dependencies, spec: JsonObject) -> CaptureSpec:
-    # In a thread: resolving the links of a path may wait for a slow file system.
-    return validate_capture(spec, allowed_roots=[str(root) for root in deps.settings.roots])

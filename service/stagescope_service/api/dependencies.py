@@ -68,7 +68,7 @@ class Commands(Protocol):
         ...
 
     async def add_capture(self, *, spec: Mapping[str, object], by: str, wait: float = 0.0) -> Reply:
-        """Request a validated capture; returns it with its id, once agreed or after `wait` s."""
+        """Validate and request a capture; returns it with its id, once agreed or after `wait` s."""
         ...
 
     async def remove_capture(self, *, capture_id: str, by: str) -> Reply:

@@ -7,12 +7,12 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Path, Query, Request
 
-from stagescope.engines.registry import ENGINE_FIELDS, check_engine
+from stagescope.engines.registry import check_engine
 from stagescope.wire.errors import Conflict, NotFound
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Dependencies, Deps
 from stagescope_service.api.models import service as models
-from stagescope_service.api.models.bodies import json_body
+from stagescope_service.api.models.bodies import EngineRequest
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_json
 from stagescope_service.store.tables import EngineRow
@@ -21,14 +21,6 @@ router = APIRouter(tags=["engines"])
 
 _MAX_ENGINES: Final = 1000
 _MAX_RUNS: Final = 200
-_BODY: Final = json_body(
-    {
-        "type": "object",
-        "required": ["url"],
-        "properties": {name: {"description": text} for name, text in ENGINE_FIELDS.items()},
-        "additionalProperties": False,
-    }
-)
 
 Name = Annotated[str, Path(max_length=100, description="The engine's name.")]
 Check = Annotated[
@@ -61,7 +53,9 @@ async def engine(deps: Deps, name: Name, check: Check = False) -> Answer:
     return Answer({**row, **deps.engine_health.last(row["url"])})
 
 
-@router.post("/engines", response_model=models.RegisteredEngine, openapi_extra=_BODY)
+@router.post(
+    "/engines", response_model=models.RegisteredEngine, openapi_extra=EngineRequest.document()
+)
 async def add_engine(request: Request, deps: Deps) -> Answer:
     """Register an engine, or replace the one of its name; needs the operate token.
 

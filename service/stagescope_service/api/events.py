@@ -16,8 +16,8 @@ from stagescope_service.api.models import service as models
 from stagescope_service.api.models.bodies import (
     MAX_DRAIN,
     MAX_POLL,
-    SENDER,
     DrainRequest,
+    EventsRequest,
     PollRequest,
     Schema,
 )
@@ -31,25 +31,7 @@ _EVENTS_BODY: Final[Schema] = {
     "required": True,
     "content": {
         framing.MEDIA_TYPE: {"schema": _BINARY},
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["sender", "events"],
-                "properties": {
-                    "sender": {"type": "array", "items": {}, "description": SENDER},
-                    "events": {
-                        "type": "array",
-                        "items": {"type": "array", "items": {}},
-                        "description": "Each [schema, kind, seq, wall, mono, fields]: `seq` counts "
-                        "from 1 in an incarnation, `wall` is in Unix seconds, `mono` in seconds.",
-                    },
-                    "payloads": {
-                        "type": "object",
-                        "description": "seq -> the payload of that event, without tensors.",
-                    },
-                },
-            }
-        },
+        "application/json": {"schema": EventsRequest.schema_of_fields(closed=False)},
     },
 }
 

@@ -25,10 +25,10 @@ from typing import Final, NamedTuple, TypedDict, TypeGuard
 import numpy as np
 import safetensors
 
-from stagescope.tensorfile import Array, WireTensor
 from stagescope.wire.errors import InvalidInput, InvalidTensor, TooLarge
 from stagescope.wire.framing import WirePayload
 from stagescope.wire.schema import DTYPE_BYTES, SCHEMA, Sender
+from stagescope.wire.tensorfile import Array, WireTensor
 from stagescope_service.api.encoding import decode, parse_nonfinite
 
 MEDIA_TYPE: Final = "application/vnd.stagescope.events"

@@ -12,12 +12,10 @@ import functools
 import gzip
 import hashlib
 import importlib.util
-import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from fastapi import APIRouter, Request, Response
-from plotly.offline import get_plotlyjs
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,6 +26,7 @@ from stagescope_service.api.dependencies import Deps
 from stagescope_service.api.models import service as models
 from stagescope_service.api.models.bodies import LoginRequest
 from stagescope_service.api.requests import Answer, read_json
+from stagescope_service.figure_style import plotly_script
 
 router = APIRouter(tags=["page"])
 
@@ -161,21 +160,12 @@ def _version() -> str:
 @functools.cache
 def _file(name: str) -> _File:
     if name == _PLOTLY:
-        return _as_file(name, _plotly_script().encode())
+        return _as_file(name, plotly_script().encode())
     if name in _SWAGGER:
         return _as_file(name, _swagger_folder().joinpath(name).read_bytes())
     if name not in _names():
         raise NotFound(f"there is no file {name!r:.100}", expected=f"one of {', '.join(_names())}")
     return _as_file(name, (_FOLDER / name).read_bytes())
-
-
-def _plotly_script() -> str:
-    """Return Plotly without the style sheet of its maps, which no figure has.
-
-    plotly 5 loads it from the network, later ones add it to the page, which the policy forbids.
-    """
-    script = re.sub(r"https://unpkg\.com/[^\"]*", "data:text/css,", get_plotlyjs())
-    return re.sub(r'if\(!document\.getElementById\("[0-9a-f]{64}"\)\)', "if(!1)", script)
 
 
 @functools.cache

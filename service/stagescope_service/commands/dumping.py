@@ -10,7 +10,7 @@ import click
 from stagescope import render, terminal
 
 if TYPE_CHECKING:
-    from stagescope_service.dumps.pickles.unpickling import Conversion
+    from stagescope_service.dumps.unpickling import Conversion
 
 _JSON: Final = click.option("--json", "as_json", is_flag=True, help="Strict JSON on stdout.")
 _SHOWN: Final = 20
@@ -36,7 +36,7 @@ def convert(ctx: click.Context, source: Path, out: Path, yes: bool, as_json: boo
     trust. Exit status 1 where a file could not be converted: the others are there.
     """
     try:
-        from stagescope_service.dumps.pickles.unpickling import convert_files, plan_conversion
+        from stagescope_service.dumps.unpickling import convert_files, plan_conversion
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
     plan = plan_conversion(source)
@@ -76,7 +76,7 @@ def export(
     """
     try:
         from stagescope_service.dumps.discover import open_dump
-        from stagescope_service.dumps.formats.nexrl_writer import write_nexrl
+        from stagescope_service.dumps.nexrl_writer import write_nexrl
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
     with terminal.progress("exporting", hidden=as_json):

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 from stagescope.comparison_report import ONE_SIDED_KINDS
 from stagescope.render import counted
-from stagescope_service.compare.pairing.row_assignment import SAME_LENGTHS
 from stagescope_service.compare.results import Cause, PairResult, TensorResult, Verdict
+from stagescope_service.compare.row_assignment import SAME_LENGTHS
 from stagescope_service.dumps.formats.own import KIND as OWN
 from stagescope_service.dumps.records import Dump
 

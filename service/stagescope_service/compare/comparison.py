@@ -20,7 +20,6 @@ from stagescope_service.compare.causes import likely_causes
 from stagescope_service.compare.derived import judge_derived
 from stagescope_service.compare.findings import FindingCollector
 from stagescope_service.compare.pairing.join import is_unmoved, join
-from stagescope_service.compare.pairing.row_assignment import RowAssignment, is_permuted_by
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.shard_index import BY_ROW, ShardIndex
 from stagescope_service.compare.pairing.tasks import JoinTask, TaskOutcome
@@ -35,6 +34,7 @@ from stagescope_service.compare.results import (
     TensorResult,
     Verdict,
 )
+from stagescope_service.compare.row_assignment import RowAssignment, is_permuted_by
 from stagescope_service.compare.task_runner import (
     Mapper,
     PassKey,

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from stagescope.render import counted
 from stagescope_service.compare import flow
 from stagescope_service.compare.pairing.join import Join
-from stagescope_service.compare.pairing.row_assignment import RowAssignment
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.shard_index import BY_ROW
 from stagescope_service.compare.pairing.tasks import TaskOutcome
 from stagescope_service.compare.plan import EntryPair, SectionMatch, one_sided_verdict
 from stagescope_service.compare.results import ComparisonFinding, Verdict
+from stagescope_service.compare.row_assignment import RowAssignment
 from stagescope_service.dumps.records import Dump, Location, Problem
 
 _HARMLESS = ("unknown", "superseded", "gap")

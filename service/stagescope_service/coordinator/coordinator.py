@@ -208,9 +208,11 @@ class Coordinator:
     @checked
     async def add_capture(self, *, spec: Fields, by: Name, wait: Seconds = 0.0) -> Reply:
         """Request a capture; returns it once it is agreed on, or after `wait` seconds."""
-        self.commits.check_ready()  # before the plan changes: who is refused may ask again
         settings, requests = self._settings, self.capture_requests
-        valid = validate_capture(spec, allowed_roots=[str(root) for root in settings.roots])
+        # In a thread: resolving the links of a path may wait for a slow file system.
+        roots = [str(root) for root in settings.roots]
+        valid = await asyncio.to_thread(validate_capture, spec, allowed_roots=roots)
+        self.commits.check_ready()  # before the plan changes: who is refused may ask again
         if valid["data_dir"] is None:
             valid["data_dir"] = str(settings.data_path)
         valid = await asyncio.to_thread(with_ranks, self._catalogue, valid)

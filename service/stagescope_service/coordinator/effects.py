@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError, StoreError, Unreachable
 from stagescope.wire.keep import matching_selectors, read_keep
@@ -43,7 +43,6 @@ from stagescope_service.core.instructions import (
     DumpKey,
     DumpReported,
     Ingest,
-    IngestJob,
     Instruction,
     NonFiniteScalars,
     PayloadKey,
@@ -209,8 +208,8 @@ class Effects:
             logger.error("payload %s has no refs; its process may offer it again", key)
             self._state.unread(key)
             return
-        job: IngestJob = {**instruction.job, "keep": self._keep(instruction)}
-        self._run(self._ingest(instruction._replace(job=job), payload))
+        # Before anything is awaited: the plan and the process's settings may change.
+        self._run(self._ingest(instruction, payload, self._keep(instruction)))
 
     def _keep(self, instruction: Ingest) -> list[str]:
         """Return the sections and names that the plan and the run's settings keep of a payload."""
@@ -221,13 +220,13 @@ class Effects:
         own = () if policy is None else matching_selectors(policy, **work)
         return [*self._plan.keeps(run=job["run"], **work), *own]
 
-    async def _ingest(self, instruction: Ingest, payload: object) -> None:
+    async def _ingest(self, instruction: Ingest, payload: object, keep: list[str]) -> None:
         key, node_id, job = instruction
         reservation = None
-        if job.get("keep"):
+        if keep:
             self._adopt_files(self._ingestors.node_of(node_id))
             reservation = await self.retention.make_room(node_id, job)
-            job = cast("IngestJob", {**job, "no_room": reservation.refused})
+            job = {**job, "keep": keep, "no_room": reservation.refused}
         outcome = await self._ingestors.ingest(node_id, key, job, payload)
         try:
             await self.settle(key, outcome.state, outcome.reason, outcome.rows, **outcome.columns)

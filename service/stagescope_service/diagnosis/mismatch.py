@@ -12,7 +12,7 @@ import numpy as np
 
 from stagescope.batch import Batch
 from stagescope.batch.trajectories import keys_of, prompts_of, response_spans
-from stagescope.tensorfile import Array
+from stagescope.wire.tensorfile import Array
 from stagescope_service.diagnosis.evidence import (
     ABS_DIFF,
     Evidence,

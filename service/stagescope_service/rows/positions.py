@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from stagescope.tensorfile import WireTensor
 from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.rows.ragged import Bools, Int64, RowBlock, is_in_row, row_block
 
 POSITION_TENSORS: Final = frozenset({"positions", "token_offset"})

@@ -12,10 +12,10 @@ from typing import Final
 
 import numpy as np
 
-from stagescope.tensorfile import WireTensor as WireTensor
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.names import misspelt
 from stagescope.wire.schema import PAIRS, STREAM_TENSORS
+from stagescope.wire.tensorfile import WireTensor as WireTensor
 from stagescope_service.statistics.cell import Array, Int64, Mask
 
 FLOATS: Final = ("float64", "float32", "bfloat16", "float16")

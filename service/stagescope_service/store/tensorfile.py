@@ -1,6 +1,6 @@
 """Tensors in safetensors files: atomic writes, validated reads.
 
-`stagescope.tensorfile` implements the format; this module does the file I/O.
+`stagescope.wire.tensorfile` implements the format; this module does the file I/O.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stagescope.tensorfile import (
+from stagescope.wire.errors import InvalidTensor, NotFound, StoreError
+from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.tensorfile import (
     TensorEntry,
     TensorFile,
     WireTensor,
@@ -31,8 +33,6 @@ from stagescope.tensorfile import (
     read_header,
     read_metadata,
 )
-from stagescope.wire.errors import InvalidTensor, NotFound, StoreError
-from stagescope.wire.nonfinite import Json, JsonObject
 
 __all__ = [
     "MAX_BYTES",

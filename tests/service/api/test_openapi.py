@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.api import Rank, Service, service
 from tests.support.measure import payload
+
+from stagescope.engines.registry import ENGINE_FIELDS, check_engine
+from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS, validate_capture
+from stagescope_service.api.models.bodies import CaptureRequest, EngineRequest, RequestBody
 
 EXAMPLES = 8
 SLOW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
@@ -255,3 +260,47 @@ def test_odd_paths(shared: Service, tmp_path: Path) -> None:
         answer = shared.read.get(path)
         assert answer.status_code in (200, 307, 404, 422), path
         assert str(tmp_path.parent) not in answer.text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {}, {"stages": "all"}, {"steps": "5,8-10"}, {"steps": "next"}, {"steps": {"next": 3}},
+        {"steps": {"every": 2, "start": None, "count": 1}}, {"ranks": [0, 2]}, {"ranks": None},
+        {"ranks": "worst(2)"}, {"ranks": {"worst": 2}}, {"roles": ["actor"]}, {"keep": None, "level": "L1"},
+        {"config": {"task": "tensor"}, "bench": {"capture_id": "c", "step": 1}},
+        {"limits": {"bytes": 1, "seconds": 0.5, "tokens": None}}, {"limits": None}, {"timeout": 5},
+        {"task": "tensor", "level": "L0", "list": "linear", "scope": ["a", "b"]},
+        {"data_mode": "all", "force": True, "strict": None, "late": "go_on", "again": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_documented_capture_is_what_may_be_requested(fields: dict[str, Any]) -> None:
+    fields = {"stages": ["actor_update"], "steps": [5], **fields}
+    filled = validate_capture(fields, allowed_roots=())
+    assert CaptureRequest.parse(fields).model_dump(exclude_unset=True) == fields
+    CaptureRequest.parse(filled)
+
+
+@pytest.mark.parametrize(
+    ("model", "validate", "names", "required"),
+    [
+        (CaptureRequest, functools.partial(validate_capture, allowed_roots=()),
+         {**CAPTURE_FIELDS, **SHORTHANDS}, {"stages": ["s"], "steps": [5]}),
+        (EngineRequest, check_engine, ENGINE_FIELDS, {"url": "http://h:1"}),
+    ],
+)  # fmt: skip
+def test_the_documented_fields_are_those_that_are_validated(
+    model: type[RequestBody],
+    validate: Callable[[dict[str, Any]], object],
+    names: Mapping[str, str],
+    required: dict[str, Any],
+) -> None:
+    schema = model.schema_of_fields()
+    assert schema["properties"].keys() == names.keys()
+    assert set(schema["required"]) == required.keys()
+    for name, field in schema["properties"].items():
+        assert {"type", "anyOf"} & field.keys(), name
+        for example in field.get("examples", ()):
+            model.parse({**required, name: example})
+            validate({**required, name: example})

@@ -31,6 +31,8 @@ ADDED = frozenset(
     }
 )
 """Fields that answers have now, and did not have when they were recorded."""
+NAMED = frozenset({"metrics", "series", "units"})
+"""Fields that hold numbers by name: a metric that is published since then is added to them."""
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,42 @@ def test_the_same_events_are_answered_alike_from_postgresql(
         assert not [*tmp_path.rglob("catalogue.db")]
 
 
+def test_a_new_name_of_a_number_is_no_difference() -> None:
+    recorded = {"metrics": {"a": 1.0}, "units": {"a": "nat"}, "series": [_series("a", 1.0)]}
+    found = {
+        "metrics": {"a": 1.0, "b": 2.0},
+        "units": {"a": "nat", "b": "1"},
+        "series": [_series("b", 2.0), _series("a", 1.0)],
+    }
+    assert list(differences([found], [recorded], frozenset())) == []
+    assert list(differences({"a": 1.0, "b": 2.0}, {"a": 1.0}, frozenset())) == [
+        (".b", 2.0, "absent")
+    ]
+
+
+@pytest.mark.parametrize("field", ["metrics", "units"])
+def test_a_name_that_vanished_or_changed_is_a_difference(field: str) -> None:
+    recorded = {field: {"a": 1.0, "b/c.d": 2.0}}
+    found = {field: {"a": 1.5, "new": 2.0}}
+    assert list(differences(found, recorded, frozenset())) == [
+        (f".{field}.a", 1.5, 1.0),
+        (f".{field}.b/c.d", "absent", 2.0),
+    ]
+
+
+def test_a_series_that_vanished_or_changed_is_a_difference() -> None:
+    recorded = {"series": [_series("a", 1.0), _series("b", 2.0)]}
+    found = {"series": [_series("a", 1.5), _series("new", 2.0)]}
+    assert list(differences(found, recorded, frozenset())) == [
+        (".series.a.values[0]", 1.5, 1.0),
+        (".series.b", "absent", _series("b", 2.0)),
+    ]
+
+
+def _series(name: str, *values: float) -> dict[str, Any]:
+    return {"name": name, "values": [*values]}
+
+
 def _compare_numbers(live: Service, answers: dict[str, Any]) -> None:
     # What was recorded was reported to a stand-in, which checked no rules and no streams' dtypes.
     recorded.fill(live)
@@ -81,9 +119,12 @@ def differences(
     found: Any, answer: Any, apart: frozenset[str], at: str = "", relative: float = 0.0
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield where two answers differ: path in the answer, the value found, the one recorded."""
+    field = at.rpartition(".")[2]
+    if field == "series" and isinstance(found, list) and isinstance(answer, list):
+        found, answer = ({each["name"]: each for each in every} for every in (found, answer))
     if isinstance(found, dict) and isinstance(answer, dict):
         for key in sorted((found.keys() | answer.keys()) - apart):
-            if key in ADDED and key not in answer:
+            if (key in ADDED or field in NAMED) and key not in answer:
                 continue
             one, other = found.get(key, "absent"), answer.get(key, "absent")
             yield from differences(one, other, apart, f"{at}.{key}", relative)

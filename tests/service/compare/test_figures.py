@@ -10,8 +10,8 @@ import pytest
 from tests.support.memory_dumps import MemoryDump, batch, record, split
 
 from stagescope_service.compare.comparison import compare
-from stagescope_service.compare.figures import MAX_DETAILED, pictures
 from stagescope_service.compare.report import as_json
+from stagescope_service.compare.report.figures import MAX_DETAILED, pictures
 
 SHARES = [[0, 1, 2], [3, 4, 5]]
 FLOW = "Differences in the order in which data flows"

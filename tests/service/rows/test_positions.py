@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagescope.tensorfile import WireTensor
 from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.rows.positions import TokenIndex, token_positions
 from stagescope_service.rows.ragged import Int64
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagescope.tensorfile import CODES, WireTensor
 from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.tensorfile import CODES, WireTensor
 from stagescope_service.rows.ragged import (
     Bools,
     Int64,

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagescope.wire.nonfinite import Json
-from stagescope_workers.probe.identity import hide, visible_arguments
+from stagescope_workers.probe.identity import has_password, hide, is_secret, visible_arguments
 
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
-_SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie", re.I)
-_SECRET_VALUE: Final = re.compile(r"://[^/\s@]+@")
 _MIN_SECRET_LENGTH: Final = 8
 _MAX_NAME_LENGTH: Final = 100
 MAX_LEAVES: Final = 990
@@ -60,14 +58,14 @@ def visible_leaves(tree: Mapping[object, object]) -> dict[str, object]:
     secrets = {
         value
         for variable, value in os.environ.items()
-        if _SECRET.search(variable) and len(value) >= _MIN_SECRET_LENGTH
+        if is_secret(variable) and len(value) >= _MIN_SECRET_LENGTH
     }
     found: dict[str, object] = {}
     for name, value in _leaves(tree, ""):
         texts = [text for text in _as_list(value) if isinstance(text, str)]
-        if texts and _SECRET.search(name):
+        if texts and is_secret(name):
             continue
-        if any(_SECRET_VALUE.search(text) or text in secrets for text in texts):
+        if any(has_password(text) or text in secrets for text in texts):
             continue
         # An argument may itself be an option: --api-key=x
         if isinstance(value, str):

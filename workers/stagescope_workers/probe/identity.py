@@ -39,8 +39,7 @@ _SHOWN: Final = re.compile(
     r"SLURM|STAGESCOPE|TASK|TBE|TE|TF32|TOKENIZERS|TORCH|TORCHINDUCTOR|TRANSFORMERS|TRITON|VERL|"
     r"VLLM|WEAVER|WORLD|XDG|XLA)(_|$|[A-Z0-9])"
 )
-# An address may contain a password, whatever its variable is called: https://user:password@host
-_SECRET_VALUE: Final = re.compile(r"://[^/\s@]+@")
+_PASSWORD: Final = re.compile(r"://[^/\s@]+@")
 _GIT_SECONDS: Final = 2.0
 _MAX_VALUE: Final = 2000
 _MAX_VARIABLES: Final = 500
@@ -72,19 +71,29 @@ def fingerprint(settings: Mapping[str, object], directory: str | None = None) ->
     return found
 
 
+def is_secret(name: str) -> bool:
+    """Return whether the value of a variable, option or field of this name may be a secret."""
+    return _SECRET.search(name) is not None
+
+
+def has_password(value: str) -> bool:
+    """Return whether a text has an address with a password: https://user:password@host."""
+    return _PASSWORD.search(value) is not None
+
+
 def visible_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that influence a training, except those that may hold a secret."""
-    shown = (name for name in environment if _SHOWN.match(name) and not _SECRET.search(name))
+    shown = (name for name in environment if _SHOWN.match(name) and not is_secret(name))
     names = sorted(shown)[:_MAX_VARIABLES]
     values = {name: environment[name][:_MAX_VALUE] for name in names}
-    return {name: value for name, value in values.items() if not _SECRET_VALUE.search(value)}
+    return {name: value for name, value in values.items() if not has_password(value)}
 
 
 def visible_arguments(arguments: Sequence[str]) -> list[str]:
     """Return a command line without possible secrets: `--api-key=x`, `--api-key x`."""
     shown: list[str] = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
-        secret = before.startswith("-") and "=" not in before and _SECRET.search(before)
+        secret = before.startswith("-") and "=" not in before and is_secret(before)
         value = secret and not argument.startswith("-")
         shown.append("..." if value else hide(argument)[:_MAX_VALUE])
     return shown
@@ -102,9 +111,9 @@ def visible_line(line: str) -> str:
 def hide(argument: str) -> str:
     """Return a command line argument without the value of an option that may be a secret."""
     name, separator, _ = argument.partition("=")
-    if separator and _SECRET.search(name):
+    if separator and is_secret(name):
         return f"{name}=..."
-    return _SECRET_VALUE.sub("://...@", argument)
+    return _PASSWORD.sub("://...@", argument)
 
 
 class GitState(TypedDict):

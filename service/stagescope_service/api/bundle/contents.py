@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Final
 
 import stagescope
-from stagescope.tensorfile import read_header
 from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError
 from stagescope.wire.names import safe_name
-from stagescope_service.api.bundle.redaction import SECRET_NAME, Redactor
+from stagescope.wire.tensorfile import read_header
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.encoding import JsonObject, encode
 from stagescope_service.api.kept import local_file, payload_artifacts
 from stagescope_service.api.operators import is_digested, tables_of
+from stagescope_service.api.redaction import SECRET_NAME, Redactor
 from stagescope_service.api.target import Target
 from stagescope_service.api.tokenizers import BUNDLED, tokenizer_path
 from stagescope_service.store.artifacts import confine, file_checksum

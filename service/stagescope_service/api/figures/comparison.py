@@ -21,7 +21,7 @@ from stagescope_service.api.figures.lines import (
     draw_not_finite,
 )
 from stagescope_service.api.series import Window
-from stagescope_service.compare.figures import pictures
+from stagescope_service.compare.report.figures import pictures
 
 TITLE: Final = "against"
 

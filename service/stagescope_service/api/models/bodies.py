@@ -1,17 +1,20 @@
 """Bodies of requests as pydantic models: they validate, and describe themselves in the document.
 
-Captures, engines and rules of triggers are validated by the modules that the CLI and the
-coordinator use too (`validate_capture`, `check_engine`, `Rules.parse`).
+Captures, engines, rules of triggers and events are validated by the modules that the CLI and the
+coordinator use too (`validate_capture`, `check_engine`, `Rules.parse`, `framing.parse`): their
+models are for the document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails
 
+from stagescope.engines.registry import ENGINE_FIELDS
+from stagescope.wire.captures import CAPTURE_FIELDS, SHORTHANDS
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.encoding import JsonObject
@@ -59,18 +62,14 @@ def _document(**schema: object) -> WithJsonSchema:
 
 
 def _tidy(schema: Schema, model: type[BaseModel]) -> None:
-    """Leave out titles, and the defaults that `_document` does not name."""
+    """Leave out titles, null as a default, and the defaults that `_document` does not name."""
     for name, field in schema.get("properties", {}).items():
         field.pop("title", None)
+        if field.get("default", ...) is None:
+            del field["default"]
         for each in model.model_fields[name].metadata:
             if isinstance(each, WithJsonSchema) and "default" not in (each.json_schema or {}):
                 field.pop("default", None)
-
-
-def json_body(schema: Schema, *, required: bool = True) -> Schema:
-    """Return what a route with a JSON body adds to its operation in the document."""
-    content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": required, "content": content}}
 
 
 Body = TypeVar("Body", bound="RequestBody")
@@ -104,16 +103,15 @@ class RequestBody(BaseModel):
             required: whether the request needs a body.
             closed: whether the document says that the body has no other fields.
         """
-        schema = cls.schema_of_fields()
-        if not closed:
-            del schema["additionalProperties"]
-        return json_body(schema, required=required)
+        content = {"application/json": {"schema": cls.schema_of_fields(closed=closed)}}
+        return {"requestBody": {"required": required, "content": content}}
 
     @classmethod
-    def schema_of_fields(cls) -> Schema:
-        """Return the JSON schema, without title and description of the whole."""
+    def schema_of_fields(cls, *, closed: bool = True) -> Schema:
+        """Return the JSON schema, without title and description of the whole; see `document`."""
         schema = cls.model_json_schema()
-        return {key: schema[key] for key in schema if key not in ("title", "description")}
+        left_out = {"title", "description"} | (set() if closed else {"additionalProperties"})
+        return {key: schema[key] for key in schema if key not in left_out}
 
     @classmethod
     def _refusal(cls, error: ErrorDetails, fields: Mapping[str, object]) -> InvalidInput:
@@ -151,6 +149,28 @@ class LoginRequest(RequestBody):
 
 
 # --- processes ------------------------------------------------------------------------------
+class EventsRequest(RequestBody):
+    """A batch of events of a process, without tensors."""
+
+    sender: Annotated[list[object], _document(type="array", items={}, description=SENDER)]
+    events: Annotated[
+        list[list[object]],
+        _document(
+            type="array",
+            items={"type": "array", "items": {}},
+            description="Each [schema, kind, seq, wall, mono, fields]: `seq` counts from 1 in an "
+            "incarnation, `wall` is in Unix seconds, `mono` in seconds.",
+        ),
+    ]
+    payloads: Annotated[
+        dict[str, JsonObject] | None,
+        _document(
+            type="object",
+            description="seq -> the payload of that event, without tensors.",
+        ),
+    ] = None
+
+
 class PollRequest(RequestBody):
     """A poll of a process."""
 
@@ -249,6 +269,78 @@ class StacksRequest(RequestBody):
     ] = 5.0
 
     expected: ClassVar[Mapping[str, str]] = {"ranks": "a list of numbers from 0"}
+
+
+# --- captures -------------------------------------------------------------------------------
+def _capture_field(name: str, *examples: object) -> Any:  # as pydantic.Field
+    texts = {**CAPTURE_FIELDS, **SHORTHANDS}
+    return Field(description=texts[name], examples=[*examples] or None)
+
+
+_Names = list[str]
+_Numbers = list[int]
+"""Beside the model's own field `list`."""
+
+
+class CaptureRequest(RequestBody):
+    """A capture to request; `validate_capture` validates it."""
+
+    stages: Annotated[
+        _Names | Literal["all"], _capture_field("stages", ["actor_compute_log_prob"], "all")
+    ]
+    steps: Annotated[
+        _Numbers | str | dict[Literal["next", "every", "start", "count"], int | None],
+        _capture_field("steps", [5], "5,8-10", "next", {"every": 100, "count": 3}),
+    ]
+    run: Annotated[str | None, _capture_field("run", "qwen3-8b-countdown")] = None
+    roles: Annotated[_Names | None, _capture_field("roles", ["actor"])] = None
+    ranks: Annotated[
+        _Numbers | str | dict[Literal["worst"], int] | None,
+        _capture_field("ranks", [0], "0,4-7", "worst(2)"),
+    ] = "all"
+    config: Annotated[
+        JsonObject | None, _capture_field("config", {"task": "statistics", "level": "L1"})
+    ] = None
+    config_path: Annotated[str | None, _capture_field("config_path")] = None
+    bench: Annotated[
+        dict[Literal["capture_id", "step"], str | int] | None, _capture_field("bench")
+    ] = None
+    data_dir: Annotated[str | None, _capture_field("data_dir")] = None
+    keep: Annotated[_Names | None, _capture_field("keep", ["old_log_probs"])] = None
+    parameters: Annotated[_Names | None, _capture_field("parameters", ["*.q_proj.weight"])] = None
+    gradients: Annotated[_Names | None, _capture_field("gradients", ["*.q_proj.weight"])] = None
+    limits: Annotated[
+        dict[Literal["bytes", "seconds", "reserve_bytes", "tokens"], float | None] | None,
+        _capture_field("limits", {"bytes": 1e9, "seconds": 60}),
+    ] = None
+    force: Annotated[bool | None, _capture_field("force")] = False
+    strict: Annotated[bool | None, _capture_field("strict")] = False
+    timeout: Annotated[float | None, _capture_field("timeout", 60.0)] = 60.0
+    late: Annotated[Literal["wait", "go_on", "give_up"] | None, _capture_field("late")] = "wait"
+    again: Annotated[int | None, _capture_field("again", 1)] = 0
+    task: Annotated[str | None, _capture_field("task", "statistics", "tensor")] = None
+    level: Annotated[str | None, _capture_field("level", "L1")] = None
+    scope: Annotated[_Names | str | None, _capture_field("scope")] = None
+    list: Annotated[_Names | str | None, _capture_field("list", ["linear"])] = None
+    data_mode: Annotated[_Names | str | None, _capture_field("data_mode", ["forward"])] = None
+
+
+# --- engines --------------------------------------------------------------------------------
+def _engine_field(name: str, *examples: object) -> Any:  # as pydantic.Field
+    return Field(description=ENGINE_FIELDS[name], examples=[*examples] or None)
+
+
+class EngineRequest(RequestBody):
+    """A registration of an engine; `check_engine` validates it."""
+
+    url: Annotated[str, _engine_field("url", "http://node7:8000")]
+    name: Annotated[str | None, _engine_field("name", "llm")] = None
+    kind: Annotated[str | None, _engine_field("kind", "vllm")] = None
+    model: Annotated[str | None, _engine_field("model", "Qwen/Qwen3-8B")] = None
+    version: Annotated[str | None, _engine_field("version", "0.11.0")] = None
+    run: Annotated[str | None, _engine_field("run", "qwen3-8b-countdown")] = None
+    note: Annotated[str | None, _engine_field("note")] = None
+    settings: Annotated[JsonObject | None, _engine_field("settings", {"dtype": "bfloat16"})] = None
 
 
 # --- comparisons of operators ---------------------------------------------------------------

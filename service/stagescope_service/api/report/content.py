@@ -25,13 +25,13 @@ from stagescope_service.api import (
     series,
     steps,
 )
-from stagescope_service.api.bundle.redaction import Redactor
 from stagescope_service.api.capture_progress import progress
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.diagnosis import diagnosis_of
 from stagescope_service.api.encoding import JsonObject, decode, encode, parse_nonfinite
 from stagescope_service.api.figures import anatomy, density, offenders, overview, routes
 from stagescope_service.api.figures import operators as operator_figures
+from stagescope_service.api.redaction import Redactor
 from stagescope_service.api.report.parts import (
     MAX_ROWS,
     NEWEST_STEPS,

@@ -11,9 +11,9 @@ from fastapi.responses import Response
 from stagescope.wire.errors import NotFound
 from stagescope.wire.names import safe_name
 from stagescope_service.api import steps
-from stagescope_service.api.bundle.redaction import Redactor
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.encoding import JsonObject, decode
+from stagescope_service.api.redaction import Redactor
 from stagescope_service.api.requests import Page
 from stagescope_service.api.target import Target
 

@@ -7,13 +7,11 @@ import functools
 import hashlib
 import html
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, cast
 
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from stagescope.changes import change_lines
 from stagescope.comparison_report import (
@@ -32,7 +30,6 @@ from stagescope.comparison_report import (
 from stagescope.render import printable
 from stagescope.wire import nonfinite
 from stagescope.wire.nonfinite import JsonObject
-from stagescope_service.compare.figures import MAX_DETAILED, pictures
 from stagescope_service.compare.report.as_json import (
     FirstReport,
     PairReport,
@@ -40,7 +37,8 @@ from stagescope_service.compare.report.as_json import (
     ShardReport,
     TensorReport,
 )
-from stagescope_service.figure_style import COLOURS
+from stagescope_service.compare.report.figures import MAX_DETAILED, pictures
+from stagescope_service.figure_style import COLOURS, plotly_script
 
 _HERE: Final = Path(__file__).parent
 
@@ -105,9 +103,7 @@ def as_page(title: str, body: str, figures: PageFigures) -> str:
 
 @functools.cache
 def _scripts() -> tuple[str, str]:
-    # plotly 5 loads a style sheet of its maps from the network, even if there is no map.
-    drawing = re.sub(r"https://unpkg\.com/[^\"]*", "data:text/css,", get_plotlyjs())
-    return drawing, (_HERE / "page.js").read_text(encoding="utf-8")
+    return plotly_script(), (_HERE / "page.js").read_text(encoding="utf-8")
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from stagescope.batch import Tensor, widened
-from stagescope.tensorfile import Array
+from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, Unreadable
 from stagescope_service.store.tensorfile import WireTensor
 

@@ -16,8 +16,8 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from stagescope.tensorfile import Array
 from stagescope.wire.errors import Forbidden, InvalidTensor, NotFound, StagescopeError
+from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.pickle_scan import peek
 from stagescope_service.dumps.pickles.torch_file import (
     FileTensor,

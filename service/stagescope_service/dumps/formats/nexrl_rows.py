@@ -12,7 +12,7 @@ import numpy as np
 
 from stagescope.batch import Tensor
 from stagescope.batch import widened as widen
-from stagescope.tensorfile import Array
+from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.dumps.records import Record
 from stagescope_service.store.tensorfile import WireTensor

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from stagescope.batch import Padding, Tensor, widened
-from stagescope.tensorfile import CODES, Array
+from stagescope.wire.tensorfile import CODES, Array
 from stagescope_service.rows.positions import TokenPositions
 from stagescope_service.rows.ragged import Bools, Int64, RowBlock, is_in_row
 

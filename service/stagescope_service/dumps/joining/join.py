@@ -14,8 +14,8 @@ import numpy as np
 
 from stagescope.batch import Batch, BatchPart, Gap, Tensor
 from stagescope.batch.data import flow_index
-from stagescope.tensorfile import Array
 from stagescope.wire.errors import NotFound, StagescopeError
+from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.joining.column import Allocate, Assembly, Column
 from stagescope_service.dumps.joining.parts import DumpParts, find_parts
 from stagescope_service.dumps.joining.rows import RecordedPart

@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from stagescope.tensorfile import Array
 from stagescope.wire.schema import DTYPE_BYTES
+from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.torch_stand_ins import (
     STAND_INS,
     FileTensor,

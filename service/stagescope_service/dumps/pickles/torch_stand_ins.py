@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from stagescope.tensorfile import Array
+from stagescope.wire.tensorfile import Array
 from stagescope_service.store.tensorfile import WireTensor
 
 SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})

@@ -34,7 +34,7 @@ from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError, Too
 from stagescope_service.api.bundle import contents
 from stagescope_service.api.bundle.archive import unpack
 from stagescope_service.api.bundle.opened import open_unpacked
-from stagescope_service.api.bundle.redaction import Redactor
+from stagescope_service.api.redaction import Redactor
 from stagescope_service.store import extract
 from stagescope_service.store.contract import Put
 from stagescope_service.store.tables import metadata

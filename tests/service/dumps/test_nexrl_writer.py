@@ -25,7 +25,7 @@ from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.formats.nexrl_writer import write_nexrl
+from stagescope_service.dumps.nexrl_writer import write_nexrl
 from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record
 
 

@@ -27,9 +27,9 @@ from tests.support.dump_files import (
 )
 
 from stagescope.wire.errors import Conflict, InvalidInput, InvalidTensor, NotFound
+from stagescope_service.dumps import unpickling
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.content import read_content
-from stagescope_service.dumps.pickles import unpickling
 from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, load_running_code
 from stagescope_service.dumps.records import Record
 

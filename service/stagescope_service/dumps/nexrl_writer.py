@@ -22,9 +22,9 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from stagescope.tensorfile import Array
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound, StagescopeError
 from stagescope.wire.schema import Part
+from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.formats.nexrl import write_index
 from stagescope_service.dumps.formats.nexrl_rows import (
     TRAJECTORY_TENSORS,
