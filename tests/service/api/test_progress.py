@@ -43,6 +43,10 @@ def come_to(live: Service, capture_id: str) -> tuple[str, list[tuple[str, int, i
     return progress["state"], steps
 
 
+def await_agreement(live: Service, capture_id: str) -> None:
+    eventually(lambda: come_to(live, capture_id)[0] == "agreed")
+
+
 def test_a_step_that_an_earlier_attempt_captured_is_not_waited_for(live: Service) -> None:
     capture_id = request_capture(live, stages=[STAGE], steps=[3, 7])
     rank = Rank(live, world_size=1)
@@ -309,7 +313,7 @@ def test_a_rank_of_which_no_part_is_asked_is_no_gap_before_its_step_closes(
             for rank in (*others, *actors):
                 rank.acknowledge()
                 rank.say("dump", stage=STAGE, **estimate)
-            eventually(lambda: come_to(live, capture_id)[0] == "agreed")
+            await_agreement(live, capture_id)
         for other in others:  # one has begun the next step while the other is still in this one
             other.stage(stage, step)
             assert step < 5 or come_to(live, capture_id)[0] != "partial"
