@@ -161,7 +161,7 @@ def test_request_and_withdraw_a_capture(session: Session, found: Service) -> Non
         session.remove_capture("other")
     [listed] = session.captures()
     assert (listed["steps"], listed["stages"], listed["ranks"]) == ([9], [STAGE], "all")
-    with pytest.raises(InvalidPlan, match="orders nothing"):
+    with pytest.raises(InvalidPlan, match="requests nothing"):
         session.capture(steps=[9], stages="all", keep=[])
     with pytest.raises(Forbidden, match="allowed roots"):
         session.capture(steps=[9], stages="all", keep=["x"], data_dir="/etc")

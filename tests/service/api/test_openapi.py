@@ -267,7 +267,8 @@ def test_odd_paths(shared: Service, tmp_path: Path) -> None:
     [
         {}, {"stages": "all"}, {"steps": "5,8-10"}, {"steps": "next"}, {"steps": {"next": 3}},
         {"steps": {"every": 2, "start": None, "count": 1}}, {"ranks": [0, 2]}, {"ranks": None},
-        {"ranks": "worst(2)"}, {"ranks": {"worst": 2}}, {"roles": ["actor"]}, {"keep": None, "level": "L1"},
+        {"ranks": "worst(2)"}, {"ranks": {"worst": 2}}, {"roles": ["actor"]},
+        {"keep": None, "level": "L1"},
         {"config": {"task": "tensor"}, "bench": {"capture_id": "c", "step": 1}},
         {"limits": {"bytes": 1, "seconds": 0.5, "tokens": None}}, {"limits": None}, {"timeout": 5},
         {"task": "tensor", "level": "L0", "list": "linear", "scope": ["a", "b"]},
