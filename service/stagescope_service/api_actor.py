@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stagescope.wire.framing import WirePayload
     from stagescope_service.api.auth import AccessTokens
     from stagescope_service.api.dependencies import Commands, Dependencies, Reply
-    from stagescope_service.api.server import ApiServer as HttpServer
+    from stagescope_service.api.server import ApiServer
     from stagescope_service.settings import Settings
     from stagescope_service.store.queries.runs import DiedAttempt
 
@@ -159,14 +159,14 @@ class CoordinatorCommands:
         return answer
 
 
-class ApiServer:
+class ApiActor:
     """The API's actor: serves HTTP in a thread, reads the catalogue, calls the coordinator."""
 
     def __init__(self, settings: JsonObject) -> None:  # JSON of `Settings`
         from stagescope_service.settings import Settings
 
         self._settings = Settings(**settings)
-        self._server: HttpServer | None = None
+        self._server: ApiServer | None = None
         self._problem = "the API is starting"
         self._started = time.time()
         self._stopping = threading.Event()
@@ -185,12 +185,11 @@ class ApiServer:
                     self._problem = str(error)
             self._stopping.wait(0.5)
 
-    def _serve(self) -> HttpServer:
+    def _serve(self) -> ApiServer:
         from stagescope_service import service_file
         from stagescope_service.api.app import make_app
         from stagescope_service.api.auth import AccessTokens
-        from stagescope_service.api.server import ApiServer as HttpServer
-        from stagescope_service.api.server import raise_file_limit
+        from stagescope_service.api.server import ApiServer, raise_file_limit
         from stagescope_service.store.catalogue import Catalogue
 
         settings = self._settings
@@ -205,7 +204,7 @@ class ApiServer:
         )
         # The port stays the same after a restart, so that notebooks and URLs remain valid.
         port = service_file.last_port(settings) or settings.port
-        server = HttpServer(
+        server = ApiServer(
             app, host=settings.host, port=port, header_seconds=settings.header_seconds
         )
         server.start(wait_for_port=5.0)

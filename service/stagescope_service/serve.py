@@ -252,7 +252,7 @@ def _actor(name: str) -> ActorHandle | None:
 def _start_actors(settings: Settings, running: bool) -> tuple[str, ApiLocation]:
     """Create the actors that are missing; return the API's URL and location."""
     # Not at the top: a command that stops a service or is refused needs nothing of these.
-    from stagescope_service.api_actor import ApiServer
+    from stagescope_service.api_actor import ApiActor
     from stagescope_service.coordinator.actor import DebugCoordinator
 
     options = json.loads(
@@ -262,7 +262,7 @@ def _start_actors(settings: Settings, running: bool) -> tuple[str, ApiLocation]:
     coordinator = _create_actor(
         COORDINATOR_NAME, DebugCoordinator, options, max_concurrency=CONCURRENCY
     )
-    api = _create_actor(API_NAME, ApiServer, options, max_concurrency=16)
+    api = _create_actor(API_NAME, ApiActor, options, max_concurrency=16)
     ray.get(coordinator.status.remote(), timeout=_START_SECONDS)
     advice = "`stagescope stop` ends it" if running else "choose another with --port (0 = any)"
     return _await_url(api, advice)

@@ -4,7 +4,7 @@ Each simulated rank speaks as a probe's background thread does: one batch of eve
 poll on the way at a time, what comes meanwhile in the next batch, and it heeds `pause`. It prints
 the coordinator's memory and CPU time a rank, the delay from an event to its acknowledgement, how
 long somebody waits who asks the API meanwhile (for the coordinator's state, for stored numbers, and
-for a capture to be ordered), and how long such an order takes to reach each rank.
+for a capture to be requested), and how long such a request takes to reach each rank.
 
     python -m tests.benchmarks.bench_ranks [RANKS [SECONDS_A_STEP [STEPS]]]
 """
@@ -35,20 +35,20 @@ STAGES = schema.STAGES[:6]
 POLL_SECONDS = 20.0
 
 
-class Orders:
-    """How many seconds after an order began each rank knew of it."""
+class RequestDelays:
+    """How many seconds after a capture was requested each rank knew of it."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.given = 0.0
         self.heard: set[int] | None = None
         self.delays: list[float] = []
-        self.unheard = 0
+        self.missed = 0
 
     def give(self) -> None:
-        """Note that an order begins; ranks that do not know the one before count as not reached."""
+        """Note that a request begins; ranks that do not know the one before count as missed."""
         if self.heard is not None:
-            self.unheard += self.ranks - len(self.heard)
+            self.missed += self.ranks - len(self.heard)
         self.given, self.heard = time.monotonic(), set()
 
     def reach(self, rank: int) -> None:
@@ -62,11 +62,11 @@ class SimulatedRank:
     """One rank's events, its batch on the way and its poll."""
 
     def __init__(
-        self, coordinator: Any, rank: int, ranks: int, delays: list[float], orders: Orders
+        self, coordinator: Any, rank: int, ranks: int, delays: list[float], requests: RequestDelays
     ) -> None:
         self.coordinator = coordinator
         self.rank = rank
-        self.orders = orders
+        self.requests = requests
         self._sender = schema.Sender(
             f"simulated-{rank:027d}", "simulated", "key", "actor", rank,
             clock_offset=0.0, clock_error=0.0, started=time.time(),
@@ -94,7 +94,7 @@ class SimulatedRank:
         """Take the plan of an answer, where it brings one."""
         if (plan := answer.get("plan")) is not None and plan["revision"] > self.revision:
             self.revision = plan["revision"]
-            self.orders.reach(self.rank)
+            self.requests.reach(self.rank)
 
     async def send(self) -> None:
         """Send what waits, for ever."""
@@ -162,7 +162,7 @@ class Asker:
         return took, dict(said["status"])
 
     def order(self) -> float:
-        """Return the seconds until a capture is ordered and withdrawn."""
+        """Return the seconds until a capture is requested and withdrawn."""
         began = time.monotonic()
         ordered = self.session.capture(stages=["actor_update"], run="simulated", steps=10**6)
         self.session.remove_capture(ordered["capture_id"])
@@ -179,8 +179,8 @@ async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> 
     delays: list[float] = []
     asked: list[dict[str, float]] = []
     ordered: list[float] = []
-    orders = Orders(ranks)
-    everyone = [SimulatedRank(coordinator, rank, ranks, delays, orders) for rank in range(ranks)]
+    requests = RequestDelays(ranks)
+    everyone = [SimulatedRank(coordinator, rank, ranks, delays, requests) for rank in range(ranks)]
     running = [asyncio.create_task(one.send()) for one in everyone]
     running += [asyncio.create_task(one.poll()) for one in everyone]
     training = [asyncio.create_task(one.train(steps, seconds)) for one in everyone]
@@ -193,7 +193,7 @@ async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> 
         if time.monotonic() > report:
             report += seconds
             held = sum(len(one.waiting) for one in everyone)
-            orders.give()
+            requests.give()
             ordered.append(await asker.order.remote())
             print(  # noqa: T201
                 f"{time.monotonic() - began:6.0f} s  {len(delays):8d} acknowledged  "
@@ -219,8 +219,8 @@ async def simulate(service: Service, ranks: int, seconds: float, steps: int) -> 
         f"longest {max(delays):.3f} s\n"
         f"{_waits(asked)}\n"
         f"order   {np.median(ordered):8.3f} s, longest {max(ordered):.3f} s; known to a rank after "
-        f"{np.median(orders.delays):.3f} s, p99 {np.quantile(orders.delays, 0.99):.3f} s, longest "
-        f"{max(orders.delays):.3f} s, before the next order not to {orders.unheard}\n"
+        f"{np.median(requests.delays):.3f} s, p99 {np.quantile(requests.delays, 0.99):.3f} s, "
+        f"longest {max(requests.delays):.3f} s, before the next order not to {requests.missed}\n"
         f"pushed back {sum(one.pushed_back for one in everyone)} of {calls} calls"
     )
     for task in running:

@@ -17,7 +17,7 @@ from tests.support.measure import payload
 from tests.support.stores import eventually
 
 import stagescope
-from stagescope import Session
+from stagescope import Session, Table
 from stagescope.wire.errors import Forbidden, InvalidPlan, NotFound
 from stagescope.wire.nonfinite import Json
 
@@ -119,7 +119,8 @@ def test_what_is_not_finite_is_shown(session: Session) -> None:
 
 def test_what_has_no_rows_has_the_columns_of_what_has_some(session: Session) -> None:
     first, second = (session.step(5, attempt=number) for number in (1, 2))
-    tables = [(first.tokens(kind="nonfinite"), second.tokens(kind="nonfinite"))]
+    tables: list[tuple[Table, Table]] = []
+    tables.append((first.tokens(kind="nonfinite"), second.tokens(kind="nonfinite")))
     tables.append((first.scalars(), second.scalars()))
     for empty, full in tables:
         assert (len(empty), empty.names) == (0, full.names)
@@ -161,7 +162,7 @@ def test_request_and_withdraw_a_capture(session: Session, found: Service) -> Non
         session.remove_capture("other")
     [listed] = session.captures()
     assert (listed["steps"], listed["stages"], listed["ranks"]) == ([9], [STAGE], "all")
-    with pytest.raises(InvalidPlan, match="orders nothing"):
+    with pytest.raises(InvalidPlan, match="requests nothing"):
         session.capture(steps=[9], stages="all", keep=[])
     with pytest.raises(Forbidden, match="allowed roots"):
         session.capture(steps=[9], stages="all", keep=["x"], data_dir="/etc")

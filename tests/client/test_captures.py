@@ -1,4 +1,4 @@
-"""What a capture may order, and which stages it concerns."""
+"""What a capture may request, and which stages it concerns."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_default_content_is_statistics() -> None:
 
 
 def test_a_request_without_content_is_refused() -> None:
-    with pytest.raises(InvalidPlan, match="orders nothing"):
+    with pytest.raises(InvalidPlan, match="requests nothing"):
         valid(keep=[])
 
 

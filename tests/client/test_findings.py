@@ -222,7 +222,7 @@ def test_firings_name_their_run_and_what_became_of_their_actions(
             firings = session.firings()
         assert {group["run"]: group["outcomes"] for group in firings.groups} == {
             "r": [
-                "capture c1 ordered",
+                "capture c1 requested",
                 "pinned 6 payloads of steps 3-5",
                 "webhook hooks.example.com told",
                 "actions are not taken yet of 1",
@@ -236,6 +236,6 @@ def test_firings_name_their_run_and_what_became_of_their_actions(
         for shown in (repr(firings), firings._repr_html_(), ask("triggers", "firings")):
             assert "mean: run r, steps 4-6" in shown
             assert "mean: run s, step 4" in shown
-            assert "capture c1 ordered" in shown
+            assert "capture c1 requested" in shown
             assert "none were left" in shown
         assert "run r" not in ask("triggers", "firings", "--run", "r").partition("\n")[2]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.support.api import Service, service
 from tests.support.local import LocalCoordinator
-from tests.support.parallel import CP, DP, PP, TP, Said, Training, whole_batch
+from tests.support.parallel import CP, DP, PP, TP, Reported, Training, whole_batch
 
 from stagescope_service.statistics import Field, StepSummary, Summary, publish, summarise
 from stagescope_service.statistics import cell as cells
@@ -47,7 +47,7 @@ def train(
 
 async def _train(local: LocalCoordinator, training: Training, steps: int, late: bool) -> None:
     await local.record(training.greetings())
-    held: list[Said] = []
+    held: list[Reported] = []
     for step in range(1, steps + 1):
         generated = list(training.generate(step))
         if late:
@@ -61,10 +61,10 @@ async def _train(local: LocalCoordinator, training: Training, steps: int, late: 
     await local.record(process.leave() for process in training.rollouts)
 
 
-def mixed(said: Iterable[Said], seed: int) -> list[Said]:
+def mixed(reported: Iterable[Reported], seed: int) -> list[Reported]:
     """Let senders arrive in any order; each one's own events stay in theirs."""
-    queues: dict[str, list[Said]] = {}
-    for each in said:
+    queues: dict[str, list[Reported]] = {}
+    for each in reported:
         queues.setdefault(each.sender.incarnation, []).append(each)
     rng = np.random.default_rng(seed)
     order = rng.permutation([name for name, own in queues.items() for _ in own])

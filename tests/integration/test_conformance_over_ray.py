@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.parallel import Said, Training
+from tests.support.parallel import Reported, Training
 
 from stagescope_service.statistics import publish, summarise
 
@@ -67,10 +67,10 @@ def test_rollouts_of_another_node_are_joined(tmp_path: Path, nodes: tuple[str, s
         service.stop()
 
 
-def hear(coordinator: Any, said: Iterable[Said]) -> None:
+def hear(coordinator: Any, reported: Iterable[Reported]) -> None:
     """Hand over what was said, payloads as refs, one batch a sender; wait for the receipts."""
-    senders: dict[str, list[Said]] = {}
-    for each in said:
+    senders: dict[str, list[Reported]] = {}
+    for each in reported:
         senders.setdefault(each.sender.incarnation, []).append(each)
     waiting = [
         coordinator.record_events.remote(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.parallel import Said
+from tests.support.parallel import Reported
 
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.effects import Effects
@@ -160,11 +160,11 @@ class LocalCoordinator:
         )
         self.effects = effects_of(self.coordinator)
 
-    async def record(self, said: Iterable[Said], batch: int = 40) -> None:
+    async def record(self, reported: Iterable[Reported], batch: int = 40) -> None:
         """Take in events, in batches of each sender, and carry out what follows of them."""
-        everything = list(said)
+        everything = list(reported)
         for begin in range(0, len(everything), batch):
-            senders: dict[str, list[Said]] = {}
+            senders: dict[str, list[Reported]] = {}
             for each in everything[begin : begin + batch]:
                 senders.setdefault(each.sender.incarnation, []).append(each)
             for own in senders.values():

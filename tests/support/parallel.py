@@ -47,7 +47,7 @@ class Span(NamedTuple):
     at: Array
 
 
-class Said(NamedTuple):
+class Reported(NamedTuple):
     """One event, with what is handed over with it."""
 
     sender: Sender
@@ -145,7 +145,7 @@ class Process:
         self._seq = itertools.count(1)
         self._clock = 1000.0
 
-    def say(self, kind: str, payload: dict[str, Any] | None = None, **fields: Any) -> Said:
+    def say(self, kind: str, payload: dict[str, Any] | None = None, **fields: Any) -> Reported:
         """Return the next event."""
         self._clock += 0.25
         if payload is not None:
@@ -153,18 +153,18 @@ class Process:
             size = sum(t[2].nbytes for t in payload["tensors"].values())
             fields["payload"] = {"tensors": tensors, "bytes": size, "meta": payload["meta"]}
         event = Event(kind, next(self._seq), self._clock, self._clock - 900.0, fields)
-        return Said(self.sender, event, payload)
+        return Reported(self.sender, event, payload)
 
-    def greet(self) -> Said:
+    def greet(self) -> Reported:
         """Say hello."""
         return self.say(HELLO, **self.hello)
 
-    def stage(self, stage: str, payload: dict[str, Any] | None, **work: Any) -> list[Said]:
+    def stage(self, stage: str, payload: dict[str, Any] | None, **work: Any) -> list[Reported]:
         """Begin and end a stage."""
         begun = self.say(BEGIN, stage=stage, **work)
         return [begun, self.say(END, payload, stage=stage, status="ok", **work)]
 
-    def leave(self) -> Said:
+    def leave(self) -> Reported:
         """Take leave."""
         return self.say(FINISH)
 
@@ -249,12 +249,12 @@ class Training:
         return [self.first[step], [again[index] for index in order]]
 
     # --- what is said ---------------------------------------------------------------------
-    def greetings(self) -> Iterator[Said]:
+    def greetings(self) -> Iterator[Reported]:
         """Everybody's hello."""
         for process in (*self.rollouts, *self.ranks):
             yield process.greet()
 
-    def generate(self, step: int) -> Iterator[Said]:
+    def generate(self, step: int) -> Iterator[Reported]:
         """The rollout job: by policy version, without a step."""
         version = self.version(step)
         self.first[step] = make_samples(step, 13, version, f"s{step}")
@@ -273,7 +273,7 @@ class Training:
                     "rollout_generate", payload, step=None, policy_version=clock
                 )
 
-    def log_probs(self, step: int) -> Iterator[Said]:
+    def log_probs(self, step: int) -> Iterator[Reported]:
         """actor_compute_log_prob on every rank: two passes in microbatches."""
         for occurrence, samples in enumerate(self.passes(step)):
             for process in self.ranks:
@@ -283,7 +283,7 @@ class Training:
                     part = Part(occurrence=occurrence, microbatch=micro)
                     yield from self._trained("actor_compute_log_prob", process, step, piece, part)
 
-    def update(self, step: int) -> Iterator[Said]:
+    def update(self, step: int) -> Iterator[Reported]:
         """actor_update: two epochs of two mini-batches of two microbatches, on the last pp."""
         for process in self.ranks:
             if process.layout["pp_rank"] != PP - 1:
@@ -298,7 +298,7 @@ class Training:
                     piece = [spans[index] for index in quarter]
                     yield from self._trained("actor_update", process, step, piece, part)
 
-    def farewells(self) -> Iterator[Said]:
+    def farewells(self) -> Iterator[Reported]:
         """Everybody's leave."""
         for process in (*self.ranks, *self.rollouts):
             yield process.leave()
@@ -310,7 +310,7 @@ class Training:
 
     def _trained(
         self, stage: str, process: Process, step: int, spans: Sequence[Span], part: Part
-    ) -> list[Said]:
+    ) -> list[Reported]:
         names = ["old_log_probs", "response_mask", "responses", "positions", "round_ids"]
         names += ["turn_ids"]
         if stage == "actor_update":

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.support.local import LocalCoordinator
 from tests.support.measure import payload
-from tests.support.parallel import Said
+from tests.support.parallel import Reported
 from tests.support.stores import opened
 
 from stagescope.wire.errors import StagescopeError
@@ -80,10 +80,10 @@ class Orderer:
 
 
 @contextmanager
-def training(folder: Path, ring_bytes: int = 1 << 24) -> Iterator[Bench]:
+def training(folder: Path, ring_bytes: int = 1 << 24) -> Iterator[RuleBench]:
     """A run that is to begin, on a catalogue in `folder`."""
     with opened(folder) as (store, catalogue):
-        yield Bench(store, catalogue, folder, ring_bytes)
+        yield RuleBench(store, catalogue, folder, ring_bytes)
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -95,8 +95,8 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(all_of_it())
 
 
-class Bench:
-    """A run of two ranks, whose steps are handed over, formed and held against rules."""
+class RuleBench:
+    """A run of two ranks, whose steps are handed over, aggregated and held against rules."""
 
     def __init__(
         self, store: SqlStore, catalogue: Catalogue, data_dir: Path, ring_bytes: int = 1 << 24
@@ -149,10 +149,10 @@ class Bench:
         await self.judge(hold=hold)
 
     async def judge(self, *, hold: bool = False) -> None:
-        """Hold the rules against every step that was formed since."""
-        formed, self.local.effects.aggregated = self.local.effects.aggregated, []
+        """Hold the rules against every step that was aggregated since."""
+        aggregated, self.local.effects.aggregated = self.local.effects.aggregated, []
         if not hold:
-            for order in formed:
+            for order in aggregated:
                 await self.triggers.aggregated(order.attempt_id, order.step)
 
     async def hand_over(self, number: int, rank: int) -> None:
@@ -181,7 +181,7 @@ class Bench:
         tensors: Mapping[str, Any] | None,
         scalars: Mapping[int, Mapping[str, float]],
     ) -> None:
-        said: list[Said] = []
+        said: list[Reported] = []
         self.now += 10.0
         for rank in (0, 1):
             sender = self._sender(key, rank)
@@ -225,11 +225,11 @@ class Bench:
         fields: dict[str, Any],
         handed: dict[str, Any] | None = None,
         seconds: float = 0.0,
-    ) -> Said:
+    ) -> Reported:
         self.seqs[sender.incarnation] += 1
         wall = self.now + seconds
         event = Event(kind, self.seqs[sender.incarnation], wall, wall, fields)
-        return Said(sender, event, handed)
+        return Reported(sender, event, handed)
 
     # --- what came of it --------------------------------------------------------------------
     def fired(self) -> list[tuple[int, int, str]]:

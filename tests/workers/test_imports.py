@@ -48,7 +48,7 @@ def test_using_the_probe_loads_no_library_of_the_service() -> None:
 LOOKED_UP = """
 import ray, sys
 import stagescope_workers
-from stagescope_service.api_actor import ApiServer
+from stagescope_service.api_actor import ApiActor
 from stagescope_service.coordinator.actor import DebugCoordinator
 loaded = {name for name in sys.modules if name.startswith("stagescope_service")}
 print(*loaded, *{name.partition(".")[0] for name in list(sys.modules)})

@@ -119,7 +119,7 @@ def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> Captu
     _check_baseline(capture)
     if not needs_ranks(capture) and not capture["keep"]:
         raise InvalidPlan(
-            "a capture orders nothing",
+            "a capture requests nothing",
             expected="config or config_path for msprobe, names of tensors in keep, or patterns in "
             "parameters or gradients",
         )

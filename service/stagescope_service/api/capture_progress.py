@@ -150,7 +150,7 @@ def _requested_ranks(
     requested = {(each["role"], each["rank"]) for each in (*agreement.members, *agreement.without)}
     roles = {role for role, _ in requested} or set(spec["roles"] or ())
     newest: dict[RankKey, ProcessRow] = {}
-    processes = [] if attempt is None else catalogue.introduced_processes(attempt["attempt_id"])
+    processes = [] if attempt is None else catalogue.processes_with_settings(attempt["attempt_id"])
     for process in processes:
         role, rank = process["role"], process["rank"]
         cannot_capture = process["raw"] or (process["hello"] or {}).get("captures") is False

@@ -110,7 +110,7 @@ async def add_capture(
     )
     if others:
         names = ", ".join(each["run"] for each in others[:20])
-        note = f"ordered for run {spec['run']}, the last to begin a stage; also live: {names}"
+        note = f"requested for run {spec['run']}, the last to begin a stage; also live: {names}"
         reply = {**reply, "notes": [note, *(reply.get("notes") or ())]}
     return Answer(reply, 201)
 

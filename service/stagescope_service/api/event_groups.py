@@ -150,7 +150,7 @@ def _capture_outcomes(results: Sequence[FiredActions]) -> list[str]:
     captures = [capture for actions in results if (capture := actions.get("capture"))]
     ids = [*dict.fromkeys(each for fired in captures if (each := fired.get("capture_id")))]
     more = f" and {len(ids) - MAX_RANGES} more" if len(ids) > MAX_RANGES else ""
-    texts = [f"capture {', '.join(ids[:MAX_RANGES])}{more} ordered"] if ids else []
+    texts = [f"capture {', '.join(ids[:MAX_RANGES])}{more} requested"] if ids else []
     refusals = [why for fired in captures if (why := fired.get("refused"))]
     return texts + [f"capture refused{times}: {why}" for why, times in _count_texts(refusals)]
 

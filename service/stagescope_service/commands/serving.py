@@ -215,7 +215,7 @@ def _announce(info: ServiceInfo, home: Path) -> None:
         click.echo(f"home           {info.home}")
     click.echo(f"url            {terminal.style(info.url, bold=True)}")
     click.echo(f"token          {info.token_file}  (to read)")
-    click.echo(f"operate token  {info.operate_token_file}  (to order captures)")
+    click.echo(f"operate token  {info.operate_token_file}  (to request captures)")
     # Ray does not look for the token of a cluster that is given by address; joining it has set the
     # variable here, if there is a token.
     has_token = os.environ.get("RAY_AUTH_MODE") == "token"

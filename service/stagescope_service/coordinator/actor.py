@@ -142,7 +142,7 @@ class DebugCoordinator:
         while True:
             await asyncio.sleep(pause)
             try:
-                memory.look(time.monotonic())
+                memory.check(time.monotonic())
                 await coordinator.check()
             except Exception:
                 logger.exception("leases could not be checked")

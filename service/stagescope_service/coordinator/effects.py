@@ -372,7 +372,7 @@ class Effects:
     # --- rings and kept files ---------------------------------------------------------------
     def retire_files(self) -> None:
         """Delete kept files that are too old; to be called often."""
-        self._run(self.retention.look())
+        self._run(self.retention.check())
 
     def _adopt_files(self, node: str) -> None:
         """Bring the catalogue and the kept files of a node together, once."""

@@ -280,7 +280,7 @@ class Intake:
         if not self._commits.store.health().healthy:
             self._renew_all(now)
             return
-        await self._effects.carry_out(self._load.look(now, wall))
+        await self._effects.carry_out(self._load.check(now, wall))
         if held_up or self._load.is_late(now):
             self._renew_all(now)
         else:
@@ -308,7 +308,7 @@ class Intake:
     async def check_requests(self) -> None:
         """Agree on the capture requests that ranks acknowledged, and end those that are done."""
         if self._plan.entries:
-            await self.change_plan(self._requests.look(self._mono(), self._wall()))
+            await self.change_plan(self._requests.check(self._mono(), self._wall()))
 
     async def change_plan(self, rows: Sequence[Put]) -> None:
         """Commit changes of the plan, then let every rank know."""

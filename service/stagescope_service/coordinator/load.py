@@ -126,7 +126,7 @@ class Load:
             if row["kind"] == KIND and row["over_wall"] is None and attempt_id is not None:
                 self._open[attempt_id] = row["finding_id"]
 
-    def look(self, now: float, wall: float) -> list[Instruction]:
+    def check(self, now: float, wall: float) -> list[Instruction]:
         """Return the findings to write; called often.
 
         Args:
@@ -205,7 +205,7 @@ class Memory:
         self._after = 0
         self._trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Trim if this process has grown since the last trim; called often.
 
         Args:

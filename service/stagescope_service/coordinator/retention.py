@@ -29,7 +29,7 @@ from stagescope_service.store.tables import FindingRow
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS: Final = 60.0
+_CHECK_SECONDS: Final = 60.0
 _BATCH: Final = 1000
 _ROWS: Final = 2000
 """Rows that are removed in one transaction."""
@@ -90,7 +90,7 @@ class Retention:
         self._limits = limits
         self._wall = wall
         self._mono = mono
-        self._looked = mono()
+        self._checked = mono()
         self._bytes: Counter[str] | None = None
         self._counts = 0
         self._reserved: Counter[str] = Counter()
@@ -222,11 +222,11 @@ class Retention:
             await self._retire(attempt_id=attempt_id, before_step=newest[-1])
 
     # --- age ------------------------------------------------------------------------------
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Delete files that are too old, and rows of old steps; checks once a minute."""
-        if self._mono() < self._looked + _LOOK_SECONDS:
+        if self._mono() < self._checked + _CHECK_SECONDS:
             return
-        self._looked = self._mono()
+        self._checked = self._mono()
         if self._limits.days is not None:
             await self._retire(before_wall=self._wall() - self._limits.days * _DAY)
         if self._limits.row_steps is not None and not self._removing.locked():

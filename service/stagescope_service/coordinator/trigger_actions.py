@@ -280,11 +280,11 @@ class Acting:
             if not await asyncio.to_thread(self._is_meant, act, rules):
                 return {}
             spec = await asyncio.to_thread(self._spec, act, rules)
-            ordered = await self._offer(spec, act.by)
+            requested = await self._offer(spec, act.by)
         except StagescopeError as error:
             rows.append(self._refused(act, str(error)))
             return {"refused": str(error)}
-        return {"capture_id": ordered["capture_id"]}
+        return {"capture_id": requested["capture_id"]}
 
     def _ordered(self, act: Act) -> CaptureRow | None:
         """Return the capture that was requested before a restart."""
@@ -354,7 +354,7 @@ class Acting:
             return {}
         able = {
             (row["role"], row["rank"])
-            for row in self._catalogue.introduced_processes(act.row["attempt_id"])
+            for row in self._catalogue.processes_with_settings(act.row["attempt_id"])
             if not row["raw"] and (row["hello"] or {}).get("captures") is not False
         }
         named = [tuple(each) for each in act.row["evidence"]["ranks"]]
@@ -385,7 +385,7 @@ class Acting:
     def _refused(self, act: Act, reason: str) -> Put:
         return finding(
             "capture_refused",
-            f"{act.rule.name} ordered no capture at step {act.row['step']}: {reason}",
+            f"{act.rule.name} requested no capture at step {act.row['step']}: {reason}",
             run=act.row["run"],
             attempt_id=act.row["attempt_id"],
             step=act.row["step"],

@@ -237,7 +237,7 @@ class Triggers:
         async with self._lock:
             rules = self._rules
             try:
-                acts, rows = await asyncio.to_thread(self._look, rules, attempt_id, step)
+                acts, rows = await asyncio.to_thread(self._evaluate, rules, attempt_id, step)
                 if rows:
                     await self._write(rows)
             except Exception:
@@ -245,7 +245,7 @@ class Triggers:
                 raise
         return acts, rules
 
-    def _look(
+    def _evaluate(
         self, rules: Rules, attempt_id: int, step: int
     ) -> tuple[list[Act], list[Put | Delete]]:
         attempt = self._catalogue.attempt(attempt_id)
@@ -389,16 +389,16 @@ class _Followed:
         by_name = {rule.name: rule for rule in rules.rules}
         self.acted = {(r["rule"], r["attempt_id"], r["step"]) for r in known if _acted(r)}
         """Firings whose actions were or will be taken."""
-        standing = [row for row in known if row["withdrawn_wall"] is None]
+        in_force = [row for row in known if row["withdrawn_wall"] is None]
         self.owed = [
             Act(by_name[row["rule"]], row)
-            for row in standing
+            for row in in_force
             if row["acted_wall"] is None and row["rule"] in by_name
         ]
         """Firings whose coordinator ended before all their actions were taken."""
         fired = {
             (row["rule"], At(numbers[row["attempt_id"]], row["step"])): _series_state(row)
-            for row in standing
+            for row in in_force
         }
         self._watch = Watch(rules.rules, fired=fired)
 

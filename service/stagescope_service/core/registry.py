@@ -214,7 +214,7 @@ class Registry:
         columns |= {"finished_wall": event.wall} if late else {}
         return process, [*out, process_row(process, **columns)]
 
-    def introduce(
+    def adopt_handshake(
         self, process: Process, fields: JsonObject, wall: float
     ) -> tuple[bool, list[Instruction]]:
         """Apply the fields of a process's HELLO.

@@ -21,7 +21,7 @@ from stagescope_service.triggers.budget import Budget
 
 KNOWN: Final[Mapping[str, str]] = {
     "expect": "'bitwise': the first token that differs is a finding",
-    "capture": "'auto': rules may order captures within capture_budget",
+    "capture": "'auto': rules may request captures within capture_budget",
     "capture_budget": "{'captures': n, 'bytes': n, 'share': of the step time}",
     "producers": "{stream or tensor: who computes it}",
     "keep": "see stagescope.wire.keep.KEEP_FIELDS",

@@ -126,7 +126,7 @@ class State:
             case "end":
                 out += self._end(process, sender, event, work, has_payload, at, arrived, ours)
             case "hello":
-                resized, rows = self.registry.introduce(process, event.fields, event.wall)
+                resized, rows = self.registry.adopt_handshake(process, event.fields, event.wall)
                 out += rows
                 if not self.registry.may_leave(process):
                     out += reports.handshake_fields(attempt, process)

@@ -1,7 +1,7 @@
 """The ingestors' interface for the coordinator, and an implementation in its own process.
 
 No Ray in here. `Ingestor` (see `ingest.actor`) runs an `IngestWorker` in an actor on each node;
-`LocalIngestors` runs them in the coordinator's own process, as a service without a cluster does.
+`LocalIngestors` runs them in the coordinator's own process, for tests without a cluster.
 """
 
 from __future__ import annotations

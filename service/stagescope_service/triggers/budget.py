@@ -85,9 +85,9 @@ class Budget:
     def refusal(self, spent: Spent) -> str | None:
         """Return why no further capture may be requested, or None."""
         if spent.under_way:
-            return f"capture {spent.under_way[0]}, which a trigger ordered, is still under way"
+            return f"capture {spent.under_way[0]}, which a trigger requested, is still under way"
         if spent.captures >= self.captures:
-            return f"{spent.captures} of {self.captures} captures of the run were ordered"
+            return f"{spent.captures} of {self.captures} captures of the run were requested"
         if self.bytes is not None and spent.bytes >= self.bytes:
             return f"dumps take {spent.bytes} of {self.bytes} bytes"
         if self.share is not None and spent.seconds > self.share * spent.run_seconds:

@@ -282,10 +282,10 @@ def test_exact_of_copies_is_not_measured(live: Service) -> None:
 def findings(live: Service, step: int) -> dict[str, Any]:
     attempt = live.catalogue.find_attempt("r")
     assert attempt is not None
-    forming = assembly.begin(live.catalogue, attempt["attempt_id"], step)
+    parts = assembly.begin(live.catalogue, attempt["attempt_id"], step)
     return {
         put.row["kind"]: put.row
-        for put in assembly.rows_of(forming, "r")
+        for put in assembly.rows_of(parts, "r")
         if isinstance(put, Put) and put.table == "findings"
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.dumps import capture
-from tests.support.triggering import Bench, rule, rules_of, run, training
+from tests.support.triggering import RuleBench, rule, rules_of, run, training
 
 from stagescope.wire.errors import CatalogueUnavailable, StoreError
 from stagescope_service.api.completeness import gaps
@@ -33,7 +33,7 @@ STEP = Aggregate(1, 1)
 class Broken:
     """A closed step with a scalar that is not finite, that is not aggregated yet."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: RuleBench) -> None:
         self.bench, self.catalogue = bench, bench.catalogue
         self.effects = bench.local.effects
         self.effects.triggers = bench.triggers
@@ -55,7 +55,7 @@ class Broken:
         self.tried = 0
 
     async def aggregate(self) -> None:
-        """Have the step formed, and wait until all that follows is done."""
+        """Have the step aggregated, and wait until all that follows is done."""
         self.effects.start(STEP)
         await self.settled()
 
@@ -232,9 +232,9 @@ def test_a_payload_that_settles_while_a_step_is_formed_counts_or_is_refused(
 
     monkeypatch.setattr(broken.effects, "start_now", start)
 
-    async def refused(forming: assembly.StepParts) -> list[int]:
+    async def refused(parts: assembly.StepParts) -> list[int]:
         """The payloads that are refused once the parts are gone."""
-        await broken.effects.write(assembly.rows_of(forming, "r"))
+        await broken.effects.write(assembly.rows_of(parts, "r"))
         late = assembly.too_late(catalogue, 1, 1, "r") or []
         return [put.row["rank"] for put in late if isinstance(put, Put) and put.table == "losses"]
 
@@ -255,16 +255,16 @@ def test_a_step_that_could_not_be_read_for_a_moment_is_held_against_the_rules(
 ) -> None:
     bench = broken.bench
     errors: list[Exception] = [CatalogueUnavailable("locked"), StoreError("once")]
-    look = bench.triggers._look
+    evaluate = bench.triggers._evaluate
 
     def failing(*args: Any) -> Any:
         if errors:
             raise errors.pop()
-        return look(*args)
+        return evaluate(*args)
 
     async def work() -> None:
         await bench.triggers.put(rules_of(rule()), by="me")
-        monkeypatch.setattr(bench.triggers, "_look", failing)
+        monkeypatch.setattr(bench.triggers, "_evaluate", failing)
         await bench.step(1, 1.0)
 
     run(work)

@@ -47,14 +47,14 @@ class Clock:
     def __init__(self, load: Load) -> None:
         self.load = load
         self.now = 100.0
-        self.load.look(self.now, self.now)
+        self.load.check(self.now, self.now)
 
     def window(self, calls: int, age: float) -> list[dict[str, Any]]:
         """Let batches of this age arrive, and return the findings of the look after them."""
         for _ in range(calls):
             self.load.arrived(age)
         self.now += WINDOW_SECONDS
-        found = self.load.look(self.now, self.now)
+        found = self.load.check(self.now, self.now)
         return [dict(put.row) for put in found if isinstance(put, Put)]
 
 
@@ -181,7 +181,7 @@ def test_one_batch_is_taken_however_large_it_is(store: HeldStore, tmp_path: Path
 
 def test_memory_that_is_free_again_goes_back_to_the_system() -> None:
     memory = Memory()
-    memory.look(0.0)
+    memory.check(0.0)
     before = resident_bytes()
     assert before is not None
     taken = [bytes(60_000) for _ in range(8 * GROWN_BYTES // 60_000)]
@@ -190,7 +190,7 @@ def test_memory_that_is_free_again_goes_back_to_the_system() -> None:
     held = resident_bytes()
     assert held is not None
     assert held - before > 6 * GROWN_BYTES
-    memory.look(TRIM_SECONDS)
+    memory.check(TRIM_SECONDS)
     after = resident_bytes()
     assert after is not None
     assert after - before < GROWN_BYTES

@@ -52,7 +52,7 @@ class Node(LocalIngestors):
         super().__init__(worker_of, home=self.node_id)
         self.retention = self.made(limits)
         self.ring = Ring(directory / "ring", 0)
-        self.intake = self.taking()
+        self.intake = self.reader()
         attempt = {"attempt_id": 1, "run": "r", "number": 1, "key": "k"}
         self.write_now([Put("attempts", attempt)])
 
@@ -61,7 +61,7 @@ class Node(LocalIngestors):
             self.catalogue, self, self.write, limits, wall=lambda: self.now, mono=lambda: self.now
         )
 
-    def taking(self, reserve: int = 0) -> PayloadReader:
+    def reader(self, reserve: int = 0) -> PayloadReader:
         keeper = Keeper(self.data_dir, self.node_id, reserve)
         return PayloadReader(self.data_dir, self.node_id, self.ring, keeper)
 
@@ -192,18 +192,18 @@ def test_pinned_steps_stay_and_where_nothing_may_go_keeping_stops_and_starts_aga
 
 
 def test_what_was_not_kept_is_over_also_after_a_restart(node: Node) -> None:
-    node.intake = node.taking(reserve=1 << 60)
+    node.intake = node.reader(reserve=1 << 60)
     assert node.keep(2) == ""
     (said,) = node.catalogue.findings(run="r")
     assert said["over_wall"] is None
-    node.intake = node.taking()  # another ingestor, under another coordinator
+    node.intake = node.reader()  # another ingestor, under another coordinator
     node.retention = node.made(Limits(1 << 30))
     node.retention.adopt_findings(node.catalogue.findings())
     assert node.keep(3)
     (over,) = node.catalogue.findings(run="r")
     assert over["finding_id"] == said["finding_id"]
     assert over["over_wall"] == pytest.approx(node.now, abs=10)
-    node.intake = node.taking(reserve=1 << 60)
+    node.intake = node.reader(reserve=1 << 60)
     assert node.keep(4) == ""
     assert node.catalogue.findings(run="r")[0]["over_wall"] is None
 
@@ -253,10 +253,10 @@ def test_old_files_go_by_age_but_pinned_ones(node: Node) -> None:
     node.keep(2)
     node.now += 86_400.0
     node.keep(3)
-    run(node.retention.look())
+    run(node.retention.check())
     assert node.steps() == [1, 2, 3]
     node.now += 86_400.0
-    run(node.retention.look())
+    run(node.retention.check())
     assert node.steps() == [1, 3]
 
 

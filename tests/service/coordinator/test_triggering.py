@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support.measure import payload
-from tests.support.triggering import Bench, hook, rule, rules_of, run, training
+from tests.support.triggering import RuleBench, hook, rule, rules_of, run, training
 
 from stagescope.wire.errors import Conflict
 from stagescope_service.api.event_groups import outcomes
@@ -33,12 +33,12 @@ PIN = {"finding": {}, "pin": 2}
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path) -> Iterator[RuleBench]:
     with training(tmp_path) as opened:
         yield opened
 
 
-def test_the_defaults_are_in_force_where_nothing_was_given(bench: Bench) -> None:
+def test_the_defaults_are_in_force_where_nothing_was_given(bench: RuleBench) -> None:
     async def work() -> None:
         await bench.triggers.open()
         for step in range(1, 6):
@@ -68,7 +68,7 @@ def test_the_defaults_are_in_force_where_nothing_was_given(bench: Bench) -> None
 
 @pytest.mark.parametrize("stage", ["actor_compute_log_prob", "actor_update"])
 def test_the_numbers_of_an_update_hold_its_own_steps(
-    bench: Bench, stage: str, monkeypatch: pytest.MonkeyPatch
+    bench: RuleBench, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.support.triggering.STAGE", stage)
 
@@ -82,7 +82,7 @@ def test_the_numbers_of_an_update_hold_its_own_steps(
     assert is_told is (stage == "actor_update")
 
 
-def test_a_scalar_that_is_not_finite_is_found_where_it_was_logged(bench: Bench) -> None:
+def test_a_scalar_that_is_not_finite_is_found_where_it_was_logged(bench: RuleBench) -> None:
     async def work() -> None:
         await bench.triggers.open()
         await bench.step(1, scalars={0: {"loss": 0.5}, 1: {"loss": 0.5}})
@@ -102,7 +102,7 @@ def test_a_scalar_that_is_not_finite_is_found_where_it_was_logged(bench: Bench) 
     ]  # fmt: skip
 
 
-async def log_open(bench: Bench, step: int, rank: int, **scalars: float) -> None:
+async def log_open(bench: RuleBench, step: int, rank: int, **scalars: float) -> None:
     """Log scalars in a stage of a step that stays open."""
     sender = bench._sender("a1", rank)
     work = {"step": step, "stage": "critic_update"}
@@ -111,7 +111,7 @@ async def log_open(bench: Bench, step: int, rank: int, **scalars: float) -> None
     await bench.local.record(said)
 
 
-def test_a_lasting_nan_is_not_said_again_after_a_restart(bench: Bench) -> None:
+def test_a_lasting_nan_is_not_said_again_after_a_restart(bench: RuleBench) -> None:
     async def work() -> None:
         await bench.triggers.open()
         await bench.step(1, scalars={0: {"loss": 0.5}, 1: {"loss": 0.5}})
@@ -126,7 +126,7 @@ def test_a_lasting_nan_is_not_said_again_after_a_restart(bench: Bench) -> None:
     assert "kl" in finding["message"]
 
 
-def test_a_scalar_that_is_not_finite_is_said_before_its_step_closes(bench: Bench) -> None:
+def test_a_scalar_that_is_not_finite_is_said_before_its_step_closes(bench: RuleBench) -> None:
     early: list[list[tuple[Any, ...]]] = []
 
     def now() -> None:
@@ -157,7 +157,7 @@ def test_a_scalar_that_is_not_finite_is_said_before_its_step_closes(bench: Bench
 
 
 def test_the_first_scalar_that_arrived_is_said_also_where_many_arrive_at_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: RuleBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, is_second = Triggers._found_before, threading.Event()
 
@@ -187,7 +187,7 @@ def test_the_first_scalar_that_arrived_is_said_also_where_many_arrive_at_once(
     assert [row["step"] for row in bench.findings("non_finite_scalars")] == [2]
 
 
-def test_each_scalar_that_is_not_finite_is_said_with_its_own_ranks(bench: Bench) -> None:
+def test_each_scalar_that_is_not_finite_is_said_with_its_own_ranks(bench: RuleBench) -> None:
     async def work() -> None:
         await bench.triggers.open()
         await bench.step(
@@ -199,7 +199,7 @@ def test_each_scalar_that_is_not_finite_is_said_with_its_own_ranks(bench: Bench)
     assert "actor rank 0; also not finite: kl (actor rank 1)" in finding["message"]
 
 
-def test_every_rank_with_something_not_finite_is_named(bench: Bench) -> None:
+def test_every_rank_with_something_not_finite_is_named(bench: RuleBench) -> None:
     poisoned = payload()["tensors"]["old_log_probs"]
     poisoned[2][1, 1] = math.nan
     nan = {"old_log_probs": poisoned}
@@ -224,7 +224,7 @@ def test_every_rank_with_something_not_finite_is_named(bench: Bench) -> None:
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_what_begins_on_another_rank_or_in_another_scalar_is_said_at_once(
-    bench: Bench, restarted: bool
+    bench: RuleBench, restarted: bool
 ) -> None:
     nan, both = {"loss": math.nan}, {"loss": math.nan, "grad_norm": math.nan}
     runs = {"r": {"capture": "auto", "budget": {"captures": 9}}}
@@ -275,7 +275,7 @@ def test_what_begins_on_another_rank_or_in_another_scalar_is_said_at_once(
     assert [(row["step"], row["rank"]) for row in found] == [(4, 1), (14, 1)]
 
 
-def test_a_scalar_that_comes_after_its_step_closed(bench: Bench) -> None:
+def test_a_scalar_that_comes_after_its_step_closed(bench: RuleBench) -> None:
     rules = rules_of(
         rule("twice", metric="nonfinite_scalar/loss", by="rank", when={">": 0}, **{"for": 2}),
         rule("all", metric="nonfinite_scalar/*", when={">": 1}),
@@ -296,7 +296,7 @@ def test_a_scalar_that_comes_after_its_step_closed(bench: Bench) -> None:
     assert "loss is inf at step 2" in bench.firing(2, "twice")["message"]
 
 
-def test_a_service_takes_newer_defaults_but_keeps_rules_that_were_given(bench: Bench) -> None:
+def test_a_service_takes_newer_defaults_but_keeps_rules_that_were_given(bench: RuleBench) -> None:
     old = Rules(defaults().rules[:1])
 
     async def work() -> None:
@@ -312,13 +312,13 @@ def test_a_service_takes_newer_defaults_but_keeps_rules_that_were_given(bench: B
     assert (row["document"], row["revision"]) == (old.wire(), 3)
 
 
-def pinned(bench: Bench) -> list[RingEntry]:
+def pinned(bench: RuleBench) -> list[RingEntry]:
     return [
         entry for entry in bench.local.ingestors.worker(None).reader.ring.entries() if entry.pinned
     ]
 
 
-def test_a_firing_says_where_and_with_which_numbers(bench: Bench) -> None:
+def test_a_firing_says_where_and_with_which_numbers(bench: RuleBench) -> None:
     rules = rules_of(
         rule("rank", by="rank", when={">": 0.5, "median_ratio": 2}),
         rule("round", by="round"),
@@ -346,7 +346,7 @@ def test_a_firing_says_where_and_with_which_numbers(bench: Bench) -> None:
     assert "median" in finding["message"]
 
 
-def test_missing_ranks_and_slow_stages(bench: Bench) -> None:
+def test_missing_ranks_and_slow_stages(bench: RuleBench) -> None:
     rules = rules_of(
         rule("missing", metric="missing_ranks", when={">": 0}),
         rule("missing-twice", metric="missing_ranks", when={">": 0}, **{"for": 2}),
@@ -375,7 +375,7 @@ def test_missing_ranks_and_slow_stages(bench: Bench) -> None:
     assert (missing["stage"], missing["rank"]) == ("actor_compute_log_prob", 1)
 
 
-def test_a_rank_that_is_missing_too_is_said_while_another_cools_down(bench: Bench) -> None:
+def test_a_rank_that_is_missing_too_is_said_while_another_cools_down(bench: RuleBench) -> None:
     rules = rules_of(
         rule("missing", metric="missing_ranks", by="rank", when={">": 0}, cooldown=10),
         rule("twice", metric="missing_ranks", by="rank", when={">": 0}, **{"for": 2}),
@@ -399,7 +399,7 @@ def test_a_rank_that_is_missing_too_is_said_while_another_cools_down(bench: Benc
     assert [bench.firing(step, "twice")["rank"] for step in (3, 4)] == [1, 1]
 
 
-def test_a_noise_floor(bench: Bench) -> None:
+def test_a_noise_floor(bench: RuleBench) -> None:
     rules = rules_of(rule(when={"noise_ratio": 3}))
 
     async def work() -> None:
@@ -415,7 +415,7 @@ def test_a_noise_floor(bench: Bench) -> None:
         assert evidence["value"] > 3 * evidence["noise_floor"]
 
 
-def test_what_follows_happens_once_however_often_a_step_is_aggregated(bench: Bench) -> None:
+def test_what_follows_happens_once_however_often_a_step_is_aggregated(bench: RuleBench) -> None:
     with hook() as server:
         actions = {"finding": {}, "pin": 1, "webhook": server.url, "capture": {"ranks": "worst(1)"}}
         runs = {"r": {"capture": "auto", "budget": {"captures": 5}}}
@@ -448,7 +448,7 @@ def test_what_follows_happens_once_however_often_a_step_is_aggregated(bench: Ben
     assert bench.actions(2)["webhook"]["delivered"] is True
 
 
-def test_a_coordinator_that_ends_before_all_followed_leaves_word_of_it(bench: Bench) -> None:
+def test_a_coordinator_that_ends_before_all_followed_leaves_word_of_it(bench: RuleBench) -> None:
     rules = rules_of(rule(actions=PIN | {"capture": {}}), runs={
         "*": {"capture": "auto", "budget": {"captures": 5}}
     })  # fmt: skip
@@ -472,7 +472,7 @@ def test_a_coordinator_that_ends_before_all_followed_leaves_word_of_it(bench: Be
     assert bench.firing(1)["acted_wall"] is not None
 
 
-def test_a_step_summary_that_no_longer_says_so_withdraws_its_firing(bench: Bench) -> None:
+def test_a_step_summary_that_no_longer_says_so_withdraws_its_firing(bench: RuleBench) -> None:
     async def work() -> None:
         rules = rules_of(rule("missing", metric="missing_ranks", when={">": 0}))
         await bench.triggers.put(rules, by="me")
@@ -491,7 +491,7 @@ def test_a_step_summary_that_no_longer_says_so_withdraws_its_firing(bench: Bench
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_dry_run_says_what_the_live_service_fired(bench: Bench, seed: int) -> None:
+def test_a_dry_run_says_what_the_live_service_fired(bench: RuleBench, seed: int) -> None:
     rules = rules_of(
         rule("mean", cooldown=4, when={">": 0.2, "median_ratio": 1.5}),
         rule("z", when={"z_score": {"over": 2, "steps": 6}}, cooldown=0),
@@ -530,7 +530,7 @@ def test_a_dry_run_says_what_the_live_service_fired(bench: Bench, seed: int) -> 
         assert float(value) == pytest.approx(each.evidence.numbers["value"])
 
 
-def test_rules_that_are_given_later_hold_for_later_steps(bench: Bench) -> None:
+def test_rules_that_are_given_later_hold_for_later_steps(bench: RuleBench) -> None:
     async def work() -> None:
         await bench.triggers.put(rules_of(), by="me")
         await bench.step(1, 1.0)
@@ -542,7 +542,7 @@ def test_rules_that_are_given_later_hold_for_later_steps(bench: Bench) -> None:
     assert bench.fired() == [(1, 2, "mean")]
 
 
-def test_no_step_is_looked_at_before_its_turn(bench: Bench) -> None:
+def test_no_step_is_looked_at_before_its_turn(bench: RuleBench) -> None:
     async def work() -> None:
         await bench.triggers.put(rules_of(rule(cooldown=9)), by="me")
         for step, noise in ((1, 0.01), (2, 0.01), (3, 1.0), (4, 0.01), (5, 1.0), (6, 1.0)):
@@ -559,7 +559,7 @@ def test_no_step_is_looked_at_before_its_turn(bench: Bench) -> None:
 
 
 def test_steps_that_are_aggregated_before_the_first_has_its_turn_are_no_history(
-    bench: Bench,
+    bench: RuleBench,
 ) -> None:
     """As where a new service compiles its kernels while a training does many short steps."""
 
@@ -574,7 +574,7 @@ def test_steps_that_are_aggregated_before_the_first_has_its_turn_are_no_history(
     assert bench.fired() == [(1, 6, "mean")]
 
 
-def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: Bench) -> None:
+def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: RuleBench) -> None:
     async def work() -> None:
         await bench.triggers.put(rules_of(rule(when={">": 0.5, "median_ratio": 2})), by="me")
         for step in range(1, 6):
@@ -590,7 +590,7 @@ def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: Bench) -> Non
 
 # --- captures ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("by", ["document", "run", "nobody"])
-def test_the_defaults_order_one_capture_where_a_budget_allows_it(bench: Bench, by: str) -> None:
+def test_the_defaults_order_one_capture_where_a_budget_allows_it(bench: RuleBench, by: str) -> None:
     allowed = {"capture": "auto", "budget": {"captures": 3}}
     own = {"capture": "auto", "capture_budget": {"captures": 3}}
 
@@ -621,7 +621,7 @@ def test_the_defaults_order_one_capture_where_a_budget_allows_it(bench: Bench, b
     assert len(spec["ranks"]) == 1
 
 
-def test_a_capture_is_of_ranks_that_can_capture(bench: Bench) -> None:
+def test_a_capture_is_of_ranks_that_can_capture(bench: RuleBench) -> None:
     async def work() -> None:
         await bench.triggers.put(
             rules_of(
@@ -643,7 +643,7 @@ def test_a_capture_is_of_ranks_that_can_capture(bench: Bench) -> None:
     assert (spec["ranks"], "roles" in spec) == ([0], False)
 
 
-def test_no_capture_where_the_run_does_not_say_so(bench: Bench) -> None:
+def test_no_capture_where_the_run_does_not_say_so(bench: RuleBench) -> None:
     async def work() -> None:
         await bench.triggers.put(rules_of(rule(actions={"capture": {}})), by="me")
         await bench.step(1, 1.0)
@@ -655,7 +655,7 @@ def test_no_capture_where_the_run_does_not_say_so(bench: Bench) -> None:
     assert "refused" in bench.actions(1)["capture"]
 
 
-def test_budgets(bench: Bench) -> None:
+def test_budgets(bench: RuleBench) -> None:
     budget = {"captures": 3, "bytes": 1000}
     runs = {"r": {"capture": "auto", "budget": budget}}
     rules = rules_of(rule(actions={"capture": {"ranks": "worst(2)"}}), runs=runs)
@@ -673,7 +673,7 @@ def test_budgets(bench: Bench) -> None:
     assert [spec["limits"]["bytes"] for spec in bench.orders.specs] == [500, 200]
     assert bench.orders.specs[0]["ranks"] == [0, 1]
     reasons = [row["message"] for row in bench.findings("capture_refused")]
-    assert "capture-1, which a trigger ordered, is still under way" in reasons[0]
+    assert "capture-1, which a trigger requested, is still under way" in reasons[0]
     assert "1100 of 1000 bytes" in reasons[1]
 
 
@@ -682,7 +682,7 @@ def test_captures_that_never_started_cost_nothing() -> None:
     assert set(budget._NEVER_STARTED) == ended
 
 
-def test_a_share_of_the_step_time(bench: Bench) -> None:
+def test_a_share_of_the_step_time(bench: RuleBench) -> None:
     runs = {"r": {"capture": "auto", "budget": {"captures": 9, "share": 0.2}}}
     rules = rules_of(rule(actions={"capture": {}}), runs=runs)
 
@@ -699,13 +699,13 @@ def test_a_share_of_the_step_time(bench: Bench) -> None:
     assert "over the share of 0.2" in bench.findings("capture_refused")[0]["message"]
 
 
-def test_an_order_that_is_refused_and_an_attempt_that_is_over(bench: Bench) -> None:
+def test_an_order_that_is_refused_and_an_attempt_that_is_over(bench: RuleBench) -> None:
     runs = {"r": {"capture": "auto", "budget": {"captures": 9}}}
     rules = rules_of(rule(actions={"capture": {}}), runs=runs)
 
     async def work() -> None:
         await bench.triggers.put(rules, by="me")
-        bench.orders.error = Conflict("exactly this is ordered")
+        bench.orders.error = Conflict("exactly this is requested")
         await bench.step(1, 1.0)
         bench.orders.error = None
         await bench.step(2, 1.0, hold=True)
@@ -714,14 +714,14 @@ def test_an_order_that_is_refused_and_an_attempt_that_is_over(bench: Bench) -> N
 
     run(work)
     reasons = [row["message"] for row in bench.findings("capture_refused")]
-    assert "exactly this is ordered" in reasons[0]
+    assert "exactly this is requested" in reasons[0]
     assert "the attempt is over" in reasons[1]
     assert bench.orders.specs == []
 
 
 # --- webhooks ---------------------------------------------------------------------------------
 def test_a_webhook_is_tried_again_and_its_failure_is_a_finding_without_secrets(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    bench: RuleBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     with hook() as server:
@@ -756,7 +756,7 @@ def test_a_webhook_is_tried_again_and_its_failure_is_a_finding_without_secrets(
 
 # --- rules ------------------------------------------------------------------------------------
 def test_a_file_stands_until_others_are_given_and_again_when_it_changes(
-    bench: Bench, tmp_path: Path
+    bench: RuleBench, tmp_path: Path
 ) -> None:
     file = tmp_path / "rules.yaml"
     text = "rules:\n- {name: NAME, metric: counts/tokens, when: {'>': 1}}\n"

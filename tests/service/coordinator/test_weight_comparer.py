@@ -305,13 +305,13 @@ def test_while_a_comparison_is_under_way_orders_wait_for_one_more(scales: Scales
             nonlocal written
             written += 1
             if written == 1:
-                assert not weigher.takes(order)
-                assert not weigher.takes(order)
+                assert not comparer.takes(order)
+                assert not comparer.takes(order)
 
-        weigher = WeightComparer(scales.catalogue, write)
-        assert weigher.takes(order)
-        await weigher.compare(order)
-        assert weigher.takes(order)
+        comparer = WeightComparer(scales.catalogue, write)
+        assert comparer.takes(order)
+        await comparer.compare(order)
+        assert comparer.takes(order)
 
     asyncio.run(several())
     assert written == 2

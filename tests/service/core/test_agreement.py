@@ -97,7 +97,7 @@ def participants(
 def look(
     asked: Agreement, spec: CaptureSpec, there: CaptureParticipants, elapsed: float = 0.1
 ) -> Any:
-    return agreeing.look(asked, spec, there, elapsed=elapsed, round_trip=0.1, wall=9.0)
+    return agreeing.check(asked, spec, there, elapsed=elapsed, round_trip=0.1, wall=9.0)
 
 
 def test_a_step_takes_what_consecutive_ones_took() -> None:
@@ -171,7 +171,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.bench = Bench()
         self.plan = Plan()
-        self.orders = CaptureRequests(self.plan, self.bench.state)
+        self.requests = CaptureRequests(self.plan, self.bench.state)
         self.now = 0.0
         self.captured: list[tuple[int, int]] = []
         self.history: list[tuple[int, int, int]] = []
@@ -202,7 +202,7 @@ class Ranks:
         for capture in self.applied[rank]["captures"]:
             if capture["phase"] == "asked":
                 said = {"role": "actor", "rank": rank, "stage": "update", "state": "estimated"}
-                self.orders.reported({**said, "capture_id": capture["capture_id"]}, 0.0, 0.0)
+                self.requests.reported({**said, "capture_id": capture["capture_id"]}, 0.0, 0.0)
 
     def begin(self, rank: int) -> None:
         """Begin and end the next step; what its plan orders is captured."""
@@ -216,7 +216,7 @@ class Ranks:
 
     def look(self) -> None:
         self.now += 0.01
-        puts = self.orders.look(self.now, self.now)
+        puts = self.requests.check(self.now, self.now)
         self.bench.carry_out(puts)
         self.plan.publish(self.plan.publication())
 
@@ -234,11 +234,11 @@ class Ranks:
         for key, process in self.bench.state.registry.processes.items():
             process.plan_revision = revisions.get(key)
         self.plan = Plan(rows, revision=revision)
-        self.orders = CaptureRequests(self.plan, self.bench.state)
+        self.requests = CaptureRequests(self.plan, self.bench.state)
 
     def add(self, **changes: Any) -> str:
-        entry = self.orders.add(order(run="r", **changes), by="me", mono=self.now, wall=self.now)
-        self.bench.carry_out([self.orders.row(entry)])
+        entry = self.requests.add(order(run="r", **changes), by="me", mono=self.now, wall=self.now)
+        self.bench.carry_out([self.requests.row(entry)])
         self.look()
         return entry.capture_id
 
@@ -328,7 +328,7 @@ def test_a_missed_step_is_agreed_again_by_choice() -> None:
     first = ranks.agreement(capture)
     gap = {"capture_id": capture, "role": "actor", "rank": 1, "step": first["start"]}
     gap |= {"stage": "update", "state": "missed"}
-    ranks.bench.carry_out(ranks.orders.reported(gap, ranks.now, ranks.now))
+    ranks.bench.carry_out(ranks.requests.reported(gap, ranks.now, ranks.now))
     assert ranks.agreement(capture)["phase"] == "asked"
     for _ in range(first["start"]):
         ranks.begin(0)
@@ -338,7 +338,7 @@ def test_a_missed_step_is_agreed_again_by_choice() -> None:
     assert (second["phase"], second["number"], second["again_left"]) == ("agreed", 2, 0)
     assert second["start"] > first["start"]
     assert [each["rank"] for each in second["missed"]] == [1]
-    ranks.orders.reported({**gap, "step": second["start"]}, ranks.now, ranks.now)
+    ranks.requests.reported({**gap, "step": second["start"]}, ranks.now, ranks.now)
     assert len(ranks.bench.rows.of("findings", kind="capture_partial")) == 1
 
 
@@ -348,23 +348,23 @@ def test_orders_that_cannot_be_meant() -> None:
         ranks.begin(0)
     with pytest.raises(Conflict, match="step 2 has begun: the newest is 3"):
         ranks.add(steps=[1, 2])
-    entry = ranks.orders.add(order(run="other"), by="me", mono=0.0, wall=0.0)
-    assert "no run 'other' is known" in ranks.orders.notes(entry)[0]
-    entry = ranks.orders.add(order(run="r", stages=["gen"]), by="me", mono=0.0, wall=0.0)
-    assert "no rank has done gen lately" in ranks.orders.notes(entry)[0]
+    entry = ranks.requests.add(order(run="other"), by="me", mono=0.0, wall=0.0)
+    assert "no run 'other' is known" in ranks.requests.notes(entry)[0]
+    entry = ranks.requests.add(order(run="r", stages=["gen"]), by="me", mono=0.0, wall=0.0)
+    assert "no rank has done gen lately" in ranks.requests.notes(entry)[0]
     for misspelt in ("updat", "Update"):
         with pytest.raises(Conflict, match="did you mean update"):
             ranks.add(stages=["update", misspelt])
     assert ranks.add(stages=["updat"], force=True)
     ranks.start()  # a run that has closed no step may still come to it
     ranks.begin(0)
-    entry = ranks.orders.add(order(run="r", stages=["updates"]), by="me", mono=0.0, wall=0.0)
-    assert "updates (did you mean update?) lately" in ranks.orders.notes(entry)[0]
-    entry = ranks.orders.add(order(run="b", stages=["actor_updat"]), by="me", mono=0.0, wall=0.0)
-    assert "actor_updat (did you mean actor_update?) lately" in ranks.orders.notes(entry)[1]
+    entry = ranks.requests.add(order(run="r", stages=["updates"]), by="me", mono=0.0, wall=0.0)
+    assert "updates (did you mean update?) lately" in ranks.requests.notes(entry)[0]
+    entry = ranks.requests.add(order(run="b", stages=["actor_updat"]), by="me", mono=0.0, wall=0.0)
+    assert "actor_updat (did you mean actor_update?) lately" in ranks.requests.notes(entry)[1]
     empty = Ranks(0)
     with pytest.raises(Conflict, match="0 runs are live"):
-        empty.orders.add(order(), by="me", mono=0.0, wall=0.0)
+        empty.requests.add(order(), by="me", mono=0.0, wall=0.0)
 
 
 def test_a_run_that_nobody_knows_is_noted_with_the_one_that_it_may_mean() -> None:
@@ -372,30 +372,30 @@ def test_a_run_that_nobody_knows_is_noted_with_the_one_that_it_may_mean() -> Non
     for number, run in enumerate(("old", "jump", "new")):
         rank = Rank(run=run, key=run)
         ranks.bench.give(rank.hello(world_size=1), *rank.work(1 + number, "update"))
-    meant = ranks.orders.add(order(run="jmp"), by="me", mono=0.0, wall=0.0)
-    assert "(did you mean jump?): it waits for one of that name" in ranks.orders.notes(meant)[0]
-    entry = ranks.orders.add(order(run="later"), by="me", mono=0.0, wall=0.0)
-    [note] = ranks.orders.notes(entry)
+    meant = ranks.requests.add(order(run="jmp"), by="me", mono=0.0, wall=0.0)
+    assert "(did you mean jump?): it waits for one of that name" in ranks.requests.notes(meant)[0]
+    entry = ranks.requests.add(order(run="later"), by="me", mono=0.0, wall=0.0)
+    [note] = ranks.requests.notes(entry)
     assert "it waits for one of that name; known, the newest first: new, jump, old" in note
 
 
 def test_ranks_and_roles_that_are_not_there_are_named_in_a_note() -> None:
     ranks = Ranks(1)
     ranks.begin(0)
-    entry = ranks.orders.add(order(run="r", ranks="0,9"), by="me", mono=0.0, wall=0.0)
+    entry = ranks.requests.add(order(run="r", ranks="0,9"), by="me", mono=0.0, wall=0.0)
     assert any(
         "no rank 9 is there: nothing is collected of it until one reports (actor has 1 ranks)"
         in note
-        for note in ranks.orders.notes(entry)
+        for note in ranks.requests.notes(entry)
     )
     named = {"roles": ["actor", "actr"], "ranks": [0]}
-    entry = ranks.orders.add(order(run="r", **named), by="me", mono=0.0, wall=0.0)
-    said = ranks.orders.notes(entry)
+    entry = ranks.requests.add(order(run="r", **named), by="me", mono=0.0, wall=0.0)
+    said = ranks.requests.notes(entry)
     assert "nobody has the role actr (did you mean actor?); there are actor" in said
     assert not any("no rank" in note for note in said)
     kept = {"task": None, "keep": ["old_logprobs"], "ranks": [0, 3]}
-    entry = ranks.orders.add(order(run="r", **kept), by="me", mono=0.0, wall=0.0)
-    said = ranks.orders.notes(entry)
+    entry = ranks.requests.add(order(run="r", **kept), by="me", mono=0.0, wall=0.0)
+    said = ranks.requests.notes(entry)
     assert "old_logprobs is no section and no known tensor (did you mean old_log_probs?)" in said[0]
     assert any("no rank 3 is there" in note for note in said)
 
@@ -405,10 +405,10 @@ def test_the_same_order_is_another_once_its_steps_have_begun() -> None:
     for rank in (0, 1):
         ranks.begin(rank)
     capture = ranks.add()
-    with pytest.raises(Conflict, match="already orders exactly this"):
+    with pytest.raises(Conflict, match="already requests exactly this"):
         ranks.add()
     settle(ranks)
-    with pytest.raises(Conflict, match="already orders exactly this"):
+    with pytest.raises(Conflict, match="already requests exactly this"):
         ranks.add()
     for _ in range(ranks.agreement(capture)["start"]):
         ranks.begin(0)
@@ -445,7 +445,7 @@ def test_nobody_captures_what_was_not_agreed_on(actions: list[tuple[str, int]]) 
         elif action == "start":
             ranks.start()
         elif ranks.plan.entries:
-            entry, rows = ranks.orders.remove(next(iter(ranks.plan.entries)), by="me", wall=0.0)
+            entry, rows = ranks.requests.remove(next(iter(ranks.plan.entries)), by="me", wall=0.0)
             ranks.bench.carry_out(rows)
             ranks.plan.publish(ranks.plan.publication())
         for key, entry in ranks.plan.entries.items():

@@ -13,8 +13,8 @@ STAGE = "actor_update"
 PATH = "/data/r/a1/step_1/actor_update/step0/rank0"
 
 
-def digests(out: list[Instruction]) -> list[BuildOperatorTable]:
-    return [order for order in out if isinstance(order, BuildOperatorTable)]
+def table_jobs(out: list[Instruction]) -> list[BuildOperatorTable]:
+    return [job for job in out if isinstance(job, BuildOperatorTable)]
 
 
 def began(rank: Rank) -> Delivery:
@@ -23,49 +23,47 @@ def began(rank: Rank) -> Delivery:
 
 def test_a_dump_that_ended_is_announced_with_its_cause() -> None:
     bench, rank = Bench(), Rank()
-    assert digests(bench.give(began(rank))) == []
-    (order,) = digests(bench.give(rank.dump(1, STAGE, "complete", path=PATH, bytes=3)))
+    assert table_jobs(bench.give(began(rank))) == []
+    (job,) = table_jobs(bench.give(rank.dump(1, STAGE, "complete", path=PATH, bytes=3)))
     row = bench.rows.one("operators")
-    assert order.job == {name: value for name, value in row.items() if name in order.job} | {
-        "run": "r"
-    }
+    assert job.job == {name: value for name, value in row.items() if name in job.job} | {"run": "r"}
     assert row["dump_path"] == PATH
     assert row["truncated"] is False
     assert bench.rows.snapshot().undigested == [row]
-    bench.carry_out([outcome(order.job, "digested", None, rows=3)])
+    bench.carry_out([outcome(job.job, "digested", None, rows=3)])
     assert bench.rows.snapshot().undigested == []
 
 
 def test_what_has_nothing_on_the_disk_is_not_announced() -> None:
     bench, rank = Bench(), Rank()
     for state in ("missed", "skipped", "failed"):
-        assert digests(bench.give(rank.dump(1, STAGE, state, path=PATH))) == []
-    assert digests(bench.give(rank.dump(2, STAGE, "complete"))) == []
+        assert table_jobs(bench.give(rank.dump(1, STAGE, state, path=PATH))) == []
+    assert table_jobs(bench.give(rank.dump(2, STAGE, "complete"))) == []
     assert bench.rows.of("operators") == []
 
 
 def test_said_again_it_is_the_same_and_an_older_word_changes_nothing() -> None:
     bench, rank = Bench(), Rank()
     armed, ended = began(rank), rank.dump(1, STAGE, "complete", path=PATH)
-    (order,) = digests(bench.give(ended))
-    bench.carry_out([outcome(order.job, "digested", None)])
-    (twice,) = digests(bench.give(ended))
-    assert twice == order
+    (job,) = table_jobs(bench.give(ended))
+    bench.carry_out([outcome(job.job, "digested", None)])
+    (twice,) = table_jobs(bench.give(ended))
+    assert twice == job
     assert bench.rows.snapshot().undigested == []
-    assert digests(bench.give(armed)) == []
-    assert digests(bench.silence()) == []
+    assert table_jobs(bench.give(armed)) == []
+    assert table_jobs(bench.silence()) == []
 
 
 def test_a_rank_that_fell_silent_inside_a_capture_leaves_a_truncated_dump() -> None:
     bench, rank = Bench(), Rank()
     bench.give(began(rank))
-    (order,) = digests(bench.silence())
+    (job,) = table_jobs(bench.silence())
     assert bench.rows.one("operators")["truncated"] is True
     assert bench.rows.one("dumps")["state"] == "truncated"
     assert "stopped reporting" in bench.rows.one("losses", kind="dump")["reason"]
-    bench.carry_out([outcome(order.job, "digested", None)])
+    bench.carry_out([outcome(job.job, "digested", None)])
     # It was only quiet: what it says now is announced anew, and nothing is lost.
-    (whole,) = digests(bench.give(rank.dump(1, STAGE, "complete", path=PATH)))
+    (whole,) = table_jobs(bench.give(rank.dump(1, STAGE, "complete", path=PATH)))
     assert whole.job["truncated"] is False
     assert [row["mark"] for row in bench.rows.snapshot().undigested] == [whole.job["mark"]]
     assert bench.rows.of("losses", kind="dump") == []
@@ -74,11 +72,11 @@ def test_a_rank_that_fell_silent_inside_a_capture_leaves_a_truncated_dump() -> N
 def test_a_restart_forgets_neither_what_was_armed_nor_what_was_announced() -> None:
     bench, first, second = Bench(), Rank(rank=0), Rank(rank=1)
     bench.give(began(first), began(second))
-    (order,) = digests(bench.give(first.dump(1, STAGE, "complete", path=PATH)))
+    (job,) = table_jobs(bench.give(first.dump(1, STAGE, "complete", path=PATH)))
     bench.restart()
     (row,) = bench.rows.snapshot().undigested
-    assert named(again(row, "r").job) == named(order.job)
-    (cut,) = digests(bench.silence())
+    assert named(again(row, "r").job) == named(job.job)
+    (cut,) = table_jobs(bench.silence())
     assert cut.key.incarnation == second.sender.incarnation
     assert cut.job["dump_path"] == PATH
 

@@ -1,4 +1,4 @@
-"""Payloads: announced, read, lost, offered again; and when the whole of a step is formed."""
+"""Payloads: announced, read, lost, offered again; and when a step is aggregated."""
 
 from __future__ import annotations
 

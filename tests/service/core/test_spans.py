@@ -220,9 +220,9 @@ def test_a_closed_step_is_formed_again_once_another_answers(bench: Bench) -> Non
     bench.give(*rank.work(1, payload=True), rank.begin(2))
     bench.settle_all()
     assert bench.step(1)["closed_wall"] is not None
-    formed = len(bench.assembled)
+    aggregated = len(bench.assembled)
     bench.give(*rank.work(1))  # done again, and nothing handed over
-    assert len(bench.assembled) > formed
+    assert len(bench.assembled) > aggregated
 
 
 def test_a_finding_keeps_when_it_was_made_first(bench: Bench) -> None:

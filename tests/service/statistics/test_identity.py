@@ -74,7 +74,7 @@ def record(key: str, batch: TokenBatch, rank: int = 0, **fields: Any) -> PartRec
     return PartRecord(key=key, summary=summarise(batch), rank=rank, **values)
 
 
-def formed(records: list[PartRecord], batches: dict[str, TokenBatch]) -> StepSummary:
+def aggregated(records: list[PartRecord], batches: dict[str, TokenBatch]) -> StepSummary:
     """Assemble with restatements, as the coordinator does."""
 
     def again(part: PartRecord) -> PartRecord:
@@ -129,7 +129,7 @@ def test_ranks_that_number_their_rows_from_0_lose_nothing(
                                  token_ids=token_ids, place=place), rank)
         for rank, own in enumerate(held)
     ]  # fmt: skip
-    step_summary = formed(records, {})
+    step_summary = aggregated(records, {})
     assert_counts(step_summary, [one for own in held for one in own])
     assert not step_summary.left_out
     by_id = {found.sample: found.holders for found in step_summary.contradictions}
@@ -147,7 +147,7 @@ def test_empty_ids_lose_nothing_and_are_named() -> None:
     ids = ["", "", "0", "1", "2"]
     held = [[sample(rng, int(rng.integers(5, 60))) for _ in ids] for _ in range(3)]
     records = [record(str(rank), ragged(own, ids), rank) for rank, own in enumerate(held)]
-    step_summary = formed(records, {})
+    step_summary = aggregated(records, {})
     assert_counts(step_summary, [one for own in held for one in own])
     assert {found.sample for found in step_summary.contradictions} == {"(empty)", "0", "1", "2"}
 
@@ -175,7 +175,7 @@ def test_the_same_rows_of_ranks_that_say_nothing_are_named_and_count_each() -> N
     records = [
         silent("a", own, 0), silent("b", own, 1), silent("c", others, 2), silent("d", recomputed, 3)
     ]  # fmt: skip
-    step_summary = formed(records, {})
+    step_summary = aggregated(records, {})
     assert step_summary.total.tokens == sum(record.summary.total.tokens for record in records)
     assert not step_summary.left_out
     assert step_summary.same_rows == ((("actor", 0), ("actor", 1), ("actor", 3)),)
@@ -195,7 +195,7 @@ def test_several_parts_are_the_same_rows_if_all_of_them_are() -> None:
     later = Part(microbatch=1)
 
     def of_ranks(last: list[Sample]) -> StepSummary:
-        return formed([
+        return aggregated([
             silent("a", first, 0), silent("b", second, 0, part=later),
             silent("c", first, 1), silent("d", last, 1, part=later),
         ], {})  # fmt: skip
@@ -215,11 +215,11 @@ def test_what_tells_rows_apart_or_together_is_no_silence() -> None:
         [record("a", ragged(own, names), 0), record("b", ragged(own, ["u", "v", "w"]), 1)],
     ]
     for records in together:
-        step_summary = formed(records, {})
+        step_summary = aggregated(records, {})
         assert step_summary.same_rows == ()
         assert "rows_counted_twice" not in findings(step_summary)
     # One that names its samples, and one that does not: which it holds is not known.
-    half = formed([record("a", ragged(own, names), 0), silent("b", own, 1)], {})
+    half = aggregated([record("a", ragged(own, names), 0), silent("b", own, 1)], {})
     assert half.same_rows == ((("actor", 0), ("actor", 1)),)
 
 
@@ -231,14 +231,14 @@ def test_streams_that_were_never_filled_in_are_no_evidence_of_equal_rows() -> No
             dataclasses.replace(one, q=np.full_like(one.q, -1.0), mask=np.ones_like(one.mask))
             for one in own
         ]
-    assert formed([silent(str(at), own, at) for at, own in enumerate(held)], {}).same_rows == ()
+    assert aggregated([silent(str(at), own, at) for at, own in enumerate(held)], {}).same_rows == ()
     few = [sample(rng, 6)]
-    assert formed([silent("a", few, 0), silent("b", few, 1)], {}).same_rows == ()
+    assert aggregated([silent("a", few, 0), silent("b", few, 1)], {}).same_rows == ()
 
 
 def test_tokens_that_are_nowhere_are_an_error() -> None:
     own = [sample(np.random.default_rng(1), 20) for _ in range(3)]
-    step_summary = formed([record("a", ragged(own, list("012")))], {})
+    step_summary = aggregated([record("a", ragged(own, list("012")))], {})
     assert not findings(step_summary)
     assert step_summary.sent is not None
     lost = dataclasses.replace(
@@ -254,7 +254,7 @@ def test_microbatches_that_number_their_rows_from_0_lose_nothing() -> None:
         record(str(number), ragged(own, list("0123")), part=Part(microbatch=number))
         for number, own in enumerate(held)
     ]
-    step_summary = formed(records, {})
+    step_summary = aggregated(records, {})
     assert_counts(step_summary, [one for own in held for one in own])
     assert "2 [actor 0, microbatch 1]" in step_summary.summary.sequences.samples
     assert {found.sample for found in step_summary.contradictions} == set("0123")
@@ -279,7 +279,7 @@ def test_local_ids_with_replicas_pieces_epochs_and_a_driver_count_each_sample_on
             add(f"{rank} again", ragged(own[::-1], names[::-1]), rank, part=Part(epoch=1))
     flat = [one for own in held for one in own]
     add("driver", ragged(flat, [f"uid-{i}" for i in range(len(flat))]), 0, role="driver")
-    step_summary = formed(records, batches)
+    step_summary = aggregated(records, batches)
     assert_counts(step_summary, flat)
     assert set(step_summary.left_out.values()) == {"repeated", "other role"}
     assert not step_summary.differing
@@ -300,7 +300,7 @@ def test_context_parallel_pieces_of_local_ids_stay_together() -> None:
                 record(f"{data_rank}.{cp_rank}", batch, 2 * data_rank + cp_rank,
                        data_rank=data_rank, layout={"cp_rank": cp_rank, "cp_size": 2})
             )  # fmt: skip
-    step_summary = formed(records, {})
+    step_summary = aggregated(records, {})
     assert_counts(step_summary, [one for own in held for one in own])
 
 
@@ -320,7 +320,7 @@ def test_left_padded_copies_of_different_width_are_one_sample(names: int | None)
     records = [record(str(k), padded(30 + 11 * k), k, **fields) for k in range(3)]
     records.append(record("driver", padded(99), 0, role="driver"))
     records.append(record("epoch", padded(77), 0, part=Part(epoch=1), **fields))
-    step_summary = formed(records, {r.key: padded(30) for r in records})
+    step_summary = aggregated(records, {r.key: padded(30) for r in records})
     assert_counts(step_summary, own)
     assert step_summary.counted == ("0",)
     assert not step_summary.contradictions
@@ -341,7 +341,7 @@ def test_a_copy_in_another_dtype_and_replicas_with_other_p_are_the_same_sample()
         record("c", ragged([broken, *own[1:]], names), 2),
         record("driver", ragged(coarse, names), 0, role="driver"),
     ]
-    step_summary = formed(records, {})
+    step_summary = aggregated(records, {})
     assert_counts(step_summary, own)
     assert not step_summary.contradictions
     assert {key for key, _ in step_summary.differing} == {"b", "c"}
@@ -353,7 +353,7 @@ def test_a_declared_replica_with_another_mask_does_not_count() -> None:
     other = dataclasses.replace(own[1], mask=np.ones_like(own[1].mask), q=own[1].q[::-1].copy())
     batches = {"a": ragged(own, list("012")), "b": ragged([own[0], other, own[2]], list("012"))}
     records = [record(key, batches[key], rank, data_rank=0) for rank, key in enumerate("ab")]
-    step_summary = formed(records, batches)
+    step_summary = aggregated(records, batches)
     assert_counts(step_summary, own)
     assert step_summary.left_out == {"b": "replica"}
     assert step_summary.differing == (("b", "a"),)
@@ -370,7 +370,7 @@ def test_the_same_id_with_another_mask_or_length_on_another_rank_is_another_samp
             record("a", ragged([one, alone], ["x", "y"]), 0),
             record("b", ragged([other], ["x"]), 1),
         ]
-        step_summary = formed(records, {})
+        step_summary = aggregated(records, {})
         assert_counts(step_summary, [one, alone, other])
         (found,) = step_summary.contradictions
         assert (found.sample, found.holders) == ("x", (("actor", 0), ("actor", 1)))
@@ -424,7 +424,7 @@ def test_rows_without_a_token_count_also_where_their_part_does_not() -> None:
         record("a", ragged([one, empty(), empty(), empty()], list("0123"))),
         record("b", ragged([one, empty(), empty()], list("034")), part=Part(occurrence=1)),
     ]
-    step_summary = formed(records, {})
+    step_summary = aggregated(records, {})
     assert step_summary.left_out == {"b": "repeated"}
     assert step_summary.summary.empty_rows == 4
 
@@ -438,7 +438,7 @@ def test_rows_without_a_token_count_by_rank_where_ids_are_a_ranks_own() -> None:
         record("c", ragged([*held[2], empty()], list("012")), 2),
         record("c again", ragged([*held[2], empty()], list("012")), 3),
     ]
-    step_summary = formed(records, {})
+    step_summary = aggregated(records, {})
     assert_counts(step_summary, [one for own in held for one in own])
     assert step_summary.summary.empty_rows == 5
 
@@ -488,7 +488,7 @@ def test_any_split_any_ids_and_any_repetition_count_every_token_once(
                     part = Part(epoch=epoch, microbatch=microbatch)
                     rank = data_rank * tp_size + copy
                     records.append(record(key, batches[key], rank, part=part, **fields))
-    step_summary = formed(data.draw(st.permutations(records)), batches)
+    step_summary = aggregated(data.draw(st.permutations(records)), batches)
     assert_counts(step_summary, held)
     assert not step_summary.differing
     if local == "global":

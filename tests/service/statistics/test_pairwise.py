@@ -93,8 +93,8 @@ def test_pieces_merge_into_the_whole_in_any_order(
         got, expected = getattr(merged, name), getattr(whole, name)
         assert got == pytest.approx(expected, rel=1e-9, nan_ok=True)
     for name in ("largest", "unequal", "over"):
-        spot, at_once = getattr(merged, name), getattr(whole, name)
-        assert (None if spot is None else spot.origin + spot.at) == (at_once and at_once.at)
+        one, at_once = getattr(merged, name), getattr(whole, name)
+        assert (None if one is None else one.origin + one.at) == (at_once and at_once.at)
 
 
 def test_nan_at_the_same_place_is_equal_and_counted() -> None:

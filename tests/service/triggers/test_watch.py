@@ -78,7 +78,7 @@ def test_cooldown() -> None:
     assert fired({"cooldown": 1}, [2] * 3) == [0, 1, 2]
 
 
-class Told:
+class Reported:
     """What a watch said of each firing, last; and a watch that goes on from it, as restarted."""
 
     def __init__(self, rules: Rules) -> None:
@@ -118,14 +118,14 @@ class Told:
 
 
 def test_a_series_that_begins_while_another_cools_down_fires_and_what_costs_does_not() -> None:
-    told = Told(rules_of({"cooldown": 4}))
+    watched = Reported(rules_of({"cooldown": 4}))
     line = [
         (0, 0, 0), (2, 0, 0), (2, 0, 0), (2, 3, 0), (2, 3, 0), (2, 3, 0),  # 1 at step 1, 2 at 3
         (2, 3, 0), (2, 3, 0), (2, 3, 0), (0, 0, 0), (0, 0, 5), (2, 0, 0), (2, 0, 0),
     ]  # fmt: skip
     for step, numbers in enumerate(line):
-        told.take(At(1, step), *numbers)
-    assert told.lines() == [
+        watched.take(At(1, step), *numbers)
+    assert watched.lines() == [
         (1, [0], [], None),
         (3, [1], [0], 1),  # said at once, and cools down with the one that lasts
         (7, [1, 0], [], None),
@@ -135,40 +135,40 @@ def test_a_series_that_begins_while_another_cools_down_fires_and_what_costs_does
 
 
 def test_a_series_that_spreads_is_said_each_time_and_acted_on_once_a_cooldown() -> None:
-    told = Told(rules_of({"cooldown": 10}))
+    watched = Reported(rules_of({"cooldown": 10}))
     for step in range(24):
-        told.take(At(1, step), *(2.0 if at <= step else 0.0 for at in range(16)))
-    acting = [step for step, _, _, since in told.lines() if since is None]
+        watched.take(At(1, step), *(2.0 if at <= step else 0.0 for at in range(16)))
+    acting = [step for step, _, _, since in watched.lines() if since is None]
     assert acting == [0, 10]
-    assert [news for _, news, _, _ in told.lines()] == [[at] for at in range(16)]
-    at_once = Told(rules_of({"cooldown": 10}))
+    assert [news for _, news, _, _ in watched.lines()] == [[at] for at in range(16)]
+    at_once = Reported(rules_of({"cooldown": 10}))
     for step in range(10):
         at_once.take(At(1, step), *[2.0] * 64)
     assert at_once.lines() == [(0, [*range(64)], [], None)]
 
 
 def test_a_new_watch_neither_repeats_a_series_nor_silences_another() -> None:
-    told = Told(rules_of({"cooldown": 9}))
-    told.take(At(1, 1), 2, 0)
-    again = told.restarted()  # step 1 is no longer in memory: what was kept of its firing counts
+    watched = Reported(rules_of({"cooldown": 9}))
+    watched.take(At(1, 1), 2, 0)
+    again = watched.restarted()  # step 1 is no longer in memory: what was kept of its firing counts
     assert not again.evaluate(At(1, 2), {"rule-0": values(2, 0)}).fired
     (fired,) = again.evaluate(At(1, 3), {"rule-0": values(2, 2)}).fired
     assert ([hit.series.round for hit in fired.hits], fired.cools_since) == ([1], At(1, 1))
     # Of an earlier release nobody knows what a firing named: all of it, as it was then.
-    old = Watch(told.rules.rules, fired={("rule-0", At(1, 1)): FiringRecord()})
+    old = Watch(watched.rules.rules, fired={("rule-0", At(1, 1)): FiringRecord()})
     assert not old.evaluate(At(1, 3), {"rule-0": values(2, 2)}).fired
     assert old.evaluate(At(1, 10), {"rule-0": values(2, 2)}).fired
 
 
 def test_what_a_late_step_takes_away_or_adds_is_acted_on() -> None:
-    told = Told(rules_of({"cooldown": 9}))
-    told.take(At(1, 1), 2, 0)
-    told.take(At(1, 3), 2, 2)
-    changes = told.take(At(1, 1), 0, 0)
+    watched = Reported(rules_of({"cooldown": 9}))
+    watched.take(At(1, 1), 2, 0)
+    watched.take(At(1, 3), 2, 2)
+    changes = watched.take(At(1, 1), 0, 0)
     assert changes.withdrawn == [("rule-0", At(1, 1))]
-    assert told.lines() == [(3, [0, 1], [], None)]
-    told.take(At(1, 2), 2, 0)
-    assert told.watch.fired("rule-0") == [At(1, 2), At(1, 3)]
+    assert watched.lines() == [(3, [0, 1], [], None)]
+    watched.take(At(1, 2), 2, 0)
+    assert watched.watch.fired("rule-0") == [At(1, 2), At(1, 3)]
 
 
 SERIES = st.builds(
@@ -228,7 +228,7 @@ def test_a_whole_that_is_formed_again_fires_once_and_may_take_a_firing_back() ->
         changes = watch.evaluate(At(1, 1), {"rule-0": again})
         assert not changes.fired
         assert not changes.withdrawn
-    # What it did not name when it fired is told, and the firing stays one.
+    # What it did not name when it fired is watched, and the firing stays one.
     (more,) = watch.evaluate(At(1, 1), {"rule-0": values(2.5, 3.0)}).fired
     assert ([hit.series.round for hit in more.hits], more.cools_since) == ([1, 0], None)
     assert watch.fired("rule-0") == [At(1, 1)]
@@ -251,7 +251,7 @@ def test_a_new_watch_that_knows_what_fired_goes_on() -> None:
     steps = {At(1, step): [float(value)] for step, value in enumerate(line)}
     whole = train(rules, steps, list(steps))
     for cut in range(1, len(line)):
-        first = Told(rules)
+        first = Reported(rules)
         for at in list(steps)[:cut]:
             first.take(at, *steps[at])
         again = first.restarted()
@@ -315,11 +315,11 @@ def test_no_order_and_no_repetition_changes_what_fired(
 def test_series_and_actions_of_an_attempt_keep_the_cooldown(
     rule: dict[str, Any], steps: dict[At, list[float]]
 ) -> None:
-    told = Told(rules_of(rule))
+    watched = Reported(rules_of(rule))
     for at, numbers in steps.items():
-        told.take(at, *numbers)
-    for attempt in {at.attempt for _, at in told.firings}:
-        own = [told.firings[key] for key in sorted(told.firings) if key[1].attempt == attempt]
+        watched.take(at, *numbers)
+    for attempt in {at.attempt for _, at in watched.firings}:
+        own = [watched.firings[key] for key in sorted(watched.firings) if key[1].attempt == attempt]
         named: dict[SeriesKey, int] = {}
         for firing in own:
             for hit in firing.hits:

@@ -31,7 +31,7 @@ MORE_CALLS: Final = {
 
 def sources(name: str) -> Path:
     root = os.environ.get("STAGESCOPE_TRAINER_SOURCES")
-    path = Path(root or "/nowhere") / CONTRACTS[name]["repository"].rpartition("/")[2]
+    path = Path(root or "/nowhere") / str(CONTRACTS[name]["repository"]).rpartition("/")[2]
     if not path.is_dir():
         pytest.skip(f"needs {CONTRACTS[name]['repository']} below STAGESCOPE_TRAINER_SOURCES")
     return path

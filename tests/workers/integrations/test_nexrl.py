@@ -238,7 +238,7 @@ def test_nexrls_own_files_are_those_of_its_options(
     with_us = files("with")
     for patch in nexrl.patches:
         if patch.path.startswith("DataDumper"):
-            dumper = sys.modules[patch.module].DataDumper  # type: ignore[attr-defined]
+            dumper = sys.modules[patch.module].DataDumper
             setattr(dumper, patch.path.partition(".")[2], patch.replacement.__wrapped__)
     assert with_us == files("without")
     assert bool(with_us) == bool(debug)

@@ -225,7 +225,7 @@ def first_attempt(session: Session, address: str, checks: Checks) -> None:
     """Train, capture, and kill."""
     training = Training(address, 1, "--pause-at-step", str(KILLED_STEP))
     try:
-        with checks.check("a capture ordered over HTTP while the job runs"):
+        with checks.check("a capture requested over HTTP while the job runs"):
             wait_for(
                 "the run",
                 lambda: RUN in session.runs()["run"],

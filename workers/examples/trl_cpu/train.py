@@ -65,7 +65,7 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     )
 
 
-def scored(completions: list[str], score: list[float] | None = None, **_: object) -> list[float]:
+def scored(completions: list[str], score: list[float] | None = None, **_: Any) -> list[float]:
     """Return the puzzles' scores where the rollout has them, and a little for written digits."""
     if score is not None:
         return [value + _digits(text) for value, text in zip(score, completions, strict=True)]

@@ -22,6 +22,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from stagescope.wire.nonfinite import Json
 from stagescope_workers.compat import read_batch
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
@@ -300,8 +301,8 @@ def _log_batch(step: int, logged: Mapping[str, Any]) -> None:
     record(data, None if rewards is None else torch.as_tensor(rewards))
 
 
-def _scalars(values: Mapping[Any, Any]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _scalars(values: Mapping[Any, Any]) -> dict[str, Json]:
+    found: dict[str, Json] = {}
     for name, value in values.items():
         if isinstance(value, bool):
             continue

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from stagescope.wire.nonfinite import Json
 from stagescope_workers.compat import DIALECTS
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
@@ -72,7 +73,7 @@ class Training:
     """What one trainer reports."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = weakref.ref(trainer)
+        self._trainer: Callable[[], Any] = weakref.ref(trainer)
         self._probe: Probe | None = None
         self._feed: MetricsFeed | None = None
         self._last = 0
@@ -148,7 +149,7 @@ def training(trainer: Any) -> Training:
 def settings(config: Any) -> dict[str, object]:
     """Return SkyRL's configuration (nested dataclasses) without what may be secret."""
     is_tree = dataclasses.is_dataclass(config) and not isinstance(config, type)
-    return visible_leaves(dataclasses.asdict(config)) if is_tree else {}
+    return visible_leaves({**dataclasses.asdict(config)}) if is_tree else {}
 
 
 def statistics_settings(config: Any) -> dict[str, object]:
@@ -275,7 +276,7 @@ def make_callback(base: type) -> Any:
     return StagescopeCallback()
 
 
-def _scalars(values: Mapping[Any, Any]) -> dict[str, float]:
+def _scalars(values: Mapping[Any, Any]) -> dict[str, Json]:
     return {
         str(name): value
         for name, value in values.items()

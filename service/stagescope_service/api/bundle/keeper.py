@@ -24,7 +24,7 @@ from stagescope_service.store.tensorfile import disk_errors
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 15.0
+CHECK_SECONDS: Final = 15.0
 SETTLE_SECONDS: Final = 20.0
 """After the end of an attempt: its last payloads may still be read, and its step aggregated."""
 NEWEST_SECONDS: Final = 24 * 3600.0
@@ -54,14 +54,14 @@ class BundleKeeper:
         self.directory = deps.settings.data_path / "bundles"
 
     def run(self, stopping: threading.Event) -> None:
-        """Look again and again until the event is set; nothing that fails ends it."""
-        while self._room and not stopping.wait(LOOK_SECONDS):
+        """Check again and again until the event is set; nothing that fails ends it."""
+        while self._room and not stopping.wait(CHECK_SECONDS):
             try:
-                self.look()
+                self.check()
             except Exception:  # noqa: PERF203 - later attempts are still bundled
                 log.exception("the bundle of an attempt that died could not be made")
 
-    def look(self) -> int:
+    def check(self) -> int:
         """Make the bundles that are due; return how many attempts are done."""
         now = self._deps.clock()
         died = self._deps.catalogue.died_attempts(

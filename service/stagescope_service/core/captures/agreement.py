@@ -223,7 +223,7 @@ def members_of(
     return tuple(found)
 
 
-def look(
+def check(
     pending: Agreement,
     request: CaptureSpec,
     participants: CaptureParticipants,

@@ -157,8 +157,8 @@ def check_stages(attempt: Attempt | None, request: CaptureSpec) -> None:
         raise Conflict(
             f"no rank of run {attempt.run} has done {named} lately",
             expected=f"a stage of the run: {', '.join(sorted(done))}",
-            advice=f"did you mean {', '.join(wrong.values())}? With force (--force) it is ordered "
-            "all the same",
+            advice=f"did you mean {', '.join(wrong.values())}? With force (--force) it is "
+            "requested all the same",
         )
 
 

@@ -123,7 +123,7 @@ class Plan:
                 continue
             if all(known.request.get(name) == capture.get(name) for name in CAPTURE_FIELDS):
                 raise Conflict(
-                    f"capture {known.capture_id} already orders exactly this",
+                    f"capture {known.capture_id} already requests exactly this",
                     advice="remove it first to order it again",
                 )
         pending = Agreement(

@@ -65,7 +65,7 @@ class CaptureRequests:
 
     # --- changes --------------------------------------------------------------------------
     def add(self, capture: CaptureSpec, *, by: str, mono: float, wall: float) -> CaptureEntry:
-        """Add a request that `validate_capture` returned; `look` continues with it.
+        """Add a request that `validate_capture` returned; `check` continues with it.
 
         Raises:
             Conflict: the same request is in force, all its steps have begun, its steps count from
@@ -127,7 +127,7 @@ class CaptureRequests:
         )
 
     # --- looking --------------------------------------------------------------------------
-    def look(self, mono: float, wall: float) -> list[Put]:
+    def check(self, mono: float, wall: float) -> list[Put]:
         """Return the rows since the last call: agreements, ends, findings."""
         out: list[Put] = []
         for entry in [*self.plan.entries.values()]:
@@ -187,7 +187,7 @@ class CaptureRequests:
             and elapsed < agreement_rules.MAX_ROUND_TRIP
         ):
             return None
-        return agreement_rules.look(
+        return agreement_rules.check(
             estimated,
             request,
             participants,

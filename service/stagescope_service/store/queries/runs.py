@@ -311,7 +311,7 @@ class RunQueries(Reader):
         order, left_out = "role rank first_wall", "hello settings"
         return self._page(ProcessColumns, "processes", where, order, without=left_out)
 
-    def introduced_processes(self, attempt_id: int) -> list[ProcessRow]:
+    def processes_with_settings(self, attempt_id: int) -> list[ProcessRow]:
         """Return the processes of an attempt with their `hello` and `settings`."""
         where = conditions("processes", attempt_id=attempt_id)
         return self._page(ProcessRow, "processes", where, "role rank first_wall")

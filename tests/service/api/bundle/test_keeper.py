@@ -69,7 +69,7 @@ def bundled(live: Service, run: str = "r") -> list[dict[str, Any]]:
 def test_an_attempt_that_dies_has_its_last_step_kept_once(live: Service) -> None:
     die(live)
     keeper = keeper_of(live)
-    assert keeper.look() == 1
+    assert keeper.check() == 1
     (path,) = keeper.directory.iterdir()
     assert path.name == "r-1-step2.tar.gz"
     (finding,) = bundled(live)
@@ -83,8 +83,8 @@ def test_an_attempt_that_dies_has_its_last_step_kept_once(live: Service) -> None
     assert any("payloads" in name for name in names)
     # Once an attempt, also by another keeper, after the file is gone.
     path.unlink()
-    assert keeper.look() == 0
-    assert keeper_of(live).look() == 0
+    assert keeper.check() == 0
+    assert keeper_of(live).check() == 0
     assert not list(keeper.directory.iterdir())
 
 
@@ -96,15 +96,15 @@ def test_only_attempts_that_died_lately_have_one(live: Service) -> None:
     die(live, "old")
     keeper = keeper_of(live)
     live.now = 98_000.0 + keeping.SETTLE_SECONDS / 2  # its payloads may still be read
-    assert keeper.look() == 0
+    assert keeper.check() == 0
     live.now = 100_000.0 + 2 * keeping.NEWEST_SECONDS
-    assert keeper.look() == 0
+    assert keeper.check() == 0
     assert not keeper.directory.exists()
 
 
 def test_an_attempt_without_a_step_is_said(live: Service) -> None:
     die(live, steps=0)
-    assert keeper_of(live).look() == 1
+    assert keeper_of(live).check() == 1
     (finding,) = bundled(live)
     assert "before its first step" in finding["message"]
     assert finding["severity"] == "warning"
@@ -116,18 +116,18 @@ def test_a_full_disk_is_said_and_is_not_tried_again(
     die(live)
     monkeypatch.setattr("stagescope_service.api.bundle.routes.MIN_ROOM", 1 << 60)
     keeper = keeper_of(live)
-    assert keeper.look() == 1
+    assert keeper.check() == 1
     (finding,) = bundled(live)
     assert "could not be bundled" in finding["message"]
     assert "no room for a bundle" in finding["message"]
-    assert keeper.look() == 0
+    assert keeper.check() == 0
 
 
 def test_the_oldest_go_first(live: Service) -> None:
     keeper = keeper_of(live)
     for run in ("a", "b", "c"):
         die(live, run)
-        assert keeper.look() == 1
+        assert keeper.check() == 1
     names = {path.name for path in keeper.directory.iterdir()}
     sizes = [path.stat().st_size for path in keeper.directory.iterdir()]
     assert "c-1-step2.tar.gz" in names
@@ -147,25 +147,25 @@ def test_a_coordinator_that_is_away_is_told_later(live: Service) -> None:
 
     keeper = keeper_of(live, note)
     with pytest.raises(NotReady):
-        keeper.look()
+        keeper.check()
     assert bundled(live) == []
-    assert keeper.look() == 1
+    assert keeper.check() == 1
     assert len(bundled(live)) == 1
 
 
 def test_nothing_that_fails_ends_it(live: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopping, looked = threading.Event(), []
+    stopping, checked = threading.Event(), []
 
-    def look(keeper: BundleKeeper) -> int:
-        looked.append(keeper)
-        if len(looked) == 2:
+    def check(keeper: BundleKeeper) -> int:
+        checked.append(keeper)
+        if len(checked) == 2:
             stopping.set()
         raise RuntimeError("something unforeseen")
 
-    monkeypatch.setattr(BundleKeeper, "look", look)
-    monkeypatch.setattr(keeping, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(BundleKeeper, "check", check)
+    monkeypatch.setattr(keeping, "CHECK_SECONDS", 0.01)
     keeper_of(live).run(stopping)
-    assert len(looked) == 2
+    assert len(checked) == 2
 
 
 def test_without_room_there_are_none(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from tests.support.verl_fakes import Seen, fake_modules
 
 from stagescope.wire.schema import END, Event
+from stagescope_workers.integrations import guard
 from stagescope_workers.integrations.patches import APPLIED
 from stagescope_workers.integrations.verl import (
     driver,
-    guard,
     hooks,
     processes,
     ranks,

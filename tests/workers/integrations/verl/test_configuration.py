@@ -48,7 +48,7 @@ def test_what_shapes_the_statistics_is_at_the_top() -> None:
 
 def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "abcdefgh1234")
-    shown = configuration.visible_leaves(
+    shown = visible_leaves(
         {
             "trainer": {"hf_token": "x1", "entropy_coeff": 0.5, "max_tokens": 512},
             "judge": {"url": "https://x4@host/", "other": "abcdefgh1234"},

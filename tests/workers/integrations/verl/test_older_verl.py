@@ -14,7 +14,8 @@ from tests.support import verl_fakes
 from tests.support.verl_fakes import Seen
 from tests.workers.integrations.verl.conftest import Ended
 
-from stagescope_workers.integrations.verl import context, hooks, patches
+from stagescope_workers.integrations import patches
+from stagescope_workers.integrations.verl import context, hooks
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.modes import Mode
 

@@ -45,7 +45,7 @@ def settings(config: Any) -> dict[str, object]:
 
 def is_mock(config: Any) -> bool:
     """Return whether the rollouts are synthetic, or replayed from a dump."""
-    return lookup(root(config), "rollout_worker", "type") == _MOCK
+    return bool(lookup(root(config), "rollout_worker", "type") == _MOCK)
 
 
 def streams(config: Any, *, has_rollout: bool, temperature: Any = None) -> dict[str, object]:
