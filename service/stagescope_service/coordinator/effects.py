@@ -221,7 +221,8 @@ class Effects:
         return [*self._plan.keeps(run=job["run"], **work), *own]
 
     async def _ingest(self, instruction: Ingest, payload: object, keep: list[str]) -> None:
-        key, node_id, job = instruction
+        key, node_id = instruction.key, instruction.node_id
+        job: IngestJob = instruction.job
         reservation = None
         if keep:
             self._adopt_files(self._ingestors.node_of(node_id))

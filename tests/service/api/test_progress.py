@@ -305,6 +305,7 @@ def test_a_rank_of_which_no_part_is_asked_is_no_gap_before_its_step_closes(
     others = [Rank(live, role=role, rank=rank) for rank in (0, 1)]
     actors = [Rank(live, rank=rank) for rank in (0, 1)]
     order = {"run": "r", "stages": stages, "steps": [5]}
+    capture_id = ""
     for step in range(1, 8):
         if step == (1 if is_early else 2):
             capture_id = live.operate.post("/captures?wait=0", json=order).json()["capture_id"]

@@ -343,4 +343,4 @@ def test_a_trainer_by_the_configuration_is_attached_once(nexrl: Any) -> None:
     assert door.SelfHostedGrpoTrainer is made
     with pytest.raises(AttributeError, match="RemoteApiGrpoTrainer"):
         _ = door.Nonsense
-    del vars(door)["SelfHostedGrpoTrainer"]
+    delattr(door, "SelfHostedGrpoTrainer")

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from examples.countdown.config import Settings
 from examples.countdown.engine import Engine
@@ -57,7 +58,7 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     """Return the tokenizer of `examples.countdown`, a character a token."""
     path = directory / "tokenizer.json"
     write_tokenizer(path)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_file=str(path),
         pad_token=PAD,
         eos_token=ANSWER,
@@ -65,7 +66,9 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     )
 
 
-def scored(completions: list[str], score: list[float] | None = None, **_: Any) -> list[float]:
+def scored(
+    completions: list[str], score: list[float] | None = None, **_: Any
+) -> list[float | None]:
     """Return the puzzles' scores where the rollout has them, and a little for written digits."""
     if score is not None:
         return [value + _digits(text) for value, text in zip(score, completions, strict=True)]

@@ -226,6 +226,7 @@ def wrap_training_step(function: Function) -> Function:
             if found.epoch == 0:
                 stage.record(recorded(experience, trainer.args))
         error: BaseException | None = None
+        result: Any = None
         try:
             result = function(trainer, experience, kl_ctl, step, *args, **kwargs)
         except BaseException as caught:

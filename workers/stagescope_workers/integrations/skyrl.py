@@ -18,7 +18,7 @@ import inspect
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -148,8 +148,9 @@ def training(trainer: Any) -> Training:
 
 def settings(config: Any) -> dict[str, object]:
     """Return SkyRL's configuration (nested dataclasses) without what may be secret."""
-    is_tree = dataclasses.is_dataclass(config) and not isinstance(config, type)
-    return visible_leaves({**dataclasses.asdict(config)}) if is_tree else {}
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        return {}
+    return visible_leaves(dict(dataclasses.asdict(config).items()))
 
 
 def statistics_settings(config: Any) -> dict[str, object]:

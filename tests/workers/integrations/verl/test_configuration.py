@@ -10,6 +10,7 @@ from tests.support import verl_fakes
 
 from stagescope.wire.schema import check_run_name
 from stagescope_workers.capture.verl_blocks import captures_from_verl
+from stagescope_workers.integrations.configuration import visible_leaves
 from stagescope_workers.integrations.verl import configuration, context
 from stagescope_workers.integrations.verl.context import Context
 
