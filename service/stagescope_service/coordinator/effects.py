@@ -43,6 +43,7 @@ from stagescope_service.core.instructions import (
     DumpKey,
     DumpReported,
     Ingest,
+    IngestJob,
     Instruction,
     NonFiniteScalars,
     PayloadKey,
