@@ -34,6 +34,10 @@ NOT_RUN: Final = {
     r"^stagescope tensors ": "msprobe compares in a task of Ray: test_operators_over_ray.py",
     r"^stagescope weights 3": "is of the example: tests/service/api/test_weights.py",
     r"^stagescope attach ": "serves until it is interrupted: tests/service/api/bundle",
+    r"stagescope run ": "runs a trainer: tests/workers/integrations",
+    r"^python -m stagescope_workers\.integrations": "is of those that are installed: likewise",
+    r"nexrl|STAGESCOPE_TOKEN_FILE=/shared": "needs NexRL: tests/workers/integrations/test_nexrl.py",
+    r"^stagescope (import|compare) (logs|outputs)/": "needs a trainer's files: tests/service/dumps",
     r"ray\.get_actor": "needs a Ray cluster: tests/integration/test_conformance_over_ray.py",
 }
 """Part of a command or of a Python block -> why it is not run here."""
