@@ -7,14 +7,16 @@ trainer's patches. The variable STAGESCOPE_INTEGRATIONS has the table: see `regi
 
 from __future__ import annotations
 
-import importlib
 import importlib.machinery
-import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+
+# Every process of the command pays for what is imported here: `typing` would be most of it.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 
 class _Watch:
@@ -61,7 +63,9 @@ def _run_next() -> None:
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
     if spec is None or spec.loader is None:
         return
-    module = importlib.util.module_from_spec(spec)
+    from importlib.util import module_from_spec
+
+    module = module_from_spec(spec)
     sys.modules["sitecustomize"] = module
     spec.loader.exec_module(module)
 
