@@ -31,6 +31,8 @@ _VALUE: Final = re.compile(rf"{_IDS}|{_NUMBERS}(?:(?:, ?| and | ?- ?){_NUMBERS})
 _LISTED: Final = re.compile(r"(, ?| and )")
 _NAMED: Final = re.compile(r"\b(rank|step)s? $")
 _VERB: Final = re.compile(r"^((?: of [\w.-]+)?(?:, [^,:;]+,)? )(does|has|is|was)\b")
+_OBJECT: Final = re.compile(r"\b(at|by|for|from|in|of|on)( \w+)? $")
+"""Before ranks that are no subject: `a sample on actor ranks 1-2 is off`."""
 _OF_MANY: Final = {"does": "do", "has": "have", "is": "are", "was": "were"}
 _COUNTED: Final = re.compile(r"^( [a-z]+?)s\b")
 
@@ -71,8 +73,9 @@ def text_of_all(texts: Iterable[str | None]) -> str | None:
         named = _NAMED.search(literal)
         if len(alike) > 1 and literal[-1:].isidentifier():
             return rest
-        is_plural = named is not None and len(alike) > 1
-        out += f"{literal[: named.start()]}{named[1]}s " if named and is_plural else literal
+        before = literal[: named.start()] if named else ""
+        is_plural = named is not None and len(alike) > 1 and not _OBJECT.search(before)
+        out += f"{before}{named[1]}s " if named and len(alike) > 1 else literal
         out += _joined(alike, listed=named is not None)
     return out
 

@@ -50,18 +50,26 @@ def test_a_command_runs_as_it_is() -> None:
     assert line.startswith("stagescope run: no service is known here, nothing is reported")
 
 
+def _with_interrupts() -> None:
+    """A shell's background commands ignore SIGINT, and what they start does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals_reach_the_command(number: signal.Signals) -> None:
     code = "import signal, sys; print('up', flush=True); signal.pause()"
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCH, "run", "--", *python(code)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_with_interrupts,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(number)
         process.communicate(timeout=60)
-    plain = subprocess.Popen([*python(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    plain = subprocess.Popen(
+        [*python(code)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_with_interrupts,
+    )  # fmt: skip
     with plain:
         assert plain.stdout is not None
         plain.stdout.readline()
