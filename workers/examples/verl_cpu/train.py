@@ -22,8 +22,7 @@ the last checkpoint.
 
 With `--address` the training joins a Ray cluster, which needs no GPU but CPU slots: one a rank,
 two for TransferQueue (V1) and one that stays free to start actors in. Its nodes must see this
-source tree and the directory at the same paths. A cluster that asks for a token and is named by its
-address needs `RAY_AUTH_MODE=token`, as `stagescope serve` prints it; `--address auto` does not.
+source tree and the directory at the same paths.
 """
 
 # pyright: reportMissingImports=false
@@ -43,6 +42,9 @@ def train(settings: Settings) -> None:
     settings.directory.mkdir(parents=True, exist_ok=True)
     env = environment(settings)
     os.environ.update(env)
+    if (Path.home() / ".ray" / "auth_token").exists():
+        # Ray authenticates by itself only to a cluster that it finds; this one may be named.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     # Only now: verl, transformers and ray read the environment when they are imported.
     import hydra  # type: ignore[import-not-found]
     from verl.trainer.main_ppo import run_ppo
