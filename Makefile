@@ -108,7 +108,7 @@ $(VENV)/installed-demo: $(NEEDS) | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/installed-dev: $(NEEDS) | $(VENV)/bin/python
-	$(INSTALL) -e '.[service,workers,msprobe,example,notebook,dev]'
+	$(INSTALL) -e '.[service,workers,msprobe,example,notebook,trl,dev]'
 	@touch $@
 
 $(VERL)/bin/python:
