@@ -281,8 +281,10 @@ def expect_samples(service: Service) -> None:
         assert set(held["response_mask"].flatten().tolist()) == {0, 1}
 
 
-def minibatch(row: Any) -> int:
-    return int(row["part"].split(".")[PART_FIELDS.index("minibatch")])
+def minibatch(row: Any) -> int | None:
+    """Return the mini-batch of a row's part, None of a rank that is `not begun`: it has no part."""
+    part = row["part"]
+    return None if part is None else int(part.split(".")[PART_FIELDS.index("minibatch")])
 
 
 def _settled(step: Any) -> Any:
