@@ -22,11 +22,16 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stagescope.wire.nonfinite import Json
 from stagescope_workers.compat import read_batch
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.training import (
+    FAILED_SECONDS,
+    FINISH_SECONDS,
+    closed_at_end,
+    scalars,
+)
 from stagescope_workers.probe.lifecycle import finish, init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
@@ -38,7 +43,6 @@ _POLICY: Final = "nemo_rl.models.policy.lm_policy"
 _LOGGER: Final = "nemo_rl.utils.logger"
 _LOG_FILE: Final = re.compile(r"train_data_step(\d+)\.jsonl\Z")
 _TRAIN: Final = "train"
-_FINISH_SECONDS: Final = 30.0
 _STAGES: Final = {
     "get_logprobs": "actor_compute_log_prob",
     "get_reference_policy_logprobs": "ref_compute_log_prob",
@@ -136,22 +140,17 @@ def wrap_algorithm(function: Function) -> Function:
 
     def end(error: BaseException | None) -> None:
         probe, _training.probe = _training.probe, None
-        if probe is not None and error is None:
-            finish(_FINISH_SECONDS, run=probe.run)
+        if probe is not None and error is not None:
+            probe.close(FAILED_SECONDS)
+        elif probe is not None:
+            finish(FINISH_SECONDS, run=probe.run)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with guarded("the start of a training"):
             begin(args, kwargs)
-        error: BaseException | None = None
-        try:
+        with closed_at_end(end):
             return function(*args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("the end of a training"):
-                end(error)
 
     return run
 
@@ -203,7 +202,7 @@ def wrap_masking(function: Function) -> Function:
         result = function(*args, **kwargs)
         with guarded("the errors of sequences"):
             if _training.probe is not None and isinstance(result, Mapping):
-                _training.probe.log(step=_training.step, **_scalars(result))
+                _training.probe.log(step=_training.step, **scalars(result))
         return result
 
     return run
@@ -256,7 +255,7 @@ def wrap_log_metrics(function: Function) -> Function:
             prefix, metrics = given.get("prefix"), given["metrics"]
             if _training.probe is not None and prefix == _TRAIN and isinstance(metrics, Mapping):
                 _training.step = int(given["step"])
-                _training.probe.log(step=_training.step, **_scalars(metrics))
+                _training.probe.log(step=_training.step, **scalars(metrics))
         result = function(*args, **kwargs)
         with guarded("the end of a step"):
             given = parameters.bind(*args, **kwargs).arguments
@@ -299,15 +298,3 @@ def _log_batch(step: int, logged: Mapping[str, Any]) -> None:
     }
     rewards = logged.get("filtered_rewards", logged.get("rewards"))
     record(data, None if rewards is None else torch.as_tensor(rewards))
-
-
-def _scalars(values: Mapping[Any, Any]) -> dict[str, Json]:
-    found: dict[str, Json] = {}
-    for name, value in values.items():
-        if isinstance(value, bool):
-            continue
-        if isinstance(value, int | float):
-            found[str(name)] = value
-        elif getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-            found[str(name)] = float(value)
-    return found

@@ -23,6 +23,7 @@ from stagescope_workers.compat import read_batch
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.training import one_a_trainer
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
@@ -96,17 +97,14 @@ class Training:
         return first + self.calls
 
 
-_trainings: Final[weakref.WeakKeyDictionary[Any, Training]] = weakref.WeakKeyDictionary()
 _resumed: Final[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
 """Strategy -> the global step of the actor's checkpoint that it loaded."""
 
 
+@one_a_trainer
 def training(trainer: Any) -> Training:
     """Return what `trainer` reports."""
-    found = _trainings.get(trainer)
-    if found is None:
-        found = _trainings[trainer] = Training(resumed=_resumed.get(trainer.strategy, 0))
-    return found
+    return Training(resumed=_resumed.get(trainer.strategy, 0))
 
 
 def probe_of(trainer: Any) -> Probe:

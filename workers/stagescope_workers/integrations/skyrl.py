@@ -16,20 +16,23 @@ import dataclasses
 import functools
 import inspect
 import sys
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from stagescope.wire.nonfinite import Json
 from stagescope_workers.compat import DIALECTS
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch
-from stagescope_workers.metrics_feed import MetricsFeed
-from stagescope_workers.probe.lifecycle import finish, init
+from stagescope_workers.integrations.training import (
+    ReportedTraining,
+    closed_at_end,
+    one_a_trainer,
+    scalars,
+)
+from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
@@ -40,8 +43,6 @@ _RESPONSES: Final = (
     "advantages", "returns",
 )  # fmt: skip
 """The columns [rows, response width]."""
-_PREFIX: Final = "stagescope/"
-_FINISH_SECONDS: Final = 30.0
 NOT_RETURNED: Final = "SkyRL's generator returned no log-probs: the mismatch is not measured"
 NOT_COMPUTED: Final = (
     "SkyRL skips the trainer's pass where the loss optimizes against the rollout's log-probs: the "
@@ -69,13 +70,11 @@ def patches() -> list[Patch]:
     ]
 
 
-class Training:
+class Training(ReportedTraining):
     """What one trainer reports."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer: Callable[[], Any] = weakref.ref(trainer)
-        self._probe: Probe | None = None
-        self._feed: MetricsFeed | None = None
+        super().__init__(trainer)
         self._last = 0
         self.recorded = 0
         """The last step whose streams were recorded."""
@@ -87,63 +86,35 @@ class Training:
     @property
     def step(self) -> int:
         """The step that is worked on."""
-        return int(self._trainer().global_step)
+        return int(self.trainer.global_step)
 
     @property
-    def probe(self) -> Probe:
-        """The probe of this process, made at the training's start."""
-        if self._probe is None:
-            config = self._trainer().cfg
-            name = str(lookup(config, "trainer", "run_name") or "skyrl")
-            done = self.step - 1
-            self._probe = init(
-                named_run(name, fallback="skyrl"),
-                role="driver",
-                rank=0,
-                world_size=1,
-                layout={"framework": "skyrl"},
-                settings={**statistics_settings(config), "skyrl": settings(config)},
-                resumed_from_step=done if done > 0 else None,
-                captures="SkyRL's models run in workers of their own, which do not report",
-            )
-            self._feed = MetricsFeed(self._probe)
-            self._feed.prepare()
-        return self._probe
+    def last_step(self) -> int | None:
+        """The last step of which a stage was reported."""
+        return self._last or None
+
+    def _make_probe(self) -> Probe:
+        config = self.trainer.cfg
+        name = str(lookup(config, "trainer", "run_name") or "skyrl")
+        done = self.step - 1
+        return init(
+            named_run(name, fallback="skyrl"),
+            role="driver",
+            rank=0,
+            world_size=1,
+            layout={"framework": "skyrl"},
+            settings={**statistics_settings(config), "skyrl": settings(config)},
+            resumed_from_step=done if done > 0 else None,
+            captures="SkyRL's models run in workers of their own, which do not report",
+        )
 
     def stage(self, name: str) -> Stage:
         """Return a stage of the step that is worked on."""
         self._last = step = self.step
         return self.probe.stage(name, step=step, policy_version=step - 1)
 
-    def want(self, step: int) -> None:
-        """Request the step's numbers from the service, for the trainer's log."""
-        if self._feed is not None:
-            self._feed.want(step)
 
-    def numbers(self, step: int) -> Mapping[str, float]:
-        """Return the service's numbers of a step, as far as they have arrived."""
-        return {} if self._feed is None else self._feed.take(step)
-
-    def close(self, error: BaseException | None) -> None:
-        """Send what waits: the training is over, or ends with `error`."""
-        feed, self._feed = self._feed, None
-        probe, self._probe = self._probe, None
-        if feed is not None:
-            feed.close()
-        if probe is not None and error is None:
-            probe.end_step(self._last)
-            finish(_FINISH_SECONDS, run=probe.run)
-
-
-_trainings: Final[weakref.WeakKeyDictionary[Any, Training]] = weakref.WeakKeyDictionary()
-
-
-def training(trainer: Any) -> Training:
-    """Return what `trainer` reports."""
-    found = _trainings.get(trainer)
-    if found is None:
-        found = _trainings[trainer] = Training(trainer)
-    return found
+training: Final = one_a_trainer(Training)
 
 
 def settings(config: Any) -> dict[str, object]:
@@ -270,19 +241,11 @@ def make_callback(base: type) -> Any:
                 step = int(callback_input.global_step)
                 # An evaluation before the first step belongs to none of this training.
                 if step > found.resumed and isinstance(logs, dict):
-                    found.probe.log(step=step, **_scalars(logs))
+                    found.probe.log(step=step, **scalars(logs))
                     for name, value in found.numbers(step).items():
-                        logs.setdefault(f"{_PREFIX}{name}", value)
+                        logs.setdefault(name, value)
 
     return StagescopeCallback()
-
-
-def _scalars(values: Mapping[Any, Any]) -> dict[str, Json]:
-    return {
-        str(name): value
-        for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
 
 
 def wrap_init(function: Function) -> Function:
@@ -305,15 +268,8 @@ def wrap_train(function: Function) -> Function:
 
     @functools.wraps(function)
     async def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        error: BaseException | None = None
-        try:
+        with closed_at_end(lambda error: training(trainer).close(error)):
             return await function(trainer, *args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("closing the probe"):
-                training(trainer).close(error)
 
     return run
 
@@ -398,7 +354,7 @@ def wrap_update(function: Function) -> Function:
                     found = responses(batch)
                     held = {name: found[name] for name in names if name in found}
                     stage.record({**held, **training(trainer).ids})
-                    stage.log(**_scalars(status if isinstance(status, Mapping) else {}))
+                    stage.log(**scalars(status))
         return status
 
     return run

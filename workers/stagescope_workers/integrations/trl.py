@@ -22,12 +22,16 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch
-from stagescope_workers.metrics_feed import MetricsFeed
-from stagescope_workers.probe.lifecycle import finish, init
+from stagescope_workers.integrations.training import (
+    ReportedTraining,
+    closed_at_end,
+    one_a_trainer,
+    scalars,
+)
+from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
@@ -40,8 +44,6 @@ _CLIPPED_LOSSES: Final = ("grpo", "bnpo", "dr_grpo", "dapo")
 """The losses that cut a token's ratio at bounds, with TRL's own formula."""
 _MAY_BE_NAN: Final = "rewards/"
 """A reward function that returns None for every completion of a batch has the mean nan."""
-_FINISH_SECONDS: Final = 30.0
-_PREFIX: Final = "stagescope/"
 
 
 def patches() -> list[Patch]:
@@ -82,24 +84,17 @@ class _GenerationBatch:
     stage: Stage | None = None
 
 
-class Training:
-    """What one `GRPOTrainer` reports; its loop runs in one thread."""
+class Training(ReportedTraining):
+    """What one `GRPOTrainer` reports."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = weakref.ref(trainer)
-        self._probe: Probe | None = None
-        self._feed: MetricsFeed | None = None
+        super().__init__(trainer)
         self._batches: tuple[int, int] = (-1, 0)
         self._microbatches: tuple[int, int] = (-1, 0)
         self.generating: _GenerationBatch | None = None
         self.update: Stage | None = None
         self.in_loss: list[Any] | None = None
         """The log-probs of the update's forward pass, while its loss is computed."""
-
-    @property
-    def trainer(self) -> Any:
-        """The trainer, TRL's."""
-        return self._trainer()
 
     @property
     def step(self) -> int:
@@ -112,28 +107,30 @@ class Training:
         return bool(self.trainer.model.training)
 
     @property
-    def probe(self) -> Probe:
-        """The probe of this process, made at its first step."""
-        if self._probe is None:
-            trainer = self.trainer
-            arguments = trainer.args
-            name = getattr(arguments, "run_name", None) or os.path.basename(
-                os.path.abspath(str(arguments.output_dir or "trl"))
-            )
-            done = int(trainer.state.global_step)
-            self._probe = init(
-                named_run(str(name), fallback="trl"),
-                role="actor",
-                rank=trainer.accelerator.process_index,
-                world_size=trainer.accelerator.num_processes,
-                layout={"framework": "trl"},
-                settings={**statistics_settings(trainer), "trl": settings(arguments)},
-                resumed_from_step=done or None,
-            )
-            if trainer.accelerator.is_main_process:
-                self._feed = MetricsFeed(self._probe)
-                self._feed.prepare()
-        return self._probe
+    def last_step(self) -> int | None:
+        """The last step that is done."""
+        return int(self.trainer.state.global_step) or None
+
+    @property
+    def writes_log(self) -> bool:
+        """Whether this process writes TRL's log."""
+        return bool(self.trainer.accelerator.is_main_process)
+
+    def _make_probe(self) -> Probe:
+        trainer = self.trainer
+        arguments = trainer.args
+        name = getattr(arguments, "run_name", None) or os.path.basename(
+            os.path.abspath(str(arguments.output_dir or "trl"))
+        )
+        return init(
+            named_run(str(name), fallback="trl"),
+            role="actor",
+            rank=trainer.accelerator.process_index,
+            world_size=trainer.accelerator.num_processes,
+            layout={"framework": "trl"},
+            settings={**statistics_settings(trainer), "trl": settings(arguments)},
+            resumed_from_step=self.last_step,
+        )
 
     def stage(self, name: str, **part: Any) -> Stage:
         """Return a stage of the step that is being trained."""
@@ -157,36 +154,14 @@ class Training:
         self._microbatches = (self.step, number + 1)
         return number
 
-    def want(self, step: int) -> None:
-        """Request the step's numbers from the service, for the trainer's log."""
-        if self._feed is not None:
-            alone = self.trainer.accelerator.num_processes == 1
-            self._feed.want(step, None if alone else self.trainer.args.generation_batch_size)
-
-    def numbers(self, step: int) -> Mapping[str, float]:
-        """Return the service's numbers of a step, as far as they have arrived."""
-        return {} if self._feed is None else self._feed.take(step)
-
-    def close(self, error: BaseException | None) -> None:
-        """Send what waits: the training is over, or ends with `error`."""
-        feed, self._feed = self._feed, None
-        probe, self._probe = self._probe, None
-        if feed is not None:
-            feed.close()
-        if probe is not None and error is None:
-            probe.end_step(int(self.trainer.state.global_step))
-            finish(_FINISH_SECONDS, run=probe.run)
+    def want(self, step: int, rows: int | None = None) -> None:
+        """Request the step's numbers: complete with the samples of all processes."""
+        if rows is None and self.trainer.accelerator.num_processes > 1:
+            rows = self.trainer.args.generation_batch_size
+        super().want(step, rows)
 
 
-_trainings: Final[weakref.WeakKeyDictionary[Any, Training]] = weakref.WeakKeyDictionary()
-
-
-def training(trainer: Any) -> Training:
-    """Return what `trainer` reports."""
-    found = _trainings.get(trainer)
-    if found is None:
-        found = _trainings[trainer] = Training(trainer)
-    return found
+training: Final = one_a_trainer(Training)
 
 
 def settings(arguments: Any) -> dict[str, object]:
@@ -253,15 +228,8 @@ def _wrap_train(trainer: Any, train: Function) -> Function:
 
     @functools.wraps(train)
     def run(*args: Any, **kwargs: Any) -> Any:
-        error: BaseException | None = None
-        try:
+        with closed_at_end(lambda error: training(held()).close(error)):
             return train(*args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("closing the probe"):
-                training(held()).close(error)
 
     return run
 
@@ -537,7 +505,7 @@ def wrap_log(function: Function) -> Function:
                 held = {name: [*values] for name, values in trainer._metrics["train"].items()}
                 step = int(trainer.state.global_step)
                 for name, value in training(trainer).numbers(step).items():
-                    logs.setdefault(f"{_PREFIX}{name}", value)
+                    logs.setdefault(name, value)
         result = function(trainer, logs, *args, **kwargs)
         with guarded("scalars"):
             if is_training and trainer.accelerator.is_main_process:
@@ -550,15 +518,10 @@ def wrap_log(function: Function) -> Function:
 def _report(
     found: Training, step: int, logs: Mapping[str, Any], held: Mapping[str, list[float]]
 ) -> None:
-    scalars: dict[str, Json] = {
-        str(name): float(value)
-        for name, value in logs.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-        if not str(name).startswith(_PREFIX) and name not in ("step", "epoch")
-    }
+    reported = scalars(logs, without=("epoch",))
     # TRL leaves every nan out of its means.
     for name, values in held.items():
         if not name.startswith(_MAY_BE_NAN) and any(math.isnan(value) for value in values):
-            scalars[name] = math.nan
-    if step > 0 and scalars:
-        found.probe.log(step=step, **scalars)
+            reported[name] = math.nan
+    if step > 0 and reported:
+        found.probe.log(step=step, **reported)

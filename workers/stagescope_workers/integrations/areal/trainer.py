@@ -13,17 +13,21 @@ import dataclasses
 import functools
 import inspect
 import os
-import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError
+from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.areal import ranks, rows
 from stagescope_workers.integrations.configuration import visible_leaves
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import Function
-from stagescope_workers.metrics_feed import MetricsFeed
-from stagescope_workers.probe.lifecycle import finish, init
+from stagescope_workers.integrations.training import (
+    ReportedTraining,
+    closed_at_end,
+    scalars,
+)
+from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
@@ -50,9 +54,6 @@ _WEIGHTS: Final = (".update_weights_from_distributed", ".update_weights_from_dis
 _OPTIMIZER: Final = "_engine.step"
 _SPMD: Final = "AREAL_SPMD_MODE"
 _COUNT: Final = "__count"
-_PREFIX: Final = "stagescope/"
-_FINISH_SECONDS: Final = 30.0
-_FAILED_SECONDS: Final = 3.0
 
 
 def is_rank() -> bool:
@@ -60,39 +61,40 @@ def is_rank() -> bool:
     return os.environ.get(_SPMD, "").lower() in ("1", "true")
 
 
-class Trainer:
-    """What one `PPOTrainer` reports; its loop runs in one thread."""
+class Training(ReportedTraining):
+    """What one `PPOTrainer` reports."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer: weakref.ReferenceType[Any] = weakref.ref(trainer)
-        self._probe: Probe | None = None
-        self._feed: MetricsFeed | None = None
+        super().__init__(trainer)
         self.step: int | None = None
         self.rows = 0
         """How many samples the step's batch has, of all ranks; 0: not known."""
 
     @property
-    def probe(self) -> Probe:
-        """The probe of this process, made at its first step."""
-        if self._probe is None:
-            trainer: Any = self._trainer()
-            rank, world_size = ranks.place() if is_rank() else (0, 1)
-            info = getattr(trainer, "recover_info", None)
-            options: dict[str, Any] = {"expects": ("actor",), "captures": False}
-            self._probe = init(
-                ranks.run_name(trainer.config),
-                role="actor" if is_rank() else "driver",
-                rank=rank,
-                world_size=world_size,
-                layout={"framework": "areal"},
-                settings=settings(trainer.config),
-                resumed_from_step=None if info is None else int(info.last_step_info.global_step),
-                **({} if is_rank() else options),
-            )
-            if rank == 0:
-                self._feed = MetricsFeed(self._probe)
-                self._feed.prepare()
-        return self._probe
+    def last_step(self) -> int | None:
+        """The last step of which a scope was entered."""
+        return self.step
+
+    @property
+    def writes_log(self) -> bool:
+        """Whether this process writes AReaL's log."""
+        return not is_rank() or ranks.place()[0] == 0
+
+    def _make_probe(self) -> Probe:
+        trainer = self.trainer
+        rank, world_size = ranks.place() if is_rank() else (0, 1)
+        info = getattr(trainer, "recover_info", None)
+        options: dict[str, Any] = {"expects": ("actor",), "captures": False}
+        return init(
+            ranks.run_name(trainer.config),
+            role="actor" if is_rank() else "driver",
+            rank=rank,
+            world_size=world_size,
+            layout={"framework": "areal"},
+            settings=settings(trainer.config),
+            resumed_from_step=None if info is None else int(info.last_step_info.global_step),
+            **({} if is_rank() else options),
+        )
 
     def stage(self, name: str, step: int) -> Stage | None:
         """Return the stage of a scope; None where a model of this process reports it."""
@@ -103,32 +105,13 @@ class Trainer:
             return None
         return probe.stage(_STAGES[name], step=step, policy_version=step)
 
-    def want(self) -> None:
+    def want_step(self) -> None:
         """Request the step's numbers from the service: all of its streams were recorded."""
-        if self._feed is not None and self.step is not None and self.rows:
-            self._feed.want(self.step, self.rows)
-
-    def numbers(self, step: int) -> Mapping[str, float]:
-        """Return the service's numbers of a step, as far as they have arrived."""
-        return {} if self._feed is None else self._feed.take(step)
-
-    def close(self, error: BaseException | None) -> None:
-        """Send what waits: the training is over, or ends with `error`."""
-        feed, self._feed = self._feed, None
-        probe, self._probe = self._probe, None
-        if feed is not None:
-            feed.close()
-        if probe is None:
-            return
-        if error is not None:
-            probe.close(_FAILED_SECONDS)
-            return
-        if self.step is not None:
-            probe.end_step(self.step)
-        finish(_FINISH_SECONDS, run=probe.run)
+        if self.step is not None and self.rows:
+            self.want(self.step, self.rows)
 
 
-_current: Trainer | None = None
+_current: Training | None = None
 
 
 def settings(config: Any) -> dict[str, object]:
@@ -153,7 +136,7 @@ def wrap_init(function: Function) -> Function:
     def run(trainer: Any, *args: Any, **kwargs: Any) -> None:
         global _current
         with guarded("the trainer"):
-            _current = Trainer(trainer)
+            _current = Training(trainer)
         function(trainer, *args, **kwargs)
 
     return run
@@ -164,18 +147,15 @@ def wrap_train(function: Function) -> Function:
 
     @functools.wraps(function)
     def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        error: BaseException | None = None
-        try:
+        with closed_at_end(_close):
             return function(trainer, *args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("closing the probe"):
-                if _current is not None:
-                    _current.close(error)
 
     return run
+
+
+def _close(error: BaseException | None) -> None:
+    if _current is not None:
+        _current.close(error)
 
 
 def wrap_scope(function: Function) -> Function:
@@ -221,7 +201,7 @@ class _Scope(contextlib.AbstractContextManager[Any]):
                 if self._name.endswith(_OPTIMIZER):
                     ranks.end_minibatch()
                 elif self._name == "train.ppo_update" and error is None and _current is not None:
-                    _current.want()
+                    _current.want_step()
 
     def _find_stage(self) -> Stage | None:
         if self._name.endswith(_WEIGHTS):
@@ -267,24 +247,18 @@ def wrap_commit(function: Function) -> Function:
     return run
 
 
-def _report(trainer: Trainer, step: int, data: Any) -> None:
-    scalars: dict[str, Any] = {}
+def _report(trainer: Training, step: int, data: Any) -> None:
+    reported: dict[str, Json] = {}
     for item in data if isinstance(data, list) else [data]:
-        scalars |= {
-            str(name): float(value)
-            for name, value in item.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-            if not str(name).endswith(_COUNT) and name not in ("step", "policy_version")
-        }
-    rank = ranks.place()[0] if is_rank() else 0
-    if scalars and rank == 0:
-        trainer.probe.log(step=step, **scalars)
+        found = scalars(item)
+        reported |= {name: value for name, value in found.items() if not name.endswith(_COUNT)}
+    if reported and trainer.writes_log:
+        trainer.probe.log(step=step, **reported)
 
 
-def _with_numbers(data: Any, numbers: Mapping[str, float]) -> Any:
-    if not numbers:
+def _with_numbers(data: Any, ours: Mapping[str, float]) -> Any:
+    if not ours:
         return data
-    ours = {f"{_PREFIX}{name}": value for name, value in numbers.items()}
     if isinstance(data, list):
         return [{**ours, **data[0]}, *data[1:]] if data else data
     return {**ours, **data}

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.nexrl.training import CONTEXT, scalars
+from stagescope_workers.integrations.nexrl.training import CONTEXT
 from stagescope_workers.integrations.patches import Function
+from stagescope_workers.integrations.training import scalars
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage

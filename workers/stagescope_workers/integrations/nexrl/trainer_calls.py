@@ -10,6 +10,7 @@ from typing import Any, Final
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.nexrl.training import CONTEXT, Training, training
 from stagescope_workers.integrations.patches import Function
+from stagescope_workers.integrations.training import closed_at_end
 
 _UPDATES: Final = ("update_actor", "update_actor_with_distillation")
 _OLD: Final = "actor_compute_log_prob"
@@ -70,15 +71,8 @@ def wrap_main_loop(function: Function) -> Function:
 
     @functools.wraps(function)
     def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        error: BaseException | None = None
-        try:
+        with closed_at_end(lambda error: training(trainer).close(error)):
             return function(trainer, *args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("closing the probe"):
-                training(trainer).close(error)
 
     return run
 

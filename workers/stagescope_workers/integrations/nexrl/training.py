@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import numbers
 import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -26,37 +24,26 @@ from stagescope_workers.integrations.nexrl.rows import (
     read_batch,
     read_trajectories,
 )
-from stagescope_workers.metrics_feed import MetricsFeed
-from stagescope_workers.probe.lifecycle import finish, init
+from stagescope_workers.integrations.training import ReportedTraining, one_a_trainer, scalars
+from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
 CONTEXT: Final = "stagescope"
 """The key of a batch's `meta_info` by which the ranks know the run and the step."""
-_PREFIX: Final = "stagescope/"
 _ROLE: Final = "driver"
-_FINISH_SECONDS: Final = 30.0
-_FAILED_SECONDS: Final = 3.0
-_NO_SCALARS: Final = ("step", "policy_version", "stage")
 
 
-class Training:
-    """What one trainer reports; its loop runs in one thread."""
+class Training(ReportedTraining):
+    """What one trainer reports."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = weakref.ref(trainer)
-        self._probe: Probe | None = None
-        self._feed: MetricsFeed | None = None
+        super().__init__(trainer)
         self._open: dict[str, Stage] = {}
         self._observed: tuple[int, frozenset[str] | None] | None = None
         self._columns: tuple[int, Columns] | None = None
         self._prepared: dict[str, Any] = {}
         self._is_inside = False
-
-    @property
-    def trainer(self) -> Any:
-        """NexRL's trainer."""
-        return self._trainer()
 
     @property
     def step(self) -> int:
@@ -71,13 +58,9 @@ class Training:
     # --- the probe ----------------------------------------------------------------------------
 
     @property
-    def probe(self) -> Probe:
-        """The probe of this process, made when the trainer waits for its first trajectories."""
-        if self._probe is None:
-            self._probe = self._make_probe()
-            self._feed = MetricsFeed(self._probe)
-            self._feed.prepare()
-        return self._probe
+    def last_step(self) -> int | None:
+        """The last step that is done."""
+        return self.step - 1 if self.step > 0 else None
 
     def _make_probe(self) -> Probe:
         run = configuration.run_name(self.config)
@@ -208,8 +191,8 @@ class Training:
                 **self._streams(rollout is not None, temperature),
             }
         )
-        if own is not None and self._feed is not None:
-            self._feed.want(self.step)
+        if own is not None:
+            self.want(self.step)
 
     def note_batch(self, batch: Any) -> None:
         """Remember the rows of the batch that is about to be trained on."""
@@ -291,51 +274,21 @@ class Training:
         if not isinstance(metrics, Mapping):
             return metrics
         self.probe.log(step=step, **scalars(metrics))
-        numbers_of_step = {} if self._feed is None else self._feed.take(step)
-        return {**{f"{_PREFIX}{name}": value for name, value in numbers_of_step.items()}, **metrics}
+        return {**self.numbers(step), **metrics}
 
     def close(self, error: BaseException | None) -> None:
         """Send what waits: the training is over, or ends with `error`."""
-        feed, self._feed = self._feed, None
-        probe, self._probe = self._probe, None
         for name in list(self._open):
             self.end(name, error)
-        if feed is not None:
-            feed.close()
-        if probe is None:
-            return
-        if error is not None:
-            probe.close(_FAILED_SECONDS)
-            return
-        if self.step > 0:
-            probe.end_step(self.step - 1)
-        finish(_FINISH_SECONDS, run=probe.run)
+        super().close(error)
 
 
-_trainings: Final[weakref.WeakKeyDictionary[Any, Training]] = weakref.WeakKeyDictionary()
+training: Final = one_a_trainer(Training)
 _current: Final[contextvars.ContextVar[Training | None]] = contextvars.ContextVar(
     "stagescope_nexrl_training", default=None
 )
 
 
-def training(trainer: Any) -> Training:
-    """Return what `trainer` reports."""
-    found = _trainings.get(trainer)
-    if found is None:
-        found = _trainings[trainer] = Training(trainer)
-    return found
-
-
 def current() -> Training | None:
     """Return the training whose step the caller runs in, or None."""
     return _current.get()
-
-
-def scalars(metrics: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the numbers of a trainer's metrics by name."""
-    return {
-        str(name): float(value)
-        for name, value in metrics.items()
-        if isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if name not in _NO_SCALARS
-    }

@@ -1,0 +1,144 @@
+"""What the integrations of trainers share: one probe a trainer, its end, numbers for its log."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import numbers
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final, TypeVar
+
+from stagescope.wire.nonfinite import Json
+from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.metrics_feed import MetricsFeed
+from stagescope_workers.probe.lifecycle import finish
+from stagescope_workers.probe.probe import Probe
+
+FINISH_SECONDS: Final = 30.0
+"""How long the end of a training waits for the run's receipts."""
+FAILED_SECONDS: Final = 3.0
+"""How long a training that failed waits for its own."""
+PREFIX: Final = "stagescope/"
+"""What the service's numbers begin with in a trainer's log."""
+
+_NOT_SCALARS: Final = ("step", "policy_version", "stage")
+"""Arguments of `log` of their own."""
+
+_Training = TypeVar("_Training")
+
+
+class ReportedTraining(abc.ABC):
+    """What one trainer reports; its loop runs in one thread.
+
+    The probe is made at the first use, and closed when the training ends: a trainer that trains
+    again gets another one.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._probe: Probe | None = None
+        self._feed: MetricsFeed | None = None
+
+    @abc.abstractmethod
+    def _make_probe(self) -> Probe:
+        """Return a probe of this process."""
+
+    @property
+    @abc.abstractmethod
+    def last_step(self) -> int | None:
+        """The last step that was trained here; None before the first."""
+
+    @property
+    def writes_log(self) -> bool:
+        """Whether this process writes the trainer's log."""
+        return True
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer."""
+        return self._trainer()
+
+    @property
+    def probe(self) -> Probe:
+        """The probe of this process."""
+        if self._probe is None:
+            self._probe = self._make_probe()
+            if self.writes_log:
+                self._feed = MetricsFeed(self._probe)
+                self._feed.prepare()
+        return self._probe
+
+    def want(self, step: int, rows: int | None = None) -> None:
+        """Request a step's numbers for the trainer's log, as `MetricsFeed.want`."""
+        if self._feed is not None:
+            self._feed.want(step, rows)
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """Return the service's numbers of a step by their names in the log, as far as they came."""
+        found = {} if self._feed is None else self._feed.take(step)
+        return {f"{PREFIX}{name}": value for name, value in found.items()}
+
+    def close(self, error: BaseException | None) -> None:
+        """Send what waits: the training is over, or ends with `error`."""
+        feed, self._feed = self._feed, None
+        probe, self._probe = self._probe, None
+        if feed is not None:
+            feed.close()
+        if probe is None:
+            return
+        if error is not None:
+            probe.close(FAILED_SECONDS)
+            return
+        if self.last_step is not None:
+            probe.end_step(self.last_step)
+        finish(FINISH_SECONDS, run=probe.run)
+
+
+@contextlib.contextmanager
+def closed_at_end(close: Callable[[BaseException | None], None]) -> Iterator[None]:
+    """Run the body, a training; then call `close` with the exception that ended it, or None."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        with guarded("closing the probe"):
+            close(error)
+
+
+def one_a_trainer(make: Callable[[Any], _Training]) -> Callable[[Any], _Training]:
+    """Return a function from a trainer to what `make` made of it; it keeps no trainer alive."""
+    known: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
+
+    def find(trainer: Any) -> _Training:
+        found = known.get(trainer)
+        if found is None:
+            found = known[trainer] = make(trainer)
+        return found
+
+    return find
+
+
+def scalars(logged: object, *, without: Collection[str] = ()) -> dict[str, Json]:
+    """Return the numbers of what a trainer logs by name, without ours and those of `without`.
+
+    They are keyword arguments of `Probe.log` or `Stage.log`: floats, whose names are none of
+    these methods' own.
+    """
+    if not isinstance(logged, Mapping):
+        return {}
+    return {
+        str(name): float(value)
+        for name, value in logged.items()
+        if _is_number(value) and name not in (*_NOT_SCALARS, *without)
+        if not str(name).startswith(PREFIX)
+    }
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, numbers.Real):
+        return not isinstance(value, bool)
+    return getattr(value, "ndim", None) == 0 and hasattr(value, "item")
