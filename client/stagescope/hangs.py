@@ -70,7 +70,9 @@ def _process(row: Row) -> str:
     if row["process"] == "unheard":
         return "no process reports"
     pid = "unknown" if row["pid"] is None else row["pid"]
-    return f"process {row['process'] or 'unknown'}, pid {pid} on {row['host'] or 'unknown host'}"
+    # A lease runs out of a process that is stopped, cut off or dead: which of them is not known.
+    state = {"gone": "does not answer, its lease ran out"}.get(row["process"], row["process"])
+    return f"process {state or 'unknown'}, pid {pid} on {row['host'] or 'unknown host'}"
 
 
 class Stacks(Record):

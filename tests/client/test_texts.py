@@ -83,11 +83,13 @@ def test_stuck_shows_the_process_its_host_and_pid(status: str, stage: str | None
         "step": 1,
     }
     row |= {"process": "silent", "host": host, "pid": 4_194_304, "usual_seconds": 2.7}
-    stuck = Stuck.of(Table.from_rows([row, {**row, "rank": 5, "pid": None}], order=STUCK_ORDER))
+    others = [{**row, "rank": 5, "pid": None}, {**row, "rank": 6, "process": "gone"}]
+    stuck = Stuck.of(Table.from_rows([row, *others], order=STUCK_ORDER))
     lines = stuck.lines(width=80)
     assert max(map(len, lines)) <= 80
     assert f"actor rank 3: process silent, pid 4194304 on {host}" in lines
     assert f"actor rank 5: process silent, pid unknown on {host}" in lines
+    assert "actor rank 6: process does not answer, its lease ran out, pid 4194304 on" in lines
     assert "218.6" in "".join(lines)
     assert host in stuck.lines(width=1000)[2]
 

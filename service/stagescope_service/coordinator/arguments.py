@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import pydantic
+from pydantic_core import ErrorDetails
 
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
@@ -59,6 +60,8 @@ def checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any
         InvalidInput: by the call; names each argument, its value and the expected type.
     """
 
+    arguments = [*inspect.signature(method).parameters][1:]
+
     @pydantic.validate_call(config=_STRICT)
     @functools.wraps(method)
     def begin(*positional: P.args, **named: P.kwargs) -> Awaitable[R]:
@@ -70,7 +73,7 @@ def checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any
         try:
             running = begin(*positional, **named)
         except pydantic.ValidationError as error:
-            raise InvalidInput(_wrong(error), expected=_expected(error)) from None
+            raise InvalidInput(_wrong(error), expected=_expected(error, arguments)) from None
         return await running
 
     return call
@@ -112,13 +115,30 @@ def check_batch(events: object, payloads: object) -> None:
         )
 
 
+_UNEXPECTED = ("unexpected_keyword_argument", "unexpected_positional_argument")
+
+
 def _wrong(error: pydantic.ValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(map(str, item['loc']))} is {item['input']!r:.100}"
-        for item in error.errors()[:5]
-    )
+    return "; ".join(_text_of(item) for item in error.errors()[:5])
 
 
-def _expected(error: pydantic.ValidationError) -> str:
-    reasons = dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in error.errors())
-    return "; ".join(list(reasons)[:5])
+def _text_of(item: ErrorDetails) -> str:
+    name = ".".join(map(str, item["loc"]))
+    if _is_missing(item):
+        return f"{name} is missing"
+    if item["type"] in _UNEXPECTED:
+        return f"{name} is no argument"
+    return f"{name} is {item['input']!r:.100}"
+
+
+def _is_missing(item: ErrorDetails) -> bool:
+    return item["type"].startswith("missing")
+
+
+def _expected(error: pydantic.ValidationError, arguments: Sequence[str]) -> str:
+    """Return what the values should be; the names of the arguments where none is wrong."""
+    items = [
+        item for item in error.errors() if not _is_missing(item) and item["type"] not in _UNEXPECTED
+    ]
+    reasons = dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in items)
+    return "; ".join(list(reasons)[:5]) or ", ".join(sorted(arguments)) or "none"

@@ -130,3 +130,22 @@ def test_calls_stay_what_ray_makes_methods_of() -> None:
             inspect.Parameter.VAR_KEYWORD,
             inspect.Parameter.KEYWORD_ONLY,
         }
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("pin", {"step": 1}, "attempt_id is missing; by is missing"),
+        ("remove_capture", {"capture_id": "c", "run": "r"}, "run is no argument"),
+        ("pin", {"step": -1}, "step is -1; attempt_id is missing"),
+    ],
+)
+def test_arguments_that_lack_or_are_unknown_are_named(
+    name: str, arguments: dict[str, Any], message: str, coordinator: Coordinator
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        call(coordinator, name, arguments)
+    for part in message.split("; "):
+        assert part in str(caught.value)
+    assert "object at" not in str(caught.value)
+    assert caught.value.expected
