@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,30 @@ def test_a_service_is_searched_now_and_then_until_it_was_found(
     assert services.has_service()
     place.found, clock.now = None, clock.now + 6
     assert (services.has_service(), place.asked) == (True, 2)  # it will come back
+
+
+def test_a_search_that_is_under_way_answers_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent loop worker searches in its introduction and in its first prompts, at one time."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class SlowRayLink(FakeRayLink):
+        def find(self) -> object:
+            begun.set()
+            assert go_on.wait(30.0)
+            return object()
+
+    monkeypatch.setattr(services, "RayLink", SlowRayLink())
+    monkeypatch.setattr(services, "_found", False)
+    monkeypatch.setattr(services, "_searched_at", float("-inf"))
+    monkeypatch.delenv("STAGESCOPE_URL", raising=False)
+    with ThreadPoolExecutor(2) as threads:
+        introduction = threads.submit(services.has_service)
+        assert begun.wait(30.0)
+        prompt = threads.submit(services.has_service)
+        assert not wait([prompt], timeout=0.2).done  # without the lock it says at once that none is
+        go_on.set()
+        assert introduction.result(30.0)
+        assert prompt.result(30.0)
 
 
 def test_an_address_is_a_service(monkeypatch: pytest.MonkeyPatch) -> None:

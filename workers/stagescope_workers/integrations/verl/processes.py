@@ -28,6 +28,7 @@ _FIRST_WAIT: Final = 0.3
 """Seconds that the first search waits for an answer, once per process: a service on the same
 machine answers in a fraction of that, and then the first step is reported too."""
 
+_search_lock: Final = threading.Lock()
 _found = False
 _searched_at = float("-inf")
 _first_search: float | None = None
@@ -40,16 +41,21 @@ def has_service() -> bool:
     Once found, a service is expected to come back: meanwhile events wait in the probe, bounded.
     """
     global _found, _searched_at, _first_search
-    now = time.monotonic()
-    if not _found and now - _searched_at > _SEARCH_INTERVAL:
-        _searched_at = now
-        _first_search = now if _first_search is None else _first_search
-        _found = (
-            bool(os.environ.get("STAGESCOPE_URL"))
-            or RayLink.find() is not None
-            or _listed_service_connects()
-        )
-    return _found
+    if _found:
+        return True
+    # An agent loop worker runs its introduction and its first prompts in different threads: without
+    # the answer of a search that is under way, its first step would not be reported.
+    with _search_lock:
+        now = time.monotonic()
+        if not _found and now - _searched_at > _SEARCH_INTERVAL:
+            _searched_at = now
+            _first_search = now if _first_search is None else _first_search
+            _found = (
+                bool(os.environ.get("STAGESCOPE_URL"))
+                or RayLink.find() is not None
+                or _listed_service_connects()
+            )
+        return _found
 
 
 def warn_without_service(run: str) -> None:
