@@ -1,0 +1,83 @@
+"""What the integrations of trainers share."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stagescope_workers.integrations.training import PREFIX, closed_at_end, one_a_trainer, scalars
+
+
+def test_scalars_are_the_numbers_of_a_log_that_log_takes() -> None:
+    logged = {
+        "loss": 0.5,
+        "count": 3,
+        "narrow": np.float32(0.25),
+        "of_torch": torch.tensor(2.0),
+        "nan": math.nan,
+        "epoch": 1.0,
+        "flag": True,
+        "text": "0.5",
+        "curve": torch.zeros(2),
+        "step": 7,
+        "stage": 1,
+        "policy_version": 7,
+        f"{PREFIX}rollout_corr/kl": 0.1,
+        5: 1.0,
+    }
+    found = scalars(logged, without=("epoch",))
+    assert math.isnan(found.pop("nan"))
+    assert found == {"loss": 0.5, "count": 3.0, "narrow": 0.25, "of_torch": 2.0, "5": 1.0}
+    assert {type(value) for value in found.values()} == {float}
+    assert scalars(None) == scalars([("loss", 1.0)]) == {}
+
+
+@pytest.mark.parametrize("error", [None, ValueError("theirs"), KeyboardInterrupt()])
+def test_the_end_of_a_training_is_told_with_its_exception(error: BaseException | None) -> None:
+    ends: list[BaseException | None] = []
+
+    def close(caught: BaseException | None) -> None:
+        ends.append(caught)
+        raise RuntimeError("ours")
+
+    def train() -> str:
+        with closed_at_end(close):
+            if error is not None:
+                raise error
+            return "trained"
+
+    if error is None:
+        assert train() == "trained"
+    else:
+        with pytest.raises(type(error)) as raised:
+            train()
+        assert raised.value is error
+    assert ends == [error]
+
+
+def test_one_trainer_has_one_training_and_is_not_kept_alive() -> None:
+    class Trainer:
+        pass
+
+    made: list[str] = []
+
+    def make(_: Any) -> list[str]:
+        made.append("made")
+        return []
+
+    find = one_a_trainer(make)
+    trainer, other = Trainer(), Trainer()
+    assert find(trainer) is find(trainer)
+    assert find(other) is not find(trainer)
+    assert made == ["made", "made"]
+    known = find.__closure__
+    assert known is not None
+    del trainer
+    gc.collect()
+    sizes = [len(cell.cell_contents) for cell in known if hasattr(cell.cell_contents, "keyrefs")]
+    assert sizes == [1]
