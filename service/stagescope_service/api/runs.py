@@ -244,10 +244,11 @@ def _first_difference(
     incarnation = incarnation_of(token.source)
     process = next((row for row in processes if row["incarnation"] == incarnation), None)
     rank: JsonObject = {}
-    text = token.text()
+    pair = measured.summary.summary.pair
+    text = token.text(pair)
     if process is not None:
         rank = {"role": process["role"], "rank": process["rank"]}
-        text = token.text(process["role"], process["rank"])
+        text = token.text(pair, process["role"], process["rank"])
     fields = {"step": step, **token.to_json(), **rank, "text": text, "attempt": attempt}
     return _FirstDifference(step, text, fields)
 
@@ -279,7 +280,8 @@ def _text(ranges: Sequence[_Range], first: _FirstDifference | None) -> str:
                 for row in ranges
                 if row["from_step"] > first.step and row["verdict"] not in (EXACT, DIFFERS)
             )
-            text = f"of the {steps} since then {differ} differ"
+            verb = "differs" if differ == 1 else "differ"
+            text = f"of the {steps} since then {differ} {verb}"
             clauses.append(f"{text}, {unmeasured} not measured" if unmeasured else text)
         later = [row for row in ranges if row["from_step"] > first.step]
         exact = [_steps_text(row) for row in later if row["verdict"] == EXACT]

@@ -141,12 +141,18 @@ class Difference:
     q: float
     is_first: bool
 
-    def text(self, role: str | None = None, rank: int | None = None) -> str:
-        """Describe the location, the rank that recorded it, and both values with all digits."""
+    def text(self, pair: tuple[str, str], role: str | None = None, rank: int | None = None) -> str:
+        """Describe the location, the rank that recorded it, and both values with all digits.
+
+        Args:
+            pair: the streams of p and q.
+            role, rank: of the rank, where it is known.
+        """
+        p, q = pair
         where = f"sample {self.sample}" if self.sample else f"row {self.row}"
         of = "" if role is None else f" of {role} rank {rank}"
         token = f"token {self.position}"
-        text = f"{where}{of}, round {self.round}, {token}: {self.p!r} against {self.q!r}"
+        text = f"{where}{of}, round {self.round}, {token}: {p} {self.p!r}, {q} {self.q!r}"
         return text if self.is_first else f"{text} (one before it may differ that was not kept)"
 
     def to_json(self) -> DifferenceJson:

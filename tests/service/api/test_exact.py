@@ -165,7 +165,7 @@ def test_a_token_that_is_no_number_is_not_exact(live: Service, both: bool) -> No
     assert verdicts == [("exact", 0, 0), ("differs", 1, 1)]
     assert found.first is not None
     assert (found.first["role"], found.first["rank"], found.first["position"]) == ("actor", 1, 7)
-    assert "sample-6 of actor rank 1, round 1, token 7: -1.0 against nan" in found.text
+    assert "sample-6 of actor rank 1, round 1, token 7: old -1.0, rollout nan" in found.text
     assert "sample-6 of actor rank 1, round 1, token 7" in reported["not_exact"]["message"]
     assert "1 of 88 tokens" in reported["not_exact"]["message"]
 

@@ -352,7 +352,7 @@ def _not_exact(
     if found is not None:
         source = sources.get(found.source)
         role, rank = (None, None) if source is None else (source.role, source.rank)
-        text = f"{'first' if found.is_first else 'such as'} in {found.text(role, rank)}"
+        text = f"{'first' if found.is_first else 'such as'} in {found.text((p, q), role, rank)}"
         evidence = {**found.to_json(), "role": role, "rank": rank}
     return [
         finding(
