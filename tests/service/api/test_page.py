@@ -350,7 +350,8 @@ def test_a_figure_is_redrawn_in_the_colours_of_the_page(browser: Any, shared: Se
 
 # --- what changes -----------------------------------------------------------------------------
 def test_a_new_step_appears_without_reload(browser: Any, live: Service, training: ShownRun) -> None:
-    with visiting(browser, live) as visit:
+    # So high that the table is in sight: what is far below waits until somebody scrolls to it.
+    with visiting(browser, live, height=1600) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(live))
         visit.go(OF_RUN)
