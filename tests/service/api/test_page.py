@@ -396,6 +396,36 @@ def test_a_new_step_appears_without_reload(browser: Any, live: Service, training
         assert visit.messages == []
 
 
+def test_an_answer_that_comes_late_hides_nothing_newer(
+    browser: Any, live: Service, training: ShownRun
+) -> None:
+    newest = "document.querySelector('tbody th a[href*=\"/steps/\"]')?.textContent"
+    late: list[tuple[Any, Any]] = []
+
+    def hold_the_first(route: Any) -> None:
+        if late:
+            route.fallback()
+        else:
+            late.append((route, route.fetch()))
+
+    with visiting(browser, live, height=1600) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(live))
+        visit.go(f"{OF_RUN}/steps")
+        visit.wait_until(f"{newest} === '3'")
+        visit.wait_until("document.querySelector('#session').textContent.includes('live')")
+        visit.page.route(re.compile(r"/steps\?"), hold_the_first)
+        training.train(3, 3)
+        eventually(lambda: visit.page.wait_for_timeout(50) or late)
+        training.train(4, 4)
+        visit.wait_until("document.querySelector('#said').textContent.includes('step 4 is')")
+        visit.page.wait_for_timeout(500)  # what would be asked beside the first is answered
+        route, answer = late[0]
+        route.fulfill(response=answer)
+        visit.page.wait_for_timeout(500)
+        visit.wait_until(f"{newest} === '5'")
+
+
 def test_an_open_step_fills_while_it_is_looked_at(
     browser: Any, live: Service, training: ShownRun
 ) -> None:

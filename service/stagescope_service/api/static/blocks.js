@@ -60,7 +60,19 @@ export class View {
     block.events = [];
     block.since = 0;
     if (block.isLazy) this.#await(block);
-    else block.ready = block.load();
+    else block.ready = this.#load(block);
+  }
+
+  /** Let a block ask, and again for what came meanwhile: an older answer never follows a newer. */
+  async #load(block) {
+    if (block.isLoading) return;
+    block.isLoading = true;
+    try {
+      do await block.load(block.since, block.events.splice(0));
+      while (this.isOpen && block.events.length);
+    } finally {
+      block.isLoading = false;
+    }
   }
 
   #await(block) {
@@ -68,7 +80,7 @@ export class View {
       sight.unobserve(block.element);
       block.isLazy = false;
       block.age?.();
-      block.load(block.since, block.events.splice(0));
+      this.#load(block);
     };
     sight.observe(block.element);
   }
@@ -103,7 +115,7 @@ export class View {
         this.#await(block);
       } else {
         block.timer = setTimeout(() => {
-          if (this.isOpen) block.load(block.since, block.events.splice(0));
+          if (this.isOpen && block.events.length) this.#load(block);
         }, COALESCE_MS);
       }
     }
