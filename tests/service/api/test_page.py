@@ -295,24 +295,24 @@ def test_other_numbers_and_their_average_are_drawn_by_the_address(
         visit.go(OF_RUN)
         visit.page.focus("#number")
         visit.wait_until("document.querySelectorAll('#numbers option').length > 80")
-        visit.page.fill("#number", "reward")
+        visit.page.fill("#number", "grad_norm")
         visit.page.keyboard.press("Enter")
-        visit.wait_until(f"{headings}.includes('reward')")
-        assert visit.page.url.endswith(f"{OF_RUN}?metrics=reward")
+        visit.wait_until(f"{headings}.includes('grad_norm')")
+        assert visit.page.url.endswith(f"{OF_RUN}?metrics=grad_norm")
         visit.page.fill("#smooth", "8")
         visit.page.keyboard.press("Enter")
         visit.wait_until("document.querySelector('.legend')?.textContent.includes('over 8 steps')")
         address = visit.page.url
         # It was drawn before it stood in the page, and has all of its width.
         visit.wait_until("document.querySelector('.plot .main-svg').clientWidth > 1000")
-        visit.page.fill("#number", "rewrd")
+        visit.page.fill("#number", "grad_nrm")
         visit.page.keyboard.press("Enter")
         visit.page.wait_for_selector(".problem")
-        assert "did you mean reward" in text(visit, ".problem")
+        assert "did you mean grad_norm" in text(visit, ".problem")
         visit.page.reload()  # somebody else sees the same
-        visit.wait_until(f"{headings}.includes('reward')")
+        visit.wait_until(f"{headings}.includes('grad_norm')")
         assert visit.page.url == address
-        visit.page.click("text=the mismatch again")
+        visit.page.click("text=the usual numbers again")
         visit.wait_until(f"{headings}.includes('rollout_corr/k3_kl')")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -54,6 +55,8 @@ DEFAULT: Final = (
     "training/rollout_actor_probs_pearson_corr",
 )  # fmt: skip
 """The metrics of a run that measures a mismatch."""
+REWARD: Final = ("reward", "critic/score/mean", "critic/rewards/mean", "*reward*/mean", "*reward*")
+"""Patterns of the scalar that is a training's reward; the first that matches counts."""
 MAX_METRICS: Final = 12
 TITLE: Final = "Over the steps"
 
@@ -112,7 +115,7 @@ class Request:
     """What is requested."""
 
     metrics: Sequence[str] = ()
-    """Names of published metrics or scalars; none: those of the mismatch, else the scalars."""
+    """Names of published metrics or scalars; none: the reward and the mismatch, else scalars."""
     attempt: int | None = None
     window: Window = dataclasses.field(default_factory=lambda: Window(first=None, last=None))
     superseded: bool = True
@@ -161,9 +164,11 @@ def info(deps: Dependencies, run: str | None, request: Request) -> OverviewInfo:
 
 
 def _default(published: Collection[str], scalars: Collection[str]) -> list[str]:
-    """Return the names that are drawn where none is requested."""
-    measured = [name for name in DEFAULT if name in published]
-    return measured or (sorted(scalars)[: len(DEFAULT)] if scalars else list(DEFAULT))
+    """Return the names that are drawn where none is requested: what is asked first of a run."""
+    names = sorted(scalars)
+    rewards = [name for each in REWARD for name in fnmatch.filter(names, each)][:1]
+    others = [name for name in DEFAULT if name in published] or names[: len(DEFAULT)]
+    return list(dict.fromkeys([*rewards, *others])) or list(DEFAULT)
 
 
 def _note(reader: _Reader, panels: Sequence[Panel]) -> str | None:

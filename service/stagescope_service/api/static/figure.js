@@ -80,9 +80,11 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
  * @param title stands until the service's own is known.
  * @param concerns (event) -> whether an event makes it old.
  * @param grows whether its x axis are steps: of a new step only that is asked for.
+ * @param height pixels that it is expected to take: what stands below is then not asked for as if
+ *     it were in sight, and does not move.
  */
 export class Figure {
-  constructor({ name, params, title, concerns = () => false, lazy = true, grows = false }) {
+  constructor({ name, params, title, concerns = () => false, lazy = true, grows = false, height = 0 }) {
     this.path = url(`/figures/${name}`, params);
     this.name = name;
     this.params = params;
@@ -92,6 +94,7 @@ export class Figure {
     this.caption = h("figcaption", {}, h("strong", {}, title));
     this.note = h("div");
     this.plot = h("div.plot", { role: "img", "aria-label": title });
+    if (height) this.plot.style.minHeight = `${height}px`;
     this.numbers = h("details", { ontoggle: () => this.#list() }, h("summary", {}, "as numbers"));
     this.numbers.hidden = true;
     this.element = h("figure", {}, this.caption, this.note, this.plot, this.numbers);

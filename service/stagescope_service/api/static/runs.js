@@ -20,6 +20,7 @@ export function filesToSend(run, { step, attempt } = {}) {
 
 const RECENT = 12;
 const PAGE = 100;
+const OVERVIEW = 900; // pixels of the overview's usual panels
 const MEAN = "logprob_abs_diff/mean";
 const K3 = "rollout_corr/k3_kl";
 
@@ -68,7 +69,7 @@ export function run(view, { run: name, metrics = "", smooth = "" }, user) {
   const chosen = metrics.split(",").filter(Boolean).map(decodeURIComponent);
   view.place(new Figure({
     name: "overview", params: { run: name, metric: chosen, smooth },
-    title: chosen.join(", ") || "Mismatch over the steps", lazy: false,
+    title: chosen.join(", ") || "Over the steps", lazy: false, height: chosen.length ? 0 : OVERVIEW,
     grows: !smooth, // an average over new steps alone would begin anew
     concerns: (event) => own(event)
       && ((event.event === "step" && event.closed && event.measured) || event.event === "attempt"),
@@ -165,7 +166,7 @@ function chooser(run, chosen, smooth) {
     chosen.length > 0 && h("p.row", {}, "Drawn:", chosen.map((name) =>
       h("button", { type: "button", "aria-label": `do not draw ${name}`,
         onclick: () => draw(chosen.filter((each) => each !== name)) }, `${name} ×`)),
-    h("button", { type: "button", onclick: () => draw([]) }, "the mismatch again")), wrong);
+    h("button", { type: "button", onclick: () => draw([]) }, "the usual numbers again")), wrong);
 }
 
 function attemptsTable(name, rows) {

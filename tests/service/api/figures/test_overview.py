@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.api import Service, service
+from tests.support.api import Rank, Service, service
 from tests.support.figures import FLOOR, UNMEASURED, streams
+from tests.support.shown_run import keep_tensors, payload
 
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service import figure_style as style
@@ -187,8 +189,6 @@ def test_a_service_and_a_range_without_steps(trained: Service, deps: Dependencie
 
 
 def test_a_run_without_numbers_shows_its_scalars(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from tests.support.api import Rank
-
     with service(tmp_path_factory.mktemp("home")) as live:
         rank = Rank(live, world_size=1)
         rank.stage("actor_update", 1, scalars={"reward": 0.5})
@@ -197,9 +197,27 @@ def test_a_run_without_numbers_shows_its_scalars(tmp_path_factory: pytest.TempPa
         assert [panel.name for panel in found.panels] == ["reward"]
 
 
-def test_stages_apart_have_panels_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from tests.support.api import Rank
+@pytest.mark.parametrize(
+    ("logged", "first"),
+    [
+        (["loss", "reward"], "reward"),
+        (["actor/reward_kl", "critic/score/mean", "critic/rewards/mean"], "critic/score/mean"),
+        (["train/rewards/all/std", "train/rewards/all/mean"], "train/rewards/all/mean"),
+    ],
+)
+def test_the_reward_stands_above_the_mismatch(
+    tmp_path: Path, logged: list[str], first: str
+) -> None:
+    with service(tmp_path) as live:
+        keep_tensors(live)
+        rank = Rank(live, world_size=1)
+        rank.stage("actor_update", 1, payload(1, 0), scalars=dict.fromkeys(logged, 0.5))
+        rank.begin("actor_update", 2)
+        found = overview.info(live.app.state.deps, None, Request())
+        assert [panel.name for panel in found.panels] == [first, *overview.DEFAULT]
 
+
+def test_stages_apart_have_panels_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     with service(tmp_path_factory.mktemp("home")) as live:
         rank = Rank(live, world_size=1)
         rank.stage("actor_update", 1, scalars={"loss": 1.0})
