@@ -21,22 +21,18 @@ from stagescope_service.diagnosis.evidence import (
     short,
     spearman,
 )
-from stagescope_service.diagnosis.history import NEWEST, READ, MeasuredStep, RunHistory
+from stagescope_service.diagnosis.history import NEWEST, READ, RunHistory
 from stagescope_service.statistics.cell import Float64, Int64
-from stagescope_service.statistics.checks import CALIBRATION_Z
 from stagescope_service.statistics.profiles import (
     COARSEST,
     FINER,
     NOT_FINITE,
-    UNKNOWN,
     ZERO,
-    Bin,
     exponent,
 )
-from stagescope_service.statistics.summary import Summary
 
 _OF_THE_MEAN: Final = {"renormalised", "temperature", "calibration"}
-"""Checks of streams that a few tokens far off to one side fail, too."""
+"""Checks of whether another distribution sampled the tokens."""
 _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
 """The tensors that hold the tokens of a turn and of its prompt, either way."""
 
@@ -136,13 +132,13 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
         return not_measured("no step has both streams")
     marks = [bool(set(checks) & set(step.suspects)) for step in newest]
     count = sum(marks)
+    of_first = [c.text for c in history.newest.comparability.checks if c.name == "first_token"]
+    if of_first and set(checks) <= _OF_THE_MEAN:
+        return not_found(f"step {history.newest.step.step}: {of_first[0]}")
     if not count or not any(marks[-3:]):
         verdicts = Counter(step.verdict for step in newest)
         listed = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
         return not_found(f"the streams of the newest {len(newest)} steps: {listed}")
-    first = _bias_of_first_tokens(history.newest) if set(checks) <= _OF_THE_MEAN else None
-    if first is not None:
-        return not_found(first)
     found = history.newest.comparability
     texts = [
         check.text for check in found.checks if check.name in checks and check.status == "suspect"
@@ -152,39 +148,6 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
     likelier = [] if found.cause in (*checks, None) else [f"{found.cause} is the likelier cause"]
     where = ", ".join(sorted(set(_ranks_named(texts))))
     return Evidence("found", count / len(newest), since, where, lines, tuple(likelier))
-
-
-def _bias_of_first_tokens(newest: MeasuredStep) -> str | None:
-    """Return that the mean ratio is 1 but for the first tokens of rounds; None: it is not so."""
-    found = _first_and_others(newest.summary.summary)
-    if found is None:
-        return None
-    first, others = found
-    size = others.d_abs_sum / others.tokens
-    if not first.d_abs_sum / first.tokens > 3.0 * size:
-        return None
-    # Of normal noise; E[e^d] is then 1 where the mean of d is -variance / 2.
-    deviation = size * math.sqrt(math.pi / 2.0)
-    mean = others.d_sum / others.tokens
-    if not abs(mean + deviation**2 / 2.0) < CALIBRATION_Z * deviation / math.sqrt(others.tokens):
-        return None
-    return (
-        f"step {newest.step.step}: without the first token of each round the mean of d is "
-        f"{short(mean)} and that of |d| {short(size)}, as noise alone has it: another distribution "
-        "would show in all tokens"
-    )
-
-
-def _first_and_others(summary: Summary) -> tuple[Bin, Bin] | None:
-    """Return the sums of the first tokens of rounds and of the others; None: not both are known."""
-    bins = () if summary.profiles is None else summary.profiles.of("place")
-    first = next((each for each in bins if each.key == 0), None)
-    rest = [each for each in bins if each.key not in (0, UNKNOWN)]
-    sums = [sum(each[at] for each in rest) for at in range(1, len(Bin._fields))]
-    others = Bin(1, int(sums[0]), int(sums[1]), *sums[2:])
-    if first is None or not (first.tokens and others.tokens):
-        return None
-    return first, others
 
 
 def _ranks_named(texts: Sequence[str]) -> list[str]:
@@ -264,7 +227,7 @@ def first_token(history: RunHistory, *, factor: float = 3.0, tokens: int = 32) -
     """
     rows = []
     for step, summary in history.summaries:
-        found = _first_and_others(summary)
+        found = None if summary.profiles is None else summary.profiles.first_tokens()
         if found is not None and found[0].tokens >= tokens:
             mean, others = (each.d_abs_sum / each.tokens for each in found)
             rows.append((step.step, found[0].tokens, mean, others))

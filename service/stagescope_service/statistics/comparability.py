@@ -22,6 +22,7 @@ from stagescope_service.statistics.checks import (
     biased,
     constant,
     coverage,
+    first_token,
     fits,
     padding,
     probabilities,
@@ -57,6 +58,8 @@ WHAT_TO_CHECK: Final = {
     "token t",
     "unrelated": "whether rows keep their order between engine and trainer (sample_ids pair them), "
     "and both score the same token ids",
+    "first_token": "what precedes a round: the chat template, white space and BOS of engine and "
+    "trainer, a stale prefix cache, and prefill kernels of another precision",
     "rounded": "in which dtype the engine returns log-probs, and whether one stream is a copy",
     "renormalised": "top_p, top_k and min_p of the rollout, and whether the engine returns raw or "
     "processed log-probs",
@@ -75,7 +78,9 @@ token that is left gives at most -log(top_p), and rounding less."""
 _FAR_TOKENS: Final = 5
 """Minimum of such tokens."""
 _LISTED: Final = 5
-_OF_RATIOS: Final = frozenset({"rounded", "renormalised", "temperature", "calibration"})
+_OF_MEAN_RATIO: Final = frozenset({"renormalised", "calibration"})
+"""Checks that the first tokens of rounds alone can fail."""
+_OF_RATIOS: Final = _OF_MEAN_RATIO | {"rounded", "temperature", "first_token"}
 """Checks that one cause may fail in the smaller counts of a rank."""
 
 
@@ -125,7 +130,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     if len(rounds) > 1:
         scopes += _check_slices("round", rounds, pair, summary.sequences, drifts=drifts)
     scopes += check_samples(summary).scopes()
-    return _rank_checks(total, _without_explained(scopes))
+    return _rank_checks(total, _by_first_tokens(_without_explained(scopes), summary))
 
 
 def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparability]:
@@ -188,6 +193,23 @@ def _without_explained(scopes: Sequence[Scope]) -> list[Check]:
     return kept
 
 
+def _by_first_tokens(checks: Sequence[Check], summary: Summary) -> list[Check]:
+    """Return the checks, with `first_token` for those of the mean ratio where it explains them.
+
+    A temperature scales the first tokens of a sure model most, too, and d with q in all.
+    """
+    if any(check.name == "temperature" and check.status == "suspect" for check in checks):
+        return [*checks]
+    sums = None if summary.profiles is None else summary.profiles.first_tokens()
+    cause = None if sums is None else first_token(*sums)
+    if cause is None:
+        return [*checks]
+    return [
+        cause if check.status == "suspect" and check.name in _OF_MEAN_RATIO else check
+        for check in checks
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class RankCause:
     """The most likely cause of some ranks, found in each by its own tokens."""
@@ -247,6 +269,7 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
         produced: Who computed its tokens; of a round, a turn or a staleness, those of the step.
     """
     checks = _check_cell(cell, summary.pair, cell, summary.sequences)
+    checks = _by_first_tokens(checks, summary)
     return _rank_checks(cell, [bitwise_equal(cell, summary.pair, produced), *checks])
 
 

@@ -95,6 +95,18 @@ class Profiles:
             for key, row in zip(self.keys[own].tolist(), self.values[own].tolist(), strict=True)
         )
 
+    def first_tokens(self) -> tuple[Bin, Bin] | None:
+        """Return the sums of the first tokens of rounds, and of the others.
+
+        Tokens whose place is unknown are in neither. None: one of the two has no token.
+        """
+        bins = self.of("place")
+        first = next((each for each in bins if each.key == 0), None)
+        rest = [each for each in bins if each.key not in (0, UNKNOWN)]
+        sums = [sum(each[at] for each in rest) for at in range(1, len(Bin._fields))]
+        others = Bin(1, int(sums[0]), int(sums[1]), *sums[2:])
+        return (first, others) if first is not None and first.tokens and others.tokens else None
+
 
 SLOTS: Final = 2 * (OVER_ONE + 1)
 _PLACE, _END, _POSITION, _PROBABILITY, _LATTICE = (BINS * i for i in range(len(DIMENSIONS)))
