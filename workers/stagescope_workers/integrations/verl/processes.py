@@ -40,22 +40,26 @@ def has_service() -> bool:
 
     Once found, a service is expected to come back: meanwhile events wait in the probe, bounded.
     """
+    if not _found:
+        # An agent loop worker runs its introduction and its first prompts in different threads:
+        # without the answer of a search that is under way, its first step would not be reported.
+        with _search_lock:
+            _search()
+    return _found
+
+
+def _search() -> None:
     global _found, _searched_at, _first_search
-    if _found:
-        return True
-    # An agent loop worker runs its introduction and its first prompts in different threads: without
-    # the answer of a search that is under way, its first step would not be reported.
-    with _search_lock:
-        now = time.monotonic()
-        if not _found and now - _searched_at > _SEARCH_INTERVAL:
-            _searched_at = now
-            _first_search = now if _first_search is None else _first_search
-            _found = (
-                bool(os.environ.get("STAGESCOPE_URL"))
-                or RayLink.find() is not None
-                or _listed_service_connects()
-            )
-        return _found
+    now = time.monotonic()
+    if _found or now - _searched_at <= _SEARCH_INTERVAL:
+        return
+    _searched_at = now
+    _first_search = now if _first_search is None else _first_search
+    _found = (
+        bool(os.environ.get("STAGESCOPE_URL"))
+        or RayLink.find() is not None
+        or _listed_service_connects()
+    )
 
 
 def warn_without_service(run: str) -> None:
