@@ -458,4 +458,9 @@ def first_token(first: Bin, others: Bin) -> Check | None:
         f"{size:.3g} with a mean of {mean:.2g}, as noise has it: another distribution would show "
         "in all tokens"
     )
-    return Check("first_token", "suspect", text, {"first": of_first, "others": size})
+    return Check(
+        "first_token",
+        "suspect",
+        text,
+        {"first": of_first, "others": size, "tokens": float(first.tokens)},
+    )

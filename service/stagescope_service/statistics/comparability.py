@@ -17,6 +17,8 @@ import numpy as np
 from stagescope_service.statistics.cell import Cell, Field, empty
 from stagescope_service.statistics.checks import (
     ENOUGH,
+    FAR_TOKENS,
+    FITS,
     Check,
     Scope,
     biased,
@@ -24,6 +26,7 @@ from stagescope_service.statistics.checks import (
     coverage,
     first_token,
     fits,
+    lag_means,
     padding,
     probabilities,
     rounded,
@@ -129,8 +132,9 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     rounds = [_Part(str(key), cell, summary.produced) for key, cell in summary.rounds.items()]
     if len(rounds) > 1:
         scopes += _check_slices("round", rounds, pair, summary.sequences, drifts=drifts)
+    scopes = _by_first_tokens(scopes, summary)
     scopes += check_samples(summary).scopes()
-    return _rank_checks(total, _by_first_tokens(_without_explained(scopes), summary))
+    return _rank_checks(total, _without_explained(scopes))
 
 
 def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparability]:
@@ -193,21 +197,32 @@ def _without_explained(scopes: Sequence[Scope]) -> list[Check]:
     return kept
 
 
-def _by_first_tokens(checks: Sequence[Check], summary: Summary) -> list[Check]:
-    """Return the checks, with `first_token` for those of the mean ratio where it explains them.
+def _by_first_tokens(scopes: Sequence[Scope], summary: Summary) -> list[Scope]:
+    """Return the checks, with `first_token` for those that the first tokens of rounds alone fail.
 
-    A temperature scales the first tokens of a sure model most, too, and d with q in all.
+    More than `_FAR` off, they are suspect whether another check fails or not. They then make all
+    means of |d| at other lags smaller than that of a token's own, and spoil the correlation.
+    Samples that are out of place beside them fail their own checks.
     """
-    if any(check.name == "temperature" and check.status == "suspect" for check in checks):
-        return [*checks]
     sums = None if summary.profiles is None else summary.profiles.first_tokens()
     cause = None if sums is None else first_token(*sums)
-    if cause is None:
-        return [*checks]
-    return [
-        cause if check.status == "suspect" and check.name in _OF_MEAN_RATIO else check
-        for check in checks
+    suspects = {scope.check.name for scope in scopes if scope.check.status == "suspect"}
+    # A temperature scales the first tokens of a sure model most, too, and d with q in all.
+    if cause is None or "temperature" in suspects:
+        return [*scopes]
+    explained = _OF_MEAN_RATIO
+    _, others = lag_means(summary.total)
+    if others and cause.values["others"] < FITS * min(others)[0]:
+        explained |= {"shifted", "unrelated"}
+    found = [
+        dataclasses.replace(scope, check=cause)
+        if scope.check.status == "suspect" and scope.check.name in explained
+        else scope
+        for scope in scopes
     ]
+    if cause.values["first"] > _FAR and cause.values["tokens"] >= FAR_TOKENS:
+        found.append(Scope(cause, summary.total.tokens, 0))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,8 +284,9 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
         produced: Who computed its tokens; of a round, a turn or a staleness, those of the step.
     """
     checks = _check_cell(cell, summary.pair, cell, summary.sequences)
-    checks = _by_first_tokens(checks, summary)
-    return _rank_checks(cell, [bitwise_equal(cell, summary.pair, produced), *checks])
+    checks.append(bitwise_equal(cell, summary.pair, produced))
+    scopes = _by_first_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
+    return _rank_checks(cell, [scope.check for scope in scopes])
 
 
 def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:

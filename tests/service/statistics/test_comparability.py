@@ -272,6 +272,20 @@ def test_a_bias_of_the_first_tokens_alone_is_no_cut_of_the_vocabulary() -> None:
     assert causes["first_token"] >= 8, causes
 
 
+@pytest.mark.parametrize("stream", ["p", "q"])
+@pytest.mark.parametrize("tokens", [20, 60, 300])
+def test_first_tokens_that_were_filled_in_are_no_shift(stream: str, tokens: int) -> None:
+    batch = draw(np.random.default_rng(5), 32, tokens, model="unsure", engine="bf16")
+    filled = getattr(batch, stream).copy()
+    filled[:, 0] = -100.0
+    verdict = asked(dataclasses.replace(batch, **{stream: filled}), 2)
+    assert verdict.cause == "first_token", verdict.suspects
+    # Samples that are shifted indeed are named beside them.
+    filled[3:5, 1:] = np.roll(filled[3:5, 1:], 1, axis=1)
+    shifted = asked(dataclasses.replace(batch, **{stream: filled}), 2)
+    assert [check.text for check in shifted.suspects if "s3, s4" in check.text] or tokens == 20
+
+
 ROWS: tuple[Shape, ...] = (
     (1, 2, 300), (1, 3, 60), (1, 4, 60), (1, 4, 300), (1, 8, 300), (2, 8, 100), (4, 16, 100),
     (8, 64, 60), (1, 16, 200), (2, 32, 24),
