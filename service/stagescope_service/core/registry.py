@@ -324,19 +324,21 @@ class Registry:
         lapsed, has not been heard for `SILENT_SECONDS`, or has the rank of this one. This one's
         rank may be missing in the earlier start: it crashed before it reported.
         """
-        others = [
+        bound = [
             each for each in attempt.processes.values()
-            if each.bound and not each.raw and each is not process and each.age < process.age
+            if each.bound and not each.raw and each is not process
         ]  # fmt: skip
         here, now = (process.role, process.rank), process.last_contact
+        # Those of its own start too that said hello after it and began before: they stayed.
         left = [
-            each for each in others
+            each for each in bound
             if (each.role, each.rank) != here
             and each.live
             and now - max(each.last_contact, self.listening_since) < SILENT_SECONDS
         ]  # fmt: skip
         if left:
             return None
+        others = [each for each in bound if each.age < process.age]
         # A process that this one lived beside is of its own start: in a short training one rank may
         # report its end before the first event of another arrives.
         if older is None and any(process.started <= _last_sign(each) for each in others):

@@ -186,6 +186,36 @@ def test_a_rank_made_anew_beside_others_that_go_on_stays_with_them(bench: Bench)
     assert "without an attempt key" in found["message"]
 
 
+@pytest.mark.parametrize("pause", [1.0, 300.0])
+def test_all_ranks_of_a_start_without_a_key_are_in_one_attempt(pause: float) -> None:
+    """Killed in step 3 and started again there, in any order of hellos and first steps."""
+    orders = {
+        order
+        for order in itertools.permutations("001122")
+        if [rank for rank in dict.fromkeys(order)] == ["0", "1", "2"]
+    }
+    for order in orders:
+        bench = Bench()
+        first = [Rank(rank, key=None) for rank in range(3)]
+        for number in (1, 2):
+            for rank in first:
+                bench.give(*rank.work(number))
+        bench.give(*(rank.begin(3) for rank in first))
+        begun = max(rank.wall for rank in first) + pause
+        second = [Rank(rank, key=None, started=begun) for rank in range(3)]
+        waiting = [[rank.hello(world_size=3), *rank.work(3), *rank.work(4)] for rank in second]
+        spoke: set[str] = set()
+        for which in order:
+            said = waiting[int(which)]
+            bench.give(*(said[1:] if which in spoke else said[:1]))
+            spoke.add(which)
+        found = {
+            bench.rows.one("processes", incarnation=rank.sender.incarnation)["attempt_id"]
+            for rank in second
+        }
+        assert len(found) == 1, (order, found)
+
+
 def test_after_a_restart_of_the_service_nobody_is_taken_for_gone(bench: Bench) -> None:
     ranks = [Rank(rank, key=None) for rank in (0, 1)]
     for rank in ranks:
