@@ -253,7 +253,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         name = run if run is not None else self._newest_run()
         return self.table(
             f"/runs/{segment(name, 'run')}/metrics",
-            title=f"numbers of run {name}",
+            title="numbers",
             columns=COLUMNS["metric_names"],
             limit=limit,
         )

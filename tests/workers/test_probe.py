@@ -306,6 +306,19 @@ def test_finish_is_false_where_init_was_refused(
     assert lifecycle._refused == {}
 
 
+def test_the_log_says_where_something_was_refused(
+    make_probe: MakeProbe, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe = make_probe(rank=3)
+    with probe.stage("actor_compute_log_prob", step=7) as stage:
+        stage.record(old_log_probs=torch.zeros(2, 3), rollout_log_probs=torch.zeros(2, 3))
+    [line] = [
+        r.getMessage() for r in caplog.records if "response_mask is missing" in r.getMessage()
+    ]
+    where = f"run {probe.run}, actor 3, stage actor_compute_log_prob, step 7: record: "
+    assert line.startswith(where + "response_mask is missing")
+
+
 def test_one_bad_tensor_does_not_cost_the_others(
     make_probe: MakeProbe, coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
 ) -> None:

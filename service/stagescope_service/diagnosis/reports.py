@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import math
 from collections import Counter, defaultdict
@@ -23,6 +24,9 @@ from stagescope_service.diagnosis.evidence import (
 from stagescope_service.diagnosis.history import NEWEST, RunHistory
 from stagescope_service.diagnosis.trends import beyond, since_step
 from stagescope_service.store.tables import FindingRow, LossRow
+
+_SHORT_GAP: Final = 3
+"""Steps without a finding after which it may still go on."""
 
 
 def groups(
@@ -151,7 +155,17 @@ def _found(history: RunHistory, rows: list[FindingRow], before: Before | None = 
     lines = [f"{_of_earlier(history, row)}{row['message']}" for row in rows[:3]]
     if len(rows) > 3:
         lines.append(f"and {len(rows) - 3} more findings")
-    return found(1.0, first["step"], _listed(ranks), *lines, before=before)
+    evidence = found(1.0, first["step"], _listed(ranks), *lines, before=before)
+    return dataclasses.replace(evidence, against=_over(history, rows))
+
+
+def _over(history: RunHistory, rows: Sequence[FindingRow]) -> tuple[str, ...]:
+    """Return that steps have closed since the last of some findings; () where none or few have."""
+    last = max((row["step"] for row in rows if row["step"] is not None), default=None)
+    after = 0 if last is None else sum(step.step > last for step in history.steps)
+    if after <= _SHORT_GAP:
+        return ()
+    return (f"the last is of step {last}: {after} steps have closed since without one",)
 
 
 def _of_earlier(history: RunHistory, row: FindingRow | LossRow) -> str:

@@ -192,7 +192,7 @@ def test_all_ranks_of_a_start_without_a_key_are_in_one_attempt(pause: float) -> 
     orders = {
         order
         for order in itertools.permutations("001122")
-        if [rank for rank in dict.fromkeys(order)] == ["0", "1", "2"]
+        if list(dict.fromkeys(order)) == ["0", "1", "2"]
     }
     for order in orders:
         bench = Bench()

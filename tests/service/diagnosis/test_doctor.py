@@ -445,6 +445,17 @@ def test_a_window_of_one_reward_is_judged_by_earlier_rewards(
         assert f"every reward is {reward:g}" in rows[name]["against"][0]
 
 
+def test_a_finding_of_long_ago_is_not_said_to_last(live: Service) -> None:
+    def once(batch: Batch) -> None:
+        if batch.step == 9:
+            batch.p[0, 3] = np.nan
+
+    train(live, "nan-at-9", once)
+    row = rows_of(live, "nan-at-9")["non_finite_log_probs"]
+    assert (row["verdict"], row["since_step"]) == ("found", 9)
+    assert row["against"] == ["the last is of step 9: 15 steps have closed since without one"]
+
+
 def test_first_tokens_off_to_one_side_are_no_other_distribution(live: Service) -> None:
     train(live, "first-down", since(8, less_likely_first_tokens))
     rows = rows_of(live, "first-down")

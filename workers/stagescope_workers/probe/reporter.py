@@ -176,7 +176,12 @@ class Reporter:
             self._logged.add(kind)
             expected = isinstance(error, StagescopeError)
             message = error if expected else repr(error)
-            _log.warning("%s: %s", call, message, exc_info=not expected)
+            where = f"run {self.run}, {self.role} {self.rank}"
+            if work is not None and work.stage is not None:
+                where += f", stage {work.stage}"
+            if work is not None and work.step is not None:
+                where += f", step {work.step}"
+            _log.warning("%s: %s: %s", where, call, message, exc_info=not expected)
         fields = {} if work is None else work.fields()
         if is_error:
             fields["severity"] = "error"

@@ -204,9 +204,14 @@ def _metrics(scope: Scope) -> Section:
     answer = numbers.metrics_of(scope.deps, scope.measured_step)
     answer = cast("JsonObject", decode(encode(answer)))
     comparable, cause = str(answer["comparable"]), answer["cause"]
-    reasons = [str(each["text"]) for each in rows_of(answer, "comparability")]
     bad = _STREAMS.get(comparable, True)
-    why = reasons[0] if reasons else f"no check speaks against it, step {answer['step']}"
+    checks = [each for each in rows_of(answer, "comparability") if each["verdict"] != "unknown"]
+    undecided = [] if checks else rows_of(answer, "comparability")
+    reasons = [str(each["text"]) for each in checks] or [
+        f"no check speaks against it, step {answer['step']}"
+    ]
+    reasons += [f"{each['code']} is undecided: {each['text']}" for each in undecided]
+    why = "; ".join(reasons[:1] if checks else reasons)
     scope.say("streams", comparable, why, bad=bad)
     published = cast("JsonObject", answer["metrics"])
     rows: list[JsonObject] = [
