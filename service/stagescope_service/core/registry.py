@@ -338,11 +338,12 @@ class Registry:
         ]  # fmt: skip
         if left:
             return None
-        others = [each for each in bound if each.age < process.age]
         # A process that this one lived beside is of its own start: in a short training one rank may
         # report its end before the first event of another arrives.
-        if older is None and any(process.started <= _last_sign(each) for each in others):
+        beside = (each for each in bound if process.started <= _last_sign(each))
+        if any(older is None or each.started > _last_sign(older) for each in beside):
             return None
+        others = [each for each in bound if each.age < process.age]
         of_role = [each for each in others if each.role == process.role]
         return older or max(of_role, key=lambda each: each.last_contact, default=None)
 

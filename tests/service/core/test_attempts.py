@@ -186,8 +186,9 @@ def test_a_rank_made_anew_beside_others_that_go_on_stays_with_them(bench: Bench)
     assert "without an attempt key" in found["message"]
 
 
+@pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("pause", [1.0, 300.0])
-def test_all_ranks_of_a_start_without_a_key_are_in_one_attempt(pause: float) -> None:
+def test_all_ranks_of_a_start_without_a_key_are_in_one_attempt(pause: float, leaves: bool) -> None:
     """Killed in step 3 and started again there, in any order of hellos and first steps."""
     orders = {
         order
@@ -208,6 +209,8 @@ def test_all_ranks_of_a_start_without_a_key_are_in_one_attempt(pause: float) -> 
         for which in order:
             said = waiting[int(which)]
             bench.give(*(said[1:] if which in spoke else said[:1]))
+            if leaves and which in spoke:
+                bench.give(second[int(which)].finish())
             spoke.add(which)
         found = {
             bench.rows.one("processes", incarnation=rank.sender.incarnation)["attempt_id"]
