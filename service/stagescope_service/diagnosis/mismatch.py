@@ -33,6 +33,8 @@ from stagescope_service.statistics.profiles import (
 
 _OF_THE_MEAN: Final = {"renormalised", "temperature", "calibration"}
 """Checks of whether another distribution sampled the tokens."""
+_AT_EDGES: Final = ("first_token", "last_token")
+"""Checks of the tokens at the edges of rounds, which alone can fail those."""
 _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
 """The tensors that hold the tokens of a turn and of its prompt, either way."""
 
@@ -132,9 +134,9 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
         return not_measured("no step has both streams")
     marks = [bool(set(checks) & set(step.suspects)) for step in newest]
     count = sum(marks)
-    of_first = [c.text for c in history.newest.comparability.checks if c.name == "first_token"]
-    if of_first and set(checks) <= _OF_THE_MEAN:
-        return not_found(f"step {history.newest.step.step}: {of_first[0]}")
+    at_edges = [each.text for each in history.newest.comparability.checks if each.name in _AT_EDGES]
+    if at_edges and set(checks) <= _OF_THE_MEAN:
+        return not_found(f"step {history.newest.step.step}: {at_edges[0]}")
     if not count or not any(marks[-3:]):
         verdicts = Counter(step.verdict for step in newest)
         listed = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
@@ -227,7 +229,7 @@ def first_token(history: RunHistory, *, factor: float = 3.0, tokens: int = 32) -
     """
     rows = []
     for step, summary in history.summaries:
-        found = None if summary.profiles is None else summary.profiles.first_tokens()
+        found = None if summary.profiles is None else summary.profiles.edge_tokens("first")
         if found is not None and found[0].tokens >= tokens:
             mean, others = (each.d_abs_sum / each.tokens for each in found)
             rows.append((step.step, found[0].tokens, mean, others))

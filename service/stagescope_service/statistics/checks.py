@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
 
 from stagescope_service.statistics.cell import Cell, Field
-from stagescope_service.statistics.profiles import Bin
+from stagescope_service.statistics.profiles import Bin, Edge
 from stagescope_service.statistics.summary import Sequences
 
 Status = Literal["ok", "suspect", "unknown"]
@@ -58,8 +58,8 @@ STRONG_RATIO: Final = 1.15
 """|cov(d, q)| / var(d): noise of q itself makes at most 1. The second of strong correlations."""
 CALIBRATION_Z: Final = 6.0
 CALIBRATION_BIAS: Final = 1e-3
-FIRST_RATIO: Final = 3.0
-"""mean |d| of the first tokens of rounds over that of the others, from which they stand apart."""
+EDGE_RATIO: Final = 3.0
+"""mean |d| of edge tokens of rounds over that of the others, from which they stand apart."""
 ROUNDED_SHARE: Final = 0.98
 
 SHIFTS: Final = (
@@ -440,27 +440,23 @@ def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
     return Check("calibration", "suspect", text, values)
 
 
-def first_token(first: Bin, others: Bin) -> Check | None:
-    """Return the check that fails where the mean ratio is 1 but for the first tokens of rounds.
+def edge_token(edge: Edge, found: Bin, others: Bin) -> Check | None:
+    """Return the check that fails where the mean ratio is 1 but for the edge tokens of rounds.
 
     Of normal noise E[e^d] is 1 where the mean of d is -variance / 2, and the mean of |d| is the
     standard deviation times sqrt(2 / pi). None: it is not so.
     """
-    size, of_first = (each.d_abs_sum / each.tokens for each in (others, first))
+    size, of_edge = (each.d_abs_sum / each.tokens for each in (others, found))
     deviation = size * math.sqrt(math.pi / 2.0)
     mean = others.d_sum / others.tokens
     bound = max(CALIBRATION_Z * deviation / math.sqrt(others.tokens), CALIBRATION_BIAS)
     is_noise = abs(mean + deviation**2 / 2.0) <= bound
-    if not (of_first > FIRST_RATIO * size and is_noise):
+    if not (of_edge > EDGE_RATIO * size and is_noise):
         return None
     text = (
-        f"the {first.tokens} first tokens of rounds are {of_first:.3g} nats apart, all others "
+        f"the {found.tokens} {edge} tokens of rounds are {of_edge:.3g} nats apart, all others "
         f"{size:.3g} with a mean of {mean:.2g}, as noise has it: another distribution would show "
         "in all tokens"
     )
-    return Check(
-        "first_token",
-        "suspect",
-        text,
-        {"first": of_first, "others": size, "tokens": float(first.tokens)},
-    )
+    values = {"edge": of_edge, "others": size, "tokens": float(found.tokens)}
+    return Check(f"{edge}_token", "suspect", text, values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from stagescope_service.statistics.checks import (
     biased,
     constant,
     coverage,
-    first_token,
+    edge_token,
     fits,
     lag_means,
     padding,
@@ -36,6 +36,7 @@ from stagescope_service.statistics.checks import (
 )
 from stagescope_service.statistics.exact import are_equal, bitwise_equal
 from stagescope_service.statistics.part import RankRow
+from stagescope_service.statistics.profiles import Edge
 from stagescope_service.statistics.sample_checks import check_samples
 from stagescope_service.statistics.summary import Produced, Sequences, Summary
 
@@ -63,6 +64,8 @@ WHAT_TO_CHECK: Final = {
     "and both score the same token ids",
     "first_token": "what precedes a round: the chat template, white space and BOS of engine and "
     "trainer, a stale prefix cache, and prefill kernels of another precision",
+    "last_token": "what ends a round: whether both sides score the stop token, and whether the "
+    "mask ends there",
     "rounded": "in which dtype the engine returns log-probs, and whether one stream is a copy",
     "renormalised": "top_p, top_k and min_p of the rollout, and whether the engine returns raw or "
     "processed log-probs",
@@ -82,8 +85,8 @@ _FAR_TOKENS: Final = 5
 """Minimum of such tokens."""
 _LISTED: Final = 5
 _OF_MEAN_RATIO: Final = frozenset({"renormalised", "calibration"})
-"""Checks that the first tokens of rounds alone can fail."""
-_OF_RATIOS: Final = _OF_MEAN_RATIO | {"rounded", "temperature", "first_token"}
+"""Checks that the first or last tokens of rounds alone can fail."""
+_OF_RATIOS: Final = _OF_MEAN_RATIO | {"rounded", "temperature", "first_token", "last_token"}
 """Checks that one cause may fail in the smaller counts of a rank."""
 
 
@@ -132,7 +135,7 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     rounds = [_Part(str(key), cell, summary.produced) for key, cell in summary.rounds.items()]
     if len(rounds) > 1:
         scopes += _check_slices("round", rounds, pair, summary.sequences, drifts=drifts)
-    scopes = _by_first_tokens(scopes, summary)
+    scopes = _by_edge_tokens(scopes, summary)
     scopes += check_samples(summary).scopes()
     return _rank_checks(total, _without_explained(scopes))
 
@@ -197,31 +200,35 @@ def _without_explained(scopes: Sequence[Scope]) -> list[Check]:
     return kept
 
 
-def _by_first_tokens(scopes: Sequence[Scope], summary: Summary) -> list[Scope]:
-    """Return the checks, with `first_token` for those that the first tokens of rounds alone fail.
+def _by_edge_tokens(scopes: Sequence[Scope], summary: Summary) -> list[Scope]:
+    """Return the checks, with `first_token` or `last_token` for those that these alone fail.
 
     More than `_FAR` off, they are suspect whether another check fails or not. They then make all
     means of |d| at other lags smaller than that of a token's own, and spoil the correlation.
     Samples that are out of place beside them fail their own checks.
     """
-    sums = None if summary.profiles is None else summary.profiles.first_tokens()
-    cause = None if sums is None else first_token(*sums)
+    found = [*scopes]
     suspects = {scope.check.name for scope in scopes if scope.check.status == "suspect"}
     # A temperature scales the first tokens of a sure model most, too, and d with q in all.
-    if cause is None or "temperature" in suspects:
-        return [*scopes]
-    explained = _OF_MEAN_RATIO
-    _, others = lag_means(summary.total)
-    if others and cause.values["others"] < FITS * min(others)[0]:
-        explained |= {"shifted", "unrelated"}
-    found = [
-        dataclasses.replace(scope, check=cause)
-        if scope.check.status == "suspect" and scope.check.name in explained
-        else scope
-        for scope in scopes
-    ]
-    if cause.values["first"] > _FAR and cause.values["tokens"] >= FAR_TOKENS:
-        found.append(Scope(cause, summary.total.tokens, 0))
+    if summary.profiles is None or "temperature" in suspects:
+        return found
+    _, lags = lag_means(summary.total)
+    for edge in get_args(Edge):
+        sums = summary.profiles.edge_tokens(edge)
+        cause = None if sums is None else edge_token(edge, *sums)
+        if cause is None:
+            continue
+        explained = _OF_MEAN_RATIO
+        if lags and cause.values["others"] < FITS * min(lags)[0]:
+            explained |= {"shifted", "unrelated"}
+        found = [
+            dataclasses.replace(scope, check=cause)
+            if scope.check.status == "suspect" and scope.check.name in explained
+            else scope
+            for scope in found
+        ]
+        if cause.values["edge"] > _FAR and cause.values["tokens"] >= FAR_TOKENS:
+            found.append(Scope(cause, summary.total.tokens, 0))
     return found
 
 
@@ -285,7 +292,7 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
     """
     checks = _check_cell(cell, summary.pair, cell, summary.sequences)
     checks.append(bitwise_equal(cell, summary.pair, produced))
-    scopes = _by_first_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
+    scopes = _by_edge_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
     return _rank_checks(cell, [scope.check for scope in scopes])
 
 

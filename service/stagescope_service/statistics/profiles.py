@@ -26,6 +26,8 @@ from stagescope_service.statistics.cell import AT, Float64, Int32, Int64
 from stagescope_service.statistics.jit import exact, reduction
 
 Dimension = Literal["place", "end", "position", "probability", "lattice"]
+Edge = Literal["first", "last"]
+"""Of a round."""
 DIMENSIONS: Final[tuple[Dimension, ...]] = ("place", "end", "position", "probability", "lattice")
 BINS: Final = 66
 LAST: Final = 64
@@ -95,17 +97,25 @@ class Profiles:
             for key, row in zip(self.keys[own].tolist(), self.values[own].tolist(), strict=True)
         )
 
-    def first_tokens(self) -> tuple[Bin, Bin] | None:
-        """Return the sums of the first tokens of rounds, and of the others.
+    def edge_tokens(self, edge: Edge) -> tuple[Bin, Bin] | None:
+        """Return the sums of the first or the last tokens of rounds, and of the others.
 
         Tokens whose place is unknown are in neither. None: one of the two has no token.
         """
-        bins = self.of("place")
-        first = next((each for each in bins if each.key == 0), None)
-        rest = [each for each in bins if each.key not in (0, UNKNOWN)]
-        sums = [sum(each[at] for each in rest) for at in range(1, len(Bin._fields))]
-        others = Bin(1, int(sums[0]), int(sums[1]), *sums[2:])
-        return (first, others) if first is not None and first.tokens and others.tokens else None
+        at_edge, others = [], []
+        for each in self.of("place" if edge == "first" else "end"):
+            if each.key in (0, LAST):
+                at_edge.append(each)
+            elif each.key != UNKNOWN:
+                others.append(each)
+        if not (sum(each.tokens for each in at_edge) and sum(each.tokens for each in others)):
+            return None
+        return _sum(0, at_edge), _sum(1, others)
+
+
+def _sum(key: int, bins: Sequence[Bin]) -> Bin:
+    _, tokens, nonfinite, d_sum, d_abs_sum = map(sum, zip(*bins, strict=True))
+    return Bin(key, int(tokens), int(nonfinite), d_sum, d_abs_sum)
 
 
 SLOTS: Final = 2 * (OVER_ONE + 1)

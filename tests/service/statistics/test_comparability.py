@@ -272,16 +272,17 @@ def test_a_bias_of_the_first_tokens_alone_is_no_cut_of_the_vocabulary() -> None:
     assert causes["first_token"] >= 8, causes
 
 
+@pytest.mark.parametrize("edge", ["first", "last"])
 @pytest.mark.parametrize("stream", ["p", "q"])
 @pytest.mark.parametrize("tokens", [20, 60, 300])
-def test_first_tokens_that_were_filled_in_are_no_shift(stream: str, tokens: int) -> None:
+def test_edge_tokens_that_were_filled_in_are_no_shift(edge: str, stream: str, tokens: int) -> None:
     batch = draw(np.random.default_rng(5), 32, tokens, model="unsure", engine="bf16")
     filled = getattr(batch, stream).copy()
-    filled[:, 0] = -100.0
+    filled[:, {"first": 0, "last": -1}[edge]] = -100.0
     verdict = asked(dataclasses.replace(batch, **{stream: filled}), 2)
-    assert verdict.cause == "first_token", verdict.suspects
+    assert [check.name for check in verdict.suspects] == [f"{edge}_token"], verdict.suspects
     # Samples that are shifted indeed are named beside them.
-    filled[3:5, 1:] = np.roll(filled[3:5, 1:], 1, axis=1)
+    filled[3:5, 1:-1] = np.roll(filled[3:5, 1:-1], 1, axis=1)
     shifted = asked(dataclasses.replace(batch, **{stream: filled}), 2)
     assert [check.text for check in shifted.suspects if "s3, s4" in check.text] or tokens == 20
 
