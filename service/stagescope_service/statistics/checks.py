@@ -450,7 +450,7 @@ def edge_token(edge: Edge, found: Bin, others: Bin) -> Check | None:
     deviation = size * math.sqrt(math.pi / 2.0)
     mean = others.d_sum / others.tokens
     bound = max(CALIBRATION_Z * deviation / math.sqrt(others.tokens), CALIBRATION_BIAS)
-    is_noise = abs(mean + deviation**2 / 2.0) <= bound
+    is_noise = abs(mean + deviation * deviation / 2.0) <= bound  # may be infinite
     if not (of_edge > EDGE_RATIO * size and is_noise):
         return None
     text = (

@@ -293,7 +293,8 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
     checks = _check_cell(cell, summary.pair, cell, summary.sequences)
     checks.append(bitwise_equal(cell, summary.pair, produced))
     scopes = _by_edge_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
-    return _rank_checks(cell, [scope.check for scope in scopes])
+    # Whose first and last tokens are far off the profiles of all tokens do not tell.
+    return _rank_checks(cell, [scope.check for scope in scopes[: len(checks)]])
 
 
 def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:

@@ -287,6 +287,28 @@ def test_edge_tokens_that_were_filled_in_are_no_shift(edge: str, stream: str, to
     assert [check.text for check in shifted.suspects if "s3, s4" in check.text] or tokens == 20
 
 
+def test_a_rank_is_not_suspect_for_the_edge_tokens_of_another() -> None:
+    batch = draw(np.random.default_rng(5), 32, 60, model="unsure", engine="bf16")
+    q = batch.q.copy()
+    q[16:, 0] = -100.0
+    step = assembled(dataclasses.replace(batch, q=q), 2)
+    assert examine(step.summary, step.ranks).cause == "first_token"
+    verdicts = [
+        examine_cell(row.cell, step.summary, row.produced or step.summary.produced).verdict
+        for row in step.ranks
+    ]
+    assert verdicts[0] == "comparable"
+
+
+@pytest.mark.parametrize("value", [-1e200, -1e300])
+def test_huge_values_are_judged_without_an_error(value: float) -> None:
+    batch = draw(np.random.default_rng(5), 32, 60, model="unsure", engine="bf16")
+    q = batch.q.astype(np.float64)
+    q[:, 3] = value
+    given = dataclasses.replace(batch, p=batch.p.astype(np.float64), q=q)
+    assert "first_token" not in {check.name for check in asked(given, 2).suspects}
+
+
 ROWS: tuple[Shape, ...] = (
     (1, 2, 300), (1, 3, 60), (1, 4, 60), (1, 4, 300), (1, 8, 300), (2, 8, 100), (4, 16, 100),
     (8, 64, 60), (1, 16, 200), (2, 32, 24),
