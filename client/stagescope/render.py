@@ -26,6 +26,7 @@ _MIN_WIDTH: Final = 24
 _MAX_WIDTH: Final = 48
 _PICTURE_WIDTH: Final = 480
 _PICTURE_HEIGHT: Final = 48
+_MARGIN: Final = 4
 _MAX_RANGES: Final = 6
 """Most ranges of numbers that are listed."""
 WIDE_ENOUGH: Final = 1000
@@ -327,6 +328,77 @@ def html_bars(names: Sequence[str], values: Sequence[Json], what: str) -> str:
     return (
         f'<svg {size} role="img" aria-label="{label}" style="display:block;color:inherit">'
         f"{bars}</svg><div><small>{label}</small></div>"
+    )
+
+
+def html_line(
+    values: Sequence[float | None],
+    *,
+    what: str,
+    rules: Sequence[int] = (),
+    marks: Sequence[int] = (),
+) -> str:
+    """Return a small picture of a line as HTML: a value that is missing is a gap.
+
+    It has no script and takes the colour of the text around it. Of values that share a pixel the
+    least and the greatest are drawn, so that no peak is hidden; a value that is not finite is a
+    red bar of the full height, whatever stands beside it.
+
+    Args:
+        values: from left to right.
+        what: their name, for those who hear the page.
+        rules: positions before which a dashed vertical line stands.
+        marks: positions with a triangle below the line.
+    """
+    numbers = [None if value is None else float(value) for value in values]
+    finite = [value for value in numbers if value is not None and math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    scale = (_PICTURE_HEIGHT - 2 * _MARGIN) / ((high - low) or 1.0)
+    wide = (_PICTURE_WIDTH - 2 * _MARGIN) / max(len(numbers) - 1, 1)
+    base = _PICTURE_HEIGHT - _MARGIN if high > low else _PICTURE_HEIGHT / 2
+
+    columns: dict[int, list[float]] = {}
+    bad: dict[int, None] = {}
+    pieces: list[list[str]] = [[]]
+    for at, value in enumerate(numbers):
+        if value is None:
+            pieces.append([])
+            continue
+        x = round(_MARGIN + at * wide)
+        if not math.isfinite(value):
+            bad[x] = None
+            pieces.append([])
+            continue
+        extremes = columns.setdefault(x, [value, value])
+        if extremes[0] < value < extremes[1]:
+            continue
+        columns[x] = [min(extremes[0], value), max(extremes[1], value)]
+        pieces[-1].append(f"{x},{base - (value - low) * scale:.1f}")
+
+    shapes = [
+        f'<polyline points="{" ".join(piece if len(piece) > 1 else piece * 2)}"/>'
+        for piece in pieces
+        if piece
+    ]
+    shapes += [
+        f'<path d="M{x} 0V{_PICTURE_HEIGHT}" stroke="#c62828" stroke-width="2"/>' for x in bad
+    ]
+    shapes += [
+        f'<path d="M{_MARGIN + (at - 0.5) * wide:.1f} 0V{_PICTURE_HEIGHT}" stroke-width="1" '
+        'stroke-dasharray="3 3" stroke-opacity="0.7"/>'
+        for at in rules
+    ]
+    shapes += [
+        f'<path d="M{_MARGIN + at * wide:.1f} {_PICTURE_HEIGHT - 5}l3 5h-6z" fill="currentColor" '
+        'stroke="none"/>'
+        for at in marks
+    ]
+    label = html.escape(printable(what))
+    return (
+        f'<svg width="{_PICTURE_WIDTH}" height="{_PICTURE_HEIGHT}" role="img" '
+        f'aria-label="{label}" style="display:block;color:inherit" fill="none" '
+        f'stroke="currentColor" stroke-width="1.5" stroke-linecap="round"><title>{label}</title>'
+        f"{''.join(shapes)}</svg>"
     )
 
 

@@ -166,25 +166,23 @@ class Series(Table):
         return "\n".join([render.clip(self.heading, 80), *self.lines()])
 
     def _repr_html_(self) -> str:
+        """Return a line a series: a dashed rule before an attempt, a triangle where begun again."""
+        attempts, again = self["attempt"], self["begun_again"]
+        rules = [at for at in range(1, len(attempts)) if attempts[at] != attempts[at - 1]]
+        marks = [at for at, ranks in enumerate(again) if ranks]
         rows = []
-        for name in self.series[:_SHOWN]:
-            line = html.escape(sparkline(self[name], 60, bars=_BARS))
-            facts = html.escape(_summary(self["step"], self[name])) if len(self) else ""
-            rows.append(
-                f"<tr><td>{html.escape(render.printable(name))}</td>"
-                f'<td style="font-family:monospace;white-space:pre">{line}</td>'
-                f"<td>{facts}</td></tr>"
-            )
-        if rows and any(self["begun_again"]):
-            marks = html.escape(self._marks(60))
-            rows.append(
-                f'<tr><td></td><td style="font-family:monospace;white-space:pre">{marks}</td></tr>'
-            )
-        notes = "".join(
-            f"<div>{html.escape(render.printable(note))}</div>"
-            for note in (self.notes() if len(self) else self._empty_notes())
-        )
-        return render.html_block(self.heading, f"<table>{''.join(rows)}</table>{notes}")
+        for name in self.series[:_SHOWN] if len(self) else ():
+            facts = _summary(self["step"], self[name])
+            what = f"{self.heading}, {name}: {facts}"
+            line = render.html_line(self[name], what=what, rules=rules, marks=marks)
+            label = "" if name == "value" else html.escape(render.printable(name))
+            rows.append(f"<tr><td>{label}</td><td>{line}</td><td>{html.escape(facts)}</td></tr>")
+        hidden = len(self.series) - _SHOWN
+        notes = [f"... {hidden} more series"] if hidden > 0 else []
+        notes += ["a dashed line: another attempt"] if rows and rules else []
+        notes += self.notes() if len(self) else self._empty_notes()
+        foot = "".join(f"<div>{html.escape(render.printable(note))}</div>" for note in notes)
+        return render.html_block(self.heading, f"<table>{''.join(rows)}</table>{foot}")
 
 
 def _series_fields(one: JsonObject) -> Row:

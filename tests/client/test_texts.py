@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import pytest
 
 from stagescope import Metrics, Table, render
@@ -174,3 +177,37 @@ def test_what_steps_lack_is_not_shortened() -> None:
     assert f"steps 1, 3: {gap}" in text
     assert "steps 1, 3: missing actor/2 actor_update not begun" in text
     assert ".." not in text
+
+
+def test_the_line_of_a_series_hides_no_peak_and_shows_gaps_restarts_and_what_is_not_finite() -> (
+    None
+):
+    values: list[float] = [0.0] * 10_000
+    values[4_321] = 7.0  # alone among some twenty steps that share its pixel
+    values[9_000] = math.nan
+    page = series("a/<b>", "metric", values)._repr_html_()
+    tops = [float(point.split(",")[1]) for point in re.findall(r"[\d.]+,[\d.]+", page)]
+    assert min(tops) == 4.0
+    assert max(tops) == 44.0
+    assert page.count("<polyline") == 2
+    assert page.count("#c62828") == 1
+    assert "<b>" not in page.partition("</b>")[2]
+    assert "min 0 (0)  max 7 (4321)" in page
+    lonely = series("a", "metric", [1.0])._repr_html_()
+    assert '<polyline points="4,24.0 4,24.0"/>' in lonely
+
+    restarted = Series.from_answer({
+        "metric": "m", "kind": "metric", "by": None, "steps": [1, 2, 2, 3, 4],
+        "attempts": [1, 1, 2, 2, 2], "superseded_by": [None, 2, None, None, None],
+        "complete": ["complete"] * 5, "comparable": ["comparable"] * 5,
+        "begun_again": [[], [], [], ["actor 0"], []],
+        "reasons": [None, None, None, "it had no streams", None],
+        "earlier_to": None, "series": [{"name": None, "values": [1.0, 2.0, 2.0, None, 5.0]}],
+    })  # fmt: skip
+    page = restarted._repr_html_()
+    assert page.count("stroke-dasharray") == 1
+    assert "a dashed line: another attempt" in page
+    assert page.count("l3 5h-6z") == 1
+    assert page.count("<polyline") == 2
+    assert "it had no streams" in page
+    assert "value: last 5" in page
