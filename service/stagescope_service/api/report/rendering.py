@@ -191,8 +191,8 @@ def _cell(name: str, value: object) -> str:
         return format_value(number)
     if isinstance(number, float) and name in _SHARES:
         return f"{number:.1%}" if number == number else "nan"
-    if isinstance(number, float) and not unit_of(name):
-        return f"{number:.4g}"
+    if isinstance(number, float) and unit_of(name) in ("", "s"):
+        return f"{number:.4g}" if abs(number) < 1e4 or not unit_of(name) else f"{number:.0f}"
     text = format_value(number, unit_of(name))
     return text if name in _NOT_SHORT or len(text) <= 300 else f"{text[:300]}..."
 
