@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import httpx
 from tests.support import documented
@@ -110,6 +110,25 @@ class LocalEngine:
         arguments = {"sender": sender.wire(), "events": events, "payloads": payloads}
         refused: Mapping[int, str] = self._wait(self._call("record_events", arguments))["refused"]
         return refused
+
+    def take_together(self, reports: Sequence[Report]) -> None:
+        """Take in batches as they come of several processes at a time; none may be refused."""
+
+        async def take() -> list[Mapping[str, object]]:
+            calls = (
+                self.coordinator.record_events(
+                    sender=each.sender.wire(), events=each.events, payloads=each.payloads
+                )
+                for each in reports
+            )
+            answers = await asyncio.gather(*calls)
+            await self.coordinator.effects.settled()
+            return answers
+
+        self.now = max(each.clock for each in reports)
+        answers = self._wait(take())
+        self.now = None
+        assert not any(answer["refused"] for answer in answers), answers
 
     def fall_silent(self, rank: Rank) -> None:
         """Let a rank's lease run out, as where its process was killed."""
@@ -239,6 +258,17 @@ def service(home: Path, **settings: Any) -> Iterator[Service]:
         running.close()
 
 
+class Report(NamedTuple):
+    """A batch of one process's events."""
+
+    sender: schema.Sender
+    events: list[tuple[object, ...]]
+    payloads: dict[int, Any]
+    """By seq."""
+    clock: float
+    """Unix seconds of the last event."""
+
+
 class Rank:
     """One process of a training, as its probe would speak."""
 
@@ -264,15 +294,19 @@ class Rank:
 
     def say(self, kind: str, handed: Any = None, /, **fields: Any) -> int:
         """Send one event straight to the engine; return its seq."""
+        self._take(self.draft(kind, handed, **fields))
+        return self.seq
+
+    def draft(self, kind: str, handed: Any = None, /, **fields: Any) -> Report:
+        """Return one event that is not sent yet."""
         self.seq += 1
         self.clock += 0.25
         event = schema.Event(kind, self.seq, self.clock, self.clock - 500.0, fields).wire()
-        payloads = None if handed is None else {self.seq: handed}
-        self.service.engine.now = self.clock
-        refused = self.service.engine.take(self.sender, [event], payloads)
-        self.service.engine.now = None
-        assert not refused, refused
-        return self.seq
+        payloads = {} if handed is None else {self.seq: handed}
+        return Report(self.sender, [event], payloads, self.clock)
+
+    def _take(self, report: Report) -> None:
+        self.service.engine.take_together([report])
 
     def acknowledge(self) -> None:
         """Have the plan of now in force: what it says next tells so."""
@@ -283,15 +317,27 @@ class Rank:
         self, stage: str, step: int | None, payload: Any = None, seconds: float = 1.0, **fields: Any
     ) -> int:
         """Begin and end a stage."""
-        self.begin(stage, step, **fields)
+        self._take(self.draft_stage(stage, step, payload, seconds, **fields))
+        return self.seq
+
+    def draft_stage(
+        self, stage: str, step: int | None, payload: Any = None, seconds: float = 1.0, **fields: Any
+    ) -> Report:
+        """Return begin and end of a stage that are not sent yet, as a probe's batch has them."""
+        begun = self.draft(schema.BEGIN, stage=stage, step=step, **fields)
         self.clock += seconds - 0.25
-        return self.end(stage, step, payload, **fields)
+        ended = self._draft_end(stage, step, payload, **fields)
+        return Report(self.sender, begun.events + ended.events, ended.payloads, self.clock)
 
     def begin(self, stage: str, step: int | None, **fields: Any) -> int:
         return self.say(schema.BEGIN, stage=stage, step=step, **fields)
 
     def end(self, stage: str, step: int | None, payload: Any = None, **fields: Any) -> int:
+        self._take(self._draft_end(stage, step, payload, **fields))
+        return self.seq
+
+    def _draft_end(self, stage: str, step: int | None, payload: Any, **fields: Any) -> Report:
         if payload is not None:
             announced = {"tensors": {}, "bytes": 1, "meta": payload.get("meta") or {}}
             fields["payload"] = announced
-        return self.say(schema.END, payload, stage=stage, step=step, **fields)
+        return self.draft(schema.END, payload, stage=stage, step=step, **fields)

@@ -102,6 +102,7 @@ def train(
         for rank in range(ranks)
     ]  # fmt: skip
     for step in steps:
+        reports = []
         for rank in processes:
             number = rank.sender.rank
             assert number is not None
@@ -109,10 +110,12 @@ def train(
             change(batch)
             payload = wire(batch, run)
             logged = (scalars or healthy_scalars)(step)
-            rank.stage(
+            report = rank.draft_stage(
                 STAGE, step, payload, seconds=seconds(step, number), scalars=logged,
                 **({"policy_version": step} if batch.versions is not None else {}),
             )  # fmt: skip
+            reports.append(report)
+        live.engine.take_together(reports)
     for rank in processes:
         rank.begin(STAGE, steps.stop)
     live.engine.keep()
