@@ -16,7 +16,7 @@ SERVICE: Final = ROOT / "service/stagescope_service"
 ROOTS: Final = (CLIENT, WORKERS, SERVICE)
 
 LAYERS: Final = (
-    "settings", "figure_style", "statistics", "rows", "store", "dumps", "compare", "triggers",
+    "settings", "figure_style", "rows", "statistics", "store", "dumps", "compare", "triggers",
     "diagnosis", "core", "ingest", "coordinator", "api",
 )  # fmt: skip
 """Packages of the service, the lowest first: each may import itself and those before it."""

@@ -23,7 +23,8 @@ from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
 from stagescope_service.ingest.payload_values import Payload, read_value
-from stagescope_service.rows.ragged import count_by_row, hash_rows
+from stagescope_service.rows.positions import POSITION_TENSORS
+from stagescope_service.rows.ragged import count_by_row, hash_rows, row_of_each
 from stagescope_service.statistics import (
     PartRecord,
     StatisticsSettings,
@@ -368,7 +369,7 @@ def _stream_rows(job: IngestJob, payload: Payload) -> Iterator[Put]:
 
 MAX_SAMPLES: Final = 20_000
 """Samples of a payload with rows of their own; the statistics include all samples."""
-_OF_PIECES: Final = frozenset({"positions", "token_offset", "round_offset"})
+_OF_PIECES: Final = POSITION_TENSORS | {"round_offset"}
 """Tensors of payloads whose rows may be pieces of samples."""
 
 
@@ -451,7 +452,7 @@ def _round_counts(payload: Payload, rows: int) -> list[int] | None:
         return counts
     if ids[2].size != len(on):
         return None
-    row = np.repeat(np.arange(rows), np.diff(offsets))[on]
+    row = row_of_each(offsets)[on]
     distinct = np.unique(np.stack([row, ids[2].reshape(-1)[on]], axis=1), axis=0)
     counts = np.bincount(distinct[:, 0], minlength=rows).tolist()
     return counts

@@ -8,7 +8,7 @@ each row's first token; see `schema.PAYLOAD_TENSORS`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,6 +20,43 @@ from stagescope_service.rows.ragged import Bools, Int64, RowBlock, is_in_row, ro
 POSITION_TENSORS: Final = frozenset({"positions", "token_offset"})
 _SPARSE: Final = 8
 """Slots a token in a table of all positions, above which the table has only those in use."""
+
+
+def has_positions(names: Iterable[str]) -> bool:
+    """Return whether a payload with these tensors gives its tokens' positions in their samples."""
+    return not POSITION_TENSORS.isdisjoint(names)
+
+
+def positions_of(
+    token: Int64, row: Int64, offsets: Int64, positions: Int64 | None, token_offset: Int64 | None
+) -> Int64:
+    """Return the positions of tokens in their samples.
+
+    They are the recorded ones, else the tokens' columns in their rows plus the rows' offsets.
+
+    Args:
+        token: indexes of tokens in flat rows.
+        row: the row of each of them.
+        offsets: int64 [rows + 1], bounds of the rows.
+        positions: of all tokens of the rows, or None.
+        token_offset: [rows], position of each row's first token, or None: 0.
+    """
+    if positions is not None:
+        return positions[token]
+    column: Int64 = token - offsets[row]
+    return column if token_offset is None else column + token_offset[row]
+
+
+def continues(token: Int64, row: Int64, offsets: Int64, positions: Int64 | None) -> Bools:
+    """Return whether the token before each one is the one before it in its sample, too.
+
+    A token outside of `row`, or at its beginning, continues nothing. Arguments: see `positions_of`.
+    """
+    inside: Bools = (token > offsets[row]) & (token < offsets[row + 1])
+    if positions is not None and inside.any():
+        at = np.where(inside, token, 0)
+        inside &= positions[at] == positions[at - inside] + 1
+    return inside
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.names import misspelt
 from stagescope.wire.schema import PAIRS, STREAM_TENSORS
 from stagescope.wire.tensorfile import WireTensor as WireTensor
-from stagescope_service.statistics.cell import Array, Int64, Mask
+from stagescope_service.rows.positions import continues, positions_of
+from stagescope_service.statistics.cell import Array, Bool, Int64, Mask
 
 FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 INTEGERS: Final = ("int64", "int32", "int16", "int8", "uint8", "bool")
@@ -80,11 +81,11 @@ class TokenBatch:
 
     def positions_of(self, token: Int64, row: Int64) -> Int64:
         """Return the positions of tokens in their samples; `row`: of each of them."""
-        if self.positions is not None:
-            return self.positions[token]
-        offset = self.token_offset
-        shift: Int64 = token - self.row_offsets[row]
-        return shift if offset is None else shift + offset[row]
+        return positions_of(token, row, self.row_offsets, self.positions, self.token_offset)
+
+    def continues(self, token: Int64, row: Int64) -> Bool:
+        """Return whether tokens, each of its `row`, follow the ones before them in the sample."""
+        return continues(token, row, self.row_offsets, self.positions)
 
     @classmethod
     def from_tensors(

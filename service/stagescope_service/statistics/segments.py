@@ -14,6 +14,7 @@ from typing import Any, Final
 import numba
 import numpy as np
 
+from stagescope_service.rows.positions import continues, positions_of
 from stagescope_service.statistics.cell import Int64, Mask, UInt8
 from stagescope_service.statistics.jit import entry, exact, input_type, tuple_type
 
@@ -174,9 +175,7 @@ def find(
         positions, round_ids, turn_ids, versions: int64 [tokens], or empty where not given.
         skip: uint8 [tokens], 1 where a token must not count, or empty; rounds do not change.
     """
-    zeros = np.zeros(len(row_offsets) - 1, np.int64)
-    row_token = zeros if token_offset is None else token_offset
-    row_round = zeros if round_offset is None else round_offset
+    row_round = np.zeros(len(row_offsets) - 1, np.int64) if round_offset is None else round_offset
     common = (mask, np.uint64(one), row_offsets, row_round)
     optional = (positions, round_ids, turn_ids, versions)
     if skip.size or any(array.size for array in optional):
@@ -184,19 +183,21 @@ def find(
         table, bad_mask, bad_round = _find_general(*common, *optional, skip)
     else:
         table, bad_mask, bad_round = _find_plain(*common)
-    return Segments(table, _cover(table, row_offsets, row_token, positions), bad_mask, bad_round)
+    known = positions if positions.size else None
+    return Segments(table, _cover(table, row_offsets, known, token_offset), bad_mask, bad_round)
 
 
-def _cover(table: Int64, row_offsets: Int64, row_token: Int64, positions: Int64) -> Int64:
+def _cover(
+    table: Int64, row_offsets: Int64, positions: Int64 | None, token_offset: Int64 | None
+) -> Int64:
     """Return the stretches that segments [segments, 6] cover, [stretches, 4] by `COVER`."""
     start, stop, row = table[:, 0], table[:, 1], table[:, 2]
     # Segments of one run, split where round, turn or version change, are one stretch.
-    goes_on = np.zeros(len(table), bool)
-    goes_on[1:] = (row[1:] == row[:-1]) & (start[1:] == stop[:-1])
-    if positions.size:
-        goes_on[1:] &= positions[start[1:]] == positions[stop[:-1] - 1] + 1
+    goes_on = continues(start, row, row_offsets, positions)
+    goes_on[1:] &= start[1:] == stop[:-1]
+    goes_on[:1] = False
     at = np.flatnonzero(~goes_on)
     begin, row = start[at], row[at]
     length = stop[np.append(at[1:], len(table)) - 1] - begin if len(at) else begin
-    first = positions[begin] if positions.size else begin - row_offsets[row] + row_token[row]
+    first = positions_of(begin, row, row_offsets, positions, token_offset)
     return np.stack([row, first, first + length, begin], axis=1)

@@ -10,10 +10,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stagescope.wire.errors import InvalidTensor
+from stagescope_service.rows.ragged import cumulative, row_of_each
 from stagescope_service.statistics import blocks, kernel, profiles, segments
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.batch import TokenBatch
-from stagescope_service.statistics.cell import Array, Bool, Float32, Float64, Int64, Mask, UInt8
+from stagescope_service.statistics.cell import Array, Float32, Float64, Int64, Mask, UInt8
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.jit import announced
 from stagescope_service.statistics.settings import StatisticsSettings
@@ -257,11 +258,9 @@ def _placement(batch: TokenBatch, table: Int64, every: Int64) -> Int64:
     a piece of a sample: it may go on in another one.
     """
     start, stop, row = every[:, _START], every[:, _STOP], every[:, _ROW]
-    follows = np.zeros(len(every), bool)  # segments of a round, by turn or version
-    follows[1:] = (start[1:] == stop[:-1]) & (row[1:] == row[:-1])
-    follows[1:] &= every[1:, _ROUND] == every[:-1, _ROUND]
-    if batch.positions is not None:
-        follows[1:] &= batch.positions[start[1:]] == batch.positions[stop[:-1] - 1] + 1
+    follows = batch.continues(start, row)  # segments of a round, by turn or version
+    follows[1:] &= (start[1:] == stop[:-1]) & (every[1:, _ROUND] == every[:-1, _ROUND])
+    follows[:1] = False
     heads = np.flatnonzero(~follows)
     first, row = start[heads], row[heads]
     past = stop[np.append(heads[1:], len(every)) - 1] if len(heads) else first
@@ -271,21 +270,12 @@ def _placement(batch: TokenBatch, table: Int64, every: Int64) -> Int64:
     if batch.has_positions:
         last[last == profiles.LAST] = profiles.UNKNOWN
         known_first = batch.positions_of(first, row) == 0
-        known_first |= _joined(batch, first - 1, row)
-        known_last = _joined(batch, past - 1, row)
+        known_first |= batch.continues(first, row)
+        known_last = batch.continues(past, row)
     run = np.searchsorted(first, table[:, _START], "right") - 1
     place = np.where(known_first[run], table[:, _START] - first[run], UNKNOWN)
     behind = np.where(known_last[run], past[run] - 1 - table[:, _START], UNKNOWN)
     return np.stack([place, behind, last[run]], axis=1)
-
-
-def _joined(batch: TokenBatch, token: Int64, row: Int64) -> Bool:
-    """Whether these tokens, and those after them, are of the row and adjacent in the sample."""
-    inside = (token >= batch.row_offsets[row]) & (token + 1 < batch.row_offsets[row + 1])
-    if batch.positions is not None and inside.any():
-        at = np.where(inside, token, 0)
-        inside &= batch.positions[at + inside] == batch.positions[at] + 1
-    return inside
 
 
 def _sequences(
@@ -332,10 +322,11 @@ def _marks(batch: TokenBatch, cover: Int64) -> tuple[Int64, Float32]:
     stride = (1 << np.ceil(np.log2(extent)).astype(np.int64))[sequence]
     count = np.maximum(-(-last // stride) + (first // -stride), 0)
     # A row with repeated positions has more: the first ones suffice.
-    before = np.cumsum(count) - count
+    before = cumulative(count)[:-1]
     count = np.minimum(count, np.maximum(2 * _MARKS - (before - before[begins][sequence]), 0))
-    run = np.repeat(np.arange(len(cover)), count)
-    number = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
+    bounds = cumulative(count)
+    run = row_of_each(bounds)
+    number = np.arange(len(run)) - bounds[run]
     position = (number - (first // -stride)[run]) * stride[run]
     ends = np.append(begins[1:], len(cover)) - 1
     run = np.concatenate([begins, run, ends])

@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.tensorfile import WireTensor
-from stagescope_service.rows.positions import TokenIndex, token_positions
-from stagescope_service.rows.ragged import Int64
+from stagescope_service.rows.positions import (
+    TokenIndex,
+    continues,
+    positions_of,
+    token_positions,
+)
+from stagescope_service.rows.ragged import Int64, cumulative, row_of_each
 
 SAMPLES: Final = 4
 TOKENS: Final = st.lists(st.tuples(st.integers(0, SAMPLES - 1), st.integers(-2, 6)), max_size=20)
@@ -70,6 +75,38 @@ def test_positions_outside_of_any_sample_are_refused() -> None:
     far = np.array([0, 1 << 61])
     with pytest.raises(InvalidTensor, match=f"positions from 0 to {1 << 61}"):
         TokenIndex.of(np.array([0, 1]), far, 2)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(-3, 3), max_size=5), min_size=1, max_size=4),
+    st.booleans(),
+    st.data(),
+)
+def test_a_token_continues_the_one_before_it_in_its_row_and_its_sample(
+    rows: list[list[int]], recorded: bool, data: st.DataObject
+) -> None:
+    offsets = cumulative([len(row) for row in rows])
+    row = row_of_each(offsets)
+    positions = np.array([at for each in rows for at in each], np.int64) if recorded else None
+    begins = data.draw(st.none() | st.just([3 * (index + 1) for index in range(len(rows))]))
+    token_offset = None if begins is None else np.array(begins)
+    expected = [
+        each if recorded else [column + (begins[index] if begins else 0) for column in range(size)]
+        for index, each in enumerate(rows)
+        for size in [len(each)]
+    ]
+    tokens = np.arange(len(row))
+    found = positions_of(tokens, row, offsets, positions, token_offset)
+    assert found.tolist() == [at for each in expected for at in each]
+    follows = [
+        column > 0 and at == each[column - 1] + 1
+        for each in expected
+        for column, at in enumerate(each)
+    ]
+    assert continues(tokens, row, offsets, positions).tolist() == follows
+    last = np.arange(len(rows))  # a token behind its row continues nothing
+    assert not continues(offsets[1:], last, offsets, positions).any()
 
 
 def tensor(rows: list[list[int]], *, ragged: bool) -> WireTensor:

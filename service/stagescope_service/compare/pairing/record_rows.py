@@ -23,7 +23,7 @@ from stagescope_service.compare.flow import (
     is_structural,
 )
 from stagescope_service.dumps.records import SHIFTED_BY_ONE, Record
-from stagescope_service.rows.positions import POSITION_TENSORS
+from stagescope_service.rows.positions import has_positions
 from stagescope_service.rows.ragged import (
     Bools,
     Int64,
@@ -93,7 +93,7 @@ class RecordRows:
     @property
     def has_fragments(self) -> bool:
         """Whether its rows may be fragments of samples: they give the positions of their tokens."""
-        return not POSITION_TENSORS.isdisjoint(self.names)
+        return has_positions(self.names)
 
     def find(self, name: str) -> RowTensor | None:
         """Return a tensor by row, None if it is absent or not by row."""

@@ -42,6 +42,7 @@ from stagescope_service.compare.pairing.shard_index import (
 from stagescope_service.compare.pairing.token_alignment import RowPairing
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.records import Dump, DumpEntry, Problem, Record
+from stagescope_service.rows.positions import POSITION_TENSORS
 from stagescope_service.statistics.pairwise import Pairwise
 
 
@@ -284,7 +285,7 @@ def pair_aligned_rows(a: RecordRows, b: RecordRows) -> RowPairing | None:
         return _identity(0, (), BY_ROW) if a.count == b.count else None
     if (a.has_fragments or b.has_fragments) and not all(
         name in a.names and name in b.names and _has_same_values(a, b, name)
-        for name in ("positions", "token_offset")
+        for name in POSITION_TENSORS
         if name in a.names or name in b.names
     ):
         return None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from stagescope_service.compare.flow import is_structural
 from stagescope_service.compare.pairing.record_rows import RecordRows, RowExtent
 from stagescope_service.dumps.records import Location
-from stagescope_service.rows.positions import TokenIndex
+from stagescope_service.rows.positions import TokenIndex, positions_of
 from stagescope_service.rows.ragged import (
     Bools,
     Int64,
@@ -298,14 +298,17 @@ def _positions(selected: _SelectedValues, rows: Int64) -> Int64:
     row may be padded on the left.
     """
     tensor, index, edges = selected.tensor, selected.flat_index, selected.edges
-    positions = selected.rows.find("positions")
-    if positions is not None and np.array_equal(positions.offsets, tensor.offsets):
-        return np.asarray(positions.flat[index], np.int64)
     row = row_of_each(edges)
-    offset = selected.rows.find("token_offset")
-    if offset is not None:
-        return index - tensor.offsets[rows][row] + offset.flat[rows].astype(np.int64)[row]
-    return index - index[edges[:-1][row]]
+    positions, offset = selected.rows.find("positions"), selected.rows.find("token_offset")
+    if positions is not None and not np.array_equal(positions.offsets, tensor.offsets):
+        positions = None
+    if positions is None and offset is None:
+        return index - index[edges[:-1][row]]
+    recorded = [
+        None if each is None else each.flat.astype(np.int64, copy=False)
+        for each in (positions, offset)
+    ]
+    return positions_of(index, rows[row], tensor.offsets, *recorded)
 
 
 def coordinate_in(shape: tuple[int, ...], flat: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.schema import STAGES, Part
 from stagescope_service.dumps.joining.rows import RecordedPart, RowIndex, rows_lacking_ranks
 from stagescope_service.dumps.records import Dump, DumpEntry, Record, mapping
-from stagescope_service.rows.positions import POSITION_TENSORS, token_positions
+from stagescope_service.rows.positions import has_positions, token_positions
 from stagescope_service.rows.ragged import Bools
 from stagescope_service.store.tensorfile import WireTensor
 
@@ -196,10 +196,10 @@ class _Scanner:
         else:
             part.samples = part.samples or record.samples
         part.texts |= {name: each for name, each in texts.items() if len(each) == count}
-        has_positions = not POSITION_TENSORS.isdisjoint(tensors)
-        if part.context_ranks > 1 and not has_positions:
+        placed = has_positions(tensors)
+        if part.context_ranks > 1 and not placed:
             part.checksum = _checksum(part.checksum, tensors)
-        if has_positions and (tokens := token_positions(tensors, count)) is not None:
+        if placed and (tokens := token_positions(tensors, count)) is not None:
             part.span = max(part.span or 0, tokens.span)
         for name, (tag, shape, values, offsets) in tensors.items():
             if offsets is not None and len(offsets) == count + 1:
@@ -207,7 +207,7 @@ class _Scanner:
                 part.shapes.setdefault(name, (tag, (count, width, *shape[1:])))
             elif offsets is None and count and shape[:1] == (count,):
                 part.shapes.setdefault(name, (tag, shape))
-            is_mask = name in ("response_mask", "attention_mask") and not has_positions
+            is_mask = name in ("response_mask", "attention_mask") and not placed
             if is_mask and offsets is None and len(shape) == 2:
                 self._add_edges(name, values.reshape(shape) != 0, tensors.get("responses"))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.records import DumpEntry, Record, mapping
-from stagescope_service.rows.positions import POSITION_TENSORS
+from stagescope_service.rows.positions import has_positions
 from stagescope_service.rows.ragged import Int64
 from stagescope_service.store.tensorfile import WireTensor
 
@@ -63,7 +63,7 @@ class RecordedPart:
     @property
     def has_positions(self) -> bool:
         """Whether it recorded the positions of its tokens in their samples."""
-        return not POSITION_TENSORS.isdisjoint(self.shapes)
+        return has_positions(self.shapes)
 
     @property
     def context_ranks(self) -> int:
