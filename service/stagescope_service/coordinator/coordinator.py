@@ -31,9 +31,8 @@ from stagescope_service.coordinator.arguments import (
     names_checked,
 )
 from stagescope_service.coordinator.capture_references import with_baseline, with_ranks
-from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.draining import Draining
-from stagescope_service.coordinator.effects import Effects
+from stagescope_service.coordinator.effects import Commits, Effects
 from stagescope_service.coordinator.hang_watch import HangWatch
 from stagescope_service.coordinator.intake import Intake
 from stagescope_service.coordinator.load import Load, resident_bytes
@@ -257,7 +256,7 @@ class Coordinator:
         self.commits.check_ready()
         await self._check_step(attempt_id, step)
         key = {"attempt_id": attempt_id, "step": step}
-        pinned = await self.effects.pin(attempt_id, step)
+        pinned = await self.effects.retention.pin(attempt_id, step)
         # Without a payload in a ring, too: kept files that are still to come are to stay.
         rows = [Put("steps", {**key, "pinned": True}), self._audit(by, "pin", key)]
         await self.effects.write(rows)
@@ -273,7 +272,7 @@ class Coordinator:
         self.commits.check_ready()
         await self._check_step(attempt_id, step)
         key = {"attempt_id": attempt_id, "step": step}
-        done = await self.effects.unpin(attempt_id, step)
+        done = await self.effects.retention.unpin(attempt_id, step)
         rows = [Put("steps", {**key, "pinned": False})] if done else []
         await self.effects.write([*rows, self._audit(by, "unpin", key)])
         return {**key, "unpinned": done}

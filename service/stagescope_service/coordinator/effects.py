@@ -11,24 +11,21 @@ import asyncio
 import functools
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
-from stagescope.wire.errors import StagescopeError, StoreError, Unreachable
+from stagescope.wire.errors import NotReady, StagescopeError, StoreError, Unreachable
 from stagescope.wire.keep import matching_selectors, read_keep
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
-from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.hang_watch import HangWatch
 from stagescope_service.coordinator.retention import Limits, Retention
 from stagescope_service.coordinator.retries import RetriedWork
 from stagescope_service.coordinator.trigger_actions import (
     Acting,
-    PinAnswer,
     RequestCapture,
     Webhooks,
-    gone_of,
 )
 from stagescope_service.coordinator.trigger_watch import StepOrdering, Triggers
 from stagescope_service.coordinator.weight_comparer import WeightComparer
@@ -52,16 +49,82 @@ from stagescope_service.core.instructions import (
     Settled,
 )
 from stagescope_service.core.operator_tables import refusal
+from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.contract import Write
-from stagescope_service.store.tables import ArtifactRow
+from stagescope_service.store.contract import Store, Write
 from stagescope_service.triggers.watch import REACH
 
 logger = logging.getLogger(__name__)
 
-_MAX_FILES: Final = 100_000
+
+class Commits:
+    """Commits rows and wakes the calls that wait for them; used from one event loop."""
+
+    def __init__(self, state: State, store: Store) -> None:
+        self.state = state
+        self.store = store
+        self.uncommitted: Counter[PayloadKey] = Counter()
+        """Payloads settled in memory and not yet on disk: a sender that heard of it would let the
+        payload go."""
+        self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+
+    def check_ready(self) -> None:
+        """Raise `NotReady` while the catalogue cannot be written."""
+        health = self.store.health()
+        if not health.healthy:
+            raise NotReady(
+                f"the catalogue cannot be written: {health.reason}",
+                advice="nothing was taken in; the same call may be made again",
+            )
+
+    async def commit(self, rows: Sequence[Write], settled: Sequence[PayloadKey] = ()) -> None:
+        """Write rows, among them the ends of the `settled` payloads; return after the commit."""
+        if not rows:
+            return
+        self.uncommitted.update(settled)
+        try:
+            await asyncio.wrap_future(self.store.submit(rows))
+        finally:
+            self.uncommitted.subtract(settled)
+            for key in settled:
+                if self.uncommitted[key] <= 0:
+                    del self.uncommitted[key]
+
+    def receipts(self, incarnation: str, seqs: Iterable[int]) -> dict[int, str]:
+        """Return seq -> state of those payloads whose end is on disk."""
+        process = self.state.registry.processes.get(incarnation)
+        if process is None:
+            return {}
+        return {
+            seq: process.settled[seq]
+            for seq in seqs
+            if seq in process.settled and PayloadKey(incarnation, seq) not in self.uncommitted
+        }
+
+    async def wait(self, name: str, seconds: float) -> None:
+        """Wait until `name` (an incarnation, or a capture) is notified, at most `seconds`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[name].add(future)
+        try:
+            await asyncio.wait({future}, timeout=seconds)
+        finally:
+            waiting = self._waiting[name]
+            waiting.discard(future)
+            if not waiting:
+                del self._waiting[name]
+
+    def notify(self, names: Iterable[str]) -> None:
+        """Wake the calls that wait for one of these names."""
+        for name in names:
+            for future in self._waiting.get(name, ()):
+                if not future.done():
+                    future.set_result(None)
+
+    def notify_all(self) -> None:
+        """Wake every call that waits."""
+        self.notify(list(self._waiting))
 
 
 class Effects:
@@ -95,7 +158,7 @@ class Effects:
             settings.kept_bytes, settings.kept_days, settings.kept_steps, settings.keep_row_steps
         )
         self.retention = Retention(catalogue, ingestors, self.write, limits)
-        acting = Acting(catalogue, self.pin, request_capture, Webhooks())
+        acting = Acting(catalogue, self.retention.pin, request_capture, Webhooks())
         self.triggers = Triggers(catalogue, self.write, acting)
         self._settings = settings
         self._state = commits.state
@@ -108,7 +171,6 @@ class Effects:
         self._payloads: dict[PayloadKey, object] = {}
         self._due: Counter[Aggregate] = Counter()
         """Steps to aggregate as soon as what makes them due is on disk."""
-        self._nodes_adopted: set[str] = set()
         self._aggregating = RetriedWork[Aggregate, Aggregate](
             "the aggregation of", self._aggregate, self._aggregation_failed
         )
@@ -371,54 +433,11 @@ class Effects:
             self.catalogue.oldest_but, attempt_id, step, self._settings.keep_steps
         )
 
-    # --- rings and kept files ---------------------------------------------------------------
+    # --- kept files -------------------------------------------------------------------------
     def retire_files(self) -> None:
         """Delete kept files that are too old; to be called often."""
         self._run(self.retention.check())
 
     def _adopt_files(self, node: str) -> None:
-        """Bring the catalogue and the kept files of a node together, once."""
-        if node not in self._nodes_adopted:
-            self._nodes_adopted.add(node)
-            self._run(self._adopt_now(node))
-
-    async def _adopt_now(self, node: str) -> None:
-        try:
-            await self.retention.adopt(node)
-        except StagescopeError:
-            logger.exception("the kept files of node %s could not be read", node)
-            self._nodes_adopted.discard(node)
-
-    async def pin(self, attempt_id: int, step: int) -> PinAnswer:
-        """Pin the payloads of a step on every node that has some.
-
-        Kept files of a pinned step stay by themselves; the answer counts them, too.
-        """
-        payloads, size, gone = 0, 0, 0
-        reasons: list[str] = []
-        for node, rows in (await self._ring_files(attempt_id, step)).items():
-            pinned = await self._ingestors.pin(node, attempt_id, step)
-            payloads, size = payloads + pinned.payloads, size + pinned.bytes
-            reasons += [pinned.reason] if pinned.reason else []
-            gone += 0 if pinned.reason else gone_of(rows, pinned.payloads)
-        files = await asyncio.to_thread(
-            self.catalogue.artifacts, attempt_id, step, kind="kept", limit=_MAX_FILES
-        )
-        payloads, size = payloads + len(files), size + sum(row["bytes"] for row in files)
-        return PinAnswer(payloads, size, gone, tuple(reasons))
-
-    async def unpin(self, attempt_id: int, step: int) -> bool:
-        """Release the payloads of a step; return whether every node's ring did."""
-        nodes = await self._ring_files(attempt_id, step)
-        return all([await self._ingestors.unpin(node, attempt_id, step) for node in nodes])
-
-    async def _ring_files(self, attempt_id: int, step: int) -> dict[str, list[ArtifactRow]]:
-        """Return node -> rows of `artifacts` of a step's payloads in rings, deleted ones too."""
-        rows = await asyncio.to_thread(
-            self.catalogue.artifacts,
-            attempt_id, step, kind="ring", deleted=None, limit=_MAX_FILES,
-        )  # fmt: skip
-        found: dict[str, list[ArtifactRow]] = {}
-        for row in sorted(rows, key=lambda row: row["node_id"]):
-            found.setdefault(row["node_id"], []).append(row)
-        return found
+        if not self.retention.is_adopted(node):
+            self._run(self.retention.adopt_once(node))

@@ -18,6 +18,7 @@ from typing import Final
 
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.nonfinite import JsonObject
+from stagescope_service.coordinator.trigger_actions import PinAnswer, gone_of
 from stagescope_service.core.findings import NOT_KEPT
 from stagescope_service.core.instructions import IngestJob, Put
 from stagescope_service.ingest.ingestors import IngestorClient
@@ -25,7 +26,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import RemoveRows, WriteRows
 from stagescope_service.store.queries.files import KeptFile, KeptPlace
 from stagescope_service.store.queries.runs import RemovableStep
-from stagescope_service.store.tables import FindingRow
+from stagescope_service.store.tables import ArtifactRow, FindingRow
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ _ROWS: Final = 2000
 """Rows that are removed in one transaction."""
 _STEPS: Final = 100
 _MAX_RUNS: Final = 100_000
+_MAX_FILES: Final = 100_000
 _DAY: Final = 86_400.0
 _SLACK: Final = 50
 """A deletion frees 1/50 of the limit beyond what is needed, so that not every payload deletes."""
@@ -98,6 +100,7 @@ class Retention:
         self._not_kept = 0
         self._open: dict[int, str] = {}
         self._newest: dict[int, int] = {}
+        self._adopted: set[str] = set()
         self._changing = asyncio.Lock()
         self._removing = asyncio.Lock()
 
@@ -300,7 +303,57 @@ class Retention:
         if self._bytes is not None:
             self._bytes[node] -= sum(row["bytes"] for row in deleted)
 
+    # --- pins -----------------------------------------------------------------------------
+    async def pin(self, attempt_id: int, step: int) -> PinAnswer:
+        """Pin the payloads of a step on every node that has some.
+
+        Kept files of a pinned step stay by themselves; the answer counts them, too.
+        """
+        payloads, size, gone = 0, 0, 0
+        reasons: list[str] = []
+        for node, rows in (await self._ring_files(attempt_id, step)).items():
+            pinned = await self._ingestors.pin(node, attempt_id, step)
+            payloads, size = payloads + pinned.payloads, size + pinned.bytes
+            reasons += [pinned.reason] if pinned.reason else []
+            gone += 0 if pinned.reason else gone_of(rows, pinned.payloads)
+        files = await asyncio.to_thread(
+            self._catalogue.artifacts, attempt_id, step, kind="kept", limit=_MAX_FILES
+        )
+        payloads, size = payloads + len(files), size + sum(row["bytes"] for row in files)
+        return PinAnswer(payloads, size, gone, tuple(reasons))
+
+    async def unpin(self, attempt_id: int, step: int) -> bool:
+        """Release the payloads of a step; return whether every node's ring did."""
+        nodes = await self._ring_files(attempt_id, step)
+        return all([await self._ingestors.unpin(node, attempt_id, step) for node in nodes])
+
+    async def _ring_files(self, attempt_id: int, step: int) -> dict[str, list[ArtifactRow]]:
+        """Return node -> rows of `artifacts` of a step's payloads in rings, deleted ones too."""
+        rows = await asyncio.to_thread(
+            self._catalogue.artifacts,
+            attempt_id, step, kind="ring", deleted=None, limit=_MAX_FILES,
+        )  # fmt: skip
+        found: dict[str, list[ArtifactRow]] = {}
+        for row in sorted(rows, key=lambda row: row["node_id"]):
+            found.setdefault(row["node_id"], []).append(row)
+        return found
+
     # --- the start ------------------------------------------------------------------------
+    def is_adopted(self, node: str) -> bool:
+        """Return whether the adoption of a node has begun."""
+        return node in self._adopted
+
+    async def adopt_once(self, node: str) -> None:
+        """Adopt a node unless that was begun; where it fails, `is_adopted` is false again."""
+        if node in self._adopted:
+            return
+        self._adopted.add(node)
+        try:
+            await self.adopt(node)
+        except StagescopeError:
+            logger.exception("the kept files of node %s could not be read", node)
+            self._adopted.discard(node)
+
     async def adopt(self, node: str) -> None:
         """Reconcile the catalogue with a node's disk: orphans get rows, missing files are ended."""
         async with self._changing:
