@@ -48,7 +48,7 @@ class Delete(NamedTuple):
 
 
 class RemoveRows(NamedTuple):
-    """Delete rows of a step, at most `limit`: of the tables in `upsert.STEP_ROWS`.
+    """Delete rows of a step, at most `limit`: of the tables in `tables.STEP_ROWS`.
 
     What outlives them are the step's own row with its summary, its metrics, findings, losses,
     dumps, and files that still exist.

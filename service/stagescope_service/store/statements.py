@@ -1,4 +1,4 @@
-"""INSERTs and upserts, compiled once for a database and executed by its driver on whole columns.
+"""Checks of writes; INSERTs and upserts, compiled once and executed by the driver on whole columns.
 
 SQLAlchemy's executemany processes every value of every row in Python, which costs as much as
 SQLite's work.
@@ -8,15 +8,53 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from stagescope.wire.errors import StoreError
 from stagescope_service.store.columns import Flag, StrictJson, dump_json
+from stagescope_service.store.contract import Put, RemoveRows, Write
+from stagescope_service.store.tables import TABLES
 
 Columns: TypeAlias = dict[str, Sequence[Any]]
 """Name -> the value in each row; all of one length, not empty."""
+
+_COLUMNS: Final = {name: frozenset(table.columns.keys()) for name, table in TABLES.items()}
+KEYS: Final = {
+    name: tuple(column.name for column in table.primary_key) for name, table in TABLES.items()
+}
+NUMBERED: Final = frozenset({"audit"})
+"""Tables whose keys the database generates: rows are inserted, never merged."""
+
+
+def check(write: Write) -> None:
+    """Refuse a write that no database would accept.
+
+    Raises:
+        StoreError: an unknown table or column, a part of the key missing, an empty `where`.
+    """
+    columns = _COLUMNS.get(write.table)
+    if columns is None:
+        raise StoreError(f"no table {write.table!r}", expected=f"one of {', '.join(_COLUMNS)}")
+    if isinstance(write, RemoveRows):
+        return
+    given = write.row if isinstance(write, Put) else write.where
+    if not given.keys() <= columns:
+        raise StoreError(
+            f"table {write.table} has no columns {sorted(given.keys() - columns)}",
+            expected=f"some of {sorted(columns)}",
+        )
+    if not isinstance(write, Put):
+        if not given:
+            raise StoreError(f"a delete of all rows of {write.table}", expected="a condition")
+        return
+    for name in KEYS[write.table]:
+        if given.get(name) is None and write.table not in NUMBERED:
+            raise StoreError(
+                f"a row of {write.table} without {name}", expected=f"{KEYS[write.table]}"
+            )
 
 
 def columns_of(names: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> Columns:

@@ -16,8 +16,8 @@ from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.core.spans import RAW_SEQ
 from stagescope_service.core.state import State
 from stagescope_service.store.columns import Flag, StrictJson
+from stagescope_service.store.statements import check
 from stagescope_service.store.tables import TABLES
-from stagescope_service.store.upsert import check
 
 anything = st.recursive(
     st.none()

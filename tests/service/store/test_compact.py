@@ -25,10 +25,9 @@ from stagescope_service.store.compact import COMPACT_VIEWS
 from stagescope_service.store.contract import Delete, Put, RemoveRows, Write
 from stagescope_service.store.ids import Ids
 from stagescope_service.store.snapshot import rows
-from stagescope_service.store.sql import SqlStore
+from stagescope_service.store.sql import SqlStore, WriteBatch
 from stagescope_service.store.tables import TABLES
 from stagescope_service.store.tables.declare import views
-from stagescope_service.store.upsert import WriteBatch
 
 _INTS = st.none() | st.integers(0, 3) | st.just(1 << 61)
 _REALS = st.none() | st.floats() | st.just(1.8e9 + 1 / 3)

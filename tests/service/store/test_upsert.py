@@ -15,8 +15,9 @@ from stagescope.wire.errors import StoreError
 from stagescope_service.store import connect, migrate, statements
 from stagescope_service.store.contract import Delete, Put, Write
 from stagescope_service.store.snapshot import rows
+from stagescope_service.store.sql import WriteBatch
+from stagescope_service.store.statements import check
 from stagescope_service.store.tables import TABLES
-from stagescope_service.store.upsert import WriteBatch, check
 
 _KEYS = st.fixed_dictionaries(
     {

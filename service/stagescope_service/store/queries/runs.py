@@ -21,6 +21,7 @@ from stagescope_service.store.queries.overview import (
 from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, of_few
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import (
+    STEP_ROWS,
     TABLES,
     ProcessColumns,
     ProcessRow,
@@ -28,9 +29,9 @@ from stagescope_service.store.tables import (
     StageRow,
     StepRow,
     stages,
+    step_rows,
 )
 from stagescope_service.store.tables.training import REMOVABLE
-from stagescope_service.store.upsert import STEP_ROWS, step_rows
 
 
 class RemovableStep(TypedDict):

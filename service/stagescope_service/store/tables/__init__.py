@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import sqlalchemy as sa
+
 from stagescope_service.store.tables.compact import COMPACT
 from stagescope_service.store.tables.declare import metadata, views
 from stagescope_service.store.tables.findings import (
@@ -83,6 +85,7 @@ from stagescope_service.store.tables.training import (
 )
 
 __all__ = [
+    "STEP_ROWS",
     "TABLES",
     "ArtifactRow",
     "AttemptColumns",
@@ -139,6 +142,7 @@ __all__ = [
     "stacks",
     "stages",
     "step_metrics",
+    "step_rows",
     "steps",
     "streams",
     "summaries",
@@ -154,3 +158,15 @@ TABLES: Final = {
     if table.name not in COMPACT
 }
 """The tables that are written and read by their names; those of `compact` are behind views."""
+
+STEP_ROWS: Final = (
+    "stages", "scalars", "payloads", "summaries", "samples", "weights", "artifacts",
+)  # fmt: skip
+"""The tables whose rows of old steps are removed; of artifacts those whose file is gone."""
+
+
+def step_rows(name: str, attempt_id: int, step: int) -> list[sa.ColumnElement[bool]]:
+    """Return the condition of a step's rows in one of `STEP_ROWS`."""
+    columns = TABLES[name].columns
+    where = [columns["attempt_id"] == attempt_id, columns["step"] == step]
+    return [*where, columns["deleted_wall"].is_not(None)] if name == "artifacts" else where
