@@ -15,7 +15,7 @@ from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.core.findings import NOT_KEPT, finding
 from stagescope_service.core.instructions import IngestJob, PayloadKey, PayloadWork
-from stagescope_service.ingest.payload_values import Payload
+from stagescope_service.statistics.payload import Payload
 from stagescope_service.store.artifacts import (
     confine,
     file_checksum,

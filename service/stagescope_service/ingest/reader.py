@@ -22,7 +22,6 @@ from stagescope.wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER
 from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
 from stagescope_service.ingest.kept_files import Keeper, artifact_row, plain_job
-from stagescope_service.ingest.payload_values import Payload, read_value
 from stagescope_service.rows.positions import POSITION_TENSORS
 from stagescope_service.rows.ragged import count_by_row, hash_rows, row_of_each
 from stagescope_service.statistics import (
@@ -34,11 +33,11 @@ from stagescope_service.statistics import (
     skip_of,
     summarise,
 )
-from stagescope_service.statistics.batch import producer_of
 from stagescope_service.statistics.codec import summary_to_bytes
 from stagescope_service.statistics.identity import RowIdentity, resolve
 from stagescope_service.statistics.ledger import Ledger
 from stagescope_service.statistics.mismatch import non_finite
+from stagescope_service.statistics.payload import Payload, producer_of, read_value
 from stagescope_service.statistics.step_summary import REPEATED
 from stagescope_service.statistics.summarise import MAX_ROUNDS
 from stagescope_service.statistics.summary import Summary

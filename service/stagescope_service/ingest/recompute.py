@@ -32,8 +32,8 @@ from stagescope_service.ingest.rollout_join import (
     stream_of,
 )
 from stagescope_service.statistics import TokenBatch, WireTensor, skip_of, summarise
-from stagescope_service.statistics.batch import PROCESS
 from stagescope_service.statistics.codec import summary_to_bytes
+from stagescope_service.statistics.payload import PROCESS
 from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.contract import Put
 from stagescope_service.store.parts import pair_name, part_key

@@ -21,7 +21,7 @@ from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.rows.positions import TokenIndex
 from stagescope_service.rows.ragged import Bools, Int64, cumulative, row_of_each, slice_indexes
 from stagescope_service.statistics import TokenBatch, WireTensor
-from stagescope_service.statistics.batch import PROCESS
+from stagescope_service.statistics.payload import PROCESS
 from stagescope_service.statistics.summarise import widened
 
 MISSING: Final = "no rollout of the sample"

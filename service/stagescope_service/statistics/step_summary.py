@@ -28,7 +28,6 @@ from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import PAIRS, ROLES, STEP_SUMMARY_STAGES
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics import codec
-from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.cell import Cell
 from stagescope_service.statistics.identity import Contradiction, Identities, empty_samples, resolve
 from stagescope_service.statistics.ledger import Claim, Ledger
@@ -40,6 +39,7 @@ from stagescope_service.statistics.part import (
     role_order,
     same_rows,
 )
+from stagescope_service.statistics.payload import TokenBatch
 from stagescope_service.statistics.summary import Summary, merge_produced
 
 MISMATCH_PAIRS: Final = tuple(pair for pair in PAIRS if "recomputed" not in pair)

@@ -13,10 +13,10 @@ from stagescope.wire.errors import InvalidTensor
 from stagescope_service.rows.ragged import cumulative, row_of_each
 from stagescope_service.statistics import blocks, kernel, profiles, segments
 from stagescope_service.statistics import cell as cells
-from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.cell import Array, Float32, Float64, Int64, Mask, UInt8
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.jit import announced
+from stagescope_service.statistics.payload import TokenBatch
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import (
     UNKNOWN,

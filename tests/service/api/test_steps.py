@@ -10,8 +10,8 @@ from tests.support.measure import payload
 
 from stagescope_service.api.completeness import gaps
 from stagescope_service.api.numbers import COLUMNS
-from stagescope_service.statistics.batch import TokenBatch
 from stagescope_service.statistics.mismatch import publish
+from stagescope_service.statistics.payload import TokenBatch
 from stagescope_service.statistics.summarise import summarise
 
 LOG_PROB = "actor_compute_log_prob"

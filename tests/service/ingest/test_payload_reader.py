@@ -21,11 +21,11 @@ from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import FindingLocation
 from stagescope_service.core.handshakes import reading_settings
 from stagescope_service.core.instructions import PayloadKey, Put
-from stagescope_service.ingest.payload_values import read_value
 from stagescope_service.ingest.reader import Outcome, PayloadReader, sample_rows
 from stagescope_service.ingest.recompute import Recomputer
 from stagescope_service.statistics import PartRecord, assemble
 from stagescope_service.statistics.codec import summary_from_bytes
+from stagescope_service.statistics.payload import read_value
 from stagescope_service.store.artifacts import read_tensors
 from stagescope_service.store.ring import Ring
 

@@ -12,8 +12,8 @@ import pytest
 from tests.support.batches import batch_of, random_streams, wire
 
 from stagescope.wire.errors import InvalidTensor
-from stagescope_service.ingest.payload_values import to_wire
 from stagescope_service.statistics import TokenBatch, available_pairs, publish, summarise
+from stagescope_service.statistics.payload import to_wire
 
 ROOT = Path(__file__).resolve().parents[3]
 

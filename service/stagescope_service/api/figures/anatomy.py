@@ -18,9 +18,9 @@ from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.target import Target
 from stagescope_service.statistics import profiles
-from stagescope_service.statistics.batch import PROCESS
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.comparability import Comparability
+from stagescope_service.statistics.payload import PROCESS
 from stagescope_service.statistics.profiles import CHANCES, Dimension
 from stagescope_service.statistics.summarise import MAX_ENGINES
 

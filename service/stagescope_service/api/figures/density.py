@@ -25,8 +25,8 @@ from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.kept import local_file, payload_artifacts
 from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.api.target import Target
-from stagescope_service.statistics.batch import TokenBatch, WireTensor
 from stagescope_service.statistics.cell import Cell, Field, Float64
+from stagescope_service.statistics.payload import TokenBatch, WireTensor
 from stagescope_service.store.parts import part_key
 from stagescope_service.store.tables import ArtifactRow
 from stagescope_service.store.tensorfile import map_tensors

@@ -37,7 +37,7 @@ from stagescope_service.rows.ragged import (
     slice_indexes,
     spans,
 )
-from stagescope_service.statistics.batch import mask_bits
+from stagescope_service.statistics.payload import mask_bits
 
 WHOLE_SEQUENCES: Final = ("tokens", "input_ids", TARGETS, "input_tokens")
 """Tensors of prompt and response together; the mask of a datum is aligned with its targets."""

@@ -1,20 +1,34 @@
-"""Validated flat token arrays of one payload, the kernel's input.
+"""A payload: read as tensors, strings and metadata, and validated as flat token arrays.
 
-Padded `[rows, tokens]`, packed `[tokens]` with `cu_seqlens`, and ragged rows with offsets all
-become flat views and `row_offsets`; contiguous arrays are not copied.
+A probe sends `{"schema", "tensors", "strings", "meta"}`, a raw caller a dict of arrays, lists or
+torch tensors. torch is never imported: a tensor is recognised by its methods.
+
+The kernel's input is a `TokenBatch`: padded `[rows, tokens]`, packed `[tokens]` with `cu_seqlens`,
+and ragged rows with offsets all become flat views and `row_offsets`; contiguous arrays are not
+copied.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.errors import InvalidEvent, InvalidTensor
 from stagescope.wire.names import misspelt
-from stagescope.wire.schema import PAIRS, STREAM_TENSORS
+from stagescope.wire.nonfinite import Json
+from stagescope.wire.schema import (
+    DTYPE_BYTES,
+    INTEGER_TENSORS,
+    PAIRS,
+    PAYLOAD_STRINGS,
+    PER_TOKEN,
+    SCHEMA,
+    STREAM_TENSORS,
+)
 from stagescope.wire.tensorfile import WireTensor as WireTensor
 from stagescope_service.rows.positions import continues, positions_of
 from stagescope_service.statistics.cell import Array, Bool, Int64, Mask
@@ -24,7 +38,136 @@ INTEGERS: Final = ("int64", "int32", "int16", "int8", "uint8", "bool")
 _ONE_BITS: Final = {"float64": 0x3FF0 << 48, "float32": 0x3F80 << 16, "bfloat16": 0x3F80}
 _ONE_BITS_FLOAT16: Final = 0x3C00
 _ALIASES: Final = {"ref_log_probs": "ref_log_prob"}
+_MAX_DIMENSIONS: Final = 8
 _SHAPES: Final = "[rows, tokens], [tokens] with cu_seqlens, or rows with offsets"
+
+
+@dataclasses.dataclass(frozen=True)
+class Payload:
+    """Named tensors of one stage, with strings and metadata."""
+
+    tensors: dict[str, WireTensor]
+    strings: dict[str, list[str]]
+    meta: dict[str, Json]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(int(tensor[2].nbytes) for tensor in self.tensors.values())
+
+
+def read_value(value: object) -> Payload:
+    """Read a payload.
+
+    Raises:
+        InvalidEvent: not a payload, or of an unknown schema number.
+        InvalidTensor: a value is not a tensor; names it.
+    """
+    if not isinstance(value, Mapping):
+        raise InvalidEvent(
+            f"the payload is a {type(value).__name__}", expected="a dict of names to tensors"
+        )
+    if "schema" not in value:
+        return _raw(value)
+    if value["schema"] != SCHEMA:
+        raise InvalidEvent(
+            f"the payload has schema number {value['schema']!r}",
+            expected=f"schema number {SCHEMA}",
+            advice="bring the service and the job to versions that share a schema",
+        )
+    tensors = {
+        str(name): _checked(str(name), wire) for name, wire in (value.get("tensors") or {}).items()
+    }
+    strings = {
+        str(name): [str(text) for text in texts]
+        for name, texts in (value.get("strings") or {}).items()
+    }
+    return Payload(tensors, strings, dict(value.get("meta") or {}))
+
+
+def _checked(name: str, wire: object) -> WireTensor:
+    if not isinstance(wire, tuple | list) or len(wire) != 4 or wire[0] not in DTYPE_BYTES:
+        raise InvalidTensor(
+            f"{name} is {wire!r:.100}", expected="(dtype tag, shape, buffer, offsets or None)"
+        )
+    tag, shape, buffer, offsets = wire
+    if not isinstance(buffer, np.ndarray) or len(shape) > _MAX_DIMENSIONS:
+        raise InvalidTensor(f"{name} has no numpy buffer", expected="a numpy array")
+    rows = None if offsets is None else np.asarray(offsets, np.int64)
+    return str(tag), tuple(int(size) for size in shape), buffer, rows
+
+
+def _raw(value: Mapping[Any, object]) -> Payload:
+    tensors: dict[str, WireTensor] = {}
+    strings: dict[str, list[str]] = {}
+    meta: dict[str, Json] = {}
+    for name, item in value.items():
+        if not isinstance(name, str) or (name in PER_TOKEN and isinstance(item, str | Mapping)):
+            raise InvalidTensor(
+                f"the payload's {name!r:.100} is {item!r:.100}",
+                expected="a name, with an array, a tensor or a list of rows",
+            )
+        if name in PAYLOAD_STRINGS and isinstance(item, Sequence | np.ndarray):
+            strings[name] = [str(text) for text in item]
+        elif item is None or isinstance(item, str | int | float | Mapping):
+            meta[name] = item
+        else:
+            tensors[name] = to_wire(name, item)
+    return Payload(tensors, strings, meta)
+
+
+def to_wire(name: str, value: object) -> WireTensor:
+    """Return a raw caller's value as a tensor.
+
+    Raises:
+        InvalidTensor: not an array, a tensor, numbers, or a list of rows.
+    """
+    if hasattr(value, "detach"):
+        return _from_torch(value)
+    if isinstance(value, list | tuple) and not value:
+        tag = "int64" if name in INTEGER_TENSORS else "float64"
+        rows = np.zeros(1, np.int64) if name in PER_TOKEN else None
+        return tag, (0,), np.empty(0, tag), rows
+    if isinstance(value, list | tuple) and hasattr(value[0], "__len__"):
+        parts = [_row(name, row) for row in value]
+        # An empty list has no dtype of its own: it has that of the other rows.
+        typed = [part for part, row in zip(parts, value, strict=True) if len(row)] or parts
+        parts = [part if len(part[2]) else (typed[0][0], *part[1:]) for part in parts]
+        if len({part[0] for part in parts}) != 1 or any(len(part[1]) != 1 for part in parts):
+            raise InvalidTensor(
+                f"{name} is a list of {[part[1] for part in parts[:4]]}",
+                expected="a list of 1-D rows of one dtype",
+            )
+        packed = np.concatenate([part[2] for part in typed])
+        offsets = np.cumsum([0, *(len(part[2]) for part in parts)], dtype=np.int64)
+        return parts[0][0], packed.shape, packed, offsets
+    array = np.asarray(value)
+    if array.dtype.name not in DTYPE_BYTES:
+        raise InvalidTensor(
+            f"{name} has dtype {array.dtype}", expected=f"one of {', '.join(DTYPE_BYTES)}"
+        )
+    return array.dtype.name, array.shape, np.ascontiguousarray(array), None
+
+
+def _row(name: str, value: object) -> WireTensor:
+    tag, shape, buffer, _ = to_wire(name, value)
+    return tag, shape, buffer, None
+
+
+def _from_torch(value: Any) -> WireTensor:
+    tensor = value.detach().cpu()
+    offsets = None
+    if getattr(tensor, "is_nested", False):
+        offsets = np.asarray(tensor.offsets(), np.int64)
+        tensor = tensor.values()
+    tag = str(tensor.dtype).removeprefix("torch.")
+    tensor = tensor.contiguous()
+    if tag == "bfloat16":
+        torch = sys.modules[type(tensor).__module__.partition(".")[0]]  # Ray has imported it
+        bits = tensor.view(torch.int16).numpy().view(np.uint16)
+        return tag, tuple(bits.shape), bits, offsets
+    array = tensor.numpy()
+    return array.dtype.name, tuple(array.shape), array, offsets
 
 
 @dataclasses.dataclass(frozen=True)
