@@ -221,7 +221,7 @@ def local_file(deps: Dependencies, row: ArtifactRow, copies: Path) -> Path:
         if path.stat().st_size == row["bytes"]:
             return path
     except (OSError, Forbidden):
-        pass
+        pass  # not on this machine, or not readable here: its node's ingestor says which
     copy = copies / f"{row['kind']}-{len(list(copies.iterdir()))}.safetensors"
     with disk_errors(copy), copy.open("wb") as file:
         while piece := deps.commands.read_artifact(

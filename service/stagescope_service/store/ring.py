@@ -12,6 +12,7 @@ All state is in the names of its files, so a new process continues with the file
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import threading
 import urllib.parse
@@ -32,6 +33,8 @@ from stagescope_service.store.tensorfile import (
     size_of,
     write_tensors,
 )
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BYTES: Final = 2 << 30
 DEFAULT_RESERVE: Final = 512 << 20
@@ -337,11 +340,11 @@ def _step_name(attempt_id: int, step: int | None) -> str:
 
 
 def _checked_size(path: Path) -> int:
-    """Return the size of a file; if it is damaged, remove it and return 0."""
+    """Return the size of a file; 0 where it is damaged, and removed, or cannot be read now."""
     try:
         return check_file(path)
     except InvalidTensor:
         path.unlink(missing_ok=True)
-    except OSError:
-        pass
+    except OSError as error:  # it stays, and counts again from the next start on
+        logger.warning("%s of the ring cannot be read, and is left out: %s", path, error)
     return 0

@@ -35,8 +35,8 @@ def peek(path: Path, most: int = 64) -> list[str | int]:
                 found.append(argument)
             if len(found) >= most:
                 break
-    except Exception:  # not a pickle, or a damaged one: reading it reports that
-        pass
+    except Exception:  # what is no pickle, or a damaged one, may raise anything
+        pass  # whoever reads the file reports that; here it is of no format
     return found
 
 
@@ -116,8 +116,8 @@ def globals_of(path: Path) -> list[str]:
                 found[f"pickle protocol {argument}"] = None
             elif isinstance(argument, str):
                 texts = [*texts[-1:], argument]
-    except Exception:  # a damaged pickle: keep the names before the damage
-        pass
+    except Exception:  # a damaged pickle may raise anything
+        pass  # its reading reports that; the names before the damage are known
     return [*found]
 
 
