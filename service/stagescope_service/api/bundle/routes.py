@@ -25,8 +25,8 @@ from stagescope_service.api.dependencies import (
     Deps,
     RunPath,
 )
-from stagescope_service.api.report.content import make_report
 from stagescope_service.api.report.rendering import as_html, as_markdown
+from stagescope_service.api.report.routes import make_report
 from stagescope_service.api.target import Target
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tensorfile import disk_errors

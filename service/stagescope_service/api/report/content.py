@@ -6,11 +6,9 @@ the routes' own functions, so that it cannot say anything else than the page or 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, cast
 
-import stagescope
 from stagescope.render import counted, format_value, stretches
 from stagescope.series import sparkline
 from stagescope.wire.errors import StagescopeError
@@ -26,22 +24,18 @@ from stagescope_service.api import (
     steps,
 )
 from stagescope_service.api.capture_progress import progress
-from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.diagnosis import diagnosis_of
 from stagescope_service.api.encoding import JsonObject, decode, encode, parse_nonfinite
 from stagescope_service.api.figures import anatomy, density, offenders, overview, routes
 from stagescope_service.api.figures import operators as operator_figures
-from stagescope_service.api.redaction import Redactor
 from stagescope_service.api.report.parts import (
     MAX_ROWS,
     NEWEST_STEPS,
     Item,
-    Report,
     ReportTable,
     Scope,
     Section,
     body_of,
-    redacted,
     rows_of,
     shortened,
     table_of,
@@ -50,8 +44,6 @@ from stagescope_service.api.requests import Page
 from stagescope_service.api.step_summaries import Slice
 
 MAX_ITEMS: Final = 40
-MAX_FIGURE_BYTES: Final = 2_500_000
-"""Of all figures as JSON: with plotly's own 4.8 MB the file stays below 8 MB."""
 _TREND: Final = 40
 """Bars of a sparkline."""
 _SCALARS: Final = ("reward", "loss", "grad_norm", "entropy", "response_length")
@@ -76,49 +68,6 @@ _RANK_COLUMNS: Final = (
     "role", "rank", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "nonfinite", "host",
     "comparable",
 )  # fmt: skip
-
-
-def make_report(
-    deps: Dependencies,
-    run: str,
-    *,
-    attempt: int | None,
-    step: int | None,
-    at_step: Callable[[str], None] = lambda name: None,
-) -> Report:
-    """Return the report of a run, or of one of its steps.
-
-    Args:
-        deps: the collaborators.
-        run: its name.
-        attempt: its number; None: the attempts in force.
-        step: the trainer's step; None: the whole run.
-        at_step: called with the name of each section before it is made.
-
-    Raises:
-        NotFound: there is no such run, attempt or step.
-    """
-    scope = Scope.find(deps, run, attempt, step)
-    makers = _OF_RUN if step is None else _OF_STEP
-    sections: list[Section] = []
-    for name, (title, make) in makers.items():
-        at_step(name)
-        try:
-            section = make(scope)
-        except StagescopeError as error:
-            section = Section(name, title, gaps=[shortened(str(error))])
-        if section is not None:
-            sections.append(dataclasses.replace(section, name=name, title=section.title or title))
-    redactor = Redactor()
-    return Report(
-        run=scope.run,
-        attempt=scope.target.number if step is not None else attempt,
-        step=step,
-        made_wall=deps.clock(),
-        version=stagescope.__version__,
-        verdicts=redacted(scope.verdicts, redactor),
-        sections=redacted(_within(sections, MAX_FIGURE_BYTES), redactor),
-    )
 
 
 # --- what every report says -----------------------------------------------------------------
@@ -551,7 +500,7 @@ def _operators(scope: Scope) -> Section:
 
 _Makers = Mapping[str, tuple[str, Callable[[Scope], Section | None]]]
 
-_OF_RUN: Final[_Makers] = {
+OF_RUN: Final[_Makers] = {
     "doctor": ("What the doctor finds", _doctor),
     "course": ("Over the steps", _course),
     "attempts": ("Attempts and restarts", _attempts),
@@ -567,7 +516,7 @@ _OF_RUN: Final[_Makers] = {
     "losses": ("What never arrived", _losses),
     "captures": ("Captures", _captures),
 }
-_OF_STEP: Final[_Makers] = {
+OF_STEP: Final[_Makers] = {
     "step": ("The step", _step),
     "metrics": ("Rollout against training", _metrics),
     "rounds": ("Rounds", _rounds),
@@ -584,23 +533,3 @@ _OF_STEP: Final[_Makers] = {
     "captures": ("Captures", _captures),
     "doctor": ("What the doctor finds up to this step", _doctor),
 }
-
-
-# --- figures --------------------------------------------------------------------------------
-def _within(sections: Iterable[Section], most: int) -> list[Section]:
-    """Return sections without the figures that do not fit into `most` bytes; they are named."""
-    kept, used = [], 0
-    for section in sections:
-        figures, gaps = [], list(section.gaps)
-        for figure in section.figures:
-            size = len(encode(figure["figure"]))
-            if used + size > most:
-                gaps.append(
-                    f"figure {figure['name']} has {size} bytes and is left out: "
-                    f"GET /figures/{figure['name']} has it"
-                )
-                continue
-            used += size
-            figures.append(figure)
-        kept.append(dataclasses.replace(section, figures=figures, gaps=gaps))
-    return kept

@@ -1,21 +1,36 @@
-"""The route of the report."""
+"""The report of a run or a step: its sections put together, and the route that answers it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
+import stagescope
+from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.dependencies import AttemptNumber, Dependencies, Deps, RunPath
 from stagescope_service.api.encoding import encode
 from stagescope_service.api.models import report as models
-from stagescope_service.api.report.content import make_report
-from stagescope_service.api.report.parts import file_name
+from stagescope_service.api.redaction import Redactor
+from stagescope_service.api.report.content import OF_RUN, OF_STEP
+from stagescope_service.api.report.parts import (
+    Report,
+    Scope,
+    Section,
+    file_name,
+    redacted,
+    shortened,
+)
 from stagescope_service.api.report.rendering import as_html, as_markdown
 
 router = APIRouter(tags=["runs"])
+
+MAX_FIGURE_BYTES: Final = 2_500_000
+"""Of all figures as JSON: with plotly's own 4.8 MB the file stays below 8 MB."""
 
 Format = Literal["json", "html", "md"]
 
@@ -69,3 +84,65 @@ def _report_of(
     if format == "md":
         return as_markdown(found).encode(), name
     return encode(found.to_json()), name
+
+
+def make_report(
+    deps: Dependencies,
+    run: str,
+    *,
+    attempt: int | None,
+    step: int | None,
+    at_step: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Return the report of a run, or of one of its steps.
+
+    Args:
+        deps: the collaborators.
+        run: its name.
+        attempt: its number; None: the attempts in force.
+        step: the trainer's step; None: the whole run.
+        at_step: called with the name of each section before it is made.
+
+    Raises:
+        NotFound: there is no such run, attempt or step.
+    """
+    scope = Scope.find(deps, run, attempt, step)
+    makers = OF_RUN if step is None else OF_STEP
+    sections: list[Section] = []
+    for name, (title, make) in makers.items():
+        at_step(name)
+        try:
+            section = make(scope)
+        except StagescopeError as error:
+            section = Section(name, title, gaps=[shortened(str(error))])
+        if section is not None:
+            sections.append(dataclasses.replace(section, name=name, title=section.title or title))
+    redactor = Redactor()
+    return Report(
+        run=scope.run,
+        attempt=scope.target.number if step is not None else attempt,
+        step=step,
+        made_wall=deps.clock(),
+        version=stagescope.__version__,
+        verdicts=redacted(scope.verdicts, redactor),
+        sections=redacted(_within(sections, MAX_FIGURE_BYTES), redactor),
+    )
+
+
+def _within(sections: Iterable[Section], most: int) -> list[Section]:
+    """Return sections without the figures that do not fit into `most` bytes; they are named."""
+    kept, used = [], 0
+    for section in sections:
+        figures, gaps = [], list(section.gaps)
+        for figure in section.figures:
+            size = len(encode(figure["figure"]))
+            if used + size > most:
+                gaps.append(
+                    f"figure {figure['name']} has {size} bytes and is left out: "
+                    f"GET /figures/{figure['name']} has it"
+                )
+                continue
+            used += size
+            figures.append(figure)
+        kept.append(dataclasses.replace(section, figures=figures, gaps=gaps))
+    return kept

@@ -19,7 +19,7 @@ from tests.support.measure import payload
 from tests.support.shown_run import BROKEN, RUN, keep_tensors, shown
 from tests.support.shown_run import payload as shown_payload
 
-from stagescope_service.api.report import content
+from stagescope_service.api.report import routes
 from stagescope_service.api.report.parts import Section
 from stagescope_service.store.contract import Put
 
@@ -342,11 +342,11 @@ def test_figures_that_do_not_fit_are_named() -> None:
     }
     small: dict[str, Any] = {**figure, "name": "rounds", "figure": {"data": []}}
     parts = [Section("a", "A", figures=[figure, small])]
-    (found,) = content._within(parts, 500)
+    (found,) = routes._within(parts, 500)
     assert [each["name"] for each in found.figures] == ["rounds"]
     assert "figure overview has" in found.gaps[0]
     assert "GET /figures/overview" in found.gaps[0]
-    assert content._within(parts, 5000)[0].gaps == []
+    assert routes._within(parts, 5000)[0].gaps == []
 
 
 # --- the command ----------------------------------------------------------------------------
