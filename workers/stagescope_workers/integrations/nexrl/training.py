@@ -15,8 +15,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from stagescope_workers.integrations.configuration import (
+    lookup,
+    named_run,
+    to_container,
+    visible_leaves,
+)
 from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.nexrl import configuration, debug_block
+from stagescope_workers.integrations.nexrl import debug_block
 from stagescope_workers.integrations.nexrl.rows import (
     Columns,
     Rows,
@@ -32,6 +38,7 @@ from stagescope_workers.probe.stage import Stage
 CONTEXT: Final = "stagescope"
 """The key of a batch's `meta_info` by which the ranks know the run and the step."""
 _ROLE: Final = "driver"
+_MOCK: Final = "mock"
 
 
 class Training(ReportedTraining):
@@ -63,13 +70,13 @@ class Training(ReportedTraining):
         return self.step - 1 if self.step > 0 else None
 
     def _make_probe(self) -> Probe:
-        run = configuration.run_name(self.config)
+        run = _run_name(self.config)
         block = debug_block.read_dumper(getattr(self.trainer, "_data_dumper", None))
         weaver = debug_block.read_weaver(os.environ)
         debug_block.log_lines(
             [*(block.lines() if block else ()), *(weaver.lines(run) if weaver else ())]
         )
-        settings: dict[str, Any] = {"nexrl": configuration.settings(self.config)}
+        settings: dict[str, Any] = {"nexrl": _settings(self.config)}
         if block is not None:
             settings["nexrl_debug"] = block.settings()
         if weaver is not None:
@@ -79,7 +86,7 @@ class Training(ReportedTraining):
             role=_ROLE,
             rank=0,
             world_size=1,
-            attempt_key=configuration.attempt_key(),
+            attempt_key=_attempt_key(),
             layout={"framework": "nexrl"},
             settings=settings,
             keep=self._keep(),
@@ -100,7 +107,7 @@ class Training(ReportedTraining):
         """Return what the ranks are told with a batch: built-in types, sent as JSON."""
         return {
             "run": self.probe.run,
-            "attempt_key": configuration.attempt_key(),
+            "attempt_key": _attempt_key(),
             "step": self.step,
             "keep": self._keep(),
         }
@@ -162,7 +169,7 @@ class Training(ReportedTraining):
         debug_block.log_lines(lines)
 
     def _streams(self, has_rollout: bool, temperature: Any = None) -> dict[str, object]:
-        return configuration.streams(self.config, has_rollout=has_rollout, temperature=temperature)
+        return _streams(self.config, has_rollout=has_rollout, temperature=temperature)
 
     # --- the self-hosted trainers -------------------------------------------------------------
 
@@ -292,3 +299,62 @@ _current: Final[contextvars.ContextVar[Training | None]] = contextvars.ContextVa
 def current() -> Training | None:
     """Return the training whose step the caller runs in, or None."""
     return _current.get()
+
+
+# --- what the configuration says ------------------------------------------------------------
+def _root(config: Any) -> Any:
+    """Return the whole configuration: a NexRL module gets a part of it, which knows its parent."""
+    while True:
+        parent = getattr(config, "_parent", None)
+        if parent is None:
+            return config
+        config = parent
+
+
+def _run_name(config: Any) -> str:
+    """Return the run's name: NexRL's `experiment_name`, unless STAGESCOPE_RUN names it."""
+    whole = _root(config)
+    name = lookup(whole, "experiment_name") or lookup(whole, "project_name") or ""
+    return named_run(str(name), fallback="nexrl")
+
+
+def _attempt_key() -> str | None:
+    """Return STAGESCOPE_ATTEMPT; None means Ray's session and job."""
+    return os.environ.get("STAGESCOPE_ATTEMPT") or None
+
+
+def _settings(config: Any) -> dict[str, object]:
+    """Return the whole configuration without what may be secret."""
+    tree = to_container(_root(config))
+    return visible_leaves(tree) if isinstance(tree, Mapping) else {}
+
+
+def _is_mock(config: Any) -> bool:
+    """Return whether the rollouts are synthetic, or replayed from a dump."""
+    return bool(lookup(_root(config), "rollout_worker", "type") == _MOCK)
+
+
+def _streams(config: Any, *, has_rollout: bool, temperature: Any = None) -> dict[str, object]:
+    """Return who produced the streams of a batch.
+
+    Args:
+        config: Of the trainer.
+        has_rollout: Whether the batch has the rollout's stream.
+        temperature: By which the batch was sampled.
+    """
+    whole = _root(config)
+    engine = (
+        lookup(whole, "service", "inference_service", "backend")
+        or lookup(config, "algorithm", "inference_service", "backend")
+        or lookup(whole, "rollout_worker", "inference_service", "backend")
+        or "engine"
+    )
+    if _is_mock(config):
+        path = lookup(whole, "rollout_worker", "trajectory_load_path")
+        engine = "replay" if path else _MOCK
+    own = {"producer": "trainer", "engine": "fsdp"}
+    sampling = {} if temperature is None else {"temperature": float(temperature)}
+    found: dict[str, object] = {"old": own, "current": own}
+    if has_rollout:
+        found["rollout"] = {"producer": str(engine), "engine": str(engine), **sampling}
+    return {"streams": found}
