@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from stagescope.wire.schema import LAYOUT_COLUMNS, Part, Work
-from stagescope_service.core import spans, stage_timing, steps
+from stagescope_service.core import spans, steps
 from stagescope_service.core.catalogue_rows import integer
 from stagescope_service.core.completeness import UNKNOWN
 from stagescope_service.core.entities import (
@@ -230,10 +230,10 @@ def _restore_span(state: State, row: StageRow) -> None:
 def _restore_stage_timing(step: Step, process: Process, span: Span, row: StageRow) -> None:
     offset = row["clock_offset"] or 0.0
     if row["begin_wall"] is not None:
-        stage_timing.note_begin(step, process, span, row["begin_wall"] + offset)
+        spans.note_begin(step, process, span, row["begin_wall"] + offset)
     if row["end_wall"] is not None:
         mono = row["end_mono"] or 0.0
-        stage_timing.note_end(step, process, span, row["end_wall"] + offset, row, mono)
+        spans.note_end(step, process, span, row["end_wall"] + offset, row, mono)
 
 
 def _restore_payload(state: State, row: PayloadRow) -> None:

@@ -28,7 +28,6 @@ from stagescope_service.core import (
     payloads,
     reports,
     spans,
-    stage_timing,
     steps,
     weight_records,
 )
@@ -106,7 +105,7 @@ class State:
         ours = spans.on_our_clock(sender, event.wall, arrived)
         process, out = self.registry.process_for(sender, event, ours, lease, raw=raw, late=late)
         attempt = self.registry.attempt_of(process)
-        at = stage_timing.service_clock(sender, event.wall, arrived)
+        at = spans.service_clock(sender, event.wall, arrived)
         contact = at if arrived is None else arrived
         if contact > process.last_contact:
             process.last_contact = contact
@@ -255,7 +254,7 @@ class State:
         out += begun
         if begun and work.step is not None:
             out += spans.begun_again(attempt, step, process, span, event.wall)
-        stage_timing.note_begin(step, process, span, at)
+        spans.note_begin(step, process, span, at)
         if process.finished and process.open_spans:
             # It finished before this BEGIN arrived.
             left = event.wall if process.left_wall is None else process.left_wall
@@ -320,7 +319,7 @@ class State:
         out += ended
         if ended and span.begin_seq is None and work.step is not None:
             out += spans.begun_again(attempt, step, process, span, event.wall)
-        stage_timing.note_end(step, process, span, at, event.fields, event.mono)
+        spans.note_end(step, process, span, at, event.fields, event.mono)
         if ended and span.status == FAILED:
             out += self._of_start(process, [reports.failed_stage(attempt, process, event, work)])
         if len(process.unfinished) < unfinished or process.returned:
