@@ -264,3 +264,20 @@ def test_the_functions_that_the_architecture_names_are_in_their_files() -> None:
                 assert re.search(rf"def {name}\b", code), (number, name)
                 checked += 1
     assert checked >= 12
+
+
+def test_a_payload_can_be_followed_in_under_45_files() -> None:
+    """The table of docs/architecture.md names them; of the two links a payload takes one."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    way = text[text.index("## The way of one payload") : text.index("## The way of one capture")]
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", way, re.MULTILINE)
+    named: set[tuple[str, str]] = set()
+    for number, row in rows:
+        part = "workers" if int(number) <= 8 else "service"
+        part = "client" if number == rows[-1][0] else part
+        named |= {(part, name) for name in re.findall(r"`([\w/]+(?:\.py|/))`", row)}
+    assert ("service", "store/queries/") in named
+    assert ("workers", "transport/http_link.py") in named
+    everywhere = {"wire/schema.py", "core/instructions.py", "core/entities.py"}
+    assert all(f"`{name}`" in way for name in everywhere)
+    assert len(named) - 1 + len(everywhere) < 45
