@@ -31,10 +31,10 @@ from stagescope_service.core.instructions import (
     StepJob,
 )
 from stagescope_service.ingest.ingestors import (
+    IngestorClient,
     IngestorDied,
     IngestWorker,
     TokenRange,
-    read_watchdogs,
 )
 from stagescope_service.ingest.kept_files import KeptDescription
 from stagescope_service.ingest.reader import Outcome
@@ -155,7 +155,7 @@ class Ingestor:
 
     async def read_watchdogs(self, paths: Mapping[str, str]) -> dict[str, JsonObject]:
         """Return incarnation -> content of its watchdog's file, for the processes with a file."""
-        return await asyncio.to_thread(read_watchdogs, paths)
+        return await asyncio.to_thread(self._worker.read_watchdogs, paths)
 
     async def read_artifact(self, path: str, offset: int, size: int) -> bytes:
         """Return up to `size` bytes of a file of this node; see `IngestWorker.read_artifact`."""
@@ -318,16 +318,12 @@ class Ingestors:
         return dict(self._handles)
 
 
-class RayIngestors:
-    """`IngestorClient` over the actors."""
+class RayIngestors(IngestorClient):
+    """The ingestors of all nodes, over their actors."""
 
     def __init__(self, settings: Settings) -> None:
         self._actors = Ingestors(settings)
-
-    @property
-    def home(self) -> str:
-        """The node of the coordinator."""
-        return self._actors.home
+        self.home = self._actors.home
 
     def node_of(self, node_id: str | None) -> str:
         """Return the node whose ingestor serves calls for `node_id`."""
@@ -349,29 +345,6 @@ class RayIngestors:
                 break
         return Outcome("lost", reason, [], {})
 
-    async def recompute(
-        self,
-        node_id: str | None,
-        key: PayloadKey,
-        job: StepJob,
-        pair: tuple[str, str],
-        skips: Sequence[TokenRange],
-    ) -> bytes | None:
-        """Return a payload's summary without tokens that count elsewhere."""
-        try:
-            return await self._call(node_id, "recompute", key, job, pair, skips)  # type: ignore[no-any-return]
-        except Unreachable:
-            return None
-
-    async def join(
-        self, node_id: str | None, key: PayloadKey, job: PayloadJob, sources: Sequence[Source]
-    ) -> JoinAnswer | None:
-        """Join a trainer's payload with rollouts."""
-        try:
-            return await self._call(node_id, "join", key, job, sources)  # type: ignore[no-any-return]
-        except Unreachable:
-            return None
-
     async def build_operator_table(self, node_id: str | None, job: AnnouncedDump) -> list[Put]:
         """Build a dump's operator table."""
         try:
@@ -379,38 +352,6 @@ class RayIngestors:
         except exceptions.RayActorError as error:
             self._actors.forget(node_id)
             raise IngestorDied(describe(error)) from error
-
-    async def read_watchdogs(
-        self, node_id: str | None, paths: Mapping[str, str]
-    ) -> dict[str, JsonObject]:
-        """Return the contents of watchdog files."""
-        return await self._call(node_id, "read_watchdogs", paths)  # type: ignore[no-any-return]
-
-    async def kept_files(self, node_id: str) -> list[str]:
-        """Return the paths of a node's kept files."""
-        return await self._call(node_id, "kept_files")  # type: ignore[no-any-return]
-
-    async def describe_kept(self, node_id: str, paths: Sequence[str]) -> list[KeptDescription]:
-        """Return the rows of the files that can be read."""
-        return await self._call(node_id, "describe_kept", paths)  # type: ignore[no-any-return]
-
-    async def discard(self, node_id: str, paths: Sequence[str]) -> list[str]:
-        """Delete files; return those that do not exist any more."""
-        return await self._call(node_id, "discard", paths)  # type: ignore[no-any-return]
-
-    async def pin(self, node_id: str | None, attempt_id: int, step: int) -> Pinned:
-        """Pin the payloads of a step."""
-        try:
-            return await self._call(node_id, "pin", attempt_id, step)  # type: ignore[no-any-return]
-        except Unreachable as error:
-            return Pinned(0, 0, error.wrong)
-
-    async def unpin(self, node_id: str | None, attempt_id: int, step: int) -> bool:
-        """Release the payloads of a step."""
-        try:
-            return await self._call(node_id, "unpin", attempt_id, step)  # type: ignore[no-any-return]
-        except Unreachable:
-            return False
 
     async def _call(self, node_id: str | None, method: str, *arguments: object) -> Any:
         try:

@@ -6,12 +6,13 @@ No Ray in here. `Ingestor` (see `ingest.actor`) runs an `IngestWorker` in an act
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import concurrent.futures
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from stagescope.wire.errors import Forbidden, StagescopeError, Unreachable
 from stagescope.wire.nonfinite import JsonObject
@@ -45,27 +46,33 @@ class IngestorDied(Unreachable):
     """The ingestor's process ended during a call; Ray starts it again."""
 
 
-class IngestorClient(Protocol):
+class IngestorClient(abc.ABC):
     """The ingestors of all nodes, one method a call.
 
     `node_id` is the node with the data. If it is None or gone, another node serves the call
     (`node_of`).
     """
 
-    @property
-    def home(self) -> str:
-        """The node of the coordinator."""
-        ...
+    home: str
+    """The node of the coordinator."""
 
+    @abc.abstractmethod
     def node_of(self, node_id: str | None) -> str:
         """Return the node whose ingestor serves calls for `node_id`."""
-        ...
 
+    @abc.abstractmethod
     async def ingest(
         self, node_id: str | None, key: PayloadKey, job: IngestJob, payload: object
     ) -> Outcome:
         """Read a payload. An ingestor that dies makes the outcome `lost`; nothing is raised."""
-        ...
+
+    @abc.abstractmethod
+    async def _call(self, node_id: str | None, method: str, *arguments: object) -> Any:
+        """Call a method of the `IngestWorker` of a node.
+
+        Raises:
+            Unreachable: the ingestor does not answer.
+        """
 
     async def recompute(
         self,
@@ -79,13 +86,19 @@ class IngestorClient(Protocol):
 
         Returns None if the ring no longer holds the payload or no ingestor answers.
         """
-        ...
+        try:
+            return await self._call(node_id, "recompute", key, job, pair, skips)  # type: ignore[no-any-return]
+        except Unreachable:
+            return None
 
     async def join(
         self, node_id: str | None, key: PayloadKey, job: PayloadJob, sources: Sequence[Source]
     ) -> JoinAnswer | None:
         """Join a trainer's payload with rollouts; None as in `recompute`."""
-        ...
+        try:
+            return await self._call(node_id, "join", key, job, sources)  # type: ignore[no-any-return]
+        except Unreachable:
+            return None
 
     async def build_operator_table(self, node_id: str | None, job: AnnouncedDump) -> list[Put]:
         """Build a dump's operator table and return its rows.
@@ -94,7 +107,7 @@ class IngestorClient(Protocol):
             IngestorDied: its process ended meanwhile.
             StagescopeError: a transient failure, such as a full disk.
         """
-        ...
+        return await self._call(node_id, "build_operator_table", job)  # type: ignore[no-any-return]
 
     async def read_watchdogs(
         self, node_id: str | None, paths: Mapping[str, str]
@@ -104,7 +117,7 @@ class IngestorClient(Protocol):
         Raises:
             Unreachable: the ingestor does not answer.
         """
-        ...
+        return await self._call(node_id, "read_watchdogs", paths)  # type: ignore[no-any-return]
 
     async def kept_files(self, node_id: str) -> list[str]:
         """Return the paths of the kept files below the data directory of a node.
@@ -112,7 +125,7 @@ class IngestorClient(Protocol):
         Raises:
             Unreachable: the ingestor does not answer.
         """
-        ...
+        return await self._call(node_id, "kept_files")  # type: ignore[no-any-return]
 
     async def describe_kept(self, node_id: str, paths: Sequence[str]) -> list[KeptDescription]:
         """Return the rows of the files that can be read.
@@ -120,7 +133,7 @@ class IngestorClient(Protocol):
         Raises:
             Unreachable: the ingestor does not answer.
         """
-        ...
+        return await self._call(node_id, "describe_kept", paths)  # type: ignore[no-any-return]
 
     async def discard(self, node_id: str, paths: Sequence[str]) -> list[str]:
         """Delete files; return those that do not exist any more.
@@ -128,15 +141,21 @@ class IngestorClient(Protocol):
         Raises:
             Unreachable: the ingestor does not answer.
         """
-        ...
+        return await self._call(node_id, "discard", paths)  # type: ignore[no-any-return]
 
     async def pin(self, node_id: str | None, attempt_id: int, step: int) -> Pinned:
         """Pin the payloads of a step in a node's ring; `reason` is why that failed."""
-        ...
+        try:
+            return await self._call(node_id, "pin", attempt_id, step)  # type: ignore[no-any-return]
+        except Unreachable as error:
+            return Pinned(0, 0, error.wrong)
 
     async def unpin(self, node_id: str | None, attempt_id: int, step: int) -> bool:
         """Release the payloads of a step; return whether the node's ring did."""
-        ...
+        try:
+            return await self._call(node_id, "unpin", attempt_id, step)  # type: ignore[no-any-return]
+        except Unreachable:
+            return False
 
 
 class IngestWorker:
@@ -232,6 +251,20 @@ class IngestWorker:
         """
         return read_piece(confine(path, self._roots), offset, size)
 
+    @staticmethod
+    def read_watchdogs(paths: Mapping[str, str]) -> dict[str, JsonObject]:
+        """Return incarnation -> content of its watchdog's file, for the processes with a file."""
+        found: dict[str, JsonObject] = {}
+        for incarnation, path in paths.items():
+            try:
+                fields = read_watchdog(path)
+            except (Forbidden, OSError) as error:
+                logger.warning("the watchdog's file of %s cannot be read: %s", incarnation, error)
+                continue
+            if fields is not None:
+                found[incarnation] = fields
+        return found
+
     def kept_files(self) -> list[str]:
         """Return the paths of the kept files."""
         return kept_files.find(self._data_dir)
@@ -246,8 +279,8 @@ class IngestWorker:
         return kept_files.discard(self._data_dir, paths)
 
 
-class LocalIngestors:
-    """The ingestors of all nodes in this process (`IngestorClient`).
+class LocalIngestors(IngestorClient):
+    """The ingestors of all nodes in this process.
 
     Args:
         worker_of: returns the worker of a node, the same one each time.
@@ -278,17 +311,6 @@ class LocalIngestors:
         """Read a payload."""
         return await self._run(self.worker(node_id).ingest, key, job, payload)
 
-    async def recompute(
-        self,
-        node_id: str | None,
-        key: PayloadKey,
-        job: StepJob,
-        pair: tuple[str, str],
-        skips: Sequence[TokenRange],
-    ) -> bytes | None:
-        """Return a payload's summary without tokens that count elsewhere."""
-        return await self._run(self.worker(node_id).recompute, key, job, pair, skips)
-
     async def join(
         self, node_id: str | None, key: PayloadKey, job: PayloadJob, sources: Sequence[Source]
     ) -> JoinAnswer | None:
@@ -306,54 +328,12 @@ class LocalIngestors:
 
         return await self._run(work)
 
-    async def build_operator_table(self, node_id: str | None, job: AnnouncedDump) -> list[Put]:
-        """Build a dump's operator table."""
-        return await self._run(self.worker(node_id).build_operator_table, job)
-
-    async def read_watchdogs(
-        self, node_id: str | None, paths: Mapping[str, str]
-    ) -> dict[str, JsonObject]:
-        """Return the contents of watchdog files."""
-        del node_id
-        return await self._run(read_watchdogs, paths)
-
-    async def kept_files(self, node_id: str) -> list[str]:
-        """Return the paths of a node's kept files."""
-        return await self._run(self.worker(node_id).kept_files)
-
-    async def describe_kept(self, node_id: str, paths: Sequence[str]) -> list[KeptDescription]:
-        """Return the rows of the files that can be read."""
-        return await self._run(self.worker(node_id).describe_kept, paths)
-
-    async def discard(self, node_id: str, paths: Sequence[str]) -> list[str]:
-        """Delete files; return those that do not exist any more."""
-        return await self._run(self.worker(node_id).discard, paths)
-
-    async def pin(self, node_id: str | None, attempt_id: int, step: int) -> Pinned:
-        """Pin the payloads of a step."""
-        return await self._run(self.worker(node_id).pin, attempt_id, step)
-
-    async def unpin(self, node_id: str | None, attempt_id: int, step: int) -> bool:
-        """Release the payloads of a step."""
-        return await self._run(self.worker(node_id).unpin, attempt_id, step)
-
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()
 
+    async def _call(self, node_id: str | None, method: str, *arguments: object) -> Any:
+        return await self._run(getattr(self.worker(node_id), method), *arguments)
+
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
-
-
-def read_watchdogs(paths: Mapping[str, str]) -> dict[str, JsonObject]:
-    """Return incarnation -> content of its watchdog's file, for the processes with a file."""
-    found: dict[str, JsonObject] = {}
-    for incarnation, path in paths.items():
-        try:
-            fields = read_watchdog(path)
-        except (Forbidden, OSError) as error:
-            logger.warning("the watchdog's file of %s cannot be read: %s", incarnation, error)
-            continue
-        if fields is not None:
-            found[incarnation] = fields
-    return found
