@@ -426,7 +426,7 @@ def _token_hashes(payload: Payload, rows: int) -> list[tuple[str, int]] | None:
     mask = payload.tensors.get("response_mask")
     if responses is None or mask is None or responses[2].size != mask[2].size:
         return None
-    if (offsets := _row_offsets(responses, rows)) is None:
+    if (offsets := _row_offsets(payload, "responses", rows)) is None:
         return None
     tokens = responses[2].reshape(-1).astype(np.int64, copy=False)
     on = mask[2].reshape(-1) != 0
@@ -439,7 +439,7 @@ def _round_counts(payload: Payload, rows: int) -> list[int] | None:
     mask, ids = payload.tensors.get("response_mask"), payload.tensors.get("round_ids")
     if mask is None or not _OF_PIECES.isdisjoint(payload.tensors):
         return None
-    if (offsets := _row_offsets(mask, rows)) is None:
+    if (offsets := _row_offsets(payload, "response_mask", rows)) is None:
         return None
     on = mask[2].reshape(-1) != 0
     if ids is None:
@@ -457,9 +457,14 @@ def _round_counts(payload: Payload, rows: int) -> list[int] | None:
     return counts
 
 
-def _row_offsets(tensor: WireTensor, rows: int) -> npt.NDArray[np.int64] | None:
-    """Return int64 [rows + 1], where rows begin in the values; None where they are other rows."""
-    _, shape, _, offsets = tensor
-    if offsets is None and len(shape) == 2:
+def _row_offsets(payload: Payload, name: str, rows: int) -> npt.NDArray[np.int64] | None:
+    """Return int64 [rows + 1], where rows begin in a tensor; None where they are other rows."""
+    _, shape, values, offsets = payload.tensors[name]
+    packed = payload.tensors.get("cu_seqlens")
+    if offsets is None and packed is not None and shape in ((values.size,), (1, values.size)):
+        offsets = packed[2].reshape(-1).astype(np.int64, copy=False)
+    elif offsets is None and len(shape) == 2:
         offsets = np.arange(rows + 1, dtype=np.int64) * shape[1]
-    return None if offsets is None or len(offsets) != rows + 1 else offsets
+    if offsets is None or len(offsets) != rows + 1 or (np.diff(offsets, prepend=0) < 0).any():
+        return None
+    return offsets if offsets[0] == 0 and offsets[-1] == values.size else None

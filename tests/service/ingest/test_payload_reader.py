@@ -239,6 +239,33 @@ def test_rows_of_samples_have_their_number_of_rounds(masks: list[list[bool]]) ->
         assert read == ([None] * rows if counts is None else counts)
 
 
+@pytest.mark.parametrize("form", ["offsets", "packed", "packed row"])
+def test_packed_rows_are_told_apart(form: str) -> None:
+    """The row of each sample has the hash, the number and the rounds of its own tokens."""
+    flat, bounds = np.arange(7), np.array([0, 2, 2, 7])
+    on = np.array([1, 1, 1, 0, 1, 0, 1])
+    shape = (1, 7) if form == "packed row" else (7,)
+    offsets = bounds if form == "offsets" else None
+    tensors = {
+        "responses": ("int64", shape, flat.reshape(shape), offsets),
+        "response_mask": ("int64", shape, on.reshape(shape), offsets),
+    }
+    if form != "offsets":
+        tensors["cu_seqlens"] = ("int64", bounds.shape, bounds, None)
+    ids = ["one", "none", "two"]
+    payload = {"schema": 1, "tensors": tensors, "strings": {"sample_ids": ids}}
+    rows = [put.row for put in sample_rows(JOB, read_value(payload))]
+    assert [row["tokens"] for row in rows] == [2, 0, 3]
+    assert [row["rounds"] for row in rows] == [1, 0, 3]
+    assert rows[0]["tokens_hash"] != rows[2]["tokens_hash"]
+    padded = np.array([[0, 1, 9, 9, 9], [9] * 5, [2, 3, 4, 5, 6]])
+    mask = np.array([[1, 1, 0, 0, 0], [0] * 5, [1, 0, 1, 0, 1]])
+    same = {"responses": ("int64", padded.shape, padded, None),
+            "response_mask": ("int64", mask.shape, mask, None)}  # fmt: skip
+    also = sample_rows(JOB, read_value({**payload, "tensors": same}))
+    assert [row["tokens_hash"] for row in rows] == [put.row["tokens_hash"] for put in also]
+
+
 def test_a_file_of_the_ring_says_itself_whose_it_is(tmp_path: Path) -> None:
     take(tmp_path, ["one", "two", "three", "four"])
     (path,) = (tmp_path / "ring").glob("*.safetensors")
