@@ -1,0 +1,1 @@
+"""Trainers of general use, with what attaches them to stagescope: a few lines in each."""
