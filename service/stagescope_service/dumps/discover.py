@@ -14,6 +14,7 @@ from stagescope_service.dumps.formats import (
     nexrl,
     own,
     prime_rl,
+    prime_rl_traces,
     saved_batch,
     slime,
     verl_jsonl,
@@ -52,6 +53,11 @@ FORMATS: Final[dict[str, Format]] = {
         prime_rl.open_prime_rl,
         prime_rl.holds_prime_rl,
         "prime-rl's (token_exports/step_N/rank_R.jsonl)",
+    ),
+    prime_rl_traces.KIND: Format(
+        prime_rl_traces.open_prime_rl_traces,
+        prime_rl_traces.holds_prime_rl_traces,
+        "prime-rl's traces (monitors/file/traces/annotations/trainer)",
     ),
     verl_jsonl.KIND: Format(
         verl_jsonl.open_verl, verl_jsonl.holds_verl, "verl's generations (STEP.jsonl)"

@@ -18,11 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import Columns
-from stagescope_service.dumps.formats.content import damage_of, first_values, read_shared
+from stagescope_service.dumps.formats.content import damage_of, first_values
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
@@ -37,7 +35,9 @@ from stagescope_service.dumps.formats.sequences import (
     numbers,
     plain_list,
     prompt_ids,
+    read_objects,
     response_tensors,
+    row_values,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
 from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
@@ -112,10 +112,7 @@ def open_nemo_rl(path: Path, *, step: int | None = None) -> FileDump:
 
 def read_entry(entry: DumpEntry) -> Record:
     """Read one file; see `records.Dump.read`."""
-    lines = read_shared(entry.path)
-    rows = [_unlisted(line) for line in plain_list(lines) if isinstance(line, dict)]
-    if not rows or len(rows) != len(plain_list(lines)):
-        raise InvalidTensor(f"{entry.path} holds lines that are no objects", expected="objects")
+    rows = [_unlisted(line) for line in read_objects(entry.path)]
     if any("token_ids" not in row for row in rows):
         raise InvalidTensor(
             f"{entry.path} holds rows without token_ids",
@@ -127,9 +124,7 @@ def read_entry(entry: DumpEntry) -> Record:
     _leave_out_zeros(found, sequences)
     rewards = "filtered_rewards" if any("filtered_rewards" in row for row in rows) else "rewards"
     for name, column in (("rewards", rewards), ("sample_loss_mask", "sample_loss_mask")):
-        values, _ = numbers(row.get(column) for row in rows)
-        array = np.array(values, np.float64)
-        found.tensors[name] = ("float64", array.shape, array, None)
+        found.tensors[name] = row_values(row.get(column) for row in rows)
     uncounted = sum(not sequence.counts for sequence in sequences)
     if uncounted:
         found.about["uncounted_sequences"] = uncounted

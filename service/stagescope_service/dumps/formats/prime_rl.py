@@ -18,11 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.formats.columns import Columns
-from stagescope_service.dumps.formats.content import damage_of, first_values, read_shared
+from stagescope_service.dumps.formats.content import damage_of, first_values
 from stagescope_service.dumps.formats.listing import (
     FileDump,
     ListedFile,
@@ -32,11 +30,14 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.formats.sequences import (
+    NAN,
     SequenceRow,
     numbers,
     plain_list,
     prompt_ids,
+    read_objects,
     response_tensors,
+    row_values,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
 from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
@@ -136,10 +137,7 @@ def _unstable(entries: Sequence[DumpEntry]) -> list[Problem]:
 
 def read_entry(entry: DumpEntry) -> Record:
     """Read one rank's file of a step; see `records.Dump.read`."""
-    lines = plain_list(read_shared(entry.path))
-    rows = [line for line in lines if isinstance(line, dict)]
-    if not rows or len(rows) != len(lines):
-        raise InvalidTensor(f"{entry.path} holds lines that are no objects", expected="objects")
+    rows = read_objects(entry.path)
     versions = {str(row.get("schema_version")) for row in rows}
     if versions != {str(_SCHEMA)}:
         raise InvalidTensor(
@@ -151,9 +149,7 @@ def read_entry(entry: DumpEntry) -> Record:
     sequences = [_sequence(row, columns, nulls) for row in rows]
     found.tensors |= response_tensors(sequences)
     for name in _PER_ROW:
-        values, _ = numbers(row.get(name) for row in rows)
-        array = np.array(values, np.int64 if all(v == v for v in values) else np.float64)
-        found.tensors[name] = (str(array.dtype), array.shape, array, None)
+        found.tensors[name] = row_values((row.get(name) for row in rows), whole=True)
     _add_rewards(found, rows)
     for name in _TEXTS:
         if any(row.get(name) is not None for row in rows):
@@ -217,7 +213,6 @@ def _add_rewards(found: Columns, rows: Sequence[Mapping[str, FileValue]]) -> Non
     rewards: list[float] = []
     for row in rows:
         values, _ = numbers(plain_list(row.get("rewards")))
-        rewards.append(next((value for value in values if value == value), np.nan))
+        rewards.append(next((value for value in values if value == value), NAN))
     if any(reward == reward for reward in rewards):
-        array = np.array(rewards, np.float64)
-        found.tensors["rewards"] = ("float64", array.shape, array, None)
+        found.tensors["rewards"] = row_values(rewards)

@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from stagescope.wire.errors import InvalidTensor
+from stagescope_service.dumps.formats.content import read_shared
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
 from stagescope_service.rows.ragged import cumulative
 from stagescope_service.store.tensorfile import WireTensor
@@ -90,6 +92,27 @@ def response_tensors(rows: Sequence[SequenceRow]) -> dict[str, WireTensor]:
             ),
         )
     return found
+
+
+def row_values(values: Iterable[FileValue], *, whole: bool = False) -> WireTensor:
+    """Return a number of each row, nan where one is missing; `whole`: int64 where none is."""
+    found, missing = numbers(values)
+    array = np.array(found, np.int64 if whole and not missing else np.float64)
+    return str(array.dtype), array.shape, array, None
+
+
+def read_objects(path: Path) -> list[dict[str, FileValue]]:
+    """Read a file with an object in each line.
+
+    Raises:
+        NotFound, InvalidTensor, Forbidden, StoreError: as `read_content`; InvalidTensor also where
+            a line is no object.
+    """
+    lines = plain_list(read_shared(path))
+    rows = [line for line in lines if isinstance(line, dict)]
+    if not rows or len(rows) != len(lines):
+        raise InvalidTensor(f"{path} holds lines that are no objects", expected="objects")
+    return rows
 
 
 def prompt_ids(rows: Sequence[SequenceRow]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,0 +1,411 @@
+"""prime-rl's traces with the trainer's annotations: `monitors/file/traces`, since September 2026.
+
+Read in prime-rl and verifiers of September 2026: `stream` has every episode as it arrived, a line
+an episode, whose traces are graphs of messages with token ids, masks and the engine's log-probs.
+What is learnt later is in `annotations/PRODUCER`, a line an update of a trace: the orchestrator's
+say which step took it, the trainer's have log-probs and entropies of a branch of it, index t of
+token t of the path from the root to a leaf. A stream is one file (`stream.jsonl`), or a directory
+of numbered ones, of which the full ones are compressed (`stream/00000.jsonl.zst`).
+
+A branch that the trainer annotated is a row of the step. Both of its values are null outside the
+loss's mask; a log-prob alone is null where it is not finite, and read as nan. In the first form the
+trainer wrote values of every token: those that the engine did not sample are of no interest.
+prime-rl rounds per-token values to four decimals (`monitors.file.float_decimals`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final, cast
+
+import pyarrow as pa
+
+from stagescope.wire.errors import InvalidTensor, NotFound, StagescopeError
+from stagescope_service.dumps.formats.columns import Columns
+from stagescope_service.dumps.formats.content import MAX_LINE_BYTES
+from stagescope_service.dumps.formats.listing import FileDump, ListedFile, files_of
+from stagescope_service.dumps.formats.sequences import (
+    NAN,
+    SequenceRow,
+    numbers,
+    prompt_ids,
+    response_tensors,
+    row_values,
+)
+from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+from stagescope_service.store.tensorfile import disk_errors
+
+KIND: Final = "prime_rl_traces"
+STAGE: Final = "actor_update"
+
+_TRAINER: Final = re.compile(r"(?:\A|/)annotations/trainer(?:/\d{1,9})?\.jsonl(?:\.zst)?\Z")
+_CHUNK: Final = re.compile(r"\d{1,9}\.jsonl(?:\.zst)?\Z")
+_VERSION: Final = 1
+_NAMES: Final[Mapping[str, str]] = {
+    "trainer_logprobs": "log_probs",
+    "entropies": "entropy",
+    "is_masked": "is_masked",
+    "mismatch_kl": "mismatch_kl",
+    "advantages": "advantages",
+}
+_STREAMS: Final = {
+    "rollout": {"producer": "inference", "alignment": "index t is token t"},
+    "current": {"producer": "trainer", "alignment": "index t is token t"},
+}
+
+Json = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """Where a line of a stream is: in which file, and at which byte of its content."""
+
+    path: Path
+    offset: int
+
+
+@dataclasses.dataclass
+class _Step:
+    """The lines that a step's rows are made of, and its traces."""
+
+    traces: set[str] = dataclasses.field(default_factory=set)
+    updates: list[_Line] = dataclasses.field(default_factory=list)
+    episodes: list[_Line] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traces:
+    """The content of a directory of traces, by step, and what is wrong with it."""
+
+    steps: Mapping[int, _Step]
+    problems: Sequence[Problem]
+
+
+def holds_prime_rl_traces(found: Sequence[ListedFile]) -> bool:
+    """Return whether any of the files has the trainer's annotations of traces."""
+    return any(_TRAINER.search(each.path.as_posix()) for each in found)
+
+
+def open_prime_rl_traces(path: Path, *, step: int | None = None) -> FileDump:
+    """List the steps of a directory of traces.
+
+    Args:
+        path: `monitors/file/traces`, a directory above it, or the trainer's annotations in it.
+        step: Only this step.
+
+    Raises:
+        NotFound: no such path, no annotations of the trainer in it, or no step of them.
+        InvalidTensor: the traces of several runs.
+        TooLarge: more files than a dump has.
+        StoreError: the disk reported an error.
+    """
+    found, _ = files_of(path.absolute())
+    trainers = [each.path for each in found if _TRAINER.search(each.path.as_posix())]
+    roots = {_root(each) for each in trainers}
+    if not roots:
+        raise NotFound(
+            f"{path} holds no annotations of prime-rl's trainer",
+            expected="monitors/file/traces with stream and annotations/trainer",
+        )
+    if len(roots) > 1:
+        raise InvalidTensor(
+            f"{path} holds the traces of {len(roots)} runs", expected="the directory of one run"
+        )
+    traces = _read_traces(roots.pop(), _stamp(found))
+    entries = [
+        DumpEntry("forward_data", Location(number, STAGE, "actor", 0), lines.updates[0].path)
+        for number, lines in sorted(traces.steps.items())
+        if step in (None, number)
+    ]
+    return FileDump(str(path), KIND, entries, traces.problems, read_entry)
+
+
+def _root(trainer: Path) -> Path:
+    """Return the directory of traces that holds a file of the trainer's annotations."""
+    parts = trainer.parts
+    return Path(*parts[: len(parts) - 1 - parts[::-1].index("annotations")])
+
+
+def _stamp(found: Sequence[ListedFile]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted((str(each.path), each.bytes) for each in found))
+
+
+@functools.lru_cache(maxsize=2)
+def _read_traces(root: Path, _stamped: object) -> _Traces:
+    """Read the lines once: which step has which; no values of tokens are kept."""
+    problems: list[Problem] = []
+    shipped: dict[str, int] = {}
+    trained: dict[str, tuple[int | None, list[_Line]]] = {}
+    for producer in _producers(root):
+        for line, update in _lines(_chunks(root / "annotations", producer), problems):
+            if update.get("version") != _VERSION:
+                raise InvalidTensor(
+                    f"{line.path} has updates of version {update.get('version')}",
+                    expected=str(_VERSION),
+                )
+            trace = str(update.get("trace_id"))
+            if (number := _number(update, "info", "ship", "step")) is not None:
+                shipped[trace] = number
+            if any(branch.get("trainer_logprobs") for branch in update.get("branches") or ()):
+                step, lines = trained.get(trace, (None, []))
+                own = _number(update, "info", "trainer", "step")
+                trained[trace] = (step if own is None else own, [*lines, line])
+            elif update.get("branches") and trace in trained:
+                trained[trace][1].append(line)
+    steps: dict[int, _Step] = {}
+    of_trace: dict[str, int] = {}
+    for trace, (own, lines) in trained.items():
+        number = shipped.get(trace) if own is None else own
+        if number is None:
+            problems.append(
+                Problem(
+                    lines[0].path,
+                    "missing",
+                    f"no annotation says which step took trace {trace}: it is left out",
+                )
+            )
+            continue
+        of_trace[trace] = number
+        taken = steps.setdefault(number, _Step())
+        taken.traces.add(trace)
+        taken.updates += lines
+    seen: set[str] = set()
+    for line, episode in _lines(_chunks(root, "stream"), problems):
+        ids = {str(trace.get("id")) for trace in episode.get("traces") or ()} & of_trace.keys()
+        seen |= ids
+        for number in {of_trace[each] for each in ids}:
+            steps[number].episodes.append(line)
+    if lost := of_trace.keys() - seen:
+        problems.append(
+            Problem(
+                root / "stream",
+                "missing",
+                f"{len(lost)} traces that were trained are in no episode: {sorted(lost)[0]} first",
+            )
+        )
+    return _Traces({n: each for n, each in steps.items() if each.episodes}, problems)
+
+
+def _producers(root: Path) -> list[str]:
+    """Return who annotated the traces; the trainer is the last, as it learns last."""
+    with disk_errors(root):
+        names = {path.name.split(".", 1)[0] for path in (root / "annotations").iterdir()}
+    return [*sorted(names - {"trainer"}), "trainer"]
+
+
+def _chunks(directory: Path, name: str) -> list[Path]:
+    """Return the files of a stream in order; of one that is being compressed the plain one."""
+    with disk_errors(directory):
+        folder, plain = directory / name, directory / f"{name}.jsonl"
+        if not folder.is_dir():
+            return [plain] if plain.is_file() else []
+        found: dict[int, Path] = {}
+        for path in sorted(folder.iterdir(), key=lambda each: len(each.name), reverse=True):
+            if _CHUNK.match(path.name):
+                found[int(path.name.split(".", 1)[0])] = path
+        return [found[number] for number in sorted(found)]
+
+
+def _open(path: Path) -> BinaryIO:
+    compression = "zstd" if path.suffix == ".zst" else None
+    return cast(BinaryIO, io.BufferedReader(pa.input_stream(path, compression=compression)))
+
+
+def _lines(paths: Sequence[Path], problems: list[Problem]) -> Iterator[tuple[_Line, Json]]:
+    """Yield the lines of a stream; one that was cut off ends its file, and is a problem."""
+    for path in paths:
+        yield from _lines_of(path, problems)
+
+
+def _lines_of(path: Path, problems: list[Problem]) -> Iterator[tuple[_Line, Json]]:
+    offset = 0
+    try:
+        with disk_errors(path), _open(path) as file:
+            while text := file.readline(MAX_LINE_BYTES):
+                yield _Line(path, offset), _parse(text, path)
+                offset += len(text)
+    except (StagescopeError, OSError) as error:
+        problems.append(Problem.of(path, error))
+
+
+def _parse(text: bytes, path: Path) -> Json:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidTensor(
+            f"{path} holds a line that is no JSON: {error}",
+            advice="it is damaged, or was cut off while it was written",
+        ) from error
+    if not isinstance(found, dict):
+        raise InvalidTensor(f"{path} holds lines that are no objects", expected="objects")
+    return found
+
+
+def _read(lines: Sequence[_Line]) -> Iterator[Json]:
+    """Yield the lines, each file from its beginning to its end."""
+    by_path: dict[Path, list[int]] = {}
+    for line in lines:
+        by_path.setdefault(line.path, []).append(line.offset)
+    for path, offsets in by_path.items():
+        with disk_errors(path), _open(path) as file:
+            at = 0
+            for offset in sorted(set(offsets)):
+                while at < offset:
+                    at += len(file.read(min(offset - at, MAX_LINE_BYTES)) or b"\0")
+                text = file.readline(MAX_LINE_BYTES)
+                at += len(text)
+                yield _parse(text, path)
+
+
+def _number(update: Json, *path: str) -> int | None:
+    found: Any = update
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def read_entry(entry: DumpEntry) -> Record:
+    """Read the rows of a step; see `records.Dump.read`."""
+    root = _root(entry.path)
+    found_files, _ = files_of(root)
+    step = _read_traces(root, _stamp(found_files)).steps[entry.location.step or 0]
+    updates: dict[tuple[str, int], dict[str, list[Any]]] = {}
+    for update in _read(step.updates):
+        for branch in update.get("branches") or ():
+            key = (str(update.get("trace_id")), int(branch.get("index", -1)))
+            # The newest of each stream counts.
+            updates.setdefault(key, {}).update(
+                {name: branch[name] for name in _NAMES if branch.get(name)}
+            )
+    rows: list[_Row] = []
+    for episode in _read(step.episodes):
+        for trace in episode.get("traces") or ():
+            if str(trace.get("id")) in step.traces:
+                rows += _rows(episode, trace, updates)
+    return _record(entry, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A branch of a trace."""
+
+    sequence: SequenceRow
+    reward: float
+    policy: tuple[float, float]
+    nulls: int
+    trace: str
+    environment: str
+
+
+def _rows(
+    episode: Json, trace: Json, updates: Mapping[tuple[str, int], Mapping[str, list[Any]]]
+) -> Iterator[_Row]:
+    nodes: list[Json] = list(trace.get("nodes") or ())
+    rewards = [each for each in (trace.get("rewards") or {}).values() if isinstance(each, dict)]
+    scores, _ = numbers((each.get("score") or 0) * each.get("weight", 1) for each in rewards)
+    work = (episode.get("run") or {}).get("work") or {}
+    policy, _ = numbers((work.get("policy") or {}).get(name) for name in ("start", "end"))
+    environment = episode.get("env") or {}
+    for index, path in enumerate(_paths(nodes)):
+        streams = updates.get((str(trace.get("id")), index), {})
+        if "trainer_logprobs" not in streams:
+            continue
+        sequence, nulls = _sequence([nodes[each] for each in path], streams)
+        yield _Row(
+            sequence,
+            sum(scores) if scores else NAN,
+            (policy[0], policy[1]),
+            nulls,
+            str(trace.get("id")),
+            str(environment.get("name") or environment.get("id") or ""),
+        )
+
+
+def _paths(nodes: Sequence[Json]) -> list[list[int]]:
+    """Return the paths from a root to each leaf, in the order of the leaves.
+
+    Raises:
+        InvalidTensor: a node's parent is none of those before it.
+    """
+    parents = [node.get("parent") for node in nodes]
+    for index, parent in enumerate(parents):
+        if parent is not None and not (isinstance(parent, int) and 0 <= parent < index):
+            raise InvalidTensor(f"node {index} of a trace has the parent {parent}")
+    paths: list[list[int]] = []
+    for leaf in sorted(set(range(len(nodes))) - set(parents)):
+        path: list[int] = []
+        at: int | None = leaf
+        while at is not None:
+            path.append(at)
+            at = parents[at]
+        paths.append(path[::-1])
+    return paths
+
+
+def _sequence(nodes: Sequence[Json], streams: Mapping[str, list[Any]]) -> tuple[SequenceRow, int]:
+    """Return a branch's tokens, and how many log-probs of the trainer's are not finite."""
+    tokens: list[int] = []
+    sampled: list[bool] = []
+    rollout: list[float] = []
+    for node in nodes:
+        ids, mask = node.get("token_ids") or [], node.get("mask") or []
+        values, _ = numbers(node.get("logprobs") or [NAN] * sum(map(bool, mask)))
+        if len(mask) != len(ids) or len(values) != sum(map(bool, mask)):
+            raise InvalidTensor(
+                f"a message has {len(ids)} tokens, {len(mask)} values of its mask and "
+                f"{len(values)} log-probs",
+                expected="a mask of every token and a log-prob of each that was sampled",
+            )
+        each = iter(values)
+        tokens += map(int, ids)
+        sampled += map(bool, mask)
+        rollout += [next(each) if one else 0.0 for one in mask]
+    # The trainer cuts what is longer than its sequences.
+    length = min(len(tokens), len(streams["trainer_logprobs"]))
+    log_probs = streams["trainer_logprobs"]
+    entropies = streams.get("entropies") or [0.0] * length
+    mask = [
+        sampled[at] and not (log_probs[at] is None and entropies[at] is None)
+        for at in range(length)
+    ]
+    columns = {_NAMES[name]: numbers(values[:length])[0] for name, values in streams.items()}
+    nulls = sum(one and value is None for one, value in zip(mask, log_probs, strict=False))
+    return SequenceRow(
+        tokens[:length], mask, {"rollout_log_probs": rollout[:length], **columns}
+    ), nulls
+
+
+def _record(entry: DumpEntry, rows: Sequence[_Row]) -> Record:
+    sequences = [row.sequence for row in rows]
+    found = Columns()
+    found.tensors |= response_tensors(sequences)
+    for name, values in {
+        "rewards": [row.reward for row in rows],
+        "policy_start": [row.policy[0] for row in rows],
+        "policy_end": [row.policy[1] for row in rows],
+    }.items():
+        if any(value == value for value in values):
+            found.tensors[name] = row_values(values)
+    if all(row.policy[0] == row.policy[1] for row in rows):
+        versions = (row.policy[0] for row in rows)
+        found.tensors["versions"] = row_values(versions, whole=True)
+    found.texts["env_name"] = tuple(row.environment for row in rows)
+    found.texts["trace_id"] = tuple(row.trace for row in rows)
+    if nulls := sum(row.nulls for row in rows):
+        found.about["null_values"] = {"log_probs": nulls}
+    found.about |= {
+        "alignment": "responses alone, index t is token t",
+        "dtypes": "float32 in prime-rl, rounded to four decimals unless its file monitor was told",
+        "streams": _STREAMS,
+    }
+    groups, _ = prompt_ids(sequences)
+    # Traces are named anew in each run: samples pair by their content.
+    return Record(
+        entry, found.tensors, {}, None, groups, found.texts, "response_mask", found.metadata()
+    )
