@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from stagescope.wire.errors import StagescopeError
@@ -25,6 +25,20 @@ def guarded(activity: str, *, reraise: type[Exception] | tuple[()] = ()) -> Iter
         level = logging.DEBUG if activity in _logged else logging.WARNING
         _logged.add(activity)
         _log.log(level, "%s was skipped: %r", activity, error, exc_info=True)
+
+
+@contextlib.contextmanager
+def ending(activity: str, end: Callable[[BaseException | None], None]) -> Iterator[None]:
+    """Run the body; then call `end`, guarded as `activity`, with what the body raised, or None."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        with guarded(activity):
+            end(error)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from stagescope_workers.compat import read_batch
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
-from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch
 from stagescope_workers.integrations.training import one_a_trainer
 from stagescope_workers.probe.lifecycle import init
@@ -219,23 +219,15 @@ def wrap_training_step(function: Function) -> Function:
                 epoch=found.epoch,
                 microbatch=number,
             )
-            stage.begin()
-            # Later epochs train on the same samples: their tokens count once.
-            if found.epoch == 0:
-                stage.record(recorded(experience, trainer.args))
-        error: BaseException | None = None
-        result: Any = None
-        try:
+        with running(stage):
+            with guarded("streams and samples"):
+                # Later epochs train on the same samples: their tokens count once.
+                if training(trainer).epoch == 0 and stage is not None:
+                    stage.record(recorded(experience, trainer.args))
             result = function(trainer, experience, kl_ctl, step, *args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("the end of actor_update"):
+            with guarded("scalars"):
                 if stage is not None:
-                    if error is None:
-                        stage.log(**_numbers(result["metrics"]))
-                    stage.end(error)
+                    stage.log(**_numbers(result["metrics"]))
         return result
 
     return run
@@ -297,16 +289,7 @@ def wrap_broadcast(function: Function) -> Function:
             # Before the first step the weights of a checkpoint are sent.
             if found.calls and found.probe is not None:
                 stage = found.probe.stage("weight_sync", step=found.step(trainer.args))
-                stage.begin()
-        error: BaseException | None = None
-        try:
+        with running(stage):
             return function(trainer, *args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("the end of weight_sync"):
-                if stage is not None:
-                    stage.end(error)
 
     return run

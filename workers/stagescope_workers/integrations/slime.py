@@ -50,8 +50,8 @@ _STAGES: Final = {
 """Its timers -> stages; `train` is round others, `train_wait` is the time between two steps."""
 _POSITION: Final = "partition"
 """The column with each sample's position in the rollout."""
-_STREAMS: Final = {"rollout_log_probs": "rollout_log_probs", "ref_log_probs": "ref_log_probs"}
-_BY_TOKEN: Final = {"advantages": "advantages", "returns": "returns", "values": "values"}
+_BY_TOKEN: Final = ("rollout_log_probs", "ref_log_probs", "advantages", "returns", "values")
+"""Columns that have our names, too."""
 
 
 class Rank:
@@ -195,9 +195,9 @@ def payload(args: Any, batch: Mapping[str, Any], captured: Mapping[int, Any]) ->
     }
     if megatron.layout().get("cp_size", 1) > 1:
         found["positions"] = sliced([_positions(row, row.shape[0]) for row in batch["loss_masks"]])
-    for theirs, ours in {**_STREAMS, **_BY_TOKEN}.items():
-        if batch.get(theirs):
-            found[ours] = [row.detach() for row in batch[theirs]]
+    for name in _BY_TOKEN:
+        if batch.get(name):
+            found[name] = [row.detach() for row in batch[name]]
     positions = batch.get(_POSITION)
     if batch.get("log_probs"):
         found["old_log_probs"] = [row.detach() for row in batch["log_probs"]]

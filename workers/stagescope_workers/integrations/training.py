@@ -6,11 +6,11 @@ import abc
 import contextlib
 import numbers
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, TypeVar
 
 from stagescope.wire.nonfinite import Json
-from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.guard import ending
 from stagescope_workers.metrics_feed import MetricsFeed
 from stagescope_workers.probe.lifecycle import finish
 from stagescope_workers.probe.probe import Probe
@@ -95,18 +95,11 @@ class ReportedTraining(abc.ABC):
         finish(FINISH_SECONDS, run=probe.run)
 
 
-@contextlib.contextmanager
-def closed_at_end(close: Callable[[BaseException | None], None]) -> Iterator[None]:
-    """Run the body, a training; then call `close` with the exception that ended it, or None."""
-    error: BaseException | None = None
-    try:
-        yield
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        with guarded("closing the probe"):
-            close(error)
+def closed_at_end(
+    close: Callable[[BaseException | None], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context for a training: `close` gets the exception that ends it, or None."""
+    return ending("closing the probe", close)
 
 
 def one_a_trainer(make: Callable[[Any], _Training]) -> Callable[[Any], _Training]:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from stagescope_workers.integrations import megatron
 from stagescope_workers.integrations.areal import rows
 from stagescope_workers.integrations.configuration import named_run
-from stagescope_workers.integrations.guard import guarded, running
+from stagescope_workers.integrations.guard import ending, guarded, running
 from stagescope_workers.integrations.patches import Function
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
@@ -346,15 +346,8 @@ def wrap_update(function: Function) -> Function:
             is_overwritten = not config.use_decoupled_loss and config.recompute_logprob
             has_both = rank.streams_of == rank.step or is_overwritten
             rank.update = Update(rank, records_streams=not has_both)
-        error: BaseException | None = None
-        try:
+        with ending("the end of actor_update", functools.partial(_end_update, rank)):
             return function(owner, *args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("the end of actor_update"):
-                _end_update(rank, error)
 
     return run
 

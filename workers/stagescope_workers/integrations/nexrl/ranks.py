@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from stagescope_workers.integrations.guard import guarded, running
+from stagescope_workers.integrations.guard import ending, guarded, running
 from stagescope_workers.integrations.nexrl.training import CONTEXT
 from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.training import scalars
@@ -136,17 +136,14 @@ def wrap_update(function: Function) -> Function:
 @contextlib.contextmanager
 def _entered(update: Update | None) -> Iterator[None]:
     token = _current.set(update)
-    error: BaseException | None = None
-    try:
-        yield
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
+
+    def end(error: BaseException | None) -> None:
         _current.reset(token)
-        with guarded("the parts of an update"):
-            if update is not None:
-                update.end(error)
+        if update is not None:
+            update.end(error)
+
+    with ending("the parts of an update", end):
+        yield
 
 
 def wrap_log_prob(function: Function) -> Function:

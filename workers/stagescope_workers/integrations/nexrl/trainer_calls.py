@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stagescope_workers.integrations.guard import guarded
+from stagescope_workers.integrations.guard import ending, guarded
 from stagescope_workers.integrations.nexrl.training import CONTEXT, Training, training
 from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.training import closed_at_end
@@ -112,18 +112,15 @@ def _wrap_update(held: weakref.ref[Any], call: Function) -> Function:
             found.begin("actor_update")
             given = _told(found, batch)
             found.record_update(batch)
-        error: BaseException | None = None
-        try:
+        with ending("actor_update", functools.partial(_end, found, "actor_update")):
             return call(given, *args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("actor_update"):
-                if found is not None:
-                    found.end("actor_update", error)
 
     return run
+
+
+def _end(found: Training | None, name: str, error: BaseException | None) -> None:
+    if found is not None:
+        found.end(name, error)
 
 
 def _wrap_log_prob(held: weakref.ref[Any], call: Function) -> Function:
@@ -147,16 +144,8 @@ def _wrap_save(held: weakref.ref[Any], call: Function) -> Function:
             if kwargs.get("save_weight_only"):
                 found = training(held())
                 found.begin("weight_sync")
-        error: BaseException | None = None
-        try:
+        with ending("weight_sync", functools.partial(_end, found, "weight_sync")):
             return call(*args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("weight_sync"):
-                if found is not None:
-                    found.end("weight_sync", error)
 
     return run
 
@@ -170,19 +159,11 @@ def wrap_old_log_probs(function: Function) -> Function:
         with guarded(_OLD):
             found = training(trainer)
             found.begin(_OLD)
-        try:
+        with ending(_OLD, functools.partial(_end, found, _OLD)):
             old = function(trainer, batch, *args, **kwargs)
-        except BaseException as error:
-            with guarded(_OLD):
+            with guarded("the step's log-probs"):
                 if found is not None:
-                    found.end(_OLD, error)
-            raise
-        with guarded("the step's log-probs"):
-            if found is not None:
-                found.record_old(batch, old)
-        with guarded(_OLD):
-            if found is not None:
-                found.end(_OLD)
+                    found.record_old(batch, old)
         return old
 
     return run

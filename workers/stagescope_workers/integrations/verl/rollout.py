@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from stagescope_workers.integrations.configuration import lookup
-from stagescope_workers.integrations.guard import guarded, running
+from stagescope_workers.integrations.guard import ending, guarded, running
 from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.verl import batches, configuration
 from stagescope_workers.integrations.verl.context import Context
@@ -84,15 +84,8 @@ def _wrap_prompt(worker: object, run_prompt: Function) -> Function:
         step: object = None
         with guarded("rollout_generate"):
             step = _begin_prompt(worker, generations, kwargs.get("trajectory"))
-        error: BaseException | None = None
-        try:
+        with ending("rollout_generate", functools.partial(_end_prompt, generations, step)):
             return await run_prompt(*args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("rollout_generate"):
-                _end_prompt(generations, step, error)
 
     return run
 

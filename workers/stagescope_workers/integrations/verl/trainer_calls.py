@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stagescope_workers.integrations.guard import guarded, running
+from stagescope_workers.integrations.guard import ending, guarded, running
 from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.verl import batches
 from stagescope_workers.integrations.verl.driver import Driver
@@ -242,15 +242,8 @@ def _closing(trainer: object, *given: object) -> Iterator[None]:
         get_driver(trainer).prepare()
     with guarded("the rollout's stage"):
         get_driver(trainer).wrap_rollout(*given)
-    error: BaseException | None = None
-    try:
+    with ending("closing the probes", lambda error: get_driver(trainer).close(error)):
         yield
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        with guarded("closing the probes"):
-            get_driver(trainer).close(error)
 
 
 def wrap_log(function: Function) -> Function:
