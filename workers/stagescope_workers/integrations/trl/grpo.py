@@ -15,41 +15,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
-import os
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch
-from stagescope_workers.integrations.training import (
-    ReportedTraining,
-    closed_at_end,
-    one_a_trainer,
-    scalars,
-)
-from stagescope_workers.probe.lifecycle import init
-from stagescope_workers.probe.probe import Probe
+from stagescope_workers.integrations.training import one_a_trainer
+from stagescope_workers.integrations.trl.training import TrlTraining, attaching_patches, clipped
 from stagescope_workers.probe.stage import Stage
-
-_log = logging.getLogger("stagescope.integrations")
 
 _MODULE: Final = "trl.trainer.grpo_trainer"
 _ROWS: Final = "stagescope_rows"
 """The column that names the rows of a generation batch, [rows] int64 on the host."""
 _CLIPPED_LOSSES: Final = ("grpo", "bnpo", "dr_grpo", "dapo")
 """The losses that cut a token's ratio at bounds, with TRL's own formula."""
-_MAY_BE_NAN: Final = "rewards/"
-"""A reward function that returns None for every completion of a batch has the mean nan."""
 
 
 def patches() -> list[Patch]:
     """Return the patches of `GRPOTrainer`; its subclasses inherit them."""
     calls: dict[str, tuple[Any, str]] = {
-        "__init__": (wrap_init, "the end of a training"),
         "_generate_and_score_completions": (wrap_generation_batch, "streams and samples"),
         "_generate": (wrap_generate, "rollout_generate"),
         "_calculate_rewards": (wrap_rewards, "compute_rm_score and rewards"),
@@ -57,12 +42,13 @@ def patches() -> list[Patch]:
             wrap_forward, "actor_compute_log_prob, ref_compute_log_prob"
         ),
         "_compute_loss": (wrap_loss, "actor_update and what the loss did to each token"),
-        "training_step": (wrap_training_step, "the end of actor_update"),
-        "log": (wrap_log, "scalars, and numbers in the trainer's log"),
     }  # fmt: skip
     return [
-        Patch(_MODULE, f"GRPOTrainer.{name}", wrap, purpose, since="1.0")
-        for name, (wrap, purpose) in calls.items()
+        *(
+            Patch(_MODULE, f"GRPOTrainer.{name}", wrap, purpose, since="1.0")
+            for name, (wrap, purpose) in calls.items()
+        ),
+        *attaching_patches(_MODULE, "GRPOTrainer", training, since="1.0"),
     ]
 
 
@@ -84,60 +70,32 @@ class _GenerationBatch:
     stage: Stage | None = None
 
 
-class Training(ReportedTraining):
+class Training(TrlTraining):
     """What one `GRPOTrainer` reports."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._batches: tuple[int, int] = (-1, 0)
-        self._microbatches: tuple[int, int] = (-1, 0)
         self.generating: _GenerationBatch | None = None
-        self.update: Stage | None = None
         self.in_loss: list[Any] | None = None
         """The log-probs of the update's forward pass, while its loss is computed."""
 
-    @property
-    def step(self) -> int:
-        """The step that is being trained."""
-        return int(self.trainer.state.global_step) + 1
-
-    @property
-    def is_training(self) -> bool:
-        """Whether it trains; evaluation belongs to no step."""
-        return bool(self.trainer.model.training)
-
-    @property
-    def last_step(self) -> int | None:
-        """The last step that is done."""
-        return int(self.trainer.state.global_step) or None
-
-    @property
-    def writes_log(self) -> bool:
-        """Whether this process writes TRL's log."""
-        return bool(self.trainer.accelerator.is_main_process)
-
-    def _make_probe(self) -> Probe:
+    def statistics_settings(self) -> dict[str, object]:
+        """Return which importance weights are applied."""
         trainer = self.trainer
         arguments = trainer.args
-        name = getattr(arguments, "run_name", None) or os.path.basename(
-            os.path.abspath(str(arguments.output_dir or "trl"))
-        )
-        return init(
-            named_run(str(name), fallback="trl"),
-            role="actor",
-            rank=trainer.accelerator.process_index,
-            world_size=trainer.accelerator.num_processes,
-            layout={"framework": "trl"},
-            settings={**statistics_settings(trainer), "trl": settings(arguments)},
-            resumed_from_step=self.last_step,
-        )
+        mode = str(getattr(arguments, "vllm_importance_sampling_mode", ""))
+        is_corrected = trainer.use_vllm and arguments.vllm_importance_sampling_correction
+        if not (is_corrected and mode.endswith("_truncate")):
+            return {}
+        threshold = arguments.vllm_importance_sampling_clip_max
+        found = {"rollout_is": mode.removesuffix("_truncate"), "rollout_is_threshold": threshold}
+        return {name: value for name, value in found.items() if value is not None}
 
-    def stage(self, name: str, **part: Any) -> Stage:
-        """Return a stage of the step that is being trained."""
-        version = int(self.trainer.state.global_step)
-        return self.probe.stage(
-            name, step=self.step, policy_version=version, model=self.trainer.model, **part
-        )
+    @property
+    def measures_update(self) -> bool:
+        """Whether TRL makes no pass before the update, whose streams would be recorded."""
+        return not _makes_old(self.trainer)
 
     def next_batch(self) -> _GenerationBatch:
         """Begin a generation batch of the step."""
@@ -147,13 +105,6 @@ class Training(ReportedTraining):
         self.generating = _GenerationBatch(self.step, number)
         return self.generating
 
-    def next_microbatch(self) -> int:
-        """Return the number of the step's next micro-batch."""
-        step, count = self._microbatches
-        number = count if step == self.step else 0
-        self._microbatches = (self.step, number + 1)
-        return number
-
     def want(self, step: int, rows: int | None = None) -> None:
         """Request the step's numbers: complete with the samples of all processes."""
         if rows is None and self.trainer.accelerator.num_processes > 1:
@@ -162,23 +113,6 @@ class Training(ReportedTraining):
 
 
 training: Final = one_a_trainer(Training)
-
-
-def settings(arguments: Any) -> dict[str, object]:
-    """Return TRL's arguments, without what may be secret."""
-    return visible_leaves(arguments.to_dict())
-
-
-def statistics_settings(trainer: Any) -> dict[str, object]:
-    """Return the settings that the statistics depend on: which importance weights are applied."""
-    arguments = trainer.args
-    mode = str(getattr(arguments, "vllm_importance_sampling_mode", ""))
-    is_corrected = trainer.use_vllm and arguments.vllm_importance_sampling_correction
-    if not (is_corrected and mode.endswith("_truncate")):
-        return {}
-    threshold = arguments.vllm_importance_sampling_clip_max
-    found = {"rollout_is": mode.removesuffix("_truncate"), "rollout_is_threshold": threshold}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def streams(trainer: Any, *, has_rollout: bool) -> dict[str, object]:
@@ -209,29 +143,6 @@ def samples(trainer: Any, rows: Any) -> dict[str, list[str]]:
         "group_ids": [str(row // size) for row in numbers],
         "run_ids": [str(row % size) for row in numbers],
     }
-
-
-def wrap_init(function: Function) -> Function:
-    """Wrap `__init__`: when `train` ends, everything that waits is sent."""
-
-    @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        function(trainer, *args, **kwargs)
-        with guarded("waiting for receipts at the end of a training"):
-            trainer.train = _wrap_train(trainer, trainer.train)
-
-    return run
-
-
-def _wrap_train(trainer: Any, train: Function) -> Function:
-    held = weakref.ref(trainer)
-
-    @functools.wraps(train)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with closed_at_end(lambda error: training(held()).close(error)):
-            return train(*args, **kwargs)
-
-    return run
 
 
 @contextlib.contextmanager
@@ -420,8 +331,7 @@ def wrap_loss(function: Function) -> Function:
             if training(trainer).is_training and _ROWS in inputs:
                 found = training(trainer)
                 found.in_loss = []
-                found.update = found.stage("actor_update", microbatch=found.next_microbatch())
-                found.update.begin()
+                found.begin_update()
         try:
             result = function(trainer, model, inputs, *args, **kwargs)
         finally:
@@ -451,77 +361,11 @@ def _update(trainer: Any, inputs: Mapping[str, Any], current: Any) -> dict[str, 
     # The streams were recorded before the update; this pass is of weights that may have changed.
     del recorded["rollout_log_probs"]
     if trainer.loss_type in _CLIPPED_LOSSES:
-        recorded["clipped"] = _clipped(trainer, current - old, recorded)
+        mask, log_ratio = recorded["response_mask"], current - old
+        if trainer.importance_sampling_level == "sequence":
+            mean = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(
+                min=1.0
+            )
+            log_ratio = mean.expand(log_ratio.shape)
+        recorded["clipped"] = clipped(trainer, log_ratio, recorded["advantages"])
     return recorded
-
-
-def _clipped(trainer: Any, log_ratio: Any, recorded: Mapping[str, Any]) -> Any:
-    """Return -1 or 1 where the ratio is cut at its lower or upper bound, else 0, [rows, tokens]."""
-    mask, advantages = recorded["response_mask"], recorded["advantages"]
-    if trainer.importance_sampling_level == "sequence":
-        mean = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)
-        log_ratio = mean.expand(log_ratio.shape)
-    ratio = log_ratio.exp()
-    low = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)
-    high = (ratio > 1 + trainer.epsilon_high) & (advantages > 0)
-    return high.int() - low.int()
-
-
-def wrap_training_step(function: Function) -> Function:
-    """Wrap `training_step`: `actor_update` ends after the backward pass."""
-
-    @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        error: BaseException | None = None
-        step: int | None = None
-        try:
-            return function(trainer, *args, **kwargs)
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            with guarded("the end of actor_update"):
-                found = training(trainer)
-                stage, found.update = found.update, None
-                if stage is not None:
-                    step = found.step
-                    stage.end(error)
-                if step is not None and error is None and not _makes_old(trainer):
-                    found.want(step)
-
-    return run
-
-
-def wrap_log(function: Function) -> Function:
-    """Wrap `log`: reports TRL's scalars, and adds the service's numbers under `stagescope/`."""
-
-    @functools.wraps(function)
-    def run(trainer: Any, logs: Any, *args: Any, **kwargs: Any) -> Any:
-        held: dict[str, list[float]] = {}
-        is_training = False
-        with guarded("scalars"):
-            is_training = training(trainer).is_training and isinstance(logs, dict)
-            if is_training:
-                held = {name: [*values] for name, values in trainer._metrics["train"].items()}
-                step = int(trainer.state.global_step)
-                for name, value in training(trainer).numbers(step).items():
-                    logs.setdefault(name, value)
-        result = function(trainer, logs, *args, **kwargs)
-        with guarded("scalars"):
-            if is_training and trainer.accelerator.is_main_process:
-                _report(training(trainer), int(trainer.state.global_step), logs, held)
-        return result
-
-    return run
-
-
-def _report(
-    found: Training, step: int, logs: Mapping[str, Any], held: Mapping[str, list[float]]
-) -> None:
-    reported = scalars(logs, without=("epoch",))
-    # TRL leaves every nan out of its means.
-    for name, values in held.items():
-        if not name.startswith(_MAY_BE_NAN) and any(math.isnan(value) for value in values):
-            reported[name] = math.nan
-    if step > 0 and reported:
-        found.probe.log(step=step, **reported)

@@ -1,0 +1,208 @@
+"""What the integrations of TRL's trainers share: names, steps, the update's stage, its log."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from stagescope_workers.integrations.configuration import named_run, visible_leaves
+from stagescope_workers.integrations.guard import ending, guarded
+from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.training import ReportedTraining, closed_at_end, scalars
+from stagescope_workers.probe.lifecycle import init
+from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
+
+_MAY_BE_NAN: Final = "rewards/"
+"""A reward function that returns None for every completion of a batch has the mean nan."""
+
+
+class TrlTraining(ReportedTraining):
+    """What one of TRL's trainers reports. Steps are numbered as TRL logs them: the first is 1."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._microbatches: tuple[int, int] = (-1, 0)
+        self.update: Stage | None = None
+        """`actor_update`, from the loss of a micro-batch until its backward pass is done."""
+
+    @abc.abstractmethod
+    def statistics_settings(self) -> dict[str, object]:
+        """Return the settings that the statistics depend on."""
+
+    @property
+    def measures_update(self) -> bool:
+        """Whether the trainer's stream is that of the update's own passes."""
+        return True
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that are trained."""
+        return int(self.trainer.state.global_step)
+
+    @property
+    def step(self) -> int:
+        """The step that is being trained."""
+        return int(self.trainer.state.global_step) + 1
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it trains; evaluation belongs to no step."""
+        return bool(self.trainer.model.training)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that is done."""
+        return int(self.trainer.state.global_step) or None
+
+    @property
+    def writes_log(self) -> bool:
+        """Whether this process writes TRL's log."""
+        return bool(self.trainer.accelerator.is_main_process)
+
+    def _make_probe(self) -> Probe:
+        trainer = self.trainer
+        arguments = trainer.args
+        name = getattr(arguments, "run_name", None) or os.path.basename(
+            os.path.abspath(str(arguments.output_dir or "trl"))
+        )
+        return init(
+            named_run(str(name), fallback="trl"),
+            role="actor",
+            rank=trainer.accelerator.process_index,
+            world_size=trainer.accelerator.num_processes,
+            layout={"framework": "trl"},
+            settings={**self.statistics_settings(), "trl": visible_leaves(arguments.to_dict())},
+            resumed_from_step=self.last_step,
+        )
+
+    def stage(self, name: str, **part: Any) -> Stage:
+        """Return a stage of the step that is being trained."""
+        return self.probe.stage(
+            name,
+            step=self.step,
+            policy_version=self.policy_version,
+            model=self.trainer.model,
+            **part,
+        )
+
+    def begin_update(self) -> Stage:
+        """Begin `actor_update` of the step's next micro-batch."""
+        step, count = self._microbatches
+        number = count if step == self.step else 0
+        self._microbatches = (self.step, number + 1)
+        self.update = self.stage("actor_update", microbatch=number)
+        self.update.begin()
+        return self.update
+
+    def end_update(self, error: BaseException | None) -> None:
+        """End `actor_update` where it has begun, with what the micro-batch raised."""
+        stage, self.update = self.update, None
+        if stage is not None:
+            stage.end(error)
+            if error is None and self.measures_update:
+                self.want(self.step)
+
+
+def attaching_patches(
+    module: str, name: str, find: Callable[[Any], TrlTraining], since: str
+) -> list[Patch]:
+    """Return the patches of a trainer's beginning and end, its update's end and its log.
+
+    Args:
+        module, name: Of the trainer's class.
+        find: Returns what a trainer reports.
+        since: See `Patch`.
+    """
+    calls: dict[str, tuple[Any, str]] = {
+        "__init__": (_wrap_init, "the end of a training"),
+        "training_step": (_wrap_training_step, "the end of actor_update"),
+        "log": (_wrap_log, "scalars, and numbers in the trainer's log"),
+    }
+    return [
+        Patch(module, f"{name}.{method}", functools.partial(wrap, find), purpose, since=since)
+        for method, (wrap, purpose) in calls.items()
+    ]
+
+
+def clipped(trainer: Any, log_ratio: Any, advantages: Any) -> Any:
+    """Return -1 or 1 where a token's ratio is cut at its lower or upper bound, else 0."""
+    ratio = log_ratio.exp()
+    low = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)
+    high = (ratio > 1 + trainer.epsilon_high) & (advantages > 0)
+    return high.int() - low.int()
+
+
+def _wrap_init(find: Callable[[Any], TrlTraining], function: Function) -> Function:
+    """Wrap `__init__`: when `train` ends, everything that waits is sent."""
+
+    @functools.wraps(function)
+    def run(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        function(trainer, *args, **kwargs)
+        with guarded("waiting for receipts at the end of a training"):
+            trainer.train = _wrap_train(find, trainer)
+
+    return run
+
+
+def _wrap_train(find: Callable[[Any], TrlTraining], trainer: Any) -> Function:
+    held, train = weakref.ref(trainer), trainer.train
+
+    @functools.wraps(train)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with closed_at_end(lambda error: find(held()).close(error)):
+            return train(*args, **kwargs)
+
+    return run
+
+
+def _wrap_training_step(find: Callable[[Any], TrlTraining], function: Function) -> Function:
+    """Wrap `training_step`: `actor_update` ends after the backward pass."""
+
+    @functools.wraps(function)
+    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with ending("the end of actor_update", lambda error: find(trainer).end_update(error)):
+            return function(trainer, *args, **kwargs)
+
+    return run
+
+
+def _wrap_log(find: Callable[[Any], TrlTraining], function: Function) -> Function:
+    """Wrap `log`: reports TRL's scalars, and adds the service's numbers under `stagescope/`."""
+
+    @functools.wraps(function)
+    def run(trainer: Any, logs: Any, *args: Any, **kwargs: Any) -> Any:
+        held: dict[str, list[Any]] = {}
+        is_training = False
+        with guarded("scalars"):
+            is_training = find(trainer).is_training and isinstance(logs, dict)
+            if is_training:
+                held = {name: [*values] for name, values in trainer._metrics["train"].items()}
+                step = int(trainer.state.global_step)
+                for name, value in find(trainer).numbers(step).items():
+                    logs.setdefault(name, value)
+        result = function(trainer, logs, *args, **kwargs)
+        with guarded("scalars"):
+            if is_training and trainer.accelerator.is_main_process:
+                _report(find(trainer), int(trainer.state.global_step), logs, held)
+        return result
+
+    return run
+
+
+def _report(
+    found: TrlTraining, step: int, logs: Mapping[str, Any], held: Mapping[str, list[Any]]
+) -> None:
+    reported = scalars(logs, without=("epoch",))
+    # TRL leaves every nan out of its means.
+    for name, values in held.items():
+        numbers = (value for value in values if isinstance(value, float))
+        if not name.startswith(_MAY_BE_NAN) and any(map(math.isnan, numbers)):
+            reported[name] = math.nan
+    if step > 0 and reported:
+        found.probe.log(step=step, **reported)
