@@ -92,7 +92,7 @@ class Webhooks:
         try:
             url, content = request_of(webhook, told, self._wall())
             target = httpx.URL(url)
-            if self._hosts and target.host not in self._hosts:
+            if self._hosts and target.raw_host.decode("ascii") not in self._hosts:
                 reason = "its host is not among STAGESCOPE_WEBHOOK_HOSTS"
                 return Delivery(reason=reason, final=True)
             status, body = await asyncio.wait_for(

@@ -122,3 +122,8 @@ def test_only_hosts_that_are_allowed_are_called() -> None:
         assert asyncio.run(Webhooks(hosts=["other"]).call(webhook, told())) == (
             "its host is not among STAGESCOPE_WEBHOOK_HOSTS (1 try)"
         )
+    coded = Webhook.parse(
+        "http://XN--fiqs8s.invalid/", "webhook"
+    )  # as the allowed ones are written
+    reason = asyncio.run(Webhooks(hosts=["xn--fiqs8s.invalid"], pauses=()).call(coded, told()))
+    assert "it cannot be reached" in reason
