@@ -16,12 +16,12 @@ SERVICE: Final = ROOT / "service/stagescope_service"
 ROOTS: Final = (CLIENT, WORKERS, SERVICE)
 
 LAYERS: Final = (
-    "settings", "figure_style", "rows", "statistics", "store", "dumps", "compare", "triggers",
-    "diagnosis", "core", "ingest", "coordinator", "api",
+    "settings", "service_file", "figure_style", "rows", "statistics", "store", "dumps", "compare",
+    "triggers", "diagnosis", "core", "ingest", "coordinator", "api",
 )  # fmt: skip
 """Packages of the service, the lowest first: each may import itself and those before it."""
 TOP: Final = (
-    "serve", "clusters", "api_actor", "commands", "embedded", "ray_mapper", "service_file",
+    "serve", "clusters", "api_actor", "commands", "embedded", "ray_mapper",
 )  # fmt: skip
 
 ONLY_IN: Final = {

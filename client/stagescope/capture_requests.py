@@ -205,6 +205,20 @@ class CaptureRequests(Connection):
         body |= {name: value for name, value in filters.items() if value is not None}
         return dry_run(self._transport.query("/triggers/test", body))
 
+    def test_webhook(self, rule: str) -> Record:
+        """Send a test message to the webhook of a rule; needs the operate token.
+
+        It tells the rule's newest firing, or a made-up one. `delivered` says whether the other side
+        took it, `answer` what it answered, `reason` why the message did not arrive.
+
+        Raises:
+            NotFound: no rule in force is called so.
+            InvalidInput: the rule has no webhook.
+        """
+        answer = self._transport.change("POST", f"/triggers/{segment(rule, 'rule')}/test") or {}
+        word = "delivered" if answer.get("delivered") else "NOT delivered"
+        return Record(answer, title=f"test message of {rule}: {word}")
+
     def default_triggers(self) -> str:
         """Return the default rules as YAML."""
         return str(self.get("/triggers/defaults")["yaml"])

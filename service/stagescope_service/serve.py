@@ -139,13 +139,14 @@ def _check_triggers(settings: Settings) -> None:
     from stagescope_service.triggers.rules import read_yaml
 
     try:
-        read_yaml(settings.triggers.read_text(encoding="utf-8"))
+        rules = read_yaml(settings.triggers.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(
             f"the triggers in {settings.triggers} cannot be read: {error}",
             expected="a YAML file of rules",
             advice="see STAGESCOPE_TRIGGERS",
         ) from error
+    rules.check_hosts(settings.webhook_hosts)
 
 
 def _check_keep(settings: Settings) -> None:

@@ -52,6 +52,14 @@ def last_port(settings: Settings) -> int | None:
     return int(port) if settings.port == 0 and port.isdigit() else None
 
 
+def page_address(settings: Settings) -> str | None:
+    """Return the address that people open: the one of the settings, else the API's own.
+
+    None while no API serves.
+    """
+    return settings.public_url or str(read(settings).get("url") or "") or None
+
+
 def _write(path: Path, content: str) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -17,13 +17,16 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 GIB = 1 << 30
 MIB = 1 << 20
+_ADDRESS = re.compile(
+    r"(?=.{1,500}$)https?://([\w.-]+|\[[0-9A-Fa-f:]+\])(:\d+)?(/[\w.~%/-]*)?", re.ASCII
+)
 
 
 class Settings(BaseSettings):
     """The configuration of one service, read once at its start.
 
     In the environment, lists are paths joined by `:` (`allowed_roots`) or names joined
-    by `,` (`allowed_hosts`, `allowed_origins`).
+    by `,` (`allowed_hosts`, `allowed_origins`, `webhook_hosts`).
 
     Usage:
         >>> Settings(data_dir="/data/stagescope", port=0)   # everything else by default
@@ -68,6 +71,18 @@ class Settings(BaseSettings):
         default=(),
         description="Directories in which a capture's data_dir and config_path may lie, beside "
         "the service's data_dir.",
+    )
+
+    public_url: str | None = Field(
+        default=None,
+        description="Address at which people open the page, behind a proxy say: links in the "
+        "messages of webhooks lead there, and its name is accepted in the Host header. Default: "
+        "the API's own.",
+    )
+    webhook_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="The hosts that rules' webhooks may call: rules with others are refused. "
+        "Default: any.",
     )
 
     max_body_bytes: int = Field(
@@ -203,12 +218,28 @@ class Settings(BaseSettings):
             value = [part for part in value.split(os.pathsep) if part]
         return tuple(Path(part).expanduser().absolute() for part in value)
 
-    @field_validator("allowed_hosts", "allowed_origins", mode="before")
+    @field_validator("allowed_hosts", "allowed_origins", "webhook_hosts", mode="before")
     @classmethod
     def _split_names(cls, value: str | Iterable[str]) -> tuple[str, ...]:
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(value)
+
+    @field_validator("webhook_hosts", mode="after")
+    @classmethod
+    def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not re.fullmatch(r"[\w.-]+|[0-9A-Fa-f:]+", name, re.ASCII):
+                raise ValueError(f"{name!r} is no host's name, without scheme, port and path")
+        return tuple(name.lower() for name in value)
+
+    @field_validator("public_url", mode="after")
+    @classmethod
+    def _check_public_url(cls, value: str | None) -> str | None:
+        # Its characters need no escaping in any message.
+        if value and not _ADDRESS.fullmatch(value):
+            raise ValueError("an address such as https://stagescope.example.com, without a query")
+        return value.rstrip("/") if value else None
 
     @field_validator("weight_names", mode="before")
     @classmethod

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from tests.support.api import Rank, Service, service
+from tests.support.chat_services import SECRET, TOKEN, chat_service
 from tests.support.command_line import invoke
 from tests.support.measure import payload
+from tests.support.stores import rows_of
 
 import stagescope
 from stagescope import Session
@@ -145,6 +147,56 @@ def test_the_command_line(found: Service, tmp_path: Path) -> None:
     wrong = ask("triggers", "test", "--rules", str(file))
     assert wrong.exit_code == 2
     assert "rules[0].metric" in wrong.stderr
+
+
+def test_a_webhook_is_tried_before_it_is_needed(found: Service, session: Session) -> None:
+    with chat_service("dingtalk", signed=True) as chat:
+        rules = [
+            {"name": "chat", "metric": "counts/tokens", "when": {">": 1e9}},
+            {"name": "quiet", "metric": "counts/tokens", "when": {">": 1e9}},
+        ]
+        rules[0]["actions"] = {"webhook": chat.webhook(signed=True)}
+        shown = session.set_triggers({"rules": rules})["rules"][0]["actions"]["webhook"]
+        assert shown == {"host": "127.0.0.1", "format": "dingtalk"}
+        tested = ask("triggers", "test", "chat")
+        assert tested.exit_code == 0, tested.output
+        assert "test message of chat: delivered" in tested.stdout
+        assert "200, code 0: ok" in tested.stdout
+        (message,) = chat.took
+        assert message["markdown"]["title"].startswith("stagescope TEST, notice: chat")
+        assert "a made-up step: chat has not fired yet" in message["markdown"]["text"]
+        chat.answers.append((200, {"errcode": 310000, "errmsg": "keywords not in content"}))
+        refused = ask("triggers", "test", "chat", "--json")
+        assert refused.exit_code == 1
+        answer: Json = json.loads(refused.stdout)
+        assert (answer["delivered"], answer["step"], answer["link"]) == (False, None, None)
+        assert "keywords not in content" in answer["reason"]
+        row = {"attempt_id": 1, "step": 3, "rule": "chat", "run": "r", "message": "far off"}
+        row |= {"evidence": {"attempt": 1}, "actions": {}, "wall": 9.0}
+        old = {**row, "step": 2, "wall": 8.0, "message": "before"}
+        over = {**row, "step": 4, "wall": 10.0, "withdrawn_wall": 11.0}
+        found.store.submit([Put("firings", each) for each in (row, old, over)]).result(30)
+        (found.settings.home / "service.json").write_text(json.dumps({"url": found.server.url}))
+        assert session.test_webhook("chat")["step"] == 3
+        assert "far off" in chat.took[-1]["markdown"]["text"]
+        assert f"({found.server.url}/#/runs/r/steps/3?attempt=1)" in str(chat.took[-1])
+        with pytest.raises(InvalidInput, match="the rule quiet has no webhook"):
+            session.test_webhook("quiet")
+        with pytest.raises(NotFound, match="no rule in force is called 'chta'"):
+            session.test_webhook("chta")
+        assert ask("triggers", "set", "chat").exit_code == 2
+        assert ask("triggers", "test", "chat", "--run", "r").exit_code == 2
+        assert found.tokens is not None
+        reader = stagescope.attach(found.server.url, token=found.tokens.read)
+        with reader, pytest.raises(Forbidden, match="may not POST"):
+            reader.test_webhook("chat")
+        assert len(chat.took) == 2
+    gone = ask("triggers", "test", "chat")
+    assert gone.exit_code == 1
+    assert "it cannot be reached: ConnectError" in gone.stdout
+    audit = [row for row in rows_of(found.store, "audit") if row["action"] == "test_webhook"]
+    assert len(audit) == 4
+    assert not any(secret in str(audit) for secret in (TOKEN, SECRET))
 
 
 def test_a_dry_run_tells_attempts_apart_and_misspelt_runs_are_named(

@@ -100,8 +100,12 @@ def test_where_it_is_allowed_the_operator_is_named_without_anybody_asking(
         assert [(row["step"], row["rule"], row["fired_live"]) for row in tried] == [
             (AT, "poison", True)
         ]
-    (body,) = [body for body in told.told if body["run"] == run]
+        tested = session.test_webhook("poison")
+        assert (tested["delivered"], tested["run"], tested["step"]) == (True, run, AT)
+    body, test = [body for body in told.told if body["run"] == run]
+    assert (test.pop("test"), test["link"]) == (True, body["link"])
     assert (body["step"], body["rank"]) == (AT, 1)
+    assert body["link"] == f"{service.info.url}/#/runs/{run}/steps/{AT}?attempt=1"
     ranks.leave()
 
 

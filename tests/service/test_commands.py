@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from tests.support.command_line import invoke
 
+from stagescope.wire.errors import InvalidPlan
+from stagescope_service import serve
+from stagescope_service.settings import Settings
+
 
 @pytest.mark.parametrize("command", ["serve", "stop"])
 def test_a_wrong_setting_is_named_without_its_value(
@@ -18,6 +22,19 @@ def test_a_wrong_setting_is_named_without_its_value(
     assert result.exit_code == 2
     assert "ring_bytes" in result.stderr.lower()
     assert "secret-value" not in result.output
+
+
+def test_a_file_of_rules_with_a_host_that_may_not_be_called_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(
+        "rules: [{name: r, metric: counts/tokens, when: {'>': 1},"
+        " actions: {webhook: 'https://other/SECRET'}}]"
+    )
+    serve._check_triggers(Settings(home=tmp_path, triggers=file))
+    with pytest.raises(InvalidPlan, match="the host other, which may not be called") as refused:
+        serve._check_triggers(Settings(home=tmp_path, triggers=file, webhook_hosts=("a", "b")))
+    assert "STAGESCOPE_WEBHOOK_HOSTS: a, b" in str(refused.value)
+    assert "SECRET" not in str(refused.value)
 
 
 def test_serve_says_which_version_may_not_work(

@@ -52,6 +52,21 @@ def test_what_cannot_be_is_refused(wrong: dict[str, int], tmp_path: Path) -> Non
         Settings(home=tmp_path, **wrong)  # type: ignore[arg-type]
 
 
+def test_addresses_are_checked(tmp_path: Path) -> None:
+    hosts = "hooks.slack.com, OAPI.dingtalk.com,::1"
+    found = Settings(home=tmp_path, webhook_hosts=hosts, public_url="https://head:8443/scope/")  # type: ignore[arg-type]
+    assert found.webhook_hosts == ("hooks.slack.com", "oapi.dingtalk.com", "::1")
+    assert found.public_url == "https://head:8443/scope"
+    assert Settings(home=tmp_path, public_url="", webhook_hosts="").public_url is None  # type: ignore[arg-type]
+    for wrong in ("http://hooks.slack.com", "host:80", "*.slack.com", "a/b"):
+        with pytest.raises(ValidationError, match="no host's name"):
+            Settings(home=tmp_path, webhook_hosts=(wrong,))
+    for wrong in ("head:8700", "ftp://head", "http://user@head", "http://head/#/", "http://h/(x)",
+                  "http://h/?q", "http://h|x", "http://h" + "x" * 500, "http://h\n"):  # fmt: skip
+        with pytest.raises(ValidationError, match="an address such as"):
+            Settings(home=tmp_path, public_url=wrong)
+
+
 def test_every_setting_is_described() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, name

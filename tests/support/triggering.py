@@ -19,8 +19,9 @@ from tests.support.stores import opened
 
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
-from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, Webhooks, gone_of
+from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, gone_of
 from stagescope_service.coordinator.trigger_watch import Triggers
+from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
@@ -29,6 +30,8 @@ from stagescope_service.store.tables.findings import FiredActions
 from stagescope_service.triggers.rules import Rules
 
 STAGE = "actor_compute_log_prob"
+PAGE = "https://head.example.com"
+"""The address at which people open the page."""
 
 
 def rule(name: str = "mean", **changes: Any) -> dict[str, Any]:
@@ -104,6 +107,7 @@ class RuleBench:
         self.store, self.catalogue = store, catalogue
         self.local = LocalCoordinator(store, data_dir, ring_bytes)
         self.orders = Orderer(store)
+        self.webhook_hosts: tuple[str, ...] = ()
         self.webhooks = Webhooks(seconds=5.0, pauses=(0.0, 0.0))
         self.now = 1_000.0
         self.seqs: dict[str, int] = {}
@@ -111,10 +115,14 @@ class RuleBench:
 
     def restarted(self) -> Triggers:
         """What a new coordinator has: nothing but the catalogue."""
-        acting = Acting(self.catalogue, self.pin, self.orders, self.webhooks, wall=lambda: self.now)
+        acting = Acting(
+            self.catalogue, self.pin, self.orders, self.webhooks,
+            page=lambda: PAGE, wall=lambda: self.now,
+        )  # fmt: skip
         self.triggers = Triggers(
-            self.catalogue, self.local.coordinator.effects.write, acting, wall=lambda: self.now
-        )
+            self.catalogue, self.local.coordinator.effects.write, acting,
+            webhook_hosts=self.webhook_hosts, wall=lambda: self.now,
+        )  # fmt: skip
         self.local.effects.triggers = self.triggers
         return self.triggers
 

@@ -187,6 +187,7 @@ def remove_capture(session: Session, capture_id: str) -> Record:
 
 @question(
     click.argument("action", type=click.Choice(["show", "test", "set", "firings"]), default="show"),
+    click.argument("rule", required=False),
     click.option(
         "--rules",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -201,6 +202,7 @@ def remove_capture(session: Session, capture_id: str) -> Record:
 def triggers(
     session: Session,
     action: str,
+    rule: str | None,
     rules: Path | None,
     run: str | None,
     steps: int | None,
@@ -208,11 +210,12 @@ def triggers(
     only: str | None,
     limit: int,
 ) -> Table | Record:
-    """The rules in force; `test` rules on a stored run; `set` other rules.
+    """The rules in force; `test` rules on a stored run, or a webhook; `set` other rules.
 
     \b
     stagescope triggers                          rules, last firings, budgets, pinned steps
     stagescope triggers test --rules FILE        which stored steps would have fired
+    stagescope triggers test RULE                send the webhook of RULE a test message
     stagescope triggers set --rules FILE         needs the operate token
     stagescope triggers firings                  firings and the outcomes of their actions
     """
@@ -221,6 +224,13 @@ def triggers(
         click.get_current_context().exit()
     if rules is not None and action not in ("test", "set"):
         raise click.UsageError("--rules goes with `test` or `set`")
+    if rule is not None:
+        if action != "test" or rules is not None or run is not None or steps is not None:
+            raise click.UsageError("RULE goes with `test` alone")
+        tested = session.test_webhook(rule)
+        if not tested["delivered"]:
+            click.get_current_context().meta["stagescope.exit_code"] = 1
+        return tested
     document = None if rules is None else text_file(rules)
     if action == "set":
         if document is None:

@@ -22,6 +22,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Literal
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -338,7 +339,10 @@ def _create_token_file(path: Path) -> None:
 
 
 def _own_names(settings: Settings) -> frozenset[str]:
-    names: Iterable[str] = ("localhost", settings.host, socket.gethostname(), socket.getfqdn())
+    public = urlsplit(settings.public_url or "").hostname or ""
+    names: Iterable[str] = (
+        "localhost", settings.host, socket.gethostname(), socket.getfqdn(), public,
+    )  # fmt: skip
     return frozenset(name.lower() for name in (*names, *settings.allowed_hosts) if name)
 
 

@@ -79,6 +79,10 @@ class Commands(Protocol):
         """Put a validated document of rules in force and return its revision."""
         ...
 
+    async def test_webhook(self, *, rule: str, by: str) -> Reply:
+        """Send a test message to the webhook of a rule: a `coordinator...WebhookTest`."""
+        ...
+
     async def pin(self, *, attempt_id: int, step: int, by: str) -> Reply:
         """Keep the payloads and files of a step until it is unpinned.
 

@@ -6,7 +6,7 @@ import asyncio
 import fnmatch
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Path, Query, Request
 
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.names import closest_by_words
@@ -41,7 +41,7 @@ def triggers(deps: Deps, run: Run = None) -> Answer:
 
     With `run`, only firings in that run. `budgets` lists every run that triggers may capture: what
     it may spend, what it spent, and in `refusal` why it may spend no more (null: it may).
-    `pinned` are steps whose payloads stay in the rings. Of webhooks only the hosts are shown.
+    `pinned` are steps whose payloads stay in the rings. Of webhooks only host and format are shown.
     """
     if run is not None:
         deps.finder.check_run(run)
@@ -129,6 +129,21 @@ async def try_triggers(request: Request, deps: Deps) -> Answer:
     """
     body = await read_body(request, deps.settings, DryRunRequest)
     return Answer(await asyncio.to_thread(_dry_run, deps, body))
+
+
+@router.post("/triggers/{rule}/test", response_model=models.WebhookTest)
+async def test_webhook(
+    request: Request,
+    deps: Deps,
+    rule: Annotated[str, Path(max_length=100, description="Name of a rule in force.")],
+) -> Answer:
+    """Send a test message to the webhook of a rule, and return what the other side answered.
+
+    The message is marked as a test and tells the rule's newest firing, or a made-up one. It is sent
+    once, by the coordinator; who sent it is kept in the audit. Needs the operate token.
+    """
+    reply = await deps.commands.test_webhook(rule=rule, by=str(caller_of(request)))
+    return Answer(check_ready(reply))
 
 
 def _rules_in_force(deps: Dependencies) -> tuple[Rules, JsonObject]:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMMANDS: Final = (
-    "plan", "add_capture", "remove_capture", "set_triggers", "pin", "unpin",
-    "add_engine", "remove_engine", "ask_stacks", "drain", "note_bundle",
+    "plan", "add_capture", "remove_capture", "set_triggers", "test_webhook", "pin",
+    "unpin", "add_engine", "remove_engine", "ask_stacks", "drain", "note_bundle",
 )  # fmt: skip
 """Methods of `Coordinator` that the actor has, too; the API also calls them over a socket."""
 _FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0

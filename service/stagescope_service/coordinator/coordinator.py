@@ -245,6 +245,19 @@ class Coordinator:
         self.commits.check_ready()
         return {"revision": await self.effects.triggers.put(Rules.parse(document), by=by)}
 
+    @checked
+    async def test_webhook(self, *, rule: Name, by: Name) -> Reply:
+        """Send a test message to the webhook of a rule in force; returns what came of it.
+
+        Raises:
+            NotFound: no rule in force is called so.
+            InvalidInput: it has no webhook.
+        """
+        self.commits.check_ready()
+        tested = await self.effects.triggers.test_webhook(rule)
+        await self.effects.write([self._audit(by, "test_webhook", tested)])
+        return {**tested}
+
     # --- pins -------------------------------------------------------------------------------
     @checked
     async def pin(self, *, attempt_id: AttemptId, step: StepNumber, by: Name) -> Reply:

@@ -25,9 +25,9 @@ from stagescope_service.coordinator.retries import RetriedWork
 from stagescope_service.coordinator.trigger_actions import (
     Acting,
     RequestCapture,
-    Webhooks,
 )
 from stagescope_service.coordinator.trigger_watch import StepOrdering, Triggers
+from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.coordinator.weight_comparer import WeightComparer
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.findings import NOT_AGGREGATED, describe, finding
@@ -51,6 +51,7 @@ from stagescope_service.core.instructions import (
 from stagescope_service.core.operator_tables import refusal
 from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestorClient, IngestorDied
+from stagescope_service.service_file import page_address
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Store, Write
@@ -158,8 +159,12 @@ class Effects:
             settings.kept_bytes, settings.kept_days, settings.kept_steps, settings.keep_row_steps
         )
         self.retention = Retention(catalogue, ingestors, self.write, limits)
-        acting = Acting(catalogue, self.retention.pin, request_capture, Webhooks())
-        self.triggers = Triggers(catalogue, self.write, acting)
+        webhooks = Webhooks(hosts=settings.webhook_hosts)
+        page = functools.partial(page_address, settings)
+        acting = Acting(catalogue, self.retention.pin, request_capture, webhooks, page=page)
+        self.triggers = Triggers(
+            catalogue, self.write, acting, webhook_hosts=settings.webhook_hosts
+        )
         self._settings = settings
         self._state = commits.state
         self._plan = plan

@@ -8,12 +8,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypedDict
 
-import httpx
-
-from stagescope.wire import nonfinite
-from stagescope.wire.errors import Conflict, NotReady, StagescopeError
+from stagescope.wire.errors import Conflict, InvalidInput, NotReady, StagescopeError
 from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope_service.core.catalogue_rows import row_id
+from stagescope_service.coordinator.firings import Act, made_up, told_of
+from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.store.catalogue import Catalogue
@@ -23,116 +21,22 @@ from stagescope_service.store.tables.findings import (
     FiredCapture,
     FiredPins,
     FiredWebhook,
-    FiringColumns,
     PinOutcome,
 )
 from stagescope_service.triggers.budget import ORDERED_BY, Budget, spent
-from stagescope_service.triggers.names import is_nonfinite, scalar_of
 from stagescope_service.triggers.rules import Rule, Rules
-from stagescope_service.triggers.series import shown
+from stagescope_service.triggers.webhooks import Webhook
 
-SECONDS: Final = 10.0
-"""Time limit of one try, from the connection to the answer's head."""
-_AT_ONE_TIME: Final = 4
-
-
-class Webhooks:
-    """Calls webhooks; used from one event loop.
-
-    Args:
-        seconds: time limit of one try.
-        pauses: seconds before each further try.
-    """
-
-    def __init__(self, *, seconds: float = SECONDS, pauses: tuple[float, ...] = (1.0, 5.0)) -> None:
-        self._seconds = seconds
-        self._pauses = pauses
-        self._room = asyncio.Semaphore(_AT_ONE_TIME)
-
-    async def call(self, url: str, body: JsonObject) -> str:
-        """Post a body; return why it did not arrive, empty if it did.
-
-        It has arrived if the answer's status is 2xx. Redirects are not followed: they would send
-        the body to another host than the configured one. Client errors (4xx) other than 408 and
-        429 are not retried.
-        """
-        content = nonfinite.dumps(body).encode()
-        async with self._room:
-            reason, final = await self._try(url, content)
-            tries = 1
-            for pause in self._pauses:
-                if not reason or final:
-                    break
-                await asyncio.sleep(pause)
-                reason, final = await self._try(url, content)
-                tries += 1
-        return f"{reason} ({tries} {'try' if tries == 1 else 'tries'})" if reason else ""
-
-    async def _try(self, url: str, content: bytes) -> tuple[str, bool]:
-        """Return why a try failed (empty if it succeeded), and whether a retry is pointless."""
-        try:
-            status = await asyncio.wait_for(self._post(url, content), self._seconds)
-        except asyncio.TimeoutError:
-            return f"no answer in {self._seconds:g} s", False
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            # Only its type: the text of an error may contain the URL.
-            return f"it cannot be reached: {type(error).__name__}", False
-        if 200 <= status < 300:
-            return "", True
-        return f"it answered {status}", status < 500 and status not in (408, 429)
-
-    async def _post(self, url: str, content: bytes) -> int:
-        # A transport, since a client logs the URL of each request. Creating its TLS context takes
-        # too long for the event loop.
-        transport = await asyncio.to_thread(httpx.AsyncHTTPTransport)
-        timeout = httpx.Timeout(self._seconds).as_dict()
-        headers = {"content-type": "application/json", "user-agent": "stagescope"}
-        request = httpx.Request(
-            "POST", url, content=content, headers=headers, extensions={"timeout": timeout}
-        )
-        async with transport:
-            response = await transport.handle_async_request(request)
-            await response.aclose()
-            return response.status_code
-
+_TEST_SECONDS: Final = 8.0
+"""Time limit of a test message: its caller waits for it."""
+_NEWEST: Final = 50
+"""Firings of a rule of which the newest that stands is told in a test message."""
 
 RequestCapture = Callable[[JsonObject, str], Awaitable[JsonObject]]
 """(spec, by) -> the capture; the function behind `POST /captures`."""
 
 _PATIENCE: Final = 60.0
 """Seconds in which a request is repeated while the coordinator is not ready."""
-
-
-class FiringKey(TypedDict):
-    """The key of a firing."""
-
-    attempt_id: int
-    step: int
-    rule: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Act:
-    """A firing with actions to take: its rule, and its row of the catalogue."""
-
-    rule: Rule
-    row: FiringColumns
-
-    @property
-    def key(self) -> FiringKey:
-        """The key of the row."""
-        row = self.row
-        return {"attempt_id": row["attempt_id"], "step": row["step"], "rule": row["rule"]}
-
-    @property
-    def by(self) -> str:
-        """The author of the capture that it requests."""
-        return f"{ORDERED_BY}{self.rule.name}{self.at}"
-
-    @property
-    def at(self) -> str:
-        """The end of `by`: the step and attempt."""
-        return f" at step {self.row['step']} of attempt {self.row['evidence']['attempt']}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +62,21 @@ def gone_of(rows: Sequence[ArtifactRow], held: int) -> int:
     return max(deleted, len(rows) - held)
 
 
+class WebhookTest(TypedDict):
+    """What became of a test message; see `api.models.triggers.WebhookTest`."""
+
+    rule: str
+    host: str
+    format: str
+    delivered: bool
+    answer: str
+    reason: str
+    run: str | None
+    attempt: int | None
+    step: int | None
+    link: str | None
+
+
 PinStep = Callable[[int, int], Awaitable[PinAnswer]]
 """(attempt_id, step) -> the outcome of pinning its payloads on every node that has some."""
 
@@ -170,6 +89,7 @@ class Acting:
         pin: pins the payloads of a step.
         request_capture: requests a capture.
         webhooks: calls webhooks.
+        page: returns the address of the service's page, None if it is unknown.
         wall: Unix seconds of the service.
     """
 
@@ -180,12 +100,14 @@ class Acting:
         request_capture: RequestCapture,
         webhooks: Webhooks,
         *,
+        page: Callable[[], str | None] = lambda: None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._catalogue = catalogue
         self._pin_step = pin
         self._request_capture = request_capture
         self._webhooks = webhooks
+        self._page = page
         self._wall = wall
 
     async def carry_out(self, act: Act, rules: Rules) -> list[Put]:
@@ -243,33 +165,63 @@ class Acting:
         )
 
     # --- webhooks -------------------------------------------------------------------------
-    async def _call(self, act: Act, url: str, done: FiredActions, rows: list[Put]) -> FiredWebhook:
-        host = act.rule.actions.webhook_host or ""
-        columns: JsonObject = act.row
-        body = {
-            **{name: columns[name] for name in _SENT_COLUMNS},
-            "evidence": shown(act.row["evidence"]),
-            "attempt": act.row["evidence"]["attempt"],
-            "severity": act.rule.actions.severity,
-            "advice": _advice(act),
-            "actions": dict(done),
-        }
-        reason = await self._webhooks.call(url, body)
+    async def _call(
+        self, act: Act, webhook: Webhook, done: FiredActions, rows: list[Put]
+    ) -> FiredWebhook:
+        reason = await self._webhooks.call(webhook, told_of(act, done, await self._address()))
         if reason:
             rows.append(
                 finding(
                     "webhook_failed",
-                    f"the webhook of {act.rule.name} at {host} was not told: {reason}",
+                    f"the webhook of {act.rule.name} at {webhook.host} was not told: {reason}",
                     run=act.row["run"],
                     attempt_id=act.row["attempt_id"],
                     step=act.row["step"],
                     wall=self._wall(),
-                    evidence={"rule": act.rule.name, "host": host, "reason": reason},
+                    evidence={"rule": act.rule.name, "host": webhook.host, "reason": reason},
                     advice="see whether the coordinator's node reaches that host, and whether its "
-                    "URL is still good",
+                    f"URL is still good: `stagescope triggers test {act.rule.name}` tries it",
                 )
             )
-        return {"host": host, "delivered": not reason, "reason": reason}
+        return {"host": webhook.host, "delivered": not reason, "reason": reason}
+
+    async def test_webhook(self, rule: Rule) -> WebhookTest:
+        """Tell the webhook of a rule of its newest firing, marked as a test, or of a made-up one.
+
+        Raises:
+            InvalidInput: the rule has no webhook.
+        """
+        webhook = rule.actions.webhook
+        if webhook is None:
+            raise InvalidInput(
+                f"the rule {rule.name} has no webhook",
+                expected="a rule with `webhook` among its actions",
+            )
+        fired = await asyncio.to_thread(self._catalogue.firings, rule=rule.name, limit=_NEWEST)
+        newest = next((row for row in fired if row["withdrawn_wall"] is None), None)
+        page = await self._address()
+        if newest is None:
+            told = told_of(Act(rule, made_up(rule, self._wall())), {}, None)
+            told["link"] = page
+        else:
+            told = told_of(Act(rule, newest), newest["actions"] or {}, page)
+        told["test"] = True
+        delivery = await self._webhooks.try_once(webhook, told, _TEST_SECONDS)
+        return {
+            "rule": rule.name,
+            "host": webhook.host,
+            "format": webhook.format,
+            "delivered": not delivery.reason,
+            "answer": delivery.answer,
+            "reason": delivery.reason,
+            "run": None if newest is None else newest["run"],
+            "attempt": None if newest is None else told["attempt"],
+            "step": None if newest is None else newest["step"],
+            "link": told["link"],
+        }
+
+    async def _address(self) -> str | None:
+        return await asyncio.to_thread(self._page)
 
     # --- captures -------------------------------------------------------------------------
     async def _capture(self, act: Act, rules: Rules, rows: list[Put]) -> FiredCapture:
@@ -396,56 +348,3 @@ class Acting:
             advice="`runs` in the triggers' document says what may be captured unasked; "
             "`stagescope capture` orders one by hand",
         )
-
-
-_UPDATE: Final = "actor_update"
-_OWN_UPDATES: Final = (
-    "these are numbers of actor_update, whose mini-batches after the first differ by the step's "
-    "own updates, too: record old_log_probs of the pass before it to tell them apart"
-)
-
-_SENT_COLUMNS: Final = (
-    "rule", "run", "attempt_id", "step", "stage", "role", "rank", "round", "message", "wall",
-)  # fmt: skip
-
-
-def finding_of_firing(key: FiringKey) -> str:
-    """Return the id of a firing's finding: one for each rule and step."""
-    return row_id("trigger", key["rule"], key["attempt_id"], key["step"])
-
-
-def _advice(act: Act) -> str:
-    """Return the advice; if the rank's streams cannot be compared, it starts with that cause."""
-    advice = act.rule.actions.advice.replace("{step}", str(act.row["step"]))
-    metric = act.rule.metric
-    is_mismatch = not (scalar_of(metric) or is_nonfinite(metric))
-    if advice and act.row["stage"] == _UPDATE and is_mismatch:
-        advice = f"{_OWN_UPDATES}; else {advice}"
-    cause = act.row["evidence"].get("cause")
-    if cause is None:
-        return advice
-    first = f"explain first why the streams cannot be compared ({cause['name']}, on "
-    first += f"{act.row['role']} rank {act.row['rank']}): {cause['text']}"
-    return f"{first}; once that is mended: {advice}" if advice else first
-
-
-def finding_of(act: Act) -> list[Put]:
-    """Return the finding of a firing, if its rule makes one."""
-    actions, row = act.rule.actions, act.row
-    if actions.severity is None:
-        return []
-    made = finding(
-        f"trigger_{act.rule.name}",
-        row["message"],
-        run=row["run"],
-        attempt_id=row["attempt_id"],
-        step=row["step"],
-        stage=row["stage"],
-        role=row["role"],
-        rank=row["rank"],
-        wall=row["wall"],
-        severity=actions.severity,
-        evidence={**shown(row["evidence"]), "round": row["round"]},
-        advice=_advice(act),
-    )
-    return [Put("findings", {**made.row, "finding_id": finding_of_firing(act.key)})]

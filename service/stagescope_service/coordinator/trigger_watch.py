@@ -14,20 +14,16 @@ import functools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from stagescope.wire.errors import CatalogueUnavailable, InvalidPlan, StagescopeError
+from stagescope.wire.errors import CatalogueUnavailable, InvalidPlan, NotFound, StagescopeError
+from stagescope.wire.names import closest_by_words
 from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope_service.coordinator.firings import Act, FiringKey, finding_of, finding_of_firing
 from stagescope_service.coordinator.retries import retried
-from stagescope_service.coordinator.trigger_actions import (
-    Act,
-    Acting,
-    FiringKey,
-    finding_of,
-    finding_of_firing,
-)
+from stagescope_service.coordinator.trigger_actions import Acting, WebhookTest
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import NON_FINITE_SCALARS
 from stagescope_service.core.instructions import Delete, NonFiniteScalars, Put
@@ -95,6 +91,7 @@ class Triggers:
         catalogue: the store's reading side.
         write: commits rows.
         acting: takes the actions of firings.
+        webhook_hosts: that rules may call; empty: any.
         wall: Unix seconds of the service.
     """
 
@@ -104,11 +101,13 @@ class Triggers:
         write: WriteRows,
         acting: Acting,
         *,
+        webhook_hosts: Collection[str] = (),
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._catalogue = catalogue
         self._write = write
         self._acting = acting
+        self._webhook_hosts = webhook_hosts
         self._wall = wall
         self._rules = Rules(())
         self.revision = 0
@@ -162,11 +161,16 @@ class Triggers:
             await self._write([Put("audit", refused)])
 
     async def put(self, rules: Rules, *, by: str) -> int:
-        """Put rules in force for every step that closes from now on; return their revision."""
+        """Put rules in force for every step that closes from now on; return their revision.
+
+        Raises:
+            InvalidPlan: a webhook is of a host that may not be called.
+        """
         async with self._lock:
             return await self._put(rules, by=by, source=SET)
 
     async def _put(self, rules: Rules, *, by: str, source: str, mark: str = "") -> int:
+        rules.check_hosts(self._webhook_hosts)
         wall, revision = self._wall(), self.revision + 1
         row = await asyncio.to_thread(self._catalogue.trigger_rules)
         since = await asyncio.to_thread(Since.now, self._catalogue)
@@ -187,6 +191,24 @@ class Triggers:
         self._rules, self.revision, self._since = rules, revision, since
         self._followed.clear()
         return revision
+
+    async def test_webhook(self, name: str) -> WebhookTest:
+        """Send a test message to the webhook of a rule in force.
+
+        Raises:
+            NotFound: no rule in force is called so.
+            InvalidInput: it has no webhook.
+        """
+        async with self._lock:  # until the stored rules are read
+            rules = {rule.name: rule for rule in self._rules.rules}
+        if name not in rules:
+            meant = closest_by_words(name, rules)
+            suggestion = "" if meant is None else f" (did you mean {meant}?)"
+            raise NotFound(
+                f"no rule in force is called {name!r:.100}{suggestion}",
+                advice="`stagescope triggers` lists them",
+            )
+        return await self._acting.test_webhook(rules[name])
 
     # --- steps ----------------------------------------------------------------------------
     async def warn_non_finite(self, found: NonFiniteScalars) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from typing import Final
-from urllib.parse import urlsplit
 
-from stagescope.wire.errors import InvalidPlan
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.triggers import fields
+from stagescope_service.triggers.webhooks import Webhook
 
 SEVERITIES: Final = ("info", "warning", "error")
 MAX_PINNED: Final = 100
@@ -72,15 +71,14 @@ class Actions:
         severity: of the finding, None for no finding.
         advice: what to try; `{step}` in it becomes the step.
         pin: number of last steps whose payloads are pinned in the ring.
-        webhook: URL that receives the firing as JSON. It may contain secrets: show only
-            `webhook_host`.
+        webhook: receives the firing.
         capture: requested if the run allows it and its budget suffices.
     """
 
     severity: str | None = None
     advice: str = ""
     pin: int = 0
-    webhook: str | None = None
+    webhook: Webhook | None = None
     capture: CaptureTemplate | None = None
 
     @classmethod
@@ -110,14 +108,9 @@ class Actions:
             severity=severity,
             advice=advice,
             pin=fields.count(given.get("pin", 0), f"{field}.pin", 0, MAX_PINNED),
-            webhook=None if webhook is None else _url(webhook, f"{field}.webhook"),
+            webhook=None if webhook is None else Webhook.parse(webhook, f"{field}.webhook"),
             capture=None if capture is None else CaptureTemplate.parse(capture, f"{field}.capture"),
         )
-
-    @property
-    def webhook_host(self) -> str | None:
-        """The host of the webhook, the only part of it that may be shown."""
-        return None if self.webhook is None else host_of(self.webhook)
 
     @property
     def costs(self) -> bool:
@@ -125,42 +118,17 @@ class Actions:
         return bool(self.pin) or self.webhook is not None or self.capture is not None
 
     def wire(self, *, secrets: bool) -> dict[str, Json]:
-        """Return the form that `parse` reads; without `secrets` only the webhook's host."""
+        """Return the form that `parse` reads; without `secrets` no webhook's URL."""
         document: dict[str, Json] = {}
         if self.severity is not None:
             document["finding"] = {"severity": self.severity, "advice": self.advice}
         if self.pin:
             document["pin"] = self.pin
         if self.webhook is not None:
-            document["webhook"] = self.webhook if secrets else self.webhook_host
+            document["webhook"] = self.webhook.wire(secrets=secrets)
         if self.capture is not None:
             document["capture"] = self.capture.wire()
         return document
-
-
-def host_of(url: str) -> str:
-    """Return the host of a URL, without its port, user, path or query."""
-    return urlsplit(url).hostname or ""
-
-
-def _url(value: object, field: str) -> str:
-    # The error omits the value: the URL of a webhook may contain a secret.
-    expected = "a URL of http or https, whole (answers show its host alone)"
-    try:
-        parts = urlsplit(value) if isinstance(value, str) and len(value) <= 2000 else None
-        good = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname)
-        good = good and (parts is None or parts.port is None or parts.port > 0)
-    except ValueError:
-        good = False
-    if (
-        not isinstance(value, str)
-        or not good
-        or not value.isascii()
-        or not value.isprintable()
-        or " " in value
-    ):
-        raise InvalidPlan(f"{field} cannot be called", expected=expected)
-    return value
 
 
 def _is_rank(value: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
 from typing import Final, Literal, TypeAlias, cast
 
@@ -92,7 +92,7 @@ class Rule:
         )
 
     def wire(self, *, secrets: bool) -> dict[str, Json]:
-        """Return the document form that `parse` reads; without `secrets` only a webhook's host."""
+        """Return the document form that `parse` reads; without `secrets` no webhook's URL."""
         return {
             "name": self.name,
             "metric": self.metric,
@@ -153,7 +153,7 @@ class Rules:
         return cls(rules, parse_permissions({} if runs is None else runs))
 
     def wire(self, *, secrets: bool = True) -> dict[str, Json]:
-        """Return the document form that `parse` reads; without `secrets` only webhooks' hosts."""
+        """Return the document form that `parse` reads; without `secrets` no webhook's URL."""
         return {
             "rules": [rule.wire(secrets=secrets) for rule in self.rules],
             "runs": {
@@ -161,6 +161,16 @@ class Rules:
                 for name, budget in self.runs.items()
             },
         }
+
+    def check_hosts(self, allowed: Collection[str]) -> None:
+        """Refuse webhooks of hosts that are not among `allowed` (empty: any host is).
+
+        Raises:
+            InvalidPlan: with the first rule that has one.
+        """
+        for at, rule in enumerate(self.rules):
+            if rule.actions.webhook is not None:
+                rule.actions.webhook.check_host(allowed, f"rules[{at}].actions.webhook")
 
     def budget_of(self, run: str, settings: object = None) -> Budget | None:
         """Return the budget of a run for captures by triggers, None if they are not allowed.

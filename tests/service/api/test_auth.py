@@ -165,7 +165,10 @@ class TestHostAndOrigin:
         assert shared.read.get("/runs", headers={"host": host}).status_code == 200
 
     def test_names_of_the_settings_are_not(self, tmp_path: Path) -> None:
-        with service(tmp_path, allowed_hosts=("head.cluster",)) as running:
+        public = "https://scope.example.com/path"
+        with service(tmp_path, allowed_hosts=("head.cluster",), public_url=public) as running:
+            found = running.read.get("/runs", headers={"host": "scope.example.com"})
+            assert found.status_code == 200
             answer = running.read.get("/runs", headers={"host": "Head.Cluster:8700"})
             assert answer.status_code == 200
 

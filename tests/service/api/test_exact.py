@@ -11,7 +11,7 @@ from tests.support.stores import write
 
 from stagescope.series import Exact
 from stagescope_service.coordinator.aggregation import assembly
-from stagescope_service.coordinator.trigger_actions import Act, finding_of
+from stagescope_service.coordinator.firings import Act, finding_of
 from stagescope_service.core.findings import finding
 from stagescope_service.store.contract import Put
 from stagescope_service.store.tables import StepRow

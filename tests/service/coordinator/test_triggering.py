@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import random
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.chat_services import SECRET, TOKEN, chat_service
 from tests.support.measure import payload
-from tests.support.triggering import RuleBench, hook, rule, rules_of, run, training
+from tests.support.triggering import PAGE, RuleBench, hook, rule, rules_of, run, training
 
-from stagescope.wire.errors import Conflict
+from stagescope.wire.errors import Conflict, InvalidPlan, NotFound
 from stagescope_service.api.event_groups import outcomes
 from stagescope_service.api.models.triggers import FiredActions
 from stagescope_service.coordinator.trigger_watch import Triggers
@@ -438,6 +440,7 @@ def test_what_follows_happens_once_however_often_a_step_is_aggregated(bench: Rul
     assert (told["run"], told["step"], told["rule"], told["attempt"]) == ("r", 2, "mean", 1)
     assert told["evidence"]["value"] > 0.5
     assert told["actions"]["capture"] == {"capture_id": "capture-1"}
+    assert told["link"] == f"{PAGE}/#/runs/r/steps/2?attempt=1"
     (spec,) = bench.orders.specs
     worst = bench.firing(2)["evidence"]["ranks"][0][1]
     assert spec == {
@@ -752,6 +755,62 @@ def test_a_webhook_is_tried_again_and_its_failure_is_a_finding_without_secrets(
     for secret in ("SECRET", "HIDDEN", "pw"):
         assert secret not in caplog.text
         assert secret not in shown
+
+
+def test_a_chat_tool_is_told_with_a_link_and_its_refusal_is_a_finding(bench: RuleBench) -> None:
+    with chat_service("feishu", signed=True) as service:
+        actions = {"finding": {"severity": "error", "advice": "look at {step}"}, "pin": 1}
+        rules = rules_of(rule(actions={**actions, "webhook": service.webhook(signed=True)}))
+
+        async def work() -> None:
+            await bench.triggers.put(rules, by="me")
+            await bench.step(1, 1.0)
+            service.answers.append((200, {"code": 19022, "msg": "Ip Not Allowed"}))
+            await bench.step(2, 1.0)
+            tested = await bench.triggers.test_webhook("mean")
+            assert (tested["delivered"], tested["answer"]) == (True, "200, code 0: success")
+            assert (tested["run"], tested["attempt"], tested["step"]) == ("r", 1, 2)
+            with pytest.raises(NotFound, match=r"'maen'.*did you mean mean\?"):
+                await bench.triggers.test_webhook("maen")
+
+        run(work)
+        first, test = service.took
+    texts = json.dumps(first)
+    for word in ("look at 1", "pinned step 1", f"{PAGE}/#/runs/r/steps/1?attempt=1", "Open in"):
+        assert word in texts
+    assert "TEST" not in texts
+    assert (
+        test["card"]["header"]["title"]["content"] == "stagescope TEST, error: mean at step 2 of r"
+    )
+    (failed,) = bench.findings("webhook_failed")
+    assert failed["step"] == 2
+    assert "code 19022: Ip Not Allowed (1 try)" in failed["message"]
+    shown = str([bench.catalogue.findings(), bench.catalogue.audit(), bench.catalogue.firings()])
+    for secret in (TOKEN, SECRET):
+        assert secret not in shown
+
+
+def test_rules_that_call_other_hosts_than_allowed_are_refused(
+    bench: RuleBench, tmp_path: Path
+) -> None:
+    bench.webhook_hosts = ("hooks.example.com",)
+    file = tmp_path / "rules.yaml"
+    file.write_text(json.dumps({"rules": [rule(actions={"webhook": "http://other/SECRET"})]}))
+    good = rules_of(rule(actions={"webhook": "http://hooks.example.com/SECRET"}))
+
+    async def work() -> None:
+        await bench.restarted().open()
+        await bench.triggers.put(good, by="me")
+        await bench.restarted().open(file)
+        assert bench.triggers.revision == 2
+        with pytest.raises(InvalidPlan, match="is of the host other"):
+            await bench.triggers.put(rules_of(rule(actions={"webhook": "http://other/"})), by="me")
+
+    run(work)
+    refused = bench.catalogue.audit()[0]
+    assert (refused["action"], refused["by"]) == ("triggers_refused", f"file {file}")
+    assert "STAGESCOPE_WEBHOOK_HOSTS: hooks.example.com" in str(refused["detail"])
+    assert "SECRET" not in str(bench.catalogue.audit())
 
 
 # --- rules ------------------------------------------------------------------------------------

@@ -61,6 +61,15 @@ class RuleFinding(Model):
     """What the finding advises; empty: nothing."""
 
 
+class ChatWebhook(Model):
+    """The webhook of a chat tool."""
+
+    host: str
+    """The host alone: the URL may hold secrets."""
+    format: Literal["slack", "feishu", "dingtalk", "wecom"]
+    """Of the message."""
+
+
 class RuleActions(Model):
     """The actions of a firing; absent ones are not taken."""
 
@@ -68,8 +77,9 @@ class RuleActions(Model):
     """The finding that it makes."""
     pin: int = ABSENT
     """Number of last steps whose payloads are pinned."""
-    webhook: str = ABSENT
-    """The host alone: the URL may hold secrets."""
+    webhook: str | ChatWebhook = ABSENT
+    """The host alone of a webhook that is told in JSON (the URL may hold secrets); host and format
+    of a chat tool's."""
     capture: JsonObject = ABSENT
     """The capture that is requested where the run has a budget; see `POST /captures`."""
 
@@ -159,7 +169,8 @@ class FiredWebhook(Model):
     host: str
     """Host of the webhook."""
     delivered: bool
-    """Whether it answered with a status from 200 to 299."""
+    """Whether it took the message: it answered with a status from 200 to 299 and, of a chat tool,
+    without an error in the body."""
     reason: str | None
     """Why not."""
 
@@ -294,6 +305,33 @@ class NewTriggers(_Rules):
     """The rules in force."""
     notes: list[str]
     """On names and patterns in `runs` that no known run has: they may be misspelt."""
+
+
+class WebhookTest(Model):
+    """What became of a test message to a rule's webhook."""
+
+    rule: str
+    """Name of the rule."""
+    host: str
+    """Host of the webhook."""
+    format: Literal["json", "slack", "feishu", "dingtalk", "wecom"]
+    """Of the message."""
+    delivered: bool
+    """Whether the other side took it."""
+    answer: Annotated[str, Field(examples=["200, code 0: success", "404 no_service"])]
+    """What the other side answered; empty: nothing."""
+    reason: str
+    """Why the message did not arrive; empty: it did."""
+    run: Run | None
+    """Run of the firing that the message tells; null: it tells a made-up one, since the rule has
+    not fired yet."""
+    attempt: Attempt | None
+    """Its attempt; null: a made-up firing."""
+    step: Step | None
+    """Its step; null: a made-up firing."""
+    link: str | None
+    """The link in the message: to the step's page, or to the page; null: the address of the page
+    is unknown."""
 
 
 class DefaultTriggers(_Rules):

@@ -1,0 +1,146 @@
+"""A firing with actions to take, and how its finding and its webhook tell it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final, TypedDict
+
+from stagescope_service.core.catalogue_rows import row_id
+from stagescope_service.core.findings import finding
+from stagescope_service.core.instructions import Put
+from stagescope_service.store.tables.findings import FiredActions, FiringColumns
+from stagescope_service.triggers.budget import ORDERED_BY
+from stagescope_service.triggers.messages import Told, link_of
+from stagescope_service.triggers.names import is_nonfinite, scalar_of
+from stagescope_service.triggers.rules import Rule
+from stagescope_service.triggers.series import shown
+
+
+class FiringKey(TypedDict):
+    """The key of a firing."""
+
+    attempt_id: int
+    step: int
+    rule: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Act:
+    """A firing with actions to take: its rule, and its row of the catalogue."""
+
+    rule: Rule
+    row: FiringColumns
+
+    @property
+    def key(self) -> FiringKey:
+        """The key of the row."""
+        row = self.row
+        return {"attempt_id": row["attempt_id"], "step": row["step"], "rule": row["rule"]}
+
+    @property
+    def by(self) -> str:
+        """The author of the capture that it requests."""
+        return f"{ORDERED_BY}{self.rule.name}{self.at}"
+
+    @property
+    def at(self) -> str:
+        """The end of `by`: the step and attempt."""
+        return f" at step {self.row['step']} of attempt {self.row['evidence']['attempt']}"
+
+
+_UPDATE: Final = "actor_update"
+_OWN_UPDATES: Final = (
+    "these are numbers of actor_update, whose mini-batches after the first differ by the step's "
+    "own updates, too: record old_log_probs of the pass before it to tell them apart"
+)
+
+
+def made_up(rule: Rule, wall: float) -> FiringColumns:
+    """Return a firing for the test message of a rule that never fired."""
+    return {
+        "attempt_id": 0,
+        "step": 0,
+        "rule": rule.name,
+        "run": "made-up",
+        "revision": None,
+        "stage": rule.stage,
+        "role": None,
+        "rank": None,
+        "round": None,
+        "message": f"a made-up step: {rule.name} has not fired yet",
+        "evidence": {},
+        "wall": wall,
+        "withdrawn_wall": None,
+    }
+
+
+def finding_of_firing(key: FiringKey) -> str:
+    """Return the id of a firing's finding: one for each rule and step."""
+    return row_id("trigger", key["rule"], key["attempt_id"], key["step"])
+
+
+def _advice(act: Act) -> str:
+    """Return the advice; if the rank's streams cannot be compared, it starts with that cause."""
+    advice = act.rule.actions.advice.replace("{step}", str(act.row["step"]))
+    metric = act.rule.metric
+    is_mismatch = not (scalar_of(metric) or is_nonfinite(metric))
+    if advice and act.row["stage"] == _UPDATE and is_mismatch:
+        advice = f"{_OWN_UPDATES}; else {advice}"
+    cause = act.row["evidence"].get("cause")
+    if cause is None:
+        return advice
+    first = f"explain first why the streams cannot be compared ({cause['name']}, on "
+    first += f"{act.row['role']} rank {act.row['rank']}): {cause['text']}"
+    return f"{first}; once that is mended: {advice}" if advice else first
+
+
+def finding_of(act: Act) -> list[Put]:
+    """Return the finding of a firing, if its rule makes one."""
+    actions, row = act.rule.actions, act.row
+    if actions.severity is None:
+        return []
+    made = finding(
+        f"trigger_{act.rule.name}",
+        row["message"],
+        run=row["run"],
+        attempt_id=row["attempt_id"],
+        step=row["step"],
+        stage=row["stage"],
+        role=row["role"],
+        rank=row["rank"],
+        wall=row["wall"],
+        severity=actions.severity,
+        evidence={**shown(row["evidence"]), "round": row["round"]},
+        advice=_advice(act),
+    )
+    return [Put("findings", {**made.row, "finding_id": finding_of_firing(act.key)})]
+
+
+def told_of(act: Act, done: FiredActions, page: str | None) -> Told:
+    """Return a firing as its webhook is told it.
+
+    Args:
+        act: the firing.
+        done: what was done already.
+        page: address of the service's page, None if it is unknown.
+    """
+    row = act.row
+    attempt = row["evidence"].get("attempt")
+    return {
+        "rule": row["rule"],
+        "run": row["run"],
+        "attempt_id": row["attempt_id"],
+        "step": row["step"],
+        "stage": row["stage"],
+        "role": row["role"],
+        "rank": row["rank"],
+        "round": row["round"],
+        "message": row["message"],
+        "wall": row["wall"],
+        "evidence": dict(shown(row["evidence"])),
+        "attempt": attempt,
+        "severity": act.rule.actions.severity,
+        "advice": _advice(act),
+        "actions": done,
+        "link": None if page is None else link_of(page, row["run"], row["step"], attempt),
+    }
