@@ -20,13 +20,14 @@ import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.patches import Function, Patch, Wrap
 from stagescope_workers.integrations.training import (
     ReportedTraining,
+    alive,
     closed_at_end,
     one_a_trainer,
     scalars,
@@ -34,6 +35,9 @@ from stagescope_workers.integrations.training import (
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger("stagescope.integrations")
 
@@ -48,7 +52,7 @@ _MAY_BE_NAN: Final = "rewards/"
 
 def patches() -> list[Patch]:
     """Return the patches of `GRPOTrainer`; its subclasses inherit them."""
-    calls: dict[str, tuple[Any, str]] = {
+    calls: dict[str, tuple[Wrap, str]] = {
         "__init__": (wrap_init, "the end of a training"),
         "_generate_and_score_completions": (wrap_generation_batch, "streams and samples"),
         "_generate": (wrap_generate, "rollout_generate"),
@@ -66,6 +70,53 @@ def patches() -> list[Patch]:
     ]
 
 
+class Arguments(Protocol):
+    """What is read of TRL's `GRPOConfig`, where its class has it in every version."""
+
+    output_dir: str | None
+    generation_batch_size: int
+    steps_per_generation: int
+    gradient_accumulation_steps: int
+    vllm_importance_sampling_correction: bool
+    vllm_importance_sampling_clip_max: float | None
+
+    def to_dict(self) -> dict[str, object]: ...  # noqa: D102
+
+
+class _State(Protocol):
+    global_step: int
+
+
+class _Accelerator(Protocol):
+    process_index: int
+    num_processes: int
+    is_main_process: bool
+
+
+class Trainer(Protocol):
+    """What is read of TRL's `GRPOTrainer`."""
+
+    state: _State
+    args: Arguments
+    accelerator: _Accelerator
+    model: torch.nn.Module
+    ref_model: torch.nn.Module | None
+    train: Function
+    rollout_func: object
+    use_vllm: bool
+    vllm_importance_sampling_correction: bool
+    num_generations: int
+    num_iterations: int
+    beta: float
+    loss_type: str
+    importance_sampling_level: str
+    epsilon_low: float
+    epsilon_high: float
+    reward_weights: torch.Tensor
+    """[functions]."""
+    _metrics: Mapping[str, Mapping[str, list[float]]]
+
+
 @dataclasses.dataclass
 class _GenerationBatch:
     """What is being learnt of the generation batch that is made.
@@ -80,20 +131,20 @@ class _GenerationBatch:
 
     step: int
     number: int
-    rewards: Any = None
+    rewards: torch.Tensor | None = None
     stage: Stage | None = None
 
 
-class Training(ReportedTraining):
+class Training(ReportedTraining[Trainer]):
     """What one `GRPOTrainer` reports."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._batches: tuple[int, int] = (-1, 0)
         self._microbatches: tuple[int, int] = (-1, 0)
         self.generating: _GenerationBatch | None = None
         self.update: Stage | None = None
-        self.in_loss: list[Any] | None = None
+        self.in_loss: list[torch.Tensor] | None = None
         """The log-probs of the update's forward pass, while its loss is computed."""
 
     @property
@@ -132,7 +183,7 @@ class Training(ReportedTraining):
             resumed_from_step=self.last_step,
         )
 
-    def stage(self, name: str, **part: Any) -> Stage:
+    def stage(self, name: str, **part: int) -> Stage:
         """Return a stage of the step that is being trained."""
         version = int(self.trainer.state.global_step)
         return self.probe.stage(
@@ -164,12 +215,12 @@ class Training(ReportedTraining):
 training: Final = one_a_trainer(Training)
 
 
-def settings(arguments: Any) -> dict[str, object]:
+def settings(arguments: Arguments) -> dict[str, object]:
     """Return TRL's arguments, without what may be secret."""
-    return visible_leaves(arguments.to_dict())
+    return visible_leaves(dict(arguments.to_dict().items()))
 
 
-def statistics_settings(trainer: Any) -> dict[str, object]:
+def statistics_settings(trainer: Trainer) -> dict[str, object]:
     """Return the settings that the statistics depend on: which importance weights are applied."""
     arguments = trainer.args
     mode = str(getattr(arguments, "vllm_importance_sampling_mode", ""))
@@ -181,7 +232,7 @@ def statistics_settings(trainer: Any) -> dict[str, object]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def streams(trainer: Any, *, has_rollout: bool) -> dict[str, object]:
+def streams(trainer: Trainer, *, has_rollout: bool) -> dict[str, object]:
     """Return who produced the streams of a batch, and how its tokens were sampled."""
     if trainer.rollout_func is not None:
         engine = "rollout_func"
@@ -200,7 +251,7 @@ def streams(trainer: Any, *, has_rollout: bool) -> dict[str, object]:
     }
 
 
-def samples(trainer: Any, rows: Any) -> dict[str, list[str]]:
+def samples(trainer: Trainer, rows: torch.Tensor) -> dict[str, list[str]]:
     """Return the ids of the rows of a generation batch, by the column that names them."""
     size = int(trainer.num_generations)
     numbers = [int(row) for row in rows.tolist()]
@@ -215,7 +266,7 @@ def wrap_init(function: Function) -> Function:
     """Wrap `__init__`: when `train` ends, everything that waits is sent."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> None:
         function(trainer, *args, **kwargs)
         with guarded("waiting for receipts at the end of a training"):
             trainer.train = _wrap_train(trainer, trainer.train)
@@ -223,19 +274,19 @@ def wrap_init(function: Function) -> Function:
     return run
 
 
-def _wrap_train(trainer: Any, train: Function) -> Function:
+def _wrap_train(trainer: Trainer, train: Function) -> Function:
     held = weakref.ref(trainer)
 
     @functools.wraps(train)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with closed_at_end(lambda error: training(held()).close(error)):
+    def run(*args: object, **kwargs: object) -> object:
+        with closed_at_end(lambda error: training(alive(held)).close(error)):
             return train(*args, **kwargs)
 
     return run
 
 
 @contextlib.contextmanager
-def _generation(trainer: Any) -> Iterator[_GenerationBatch | None]:
+def _generation(trainer: Trainer) -> Iterator[_GenerationBatch | None]:
     """Yield the generation batch that the body makes; None in evaluation."""
     batch: _GenerationBatch | None = None
     with guarded("a generation batch"):
@@ -252,7 +303,7 @@ def wrap_generation_batch(function: Function) -> Function:
     """Wrap `_generate_and_score_completions`: names its rows, and records what it returned."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         with _generation(trainer) as batch:
             output = function(trainer, *args, **kwargs)
             if batch is not None:
@@ -263,7 +314,9 @@ def wrap_generation_batch(function: Function) -> Function:
     return run
 
 
-def _record_batch(trainer: Any, batch: _GenerationBatch, output: dict[str, Any]) -> None:
+def _record_batch(
+    trainer: Trainer, batch: _GenerationBatch, output: dict[str, torch.Tensor]
+) -> None:
     import torch
 
     count = output["completion_ids"].size(0)
@@ -285,7 +338,7 @@ def _record_batch(trainer: Any, batch: _GenerationBatch, output: dict[str, Any])
     training(trainer).want(batch.step)
 
 
-def _tokens(trainer: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _tokens(trainer: Trainer, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return what every record of a batch has: mask, tokens, rollout stream, ids, producers."""
     mask = inputs["completion_mask"]
     if inputs.get("tool_mask") is not None:
@@ -301,20 +354,20 @@ def _tokens(trainer: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rows_of(inputs: Mapping[str, Any], name: str, theirs: str) -> dict[str, Any]:
+def _rows_of(inputs: Mapping[str, torch.Tensor], name: str, theirs: str) -> dict[str, torch.Tensor]:
     return {} if inputs.get(theirs) is None else {name: inputs[theirs]}
 
 
-def _by_token(values: Any, mask: Any) -> Any:
+def _by_token(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return values.unsqueeze(1).expand(mask.shape) if values.dim() == 1 else values
 
 
-def _in_stage(name: str, activity: str) -> Any:
+def _in_stage(name: str, activity: str) -> Wrap:
     """Return a wrapper that runs a method as a stage of the batch that is being generated."""
 
     def wrap(function: Function) -> Function:
         @functools.wraps(function)
-        def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
             stage: Stage | None = None
             with guarded(activity):
                 batch = training(trainer).generating
@@ -336,7 +389,7 @@ def wrap_rewards(function: Function) -> Function:
     in_stage: Function = _in_stage("compute_rm_score", "compute_rm_score")(function)
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         rewards = in_stage(trainer, *args, **kwargs)
         with guarded("rewards"):
             batch = training(trainer).generating
@@ -361,7 +414,7 @@ def wrap_forward(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def run(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, model: object, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         is_reference = False
         with guarded("a forward pass"):
@@ -393,7 +446,7 @@ def wrap_forward(function: Function) -> Function:
     return run
 
 
-def _is_reference(trainer: Any, model: Any, batch: _GenerationBatch) -> bool:
+def _is_reference(trainer: Trainer, model: object, batch: _GenerationBatch) -> bool:
     """Return whether a forward pass before the update is the reference's.
 
     Without a model of its own the reference is the policy without its adapter: the second pass, or
@@ -404,7 +457,7 @@ def _is_reference(trainer: Any, model: Any, batch: _GenerationBatch) -> bool:
     return trainer.beta != 0.0 and (batch.stage is not None or not _makes_old(trainer))
 
 
-def _makes_old(trainer: Any) -> bool:
+def _makes_old(trainer: Trainer) -> bool:
     every = trainer.args.steps_per_generation * trainer.num_iterations
     corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     return bool(trainer.args.gradient_accumulation_steps % every != 0 or corrects)
@@ -414,7 +467,13 @@ def wrap_loss(function: Function) -> Function:
     """Wrap `_compute_loss`: begins `actor_update`, and records what the loss had and did."""
 
     @functools.wraps(function)
-    def run(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        trainer: Trainer,
+        model: object,
+        inputs: Mapping[str, torch.Tensor],
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         found: Training | None = None
         with guarded("actor_update"):
             if training(trainer).is_training and _ROWS in inputs:
@@ -437,7 +496,9 @@ def wrap_loss(function: Function) -> Function:
     return run
 
 
-def _update(trainer: Any, inputs: Mapping[str, Any], current: Any) -> dict[str, Any]:
+def _update(
+    trainer: Trainer, inputs: Mapping[str, torch.Tensor], current: torch.Tensor
+) -> dict[str, object]:
     """Return what one micro-batch of the update had: log-probs, weights, which tokens are cut."""
     old = inputs.get("old_per_token_logps")
     recorded = _tokens(trainer, inputs)
@@ -455,7 +516,9 @@ def _update(trainer: Any, inputs: Mapping[str, Any], current: Any) -> dict[str, 
     return recorded
 
 
-def _clipped(trainer: Any, log_ratio: Any, recorded: Mapping[str, Any]) -> Any:
+def _clipped(
+    trainer: Trainer, log_ratio: torch.Tensor, recorded: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
     """Return -1 or 1 where the ratio is cut at its lower or upper bound, else 0, [rows, tokens]."""
     mask, advantages = recorded["response_mask"], recorded["advantages"]
     if trainer.importance_sampling_level == "sequence":
@@ -471,7 +534,7 @@ def wrap_training_step(function: Function) -> Function:
     """Wrap `training_step`: `actor_update` ends after the backward pass."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         error: BaseException | None = None
         step: int | None = None
         try:
@@ -496,7 +559,7 @@ def wrap_log(function: Function) -> Function:
     """Wrap `log`: reports TRL's scalars, and adds the service's numbers under `stagescope/`."""
 
     @functools.wraps(function)
-    def run(trainer: Any, logs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, logs: dict[str, float], *args: object, **kwargs: object) -> object:
         held: dict[str, list[float]] = {}
         is_training = False
         with guarded("scalars"):
@@ -516,7 +579,7 @@ def wrap_log(function: Function) -> Function:
 
 
 def _report(
-    found: Training, step: int, logs: Mapping[str, Any], held: Mapping[str, list[float]]
+    found: Training, step: int, logs: Mapping[str, float], held: Mapping[str, list[float]]
 ) -> None:
     reported = scalars(logs, without=("epoch",))
     # TRL leaves every nan out of its means.
