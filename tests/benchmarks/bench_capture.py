@@ -33,7 +33,7 @@ LEVELS = ("L0", "L1", "mix")
 
 
 def capture(
-    model: SmallDecoder, step: Callable[[], Any], level: str, task: str, root: str
+    model: SmallDecoder, step: Callable[[], object], level: str, task: str, root: str
 ) -> dict[str, Any]:
     armed = Capturer().begin(
         capture_request(capture_id="bench", config={"task": task, "level": level}), run="bench",

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from tests.support.batches import batch_of, random_streams
@@ -100,7 +100,7 @@ class Job:
                 begin, end = self._rng.uniform(0, 9, 2).cumsum() + (BEGAN + 40 * step + 10 * number)
                 event = Event(BEGIN, self._seq - 1, float(begin), float(begin) - 1.7e9, work)
                 yield from self._say(sender, event)
-                said: dict[str, Any] = {**work, "begin_seq": self._seq - 1, "status": "ok"}
+                said: dict[str, object] = {**work, "begin_seq": self._seq - 1, "status": "ok"}
                 values = {name: float(self._rng.normal()) for name in SCALARS.get(stage, ())}
                 said |= {"scalars": values} if values else {}
                 if stage in HANDING:
@@ -178,7 +178,7 @@ def reference(path: Path, rows: int) -> Callable[[], object]:
     connection.execute("CREATE INDEX by_step ON plain (step)")
     names = ("step", *columns.split(", "))
 
-    def query() -> list[dict[str, Any]]:
+    def query() -> list[dict[str, object]]:
         found = connection.execute("SELECT * FROM plain WHERE step = 25 ORDER BY c5")
         return [dict(zip(names, row, strict=True)) for row in found]
 
@@ -207,7 +207,7 @@ def questions(catalogue: Catalogue, step: int) -> dict[str, Callable[[], object]
     }
 
 
-def main() -> dict[str, Any]:
+def main() -> dict[str, object]:
     """Print and return the figures."""
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 64
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else 60

@@ -26,9 +26,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 from tests.benchmarks import nexrl_reference
@@ -47,7 +48,9 @@ ROUNDS: Final = 7
 GOAL: Final = 2.0
 
 
-def shard(rows: int, tokens: int, seed: int, shift: float = 0.0) -> dict[str, np.ndarray[Any, Any]]:
+def shard(
+    rows: int, tokens: int, seed: int, shift: float = 0.0
+) -> dict[str, npt.NDArray[np.generic]]:
     """Tensors of one microbatch, float32 but for the mask: 7.3 MB at 64 x 4096.
 
     `shift` moves every log-prob, and so every ratio.

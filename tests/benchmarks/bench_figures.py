@@ -34,6 +34,7 @@ from stagescope_service.api.series import Window
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.statistics.summarise import warm
 from stagescope_service.store.contract import Put
+from stagescope_service.store.tables.training import StepRow
 
 LONG, WIDE = "long", "wide"
 
@@ -84,7 +85,7 @@ def fill_wide(live: Service, ranks: int, rounds: int) -> None:
         rank.begin("rollout_generate", 2)
 
 
-def seconds(ask: Callable[[], Any]) -> tuple[float, Any]:
+def seconds(ask: Callable[[], object]) -> tuple[float, Any]:
     """Return the seconds of CPU of the second of two calls, and its result."""
     ask()
     begun = time.process_time()
@@ -98,7 +99,9 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def report(live: Service, name: str, read: Callable[[], Any], make: Callable[[], Any]) -> None:
+def report(
+    live: Service, name: str, read: Callable[[], object], make: Callable[[], object]
+) -> None:
     """Print the time of a figure, that of reading its rows, their ratio, and the sizes."""
     reading, _ = seconds(read)
     first = time.process_time()
@@ -159,14 +162,16 @@ def measure(live: Service) -> None:
     target = deps.finder.step(WIDE, None, 1)
     query = f"?run={WIDE}&step=1"
 
-    def step() -> Any:
+    def step() -> StepRow | None:
         return catalogue.step(wide, 1)
 
     def fresh() -> None:
         """The first request of a step: nothing of it is in memory."""
         deps.step_summaries._cache.clear()
 
-    def made(info: Callable[..., Any], figure: Callable[..., Any], **more: Any) -> Any:
+    def made(
+        info: Callable[..., Any], figure: Callable[..., Any], **more: object
+    ) -> tuple[str, dict[str, object]]:
         fresh()
         return as_json(figure(info(deps, target, **more)))
 

@@ -45,7 +45,7 @@ class Bare:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def record_events(self, *, sender: Wire, events: list[Wire]) -> dict[str, Any]:
+    async def record_events(self, *, sender: Wire, events: list[Wire]) -> dict[str, object]:
         rows = [(sender[0], event[2], event[1], repr(event[5])) for event in events]
         future: Future[None] = Future()
         with self._changed:
@@ -98,7 +98,7 @@ async def send(actor: Any, sender: Wire, sent: list[list[Wire]]) -> None:
         assert answer["received"] == len(batch), answer
 
 
-async def measure(actor: Any, pid: int, run: str, size: int, events: int) -> float:
+async def measure(actor: object, pid: int, run: str, size: int, events: int) -> float:
     """Return the microseconds of CPU that an event takes of the actor's process."""
     process = psutil.Process(pid)
     count = max(1, events // (size * SENDERS))

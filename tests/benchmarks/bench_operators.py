@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stagescope_service.compare.operators.divergence import first_divergent
 from stagescope_service.compare.operators.non_finite import first_non_finite
@@ -31,7 +31,7 @@ class Cost(NamedTuple):
     megabytes: float
 
 
-def tensor(shape: list[int], number: int) -> dict[str, Any]:
+def tensor(shape: list[int], number: int) -> dict[str, object]:
     """One tensor's record; its numbers differ from call to call."""
     return {
         "type": "torch.Tensor", "dtype": "torch.bfloat16", "shape": shape,
@@ -40,7 +40,7 @@ def tensor(shape: list[int], number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def call(number: int) -> tuple[str, dict[str, Any]]:
+def call(number: int) -> tuple[str, dict[str, object]]:
     """A linear layer's call; every seventh is an addition with a scalar."""
     if number % 7:
         inputs = [tensor([2, 4096, 4096], number), tensor([4096, 4096], number), None]
@@ -73,7 +73,7 @@ def generate(directory: Path, megabytes: int) -> int:
     return len(names)
 
 
-def measured(case: Callable[[], Any]) -> Cost:
+def measured(case: Callable[[], object]) -> Cost:
     """Run a case in a process of its own."""
     receiver, sender = multiprocessing.get_context("fork").Pipe()
     process = multiprocessing.get_context("fork").Process(target=_measure, args=(case, sender))
@@ -84,7 +84,7 @@ def measured(case: Callable[[], Any]) -> Cost:
     return cost
 
 
-def _measure(case: Callable[[], Any], sender: Connection) -> None:
+def _measure(case: Callable[[], object], sender: Connection) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     case()
@@ -97,7 +97,7 @@ def main(directory: Path, megabytes: int) -> dict[str, Cost]:
     """Measure and print; returns the cost by name."""
     calls = generate(directory / "dump", megabytes)
     dump, table = directory / "dump" / "dump.json", directory / "operators.parquet"
-    cases: dict[str, Callable[[], Any]] = {
+    cases: dict[str, Callable[[], object]] = {
         "json.load": lambda: json.loads(dump.read_text()),
         "operator table": lambda: write_operator_table(directory / "dump", table),
         "read one page": lambda: read_operators(table, OperatorFilter(name="*add*"), limit=100),

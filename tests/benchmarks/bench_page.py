@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tests.benchmarks.bench_series import fill as fill_long_run
 from tests.support.api import Rank, Service, service
@@ -23,6 +23,9 @@ from tests.support.page import Visit, visiting
 from tests.support.shown_run import LOG_PROB, keep_tensors, payload
 
 from stagescope_service.statistics.summarise import warm
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 ROUNDS = 16
 LARGE_STEPS = 4
@@ -115,7 +118,7 @@ def main(ranks: int, steps: int, tokens: int) -> None:
         measure(browser, live, ranks, steps, tokens)
 
 
-def measure(browser: Any, live: Service, ranks: int, steps: int, tokens: int) -> None:
+def measure(browser: Browser, live: Service, ranks: int, steps: int, tokens: int) -> None:
     """Open each view in a window."""
     with visiting(browser, live) as visit:
         visit.settle()

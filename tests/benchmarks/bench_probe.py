@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.probe import Probe
@@ -42,7 +43,7 @@ def make_payload(rows: int, tokens: int) -> Tensors:
     }
 
 
-def work(matrix: np.ndarray[Any, Any], seconds: float) -> None:
+def work(matrix: npt.NDArray[np.float32], seconds: float) -> None:
     """Compute for about `seconds`."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -89,7 +90,7 @@ def measure(probe: Probe, payload: Tensors, steps: int) -> dict[str, float]:
     }
 
 
-def start_service() -> tuple[Any, int]:
+def start_service() -> tuple[object, int]:
     """Start a Ray cluster with a coordinator that takes everything; return it and its pid."""
     import ray
 
@@ -102,11 +103,15 @@ def start_service() -> tuple[Any, int]:
     )
 
     class DebugCoordinator:
-        async def record_events(self, *, sender: Any, events: Any, payloads: Any = None) -> Any:
+        async def record_events(
+            self, *, sender: object, events: object, payloads: Any = None
+        ) -> object:
             receipts = dict.fromkeys(payloads or {}, "ingested")
             return {"coordinator": "one", "wall": time.time(), "receipts": receipts}
 
-        async def poll(self, *, sender: Any, revision: int, unreceipted: Any, wait: float) -> Any:
+        async def poll(
+            self, *, sender: object, revision: int, unreceipted: Any, wait: float
+        ) -> object:
             import asyncio
 
             await asyncio.sleep(wait)

@@ -73,20 +73,20 @@ class SimulatedRank:
         )  # fmt: skip
         self.revision = 0
         self.seq = 0
-        self.waiting: list[tuple[float, tuple[Any, ...]]] = []
+        self.waiting: list[tuple[float, tuple[object, ...]]] = []
         self.delays = delays
         self.pushed_back = 0
         self.calls = 0
         self.has_news = asyncio.Event()
         self.say(schema.HELLO, world_size=ranks, layout=dict.fromkeys(schema.LAYOUT_COLUMNS, 1))
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def say(self, kind: str, **fields: object) -> None:
         self.seq += 1
         event = schema.Event(kind, self.seq, time.time(), time.monotonic(), fields).wire()
         self.waiting.append((time.monotonic(), event))
         self.has_news.set()
 
-    def sender(self) -> tuple[Any, ...]:
+    def sender(self) -> tuple[object, ...]:
         """Return the sender's tuple, with the revision of the plan that this rank has."""
         return dataclasses.replace(self._sender, plan_revision=self.revision).wire()
 
@@ -143,11 +143,11 @@ class Asker:
     def __init__(self, url: str, token: str) -> None:
         self.session = stagescope.attach(url, token=token, timeout=300.0)
 
-    def ask(self) -> tuple[dict[str, float], dict[str, Any]]:
+    def ask(self) -> tuple[dict[str, float], dict[str, object]]:
         """Return the seconds that each question took, and the coordinator's state."""
         took: dict[str, float] = {}
         said: dict[str, Any] = {}
-        questions: dict[str, Callable[[], Any]] = {
+        questions: dict[str, Callable[[], object]] = {
             "ready": lambda: self.session.get("/readyz"),
             "status": self.session.status,
             "runs": self.session.runs,

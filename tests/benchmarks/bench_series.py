@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.support.api import Rank, Service, service
 from tests.support.measure import payload
@@ -50,7 +49,7 @@ def fill(live: Service, steps: int) -> None:
         live.store.submit(puts).result(120)
 
 
-def seconds(ask: Callable[[], Any]) -> float:
+def seconds(ask: Callable[[], object]) -> float:
     """The shorter of two askings."""
     taken = []
     for _ in range(2):

@@ -12,16 +12,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from stagescope.wire.tensorfile import Array
 from stagescope_service.statistics import TokenBatch, summarise, warm
 from stagescope_workers.debug_metrics import calculate_debug_metrics
 
-Array = npt.NDArray[Any]
 REPEATS = 7
 LOOP_ROWS = 2
 """Rows of the slice for the Python loop, whose time is scaled to the whole."""

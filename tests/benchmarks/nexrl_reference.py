@@ -25,17 +25,17 @@ INTERMEDIATES = (
 
 def load(path: Path) -> dict[str, Any]:
     """A file, or nothing where it is not there."""
-    found: dict[str, Any] = torch.load(path) if path.exists() else {}
+    found: dict[str, object] = torch.load(path) if path.exists() else {}
     return found
 
 
-def tensors(one: Any, other: Any) -> dict[str, Any]:
+def tensors(one: Any, other: Any) -> dict[str, object]:
     """The numbers of two tensors of one shape."""
     if one is None or other is None or one.shape != other.shape:
         return {"status": "not compared"}
     x, y = one.flatten().float(), other.flatten().float()
     apart = (x - y).abs()
-    report: dict[str, Any] = {"max": float(apart.max()), "mean": float(apart.mean())}
+    report: dict[str, object] = {"max": float(apart.max()), "mean": float(apart.mean())}
     for values in (x, y):
         for name in ("mean", "std", "min", "max"):
             report[f"{len(report)}_{name}"] = float(getattr(values, name)())
@@ -45,11 +45,11 @@ def tensors(one: Any, other: Any) -> dict[str, Any]:
     return report
 
 
-def compare(a: Path, b: Path, ranks: int, micros: int) -> list[Any]:
+def compare(a: Path, b: Path, ranks: int, micros: int) -> list[object]:
     """The report of step 0: forward passes, then losses, then what a loss was made of."""
     places = [(rank, micro) for rank in range(ranks) for micro in range(micros)]
     names = [f"step_000000_rank{rank}_micro{micro}.pt" for rank, micro in places]
-    report: list[Any] = []
+    report: list[object] = []
     for name in names:
         one, other = (load(side / "forward_data" / name) for side in (a, b))
         report += [tensors(one.get(key), other.get(key)) for key in FORWARD]

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import plotly.graph_objects as go
@@ -131,7 +132,7 @@ def test_without_plotly_the_error_says_what_to_install(
 ) -> None:
     imported = builtins.__import__
 
-    def refuse(name: str, *rest: Any) -> Any:
+    def refuse(name: str, *rest: Any) -> ModuleType:
         if name.partition(".")[0] == "plotly":
             raise ModuleNotFoundError(f"No module named {name!r}")
         return imported(name, *rest)
@@ -168,7 +169,7 @@ def test_bars_are_as_high_as_their_values() -> None:
 def test_the_examples_of_the_docstrings_run(session: Session, tmp_path: Path) -> None:
     """Each example is run, on real steps; that they raise nothing is what is tested."""
     finder = doctest.DocTestFinder(recurse=False)
-    holders: list[tuple[Any, tuple[str, ...]]] = [
+    holders: list[tuple[object, tuple[str, ...]]] = [
         (figures.FigureRequests, ("figures", "plot")),
         (Connection, ("figure",)),
         (plotting, ("PlottedTable",)),
@@ -179,7 +180,7 @@ def test_the_examples_of_the_docstrings_run(session: Session, tmp_path: Path) ->
     for holder, names in holders:
         for name in names:
             for test in finder.find(getattr(holder, name), name):
-                scope: dict[str, Any] = {"session": session}
+                scope: dict[str, object] = {"session": session}
                 for example in test.examples:
                     source = example.source.replace("step5.trace.json", str(tmp_path / "t.json"))
                     exec(source, scope)

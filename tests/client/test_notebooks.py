@@ -117,13 +117,13 @@ EXAMPLES: Final = (
 def test_examples_of_docstrings_run(session: Session, holder: Any) -> None:
     (found,) = doctest.DocTestFinder(recurse=False).find(holder, holder.__qualname__)
     assert found.examples
-    scope: dict[str, Any] = {"session": session}
+    scope: dict[str, object] = {"session": session}
     for example in found.examples:
         exec(example.source, scope)
 
 
 # --- in a real kernel ---------------------------------------------------------------------------
-def executed(notebook: Any, directory: Path, messages: list[Any] | None = None) -> Any:
+def executed(notebook: object, directory: Path, messages: list[Any] | None = None) -> Any:
     """Run a notebook in a kernel of its own; return it with its outputs.
 
     `messages` gets what widgets sent to the browser.
@@ -135,7 +135,7 @@ def executed(notebook: Any, directory: Path, messages: list[Any] | None = None) 
     )
     process = kernel.process_message
 
-    def keep(message: Any, *rest: Any) -> Any:
+    def keep(message: Any, *rest: object) -> object:
         if messages is not None and message["header"]["msg_type"] == "comm_msg":
             messages.append(message)
         return process(message, *rest)

@@ -6,7 +6,6 @@ import os
 import pty
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -103,9 +102,9 @@ def test_its_line(done: int, total: int, text: str) -> None:
 
 def test_commands_tell_it_that_they_print_json(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command of a question has it from `common`, whatever it saves."""
-    seen: list[Any] = []
+    seen: list[object] = []
 
-    def attach(*_: Any, **__: Any) -> Any:
+    def attach(*_: object, **__: object) -> object:
         import click
 
         seen.append(click.get_current_context().meta[terminal.IS_JSON])

@@ -64,7 +64,7 @@ def recorded() -> Batch:
 def planted(name: str, change: Callable[[torch.Tensor], torch.Tensor], rank: int = 1) -> Loss:
     """The loss with a change in one intermediate, and in what follows of it, on one rank."""
 
-    def spoiled(micro: Batch) -> dict[str, Any]:
+    def spoiled(micro: Batch) -> dict[str, object]:
         found = loss(micro)
         names = [*found]
         if micro.source["rank"] == rank:
@@ -123,7 +123,7 @@ def test_a_rounding_is_within_tolerance_unless_none_is_allowed() -> None:
 
 
 def test_numpy_functions_files_and_whole_batches(tmp_path: Path) -> None:
-    def in_numpy(micro: Batch) -> Mapping[str, Any]:
+    def in_numpy(micro: Batch) -> Mapping[str, object]:
         return {"prob_ratio": np.exp(micro["log_probs"] - micro["old_log_probs"])}
 
     path = recorded().save(tmp_path / "batch.safetensors")
@@ -133,7 +133,7 @@ def test_numpy_functions_files_and_whole_batches(tmp_path: Path) -> None:
 
 
 def test_missing_and_non_numeric_results_are_reported() -> None:
-    def other(micro: Batch) -> dict[str, Any]:
+    def other(micro: Batch) -> dict[str, object]:
         return {"kl_loss": 1.0}
 
     with pytest.raises(NotFound, match="is stored: kl_loss; expected some of elementwise_loss, lo"):
@@ -148,7 +148,7 @@ def test_missing_and_non_numeric_results_are_reported() -> None:
 
 @pytest.mark.parametrize("wrong", [(2, 7), (2, 1), (2,), (1, 6), (0, 6)])
 def test_an_intermediate_of_another_shape_is_refused(wrong: tuple[int, ...]) -> None:
-    def narrower(micro: Batch) -> dict[str, Any]:
+    def narrower(micro: Batch) -> dict[str, object]:
         return {**loss(micro), "prob_ratio": np.zeros(wrong, np.float32)}
 
     output = rf"prob_ratio .* has shape \[{', '.join(map(str, wrong))}\] \(actor_update, rank 0"
@@ -166,7 +166,7 @@ def test_a_batch_whose_tensors_have_other_rows_is_refused() -> None:
 
 
 # --- the comparison itself -----------------------------------------------------------------------
-def tensor(values: Any, dtype: str = "float32") -> Tensor:
+def tensor(values: object, dtype: str = "float32") -> Tensor:
     return Tensor(dtype, np.asarray(values, dtype if dtype != "bfloat16" else np.uint16))
 
 

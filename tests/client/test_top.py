@@ -80,7 +80,9 @@ class Terminal:
             for text, end, _ in found if end
         ]  # fmt: skip
 
-    def wait_for(self, condition: Callable[[list[str]], Any], seconds: float = 60.0) -> list[str]:
+    def wait_for(
+        self, condition: Callable[[list[str]], object], seconds: float = 60.0
+    ) -> list[str]:
         """Return the first new frame of which the condition is true."""
         deadline = time.monotonic() + seconds
         start = len(self.frames)
@@ -345,7 +347,7 @@ def test_a_rank_that_is_gone_is_marked_where_it_never_began() -> None:
                 "expected": {"actor": {"actor_update": [0, 1, 2]}},
                 "missing": [{"role": "actor", "stage": "actor_update", "rank": rank,
                              "status": "not begun", "since": 1.0} for rank in (1, 2)]}  # fmt: skip
-    answers: dict[str, Any] = {
+    answers: dict[str, object] = {
         "/steps/latest/stages": progress,
         "/steps/3/stuck": {"rows": [{"role": "actor", "rank": 1, "process": "silent"},
                                     {"role": "actor", "rank": 2, "process": "gone"}]},

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ray
 RUN = "dies"
 
 
-def _trainer_class() -> Any:
+def _trainer_class() -> type:
     """Return the class by value: the actor's process cannot import the tests."""
 
     class Trainer:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import safetensors
 
+from stagescope.session import Session
+
 ray = pytest.importorskip("ray")
 pytest.importorskip("msprobe")
 from tests.support.cluster import Service, eventually  # noqa: E402
@@ -49,9 +51,9 @@ def states(progress: Any) -> dict[tuple[int, int], str]:
     return {(row["step"], row["rank"]): row["state"] for row in progress.dumps()}
 
 
-def captured(session: Any, **order: Any) -> Any:
+def captured(session: Session, **order: Any) -> Any:
     """Order until every rank learned of it in time: on a busy machine one may not, and says so."""
-    found: Any = None
+    found: object = None
     for _ in range(5):
         ordered = session.capture(**order)
         found = session.wait_for(ordered["capture_id"], timeout=120)

@@ -58,7 +58,7 @@ class Machine:
 
     def file(self, name: str) -> dict[str, Any] | None:
         path = self.home(name) / "service.json"
-        content: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        content: dict[str, object] | None = json.loads(path.read_text()) if path.exists() else None
         return content
 
     def call(
@@ -86,10 +86,10 @@ class Machine:
                        for name, words in commands.items()}  # fmt: skip
         return {name: done.result() for name, done in running.items()}
 
-    def json(self, name: str, *arguments: str) -> dict[str, Any]:
+    def json(self, name: str, *arguments: str) -> dict[str, object]:
         done = self.call(name, *arguments, "--json")
         assert done.returncode == 0, done.stderr
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, object] = json.loads(done.stdout)
         return answer
 
     def actors(self, address: str) -> str:

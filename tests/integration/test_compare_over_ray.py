@@ -70,7 +70,7 @@ def compare(service: Service, *words: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
-def first(said: dict[str, Any]) -> dict[str, Any]:
+def first(said: dict[str, Any]) -> dict[str, object]:
     found: dict[str, Any] = said["pairs"][0]["first"]
     return found
 

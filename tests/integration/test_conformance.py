@@ -18,6 +18,7 @@ from tests.support.parallel import CP, DP, PP, TP, Reported, Training, whole_bat
 from stagescope_service.statistics import Field, StepSummary, Summary, publish, summarise
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.kernel import ROW_1
+from stagescope_service.store.tables.measurements import SummaryRow
 
 RUN = "moe"
 LAGS = range(Field.NEXT_N, Field.D_MIN)
@@ -119,7 +120,7 @@ def assert_cell(found: Any, expected: Any, where: str) -> None:
         assert close, (where, Field(field))
 
 
-def tokens_of(summary: Summary) -> list[Any]:
+def tokens_of(summary: Summary) -> list[object]:
     worst = summary.worst
     samples = [summary.sequences.samples[index] for index in worst.sequence]
     columns = (worst.position, worst.round, worst.turn, worst.token_id, worst.p, worst.q)
@@ -293,7 +294,7 @@ def attempt_of(live: Service, step: int) -> int:
     return int(attempt["attempt_id"])
 
 
-def parts_of(live: Service, step: int) -> list[Any]:
+def parts_of(live: Service, step: int) -> list[SummaryRow]:
     return live.catalogue.summaries(
         attempt_of(live, step), step, stage="actor_compute_log_prob", pair="old/rollout"
     )

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.actor import ActorHandle
 from tests.support.parallel import Reported, Training
 
+from stagescope.answers import Metrics
 from stagescope_service.statistics import publish, summarise
 
 ray = pytest.importorskip("ray")
@@ -53,7 +55,7 @@ def test_rollouts_of_another_node_are_joined(tmp_path: Path, nodes: tuple[str, s
         with service.session() as session:
             step = session.step(1, run="moe")
 
-            def aggregated() -> Any:
+            def aggregated() -> Metrics | None:
                 metrics = step.metrics()
                 return metrics if metrics["counts/tokens"] == expected["counts/tokens"] else None
 
@@ -67,7 +69,7 @@ def test_rollouts_of_another_node_are_joined(tmp_path: Path, nodes: tuple[str, s
         service.stop()
 
 
-def hear(coordinator: Any, reported: Iterable[Reported]) -> None:
+def hear(coordinator: ActorHandle[object], reported: Iterable[Reported]) -> None:
     """Hand over what was said, payloads as refs, one batch a sender; wait for the receipts."""
     senders: dict[str, list[Reported]] = {}
     for each in reported:

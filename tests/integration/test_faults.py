@@ -14,7 +14,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -166,7 +165,7 @@ def test_payload_whose_owner_died_is_lost_with_the_reason(service: Service) -> N
     assert row["status"] == "ok"
 
 
-def owner_is_dead(ref: Any) -> bool:
+def owner_is_dead(ref: object) -> bool:
     try:
         ray.get(ref, timeout=1.0)
     except ray.exceptions.OwnerDiedError:

@@ -33,7 +33,9 @@ def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def ranks(service: Service, tmp_path: Path, request: Any) -> Iterator[tuple[Trainer, Trainer]]:
+def ranks(
+    service: Service, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[Trainer, Trainer]]:
     run = f"hang-{request.node.name[:60]}"
     made = [Trainer(run, rank, str(tmp_path / "store"), watchdog=3.0) for rank in (0, 1)]
     yield made[0], made[1]
@@ -41,7 +43,7 @@ def ranks(service: Service, tmp_path: Path, request: Any) -> Iterator[tuple[Trai
         rank.kill()
 
 
-def run_of(request: Any) -> str:
+def run_of(request: pytest.FixtureRequest) -> str:
     return f"hang-{request.node.name[:60]}"
 
 
@@ -61,7 +63,7 @@ def findings(service: Service, run: str, kind: str) -> list[Any]:
 
 
 def test_the_rank_that_never_came_is_named_and_the_blocked_one_shows_the_collective(
-    service: Service, ranks: tuple[Trainer, Trainer], request: Any
+    service: Service, ranks: tuple[Trainer, Trainer], request: pytest.FixtureRequest
 ) -> None:
     run = run_of(request)
     join(ranks)
@@ -82,7 +84,7 @@ def test_the_rank_that_never_came_is_named_and_the_blocked_one_shows_the_collect
     with service.session() as session:
         step = session.step(5, run=run)
 
-        def taken_by_itself() -> Any:
+        def taken_by_itself() -> Stacks | None:
             taken = step.stacks(source="probe")
             return taken if all(row["state"] == "answered" for row in taken.rows) else None
 
@@ -111,7 +113,7 @@ def test_the_rank_that_never_came_is_named_and_the_blocked_one_shows_the_collect
 
 
 def test_a_request_survives_the_coordinator(
-    service: Service, ranks: tuple[Trainer, Trainer], request: Any
+    service: Service, ranks: tuple[Trainer, Trainer], request: pytest.FixtureRequest
 ) -> None:
     run = run_of(request)
     for rank in ranks:
@@ -151,7 +153,7 @@ def attempt_id(service: Service, run: str) -> int:
 
 
 def test_a_held_interpreter_is_seen_by_its_watchdog(
-    service: Service, ranks: tuple[Trainer, Trainer], request: Any
+    service: Service, ranks: tuple[Trainer, Trainer], request: pytest.FixtureRequest
 ) -> None:
     run = run_of(request)
     for rank in ranks:
@@ -174,7 +176,7 @@ def test_a_held_interpreter_is_seen_by_its_watchdog(
     assert stacks["trainer"].splitlines()[-1].strip().endswith("in hold")
 
 
-def test_who_may_only_read_may_not_ask(service: Service, request: Any) -> None:
+def test_who_may_only_read_may_not_ask(service: Service, request: pytest.FixtureRequest) -> None:
     token = service.info.token_file.read_text().strip()
     with stagescope.attach(service.info.url, token=token) as session:
         with pytest.raises(StagescopeError) as refused:

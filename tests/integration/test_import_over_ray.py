@@ -30,7 +30,7 @@ def taken_in(service: Service, *words: str, exit_code: int = 0) -> dict[str, Any
     env = {"STAGESCOPE_URL": service.info.url, "STAGESCOPE_TOKEN": service.token}
     result = invoke("import", *words, "--json", env=env)
     assert result.exit_code == exit_code, result.output
-    report: dict[str, Any] = json.loads(result.stdout)
+    report: dict[str, object] = json.loads(result.stdout)
     return report
 
 

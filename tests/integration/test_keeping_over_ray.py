@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ray
 MB = 1 << 20
 
 
-def _trainer_class() -> Any:
+def _trainer_class() -> type:
     """Return the class by value: the actor's process cannot import the tests."""
 
     class Trainer:
@@ -74,7 +74,7 @@ def _trainer_class() -> Any:
             """Say whether intermediates of a step are wanted here."""
             return bool(self.probe.wants("prob_ratio", stage="actor_update", step=step))
 
-        def status(self) -> Any:
+        def status(self) -> object:
             """Return what the probe says of itself."""
             return self.probe.status()
 
@@ -88,7 +88,7 @@ def _trainer_class() -> Any:
 class Rank:
     """A rank in a process of its own."""
 
-    def __init__(self, run: str, rank: int = 0, keep: Any = None, **options: Any) -> None:
+    def __init__(self, run: str, rank: int = 0, keep: object = None, **options: object) -> None:
         made = ray.remote(_trainer_class()).options(num_cpus=0, max_restarts=0)
         self.handle = made.remote(run, rank, keep, options)
 
@@ -111,7 +111,7 @@ class Rank:
         ray.kill(self.handle)
 
 
-def started(home: Path, address: str, **settings: Any) -> Service:
+def started(home: Path, address: str, **settings: object) -> Service:
     """A service without rules: the NaN that the ranks log would have their steps pinned."""
     home.mkdir(exist_ok=True)
     rules = home / "rules.yaml"
@@ -119,7 +119,7 @@ def started(home: Path, address: str, **settings: Any) -> Service:
     return Service.start(home, address, triggers=rules, **settings)
 
 
-def kept_rows(service: Service, run: str, step: int, **filters: Any) -> list[dict[str, Any]]:
+def kept_rows(service: Service, run: str, step: int, **filters: Any) -> list[dict[str, object]]:
     with service.session() as session:
         return list(session.step(step, run=run).kept(**filters).to_dicts())
 

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.workers.integrations.test_launcher import INTEGRATION, LAUNCH, TRAINER
@@ -45,7 +45,7 @@ print(json.dumps(ray.get(Worker.remote().look.remote())))
     ],
 )
 def test_a_worker_of_a_standing_cluster_is_patched(
-    theirs: dict[str, Any], value: str | None, address: str, tmp_path: Path
+    theirs: Mapping[str, object], value: str | None, address: str, tmp_path: Path
 ) -> None:
     package = tmp_path / "other_trainer"
     package.mkdir()

@@ -66,7 +66,7 @@ def ask(probe: Probe, step: int) -> dict[str, Any]:
     return link.metrics(probe.run, probe.attempt_key, step).result(SECONDS)
 
 
-def over_http(service: Service, path: str, **params: str) -> Any:
+def over_http(service: Service, path: str, **params: str) -> object:
     headers = {"authorization": f"Bearer {service.token}"}
     found = httpx.get(f"{service.info.url}{path}", params=params, headers=headers, timeout=30)
     assert found.status_code == 200, found.text

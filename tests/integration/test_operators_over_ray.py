@@ -24,7 +24,7 @@ CUT_AFTER = 1200
 """Calls before a rank dies: msprobe writes every 1000."""
 
 
-def _replica_class() -> Any:
+def _replica_class() -> type:
     """Return the class by value: the actor's process cannot import the tests."""
 
     class Replica:
@@ -102,7 +102,7 @@ def both(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Replicas
     return made
 
 
-def replicas(service: Service, directory: Path, run: str, **capture: Any) -> Replicas:
+def replicas(service: Service, directory: Path, run: str, **capture: object) -> Replicas:
     """Start two replicas with a capture of every step."""
     order = {
         "stages": [STAGE], "steps": "all", "config": {"task": "statistics", "level": "mix"},
@@ -116,7 +116,7 @@ def replicas(service: Service, directory: Path, run: str, **capture: Any) -> Rep
 def digested(service: Service, run: str, step: int, count: int = 2) -> Any:
     """Return the tables of a step once so many are read."""
 
-    def tables() -> Any:
+    def tables() -> object:
         with service.session() as session:
             found = session.step(step, run=run).operators(limit=1).about["tables"]
         done = [table for table in found if table["state"] != "announced"]

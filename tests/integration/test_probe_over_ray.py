@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.actor import ActorHandle
 from tests.support.coordinators import wait_for
 
 from stagescope.wire.schema import Event, Sender
@@ -23,20 +24,22 @@ from stagescope_workers.transport.link import RayLink, ray_process
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 
+Handle = ActorHandle[Any]
 
-def make_coordinator() -> Any:
+
+def make_coordinator() -> type:
     """Return the class of the stand-in, by value: the actor's process cannot import this file."""
 
     class DebugCoordinator:
         def __init__(self) -> None:
             self.name = os.urandom(4).hex()
-            self.events: list[Any] = []
-            self.values: dict[int, Any] = {}
+            self.events: list[object] = []
+            self.values: dict[int, object] = {}
             self.drained: list[tuple[str, str | None]] = []
 
         async def record_events(
-            self, *, sender: Any, events: Any, payloads: Any = None
-        ) -> dict[str, Any]:
+            self, *, sender: object, events: Any, payloads: Any = None
+        ) -> dict[str, object]:
             import time
 
             self.events += [(sender, event) for event in events]
@@ -48,8 +51,8 @@ def make_coordinator() -> Any:
             }  # fmt: skip
 
         async def poll(
-            self, *, sender: Any, revision: int, unreceipted: Any, wait: float
-        ) -> dict[str, Any]:
+            self, *, sender: object, revision: int, unreceipted: Any, wait: float
+        ) -> dict[str, object]:
             import asyncio
             import time
 
@@ -63,21 +66,21 @@ def make_coordinator() -> Any:
 
         async def drain(
             self, *, run: Any, timeout: float, attempt_key: str | None = None
-        ) -> dict[str, Any]:
+        ) -> dict[str, object]:
             self.drained.append((run, attempt_key))
             return {"run": run, "drained": True, "pending": 0}
 
         async def asked_to_drain(self) -> list[tuple[str, str | None]]:
             return self.drained
 
-        async def seen(self) -> tuple[int, list[Any], dict[int, Any]]:
+        async def seen(self) -> tuple[int, list[object], dict[int, object]]:
             return os.getpid(), self.events, self.values
 
     return DebugCoordinator
 
 
 @pytest.fixture
-def coordinator(address: str) -> Iterator[Any]:
+def coordinator(address: str) -> Iterator[Handle]:
     actor = ray.remote(make_coordinator())
     handle = actor.options(
         name="DebugCoordinator",
@@ -92,7 +95,7 @@ def coordinator(address: str) -> Iterator[Any]:
     wait_for(lambda: RayLink.find() is None)
 
 
-def seen(handle: Any) -> tuple[int, list[tuple[Sender, Event]], dict[int, Any]]:
+def seen(handle: Handle) -> tuple[int, list[tuple[Sender, Event]], dict[int, Any]]:
     pid, events, values = ray.get(handle.seen.remote(), timeout=30)
     parsed = [(Sender.parse(sender), Event.parse(event)) for sender, event in events]
     return pid, parsed, values
@@ -103,7 +106,7 @@ def report(probe: Probe, step: int) -> None:
         stage.record(old_log_probs=np.full((4, 1000), float(step)), sample_ids=list("abcd"))
 
 
-def test_stage_and_payload_arrive_and_are_receipted(coordinator: Any) -> None:
+def test_stage_and_payload_arrive_and_are_receipted(coordinator: Handle) -> None:
     probe = lifecycle.init("over-ray", rank=2)
     report(probe, 5)
     assert probe.close(30.0), probe.status()
@@ -120,7 +123,7 @@ def test_stage_and_payload_arrive_and_are_receipted(coordinator: Any) -> None:
     assert float(buffer.mean()) == 5.0
 
 
-def test_killed_coordinator_is_found_again_and_gets_what_it_lost(coordinator: Any) -> None:
+def test_killed_coordinator_is_found_again_and_gets_what_it_lost(coordinator: Handle) -> None:
     probe = lifecycle.init("killed", attempt_key="a")
     report(probe, 1)
     wait_for(lambda: probe.outbox.is_empty, 30.0)
@@ -138,7 +141,7 @@ def test_killed_coordinator_is_found_again_and_gets_what_it_lost(coordinator: An
     probe.close(0.0)
 
 
-def test_hung_coordinator_holds_up_nobody(coordinator: Any) -> None:
+def test_hung_coordinator_holds_up_nobody(coordinator: Handle) -> None:
     probe = lifecycle.init("hung", attempt_key="a")
     wait_for(lambda: probe.status()["connected"], 30.0)
     pid, _, _ = seen(coordinator)
@@ -155,7 +158,7 @@ def test_hung_coordinator_holds_up_nobody(coordinator: Any) -> None:
     probe.close(0.0)
 
 
-def test_finish_on_the_driver_waits_for_the_run(coordinator: Any) -> None:
+def test_finish_on_the_driver_waits_for_the_run(coordinator: Handle) -> None:
     probe = lifecycle.init("finished", attempt_key="a")
     report(probe, 1)
     assert lifecycle.finish(30.0)
@@ -166,7 +169,7 @@ def test_finish_on_the_driver_waits_for_the_run(coordinator: Any) -> None:
 
 @pytest.mark.parametrize("role", ["driver", "actor"])
 def test_finish_in_an_actor_ends_the_job_where_its_role_is_driver(
-    coordinator: Any, role: str
+    coordinator: Handle, role: str
 ) -> None:
     def train(role: str) -> bool:
         from stagescope_workers import finish, init

@@ -109,7 +109,7 @@ def intermediates(micro: stagescope.Batch) -> Mapping[str, Any]:
     return {"elementwise_loss": found.elementwise, "prob_ratio": found.prob_ratio}
 
 
-def spoiled(micro: stagescope.Batch) -> Mapping[str, Any]:
+def spoiled(micro: stagescope.Batch) -> Mapping[str, object]:
     found = dict(intermediates(micro))
     if (micro.source["rank"], micro.source["part"]) == (1, "0.1.0.0"):
         ratio = found["prob_ratio"].clone()

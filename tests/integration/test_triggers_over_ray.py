@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from stagescope.session import Session
+
 pytest.importorskip("ray")
 pytest.importorskip("msprobe")
 from tests.support.cluster import SECONDS, Service, answer, eventually
@@ -53,11 +55,11 @@ def service(
     running.stop()
 
 
-def found(session: Any, run: str, kind: str) -> list[Any]:
+def found(session: Session, run: str, kind: str) -> list[Any]:
     return [row for row in session.findings(run) if row["kind"] == kind]
 
 
-def _spent(session: Any) -> Any:
+def _spent(session: Session) -> Any:
     """Return the budget once it says that its captures are spent."""
     budget = session.triggers().about["budgets"][0]
     return budget if "1 of 1 captures" in budget["refusal"] else None

@@ -12,6 +12,7 @@ from tests.support.cluster import SECONDS, Service, answer, eventually
 from examples.countdown.actors import Report
 from examples.countdown.config import Settings, SkippedSync, Troubles
 from examples.countdown.train import Job
+from stagescope.table import Table
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -35,7 +36,7 @@ def test_a_sync_that_the_example_skips_is_found_at_its_step_by_name(service: Ser
     job.close(30.0)
     with service.session() as session:
 
-        def all_compared() -> Any:
+        def all_compared() -> Table | None:
             found = session.weights(run="skipped")
             return found if found["complete"] == (True,) * 3 else None
 
@@ -123,7 +124,7 @@ def _replica_class() -> Any:
 
 
 @pytest.fixture(scope="module")
-def cards(address: str) -> list[Any]:
+def cards(address: str) -> list[object]:
     made = ray.remote(_replica_class()).options(num_cpus=0)
     return [made.remote(rank) for rank in range(3)]
 
@@ -136,7 +137,7 @@ def replicas(cards: list[Any], run: str) -> list[Any]:
     return cards
 
 
-def everybody(handles: Sequence[Any], method: str, *arguments: Any) -> None:
+def everybody(handles: Sequence[object], method: str, *arguments: object) -> None:
     ray.get([getattr(each, method).remote(*arguments) for each in handles], timeout=SECONDS)
 
 

@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.support.measure import payload
+from tests.support.measure import Handed, payload
 
 ray = pytest.importorskip("ray")
 from tests.support.cluster import Service, eventually  # noqa: E402
@@ -30,11 +29,11 @@ def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     service.stop()
 
 
-def refs_of(handed: Mapping[str, Any]) -> dict[str, Any]:
+def refs_of(handed: Handed) -> dict[str, object]:
     return {name: ray.put(item[2]) for name, item in handed["tensors"].items()}
 
 
-def counted(service: Service, run: str, step: int) -> Any:
+def counted(service: Service, run: str, step: int) -> float:
     with service.session() as session:
         return session.step(step, run=run).metrics()["counts/tokens"]
 
@@ -75,7 +74,7 @@ def test_raw_call_that_ray_retries_over_a_killed_coordinator_counts_once(service
 def test_unkeyed_raw_calls_are_marked_and_keyed_ones_find_their_attempt(service: Service) -> None:
     coordinator = service.coordinator
 
-    def end(step: int, **more: Any) -> int:
+    def end(step: int, **more: object) -> int:
         call = coordinator.end_stage.remote(
             run="keys", step=step, stage="actor_update", rank=0, **more
         )

@@ -10,7 +10,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import uvicorn
@@ -42,7 +42,7 @@ KNOWN = {
 }
 """The query parameters of each route: like the service, this one refuses any other."""
 
-METRICS: dict[str, Any] = {
+METRICS: dict[str, object] = {
     "training/rollout_probs_diff_valid": 1,
     "training/rollout_probs_diff_mean": 0.00371,
     "training/rollout_probs_diff_std": "nan",
@@ -53,11 +53,11 @@ METRICS: dict[str, Any] = {
     "per_round/round_0_abs_diff_mean": 0.003,
     "per_round/round_1_abs_diff_mean": 0.25,
 }
-ROUNDS: list[dict[str, Any]] = [
+ROUNDS: list[dict[str, object]] = [
     {"round": 0, "abs_diff_mean": 0.003, "tokens": 41, "k3_kl": 1e-5},
     {"round": 1, "abs_diff_mean": "nan", "tokens": 0, "k3_kl": None},
 ]
-MISSING: dict[str, Any] = {
+MISSING: dict[str, object] = {
     "role": "actor",
     "rank": 1,
     "stage": "actor_update",
@@ -76,11 +76,11 @@ class Answering:
     """The app and what it has seen."""
 
     def __init__(self) -> None:
-        self.refusals: list[tuple[int, dict[str, Any]]] = []
+        self.refusals: list[tuple[int, Mapping[str, object]]] = []
         self.hang_ups = 0
         self.seen: list[tuple[str, str, dict[str, str]]] = []
         self.headers: list[dict[str, str]] = []
-        self.captures: dict[str, dict[str, Any]] = {}
+        self.captures: dict[str, dict[str, object]] = {}
         self.token_count = 7
         self.ready = True
         self.app = FastAPI()
@@ -110,8 +110,8 @@ class Answering:
 
     def _get(self, path: str, query: dict[str, str]) -> Response:
         attempt = int(query.get("attempt", 2))
-        context: dict[str, Any] = {"run": query.get("run", RUN), "attempt": attempt}
-        lists: dict[str, list[dict[str, Any]]] = {
+        context: dict[str, object] = {"run": query.get("run", RUN), "attempt": attempt}
+        lists: dict[str, list[dict[str, object]]] = {
             "/runs": [{"run": RUN, "attempts": 2, "created_wall": 1.7e9}, {"run": "nan"}],
             f"/runs/{RUN}/attempts": [
                 {"attempt": n, "attempt_key": f"key-{n}", "fingerprint": FINGERPRINT}
@@ -169,7 +169,7 @@ class Answering:
         following = str(first + limit) if first + limit < len(rows) else None
         return JSONResponse({**context, "rows": rows[first : first + limit], "next": following})
 
-    def _metrics(self, context: dict[str, Any]) -> dict[str, Any]:
+    def _metrics(self, context: dict[str, object]) -> dict[str, object]:
         return {
             **context,
             "complete": "partial",

@@ -73,10 +73,10 @@ class LocalEngine:
         return time.time() if self.now is None else self.now
 
     # --- what the API calls -------------------------------------------------------------------
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[object, None, Any]]:
         """Return a call of the coordinator, made on its loop."""
 
-        async def call(**arguments: Any) -> Any:
+        async def call(**arguments: object) -> Any:
             if self.not_ready and name in ("record_events", "status"):
                 return {"coordinator": "c1", "wall": time.time(), "not_ready": self.not_ready}
             work = self._call(name, arguments)
@@ -103,8 +103,8 @@ class LocalEngine:
     def take(
         self,
         sender: schema.Sender,
-        events: Sequence[Any],
-        payloads: Mapping[int, Any] | None = None,
+        events: Sequence[object],
+        payloads: Mapping[int, object] | None = None,
     ) -> Mapping[int, str]:
         """Take in events; return those that are refused."""
         arguments = {"sender": sender.wire(), "events": events, "payloads": payloads}
@@ -163,7 +163,7 @@ class LocalEngine:
         self.ingestors.close()
         self.coordinator.effects.catalogue.close()
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def _wait(self, work: Coroutine[object, None, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
 
@@ -216,7 +216,7 @@ class Service:
         """The answer of a route that must answer."""
         return self._answered(lambda: self.read.get(path, params=params or None))
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def post(self, path: str, body: Mapping[str, object]) -> Any:
         """The answer of a route that must answer, to a body."""
         return self._answered(lambda: self.read.post(path, json=body))
 
@@ -263,7 +263,7 @@ class Report(NamedTuple):
 
     sender: schema.Sender
     events: list[tuple[object, ...]]
-    payloads: dict[int, Any]
+    payloads: dict[int, object]
     """By seq."""
     clock: float
     """Unix seconds of the last event."""
@@ -283,7 +283,7 @@ class Rank:
         world_size: int | None = 2,
         start: float = 1_000.0,
         incarnation: str | None = None,
-        **hello: Any,
+        **hello: object,
     ) -> None:
         self.service = service
         self.clock = start
@@ -292,12 +292,12 @@ class Rank:
         self.sender = schema.Sender(name, run, key, role, rank, started=start)
         self.say(schema.HELLO, **({"world_size": world_size} if world_size else {}), **hello)
 
-    def say(self, kind: str, handed: Any = None, /, **fields: Any) -> int:
+    def say(self, kind: str, handed: object = None, /, **fields: object) -> int:
         """Send one event straight to the engine; return its seq."""
         self._take(self.draft(kind, handed, **fields))
         return self.seq
 
-    def draft(self, kind: str, handed: Any = None, /, **fields: Any) -> Report:
+    def draft(self, kind: str, handed: object = None, /, **fields: object) -> Report:
         """Return one event that is not sent yet."""
         self.seq += 1
         self.clock += 0.25
@@ -314,14 +314,26 @@ class Rank:
         self.sender = dataclasses.replace(self.sender, plan_revision=revision)
 
     def stage(
-        self, stage: str, step: int | None, payload: Any = None, seconds: float = 1.0, **fields: Any
+        self,
+        stage: str,
+        step: int | None,
+        payload: Mapping[str, object] | None = None,
+        /,
+        seconds: float = 1.0,
+        **fields: object,
     ) -> int:
         """Begin and end a stage."""
         self._take(self.draft_stage(stage, step, payload, seconds, **fields))
         return self.seq
 
     def draft_stage(
-        self, stage: str, step: int | None, payload: Any = None, seconds: float = 1.0, **fields: Any
+        self,
+        stage: str,
+        step: int | None,
+        payload: Mapping[str, Any] | None = None,
+        /,
+        seconds: float = 1.0,
+        **fields: object,
     ) -> Report:
         """Return begin and end of a stage that are not sent yet, as a probe's batch has them."""
         begun = self.draft(schema.BEGIN, stage=stage, step=step, **fields)
@@ -329,14 +341,28 @@ class Rank:
         ended = self._draft_end(stage, step, payload, **fields)
         return Report(self.sender, begun.events + ended.events, ended.payloads, self.clock)
 
-    def begin(self, stage: str, step: int | None, **fields: Any) -> int:
+    def begin(self, stage: str, step: int | None, **fields: object) -> int:
         return self.say(schema.BEGIN, stage=stage, step=step, **fields)
 
-    def end(self, stage: str, step: int | None, payload: Any = None, **fields: Any) -> int:
+    def end(
+        self,
+        stage: str,
+        step: int | None,
+        payload: Mapping[str, object] | None = None,
+        /,
+        **fields: object,
+    ) -> int:
         self._take(self._draft_end(stage, step, payload, **fields))
         return self.seq
 
-    def _draft_end(self, stage: str, step: int | None, payload: Any, **fields: Any) -> Report:
+    def _draft_end(
+        self,
+        stage: str,
+        step: int | None,
+        payload: Mapping[str, Any] | None,
+        /,
+        **fields: object,
+    ) -> Report:
         if payload is not None:
             announced = {"tensors": {}, "bytes": 1, "meta": payload.get("meta") or {}}
             fields["payload"] = announced

@@ -8,10 +8,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import pytest
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+Scheme: TypeAlias = Literal["light", "dark"]
+"""The colours that the reader prefers."""
 CHROMIUM: Final = Path("/usr/bin/chromium")
 _REQUIRED: Final = "TEST_BROWSER"
 """Set to `required` where a missing browser is a failure and not a reason to skip."""
@@ -83,7 +88,7 @@ _AXE: Final = "axe_playwright_python"
 _SERIOUS: Final = ("serious", "critical")
 
 
-def axe_problems(page: Any) -> list[str]:
+def axe_problems(page: Page) -> list[str]:
     """What axe-core finds wrong with a page that keeps somebody from using it."""
     found = importlib.util.find_spec(_AXE)
     if found is None or found.origin is None:
@@ -103,13 +108,13 @@ def axe_problems(page: Any) -> list[str]:
 class Opened:
     """A page that was opened: `look` is what a reader sees (see `_LOOK`)."""
 
-    page: Any
+    page: Page
     requests: list[str] = dataclasses.field(default_factory=list)
     messages: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def look(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.page.evaluate(_LOOK)
+        found: dict[str, object] = self.page.evaluate(_LOOK)
         return found
 
     def problems(self) -> list[str]:
@@ -126,7 +131,7 @@ class Opened:
 
 
 @contextmanager
-def chromium() -> Iterator[Any]:
+def chromium() -> Iterator[Browser]:
     """Yield a running Chromium; skip, or fail where it is required, saying what to install."""
     has_playwright = importlib.util.find_spec("playwright") is not None
     missing = [
@@ -152,7 +157,7 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def opened(
-    browser: Any, path: Path, *, width: int = 1280, scheme: str = "light"
+    browser: Browser, path: Path, *, width: int = 1280, scheme: Scheme = "light"
 ) -> Iterator[Opened]:
     """Open a file in a window of `width` pixels with a `light` or `dark` scheme."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)

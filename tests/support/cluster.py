@@ -91,7 +91,7 @@ class Service:
         # A service of the tests may share two cores with another one and their trainings.
         return stagescope.attach(self.info.url, token=self.token, timeout=60.0)
 
-    def losses(self, run: str, **where: Any) -> list[Any]:
+    def losses(self, run: str, **where: object) -> list[Any]:
         """Return what the API lists as lost, the rows with these values."""
         with self.session() as session:
             rows = list(session.losses(run))
@@ -116,7 +116,7 @@ class Service:
         """Return what the coordinator says of itself, waiting for its restart."""
         # By a name: in older Rays a method does not keep its actor's handle.
         coordinator = self.coordinator
-        status: dict[str, Any] = answer(coordinator.status.remote())
+        status: dict[str, object] = answer(coordinator.status.remote())
         return status
 
     def pid(self, which: str) -> int:

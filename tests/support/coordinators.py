@@ -10,7 +10,9 @@ from typing import Any
 
 from stagescope.wire.errors import NotFound
 from stagescope.wire.framing import WirePayload
+from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import Event, Sender
+from stagescope_workers.transport.calls import Reply
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
@@ -30,7 +32,7 @@ class FakeCoordinator:
         self.mode = "serve"
         self.pause: float | None = None
         self.plan: dict[str, Any] = {"revision": 0, "captures": []}
-        self.requests: list[dict[str, Any]] = []
+        self.requests: list[Mapping[str, object]] = []
         self.batches: list[list[Event]] = []
         self.events: dict[tuple[str, int], Event] = {}
         self.payloads: dict[tuple[str, int], Any] = {}
@@ -40,15 +42,18 @@ class FakeCoordinator:
         self.revisions: list[int] = []
         self.settle_at_once = False
         self.holds_polls = False
-        self.hanging: list[Future[dict[str, Any]]] = []
+        self.hanging: list[Future[Reply]] = []
         self.calls = 0
-        self._polls: list[tuple[int, list[int], float, Future[dict[str, Any]]]] = []
+        self._polls: list[tuple[int, list[int], float, Future[Reply]]] = []
         self._lock = threading.RLock()
 
     def record(
-        self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: Mapping[int, Any]
-    ) -> Future[dict[str, Any]]:
-        future: Future[dict[str, Any]] = Future()
+        self,
+        sender: tuple[object, ...],
+        events: list[tuple[object, ...]],
+        payloads: Mapping[int, object],
+    ) -> Future[Reply]:
+        future: Future[Reply] = Future()
         with self._lock:
             self.calls += 1
             if not self._answers(future):
@@ -65,15 +70,15 @@ class FakeCoordinator:
                 if self.settle_at_once:
                     self.receipts[seq] = "ingested"
             refused = {e.seq: self.refuses[e.seq] for e in batch if e.seq in self.refuses}
-        asked: dict[str, Any] = {} if self.pause is None else {"pause": self.pause}
+        asked: dict[str, object] = {} if self.pause is None else {"pause": self.pause}
         if who.plan_revision != self.plan["revision"]:
             asked["plan"] = self.plan
         said = {"received": len(batch), "refused": refused}
         future.set_result(self._answer() | said | asked)
         return future
 
-    def poll(self, revision: int, unreceipted: list[int], wait: float) -> Future[dict[str, Any]]:
-        future: Future[dict[str, Any]] = Future()
+    def poll(self, revision: int, unreceipted: list[int], wait: float) -> Future[Reply]:
+        future: Future[Reply] = Future()
         with self._lock:
             if not self._answers(future):
                 return future
@@ -87,12 +92,12 @@ class FakeCoordinator:
             self.receipts.update(receipts)
         self.tick()
 
-    def order(self, *captures: dict[str, Any]) -> None:
+    def order(self, *captures: Mapping[str, object]) -> None:
         with self._lock:
             self.plan = {"revision": self.plan["revision"] + 1, "captures": list(captures)}
         self.tick()
 
-    def ask(self, *requests: dict[str, Any]) -> None:
+    def ask(self, *requests: Mapping[str, object]) -> None:
         """Have the next poll's answer carry requests, and every later one until it is answered."""
         with self._lock:
             self.requests = list(requests)
@@ -131,7 +136,7 @@ class FakeCoordinator:
         with self._lock:
             return [event for _, event in sorted(self.events.items()) if event.kind == kind]
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> dict[str, object]:
         revision = self.plan["revision"]
         receipts = dict(self.receipts) if self.settle_at_once else {}
         now = time.time()
@@ -140,7 +145,7 @@ class FakeCoordinator:
             "poll_seconds": 20.0,
         }  # fmt: skip
 
-    def _answers(self, future: Future[dict[str, Any]]) -> bool:
+    def _answers(self, future: Future[Reply]) -> bool:
         if self.mode == "hang":
             self.hanging.append(future)
         elif self.mode == "not_ready":
@@ -154,13 +159,13 @@ class FakeApi:
     """Answers questions about a step's metrics as the test says: an answer, an error, or never."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, dict[str, Any] | Exception] = {}
+        self.answers: dict[int, dict[str, object] | Exception] = {}
         self.asked: list[tuple[str, str | None, int]] = []
         self.hangs = False
-        self.hanging: list[Future[dict[str, Any]]] = []
+        self.hanging: list[Future[Reply]] = []
 
-    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[dict[str, Any]]:
-        future: Future[dict[str, Any]] = Future()
+    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
+        future: Future[Reply] = Future()
         said = self.answers.get(step, NotFound(f"step {step} has no numbers (yet)"))
         if self.hangs:
             self.hanging.append(future)
@@ -188,26 +193,27 @@ class FakeLink:
         return payload
 
     def record(
-        self, sender: tuple[Any, ...], events: list[tuple[Any, ...]], payloads: dict[int, object]
-    ) -> Future[dict[str, Any]]:
+        self,
+        sender: tuple[object, ...],
+        events: list[tuple[object, ...]],
+        payloads: dict[int, object],
+    ) -> Future[Reply]:
         assert self._coordinator is not None
         return self._coordinator.record(sender, events, payloads)
 
     def poll(
-        self, sender: tuple[Any, ...], revision: int, unreceipted: list[int], wait: float
-    ) -> Future[dict[str, Any]]:
+        self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
+    ) -> Future[Reply]:
         assert self._coordinator is not None
         return self._coordinator.poll(revision, unreceipted, wait)
 
-    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[dict[str, Any]]:
+    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
         return self._place.api.metrics(run, attempt_key, step)
 
     def moved(self) -> bool:
         return self._place.coordinator is not self._coordinator
 
-    def drain(
-        self, run: str | None, timeout: float, attempt_key: str | None = None
-    ) -> Mapping[str, Any]:
+    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
         return {"run": run, "drained": True, "pending": 0}
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from stagescope_service.api.app import make_app
 from stagescope_service.settings import Settings
 
 
-def _validators() -> Any:
+def _validators() -> object:
     """Return the library; None with the lowest versions, whose answers are the same."""
     try:
         import jsonschema_rs
@@ -123,7 +123,7 @@ def _validator(operation: Operation, status: int, media_type: str) -> Any:
     return VALIDATORS.Draft202012Validator({**schema, "components": document()["components"]})
 
 
-def _media_type(start: Mapping[str, Any]) -> bytes:
+def _media_type(start: MutableMapping[str, Any]) -> bytes:
     headers = dict(start.get("headers", ()))
     found: bytes = headers.get(b"content-type", b"").partition(b";")[0]
     return found

@@ -12,20 +12,20 @@ import json
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tests.support.batches import wire
 
 from stagescope.wire.keep import sections_of
 from stagescope.wire.schema import Part
+from stagescope.wire.tensorfile import Array
 from stagescope_service.store.artifacts import kept_path, step_directory
 from stagescope_service.store.kept import Kept, write_kept
 
-Array = npt.NDArray[Any]
-Edit = Callable[[str, str, dict[str, Any]], None]
+Number = TypeVar("Number", int, float)
+Edit = Callable[[str, str, dict[str, object]], None]
 
 GROUP = 4
 """Trajectories of one prompt."""
@@ -78,7 +78,7 @@ class Batch:
 
     def of_row(self, name: str, row: int) -> list[Any]:
         """A tensor's values of a row's response, without padding."""
-        values: list[Any] = getattr(self, name)[row, : self.lengths[row]].tolist()
+        values: list[object] = getattr(self, name)[row, : self.lengths[row]].tolist()
         return values
 
     def padded(self, name: str, rows: slice = slice(None)) -> torch.Tensor:
@@ -185,7 +185,7 @@ class _Writer:
         self,
         kind: str,
         step: int,
-        data: dict[str, Any],
+        data: dict[str, object],
         rank: int | None = None,
         micro: int | None = None,
     ) -> None:
@@ -202,7 +202,7 @@ class _Writer:
             file.write_text(json.dumps(_plain(data)) + "\n")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -210,7 +210,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _trajectories(step: int, batch: Batch) -> dict[str, Any]:
+def _trajectories(step: int, batch: Batch) -> dict[str, object]:
     trajectories = [
         {
             "tokens": batch.tokens(row),
@@ -230,14 +230,14 @@ def _trajectories(step: int, batch: Batch) -> dict[str, Any]:
     return {"step": step, "num_trajectories": batch.rows, "trajectories": trajectories}
 
 
-def _old_log_probs(step: int, batch: Batch) -> dict[str, Any]:
+def _old_log_probs(step: int, batch: Batch) -> dict[str, object]:
     values = batch.padded("old_log_probs")
     ids = batch.input_ids()
     info = {"batch_size": batch.rows, "input_ids_shape": list(ids.shape)}
     return {"step": step, "old_log_probs": values, "shape": [*values.shape], "batch_info": info}
 
 
-def _parameter(step: int, rank: int, kind: str) -> dict[str, Any]:
+def _parameter(step: int, rank: int, kind: str) -> dict[str, object]:
     rng = np.random.default_rng([step + 1, rank])
     values = torch.from_numpy(rng.normal(size=(8, 8))).to(torch.bfloat16)
     known = values.float()
@@ -255,7 +255,7 @@ def _parameter(step: int, rank: int, kind: str) -> dict[str, Any]:
 
 
 def _write_micro(
-    write: _Writer, location: dict[str, Any], batch: Batch, rows: slice, mode: str
+    write: _Writer, location: dict[str, int], batch: Batch, rows: slice, mode: str
 ) -> None:
     step, rank, micro = location.values()
     forward = {
@@ -315,7 +315,7 @@ def _write_remote(write: _Writer, step: int, batch: Batch) -> None:
     write("training_metrics", step, {"step": step, "metrics": metrics})
 
 
-def slime_rollout_file(path: Path, batch: Batch, *, rollout_id: int = 0, **changes: Any) -> Path:
+def slime_rollout_file(path: Path, batch: Batch, *, rollout_id: int = 0, **changes: object) -> Path:
     """Write slime's `--save-debug-rollout-data`; `changes` replace fields of every sample."""
     samples = [
         {
@@ -389,10 +389,10 @@ def areal_batch(batch: Batch, *, version: int = 3) -> dict[str, torch.Tensor]:
     """AReaL's batch of padded sequences; index t of every tensor is token t (not shifted)."""
     width = max(len(batch.tokens(row)) for row in range(batch.rows))
 
-    def pad(values: list[Any], fill: Any) -> list[Any]:
+    def pad(values: list[Number], fill: Number) -> list[Number]:
         return values + [fill] * (width - len(values))
 
-    made: dict[str, list[Any]] = {
+    made: dict[str, list[object]] = {
         name: [] for name in ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask")
     }
     for row in range(batch.rows):
@@ -467,7 +467,7 @@ class Runs:
     def __init__(self, command: str) -> None:
         self.command = command
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         import os
 
         return os.system, (self.command,)

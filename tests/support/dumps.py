@@ -19,7 +19,7 @@ from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, wri
 from stagescope_workers.capture.msprobe_capture import Capturer
 
 
-def capture_request(**fields: Any) -> CaptureRequest:
+def capture_request(**fields: object) -> CaptureRequest:
     """A request of these fields alone: the others do not matter to what is tested."""
     return cast("CaptureRequest", fields)
 
@@ -64,7 +64,7 @@ def capture(
     level: str = "mix",
     task: str = "statistics",
     mode: str | None = None,
-    body: Callable[[], Any] | None = None,
+    body: Callable[[], object] | None = None,
 ) -> Path:
     """Capture one forward and backward pass; return the directory of the rank's files."""
     model = model if model is not None else small_decoder()
@@ -114,7 +114,7 @@ def dumped(
     *,
     part: str = "0.0.0.0",
     stage: str = "actor_update",
-    **said: Any,
+    **said: object,
 ) -> Path:
     """Lay a dump where a capture puts it, and announce it; `part` only tells directories apart."""
     path = live.settings.data_path / "r" / f"{rank.sender.rank}-{step}-{part}" / "step0/rank0"

@@ -42,14 +42,16 @@ class EngineServer:
         says: overrides of what it says of itself (SGLang).
     """
 
-    def __init__(self, kind: str, *, key: str = "", says: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, kind: str, *, key: str = "", says: Mapping[str, object] | None = None
+    ) -> None:
         self.kind = kind
         self.key = key
         self.says = dict(says or {})
         self.asked: list[tuple[str, Any]] = []
         self.authorization: list[str | None] = []
         self.health = 200
-        self.broken: Any = None
+        self.broken: object = None
         self.app = FastAPI()
         self.app.add_api_route("/{path:path}", self.answer, methods=["GET", "POST"])
 
@@ -71,7 +73,7 @@ class EngineServer:
         found = self._routes(path, body)
         return JSONResponse({"detail": "Not Found"}, 404) if found is None else JSONResponse(found)
 
-    def _routes(self, path: str, body: Any) -> Any:
+    def _routes(self, path: str, body: Any) -> object:
         if path == "/v1/models":
             owner = {"vllm": "vllm", "sglang": "sglang"}.get(self.kind, "somebody")
             return {"data": [{"id": "m", "root": "/models/m", "owned_by": owner,
@@ -88,14 +90,14 @@ class EngineServer:
 
     # --- OpenAI's shape ---------------------------------------------------------------------
 
-    def _completion(self, body: Mapping[str, Any]) -> Any:
+    def _completion(self, body: Mapping[str, Any]) -> object:
         prompt = _ids(body["prompt"])
         sampled = _sample(prompt, body["max_tokens"])
         row = [*prompt, *sampled]
         values: list[float | None] = [None, *scores(row)]
         listed = row if body.get("echo") else sampled
         values = values[-len(listed) :]
-        choice: dict[str, Any] = {
+        choice: dict[str, object] = {
             "index": 0,
             "text": _text(listed),
             "finish_reason": "length",
@@ -118,7 +120,7 @@ class EngineServer:
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled)}
         return {"id": "cmpl-1", "object": "text_completion", "choices": [choice], "usage": usage}
 
-    def _chat(self, body: Mapping[str, Any]) -> Any:
+    def _chat(self, body: Mapping[str, Any]) -> object:
         content = body["messages"][-1]["content"]
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         text = "".join(part.get("text", "") for part in parts)
@@ -137,7 +139,7 @@ class EngineServer:
 
     # --- SGLang's own -----------------------------------------------------------------------
 
-    def _sglang(self, path: str, body: Any) -> Any:
+    def _sglang(self, path: str, body: Any) -> object:
         old = self.kind == "old sglang"
         if path == ("/get_model_info" if old else "/model_info"):
             return {"model_path": "/models/m", "is_generation": True, "weight_version": "3",
@@ -148,7 +150,7 @@ class EngineServer:
             return self._generate(body)
         return self._chat(body) if path == "/v1/chat/completions" else None
 
-    def _generate(self, body: Mapping[str, Any]) -> Any:
+    def _generate(self, body: Mapping[str, Any]) -> object:
         prompt = body["input_ids"] if "input_ids" in body else _ids(body["text"])
         params = body["sampling_params"]
         sampled = _sample(prompt, params["max_new_tokens"])

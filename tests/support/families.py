@@ -88,7 +88,7 @@ def nan_weight(model: nn.Module, module: str) -> None:
 def scaled_gradient(model: nn.Module, module: str) -> None:
     """Make the gradient of a module's result half as large again."""
 
-    def scaled(_: nn.Module, __: Any, result: torch.Tensor) -> Any:
+    def scaled(_: nn.Module, __: object, result: object) -> object:
         return _Scaled.apply(result)  # type: ignore[no-untyped-call]
 
     model.get_submodule(module).register_forward_hook(scaled)
@@ -96,11 +96,11 @@ def scaled_gradient(model: nn.Module, module: str) -> None:
 
 class _Scaled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, values: torch.Tensor) -> torch.Tensor:
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0] * 1.5
 
 

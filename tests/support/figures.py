@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import plotly.graph_objects as go
 from tests.support.api import Rank, Service
+from tests.support.measure import Handed
 
+from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.compare.report.html import PageFigures, as_page
 
 LOG_PROB = "actor_compute_log_prob"
@@ -30,7 +33,7 @@ def rounds_payload(
     floor: float | None = None,
     versions: Sequence[int] | None = None,
     version: int | None = None,
-) -> dict[str, Any]:
+) -> Handed:
     """A payload whose rows have `rounds` rounds of `length` tokens, apart by one token.
 
     Args:
@@ -51,7 +54,7 @@ def rounds_payload(
     p = np.minimum(p, -1e-4).astype(np.float32)
     mask = np.ones((rows, width), np.int64)
     mask[:, length :: length + 1] = 0
-    tensors = {
+    tensors: dict[str, WireTensor] = {
         "old_log_probs": ("float32", p.shape, p, None),
         "rollout_log_probs": ("float32", q.shape, q, None),
         "response_mask": ("int64", mask.shape, mask, None),
@@ -59,7 +62,7 @@ def rounds_payload(
     if floor is not None:
         again = (p + random.normal(0.0, floor, p.shape)).astype(np.float32)
         tensors["recomputed_log_probs"] = ("float32", p.shape, again, None)
-    meta: dict[str, Any] = {}
+    meta: dict[str, object] = {}
     if versions is not None:
         own = np.repeat(np.array(versions, np.int64)[:, None], width, axis=1)
         tensors["versions"] = ("int64", own.shape, own, None)
@@ -68,7 +71,7 @@ def rounds_payload(
     return {"schema": 1, "tensors": tensors, "strings": {"sample_ids": ids}, "meta": meta}
 
 
-def layout(rank: int, tp: int, dp: int) -> dict[str, Any]:
+def layout(rank: int, tp: int, dp: int) -> dict[str, object]:
     """The place of a rank: tp inner, dp outer."""
     return {
         "tp_rank": rank % tp, "tp_size": tp, "dp_rank": rank // tp, "dp_size": dp,
@@ -92,7 +95,7 @@ SLOW = 3
 FLOOR = 0.002
 
 
-def handed(at: int, step: int, attempt: int = 1) -> dict[str, Any]:
+def handed(at: int, step: int, attempt: int = 1) -> Handed:
     """What a rank hands over in a step: the mismatch rises with the round."""
     scale = 5.0 if at == APART and step >= APART_FROM else 1.0
     noise = [scale * 0.01 * (1 + index) for index in range(ROUNDS)]
@@ -135,25 +138,25 @@ def train(
 class Streams:
     """The tokens of payloads that count: under the mask, both values finite."""
 
-    p: np.ndarray[Any, np.dtype[np.float64]]
-    q: np.ndarray[Any, np.dtype[np.float64]]
-    again: np.ndarray[Any, np.dtype[np.float64]]
-    round: np.ndarray[Any, np.dtype[np.int64]]
-    staleness: np.ndarray[Any, np.dtype[np.int64]]
+    p: npt.NDArray[np.float64]
+    q: npt.NDArray[np.float64]
+    again: npt.NDArray[np.float64]
+    round: npt.NDArray[np.int64]
+    staleness: npt.NDArray[np.int64]
 
     @property
-    def distance(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def distance(self) -> npt.NDArray[np.float64]:
         """|p - q| of each token."""
         return np.abs(self.p - self.q)
 
-    def where(self, chosen: np.ndarray[Any, np.dtype[np.bool_]]) -> Streams:
+    def where(self, chosen: npt.NDArray[np.bool_]) -> Streams:
         """Return some of the tokens."""
         return Streams(*(getattr(self, field.name)[chosen] for field in dataclasses.fields(self)))
 
 
 def streams(step: int, attempt: int = 1, ranks: Sequence[int] = range(RANKS)) -> Streams:
     """Return the tokens of a step in plain numpy, as an independent reference."""
-    columns: list[list[Any]] = [[], [], [], [], []]
+    columns: list[list[npt.NDArray[np.generic]]] = [[], [], [], [], []]
     for at in ranks:
         tensors = handed(at, step, attempt)["tensors"]
         p, q, again = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from typing import Any, Final
+from typing import Final
 
 from hypothesis import strategies as st
 from tests.support.trainings import Delivery, Rank, Rows
@@ -90,7 +90,7 @@ def trainings(
 
 
 def _hello(draw: st.DrawFn, rank: Rank, size: int | None, number: int) -> Delivery:
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "layout": {"tp_rank": 0, "host": "h", "pod": "p"},
         "fingerprint": {"git": "abc"},
         "settings": {"threshold": 2.0 + number},
@@ -109,7 +109,7 @@ def _step(draw: st.DrawFn, rank: Rank, step: int, stepless: bool) -> list[Delive
         return said  # this rank has no part in this step
     for stage in draw(st.sampled_from([("gen",), ("logp", "update"), ("update",)])):
         clock: int | None = step
-        fields: dict[str, Any] = {}
+        fields: dict[str, object] = {}
         if stepless and rank.sender.role == "rollout" and draw(st.booleans()):
             clock, fields["policy_version"] = None, step
         begun = []
@@ -166,7 +166,7 @@ def differences(got: Rows, wanted: Rows) -> list[str]:
     return found
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     return bool(one == other or (one != one and other != other))
 
 
@@ -179,13 +179,18 @@ def completed_without_ends(rows: Rows, training: Training, got: list[Delivery]) 
         size = each.event.fields.get("world_size")
         if each.event.kind == "hello" and size:
             worlds[(each.sender.attempt_key or "", each.sender.role)] = size
-    begun: dict[Any, set[Any]] = defaultdict(set)
-    ended: dict[Any, set[Any]] = defaultdict(set)
+    begun: dict[tuple[str, int, str, str], set[tuple[int, object]]] = defaultdict(set)
+    ended: dict[tuple[str, int, str, str], set[tuple[int, object]]] = defaultdict(set)
     for each in got:
         if each.event.kind not in ("begin", "end"):
             continue
         fields = each.event.fields
-        location = (each.sender.attempt_key, fields["step"], each.sender.role, fields["stage"])
+        location = (
+            each.sender.attempt_key or "",
+            fields["step"],
+            each.sender.role,
+            fields["stage"],
+        )
         part = (each.sender.rank, fields.get("microbatch"))
         (begun if each.event.kind == "begin" else ended)[location].add(part)
     for row in rows.of("steps", completeness="complete"):

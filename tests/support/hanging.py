@@ -19,7 +19,7 @@ def _trainer_class() -> Any:
 
             self.rank, self.store = rank, store
             self.probe = init(run=run, rank=rank, world_size=2, **options)
-            self.group: Any = None
+            self.group: object = None
             self.thread: Any = None
 
         def pid(self) -> int:
@@ -94,7 +94,7 @@ def _trainer_class() -> Any:
             with self.probe.stage("actor_update", step=step):
                 pass
 
-        def status(self) -> dict[str, Any]:
+        def status(self) -> dict[str, object]:
             return self.probe.status()
 
         def close(self) -> bool:
@@ -106,16 +106,16 @@ def _trainer_class() -> Any:
 class Trainer:
     """A rank in a process of its own; calls wait for their answer."""
 
-    def __init__(self, run: str, rank: int, store: str, **options: Any) -> None:
+    def __init__(self, run: str, rank: int, store: str, **options: object) -> None:
         made = ray.remote(_trainer_class()).options(num_cpus=0, max_restarts=0, max_task_retries=0)
         self.handle = made.remote(run, rank, store, options)
         self.pid = self.ask("pid")
 
-    def ask(self, method: str, *arguments: Any) -> Any:
+    def ask(self, method: str, *arguments: object) -> Any:
         """Call and wait."""
         return answer(getattr(self.handle, method).remote(*arguments), 2 * SECONDS)
 
-    def begins(self, method: str, *arguments: Any) -> Any:
+    def begins(self, method: str, *arguments: object) -> object:
         """Call; return the ref of the answer."""
         return getattr(self.handle, method).remote(*arguments)
 

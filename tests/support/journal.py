@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tests.support.local import LocalCoordinator
@@ -48,7 +47,7 @@ class Process:
         self.todo: list[tuple[str, int | None]] = []
         self.open: Delivery | None = None
         self.outbox: list[Delivery] = []
-        self.payloads: dict[int, tuple[Delivery, dict[str, Any]]] = {}
+        self.payloads: dict[int, tuple[Delivery, dict[str, object]]] = {}
         self.coordinator: object = None
         self._put(self.said.hello(world_size=RANKS))
 
@@ -170,7 +169,7 @@ class World:
             return True
         return all(other.done >= process.step - 1 for other in self.live)
 
-    def payload(self, process: Process, step: int) -> dict[str, Any]:
+    def payload(self, process: Process, step: int) -> dict[str, object]:
         rows = self.chance.randint(1, 3)
         sizes = [self.chance.randint(1, 20) for _ in range(rows)]
         width = max(sizes)

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import Part
+from stagescope.wire.tensorfile import Array, WireTensor
 from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
-
-Array = npt.NDArray[Any]
 
 
 @dataclasses.dataclass
@@ -25,7 +23,7 @@ class MemoryDump:
     name: str = "memory"
     kind: str = "own"
     problems: Sequence[Problem] = ()
-    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    about: Mapping[str, object] = dataclasses.field(default_factory=dict)
     broken: frozenset[Path] = frozenset()
     reads: int = 0
 
@@ -134,7 +132,9 @@ def split(
     return MemoryDump(records, name)
 
 
-def _trajectories(rows: Sequence[Sample], width: int, left: bool, ragged: bool) -> dict[str, Any]:
+def _trajectories(
+    rows: Sequence[Sample], width: int, left: bool, ragged: bool
+) -> dict[str, WireTensor]:
     rewards = np.array([row.reward for row in rows])
     return {
         "prompts": _packed([row.prompt for row in rows]),
@@ -147,7 +147,7 @@ def _trajectories(rows: Sequence[Sample], width: int, left: bool, ragged: bool) 
     }
 
 
-def _forward(rows: Sequence[Sample], width: int, left: bool, ragged: bool) -> dict[str, Any]:
+def _forward(rows: Sequence[Sample], width: int, left: bool, ragged: bool) -> dict[str, WireTensor]:
     return {
         "response_mask": _laid([row.mask for row in rows], width, left, ragged),
         **{
@@ -157,7 +157,7 @@ def _forward(rows: Sequence[Sample], width: int, left: bool, ragged: bool) -> di
     }
 
 
-def _laid(rows: Sequence[Array], width: int, left: bool, ragged: bool) -> Any:
+def _laid(rows: Sequence[Array], width: int, left: bool, ragged: bool) -> WireTensor:
     if ragged:
         return _packed(rows)
     # What lies in the padding is never the same on two sides.
@@ -171,7 +171,7 @@ def _laid(rows: Sequence[Array], width: int, left: bool, ragged: bool) -> Any:
     return (str(kind), values.shape, values, None)
 
 
-def _packed(rows: Sequence[Array]) -> Any:
+def _packed(rows: Sequence[Array]) -> WireTensor:
     flat = np.concatenate(rows) if rows else np.empty(0, np.int64)
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])

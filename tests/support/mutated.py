@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -15,7 +14,7 @@ _JSON = st.recursive(
 
 
 @st.composite
-def mutated(draw: st.DrawFn, value: Any) -> Any:
+def mutated(draw: st.DrawFn, value: object) -> object:
     """Return JSON in which something, somewhere, is something else or is missing."""
     found = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 3))):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from tests.support.api import Service
-from tests.support.browser import axe_problems
+from tests.support.browser import Scheme, axe_problems
+from tests.support.stores import eventually
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, Route
 
 
 @dataclasses.dataclass
 class Visit:
     """A page that shows the service."""
 
-    page: Any
+    page: Page
     url: str
     requests: list[str] = dataclasses.field(default_factory=list)
     """Every URL that was asked for."""
@@ -61,6 +65,15 @@ class Visit:
         )
         assert is_true, f"{condition} is not true after {seconds} s"
 
+    def run_until(self, condition: Callable[[], object]) -> None:
+        """Let the page run until the test sees that `condition` holds."""
+
+        def holds() -> object:
+            self.page.wait_for_timeout(20)
+            return condition()
+
+        eventually(holds)
+
     def problems(self) -> list[str]:
         """What axe-core finds wrong with the page that keeps somebody from using it."""
         return axe_problems(self.page)
@@ -68,7 +81,12 @@ class Visit:
 
 @contextlib.contextmanager
 def visiting(
-    browser: Any, live: Service, *, width: int = 1280, height: int = 900, scheme: str = "light"
+    browser: Browser,
+    live: Service,
+    *,
+    width: int = 1280,
+    height: int = 900,
+    scheme: Scheme = "light",
 ) -> Iterator[Visit]:
     """Open the page of a service in a window of its own."""
     context = browser.new_context(
@@ -77,7 +95,7 @@ def visiting(
     try:
         found = Visit(context.new_page(), live.server.url)
 
-        def only_the_service(route: Any) -> None:
+        def only_the_service(route: Route) -> None:
             if route.request.url.startswith((live.server.url, "data:", "blob:")):
                 route.continue_()
             else:

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+from tests.support.measure import Handed
 
 from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
+from stagescope.wire.tensorfile import Array
 from stagescope_service.statistics import TokenBatch, WireTensor
-
-Array = npt.NDArray[Any]
 
 TP, PP, CP, DP = 2, 2, 2, 2
 ROWS_OF_A_MICROBATCH = 3
@@ -52,7 +51,7 @@ class Reported(NamedTuple):
 
     sender: Sender
     event: Event
-    payload: dict[str, Any] | None
+    payload: Handed | None
 
 
 def make_samples(seed: int, count: int, version: int, prefix: str) -> list[Sample]:
@@ -106,7 +105,7 @@ def ragged(arrays: Sequence[Array], tag: str | None = None) -> WireTensor:
 
 def payload_of(
     spans: Sequence[Span], *, streams: Sequence[str], version: int, **extra: WireTensor
-) -> dict[str, Any]:
+) -> Handed:
     """Return the payload that holds these spans."""
     fields = {
         "old_log_probs": "old", "log_probs": "old", "rollout_log_probs": "rollout",
@@ -115,7 +114,7 @@ def payload_of(
     }  # fmt: skip
     tensors = {name: ragged([_values(span, fields[name]) for span in spans]) for name in streams}
     strings = {"sample_ids": [span.sample.uid for span in spans]}
-    meta = {"policy_version": version}
+    meta: dict[str, object] = {"policy_version": version}
     return {"schema": 1, "tensors": {**tensors, **extra}, "strings": strings, "meta": meta}
 
 
@@ -145,7 +144,7 @@ class Process:
         self._seq = itertools.count(1)
         self._clock = 1000.0
 
-    def say(self, kind: str, payload: dict[str, Any] | None = None, **fields: Any) -> Reported:
+    def say(self, kind: str, payload: Handed | None = None, **fields: object) -> Reported:
         """Return the next event."""
         self._clock += 0.25
         if payload is not None:
@@ -159,7 +158,7 @@ class Process:
         """Say hello."""
         return self.say(HELLO, **self.hello)
 
-    def stage(self, stage: str, payload: dict[str, Any] | None, **work: Any) -> list[Reported]:
+    def stage(self, stage: str, payload: Handed | None, **work: Any) -> list[Reported]:
         """Begin and end a stage."""
         begun = self.say(BEGIN, stage=stage, **work)
         return [begun, self.say(END, payload, stage=stage, status="ok", **work)]

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from tests.support.api import Service, service
 from tests.support.browser import chromium
@@ -25,6 +25,9 @@ from tests.support.command_line import invoke
 from tests.support.investigated_run import STEPS, investigated
 from tests.support.page import Visit, visiting
 from tests.support.shown_run import HOT_RANK, RUN
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 ROOT: Final = Path(__file__).parents[2]
 DIRECTORY: Final = ROOT / "docs/pictures"
@@ -47,7 +50,7 @@ _TERMINAL: Final = (
 )
 
 
-def saved(page: Any, path: Path, *, width: int, height: int) -> None:
+def saved(page: Page, path: Path, *, width: int, height: int) -> None:
     """Write the top of a page as WebP."""
     page.set_viewport_size({"width": width, "height": height})
     page.wait_for_timeout(500)  # Plotly draws again for the size
@@ -84,7 +87,7 @@ def pictured_views(visit: Visit, directory: Path) -> None:
         saved(visit.page, directory / f"{name}.webp", width=1280, height=height)
 
 
-def pictured_commands(page: Any, directory: Path) -> None:
+def pictured_commands(page: Page, directory: Path) -> None:
     """Draw what commands print."""
     for name, (command, lines) in COMMANDS.items():
         answer = invoke(*command.split(), env={"COLUMNS": "96"})
@@ -96,7 +99,7 @@ def pictured_commands(page: Any, directory: Path) -> None:
         saved(page, directory / f"{name}.webp", width=860, height=height)
 
 
-def pictured_notebooks(page: Any, directory: Path) -> None:
+def pictured_notebooks(page: Page, directory: Path) -> None:
     """Run notebooks, and draw them as nbconvert shows them."""
     # Neither has types; who does not draw notebooks needs neither.
     nbformat, nbclient, nbconvert = map(

@@ -96,7 +96,7 @@ class Poisoned:
         self.ranks = [made.remote(run, rank, size, str(store)) for rank in range(size)]
         self.pids = [int(answer(rank.pid.remote(), 2 * SECONDS)) for rank in self.ranks]
 
-    def train(self, first: int, last: int, poisoned_at: int, seconds: float) -> list[Any]:
+    def train(self, first: int, last: int, poisoned_at: int, seconds: float) -> list[object]:
         """Begin these steps; return the refs of the ends."""
         return [rank.train.remote(first, last, poisoned_at, seconds) for rank in self.ranks]
 

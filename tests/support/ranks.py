@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from tests.support.cluster import SECONDS, answer, kill
+from tests.support.measure import Handed
 
 _DRIVER = """
 import sys, time
@@ -59,7 +60,7 @@ def _rank_class() -> Any:
             """Return the process id."""
             return os.getpid()
 
-        def report(self, step: int, payload: Any, stage: str = "actor_update") -> None:
+        def report(self, step: int, payload: Handed | None, stage: str = "actor_update") -> None:
             """Do one stage that hands over a payload."""
             with self.probe.stage(stage, step=step) as span:
                 if payload is not None:
@@ -72,7 +73,7 @@ def _rank_class() -> Any:
             with self.probe.stage("actor_update", step=step) as span:
                 span.log(**{f"scalar_{number}": float(number) for number in range(1000)})
 
-        def end_raw(self, run: str, step: int, payload: Any) -> list[Any]:
+        def end_raw(self, run: str, step: int, payload: Handed) -> list[object]:
             """End a stage with a raw call; return the refs, which this process owns."""
             import ray
 
@@ -83,7 +84,7 @@ def _rank_class() -> Any:
             )
             return [*refs.values()]
 
-        def train(self, steps: list[int], payload: Any, seconds: float) -> list[float]:
+        def train(self, steps: list[int], payload: Handed | None, seconds: float) -> list[float]:
             """Do steps of some work each; return how long each took."""
             import numpy as np
 
@@ -108,7 +109,7 @@ def _rank_class() -> Any:
             """Say that a step is over."""
             self.probe.end_step(step)
 
-        def status(self) -> dict[str, Any]:
+        def status(self) -> dict[str, object]:
             """Return what the probe says of itself."""
             return self.probe.status()
 
@@ -122,17 +123,17 @@ def _rank_class() -> Any:
 class Rank:
     """A rank in a process of its own; calls wait for their answer."""
 
-    def __init__(self, run: str, rank: int = 0, **options: Any) -> None:
+    def __init__(self, run: str, rank: int = 0, **options: object) -> None:
         self.run = run
         made = ray.remote(_rank_class()).options(num_cpus=0, max_restarts=0, max_task_retries=0)
         self.handle = made.remote(run, rank, options)
         self.pid = self.ask("pid")
 
-    def ask(self, method: str, *arguments: Any) -> Any:
+    def ask(self, method: str, *arguments: object) -> Any:
         """Call and wait."""
         return answer(getattr(self.handle, method).remote(*arguments), 2 * SECONDS)
 
-    def begins(self, method: str, *arguments: Any) -> Any:
+    def begins(self, method: str, *arguments: object) -> object:
         """Call; return the ref of the answer."""
         return getattr(self.handle, method).remote(*arguments)
 

@@ -101,7 +101,7 @@ def paths() -> Iterator[str]:
 def ask(live: Service) -> dict[str, Any]:
     """Return the status and body of every answer."""
     live.now = NOW
-    answers: dict[str, Any] = {}
+    answers: dict[str, object] = {}
     for path in paths():
         answer: httpx.Response = live.read.get(path)
         answers[path] = [answer.status_code, answer.json()]

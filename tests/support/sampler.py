@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from stagescope.wire.tensorfile import Array
+
 Scores = Callable[[Array], Array]
 """Log-probs [contexts, vocabulary] to others of the same shape."""
 

@@ -12,7 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 from tests.support.api import Rank, Service
+from tests.support.measure import Handed
 
+from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
 
@@ -30,7 +32,7 @@ SECONDS: Final = 60.0
 
 def payload(
     step: int, rank: int, *, rows: int = 4, rounds: int = 4, tokens: int = 96, scale: float = 1.0
-) -> dict[str, Any]:
+) -> Handed:
     """Rows of `rounds` rounds with environment tokens between them, noisier in later rounds."""
     random = np.random.default_rng([step, rank])
     size = rounds * tokens
@@ -44,7 +46,7 @@ def payload(
     mask = np.ones((rows, size), np.int64)
     for at in range(1, rounds):
         mask[:, at * tokens : at * tokens + 8] = 0
-    tensors = {
+    tensors: dict[str, WireTensor] = {
         "old_log_probs": ("float32", p.shape, p, None),
         "rollout_log_probs": ("float32", q.shape, q, None),
         "response_mask": ("int64", mask.shape, mask, None),
@@ -54,7 +56,7 @@ def payload(
     return {"schema": 1, "tensors": tensors, "strings": {"sample_ids": ids}, "meta": {}}
 
 
-def loss(streams: dict[str, Any], step: int, rank: int) -> dict[str, Any]:
+def loss(streams: Handed, step: int, rank: int) -> Handed:
     """What the loss did with a payload's tokens: a rejected row, clipped tokens, no advantage."""
     random = np.random.default_rng([step, rank, 1])
     p, q = (streams["tensors"][f"{name}_log_probs"][2] for name in ("old", "rollout"))
@@ -64,7 +66,7 @@ def loss(streams: dict[str, Any], step: int, rank: int) -> dict[str, Any]:
     clipped = np.where(d > 0.05, 1, np.where(d < -0.05, -1, 0)).astype(np.int8)
     advantages = np.ones_like(p) * random.normal(0.0, 1.0, (len(p), 1)).astype(np.float32)
     advantages[-1] = 0.0
-    tensors = {
+    tensors: dict[str, WireTensor] = {
         "response_mask": ("int64", mask.shape, mask, None),
         "advantages": ("float32", advantages.shape, advantages, None),
         "clipped": ("int8", clipped.shape, clipped, None),

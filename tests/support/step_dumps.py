@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from stagescope.wire.schema import Part
+from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
 from stagescope_service.store.tensorfile import WireTensor
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass
@@ -23,7 +22,7 @@ class MemoryDump:
     records: list[Record]
     name: str = "memory"
     kind: str = "own"
-    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    about: Mapping[str, object] = dataclasses.field(default_factory=dict)
     problems: Sequence[Problem] = ()
     reads: list[DumpEntry] = dataclasses.field(default_factory=list)
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pytest
 import sqlalchemy as sa
@@ -24,6 +24,7 @@ from stagescope_service.store.snapshot import rows
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
 
+T = TypeVar("T")
 DATABASES: Final = ("sqlite", "postgresql")
 ON_SQLITE: Final = pytest.mark.parametrize("store", ["sqlite"], indirect=True)
 """For a test of what SQLite alone has."""
@@ -99,7 +100,7 @@ def write(store: SqlStore, *puts: Put) -> None:
     store.submit(puts).result(30)
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+def eventually(condition: Callable[[], T | None], seconds: float = 60.0) -> T:
     """Wait until `condition()` is true, and return it."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -108,7 +109,7 @@ def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     return found
 
 
-def stage_row(rank: Any, step: int, **columns: Any) -> Put:
+def stage_row(rank: Any, step: int, **columns: object) -> Put:
     """A stage as a rank's begin event makes it."""
     row = {
         "incarnation": f"incarnation-{rank}",
@@ -165,7 +166,7 @@ def rows_of(store: SqlStore, table: str) -> list[dict[str, Any]]:
         return rows(dict, connection, TABLES[table].select())
 
 
-def keyed(rows: Iterable[dict[str, Any]], *key: str) -> dict[Any, dict[str, Any]]:
+def keyed(rows: Iterable[dict[str, Any]], *key: str) -> dict[object, dict[str, object]]:
     """Rows by their key."""
     return {tuple(row[name] for name in key): row for row in rows}
 

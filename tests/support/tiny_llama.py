@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+from gguf import GGUFWriter
 
 BOS: Final = 0
 EOS: Final = 1
@@ -97,7 +99,7 @@ def write_gguf(folder: Path, path: Path) -> Path:
     return path
 
 
-def _add_tokenizer(writer: Any, folder: Path) -> None:
+def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     words = sorted(model["vocab"], key=model["vocab"].__getitem__)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
@@ -129,7 +131,7 @@ def _gguf_name(name: str) -> str:
     return f"blk.{index}.{_PARTS[part]}.weight"
 
 
-def _interleaved(array: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+def _interleaved(array: npt.NDArray[np.generic], heads: int) -> npt.NDArray[np.generic]:
     """Return rows in the order in which GGUF's Llama rotates them: pairs beside each other."""
     rows = array.shape[0] // heads // 2
     parts = array.reshape(heads, 2, rows, array.shape[1]).swapaxes(1, 2)

@@ -72,7 +72,7 @@ def _trainer_class() -> Any:
             """Return the step it is in."""
             return int(self.step)
 
-        def status(self) -> dict[str, Any]:
+        def status(self) -> dict[str, object]:
             """Return what the probe says of itself."""
             return self.probe.status()
 

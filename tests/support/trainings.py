@@ -46,7 +46,7 @@ class Rows:
     """The catalogue as a dict of dicts: a Put sets the columns that it names."""
 
     def __init__(self) -> None:
-        self.tables: dict[str, dict[tuple[Any, ...], Row]] = defaultdict(dict)
+        self.tables: dict[str, dict[tuple[object, ...], Row]] = defaultdict(dict)
 
     def apply(self, orders: Iterable[Instruction]) -> None:
         for order in orders:
@@ -65,13 +65,13 @@ class Rows:
                 for key in gone:
                     del table[key]
 
-    def of(self, table: str, **where: Any) -> list[Row]:
+    def of(self, table: str, **where: object) -> list[Row]:
         """Return rows with every column (None where it was never set)."""
         blank = dict.fromkeys(COLUMNS[table])
         found = [blank | row for _, row in sorted(self.tables[table].items(), key=repr)]
         return [row for row in found if all(row[name] == value for name, value in where.items())]
 
-    def one(self, table: str, **where: Any) -> Row:
+    def one(self, table: str, **where: object) -> Row:
         (row,) = self.of(table, **where)
         return row
 
@@ -180,7 +180,7 @@ class Rank:
             name, run, key, role, rank, node_id=node, started=None if raw else started
         )
 
-    def say(self, kind: str, /, *, has_payload: bool = False, **fields: Any) -> Delivery:
+    def say(self, kind: str, has_payload: bool = False, /, **fields: object) -> Delivery:
         self.seq += 1
         self.wall += 0.25
         event = Event(kind, self.seq, self.wall, self.wall - 500.0, fields)
@@ -188,10 +188,10 @@ class Rank:
         self.said.append(delivery)
         return delivery
 
-    def hello(self, **fields: Any) -> Delivery:
+    def hello(self, **fields: object) -> Delivery:
         return self.say(HELLO, **fields)
 
-    def begin(self, step: int | None, stage: str = "actor_update", **fields: Any) -> Delivery:
+    def begin(self, step: int | None, stage: str = "actor_update", **fields: object) -> Delivery:
         return self.say(BEGIN, step=step, stage=stage, **fields)
 
     def end(
@@ -201,10 +201,10 @@ class Rank:
         payload: bool = False,
         status: str = "ok",
         tell: bool = True,
-        **fields: Any,
+        **fields: object,
     ) -> Delivery:
         """End what `begun` began (`tell`: and say where), or what `fields` name."""
-        body: dict[str, Any] = {}
+        body: dict[str, object] = {}
         if begun is not None:
             body = {**begun.event.fields}
             body.pop("device_time", None)
@@ -217,9 +217,11 @@ class Rank:
                 "bytes": 24,
                 "meta": {},
             }
-        return self.say(END, has_payload=payload, **{**body, "status": status, **fields})
+        return self.say(END, payload, **{**body, "status": status, **fields})
 
-    def work(self, step: int | None, stage: str = "actor_update", **fields: Any) -> list[Delivery]:
+    def work(
+        self, step: int | None, stage: str = "actor_update", **fields: object
+    ) -> list[Delivery]:
         payload = bool(fields.pop("payload", False))
         begun = self.begin(step, stage, **fields)
         return [begun, self.end(begun, payload=payload)]
@@ -230,13 +232,13 @@ class Rank:
     def end_step(self, step: int) -> Delivery:
         return self.say(END_STEP, step=step)
 
-    def dropped(self, what: str = "event", count: int = 1, **fields: Any) -> Delivery:
+    def dropped(self, what: str = "event", count: int = 1, **fields: object) -> Delivery:
         return self.say(DROPPED, what=what, count=count, reason="full", **fields)
 
-    def refused(self, what: str = "tensor", **fields: Any) -> Delivery:
+    def refused(self, what: str = "tensor", **fields: object) -> Delivery:
         return self.say(REFUSED, what=what, message="wrong shape", **fields)
 
-    def dump(self, step: int, stage: str, state: str, **fields: Any) -> Delivery:
+    def dump(self, step: int, stage: str, state: str, **fields: object) -> Delivery:
         return self.say(DUMP, step=step, stage=stage, capture_id="c1", state=state, **fields)
 
     def finish(self) -> Delivery:
@@ -343,7 +345,7 @@ def check_who_answers(attempt: Attempt, step: Step) -> None:
 
     Where that one began no such part, nor a lower one, the next older one answers.
     """
-    stages: dict[Any, list[Span]] = defaultdict(list)
+    stages: dict[object, list[Span]] = defaultdict(list)
     for spans in step.spans.values():
         for span in spans:
             work = span.work

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.local import LocalCoordinator
-from tests.support.measure import payload
+from tests.support.measure import Handed, payload
 from tests.support.parallel import Reported
 from tests.support.stores import opened
 
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
+from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, gone_of
 from stagescope_service.coordinator.trigger_watch import Triggers
 from stagescope_service.coordinator.webhooks import Webhooks
@@ -34,7 +35,7 @@ PAGE = "https://head.example.com"
 """The address at which people open the page."""
 
 
-def rule(name: str = "mean", **changes: Any) -> dict[str, Any]:
+def rule(name: str = "mean", **changes: object) -> dict[str, object]:
     """A rule that fires on every step of more than a little mismatch."""
     return {
         "name": name,
@@ -46,7 +47,7 @@ def rule(name: str = "mean", **changes: Any) -> dict[str, Any]:
     }
 
 
-def rules_of(*rules: Mapping[str, Any], runs: Mapping[str, Any] | None = None) -> Rules:
+def rules_of(*rules: Mapping[str, object], runs: Mapping[str, object] | None = None) -> Rules:
     """A document."""
     return Rules.parse({"rules": list(rules), "runs": runs or {}})
 
@@ -59,7 +60,7 @@ class Orderer:
         self.specs: list[dict[str, Any]] = []
         self.error: StagescopeError | None = None
 
-    async def __call__(self, spec: Mapping[str, Any], by: str) -> Mapping[str, Any]:
+    async def __call__(self, spec: Mapping[str, object], by: str) -> Mapping[str, object]:
         if self.error is not None:
             raise self.error
         self.specs.append({**spec, "by": by})
@@ -69,7 +70,7 @@ class Orderer:
         self.store.submit([Put("captures", row)]).result(30)
         return row
 
-    def end(self, capture_id: str, **dump: Any) -> None:
+    def end(self, capture_id: str, **dump: object) -> None:
         """Let a capture come to its end, with one dump of one rank."""
         location = {"incarnation": "i", "work_key": capture_id, "capture_id": capture_id}
         rows = [
@@ -143,9 +144,9 @@ class RuleBench:
         key: str = "a1",
         absent: Sequence[int] = (),
         seconds: float = 1.0,
-        poison: Any = None,
+        poison: float | None = None,
         hold: bool = False,
-        tensors: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, WireTensor] | None = None,
         scalars: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
         """Have both ranks do a step and begin the next; `hold` lets nothing be held against it.
@@ -185,8 +186,8 @@ class RuleBench:
         key: str,
         absent: Sequence[int],
         seconds: float,
-        poison: Any,
-        tensors: Mapping[str, Any] | None,
+        poison: float | None,
+        tensors: Mapping[str, WireTensor] | None,
         scalars: Mapping[int, Mapping[str, float]],
     ) -> None:
         said: list[Reported] = []
@@ -230,8 +231,8 @@ class RuleBench:
         self,
         sender: Sender,
         kind: str,
-        fields: dict[str, Any],
-        handed: dict[str, Any] | None = None,
+        fields: dict[str, object],
+        handed: Handed | None = None,
         seconds: float = 0.0,
     ) -> Reported:
         self.seqs[sender.incarnation] += 1
@@ -283,7 +284,7 @@ class Hook:
 @contextmanager
 def hook() -> Iterator[Hook]:
     """Serve a webhook."""
-    told: list[dict[str, Any]] = []
+    told: list[dict[str, object]] = []
     answers: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -294,7 +295,7 @@ def hook() -> Iterator[Hook]:
             self.send_header("content-length", "0")
             self.end_headers()
 
-        def log_message(self, format: str, *args: Any) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             del format, args  # nothing of it on the tests' stderr
 
     server = HTTPServer(("127.0.0.1", 0), Handler)

@@ -11,14 +11,22 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
-Register = Callable[..., Callable[[Any], Any]]
-"""verl's `register`: makes a decorator of a worker's methods."""
+Method = TypeVar("Method", bound=Callable[..., object])
+Modules = dict[str, dict[str, object]]
+"""Members of modules by the names of both."""
+
+
+class Register(Protocol):
+    """verl's `register`: makes a decorator of a worker's methods."""
+
+    def __call__(self, **options: object) -> Callable[[Method], Method]: ...
+
 
 ROWS = 4
 WIDTH = 3
@@ -52,7 +60,7 @@ def register(dispatch_mode="all", execute_mode="all", blocking=True, materialize
 """
 
 
-def no_padding_2_padding(tensor: Any, data: Any) -> Any:
+def no_padding_2_padding(tensor: torch.Tensor, data: object) -> torch.Tensor:
     """Return the rows of a model's output side by side, as verl does; here it has no prompts."""
     return torch.nested.to_padded_tensor(tensor, 0.0) if tensor.is_nested else tensor
 
@@ -61,10 +69,10 @@ class Seen:
     """What verl's own functions were called with, and what they do then."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.outcomes: dict[str, Any] = {}
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, object]]] = []
+        self.outcomes: dict[str, object] = {}
 
-    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, name: str, *args: object, **kwargs: object) -> object:
         self.calls.append((name, args, kwargs))
         outcome = self.outcomes.get(name, f"the result of {name}")
         if isinstance(outcome, BaseException):
@@ -80,7 +88,7 @@ class Seen:
 class DataProto:
     """A batch of the trainers before V1."""
 
-    batch: Any
+    batch: TensorDict
     non_tensor_batch: dict[str, Any] = dataclasses.field(default_factory=dict)
     meta_info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -93,14 +101,14 @@ class KVBatchMeta:
     """A batch of V1: keys and tags of samples that lie elsewhere."""
 
     keys: list[str]
-    tags: list[dict[str, Any]]
-    extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tags: list[dict[str, object]]
+    extra_info: dict[str, object] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys)
 
 
-def tensors(**more: Any) -> Any:
+def tensors(**more: object) -> TensorDict:
     """Return a TensorDict with both streams, mask and responses of ROWS x WIDTH."""
     generator = torch.Generator().manual_seed(0)
     rollout = -torch.rand(ROWS, WIDTH, generator=generator)
@@ -113,20 +121,20 @@ def tensors(**more: Any) -> Any:
     return TensorDict(held | more, batch_size=[ROWS])
 
 
-def with_notes(data: Any, **notes: Any) -> Any:
+def with_notes(data: Any, **notes: object) -> object:
     """Put what is no tensor into a worker's TensorDict, as verl does."""
     for name, value in notes.items():
         data[name] = NonTensorData(value)
     return data
 
 
-def fake_modules(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def fake_modules(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
     """Put verl's modules in place for one test; returns them by name."""
-    decorator: Any = types.ModuleType("verl.single_controller.base.decorator")
+    decorator = types.ModuleType("verl.single_controller.base.decorator")
     path = "/nowhere/verl/single_controller/base/decorator.py"
     exec(compile(_DECORATOR, path, "exec"), vars(decorator))
-    padding: Any = types.ModuleType("verl.workers.utils.padding")
-    padding.no_padding_2_padding = no_padding_2_padding
+    padding = types.ModuleType("verl.workers.utils.padding")
+    vars(padding)["no_padding_2_padding"] = no_padding_2_padding
     made = {module.__name__: module for module in (decorator, padding)}
     for add in (_trainers, _numbers, _workers, _older_workers, _rollout):
         for name, members in add(seen, decorator.register).items():
@@ -138,15 +146,15 @@ def fake_modules(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return made
 
 
-def _trainers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
-    def with_batch(name: str) -> Any:
-        def method(self: Any, batch: Any, metrics: Any = None) -> Any:
+def _trainers(seen: Seen, register: Register) -> Modules:
+    def with_batch(name: str) -> object:
+        def method(self: object, batch: object, metrics: object = None) -> object:
             return seen(name, self, batch, metrics=metrics)
 
         return method
 
-    def alone(name: str) -> Any:
-        def method(self: Any, *args: Any) -> Any:
+    def alone(name: str) -> object:
+        def method(self: object, *args: object) -> object:
             return seen(name, self, *args)
 
         return method
@@ -155,7 +163,7 @@ def _trainers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
         "_balance_batch", "_compute_old_log_prob", "_compute_ref_log_prob", "_compute_values",
         "_compute_reward_colocate", "_update_critic", "_update_actor",
     )  # fmt: skip
-    members: dict[str, Any] = {name: with_batch(name) for name in batched}
+    members: dict[str, object] = {name: with_batch(name) for name in batched}
     members["__init__"] = lambda self: None
     members |= {name: alone(name) for name in ("_load_checkpoint", "_validate", "fit")}
     return {
@@ -164,27 +172,31 @@ def _trainers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
     }
 
 
-def _numbers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
-    def calculate_debug_metrics(data: Any) -> Any:
+def _numbers(seen: Seen, register: Register) -> Modules:
+    def calculate_debug_metrics(data: object) -> object:
         return seen("calculate_debug_metrics", data)
 
-    def compute_advantage(data: Any, adv_estimator: str) -> Any:
+    def compute_advantage(data: object, adv_estimator: str) -> object:
         return seen("compute_advantage", data, adv_estimator)
 
-    def compute_advantage_for_multi_trajectories(data: Any, batch_keys: Any) -> Any:
+    def compute_advantage_for_multi_trajectories(data: object, batch_keys: object) -> object:
         return seen("compute_advantage_for_multi_trajectories", data, batch_keys)
 
-    def compute_offpolicy_metrics(old_log_prob: Any, rollout_log_prob: Any, mask: Any) -> Any:
+    def compute_offpolicy_metrics(
+        old_log_prob: object, rollout_log_prob: object, mask: object
+    ) -> object:
         return seen("compute_offpolicy_metrics", old_log_prob, rollout_log_prob, mask)
 
-    def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    def ppo_loss(
+        config: object, model_output: object, data: object, dp_group: object = None
+    ) -> object:
         return seen("ppo_loss", config, model_output, data, dp_group)
 
-    def get_ppo_ray_runtime_env() -> Any:
+    def get_ppo_ray_runtime_env() -> object:
         return seen("get_ppo_ray_runtime_env")
 
     class Tracking:
-        def log(self, data: Any, step: int, backend: Any = None) -> Any:
+        def log(self, data: object, step: int, backend: object = None) -> object:
             return seen("log", self, data, step, backend)
 
     v1 = compute_advantage_for_multi_trajectories
@@ -201,39 +213,39 @@ def _numbers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
     }
 
 
-def _workers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
+def _workers(seen: Seen, register: Register) -> Modules:
     class ActorRolloutRefWorker:
         @register(dispatch_mode="actor")
-        def compute_log_prob(self, data: Any) -> Any:
+        def compute_log_prob(self, data: object) -> object:
             return seen("compute_log_prob", self, data)
 
         @register(dispatch_mode="ref")
-        def compute_ref_log_prob(self, data: Any) -> Any:
+        def compute_ref_log_prob(self, data: object) -> object:
             return seen("compute_ref_log_prob", self, data)
 
         @register(dispatch_mode="actor")
-        def update_actor(self, data: Any) -> Any:
+        def update_actor(self, data: object) -> object:
             return seen("update_actor", self, data)
 
         @register(blocking=False)
-        async def update_weights(self, global_steps: Any = None, mode: str = "auto") -> Any:
+        async def update_weights(self, global_steps: object = None, mode: str = "auto") -> object:
             return seen("update_weights", self, global_steps, mode)
 
     class TrainingWorker:
         @register()
-        def infer_batch(self, data: Any) -> Any:
+        def infer_batch(self, data: object) -> object:
             return seen("infer_batch", self, data)
 
         @register(blocking=False)
-        def train_mini_batch(self, data: Any) -> Any:
+        def train_mini_batch(self, data: object) -> object:
             return seen("train_mini_batch", self, data)
 
         @register(blocking=False)
-        def train_batch(self, data: Any) -> Any:
+        def train_batch(self, data: object) -> object:
             return seen("train_batch", self, data)
 
     class PrecisionDebuggerProfiler:
-        def annotate(self, message: Any = None, **kwargs: Any) -> Any:
+        def annotate(self, message: object = None, **kwargs: object) -> object:
             return seen("annotate", self, message, **kwargs)
 
     return {
@@ -247,21 +259,21 @@ def _workers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
     }
 
 
-def _older_workers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
-    def method(name: str) -> Any:
+def _older_workers(seen: Seen, register: Register) -> Modules:
+    def method(name: str) -> object:
         @register()
-        def method(self: Any, data: Any) -> Any:
+        def method(self: object, data: object) -> object:
             return seen(name, self, data)
 
         return method
 
     @register(blocking=False)
-    async def update_weights(self: Any, global_steps: Any = None) -> Any:
+    async def update_weights(self: object, global_steps: object = None) -> object:
         return seen("update_weights", self, global_steps)
 
     actor = ("compute_log_prob", "compute_ref_log_prob", "update_actor")
     critic = ("compute_values", "update_critic")
-    kinds = {
+    kinds: Modules = {
         "ActorRolloutRefWorker": {name: method(name) for name in actor},
         "AsyncActorRolloutRefWorker": {"update_weights": update_weights},
         "CriticWorker": {name: method(name) for name in critic},
@@ -272,21 +284,21 @@ def _older_workers(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
     }
 
 
-def _rollout(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
+def _rollout(seen: Seen, register: Register) -> Modules:
     class AgentLoopManager:
-        def __init__(self, config: Any) -> None:
+        def __init__(self, config: object) -> None:
             seen("manager", self, config)
             self.config = config
 
     class AgentLoopWorker:
-        def __init__(self, config: Any) -> None:
+        def __init__(self, config: object) -> None:
             seen("loop", self, config)
             self.config = config
 
-        async def generate_sequences(self, batch: Any) -> Any:
+        async def generate_sequences(self, batch: object) -> object:
             return seen("generate_sequences", self, batch)
 
-        async def _run_prompt(self, prompt: Any, trajectory: Any = None) -> Any:
+        async def _run_prompt(self, prompt: object, trajectory: object = None) -> object:
             outcome = seen("_run_prompt", prompt, trajectory=trajectory)
             return await outcome if inspect.isawaitable(outcome) else outcome
 
@@ -298,7 +310,7 @@ def _rollout(seen: Seen, register: Register) -> dict[str, dict[str, Any]]:
     }
 
 
-def config(**trainer: Any) -> dict[str, Any]:
+def config(**trainer: object) -> dict[str, Any]:
     """Return a configuration in verl's form, as a plain dict."""
     names = {"project_name": "maths", "experiment_name": "first"}
     return {
@@ -311,7 +323,7 @@ def config(**trainer: Any) -> dict[str, Any]:
     }
 
 
-def trainer(modules: dict[str, Any], *, v1: bool = False, bypass: bool = False) -> Any:
+def trainer(modules: dict[str, types.ModuleType], *, v1: bool = False, bypass: bool = False) -> Any:
     """Return a trainer in the shape of V0 or V1 (synchronous), at STEP."""
     module = "verl.trainer.ppo.v1.trainer_base" if v1 else "verl.trainer.ppo.ray_trainer"
     made = vars(modules[module])["PPOTrainer" if v1 else "RayPPOTrainer"]()
@@ -323,7 +335,7 @@ def trainer(modules: dict[str, Any], *, v1: bool = False, bypass: bool = False) 
     return made
 
 
-def batch_v0(**more: Any) -> DataProto:
+def batch_v0(**more: object) -> DataProto:
     """Return a DataProto before its log-probs were computed: two groups of two rows."""
     held = tensors(**more)
     del held["old_log_probs"]
@@ -358,7 +370,7 @@ class Engine:
         return self._rank
 
 
-def inner_worker(modules: dict[str, Any], *, critic: bool = False) -> Any:
+def inner_worker(modules: dict[str, types.ModuleType], *, critic: bool = False) -> Any:
     """Return a TrainingWorker of rank 1 of 2."""
     worker = modules["verl.workers.engine_workers"].TrainingWorker()
     worker.engine, worker.rank, worker.world_size = Engine(), 1, 2
@@ -367,7 +379,7 @@ def inner_worker(modules: dict[str, Any], *, critic: bool = False) -> Any:
     return worker
 
 
-def outer_worker(modules: dict[str, Any]) -> Any:
+def outer_worker(modules: dict[str, types.ModuleType]) -> Any:
     """Return an ActorRolloutRefWorker of rank 1 of 2."""
     worker = modules["verl.workers.engine_workers"].ActorRolloutRefWorker()
     worker.rank, worker.world_size = 1, 2

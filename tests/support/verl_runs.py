@@ -74,7 +74,7 @@ class VerlRun:
 
     def logged(self) -> dict[int, dict[str, Any]]:
         """Return what verl's file logger has written, by step; of a step done twice the later."""
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[int, dict[str, object]] = {}
         for file in sorted(self.directory.glob("metrics-*.jsonl")):
             for line in file.read_text().splitlines():
                 with contextlib.suppress(json.JSONDecodeError):  # one that is being written
@@ -87,7 +87,7 @@ class VerlRun:
         eventually(lambda: step in self.logged(), SECONDS)
 
 
-def untimed(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def untimed(metrics: Mapping[str, object]) -> dict[str, object]:
     """Return the metrics that do not depend on the machine's speed and load."""
     return {
         name: value for name, value in metrics.items() if not any(part in name for part in _OF_TIME)

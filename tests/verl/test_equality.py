@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -86,7 +86,7 @@ def own_functions() -> Iterator[None]:
         yield
 
 
-def name_of(config: dict[str, Any]) -> str:
+def name_of(config: Mapping[str, object]) -> str:
     return "-".join(str(value) for value in config.values())
 
 
@@ -229,7 +229,7 @@ def test_rows_without_model_tokens_are_the_only_difference(config: dict[str, Any
             assert expected[name] == pytest.approx(mean, rel=IN_FLOAT64), name
 
 
-def counts_rows(name: str, config: dict[str, Any]) -> bool:
+def counts_rows(name: str, config: Mapping[str, object]) -> bool:
     """Say whether a number of verl's is one over rows."""
     short = name.removeprefix("rollout_corr/")
     if short.startswith("rollout_is_seq_"):
@@ -262,7 +262,7 @@ def batches(draw: st.DrawFn) -> Tensors:
     rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     size = rows * width
 
-    def matrix(elements: st.SearchStrategy[Any], dtype: torch.dtype) -> torch.Tensor:
+    def matrix(elements: st.SearchStrategy[object], dtype: torch.dtype) -> torch.Tensor:
         values = draw(st.lists(elements, min_size=size, max_size=size))
         return torch.tensor(values, dtype=dtype).reshape(rows, width)
 

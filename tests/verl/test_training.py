@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from stagescope.step import Step
+
 pytest.importorskip("verl")
 
 from safetensors.torch import load_file
@@ -67,7 +69,7 @@ def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="module")
 def alone(
     address: str, service: Service, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[int, dict[str, Any]]:
+) -> Mapping[int, dict[str, object]]:
     """What verl's V0 logs by itself: the same in every run, while V1 draws its batches' order."""
     directory = tmp_path_factory.mktemp("alone") / "v0"
     run = VerlRun(directory, address, "v0", STEPS, (*WEIGHTED, *TWO_LOOPS), OFF)
@@ -82,7 +84,7 @@ def test_a_training_is_reported_and_untouched(
     trainer: str,
     address: str,
     service: Service,
-    alone: Mapping[int, dict[str, Any]],
+    alone: Mapping[int, Mapping[str, object]],
     tmp_path: Path,
 ) -> None:
     dumps = tmp_path / "dumps"
@@ -184,7 +186,7 @@ def expect_stages(service: Service, run: str, step: int) -> None:
     wanted |= {(stage, "driver", 0, 0) for stage in ("actor_compute_log_prob", "compute_advantage")}
 
     # Where one rank's events arrive before another's, the other is `not begun` until its own do.
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
 
     def seen() -> bool:
         rows[:] = service.stages(run, step)
@@ -287,7 +289,7 @@ def minibatch(row: Any) -> int | None:
     return None if part is None else int(part.split(".")[PART_FIELDS.index("minibatch")])
 
 
-def _settled(step: Any) -> Any:
+def _settled(step: Step) -> Any:
     found = step.metrics()
     return (
         found

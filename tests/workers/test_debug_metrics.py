@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ PEARSON = "training/rollout_actor_probs_pearson_corr"
 class Proto:
     """What the drop-in knows of a DataProto."""
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: object) -> None:
         self.batch = batch
 
 
@@ -76,7 +76,7 @@ def by_loop(batch: dict[str, torch.Tensor]) -> dict[str, float]:
     return out | {"per_round/max_round_diff": top, "per_round/max_diff_value": means[top]}
 
 
-def close(found: dict[str, Any], expected: dict[str, float]) -> None:
+def close(found: Mapping[str, float], expected: dict[str, float]) -> None:
     assert expected.keys() <= found.keys()
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-9, nan_ok=True), name
@@ -112,7 +112,7 @@ def test_verls_own_case() -> None:
 @pytest.mark.parametrize("kind", ["dict", "numpy", "proto", "tensordict", "proto of tensordict"])
 def test_every_container(kind: str) -> None:
     batch = tensors()
-    given: Any = {
+    given: object = {
         "dict": batch,
         "numpy": {name: tensor.numpy() for name, tensor in batch.items()},
         "proto": Proto(batch),
@@ -253,12 +253,12 @@ def test_an_integer_stream_is_refused() -> None:
         ([True, False, True], [(0, 1), (2, 3)]),
     ],
 )
-def test_segments(mask: list[Any], segments: list[tuple[int, int]]) -> None:
+def test_segments(mask: Sequence[float], segments: list[tuple[int, int]]) -> None:
     assert _find_contiguous_segments(torch.tensor(mask)) == segments
     assert _find_contiguous_segments(np.array(mask)) == segments
 
 
-def per_round(difference: list[list[float]], mask: list[list[float]]) -> dict[str, Any]:
+def per_round(difference: list[list[float]], mask: list[list[float]]) -> dict[str, float]:
     train = torch.tensor(difference, dtype=torch.float64)
     return _calculate_per_round_metrics(train, torch.zeros_like(train), torch.tensor(mask))
 

@@ -15,6 +15,7 @@ import stagescope_workers
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.decorator import find_step
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import Stage
 
 MakeProbe = Callable[..., Probe]
 
@@ -26,7 +27,7 @@ def batch(step: int) -> SimpleNamespace:
 class Worker:
     global_step = 2
 
-    def __init__(self, **attributes: Any) -> None:
+    def __init__(self, **attributes: object) -> None:
         self.__dict__.update(attributes)
 
     @property
@@ -106,7 +107,7 @@ def test_model_is_found_from_the_worker(make_probe: MakeProbe) -> None:
     models: list[object] = []
     make_stage = probe.stage
 
-    def stage(name: str, **options: Any) -> Any:
+    def stage(name: str, **options: Any) -> Stage:
         models.append(options["model"])
         return make_stage(name, **options)
 

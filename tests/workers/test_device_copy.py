@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -45,12 +45,12 @@ class LateTensor(torch.Tensor):
     """Lies about its device, as a tensor on an accelerator would tell the truth about its own."""
 
     @property
-    def device(self) -> Any:  # type: ignore[override]  # pyright: ignore[reportIncompatibleVariableOverride]
+    def device(self) -> SimpleNamespace:  # type: ignore[override]  # pyright: ignore[reportIncompatibleVariableOverride]
         return SimpleNamespace(type="fake", index=0)
 
 
 @pytest.fixture(autouse=True)
-def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+def backend(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     FakeEvent.made = []
     empty = torch.empty
     fake = SimpleNamespace(Event=FakeEvent, current_stream=lambda where: ("stream", where.index))
@@ -118,7 +118,7 @@ def test_draft_describes_what_the_device_still_writes() -> None:
     assert draft.finish()["tensors"]["old_log_probs"][2].shape == (2, 3)
 
 
-def test_device_time_is_read_off_the_training_thread(backend: Any) -> None:
+def test_device_time_is_read_off_the_training_thread(backend: SimpleNamespace) -> None:
     timer = DeviceTimer(backend)
     timer.stop()
     FakeEvent.made[1].finished.set()

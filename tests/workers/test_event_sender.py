@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,6 +14,8 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from stagescope.wire.errors import InvalidEvent
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.transport import sender as sender_module
+from stagescope_workers.transport.calls import Reply
+from stagescope_workers.transport.outbox import Entry
 
 MakeProbe = Callable[..., Probe]
 CAPTURE = {
@@ -27,7 +29,7 @@ def stage(probe: Probe, step: int, *, rows: int = 1) -> None:
         entered.record(rewards=[0.0] * rows)
 
 
-def steps(coordinator: FakeCoordinator) -> list[Any]:
+def steps(coordinator: FakeCoordinator) -> list[object]:
     return [event.fields["step"] for event in coordinator.of_kind("end")]
 
 
@@ -180,9 +182,11 @@ def test_event_over_which_the_service_stumbles_is_found_and_dropped(
 ) -> None:
     record = coordinator.record
 
-    def stumble(sender: Any, events: Any, payloads: Any) -> Any:
+    def stumble(
+        sender: tuple[object, ...], events: Any, payloads: Mapping[int, object]
+    ) -> Future[Reply]:
         if any(event[1] == "end" and event[5]["step"] == 3 for event in events):
-            future: Future[dict[str, Any]] = Future()
+            future: Future[Reply] = Future()
             future.set_exception(InvalidEvent("cannot read this"))
             return future
         return record(sender, events, payloads)
@@ -308,7 +312,7 @@ def test_thread_outlives_a_mistake_of_its_own(
     failed = threading.Event()
     next_batch = probe.outbox.next_batch
 
-    def fail_once(**options: Any) -> Any:
+    def fail_once(**options: Any) -> list[Entry]:
         if failed.is_set():
             return next_batch(**options)
         failed.set()

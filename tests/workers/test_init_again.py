@@ -41,7 +41,7 @@ def init(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Init
                 each._thread.join(10.0)
 
 
-def train(init: Init, steps: range, **options: Any) -> Probe:
+def train(init: Init, steps: range, **options: object) -> Probe:
     """A notebook's cell: a probe, and some steps of two stages."""
     probe = init(**options)
     for step in steps:

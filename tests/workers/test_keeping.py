@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from stagescope_workers.probe.probe import Probe
 MakeProbe = Callable[..., Probe]
 
 
-def payloads(coordinator: FakeCoordinator, count: int) -> list[dict[str, Any]]:
+def payloads(coordinator: FakeCoordinator, count: int) -> list[Mapping[str, Any]]:
     wait_for(lambda: len(coordinator.payloads) >= count)
     return [payload for _, payload in sorted(coordinator.payloads.items())]
 

@@ -26,7 +26,7 @@ class Unreadable:
     __getitem__ = __float__ = __int__ = __index__ = _raise
 
 
-ODD: tuple[Any, ...] = (
+ODD: tuple[object, ...] = (
     None, True, 0, -1, 5, 2**80, 1.5, float("nan"), "", "x", "a" * 1000, "\ud800", "\0", b"x", [],
     [1], {}, {"a": 1}, {1: 2}, set(), object(), Unreadable(), Unreadable, lambda: 1, range(3),
     np.zeros(3), np.float32(1), np.array(["a"]), np.datetime64("now"), torch.zeros(2),
@@ -51,7 +51,7 @@ def test_odd_arguments_raise_nothing(make_probe: MakeProbe, data: st.DataObject)
     def odd() -> Any:
         return data.draw(ARGUMENTS)
 
-    def usual(value: Any) -> Any:
+    def usual(value: object) -> Any:
         return value if data.draw(st.booleans()) else odd()
 
     probe.wants(odd(), stage=odd(), step=odd())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import hypothesis.extra.numpy as numpy_strategies
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -160,7 +160,7 @@ def test_what_is_unsupported_by_the_wire_is_named(value: object, words: list[str
         shape=numpy_strategies.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
     )
 )
-def test_owned_tensor_shares_nothing(array: np.ndarray[Any, Any]) -> None:
+def test_owned_tensor_shares_nothing(array: npt.NDArray[np.generic]) -> None:
     for source, expected in (
         (array, array.copy()),
         (array.T, array.T.copy()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from stagescope_workers.probe.probe import Probe
 CONFIG = {"task": "statistics", "level": "L1"}
 
 
-def capture(**changes: Any) -> CaptureRequest:
+def capture(**changes: object) -> CaptureRequest:
     base: dict[str, object] = {
         "capture_id": "c", "run": None, "stages": "all", "roles": None, "ranks": "all",
         "steps": "all", "config": CONFIG, "keep": [],
@@ -49,7 +49,9 @@ def watch(**options: Any) -> PlanWatch:
         ({"config": None, "config_path": "/x.json"}, True),
     ],
 )
-def test_only_what_concerns_this_stage_is_found(changes: dict[str, Any], orders: bool) -> None:
+def test_only_what_concerns_this_stage_is_found(
+    changes: Mapping[str, object], orders: bool
+) -> None:
     found = watch()
     found.apply({"revision": 3, "captures": [capture(**changes)]})
     assert bool(found.begin(5, "actor_update")) is orders

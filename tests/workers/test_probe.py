@@ -32,7 +32,7 @@ def ends(coordinator: FakeCoordinator, count: int = 1) -> list[dict[str, Any]]:
 
 def payload_of(coordinator: FakeCoordinator, seq: int) -> dict[str, Any]:
     found = [value for (_, at), value in coordinator.payloads.items() if at == seq]
-    payload: dict[str, Any] = found[0]
+    payload: dict[str, object] = found[0]
     return payload
 
 
@@ -493,7 +493,7 @@ def test_close_gives_up_only_after_a_search_for_the_service(
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(settings: object, directory: object) -> dict[str, Any]:
+    def slow(settings: object, directory: object) -> dict[str, object]:
         begun.set()
         assert go_on.wait(30)
         return {}
@@ -587,7 +587,7 @@ def test_repr_says_no_service_only_after_a_search(
 ) -> None:
     searched = threading.Event()
 
-    def search(*args: Any, **named: Any) -> Link | None:
+    def search(*args: object, **named: object) -> Link | None:
         searched.wait(30.0)
         return service.find(*args, **named)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ MakeProbe = Callable[..., Probe]
 pytest.importorskip("msprobe")
 
 
-def capture_plan(directory: Path, **changes: Any) -> dict[str, Any]:
+def capture_plan(directory: Path, **changes: object) -> dict[str, object]:
     capture = {
         "stages": ["actor_update"], "steps": [2], "data_dir": str(directory),
         "config": {"task": "statistics", "level": "L1", "statistics": {}},
@@ -34,7 +34,7 @@ def run(probe: Probe, step: int, fail: bool = False) -> None:
             raise ZeroDivisionError
 
 
-def dumps(coordinator: FakeCoordinator, count: int) -> list[dict[str, Any]]:
+def dumps(coordinator: FakeCoordinator, count: int) -> list[Mapping[str, Any]]:
     wait_for(lambda: len(coordinator.of_kind("dump")) >= count, 30.0)
     return [dict(event.fields) for event in coordinator.of_kind("dump")]
 

@@ -40,7 +40,7 @@ def _own_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_process_watchdog", None)
 
 
-def request(name: str) -> dict[str, Any]:
+def request(name: str) -> dict[str, object]:
     return {"what": STACKS, "request_id": name}
 
 
@@ -108,7 +108,7 @@ def test_stacks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def deep(left: int) -> dict[str, Any]:  # two by turns: repeated frames are written as one
         return deeper(left - 1) if left else watchdog.collect_stacks("r", training=[], work={})
 
-    def deeper(left: int) -> dict[str, Any]:
+    def deeper(left: int) -> dict[str, object]:
         return deep(left - 1) if left else watchdog.collect_stacks("r", training=[], work={})
 
     reported = deep(400)

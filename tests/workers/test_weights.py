@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def test_a_generator_is_read_one_by_one_and_nothing_is_kept(
 ) -> None:
     buffer = np.zeros(1000, np.float32)
 
-    def generate() -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    def generate() -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
         for number in range(3):
             buffer[:] = number  # the same memory for each: what a bucketed sync does
             yield f"layer.{number}", buffer
@@ -169,7 +170,7 @@ def test_what_cannot_be_summed_is_unknown_and_said_once(
 def test_what_is_wrong_is_reported(
     make_probe: MakeProbe,
     coordinator: FakeCoordinator,
-    given: dict[str, Any],
+    given: Mapping[str, object],
     wrong: str,
 ) -> None:
     call: dict[str, Any] = {"version": 1, "side": "trainer", **given}

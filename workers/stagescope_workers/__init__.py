@@ -16,7 +16,7 @@ No function raises or waits in a training process, and importing the package onl
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stagescope_workers.payload import host_tensor
 from stagescope_workers.probe.lifecycle import as_stage, current, finish, init
@@ -48,7 +48,7 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,6 +22,7 @@ import functools
 import math
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -192,7 +193,7 @@ def _host_words(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
 
 def device_sum(bits: torch.Tensor) -> torch.Tensor:
     """Return the checksum of an integer tensor as an int64 on its device, computed by torch."""
-    torch: Any = sys.modules["torch"]
+    torch: ModuleType = sys.modules["torch"]
     weights, block_weights = _device_streams(bits.device, _blocks(bits, bits.element_size()))
     total = bits.new_zeros((), dtype=torch.int64)
     block = 0

@@ -184,7 +184,7 @@ def read_batch(batch: Mapping[str, Tensor], trainer: str) -> dict[str, object]:
         raise InvalidInput(
             f"{trainer!r} is no trainer whose names are known", expected=", ".join(DIALECTS)
         )
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     absent: list[str] = []
     for name, values in batch.items():
         ours = dialect.columns.get(name, name)

@@ -148,7 +148,7 @@ def warm() -> Iterator[Trainer]:
     torch.set_num_threads(threads)
 
 
-CASES: Final[tuple[dict[str, Any], ...]] = (
+CASES: Final[tuple[dict[str, object], ...]] = (
     {}, {"engine": "float32"}, {"algorithm": "ppo"}, {"seed": 3},
 )  # fmt: skip
 ASKED: Final = range(10, STEPS + 1, 10)

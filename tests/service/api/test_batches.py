@@ -27,7 +27,7 @@ WHOLE = WholeStep([9, 2, 4, 3])
 STAGE = "actor_compute_log_prob"
 
 
-def recorded(rows: list[int], *names: str, **extra: Any) -> dict[str, Any]:
+def recorded(rows: list[int], *names: str, **extra: object) -> dict[str, Any]:
     """A payload of some rows, as a probe sends it."""
     ids = WHOLE.ids(rows)
     strings = {"sample_ids": ids["samples"], "group_ids": ids["groups"]}
@@ -36,7 +36,7 @@ def recorded(rows: list[int], *names: str, **extra: Any) -> dict[str, Any]:
     return {"schema": 1, "tensors": tensors, "strings": strings, "meta": meta}
 
 
-def describe(payload: dict[str, Any]) -> dict[str, Any]:
+def describe(payload: dict[str, Any]) -> dict[str, object]:
     specs = {
         name: [tag, list(shape), None] for name, (tag, shape, *_) in payload["tensors"].items()
     }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
@@ -15,6 +16,7 @@ from tests.support.dump_files import nexrl_directory
 from tests.support.step_dumps import WholeStep
 
 import stagescope
+from stagescope.comparison_report import ComparisonReport
 from stagescope.wire.errors import Forbidden, InvalidInput, NotFound
 from stagescope.wire.keep import SECTIONS
 from stagescope_service.ingest.reader import PayloadReader
@@ -34,12 +36,12 @@ def payload(rows: list[int], **changed: Any) -> dict[str, Any]:
     return {"schema": 1, "tensors": tensors, "strings": strings, "meta": {}}
 
 
-def nudged(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def nudged(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     values[0, 0] += 64 if values.dtype == np.uint16 else 0.5  # of bfloat16 the bits
     return values
 
 
-def train(running: Service, run: str, split: list[list[int]], **changed: Any) -> None:
+def train(running: Service, run: str, split: list[list[int]], **changed: object) -> None:
     """Steps 5 and 6 of as many ranks as `split` has; what is changed is so in step 6 alone."""
     packages = {"packages": {"torch": "2.13.0" if changed else "2.12.0"}}
     for at, rows in enumerate(split):
@@ -88,7 +90,7 @@ def test_another_split_over_ranks_is_the_same(session: stagescope.Session) -> No
     assert [side["name"] for side in found["sides"]] == ["one@1:5", "split@1:5"]
 
 
-def pairs_of(found: Mapping[str, Any]) -> dict[str, int]:
+def pairs_of(found: ComparisonReport) -> dict[str, int]:
     """How many values of each tensor or number were compared."""
     return {
         tensor["name"]: tensor["statistics"]["pairs"]

@@ -7,7 +7,6 @@ import math
 import os
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,10 +28,10 @@ class Busy:
         self.called.append(name)
         return self
 
-    def remote(self, **arguments: Any) -> Busy:
+    def remote(self, **arguments: object) -> Busy:
         return self
 
-    def future(self) -> Future[Any]:
+    def future(self) -> Future[object]:
         return Future()
 
 
@@ -62,19 +61,19 @@ class Asked:
         return await control_socket.serve(self.home, methods)
 
 
-async def status() -> dict[str, Any]:
+async def status() -> dict[str, object]:
     return {"live_processes": 3, "lag": math.nan, "said": "a line\nand another ✓" + "x" * 200_000}
 
 
-async def refuse(**arguments: Any) -> dict[str, Any]:
+async def refuse(**arguments: object) -> dict[str, object]:
     raise InvalidPlan(f"no {arguments['spec']}", expected="a capture", advice="look")
 
 
-async def fail(**arguments: Any) -> dict[str, Any]:
+async def fail(**arguments: object) -> dict[str, object]:
     raise KeyError("secret")
 
 
-async def never(**arguments: Any) -> dict[str, Any]:
+async def never(**arguments: object) -> dict[str, object]:
     await asyncio.Event().wait()
     return {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from tests.support.api import Rank, Service, service
@@ -14,7 +13,7 @@ import stagescope
 from stagescope.wire.errors import InvalidInput, NotFound
 
 
-def start(running: Service, run: str, key: str, torch: str, **config: Any) -> None:
+def start(running: Service, run: str, key: str, torch: str, **config: object) -> None:
     attempt_fingerprint = {
         "packages": {"torch": torch},
         "config": config,

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ values = st.recursive(
 )
 
 
-def spelled(value: Any) -> Any:
+def spelled(value: object) -> object:
     """The plain reference."""
     if isinstance(value, float) and not math.isfinite(value):
         return {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
@@ -29,7 +29,7 @@ def spelled(value: Any) -> Any:
 
 
 @given(values)
-def test_is_the_reference(value: Any) -> None:
+def test_is_the_reference(value: object) -> None:
     assert json.loads(encode(value)) == spelled(value)
 
 
@@ -38,7 +38,7 @@ def test_null_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
-def test_numpy_scalars_and_arrays(dtype: Any) -> None:
+def test_numpy_scalars_and_arrays(dtype: npt.DTypeLike) -> None:
     array = np.array([1.0, math.nan, math.inf, -math.inf], dtype)
     assert encode({"a": array, "b": array[1], "c": array[0]}) == (
         b'{"a":[1.0,"nan","inf","-inf"],"b":"nan","c":1.0}'

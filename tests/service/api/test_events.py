@@ -5,9 +5,11 @@ import json
 import struct
 import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save
@@ -26,11 +28,11 @@ SENDER = schema.Sender("http-0", "r", "a1", "actor", 0, started=1_000.0).wire()
 CAPTURE = {"stages": ["actor_update"], "steps": [7], "keep": ["old_log_probs"]}
 
 
-def event(kind: str, seq: int, **fields: Any) -> tuple[Any, ...]:
+def event(kind: str, seq: int, **fields: object) -> tuple[object, ...]:
     return schema.Event(kind, seq, 1_000.0 + seq, float(seq), fields).wire()
 
 
-def framed(events: list[Any], payloads: dict[int, dict[str, Any]]) -> bytes:
+def framed(events: Sequence[object], payloads: Mapping[int, Mapping[str, Any]]) -> bytes:
     """A body as a process without Ray sends it."""
     described, stored = {}, {}
     for seq, payload_fields in payloads.items():
@@ -45,7 +47,7 @@ def framed(events: list[Any], payloads: dict[int, dict[str, Any]]) -> bytes:
     return struct.pack("<Q", len(text)) + text + (save(stored) if stored else b"")
 
 
-def post(live: Service, body: bytes, kind: str = MEDIA_TYPE) -> Any:
+def post(live: Service, body: bytes, kind: str = MEDIA_TYPE) -> httpx.Response:
     return live.operate.post("/events", content=body, headers={"content-type": kind})
 
 
@@ -132,7 +134,7 @@ class TestEvents:
             assert declared.status_code == 413
             assert declared.json()["code"] == "too_large"
 
-            def drip() -> Any:
+            def drip() -> Iterator[bytes]:
                 for _ in range(8):
                     yield b"x" * 512
 
@@ -224,7 +226,7 @@ class TestCaptures:
         ]
 
     def test_that_cannot_be_carried_out(self, live: Service) -> None:
-        wrong: list[dict[str, Any]] = [
+        wrong: list[dict[str, object]] = [
             {"steps": "some"},
             {"steps": None},
             {"stages": []},
@@ -295,7 +297,7 @@ class TestHealth:
     ) -> None:
         monkeypatch.setattr(health, "READY_SECONDS", 0.2)
 
-        async def hang() -> dict[str, Any]:
+        async def hang() -> dict[str, object]:
             await asyncio.Event().wait()
             return {}
 
@@ -355,7 +357,7 @@ class TestCounts:
         calls: list[int] = []
 
         class Slow:
-            def counts(self) -> dict[str, list[dict[str, Any]]]:
+            def counts(self) -> dict[str, list[dict[str, object]]]:
                 calls.append(1)
                 if len(calls) > 1:
                     begin.set()
@@ -382,7 +384,7 @@ def test_a_drain_says_whether_all_came_and_whether_anything_did(live: Service) -
     unknown = live.operate.post("/drain", json={"run": "never-heard-of", "timeout": 0}).json()
     counts = {"drained": True, "pending": 0, "known": False, "missing": []}
     assert unknown == {"run": "never-heard-of", **counts}
-    bad: tuple[dict[str, Any], ...] = (
+    bad: tuple[dict[str, object], ...] = (
         {"run": "no/name"}, {"run": None, "timeout": -1}, {"run": None, "wait": 1},
         {"run": None, "attempt_key": ""}, {"run": None, "attempt_key": 5},
     )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.api import Rank, Service
-from tests.support.measure import payload
+from tests.support.measure import Handed, payload
 from tests.support.stores import write
 
 from stagescope.series import Exact
@@ -23,7 +23,7 @@ LOG_PROB = "actor_compute_log_prob"
 TWO = {"rollout_log_probs": "engine", "old_log_probs": "trainer"}
 
 
-def handed(step: int, rank: int, *, producers: Any = None, broken: bool = False) -> dict[str, Any]:
+def handed(step: int, rank: int, *, producers: object = None, broken: bool = False) -> Handed:
     """A payload of equal streams, of which one token may be off by a bit."""
     sent = payload(seed=10 * step + rank, noise=0.0, first_sample=4 * rank)
     if broken:
@@ -181,7 +181,7 @@ def test_a_copy_with_a_value_that_one_stream_lacks_differs_in_every_answer(live:
     assert (answer["comparable"], answer["cause"]) == ("suspect", "coverage")
 
 
-def bitwise(live: Service, *ranks: dict[str, Any]) -> dict[str, Any]:
+def bitwise(live: Service, *ranks: Handed) -> dict[str, Any]:
     """Hand over a step of a run that expects no difference; return its findings."""
     for index, sent in enumerate(ranks):
         rank = Rank(live, rank=index, settings={"expect": "bitwise"})
@@ -190,14 +190,16 @@ def bitwise(live: Service, *ranks: dict[str, Any]) -> dict[str, Any]:
     return findings(live, 1)
 
 
-def set_tokens(sent: dict[str, Any], at: Any, p: float, q: float) -> None:
+def set_tokens(sent: Handed, at: Any, p: float, q: float) -> None:
     sent["tensors"]["old_log_probs"][2][at] = p
     sent["tensors"]["rollout_log_probs"][2][at] = q
 
 
-def long(step: int) -> dict[str, Any]:
+def long(step: int) -> Handed:
     """Equal streams of two producers, of more tokens than are kept."""
-    return {**payload(4, 100, seed=step, noise=0.0), "meta": {"producers": TWO}}
+    sent = payload(4, 100, seed=step, noise=0.0)
+    sent["meta"] = {"producers": TWO}
+    return sent
 
 
 def test_a_difference_behind_all_kept_tokens_is_a_finding(live: Service) -> None:

@@ -4,10 +4,11 @@ import contextlib
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,23 +22,28 @@ SENDER = list(schema.Sender("inc", "r", "a", "actor", 0).wire())
 END = [1, "end", 7, 1.0, 1.0, {"step": 5, "stage": "actor_update"}]
 
 
-def header(**changes: Any) -> dict[str, Any]:
+def header(**changes: object) -> dict[str, object]:
     tensors = {"old_log_probs": {"dtype": "float32", "shape": [2, 3], "offsets": False}}
     payloads = {"7": {"tensors": tensors, "strings": {"sample_ids": ["a", "b"]}, "meta": {"k": 1}}}
     return {"sender": SENDER, "events": [END], "payloads": payloads, **changes}
 
 
-def stored() -> dict[str, np.ndarray[Any, Any]]:
+def stored() -> dict[str, npt.NDArray[np.generic]]:
     return {"7/old_log_probs": np.arange(6, dtype=np.float32).reshape(2, 3)}
 
 
-def frame(fields: Any = None, tensors: Any = None, *, length: int | None = None) -> bytes:
+def frame(
+    fields: object = None,
+    tensors: bytes | Mapping[str, npt.NDArray[np.generic]] | None = None,
+    *,
+    length: int | None = None,
+) -> bytes:
     text = (
         fields if isinstance(fields, bytes) else json.dumps(header() if fields is None else fields)
     )
     raw = text if isinstance(text, bytes) else text.encode()
     entries = stored() if tensors is None else tensors
-    rest = entries if isinstance(entries, bytes) else save(entries) if entries else b""
+    rest = entries if isinstance(entries, bytes) else save(dict(entries)) if entries else b""
     return struct.pack("<Q", len(raw) if length is None else length) + raw + rest
 
 
@@ -45,7 +51,7 @@ def parse(body: bytes, *, framed: bool = True, max_json: int = 1 << 20) -> frami
     return framing.parse(body, framed=framed, max_json=max_json, max_events=100)
 
 
-def described(**tensor: Any) -> dict[str, Any]:
+def described(**tensor: object) -> dict[str, object]:
     about = {"dtype": "float32", "shape": [2, 3], "offsets": False, **tensor}
     return header(payloads={"7": {"tensors": {"old_log_probs": about}}})
 

@@ -74,7 +74,7 @@ def test_why_nobody_can_be_stuck_is_said(live: Service, ranks: tuple[Rank, Rank]
     assert live.get("/steps/2/stuck")["note"] == "no process is left: all of them finished"
 
 
-def ask(live: Service, answer: Callable[[str], object], **body: Any) -> Any:
+def ask(live: Service, answer: Callable[[str], object], **body: object) -> Any:
     """Request stacks, and let `answer` send some for the request while the call waits."""
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(live.operate.post, "/stacks", json=body)
@@ -129,7 +129,7 @@ def test_ranks_that_do_not_answer_are_listed(live: Service, ranks: tuple[Rank, R
     ],
 )
 def test_invalid_requests_for_stacks_are_refused(
-    live: Service, ranks: tuple[Rank, Rank], body: Any, wrong: str
+    live: Service, ranks: tuple[Rank, Rank], body: object, wrong: str
 ) -> None:
     response = live.operate.post("/stacks", json=body)
     assert response.status_code == InvalidInput.status, response.text

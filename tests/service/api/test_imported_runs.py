@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
 
 WHOLE = WholeStep([9, 2, 4, 3])
-PAYLOAD: dict[str, Any] = {
+PAYLOAD: dict[str, object] = {
     "schema": 1,
     "tensors": WHOLE.piece([0, 1]),
     "strings": {"sample_ids": WHOLE.ids([0, 1])["samples"]},

@@ -128,7 +128,7 @@ def test_every_answer_is_named_field_by_field(shared: Service) -> None:
             assert schema["additionalProperties"] is False, name
 
 
-def fields_of(schema: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def fields_of(schema: object, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every field that a schema, or a part of the document, names, at any depth."""
     if isinstance(schema, list):
         for item in schema:
@@ -213,7 +213,7 @@ def test_generated_requests_are_answered_as_documented(shared: Service, path: st
             suppress_health_check=SLOW,
         )
         @given(data=st.data(), mode=st.sampled_from(list(strategies)), there=st.booleans())
-        def ask(data: st.DataObject, mode: Any, there: bool) -> None:
+        def ask(data: st.DataObject, mode: object, there: bool) -> None:
             case = data.draw(strategies[mode])  # noqa: B023
             _name_what_is_there(case, there)
             answer = case.call(base_url=shared.server.url, headers=shared.operate.headers)
@@ -277,7 +277,7 @@ def test_odd_paths(shared: Service, tmp_path: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_the_documented_capture_is_what_may_be_requested(fields: dict[str, Any]) -> None:
+def test_the_documented_capture_is_what_may_be_requested(fields: Mapping[str, object]) -> None:
     fields = {"stages": ["actor_update"], "steps": [5], **fields}
     filled = validate_capture(fields, allowed_roots=())
     assert CaptureRequest.parse(fields).model_dump(exclude_unset=True) == fields
@@ -294,9 +294,9 @@ def test_the_documented_capture_is_what_may_be_requested(fields: dict[str, Any])
 )  # fmt: skip
 def test_the_documented_fields_are_those_that_are_validated(
     model: type[RequestBody],
-    validate: Callable[[dict[str, Any]], object],
+    validate: Callable[[Mapping[str, object]], object],
     names: Mapping[str, str],
-    required: dict[str, Any],
+    required: Mapping[str, object],
 ) -> None:
     schema = model.schema_of_fields()
     assert schema["properties"].keys() == names.keys()

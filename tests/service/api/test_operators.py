@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_the_operators_of_a_rank_in_order(dumps_service: Service) -> None:
 
 
 def test_filters(dumps_service: Service) -> None:
-    def names(**filters: Any) -> list[str]:
+    def names(**filters: object) -> list[str]:
         rows = dumps_service.get("/steps/5/operators", limit=1000, rank=1, **filters)["rows"]
         return [row["name"] for row in rows]
 
@@ -135,7 +135,7 @@ def test_a_finding_names_the_operator(dumps_service: Service) -> None:
     assert found["evidence"]["parent"] == "Module.blocks.1.down.Linear.forward.0"
 
 
-def ask(dumps_service: Service, body: dict[str, Any]) -> Any:
+def ask(dumps_service: Service, body: Mapping[str, object]) -> Any:
     answer = dumps_service.read.post("/operators/divergence", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -186,7 +186,7 @@ def test_operators_on_one_side_only_are_listed(dumps_service: Service) -> None:
     ],
 )
 def test_what_cannot_be_compared(
-    dumps_service: Service, body: dict[str, Any], status: int, expected_text: str
+    dumps_service: Service, body: Mapping[str, object], status: int, expected_text: str
 ) -> None:
     answer = dumps_service.read.post("/operators/divergence", json=body)
     assert answer.status_code == status, answer.text

@@ -7,7 +7,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 from tests.support.api import Rank, Service, service
@@ -26,6 +26,9 @@ from tests.support.shown_run import (
     payload,
 )
 from tests.support.stores import eventually
+
+if TYPE_CHECKING:
+    from playwright.sync_api import APIResponse, Browser, Route
 
 TOKENS: Final = 32_768
 OF_RUN: Final = f"#/runs/{RUN}"
@@ -59,7 +62,7 @@ VIEWS: Final = {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser() -> Iterator[Browser]:
     with chromium() as running:
         yield running
 
@@ -95,7 +98,7 @@ def text(visit: Visit, selector: str = "main") -> str:
 
 # --- login ------------------------------------------------------------------------------------
 def test_a_visitor_is_told_what_to_paste_and_where_to_find_it(
-    browser: Any, shared: Service
+    browser: Browser, shared: Service
 ) -> None:
     assert shared.tokens is not None
     with visiting(browser, shared) as visit:
@@ -129,7 +132,7 @@ def test_a_visitor_is_told_what_to_paste_and_where_to_find_it(
         visit.page.wait_for_selector("#login")
 
 
-def test_a_login_shows_the_view_of_its_address(browser: Any, shared: Service) -> None:
+def test_a_login_shows_the_view_of_its_address(browser: Browser, shared: Service) -> None:
     with visiting(browser, shared) as visit:
         visit.page.goto(f"{shared.server.url}/{STEP}")
         visit.page.wait_for_selector("#login")
@@ -138,7 +141,7 @@ def test_a_login_shows_the_view_of_its_address(browser: Any, shared: Service) ->
         assert text(visit, "h1") == f"Step {STEPS} of {RUN}"
 
 
-def test_without_tokens_there_is_no_login(browser: Any, tmp_path: Path) -> None:
+def test_without_tokens_there_is_no_login(browser: Browser, tmp_path: Path) -> None:
     with service(tmp_path, auth=False) as running, visiting(browser, running) as visit:
         visit.settle()
         assert text(visit, "h1") == "Runs"
@@ -147,7 +150,7 @@ def test_without_tokens_there_is_no_login(browser: Any, tmp_path: Path) -> None:
 
 # --- views ------------------------------------------------------------------------------------
 @pytest.fixture(scope="module", params=["wide light", "narrow dark"])
-def entered(request: pytest.FixtureRequest, browser: Any, shared: Service) -> Iterator[Visit]:
+def entered(request: pytest.FixtureRequest, browser: Browser, shared: Service) -> Iterator[Visit]:
     """A window in which somebody is logged in."""
     width, scheme = request.param.split()
     with visiting(browser, shared, width=1280 if width == "wide" else 400, scheme=scheme) as visit:
@@ -187,7 +190,7 @@ def test_every_view_is_quiet_accessible_and_fits(entered: Visit, name: str) -> N
     assert entered.problems() == []
 
 
-def test_from_the_runs_to_the_tokens_and_back(browser: Any, shared: Service) -> None:
+def test_from_the_runs_to_the_tokens_and_back(browser: Browser, shared: Service) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
@@ -240,7 +243,7 @@ def test_numbers_are_those_of_the_service_with_their_verdict(
 
 
 def test_its_links_download_a_report_and_a_bundle(
-    browser: Any, shared: Service, tmp_path: Path
+    browser: Browser, shared: Service, tmp_path: Path
 ) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
@@ -269,7 +272,7 @@ def test_what_is_not_measured_is_a_gap(entered: Visit) -> None:
     assert "repeated by 2" in old[0].inner_text()
 
 
-def test_an_address_of_nothing_says_what_there_is(browser: Any, shared: Service) -> None:
+def test_an_address_of_nothing_says_what_there_is(browser: Browser, shared: Service) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
@@ -286,7 +289,7 @@ def test_an_address_of_nothing_says_what_there_is(browser: Any, shared: Service)
 
 
 def test_other_numbers_and_their_average_are_drawn_by_the_address(
-    browser: Any, shared: Service
+    browser: Browser, shared: Service
 ) -> None:
     headings = "[...document.querySelectorAll('.plot .annotation-text')].map(e => e.textContent)"
     with visiting(browser, shared) as visit:
@@ -330,7 +333,7 @@ def test_headings_and_legends_fit_a_narrow_page(entered: Visit) -> None:
     entered.wait_until(f"{bars}.every(e => e.getBoundingClientRect().height === 0)")
 
 
-def test_a_figure_is_redrawn_in_the_colours_of_the_page(browser: Any, shared: Service) -> None:
+def test_a_figure_is_redrawn_in_the_colours_of_the_page(browser: Browser, shared: Service) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
@@ -349,7 +352,9 @@ def test_a_figure_is_redrawn_in_the_colours_of_the_page(browser: Any, shared: Se
 
 
 # --- what changes -----------------------------------------------------------------------------
-def test_a_new_step_appears_without_reload(browser: Any, live: Service, training: ShownRun) -> None:
+def test_a_new_step_appears_without_reload(
+    browser: Browser, live: Service, training: ShownRun
+) -> None:
     # So high that the table is in sight: what is far below waits until somebody scrolls to it.
     with visiting(browser, live, height=1600) as visit:
         visit.page.wait_for_selector("#login")
@@ -392,17 +397,17 @@ def test_a_new_step_appears_without_reload(browser: Any, live: Service, training
         figures = [path for path in asked if path.startswith("/figures/overview")]
         assert figures
         assert all("from=3" in path for path in figures)  # not what was drawn already
-        assert "step 3 is measured" in visit.page.text_content("#said")
+        assert "step 3 is measured" in (visit.page.text_content("#said") or "")
         assert visit.messages == []
 
 
 def test_an_answer_that_comes_late_hides_nothing_newer(
-    browser: Any, live: Service, training: ShownRun
+    browser: Browser, live: Service, training: ShownRun
 ) -> None:
     newest = "document.querySelector('tbody th a[href*=\"/steps/\"]')?.textContent"
-    late: list[tuple[Any, Any]] = []
+    late: list[tuple[Route, APIResponse]] = []
 
-    def hold_the_first(route: Any) -> None:
+    def hold_the_first(route: Route) -> None:
         if late:
             route.fallback()
         else:
@@ -416,7 +421,7 @@ def test_an_answer_that_comes_late_hides_nothing_newer(
         visit.wait_until("document.querySelector('#session').textContent.includes('live')")
         visit.page.route(re.compile(r"/steps\?"), hold_the_first)
         training.train(3, 3)
-        eventually(lambda: visit.page.wait_for_timeout(50) or late)
+        visit.run_until(lambda: late)
         training.train(4, 4)
         visit.wait_until("document.querySelector('#said').textContent.includes('step 4 is')")
         visit.page.wait_for_timeout(500)  # what would be asked beside the first is answered
@@ -427,7 +432,7 @@ def test_an_answer_that_comes_late_hides_nothing_newer(
 
 
 def test_an_open_step_fills_while_it_is_looked_at(
-    browser: Any, live: Service, training: ShownRun
+    browser: Browser, live: Service, training: ShownRun
 ) -> None:
     with visiting(browser, live) as visit:
         visit.page.wait_for_selector("#login")
@@ -439,7 +444,7 @@ def test_an_open_step_fills_while_it_is_looked_at(
         visit.wait_until("document.querySelector('main').textContent.includes('stay at step')")
 
 
-def test_what_has_not_changed_is_not_sent_again(browser: Any, shared: Service) -> None:
+def test_what_has_not_changed_is_not_sent_again(browser: Browser, shared: Service) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
@@ -455,12 +460,12 @@ def test_what_has_not_changed_is_not_sent_again(browser: Any, shared: Service) -
         visit.go(OF_RUN)
         visit.page.wait_for_selector(".plot .xtick text")
         # What was known is drawn before the service has answered.
-        eventually(lambda: visit.page.wait_for_timeout(20) or len(statuses) >= 4)
+        visit.run_until(lambda: len(statuses) >= 4)
         assert set(statuses) == {304}
 
 
 def test_what_is_far_below_is_asked_for_when_it_is_scrolled_to(
-    browser: Any, shared: Service
+    browser: Browser, shared: Service
 ) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
@@ -473,13 +478,11 @@ def test_what_is_far_below_is_asked_for_when_it_is_scrolled_to(
         costly = re.compile(r"/steps/\d+/(tokens|scalars|stages)\b")
         assert not [url for url in visit.requests if costly.search(url)]
         visit.page.evaluate("scrollTo(0, document.body.scrollHeight)")
-        eventually(
-            lambda: visit.page.wait_for_timeout(20) or any(map(costly.search, visit.requests))
-        )
+        visit.run_until(lambda: any(map(costly.search, visit.requests)))
 
 
 def test_a_service_that_restarts_is_followed_again(
-    browser: Any, live: Service, training: ShownRun
+    browser: Browser, live: Service, training: ShownRun
 ) -> None:
     with visiting(browser, live) as visit:
         visit.page.wait_for_selector("#login")
@@ -506,7 +509,7 @@ def test_a_service_that_restarts_is_followed_again(
 
 # --- captures ---------------------------------------------------------------------------------
 def test_a_capture_is_armed_acknowledged_and_arrives(
-    browser: Any, live: Service, training: ShownRun
+    browser: Browser, live: Service, training: ShownRun
 ) -> None:
     with visiting(browser, live) as visit:
         visit.page.wait_for_selector("#login")
@@ -554,7 +557,7 @@ def test_a_capture_is_armed_acknowledged_and_arrives(
         assert visit.messages == []
 
 
-def test_the_read_token_arms_nothing(browser: Any, shared: Service) -> None:
+def test_the_read_token_arms_nothing(browser: Browser, shared: Service) -> None:
     assert shared.tokens is not None
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
@@ -567,7 +570,7 @@ def test_the_read_token_arms_nothing(browser: Any, shared: Service) -> None:
 
 
 def test_a_capture_is_withdrawn_and_a_step_pinned(
-    browser: Any, live: Service, training: ShownRun
+    browser: Browser, live: Service, training: ShownRun
 ) -> None:
     capture_id = training.capture()
     with visiting(browser, live) as visit:
@@ -585,7 +588,7 @@ def test_a_capture_is_withdrawn_and_a_step_pinned(
 
 
 # --- keyboard and tokens ------------------------------------------------------------------------
-def test_the_keyboard_reaches_everything(browser: Any, shared: Service) -> None:
+def test_the_keyboard_reaches_everything(browser: Browser, shared: Service) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.page.keyboard.type(operator(shared))
@@ -617,7 +620,7 @@ def test_the_keyboard_reaches_everything(browser: Any, shared: Service) -> None:
         eventually(reached)
 
 
-def test_tokens_by_keyboard(browser: Any, shared: Service) -> None:
+def test_tokens_by_keyboard(browser: Browser, shared: Service) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
@@ -635,16 +638,13 @@ def test_tokens_by_keyboard(browser: Any, shared: Service) -> None:
         visit.page.keyboard.press("End")
         last = visit.page.evaluate(at)
         assert last == "token-191"  # four rounds of 48 tokens
-        chosen = visit.page.query_selector(f"#{last}")
-        assert chosen.get_attribute("aria-selected") == "true"
-        assert "position" in chosen.get_attribute("aria-label")
+        assert visit.page.get_attribute(f"#{last}", "aria-selected") == "true"
+        assert "position" in (visit.page.get_attribute(f"#{last}", "aria-label") or "")
         visit.page.keyboard.press("Home")
         visit.page.keyboard.press("ArrowDown")
         visit.page.keyboard.press("n")
         marked = visit.page.evaluate(at)
-        assert re.search(
-            r"\bs[4-8]\b", visit.page.query_selector(f"#{marked}").get_attribute("class")
-        )
+        assert re.search(r"\bs[4-8]\b", visit.page.get_attribute(f"#{marked}", "class") or "")
         # The address names the token: who opens it sees the same.
         position = text(visit, ".panel h2").removeprefix("Token at ")
         assert f"at={position}" in visit.page.url
@@ -655,7 +655,7 @@ def test_tokens_by_keyboard(browser: Any, shared: Service) -> None:
         assert visit.messages == []
 
 
-def test_what_the_loss_did_with_a_token(browser: Any, shared: Service) -> None:
+def test_what_the_loss_did_with_a_token(browser: Browser, shared: Service) -> None:
     found = {uid: shared.get(f"/steps/{STEPS}/samples/g36-3-0%2F{uid}", run=RUN) for uid in (0, 1)}
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
@@ -678,7 +678,7 @@ def test_what_the_loss_did_with_a_token(browser: Any, shared: Service) -> None:
         visit.wait_until(f"document.querySelector('.panel h2').textContent.includes('{pointed}')")
 
 
-def test_only_the_tokens_in_sight_are_elements(browser: Any, shared: Service) -> None:
+def test_only_the_tokens_in_sight_are_elements(browser: Browser, shared: Service) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
@@ -691,7 +691,7 @@ def test_only_the_tokens_in_sight_are_elements(browser: Any, shared: Service) ->
 
 
 # --- documentation ----------------------------------------------------------------------------
-def test_the_documentation_is_drawn_without_a_network(browser: Any, shared: Service) -> None:
+def test_the_documentation_is_drawn_without_a_network(browser: Browser, shared: Service) -> None:
     pytest.importorskip("fastapi_offline")
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from tests.support.api import Rank, Service
 from tests.support.command_line import invoke
@@ -16,7 +14,7 @@ from stagescope_service.core.captures.agreement import AGREED
 STAGE = "actor_update"
 
 
-def request_capture(live: Service, **capture_fields: Any) -> str:
+def request_capture(live: Service, **capture_fields: object) -> str:
     """Order a capture by step numbers, in force before anybody trains; return its id."""
     response = live.operate.post("/captures", json={"run": "r", **capture_fields})
     assert response.status_code == 201, response.text
@@ -267,7 +265,9 @@ def test_the_progress_says_why_ranks_failed(live: Service) -> None:
 
 
 @pytest.mark.parametrize("steps", ["next", [7]])
-def test_a_capture_without_a_run_is_of_the_run_that_ended_last(live: Service, steps: Any) -> None:
+def test_a_capture_without_a_run_is_of_the_run_that_ended_last(
+    live: Service, steps: object
+) -> None:
     rank = Rank(live, world_size=1)
     rank.stage(STAGE, 1)
     rank.say("finish")
@@ -300,7 +300,7 @@ def test_work_without_a_step_is_a_gap_of_a_capture_that_names_it(live: Service) 
 )
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_rank_of_which_no_part_is_asked_is_no_gap_before_its_step_closes(
-    live: Service, stages: Any, role: str, stage: str, is_early: bool
+    live: Service, stages: object, role: str, stage: str, is_early: bool
 ) -> None:
     others = [Rank(live, role=role, rank=rank) for rank in (0, 1)]
     actors = [Rank(live, rank=rank) for rank in (0, 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ NAMED = frozenset({"metrics", "series", "units"})
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(lzma.decompress(recorded.ANSWERS.read_bytes()))
+def answers() -> dict[str, object]:
+    found: dict[str, object] = json.loads(lzma.decompress(recorded.ANSWERS.read_bytes()))
     return found
 
 
@@ -55,12 +55,14 @@ def test_a_recorded_catalogue_answers_as_before(tmp_path: Path, answers: dict[st
         assert list(differences(found[path], answer, PROSE, relative=1e-15)) == [], path
 
 
-def test_the_same_events_are_answered_as_before(live: Service, answers: dict[str, Any]) -> None:
+def test_the_same_events_are_answered_as_before(
+    live: Service, answers: Mapping[str, object]
+) -> None:
     _compare_numbers(live, answers)
 
 
 def test_the_same_events_are_answered_alike_from_postgresql(
-    tmp_path: Path, answers: dict[str, Any]
+    tmp_path: Path, answers: Mapping[str, object]
 ) -> None:
     with postgresql() as server, database(server) as url:
         with service(tmp_path / "home", database_url=url) as live:
@@ -100,11 +102,11 @@ def test_a_series_that_vanished_or_changed_is_a_difference() -> None:
     ]
 
 
-def _series(name: str, *values: float) -> dict[str, Any]:
+def _series(name: str, *values: float) -> dict[str, object]:
     return {"name": name, "values": [*values]}
 
 
-def _compare_numbers(live: Service, answers: dict[str, Any]) -> None:
+def _compare_numbers(live: Service, answers: Mapping[str, object]) -> None:
     # What was recorded was reported to a stand-in, which checked no rules and no streams' dtypes.
     recorded.fill(live)
     found = recorded.ask(live)
@@ -116,8 +118,8 @@ def _compare_numbers(live: Service, answers: dict[str, Any]) -> None:
 
 
 def differences(
-    found: Any, answer: Any, apart: frozenset[str], at: str = "", relative: float = 0.0
-) -> Iterator[tuple[str, Any, Any]]:
+    found: object, answer: object, apart: frozenset[str], at: str = "", relative: float = 0.0
+) -> Iterator[tuple[str, object, object]]:
     """Yield where two answers differ: path in the answer, the value found, the one recorded."""
     field = at.rpartition(".")[2]
     if field == "series" and isinstance(found, list) and isinstance(answer, list):

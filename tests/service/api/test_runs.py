@@ -254,7 +254,7 @@ class TestWhoAnswers:
         assert Lineage([]).superseded_by(step) == 7
 
 
-IMPOSSIBLE: list[tuple[str, dict[str, Any]]] = [
+IMPOSSIBLE: list[tuple[str, dict[str, object]]] = [
     ("/steps", {"attempt": 0}),
     ("/steps", {"attempt": "x"}),
     ("/steps", {"attempt": 2**40}),

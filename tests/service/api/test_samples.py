@@ -40,7 +40,7 @@ CLIPPED[0, 0, 1], CLIPPED[1, 0, 1] = 1, 1  # in both passes
 CLIPPED[0, 2, 0] = -1  # in one alone
 
 
-def tensors(rows: slice, **values: Any) -> dict[str, Any]:
+def tensors(rows: slice, **values: Any) -> dict[str, object]:
     """A payload of some rows, as a probe sends it."""
     wire = {}
     for name, array in values.items():
@@ -51,7 +51,7 @@ def tensors(rows: slice, **values: Any) -> dict[str, Any]:
     return {"schema": 1, "tensors": wire, "strings": strings, "meta": {}}
 
 
-def describe(payload: dict[str, Any]) -> dict[str, Any]:
+def describe(payload: dict[str, Any]) -> dict[str, object]:
     specs = {n: [tag, list(shape), None] for n, (tag, shape, *_) in payload["tensors"].items()}
     return {"tensors": specs, "bytes": 1, "meta": {}}
 

@@ -257,7 +257,7 @@ def test_the_catalogue_is_read_once_for_all_and_only_while_somebody_listens(
     read: list[float] = []
     recent = live.catalogue.recent
 
-    def counted(since: float) -> Any:
+    def counted(since: float) -> object:
         read.append(time.monotonic())
         return recent(since)
 
@@ -284,7 +284,7 @@ def test_a_slow_listener_is_closed_and_the_others_go_on(
     monkeypatch.setattr(stream, "_MAX_BEHIND", 3)
     recent, numbers = live.catalogue.recent, itertools.count()
 
-    def much(since: float) -> Any:
+    def much(since: float) -> object:
         finding = {"finding_id": str(next(numbers)), "run": "r", "message": 2_000_000 * "x"}
         columns = ("attempt_id", "step", "kind", "severity", "over_wall")
         return recent(since)._replace(findings=[dict.fromkeys(columns) | finding])
@@ -354,7 +354,7 @@ def test_a_catalogue_that_cannot_be_read_is_read_again(
     listener.next("hello")
     recent, failed = live.catalogue.recent, threading.Event()
 
-    def fails(since: float) -> Any:
+    def fails(since: float) -> object:
         if not failed.is_set():
             failed.set()
             raise RuntimeError("the disk is away")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import pytest
 from tests.support.api import Rank, Service, service
@@ -17,7 +16,7 @@ NAMES = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", 
 
 
 def record(
-    rank: Rank, values: Mapping[str, int], version: int, step: int | None, **fields: Any
+    rank: Rank, values: Mapping[str, int], version: int, step: int | None, **fields: object
 ) -> None:
     side = "rollout" if rank.sender.role == "rollout" else "trainer"
     tensors = [(name, value, "bfloat16", (4, 8), None) for name, value in values.items()]

@@ -7,16 +7,19 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tests.support.browser import chromium, opened
+from tests.support.browser import Scheme, chromium, opened
 from tests.support.memory_dumps import MemoryDump, Sample, batch, record, split
 
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import as_json
 from stagescope_service.compare.report.html import as_html
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
 LONG = "model.layers.0.a_module_of_quite_a_long_name." * 4
@@ -96,7 +99,7 @@ REPORTS: dict[str, Callable[[], Sides]] = {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser() -> Iterator[Browser]:
     with chromium() as found:
         yield found
 
@@ -121,7 +124,7 @@ def apart(boxes: list[dict[str, float]], others: list[dict[str, float]]) -> bool
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_report_can_be_read(
-    browser: Any, reports: Path, name: str, width: int, scheme: str
+    browser: Browser, reports: Path, name: str, width: int, scheme: Scheme
 ) -> None:
     file = reports / f"{name}.html"
     with opened(browser, file, width=width, scheme=scheme) as page:
@@ -146,13 +149,13 @@ def test_a_report_can_be_read(
             assert box["right"] <= frame["right"] + 1, figure["caption"]
 
 
-def test_names_are_shown_as_they_are(browser: Any, reports: Path) -> None:
+def test_names_are_shown_as_they_are(browser: Browser, reports: Path) -> None:
     with opened(browser, reports / "hostile.html") as page:
         assert f"{EVIL}b" in page.look["text"]
         assert page.page.locator("img").count() == 0
 
 
-def test_injected_scripts_do_not_run(browser: Any, reports: Path, tmp_path: Path) -> None:
+def test_injected_scripts_do_not_run(browser: Browser, reports: Path, tmp_path: Path) -> None:
     file = tmp_path / "slipped.html"
     report = (reports / "values.html").read_text("utf-8")
     file.write_text(report.replace("<h1>", f"{EVIL}<h1>"), "utf-8")
@@ -162,7 +165,7 @@ def test_injected_scripts_do_not_run(browser: Any, reports: Path, tmp_path: Path
         assert any("Content Security Policy" in message for message in page.messages)
 
 
-def test_folded_lists_open(browser: Any, reports: Path) -> None:
+def test_folded_lists_open(browser: Browser, reports: Path) -> None:
     with opened(browser, reports / "values.html", width=390) as page:
         folded = page.page.locator("details", has_text="8 ranks and parts").first
         assert not folded.locator("li").first.is_visible()
@@ -172,7 +175,7 @@ def test_folded_lists_open(browser: Any, reports: Path) -> None:
         assert page.look["scrolled"] <= page.look["width"]
 
 
-def test_figures_follow_the_scheme(browser: Any, reports: Path) -> None:
+def test_figures_follow_the_scheme(browser: Browser, reports: Path) -> None:
     with opened(browser, reports / "values.html") as page:
         page.page.emulate_media(color_scheme="dark")
         page.wait_until(

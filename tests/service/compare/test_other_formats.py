@@ -70,7 +70,7 @@ def trained(batch: Batch, *, rolled: bool) -> dict[str, torch.Tensor]:
     return data
 
 
-def compare_both_ways(tmp_path: Path, one: Path, data: Any) -> DumpComparison:
+def compare_both_ways(tmp_path: Path, one: Path, data: object) -> DumpComparison:
     path = tmp_path / "areal.pt"
     torch.save(data, path)
     forth = compare([open_dump(one), open_dump(path)])

@@ -356,7 +356,7 @@ def padded(kind: str, name: str, data: Content) -> None:
 
 
 def without_tokens(
-    path: Path, order: Sequence[int] = range(8), edit: Edit = untouched, **layout: Any
+    path: Path, order: Sequence[int] = range(8), edit: Edit = untouched, **layout: object
 ) -> Path:
     """A dump of NexRL's whose microbatches say neither ids nor tokens."""
 

@@ -257,7 +257,7 @@ def test_a_step_that_could_not_be_read_for_a_moment_is_held_against_the_rules(
     errors: list[Exception] = [CatalogueUnavailable("locked"), StoreError("once")]
     evaluate = bench.triggers._evaluate
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any) -> object:
         if errors:
             raise errors.pop()
         return evaluate(*args)
@@ -272,7 +272,7 @@ def test_a_step_that_could_not_be_read_for_a_moment_is_held_against_the_rules(
 
 
 # --- operator tables and weights ----------------------------------------------------------------
-def announced(files: Path) -> dict[str, Any]:
+def announced(files: Path) -> dict[str, object]:
     """The row of a dump that was announced."""
     place = {"step": 1, "policy_version": None, "stage": "actor_update", "role": "actor", "rank": 1}
     part = dict.fromkeys(("occurrence", "epoch", "minibatch", "microbatch"), 0)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def live(tmp_path: Path) -> Iterator[Service]:
         yield running
 
 
-def call(coordinator: Coordinator, name: str, arguments: dict[str, Any]) -> Any:
+def call(coordinator: Coordinator, name: str, arguments: Mapping[str, object]) -> Any:
     return asyncio.run(getattr(coordinator, name)(**arguments))
 
 
@@ -89,7 +89,7 @@ def test_whatever_a_call_is_given_is_taken_or_refused(
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_named(
-    coordinator: Coordinator, name: str, arguments: dict[str, Any], wrong: str
+    coordinator: Coordinator, name: str, arguments: Mapping[str, object], wrong: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
         call(coordinator, name, arguments)
@@ -99,7 +99,7 @@ def test_a_wrong_argument_is_named(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_argument_that_there_is_not_is_refused(coordinator: Coordinator, name: str) -> None:
-    given: dict[str, Any] = {"sender": (), "events": []} if name == "record_events" else {}
+    given: dict[str, object] = {"sender": (), "events": []} if name == "record_events" else {}
     with pytest.raises(InvalidInput):
         call(coordinator, name, {**given, "zzz": 1})
 
@@ -141,7 +141,7 @@ def test_calls_stay_what_ray_makes_methods_of() -> None:
     ],
 )
 def test_arguments_that_lack_or_are_unknown_are_named(
-    name: str, arguments: dict[str, Any], message: str, coordinator: Coordinator
+    name: str, arguments: Mapping[str, object], message: str, coordinator: Coordinator
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
         call(coordinator, name, arguments)

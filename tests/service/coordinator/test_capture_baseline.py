@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.stores import url_of, write
@@ -17,7 +16,7 @@ from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
 
-ORDER: dict[str, Any] = {"stages": ["actor_update"], "steps": [9], "task": "tensor"}
+ORDER: dict[str, object] = {"stages": ["actor_update"], "steps": [9], "task": "tensor"}
 BENCH = {"capture_id": "c1", "step": 5}
 
 
@@ -39,11 +38,11 @@ def catalogue(tmp_path: Path) -> Iterator[Catalogue]:
     store.close()
 
 
-def capture(capture_id: str, config: dict[str, Any]) -> Put:
+def capture(capture_id: str, config: Mapping[str, object]) -> Put:
     return Put("captures", {"capture_id": capture_id, "spec": {"config": config}})
 
 
-def dump(root: Path, rank: int, part: int, again: str = "", **said: Any) -> Put:
+def dump(root: Path, rank: int, part: int, again: str = "", **said: object) -> Put:
     place = f"r/a/step_5/actor_update/{f'0.0.{part}.0/' if part else ''}{again}step0/rank{rank}"
     row = {
         "incarnation": f"i{rank}", "work_key": f"5||actor_update|0.0.{part}.0", "capture_id": "c1",
@@ -54,7 +53,7 @@ def dump(root: Path, rank: int, part: int, again: str = "", **said: Any) -> Put:
     return Put("dumps", row)
 
 
-def ordered(tmp_path: Path, **fields: Any) -> CaptureSpec:
+def ordered(tmp_path: Path, **fields: object) -> CaptureSpec:
     return validate_capture({**ORDER, **fields}, allowed_roots=[str(tmp_path)])
 
 
@@ -97,7 +96,7 @@ def test_what_is_not_there_or_lies_elsewhere(catalogue: Catalogue, tmp_path: Pat
         {"bench": BENCH, "task": None, "config_path": "/config.json"},
     ],
 )
-def test_an_order_that_cannot_have_a_bench(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_an_order_that_cannot_have_a_bench(tmp_path: Path, fields: Mapping[str, object]) -> None:
     with pytest.raises((InvalidPlan, Forbidden)):
         ordered(tmp_path, **fields)
     config = {"task": "tensor", "tensor": {"bench_path": str(tmp_path)}}

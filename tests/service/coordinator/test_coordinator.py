@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -46,10 +46,10 @@ class Clocked:
             store, folder, poll_seconds=0.001, lease_seconds=45.0, mono=lambda: self.mono()
         )
 
-    def run(self, call: Coroutine[Any, Any, T]) -> T:
+    def run(self, call: Coroutine[Any, object, T]) -> T:
         return asyncio.run(call)
 
-    def raw(self, kind: str, delivery: str, **fields: Any) -> dict[str, Any]:
+    def raw(self, kind: str, delivery: str, **fields: object) -> dict[str, Any]:
         body = {"run": "r", "step": 1, "stage": "actor_update", **fields}
         return self.run(self.coordinator.raw_calls.record(kind, delivery, body))
 
@@ -97,7 +97,7 @@ def test_finish_of_a_raw_run_ends_its_newest_attempt_for_all_its_ranks(made: Clo
 
 @pytest.mark.parametrize("named", [{"rank": 55}, {"role": "actr"}, {"role": "critic", "rank": 0}])
 def test_finish_of_somebody_who_is_not_there_is_refused(
-    made: Clocked, named: dict[str, Any]
+    made: Clocked, named: Mapping[str, object]
 ) -> None:
     made.raw("begin", "begin", rank=0)
     with pytest.raises(InvalidEvent, match="expected one of actor 0"):
@@ -184,7 +184,7 @@ def test_events_that_are_refused_for_several_reasons_are_counted_apart(made: Clo
     ],
 )
 def test_a_misspelt_field_of_a_raw_call_is_refused(
-    made: Clocked, kind: str, fields: dict[str, Any], meant: str
+    made: Clocked, kind: str, fields: Mapping[str, object], meant: str
 ) -> None:
     with pytest.raises(InvalidEvent, match=f"has no field .*{meant}, which is the closest"):
         made.run(made.coordinator.raw_calls.record(kind, "d", fields))
@@ -225,14 +225,16 @@ def test_a_raw_call_says_what_of_it_was_not_taken(made: Clocked) -> None:
     assert "world_size 1" in made.raw("begin", "two", rank=2, world_size=1)["refused_in_part"]
     many = made.raw("begin", "many", rank=3, world_size=1 << 40)
     assert "world_size 1099511627776, which is not taken" in many["refused_in_part"]
-    nothings: list[dict[str, Any]] = [{}, {"scalars": None}, {"scalars": [0.5]}, {"loss": 0.5}]
+    nothings: list[dict[str, object]] = [{}, {"scalars": None}, {"scalars": [0.5]}, {"loss": 0.5}]
     for nothing in nothings:
         with pytest.raises(InvalidEvent, match="scalars: a dict of names"):
             made.raw("log", "nothing", rank=0, **nothing)
 
 
 @pytest.mark.parametrize("size", ["8", 1 << 70, math.nan, [5], {}, b"x", True, 1.0])
-def test_a_raw_call_with_a_world_size_of_another_type_is_refused(made: Clocked, size: Any) -> None:
+def test_a_raw_call_with_a_world_size_of_another_type_is_refused(
+    made: Clocked, size: object
+) -> None:
     with pytest.raises(InvalidEvent, match="the world_size is"):
         made.raw("begin", "begin", rank=0, world_size=size)
     assert rows_of(made.store, "stages") == []
@@ -255,7 +257,7 @@ def test_an_array_as_a_field_of_a_raw_call_is_refused(made: Clocked, kind: str, 
 @pytest.mark.parametrize(
     "who", [{"rank": {}}, {"rank": []}, {"rank": ""}, {"rank": False}, {"rank": 0.0}, {"role": ""}]
 )
-def test_a_raw_call_of_nobody_is_refused(made: Clocked, who: dict[str, Any]) -> None:
+def test_a_raw_call_of_nobody_is_refused(made: Clocked, who: Mapping[str, object]) -> None:
     with pytest.raises(InvalidEvent, match="sender with role") as raised:
         made.raw("begin", "begin", **who)
     assert raised.value.__context__ is None
@@ -264,7 +266,7 @@ def test_a_raw_call_of_nobody_is_refused(made: Clocked, who: dict[str, Any]) -> 
 
 def test_an_answer_to_a_batch_says_what_of_an_event_was_not_taken(made: Clocked) -> None:
     sender = Sender("i", "r", "a", "actor", 0).wire()
-    said: list[dict[str, Any]] = [{"scalars": {"a": 1, "b": "x"}}, {"scalars": {"a": 2}}, {}]
+    said: list[dict[str, object]] = [{"scalars": {"a": 1, "b": "x"}}, {"scalars": {"a": 2}}, {}]
     events = [(1, "log", seq, 1.0, 1.0, {"step": 1, **fields}) for seq, fields in enumerate(said)]
     answer = made.run(made.coordinator.intake.record(sender, events))
     assert (answer["received"], [*answer["refused"]]) == (2, [2])
@@ -292,7 +294,7 @@ def test_a_late_word_of_a_stranger_does_not_reopen_what_has_finished(
 
 
 def test_a_raw_call_says_why_its_payload_was_not_taken(made: Clocked) -> None:
-    async def end() -> dict[str, Any]:
+    async def end() -> dict[str, object]:
         fields = {"run": "r", "step": 1, "stage": "s"}
         call = asyncio.create_task(
             made.coordinator.raw_calls.record("end", "d", fields, {"old_log_probs": [[0.5]]})
@@ -415,7 +417,7 @@ class HeldStore:
             future.set_result(None)
         self._held.clear()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
 
@@ -520,7 +522,7 @@ def test_a_missed_step_is_asked_again_of_every_rank(made: Clocked) -> None:
 def test_batches_bring_a_plan_and_acknowledge_it(made: Clocked) -> None:
     place = {"step": 1, "stage": "actor_update"}
 
-    def sender(revision: int | None) -> tuple[Any, ...]:
+    def sender(revision: int | None) -> tuple[object, ...]:
         return Sender("i", "r", "a", "actor", 0, plan_revision=revision).wire()
 
     async def train() -> None:
@@ -562,9 +564,9 @@ class Trainer:
         self.made = made
         self.seq = 0
         self.sender = Sender(f"{run}{rank}", run, "a", "actor", rank, started=1.0).wire()
-        self.polling: asyncio.Task[dict[str, Any]] | None = None
+        self.polling: asyncio.Task[dict[str, object]] | None = None
 
-    async def say(self, kind: str, **fields: Any) -> None:
+    async def say(self, kind: str, **fields: object) -> None:
         self.seq += 1
         event = (1, kind, self.seq, float(self.seq), 1.0, fields)
         await self.made.coordinator.intake.record(self.sender, [event])

@@ -57,15 +57,15 @@ class Clocked:
         """Whose watchdogs are to be read."""
         return [each for each in self.queue if isinstance(each, ReadWatchdogs)]
 
-    def watchdog(self, incarnation: str, fields: Mapping[str, Any]) -> None:
+    def watchdog(self, incarnation: str, fields: Mapping[str, object]) -> None:
         """Take in what a watchdog wrote."""
         written = self.coordinator.hangs.watchdog(incarnation, fields, self.now)
         self.run(self.coordinator.effects.carry_out(written))
 
-    def run(self, call: Coroutine[Any, Any, T]) -> T:
+    def run(self, call: Coroutine[object, Any, T]) -> T:
         return asyncio.run(call)
 
-    def say(self, rank: int, kind: str, **fields: Any) -> None:
+    def say(self, rank: int, kind: str, **fields: object) -> None:
         name = f"rank-{rank}"
         seq = self._seqs[name] = self._seqs.get(name, 0) + 1
         sender = Sender(name, "r", "a", "actor", rank, node_id="node", clock_offset=0.0)
@@ -202,7 +202,7 @@ def test_a_finding_of_a_job_that_took_leave_is_over(made: Clocked) -> None:
 # --- stacks -----------------------------------------------------------------------------------
 
 
-def answer(made: Clocked, rank: int, request_id: str, **fields: Any) -> None:
+def answer(made: Clocked, rank: int, request_id: str, **fields: object) -> None:
     threads = [{"name": "t", "ident": 1, "is_training": True, "stack": "  in f"}]
     made.say(rank, STACKS, **{"request_id": request_id, "threads": threads, **fields})
 
@@ -300,7 +300,7 @@ def test_stacks_of_any_form_are_kept_in_bounds(made: Clocked) -> None:
     answer(made, 0, "r2", threads="nonsense")
     assert made.stacks()["rank-0", "r2"]["threads"] == []
     sender = Sender("rank-0", "r", "a", "actor", 0).wire()
-    nameless: tuple[Any, ...] = (1, STACKS, 99, 1.0, 1.0, {"threads": []})
+    nameless: tuple[object, ...] = (1, STACKS, 99, 1.0, 1.0, {"threads": []})
     refused = made.run(made.coordinator.intake.record(sender, [nameless]))["refused"]
     assert "request_id" in refused[99]
 
@@ -430,7 +430,7 @@ def worked(made: Clocked, ranks: int = 3, steps: int = 3) -> None:
             made.end(rank, step)
 
 
-def stuck_now(made: Clocked, catalogue: Catalogue, step: int) -> list[tuple[Any, ...]]:
+def stuck_now(made: Clocked, catalogue: Catalogue, step: int) -> list[tuple[object, ...]]:
     rows = stuck_rows(catalogue, 1, step, made.now, RULES)
     return [(row["rank"], row["status"], row["process"], row["since_wall"]) for row in rows]
 

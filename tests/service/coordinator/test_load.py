@@ -94,7 +94,7 @@ def test_a_new_coordinator_ends_the_finding_of_its_predecessor(state: State) -> 
     assert clock.window(0, 0.0) == [{"finding_id": "f", "over_wall": clock.now}]
 
 
-def begins(first: int, count: int) -> list[Any]:
+def begins(first: int, count: int) -> list[object]:
     fields = {"step": 1, "stage": "actor_update"}
     return [
         Event(BEGIN, seq, 1.0, 1.0, {**fields, "microbatch": seq}).wire()
@@ -111,7 +111,7 @@ class HeldStore(SqlStore):
         self.held: list[Any] = []
         self.holds = False
 
-    def submit(self, puts: Any) -> Any:
+    def submit(self, puts: Any) -> Future[None]:
         if self.holds and puts:
             future: Future[None] = Future()
             self.held.append((puts, future))

@@ -91,7 +91,7 @@ class Node(LocalIngestors):
         *,
         commit: bool = True,
         between: Callable[[], Awaitable[object]] | None = None,
-        **job: Any,
+        **job: object,
     ) -> str:
         """As `keep`; `between` is awaited between the commit and the accounting of its bytes."""
         made = {
@@ -129,7 +129,7 @@ class Node(LocalIngestors):
         return sum(os.path.getsize(path) for path in kept_files.find(self.data_dir))
 
 
-def run(call: Coroutine[Any, Any, T]) -> T:
+def run(call: Coroutine[Any, object, T]) -> T:
     return asyncio.run(call)
 
 

@@ -10,7 +10,6 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.chat_services import SECRET, TOKEN, chat_service
@@ -129,7 +128,7 @@ def test_a_lasting_nan_is_not_said_again_after_a_restart(bench: RuleBench) -> No
 
 
 def test_a_scalar_that_is_not_finite_is_said_before_its_step_closes(bench: RuleBench) -> None:
-    early: list[list[tuple[Any, ...]]] = []
+    early: list[list[tuple[object, ...]]] = []
 
     def now() -> None:
         rows = bench.findings("non_finite_scalars")
@@ -231,7 +230,7 @@ def test_what_begins_on_another_rank_or_in_another_scalar_is_said_at_once(
     nan, both = {"loss": math.nan}, {"loss": math.nan, "grad_norm": math.nan}
     runs = {"r": {"capture": "auto", "budget": {"captures": 9}}}
 
-    async def step(number: int, scalars: dict[int, dict[str, float]], poison: object) -> None:
+    async def step(number: int, scalars: dict[int, dict[str, float]], poison: float | None) -> None:
         if restarted:
             await bench.restarted().open()
         await bench.step(number, 0.001, scalars=scalars, poison=poison)

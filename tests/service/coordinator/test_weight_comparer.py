@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -98,7 +97,7 @@ def scales() -> Iterator[Scales]:
         yield made
 
 
-def trainer(rank: int = 0, *, size: int | None = 1, key: str = "job-1", **layout: Any) -> Rank:
+def trainer(rank: int = 0, *, size: int | None = 1, key: str = "job-1", **layout: object) -> Rank:
     made = Rank(rank, key=key, started=1000.0 + rank)
     layout = {"dp_rank": rank, "host": f"host-{rank}", "device_kind": "npu", **layout}
     made.hello(layout=layout, **({} if size is None else {"world_size": size}))
@@ -116,8 +115,8 @@ def weights(
     values: Mapping[str, int],
     version: int = 4,
     step: int | None = 5,
-    device: Mapping[str, Any] | None = None,
-    **fields: Any,
+    device: Mapping[str, object] | None = None,
+    **fields: object,
 ) -> Delivery:
     side = "rollout" if rank.sender.role == "rollout" else "trainer"
     tensors = [(name, value, "float32", (2, 3), None) for name, value in values.items()]
@@ -224,7 +223,7 @@ def test_a_device_without_a_serial_is_its_host_and_index(scales: Scales) -> None
         {"tensors": [7]},
     ],
 )
-def test_what_cannot_be_read_is_refused_alone(scales: Scales, fields: dict[str, Any]) -> None:
+def test_what_cannot_be_read_is_refused_alone(scales: Scales, fields: Mapping[str, object]) -> None:
     sender = trainer()
     said = weights(sender, GOOD)
     wrong = {**said.event.fields, **fields}

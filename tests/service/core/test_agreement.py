@@ -27,7 +27,7 @@ from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
 
 
-def order(**changes: Any) -> CaptureSpec:
+def order(**changes: object) -> CaptureSpec:
     spec = {"stages": ["update"], "steps": "next", "task": "statistics", **changes}
     return validate_capture(spec, allowed_roots=())
 
@@ -59,7 +59,7 @@ def test_start_step(top: int, trip: float, seconds: float | None, start: int) ->
         ({"every": 3, "start": 9, "count": 1}, {"every": 3, "start": 9, "count": 1}, []),
     ],
 )
-def test_resolve(steps: Any, resolved: Any, passed: list[int]) -> None:
+def test_resolve(steps: Any, resolved: object, passed: list[int]) -> None:
     assert resolve(steps, 5) == (resolved, passed)
 
 
@@ -214,7 +214,7 @@ class Ranks:
                 self.history.append((self.attempt, rank, step))
         self.bench.give(*self.ranks[rank].work(step, "update"))
 
-    def look(self) -> None:
+    def look(self) -> Any:
         self.now += 0.01
         puts = self.requests.check(self.now, self.now)
         self.bench.carry_out(puts)
@@ -236,7 +236,7 @@ class Ranks:
         self.plan = Plan(rows, revision=revision)
         self.requests = CaptureRequests(self.plan, self.bench.state)
 
-    def add(self, **changes: Any) -> str:
+    def add(self, **changes: object) -> str:
         entry = self.requests.add(order(run="r", **changes), by="me", mono=self.now, wall=self.now)
         self.bench.carry_out([self.requests.row(entry)])
         self.look()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tests.support.trainings import Bench, Delivery, Rank
 
 from stagescope_service.core.instructions import AnnouncedDump, BuildOperatorTable, Instruction
@@ -81,5 +79,5 @@ def test_a_restart_forgets_neither_what_was_armed_nor_what_was_announced() -> No
     assert cut.job["dump_path"] == PATH
 
 
-def named(job: AnnouncedDump) -> dict[str, Any]:
+def named(job: AnnouncedDump) -> dict[str, object]:
     return {name: value for name, value in job.items() if value is not None}

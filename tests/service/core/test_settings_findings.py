@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tests.support.trainings import Bench, Rank
 AUTO = {"capture": "auto", "capture_budget": {"captures": 2}}
 
 
-def said(settings: dict[str, Any]) -> list[tuple[str, str]]:
+def said(settings: Mapping[str, object]) -> list[tuple[str, str]]:
     bench = Bench()
     for rank in (0, 1):  # the same of both is said once
         bench.give(*[Rank(rank).hello(settings=settings, world_size=2)])
@@ -116,5 +117,5 @@ def test_what_is_meant_to_be_read_and_is_not_is_a_finding(
         {"seed": 3, "capture_every": 5, "max_expect": 1, "rollouts_per_prompt": 4, "n": 1},
     ],
 )  # fmt: skip
-def test_what_is_the_users_own_or_right_is_not(settings: dict[str, Any]) -> None:
+def test_what_is_the_users_own_or_right_is_not(settings: Mapping[str, object]) -> None:
     assert said(settings) == []

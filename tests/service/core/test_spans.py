@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -269,7 +270,7 @@ def test_a_finish_inside_a_stage(bench: Bench, first: str) -> None:
     assert loss["wall"] == left.event.wall
 
 
-def raw_call(rank: Rank, kind: str, delivery: int, **fields: Any) -> Delivery:
+def raw_call(rank: Rank, kind: str, delivery: int, **fields: object) -> Delivery:
     said = rank.say(kind, **fields)
     event = type(said.event)(kind, RAW_SEQ + delivery, said.event.wall, said.event.mono, fields)
     return Delivery(said.sender, event, raw=True)
@@ -382,7 +383,7 @@ class Strange:
         return "strange\x00\ud800"
 
 
-HOSTILE: list[dict[str, Any]] = [
+HOSTILE: list[dict[str, object]] = [
     {"error_message": "\ud800\x00", "error_type": 7, "device_seconds": "1"},
     {"scalars": {1: 2.0, "\ud800": 1.0}, "begin_wall": "x", "begin_mono": True},
     {"payload": {"tensors": Strange(), "bytes": "7", "meta": {3: Strange(), "n": math.nan}}},
@@ -395,7 +396,9 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", HOSTILE, ids=str)
-def test_strange_fields_spoil_no_row(bench: Bench, fields: dict[str, Any], tmp_path: Any) -> None:
+def test_strange_fields_spoil_no_row(
+    bench: Bench, fields: Mapping[str, object], tmp_path: Path
+) -> None:
     from stagescope_service.core.instructions import Delete, Put
     from stagescope_service.store.sql import SqlStore
 

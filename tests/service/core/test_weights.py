@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -210,7 +211,7 @@ def test_of_two_pairs_all_are_named() -> None:
     ],
 )
 def test_which_ranks_hold_copies(
-    layouts: list[dict[str, Any]], shard: Any, are_replicas: bool
+    layouts: list[dict[str, Any]], shard: object, are_replicas: bool
 ) -> None:
     ranks = [
         record({"a": rank}, rank=rank, shard=shard, **layout) for rank, layout in enumerate(layouts)
@@ -255,7 +256,9 @@ records = st.lists(
 
 
 @given(records, st.randoms(use_true_random=False))
-def test_neither_order_nor_repetition_matter(said: list[WeightRecord], chance: Any) -> None:
+def test_neither_order_nor_repetition_matter(
+    said: list[WeightRecord], chance: random.Random
+) -> None:
     # Of two of one order the later one of the list counts.
     said = [dataclasses.replace(each, order=(*each.order[:2], at)) for at, each in enumerate(said)]
     again = [*said, *said[:3]]

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import sqlalchemy as sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.trainings import check_memory
@@ -90,7 +91,7 @@ events = st.builds(
 )
 
 
-def fits(column: Any, value: Any) -> bool:
+def fits(column: sa.Column[object], value: Any) -> bool:
     if value is None:
         return not column.primary_key
     kind = column.type

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,19 +54,19 @@ class Batch:
 
     step: int
     rank: int
-    q: Any
-    p: Any
-    rounds: Any
+    q: npt.NDArray[np.float64]
+    p: npt.NDArray[np.float64]
+    rounds: npt.NDArray[np.int64]
     """The round of each token, -1 between rounds."""
     random: np.random.Generator
     dtype: str = "float32"
     engine: str | None = None
     groups: int = 2
     """Samples of one group."""
-    rewards: Any = None
-    versions: Any = None
-    recomputed: Any = None
-    is_weights: Any = None
+    rewards: object = None
+    versions: npt.NDArray[np.int64] | None = None
+    recomputed: npt.NDArray[np.float64] | None = None
+    is_weights: npt.NDArray[np.float64] | None = None
     turns: Sequence[Turn] = ()
     """Of each row; rows of one trajectory have one group."""
 
@@ -90,7 +91,7 @@ def train(
     ranks: int = 4,
     scalars: Scalars | None = None,
     seconds: Callable[[int, int], float] = lambda step, rank: 1.0,
-    settings: dict[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
     seed: int = 0,
     keep: Sequence[str] = (),
 ) -> None:
@@ -138,9 +139,9 @@ def make_batch(step: int, rank: int, seed: int) -> Batch:
     return batch
 
 
-def wire(batch: Batch, run: str) -> dict[str, Any]:
+def wire(batch: Batch, run: str) -> dict[str, object]:
     q, p = batch.q.astype(np.float32), batch.p.astype(np.float32)
-    tensors: dict[str, Any] = {
+    tensors: dict[str, object] = {
         "rollout_log_probs": ("float32", q.shape, q, None),
         "response_mask": ("int64", q.shape, (batch.rounds >= 0).astype(np.int64), None),
         "rewards": ("float64", (ROWS,), np.asarray(batch.rewards, np.float64), None),
@@ -169,7 +170,7 @@ def wire(batch: Batch, run: str) -> dict[str, Any]:
     return {"schema": 1, "tensors": tensors, "strings": strings, "meta": {}}
 
 
-def turn_tensors(batch: Batch) -> dict[str, Any]:
+def turn_tensors(batch: Batch) -> dict[str, object]:
     """Prompts as rows of their own lengths; responses and turns as wide as the mask."""
     lengths = [len(turn.prompt) for turn in batch.turns]
     prompts = np.array([token for turn in batch.turns for token in turn.prompt], np.int64)
@@ -212,12 +213,12 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
-def rows_of(live: Service, run: str, **params: Any) -> dict[str, dict[str, Any]]:
+def rows_of(live: Service, run: str, **params: object) -> dict[str, dict[str, Any]]:
     answer = live.get(f"/runs/{run}/diagnosis", **params)
     return {row["rule"]: row for row in answer["rows"]}
 
 
-def found_in(rows: dict[str, dict[str, Any]]) -> set[str]:
+def found_in(rows: Mapping[str, dict[str, object]]) -> set[str]:
     return {name for name, row in rows.items() if row["verdict"] == "found"}
 
 
@@ -564,7 +565,7 @@ def test_padding_of_prompts_is_no_retokenisation(side: str) -> None:
     mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]], np.int64)
     turn_ids = np.where(mask == 1, [[0], [1]], -1)
 
-    def verdict(prompts: Any) -> str:
+    def verdict(prompts: npt.NDArray[np.generic]) -> str:
         return of_turns(prompts=prompts, responses=responses, response_mask=mask, turn_ids=turn_ids)
 
     assert verdict(prompts) == "not found"
@@ -581,7 +582,7 @@ def test_retokenisation_is_found_in_rows_of_all_tokens() -> None:
     mask[0, 3:6] = mask[1, 8:] = 1
     turn_ids = np.where(mask == 1, [[0], [1]], -1)
 
-    def verdict(tokens: Any) -> str:
+    def verdict(tokens: npt.NDArray[np.generic]) -> str:
         return of_turns(tokens=tokens, loss_mask=mask, turn_ids=turn_ids)
 
     tokens = np.array(rows)
@@ -595,7 +596,7 @@ def test_retokenisation_is_found_in_rows_of_all_tokens() -> None:
     assert verdict(other) == "not found"
 
 
-def of_turns(**tensors: Any) -> str:
+def of_turns(**tensors: npt.NDArray[np.generic]) -> str:
     """Return the verdict on two turns of one trajectory, a row each."""
     batch = StepBatch(
         2,
@@ -860,7 +861,7 @@ def test_what_to_do_next_are_commands_that_exist() -> None:
         ({"evidence": {"function": "lost", "bound": 1}}, "no parameter bound"),
     ],
 )
-def test_a_wrong_rule_is_refused_with_its_name(change: dict[str, Any], wrong: str) -> None:
+def test_a_wrong_rule_is_refused_with_its_name(change: Mapping[str, object], wrong: str) -> None:
     rule = {
         "title": "t", "family": "service", "evidence": {"function": "lost"}, "meaning": "m.",
         "next": ["n"], "sources": ["s"],
@@ -973,7 +974,7 @@ def test_no_line_explains_independent_noise(side: str, size: float) -> None:
     assert 0.0 <= found.share <= flattened + 0.01
 
 
-def examined(p: Any, q: Any) -> tuple[Cell, Comparability]:
+def examined(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> tuple[Cell, Comparability]:
     mask = np.ones(p.shape, np.int64)
     summary = summarise(batch_of(p.astype(np.float32), q.astype(np.float32), mask))
     return summary.fresh, examine(summary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from stagescope_service.store.tensorfile import write_tensors
 LATER = ("response_mask", "old_log_probs")
 
 
-def bits(tensor: Tensor) -> tuple[Any, ...]:
+def bits(tensor: Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.values.shape, tensor.values.tobytes()
 
 
@@ -441,7 +442,7 @@ def test_a_missing_step_or_tensor_lists_what_there_is() -> None:
 
 
 # --- straight from files ------------------------------------------------------------------------
-def job(rank: int, step: int = 5, run: str = "r", key: str = "k", **more: Any) -> IngestJob:
+def job(rank: int, step: int = 5, run: str = "r", key: str = "k", **more: object) -> IngestJob:
     made = {"run": run, "attempt_key": key, "rank": rank, "step": step, "settings": {"clip": 0.2}}
     return ingest_job(**{**made, **more})
 
@@ -525,7 +526,7 @@ SAID = {
 
 @settings(deadline=None, max_examples=150)
 @given(mutated(SAID))
-def test_a_file_with_any_metadata_is_read_or_refused(said: dict[str, Any]) -> None:
+def test_a_file_with_any_metadata_is_read_or_refused(said: Mapping[str, object]) -> None:
     whole = WholeStep([3, 2])
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "step_5" / "actor_rank0_0123456789ab_1.safetensors"

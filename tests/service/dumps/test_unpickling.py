@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ class Look:
     def __init__(self, expression: str) -> None:
         self.expression = expression
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return eval, (self.expression,)
 
 
@@ -185,7 +186,7 @@ class Sample:
     status: Status
     where: Path
     when: datetime.date
-    mask: Any
+    mask: object
 
 
 def test_objects_are_dicts_of_their_attributes(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_the_target_is_empty_and_outside_of_the_source(tmp_path: Path) -> None:
     ],
 )
 def test_a_converted_file_that_was_changed_is_refused(
-    tmp_path: Path, change: dict[str, Any]
+    tmp_path: Path, change: Mapping[str, object]
 ) -> None:
     torch.save({"a": list(range(20))}, tmp_path / "a.pt")
     converted(tmp_path / "a.pt", tmp_path / "b")

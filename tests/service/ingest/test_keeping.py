@@ -33,7 +33,7 @@ class Node:
         self.keeper = Keeper(directory, "node-1", reserve)
         self.intake = PayloadReader(directory, "node-1", Ring(directory / "ring", 0), self.keeper)
 
-    def take(self, seq: int = 1, value: object = None, **job: Any) -> Outcome:
+    def take(self, seq: int = 1, value: object = None, **job: object) -> Outcome:
         given = payload() if value is None else value
         return self.intake.read(PayloadKey("incarnation", seq), ingest_job(**{**JOB, **job}), given)
 

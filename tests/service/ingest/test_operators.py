@@ -19,7 +19,7 @@ from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.contract import Put
 
 
-def job(path: Path, **said: Any) -> AnnouncedDump:
+def job(path: Path, **said: object) -> AnnouncedDump:
     place = {"step": 1, "policy_version": None, "stage": "actor_update", "role": "actor", "rank": 1}
     part = dict.fromkeys(("occurrence", "epoch", "minibatch", "microbatch"), 0)
     made = {
@@ -30,7 +30,7 @@ def job(path: Path, **said: Any) -> AnnouncedDump:
     return cast("AnnouncedDump", made)
 
 
-def digested(path: Path, root: Path, **said: Any) -> tuple[dict[str, Any], list[Put]]:
+def digested(path: Path, root: Path, **said: object) -> tuple[dict[str, Any], list[Put]]:
     """Return the row of the table, and the findings."""
     rows = build_operator_table(job(path, **said), [root], "here")
     assert [put.table for put in rows] == ["operators", *["findings"] * (len(rows) - 1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from tests.support.measure import ingest_job, payload
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import Event, Part, Work
+from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.core import payloads
 from stagescope_service.core.entities import Attempt, Process
@@ -32,7 +32,7 @@ from stagescope_service.store.ring import Ring
 JOB = ingest_job()
 
 
-def take(tmp_path: Path, ids: list[str], **tensors: tuple[object, ...]) -> Outcome:
+def take(tmp_path: Path, ids: list[str], **tensors: WireTensor) -> Outcome:
     taken = payload()
     taken["strings"] = {"sample_ids": ids}
     taken["tensors"] |= tensors
@@ -76,7 +76,7 @@ def test_a_setting_that_verl_does_not_have_loses_no_number(
     assert first == second
 
 
-def findings_of(tmp_path: Path, **changed: object) -> list[tuple[str, str]]:
+def findings_of(tmp_path: Path, **changed: WireTensor | None) -> list[tuple[str, str]]:
     """Read a payload whose tensors are `changed` (None: left out), of a probe that reported it."""
     taken = payload()
     taken["tensors"] = {k: v for k, v in {**taken["tensors"], **changed}.items() if v is not None}
@@ -101,7 +101,7 @@ def test_what_its_probe_has_reported_is_not_reported_again(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "value", [{"old_log_probs": "x"}, {"response_mask": {"a": 1}}, {1: np.zeros(3)}]
 )
-def test_a_value_that_is_no_tensor_is_refused_by_name(value: Any) -> None:
+def test_a_value_that_is_no_tensor_is_refused_by_name(value: object) -> None:
     with pytest.raises(InvalidTensor, match="an array, a tensor or a list of rows"):
         read_value(value)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +35,11 @@ def trainer(spans: Sequence[Span], *without: str, **extra: WireTensor) -> TokenB
 
 
 def engine(
-    spans: Sequence[Span], *without: str, age: int = 0, wanted: Sequence[str] = (), **more: Any
+    spans: Sequence[Span],
+    *without: str,
+    age: int = 0,
+    wanted: Sequence[str] = (),
+    **more: WireTensor,
 ) -> RolloutRows | None:
     names = [name for name in GENERATED if name not in without]
     payload = payload_of(spans, streams=names, version=8)
@@ -97,7 +100,7 @@ def test_without_positions_the_models_tokens_are_taken_in_order() -> None:
     spans = whole(samples)
     width = max(len(sample) for sample in samples) + 7
 
-    def padded(name: str, dtype: Any) -> WireTensor:
+    def padded(name: str, dtype: str) -> WireTensor:
         table = np.zeros((len(samples), width), dtype)
         for row, sample in enumerate(samples):
             table[row, 7 : 7 + len(sample)] = getattr(sample, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def flat_of(rows: Rows) -> tuple[Bools, Int64]:
     return values, np.cumsum([0, *map(len, rows)], dtype=np.int64)
 
 
-def by_row(values: Values, offsets: Int64) -> list[list[Any]]:
+def by_row(values: Values, offsets: Int64) -> list[list[object]]:
     bounds = offsets.tolist()
     return [values[a:b].tolist() for a, b in itertools.pairwise(bounds)]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def without_rows(metrics: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("tag", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("with_turns", [False, True])
 def test_a_negative_zero_in_a_mask_is_a_zero(tag: str, with_turns: bool) -> None:
-    turns: dict[str, Any] = {"turn_ids": np.zeros(MASK.shape, np.int64)} if with_turns else {}
+    turns: dict[str, object] = {"turn_ids": np.zeros(MASK.shape, np.int64)} if with_turns else {}
 
     def numbers(mask: Any) -> dict[str, float]:
         if tag == "bfloat16":
@@ -61,7 +62,7 @@ def test_a_negative_zero_in_a_mask_is_a_zero(tag: str, with_turns: bool) -> None
 
 
 @pytest.mark.parametrize("empty", [[], [[], []]], ids=["no rows", "empty rows"])
-def test_lists_without_a_token_are_legal(empty: list[Any]) -> None:
+def test_lists_without_a_token_are_legal(empty: Sequence[object]) -> None:
     given = {name: to_wire(name, empty) for name in (*tensors(), "responses")}
     found = publish(summarise(TokenBatch.from_tensors(given)))
     assert found["counts/tokens"] == 0.0
@@ -137,7 +138,7 @@ def test_a_missing_mask_is_an_error() -> None:
     ],
 )
 def test_errors_name_the_tensor_the_shapes_and_what_was_expected(
-    change: dict[str, Any], message: str
+    change: Mapping[str, object], message: str
 ) -> None:
     with pytest.raises(InvalidTensor, match=message):
         TokenBatch.from_tensors(tensors(**change))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_bytes_hold_everything() -> None:
     assert len(data) < 40_000
 
 
-Change = Any
+Change = Callable[[dict[str, np.ndarray], dict[str, object]], object]
 
 
 def tampered(change: Change) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.support.batches import batch_of, bfloat16, from_bfloat16
 from tests.support.sampler import (
@@ -51,7 +52,9 @@ SHAPES: tuple[Shape, ...] = ((8, 64, 60), (2, 32, 100), (1, 16, 200), (1, 8, 300
 SMALL: tuple[Shape, ...] = ((1, 4, 60), (2, 8, 100), (8, 128, 20), (1, 16, 8))
 
 
-def assembled(batch: Batch, ranks: int, pieces: int = 1, mask: Any = None) -> StepSummary:
+def assembled(
+    batch: Batch, ranks: int, pieces: int = 1, mask: npt.NDArray[np.int64] | None = None
+) -> StepSummary:
     """Take a batch in as ranks hand it over, each in several microbatches, and merge it."""
     rows = len(batch.p) // ranks
     mask = np.ones(batch.p.shape, np.int64) if mask is None else mask
@@ -468,7 +471,9 @@ def test_the_calibration_is_of_the_fresh_tokens_where_versions_are_known() -> No
     assert np.isnan(publish(stale)["calibration/z"])
 
 
-def found(p: Any, q: Any, **others: Any) -> tuple[str, set[str]]:
+def found(
+    p: npt.NDArray[np.float64], q: npt.NDArray[np.float64], **others: Any
+) -> tuple[str, set[str]]:
     result = examine(summarise(batch_of(p, q, ON, **others)))
     return result.verdict, {check.name for check in result.suspects}
 
@@ -606,7 +611,7 @@ def test_a_cause_that_is_already_said_leaves_those_of_other_ranks() -> None:
     batch.q[of_rank_3] = lacking(batch).q[of_rank_3]
     whole = assembled(batch, 8)
 
-    def places(besides: str | None) -> dict[str, Any]:
+    def places(besides: str | None) -> dict[str, object]:
         causes = causes_of_ranks(whole.summary, whole.ranks, besides)
         return {cause.check.name: cause.places for cause in causes}
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.batches import batch_of, bfloat16, wire
 
 from stagescope.wire.schema import Part
+from stagescope.wire.tensorfile import Array
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.core.findings import FindingLocation
 from stagescope_service.statistics import (
@@ -27,8 +27,6 @@ from stagescope_service.statistics import (
 )
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
 from stagescope_service.store.contract import Put
-
-Array = npt.NDArray[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,7 @@ def ragged(
     return TokenBatch.from_tensors(tensors, {"sample_ids": names})
 
 
-def record(key: str, batch: TokenBatch, rank: int = 0, **fields: Any) -> PartRecord:
+def record(key: str, batch: TokenBatch, rank: int = 0, **fields: object) -> PartRecord:
     values: dict[str, Any] = {"stage": "actor_compute_log_prob", "role": "actor"} | fields
     return PartRecord(key=key, summary=summarise(batch), rank=rank, **values)
 
@@ -161,7 +159,7 @@ def findings(step_summary: StepSummary) -> dict[str, Any]:
     return {row["kind"]: row for row in rows}
 
 
-def silent(key: str, samples: Sequence[Sample], rank: int = 0, **fields: Any) -> PartRecord:
+def silent(key: str, samples: Sequence[Sample], rank: int = 0, **fields: object) -> PartRecord:
     """Return a rank's part whose rows name no sample."""
     batch = dataclasses.replace(ragged(samples, ["x"] * len(samples)), sample_ids=None)
     return record(key, batch, rank, **fields)
@@ -267,7 +265,7 @@ def test_local_ids_with_replicas_pieces_epochs_and_a_driver_count_each_sample_on
     ]
     records, batches = [], {}
 
-    def add(key: str, batch: TokenBatch, rank: int, **fields: Any) -> None:
+    def add(key: str, batch: TokenBatch, rank: int, **fields: object) -> None:
         batches[key] = batch
         records.append(record(key, batch, rank, **fields))
 
@@ -316,7 +314,7 @@ def test_left_padded_copies_of_different_width_are_one_sample(names: int | None)
                 values[row, width - len(one.q) :] = getattr(one, field)
         return batch_of(*table.values(), samples=[f"s{i}" for i in range(6)])
 
-    fields: dict[str, Any] = {} if names is None else {"data_rank": names}
+    fields: dict[str, object] = {} if names is None else {"data_rank": names}
     records = [record(str(k), padded(30 + 11 * k), k, **fields) for k in range(3)]
     records.append(record("driver", padded(99), 0, role="driver"))
     records.append(record("epoch", padded(77), 0, part=Part(epoch=1), **fields))

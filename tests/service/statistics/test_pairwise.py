@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def _compiled() -> None:
     warm(lambda: None)
 
 
-def taken(x: Any, y: Any, dtype: str = "float64", **named: Any) -> Pairwise:
+def taken(x: npt.ArrayLike, y: npt.ArrayLike, dtype: str = "float64", **named: Any) -> Pairwise:
     return compare_values(np.asarray(x), np.asarray(y), dtypes=(dtype, dtype), **named)[0]
 
 
@@ -73,7 +75,7 @@ def test_every_number_is_that_of_numpy_in_float64(pairs: list[tuple[float, float
 @settings(max_examples=100, deadline=None)
 @given(PAIRS, st.lists(st.integers(0, 40), max_size=5), st.randoms(use_true_random=False))
 def test_pieces_merge_into_the_whole_in_any_order(
-    pairs: list[tuple[float, float, bool]], cuts: list[int], random: Any
+    pairs: list[tuple[float, float, bool]], cuts: list[int], random: random.Random
 ) -> None:
     x = np.array([pair[0] for pair in pairs])
     y = np.array([pair[1] for pair in pairs])
@@ -160,7 +162,7 @@ def test_every_dtype_has_its_values(dtype: str) -> None:
     assert rows[:, 1].tolist() == [0.0, 1.0]
 
 
-def _block_of(kind: str, dtype: str, random: np.random.Generator) -> np.ndarray[Any, Any]:
+def _block_of(kind: str, dtype: str, random: np.random.Generator) -> npt.NDArray[np.generic]:
     """Return a block of the kernel's: constant, ordinary, or with NaN and infinities in it."""
     values = np.full(BLOCK, random.integers(0, 2)).astype(dtype)
     if kind != "constant":

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,7 +55,12 @@ def lattice(d: float) -> int:
     return FINER if power < FINEST else min(FINER + 1 + power - FINEST, COARSEST)
 
 
-def reference(p: Any, q: Any, mask: Any, rounds: Any = None) -> dict[Dimension, Found]:
+def reference(
+    p: npt.NDArray[np.float64],
+    q: npt.NDArray[np.float64],
+    mask: npt.NDArray[np.generic],
+    rounds: npt.NDArray[np.int64] | None = None,
+) -> dict[Dimension, Found]:
     sums: dict[Dimension, dict[int, list[float]]] = {name: defaultdict(list) for name in DIMENSIONS}
     for row in range(len(mask)):
         model = [i for i in range(mask.shape[1]) if mask[row, i]]
@@ -93,7 +99,9 @@ def assert_same(summary: Summary, expected: dict[Dimension, Found]) -> None:
             assert found[key][2:] == pytest.approx(values[2:], abs=1e-12), (name, key)
 
 
-def damaged(seed: int) -> tuple[Any, Any, Any]:
+def damaged(
+    seed: int,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Streams whose blocks are cut by bins, by the mask and by values that are not finite."""
     rng = np.random.default_rng(seed)
     p, q, mask = random_streams(rng, 7, 700)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.support.batches import batch_of, random_streams
 
@@ -14,7 +14,12 @@ from stagescope_service.statistics import StatisticsSettings, publish, summarise
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
 
 
-def expected(p: Any, q: Any, mask: Any, settings: StatisticsSettings) -> dict[str, float]:
+def expected(
+    p: npt.NDArray[np.float64],
+    q: npt.NDArray[np.float64],
+    mask: npt.NDArray[np.bool_],
+    settings: StatisticsSettings,
+) -> dict[str, float]:
     text = str(settings.rollout_is_threshold)
     low, _, high = text.rpartition("_")
     upper = float(high)
@@ -90,7 +95,7 @@ def test_without_settings_the_weights_are_untruncated_and_say_so() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, -1.0, "2_1", "a", "nan", "0_2"])
-def test_a_threshold_that_makes_no_sense_is_refused(bad: Any) -> None:
+def test_a_threshold_that_makes_no_sense_is_refused(bad: float | str) -> None:
     with pytest.raises(InvalidInput, match="rollout_is_threshold"):
         StatisticsSettings("token", bad)
 

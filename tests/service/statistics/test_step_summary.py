@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.service.statistics.test_summary import assert_same
-from tests.support.batches import batch_of, random_streams
+from tests.support.batches import Array, batch_of, random_streams
 
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import Part
@@ -26,28 +26,30 @@ from stagescope_service.statistics import (
 )
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
 
+Streams = tuple[Array, Array, Array]
+"""p, q and the mask."""
 ROWS, WIDTH = 8, 120
 SAMPLES = [f"s{i}" for i in range(ROWS)]
 
 
-def make(seed: int = 0) -> tuple[Any, Any, Any]:
+def make(seed: int = 0) -> Streams:
     return random_streams(np.random.default_rng(seed), ROWS, WIDTH, 0.1)
 
 
-def record(key: str, batch: TokenBatch, rank: int = 0, **fields: Any) -> PartRecord:
+def record(key: str, batch: TokenBatch, rank: int = 0, **fields: object) -> PartRecord:
     values: dict[str, Any] = {"stage": "actor_compute_log_prob", "role": "actor"} | fields
     return PartRecord(key=key, summary=summarise(batch), rank=rank, **values)
 
 
 def rows_of(
-    streams: tuple[Any, Any, Any], rows: list[int], *, samples: bool = True, **others: Any
+    streams: Streams, rows: list[int], *, samples: bool = True, **others: Any
 ) -> TokenBatch:
     p, q, mask = streams
     names = [SAMPLES[row] for row in rows] if samples else None
     return batch_of(p[rows], q[rows], mask[rows], samples=names, **others)
 
 
-def plain(streams: tuple[Any, Any, Any]) -> Summary:
+def plain(streams: Streams) -> Summary:
     return summarise(batch_of(*streams, samples=SAMPLES))
 
 
@@ -120,7 +122,7 @@ def test_a_piece_beside_a_copy_of_the_whole_sample_does_not_differ_from_it() -> 
 def test_without_sample_ids_the_layout_decides() -> None:
     streams = make()
 
-    def part(key: str, rank: int, rows: list[int], **fields: Any) -> PartRecord:
+    def part(key: str, rank: int, rows: list[int], **fields: object) -> PartRecord:
         return record(key, rows_of(streams, rows, samples=False), rank, **fields)
 
     parts = [
@@ -342,4 +344,4 @@ def test_ranks_that_use_the_same_ids_for_other_samples_are_told_apart() -> None:
     assert {found.holders for found in step_summary.contradictions} == {
         (("actor", 0), ("actor", 1))
     }
-    assert len(step_summary.contradictions) == sum(first[2].any(axis=1))
+    assert len(step_summary.contradictions) == np.count_nonzero(first[2].any(axis=1))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,7 +106,7 @@ def assert_same(merged: Summary, whole: Summary) -> None:
     assert_close(found, {k: v for k, v in expected.items() if "kl" not in k}, 1e-9)
 
 
-def assert_same_cell(found: Any, expected: Any) -> None:
+def assert_same_cell(found: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]) -> None:
     sums, last_count = list(range(Field.D_SUM, Field.D_MIN)), Field.IS_LOW
     assert np.array_equal(found[: last_count + 1], expected[: last_count + 1])
     extremes = slice(Field.D_MIN, Field.D_M2)
@@ -197,7 +198,7 @@ def test_what_alignment_rounding_and_padding_show(seed: int, rows: int, width: i
     assert where == ([] if first is None else [first])
 
 
-def stretches(mask: Any) -> list[tuple[int, int]]:
+def stretches(mask: npt.NDArray[np.generic]) -> list[tuple[int, int]]:
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 

@@ -153,7 +153,9 @@ def test_numbers_outside_a_stage_are_of_the_newest_process_that_logged_them(
 def test_usual_queries_read_few_rows(store: SqlStore, catalogue: Catalogue) -> None:
     plans: dict[str, list[str]] = {}
 
-    def explain(connection: sa.Connection, _: object, text: str, parameters: Any, *__: Any) -> None:
+    def explain(
+        connection: sa.Connection, _: object, text: str, parameters: Any, *__: object
+    ) -> None:
         if not text.startswith("EXPLAIN"):
             rows = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", parameters)
             plans[text] = [row[3] for row in rows]
@@ -228,7 +230,7 @@ def test_what_was_replaced_no_longer_answers(store: SqlStore, catalogue: Catalog
 def test_rows_come_back_as_they_went_in(store: SqlStore, catalogue: Catalogue) -> None:
     place = {"attempt_id": 1, "step": 2, "stage": "actor_update", "role": "actor", "rank": 0}
     work = {"incarnation": "i", "work_key": "w"}
-    row: dict[str, dict[str, Any]] = {
+    row: dict[str, dict[str, object]] = {
         "payloads": {"incarnation": "i", "seq": 1, **place, "state": "lost", "tensors": {"a": [1]}},
         "summaries": {"incarnation": "i", "seq": 1, "pair": "p", **place, "summary": b"s"},
         "streams": {

@@ -33,7 +33,7 @@ _INTS = st.none() | st.integers(0, 3) | st.just(1 << 61)
 _REALS = st.none() | st.floats() | st.just(1.8e9 + 1 / 3)
 _TEXTS = st.none() | st.sampled_from(["a", "b", "ingested", "announced", "nan"])
 _JSON = st.none() | st.sampled_from([{"a": [1, math.nan]}, {}, "x" * 30]) | st.integers()
-_KEYS: dict[str, st.SearchStrategy[Any]] = {
+_KEYS: dict[str, st.SearchStrategy[object]] = {
     "incarnation": st.sampled_from(["i", "k"]),
     "work_key": st.sampled_from(["1||a|0.0.0.0", "2||a|0.0.0.0"]),
     "revision": st.integers(1, 2),
@@ -50,7 +50,7 @@ _GROUPS = (
 _PATHS = st.sampled_from([None, "/d/1~1~i.bin", "/d/1~i", "/d/{payload}/1~i", "/other", "1~i1~i"])
 
 
-def _values(table: sa.Table) -> dict[str, st.SearchStrategy[Any]]:
+def _values(table: sa.Table) -> dict[str, st.SearchStrategy[object]]:
     found: dict[str, st.SearchStrategy[Any]] = {}
     for column in table.columns:
         if column.primary_key:
@@ -99,7 +99,9 @@ _WRITES = st.lists(st.one_of(*([_PUT] * 9), st.sampled_from(_DELETES)), max_size
 
 def _reference(writes: list[Write]) -> dict[str, list[str]]:
     """The old meaning of rows: upserted by key, one after the other."""
-    tables: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {name: {} for name in COMPACT_VIEWS}
+    tables: dict[str, dict[tuple[object, ...], dict[str, object]]] = {
+        name: {} for name in COMPACT_VIEWS
+    }
     for one in writes:
         if isinstance(one, RemoveRows):
             keep = {"artifacts": lambda row: row["deleted_wall"] is None}
@@ -123,7 +125,7 @@ def _reference(writes: list[Write]) -> dict[str, list[str]]:
     return {name: _shown(held.values()) for name, held in tables.items()}
 
 
-def _stored(column: Any, value: Any) -> Any:
+def _stored(column: sa.Column[object], value: object) -> object:
     if isinstance(column.type, StrictJson) and value is not None:
         return json.loads(json.dumps(value).replace("NaN", '"nan"'))
     if isinstance(value, float):
@@ -131,7 +133,7 @@ def _stored(column: Any, value: Any) -> Any:
     return value
 
 
-def _alike(value: Any) -> Any:
+def _alike(value: object) -> object:
     """SQLite stores NaN as null and -0.0 as 0, PostgreSQL stores both."""
     if isinstance(value, float):
         return None if math.isnan(value) else value + 0.0
@@ -192,7 +194,7 @@ def _old_catalogue(url: str, writes: list[Write]) -> None:
         for name, table in views.tables.items():
             old = table.to_metadata(sa.MetaData())
             puts = [one for one in writes if isinstance(one, Put) and one.table == name]
-            held: dict[Any, dict[str, Any]] = {}
+            held: dict[object, dict[str, object]] = {}
             for one in puts:
                 row = {each: _stored(table.c[each], value) for each, value in one.row.items()}
                 if name == "scalars" and "value" in row:

@@ -137,12 +137,14 @@ def test_what_cannot_be_written(tmp_path: Path, tensor: WireTensor, message: str
     assert not list(tmp_path.iterdir())
 
 
-def _raw(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+def _raw(header: object, data: bytes = b"", length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-def _one(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> Any:
+def _one(
+    dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4)
+) -> dict[str, object]:
     return {"t": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 

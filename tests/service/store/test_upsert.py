@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -53,12 +54,12 @@ _WRITES = st.lists(st.one_of(_PUT, _PUT, _RUN, _DELETE), max_size=30)
 _REPEATABLE = _WRITES.map(lambda writes: [each for each in writes if "step" not in _where(each)])
 
 
-def _where(write: Write) -> Any:
+def _where(write: Write) -> Mapping[str, object]:
     return write.where if isinstance(write, Delete) else {}
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sa.Engine]:
     engine = connect.writer_engine(url_of(tmp_path_factory.mktemp("upsert")))
     with engine.begin() as connection:
         migrate.upgrade(connection)
@@ -66,7 +67,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     engine.dispose()
 
 
-def _outcome(engine: sa.Engine, groups: list[list[Write]]) -> Any:
+def _outcome(engine: sa.Engine, groups: list[list[Write]]) -> str:
     with engine.connect() as connection, connection.begin() as transaction:
         for group in groups:
             WriteBatch(group).execute(connection)
@@ -103,7 +104,7 @@ def test_resubmission_leaves_the_same(
 @_FEW
 @given(st.lists(_PUT, max_size=12, unique_by=lambda put: put.row["incarnation"]), st.randoms())
 def test_the_order_between_rows_does_not_matter(
-    engine: sa.Engine, puts: list[Write], random: Any
+    engine: sa.Engine, puts: list[Write], random: random.Random
 ) -> None:
     shuffled = [*puts, *puts]
     random.shuffle(shuffled)

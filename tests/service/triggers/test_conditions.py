@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ NUMBERS = st.floats(-1e6, 1e6, allow_nan=False) | st.sampled_from([math.nan, mat
 
 
 def evaluate(
-    when: dict[str, Any], value: float, history: list[float], noise: float = math.nan
+    when: Mapping[str, object], value: float, history: list[float], noise: float = math.nan
 ) -> bool:
     column = np.array(history, np.float64).reshape(-1, 1)
     found = When.parse(when, "when").evaluate(np.array([value]), np.array([noise]), column)

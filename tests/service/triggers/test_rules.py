@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ from stagescope_service.triggers.budget import Budget, Spent
 from stagescope_service.triggers.budget import spent as spent_by
 from stagescope_service.triggers.rules import Rules, defaults, defaults_text, read_yaml
 
-RULE: dict[str, Any] = {
+RULE: dict[str, object] = {
     "name": "mean",
     "metric": "training/rollout_probs_diff_mean",
     "when": {">": 0.01},
@@ -25,7 +25,7 @@ RULE: dict[str, Any] = {
 }
 
 
-def rules_of(**changes: Any) -> Rules:
+def rules_of(**changes: object) -> Rules:
     return Rules.parse({"rules": [{**RULE, **changes}]})
 
 
@@ -114,7 +114,7 @@ def test_a_document_is_written_as_it_is_read() -> None:
         ({"condition": "value > 1"}, r"rules\[0\] has no field 'condition'"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_field(changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused_with_its_field(changes: Mapping[str, object], said: str) -> None:
     with pytest.raises(InvalidPlan, match=said):
         rules_of(**changes)
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_is_refused_with_its_field(changes: dict[str, Any], said:
         "http://example.com/SECRET\nHost: other",
     ],
 )  # fmt: skip
-def test_a_webhook_that_cannot_be_called_is_refused_without_being_shown(url: Any) -> None:
+def test_a_webhook_that_cannot_be_called_is_refused_without_being_shown(url: object) -> None:
     with pytest.raises(InvalidPlan, match=r"actions.webhook cannot be called") as caught:
         rules_of(actions={"webhook": url})
     assert "SECRET" not in str(caught.value)

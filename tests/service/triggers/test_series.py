@@ -36,7 +36,7 @@ def step_summary_of(ages: list[int] | None, *, noise: float = 0.3) -> StepSummar
     return assemble([record])
 
 
-def values(step_summary: StepSummary, **rule: Any) -> dict[SeriesKey, float]:
+def values(step_summary: StepSummary, **rule: object) -> dict[SeriesKey, float]:
     """What a rule sees."""
     made = Rules.parse({"rules": [{"name": "r", "metric": MEAN, "when": {">": 1}, **rule}]})
     facts = Facts("r", 1, 1, 5, {None: step_summary, step_summary.stage: step_summary}, {}, [], {})
@@ -82,7 +82,7 @@ def test_a_synchronous_step_is_looked_at_whole(ages: list[int] | None) -> None:
 
 
 def test_what_no_rule_asks_for_is_not_read() -> None:
-    def needs(**rule: Any) -> Needs:
+    def needs(**rule: object) -> Needs:
         made = {"name": "r", "metric": MEAN, "when": {">": 1}, **rule}
         return Needs.of(Rules.parse({"rules": [made]}).rules)
 
@@ -100,7 +100,7 @@ def test_a_rule_on_missing_ranks_sees_its_stage_alone() -> None:
     ]
     facts = Facts("r", 1, 1, 5, {}, {}, missing, {})
 
-    def seen(**rule: Any) -> dict[SeriesKey, float]:
+    def seen(**rule: object) -> dict[SeriesKey, float]:
         one = {"name": "r", "metric": "missing_ranks", "when": {">": 0}, **rule}
         found = Publisher(facts).values(Rules.parse({"rules": [one]}).rules[0])
         return dict(zip(found.series, found.values.tolist(), strict=True))

@@ -19,7 +19,7 @@ from stagescope_service.triggers.watch import REACH, At, Firing, FiringChanges, 
 METRIC = "logprob_abs_diff/mean"
 
 
-def rules_of(*rules: Mapping[str, Any]) -> Rules:
+def rules_of(*rules: Mapping[str, object]) -> Rules:
     found = [
         {"name": f"rule-{at}", "metric": METRIC, "cooldown": 0, "when": {">": 1}, **rule}
         for at, rule in enumerate(rules)
@@ -44,7 +44,7 @@ def train(
     return watch
 
 
-def fired(rule: Mapping[str, Any], line: Sequence[float], since: int = 0) -> list[int]:
+def fired(rule: Mapping[str, object], line: Sequence[float], since: int = 0) -> list[int]:
     """The steps (from 0) of one attempt at which a rule fires."""
     steps = {At(1, step): [value] for step, value in enumerate(line)}
     watch = train(rules_of(rule), steps, list(steps), since=since)
@@ -290,7 +290,7 @@ def runs(draw: st.DrawFn) -> dict[At, list[float]]:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(RULES, min_size=1, max_size=3), runs(), st.data())
 def test_no_order_and_no_repetition_changes_what_fired(
-    given_rules: list[dict[str, Any]], steps: dict[At, list[float]], data: st.DataObject
+    given_rules: Sequence[dict[str, object]], steps: dict[At, list[float]], data: st.DataObject
 ) -> None:
     rules = rules_of(*given_rules)
     in_order = train(rules, steps, list(steps))

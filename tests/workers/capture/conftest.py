@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,8 +27,8 @@ class Captures:
         *,
         task: str = "statistics",
         level: str = "L1",
-        section: dict[str, Any] | None = None,
-        config: dict[str, Any] | None = None,
+        section: Mapping[str, object] | None = None,
+        config: Mapping[str, object] | None = None,
         stage: str = "actor_update",
         step: int | None = 1,
         part: Part = Part(),  # noqa: B008
@@ -38,7 +38,7 @@ class Captures:
         **capture: Any,
     ) -> ArmedCapture:
         content = {"task": task, "level": level, task: section or {}, **(config or {})}
-        request: dict[str, Any] = {
+        request: dict[str, object] = {
             "capture_id": "c",
             "stages": [stage],
             "ranks": "all",
@@ -72,7 +72,7 @@ class Captures:
             raise
         self.last = armed.finish(None)
 
-    def entries(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, object]:
         """What dump.json of the last capture holds."""
         text = (Path(self.last["path"]) / "dump.json").read_text(encoding="utf-8")
         data: dict[str, Any] = json.loads(text)["data"]
@@ -80,7 +80,7 @@ class Captures:
 
     def done(self) -> dict[str, Any]:
         text = (Path(self.last["path"]) / "DONE.json").read_text(encoding="utf-8")
-        content: dict[str, Any] = json.loads(text)
+        content: dict[str, object] = json.loads(text)
         return content
 
 

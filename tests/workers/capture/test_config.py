@@ -12,6 +12,7 @@ from tests.support.small_decoder import forward_backward, small_decoder, token_i
 from tests.workers.capture.conftest import Captures
 
 from stagescope.wire.errors import InvalidPlan
+from stagescope.wire.schema import Part
 from stagescope_workers.capture import msprobe_config
 from stagescope_workers.capture.msprobe_config import MsprobeConfig, check_config, resolve_config
 
@@ -85,7 +86,7 @@ def test_the_plan_takes_precedence_and_is_reported() -> None:
         ({"rank": [{1, 2}]}, "cannot be written as JSON"),
     ],
 )
-def test_what_msprobe_refuses_is_refused_with_a_reason(config: Any, reported: str) -> None:
+def test_what_msprobe_refuses_is_refused_with_a_reason(config: object, reported: str) -> None:
     with pytest.raises(InvalidPlan, match=r"expected|JSON") as raised:
         check_config(config)
     assert reported in str(raised.value)
@@ -128,7 +129,7 @@ def test_a_capture_from_a_path_sees_the_file_of_the_moment(
     assert levels == ["L0", "L1"]
 
 
-def _part() -> Any:
+def _part() -> Part:
     from stagescope.wire.schema import Part
 
     return Part()

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_arming_counts_neither_as_measured_cost_nor_towards_the_time_cap(
 ) -> None:
     model, load = small_decoder(), msprobe_patches.load_debugger_class
 
-    def load_slowly() -> Any:  # as the first capture of a process, which imports msprobe
+    def load_slowly() -> object:  # as the first capture of a process, which imports msprobe
         now[0] += 30.0
         return load()
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.small_decoder import forward_backward, small_decoder, token_ids
@@ -15,7 +14,7 @@ from stagescope.wire.schema import Part
 from stagescope_workers.capture import dump_paths
 
 
-def capture(captures: Captures, **arguments: Any) -> Path:
+def capture(captures: Captures, **arguments: object) -> Path:
     model = small_decoder()
     with captures.around(model, level="L0", **arguments):
         forward_backward(model, token_ids())

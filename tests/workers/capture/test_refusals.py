@@ -19,7 +19,7 @@ from stagescope_workers.capture import msprobe_capture, msprobe_patches
 from stagescope_workers.capture.msprobe_capture import Capturer
 
 
-def whole_capture(captures: Captures, model: torch.nn.Module, **arguments: Any) -> None:
+def whole_capture(captures: Captures, model: torch.nn.Module, **arguments: object) -> None:
     """A capture that must work, whatever happened before."""
     with captures.around(model, **arguments):
         forward_backward(model, token_ids())
@@ -135,7 +135,7 @@ def test_strict_raises_at_the_end_but_never_over_the_stages_own_error(
 ) -> None:
     model = small_decoder()
 
-    def break_writing(armed: Any) -> None:
+    def break_writing(armed: object) -> None:
         writer = msprobe_capture._session._debugger.service.data_collector.data_writer
         monkeypatch.setattr(writer, "dump_file_path", "/proc/nothing/dump.json")
 
@@ -170,7 +170,7 @@ def test_a_missing_msprobe(captures: Captures, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_generation_is_never_captured_for_all_stages(captures: Captures) -> None:
-    def begin(**fields: Any) -> Any:
+    def begin(**fields: object) -> Any:
         return Capturer().begin(
             capture_request(capture_id="c", config={"task": "statistics"}, strict=True, **fields),
             run="run", attempt_key="k", stage="rollout_generate", step=1, part=Part(),
@@ -212,7 +212,7 @@ def test_what_breaks_inside_a_hook_stays_there(
         processor = msprobe_capture._session._debugger.service.data_collector.data_processor
         calls = []
 
-        def failing(*_: Any, **__: Any) -> Any:
+        def failing(*_: object, **__: object) -> None:
             calls.append(1)
             raise RuntimeError("no space left in this test")
 

@@ -8,7 +8,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -23,12 +23,12 @@ from stagescope_workers.capture import msprobe_patches
 LEVELS = ("L0", "L1", "mix")
 
 
-def process_state() -> dict[str, Any]:
+def process_state() -> dict[str, object]:
     """Every attribute that msprobe may replace, by identity, and the optimizers' global hooks."""
     import torch.optim.optimizer as optimizer
 
     msprobe_patches.load_debugger_class()
-    state: dict[str, Any] = {}
+    state: dict[str, object] = {}
     for owner in msprobe_patches.constructor_owners():
         for name, value in list(vars(owner).items()):
             # Modules are imported on demand, and dynamo counts on. By type: some attributes warn
@@ -41,12 +41,12 @@ def process_state() -> dict[str, Any]:
     return state
 
 
-def differences(before: dict[str, Any]) -> list[str]:
+def differences(before: Mapping[str, object]) -> list[str]:
     after = process_state()
     return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
 
 
-def module_state(model: nn.Module) -> dict[str, Any]:
+def module_state(model: nn.Module) -> dict[str, object]:
     return {
         name: {
             key: tuple(value) if isinstance(value, dict) else id(value)
@@ -98,7 +98,7 @@ def calls_of_a_step(model: nn.Module) -> collections.Counter[str]:
     """Every Python and C function that forward and backward enter: exact, where time is noisy."""
     calls: collections.Counter[str] = collections.Counter()
 
-    def note(frame: types.FrameType, event: str, argument: Any) -> None:
+    def note(frame: types.FrameType, event: str, argument: object) -> None:
         if event == "call":
             calls[f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno}"] += 1
         elif event == "c_call":
@@ -168,7 +168,7 @@ def test_several_models_and_stages_of_one_process(captures: Captures, level: str
 def test_configuration_changes_from_capture_to_capture(captures: Captures) -> None:
     model = small_decoder()
     process = process_state()
-    kinds: list[dict[str, Any]] = [
+    kinds: list[dict[str, object]] = [
         {"level": "L0"},
         {"level": "L1"},
         {"level": "mix"},
@@ -230,7 +230,7 @@ def test_collection_state_of_gc_is_kept(captures: Captures, level: str) -> None:
 
 
 @pytest.fixture
-def plain_linear() -> Iterator[Any]:
+def plain_linear() -> Iterator[object]:
     original = functional.linear
     yield original
     functional.linear = original
@@ -244,7 +244,7 @@ def test_a_function_patched_between_captures_stays_patched(
         forward_backward(model, token_ids())
     calls = []
 
-    def counting(*arguments: Any, **named: Any) -> Any:
+    def counting(*arguments: object, **named: object) -> Any:
         calls.append(1)
         return plain_linear(*arguments, **named)
 
@@ -326,7 +326,7 @@ def test_not_a_number_in_the_dump_is_tolerated(captures: Captures) -> None:
     assert any(str(output) == "nan" for output in _maxima(captures.entries()))
 
 
-def _maxima(node: Any) -> Iterator[Any]:
+def _maxima(node: Any) -> Iterator[object]:
     if isinstance(node, dict):
         yield from (value for key, value in node.items() if key == "Max")
         node = list(node.values())

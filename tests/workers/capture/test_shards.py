@@ -104,7 +104,7 @@ class Broken:
     """A parameter whose gradient cannot be read."""
 
     @property
-    def grad(self) -> Any:
+    def grad(self) -> None:
         raise RuntimeError("no such memory")
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import logging
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ critic:
 BLOCK = "global_profiler.global_tool_config.precision_debugger"
 
 
-def config(**changes: Any) -> dict[str, Any]:
+def config(**changes: object) -> dict[str, object]:
     """The guide's blocks, with dotted paths set, or removed by `...`."""
     content: dict[str, Any] = copy.deepcopy(yaml.safe_load(GUIDE))
     for path, value in changes.items():
@@ -211,7 +211,7 @@ class Lazy(Mapping[str, object]):
             raise RuntimeError(f"Missing mandatory value: {name}")
         return Lazy(value) if isinstance(value, dict) else value
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._content)
 
     def __len__(self) -> int:

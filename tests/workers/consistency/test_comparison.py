@@ -22,7 +22,7 @@ class Letters:
 
     bos_token_id = None
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, object]:
         return {"input_ids": [ord(c) - 97 for c in text]}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -113,7 +113,7 @@ class TextOnly(Model):
         self.merged = merged
 
     def generate(
-        self, prompts: Sequence[Any], sampling: Sampling | None = None
+        self, prompts: Sequence[object], sampling: Sampling | None = None
     ) -> list[Generation]:
         tokens = ("xy", "z", "") if self.merged else ("x", "y", "z")
         made = super().generate(prompts, sampling)
@@ -132,7 +132,9 @@ def test_ids_are_found_by_the_texts_or_the_answer_is_left_out() -> None:
 
 class Seeing(Model):
     def chat(
-        self, conversations: Sequence[Sequence[Mapping[str, Any]]], sampling: Sampling | None = None
+        self,
+        conversations: Sequence[Sequence[Mapping[str, object]]],
+        sampling: Sampling | None = None,
     ) -> list[Generation]:
         self.asked += conversations
         return [Generation("a cat") for _ in conversations]

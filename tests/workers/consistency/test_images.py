@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.answering import serving
@@ -40,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def message(folder: Path, name: str) -> list[dict[str, Any]]:
+def message(folder: Path, name: str) -> list[dict[str, object]]:
     image = {"type": "image", "path": str(folder / f"{name}.png")}
     return [{"role": "user", "content": [image, {"type": "text", "text": "how many?"}]}]
 

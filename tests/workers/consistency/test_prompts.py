@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from stagescope_workers.consistency.prompts import Item, data_url, read_items, t
 PNG = b"\x89PNG\r\n\x1a\nrest"
 
 
-def written(tmp_path: Path, *rows: Any) -> Path:
+def written(tmp_path: Path, *rows: object) -> Path:
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return path
@@ -46,7 +45,7 @@ def test_jsonl_and_text(tmp_path: Path) -> None:
         {"prompt": "a", "image": "absent.png"},
     ],
 )  # fmt: skip
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, row: Any) -> None:
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, row: object) -> None:
     with pytest.raises(InvalidInput, match="line 2"):
         read_items(written(tmp_path, {"prompt": "good"}, row))
 

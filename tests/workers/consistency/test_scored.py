@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 
+from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.statistics import TokenBatch, publish, summarise
 from stagescope_workers.consistency.scored import Scored, numbers, worst_tokens
 from stagescope_workers.payload import host_tensor
@@ -29,7 +29,7 @@ def rows(*lengths: int, seed: int = 0) -> list[Scored]:
 
 
 def published(of: list[Scored]) -> dict[str, float]:
-    tensors: dict[str, Any] = {
+    tensors: dict[str, WireTensor] = {
         "rollout_log_probs": host_tensor("q", [row.q.astype(np.float32) for row in of]),
         "old_log_probs": host_tensor("p", [row.p.astype(np.float32) for row in of]),
         "response_mask": host_tensor("m", [np.ones(len(row.ids), np.int8) for row in of]),

@@ -104,7 +104,7 @@ class Trained:
     """What AReaL's fake itself had."""
 
     run: str
-    engine: Any
+    engine: object
     log: list[tuple[int, dict[str, float]]]
     batches: dict[int, list[dict[str, torch.Tensor]]]
 
@@ -159,7 +159,7 @@ def train(monkeypatch: pytest.MonkeyPatch, *, v2: bool = False, **options: Any) 
     return Trained(os.environ["STAGESCOPE_RUN"], engine, trainer.stats_logger.logged, batches)
 
 
-def check(live: Service, run: str, step: int, stage: str, p: np.ndarray, q: np.ndarray) -> Any:
+def check(live: Service, run: str, step: int, stage: str, p: np.ndarray, q: np.ndarray) -> object:
     """Compare the service's numbers of a step with those of plain numpy."""
     answer = live.get(f"/steps/{step}/metrics", run=run)
     metrics = answer["metrics"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,35 +37,41 @@ def train_data(step: int, *, skipped: bool = False) -> dict[str, Any]:
 
 class Logger:
     def log_metrics(
-        self, metrics: Any, step: int, prefix: str | None = "", step_metric: Any = None,
+        self, metrics: object, step: int, prefix: str | None = "", step_metric: object = None,
         step_finished: bool = False,
     ) -> None:  # fmt: skip
         return None
 
-    def log_batched_dict_as_jsonl(self, to_log: Any, filename: str) -> None:
+    def log_batched_dict_as_jsonl(self, to_log: object, filename: str) -> None:
         return None
 
 
 class Policy:
-    def get_logprobs(self, data: Any, timer: Any = None) -> Any:
+    def get_logprobs(self, data: Any, timer: object = None) -> Any:
         return {"logprobs": data["prev_logprobs"]}
 
-    def get_reference_policy_logprobs(self, data: Any, timer: Any = None) -> Any:
+    def get_reference_policy_logprobs(self, data: Any, timer: object = None) -> Any:
         return {"reference_logprobs": data["prev_logprobs"]}
 
-    def train(self, data: Any, loss_fn: Any = None) -> Any:
+    def train(self, data: Any, loss_fn: object = None) -> Any:
         return {"loss": 1.0}
 
 
 def compute_and_apply_seq_logprob_error_masking(
-    train_data: Any, rewards: Any, seq_logprob_error_threshold: float | None
-) -> dict[str, Any]:
+    train_data: Any, rewards: object, seq_logprob_error_threshold: float | None
+) -> dict[str, object]:
     train_data["sample_mask"] = torch.zeros(ROWS)  # everything was too far
     return {"max_seq_mult_prob_error": 1.25, "num_masked_seqs": 3}
 
 
 def grpo_train(
-    policy: Any, logger: Any, grpo_save_state: Any, master_config: Any, *, skipped: bool, fake: Any
+    policy: Any,
+    logger: Any,
+    grpo_save_state: Any,
+    master_config: object,
+    *,
+    skipped: bool,
+    fake: ModuleType,
 ) -> list[Any]:
     total_steps = grpo_save_state.total_steps
     made = []
@@ -103,13 +110,15 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """One module that stands for NeMo-RL's, patched."""
-    made: Any = types.ModuleType("fake")
-    made.Logger = type("Logger", (), dict(vars(Logger)))
-    made.Policy = type("Policy", (), dict(vars(Policy)))
-    made.grpo_train = grpo_train
-    made.compute_and_apply_seq_logprob_error_masking = compute_and_apply_seq_logprob_error_masking
+    made = types.ModuleType("fake")
+    vars(made).update(
+        Logger=type("Logger", (), dict(vars(Logger))),
+        Policy=type("Policy", (), dict(vars(Policy))),
+        grpo_train=grpo_train,
+        compute_and_apply_seq_logprob_error_masking=compute_and_apply_seq_logprob_error_masking,
+    )
     for patch in nemo_rl.patches():
         if patch.path.partition(".")[0] in vars(made):
             patch.apply(made)
@@ -117,7 +126,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def config(name: str) -> Any:
+def config(name: str) -> dict[str, object]:
     return {
         "logger": {"log_dir": f"logs/{name}", "wandb": {"name": name}},
         "policy": {"generation": {"backend": "vllm", "temperature": 1.0, "top_p": 0.95}},
@@ -126,7 +135,7 @@ def config(name: str) -> Any:
     }  # fmt: skip
 
 
-def run(fake: Any, name: str, *, done: int = 0, skipped: bool = False) -> Any:
+def run(fake: ModuleType, name: str, *, done: int = 0, skipped: bool = False) -> Any:
     state = types.SimpleNamespace(total_steps=done, current_step=done)
     return fake.grpo_train(
         policy=fake.Policy(), logger=fake.Logger(), grpo_save_state=state,
@@ -134,7 +143,7 @@ def run(fake: Any, name: str, *, done: int = 0, skipped: bool = False) -> Any:
     )  # fmt: skip
 
 
-def test_streams_are_those_before_the_masking(live: Service, fake: Any) -> None:
+def test_streams_are_those_before_the_masking(live: Service, fake: ModuleType) -> None:
     made = run(fake, "r")
     for step, data in enumerate(made, 1):
         mask = (data["token_mask"] * data["sample_mask"].unsqueeze(-1))[:, 1:].bool().numpy()
@@ -153,7 +162,9 @@ def test_streams_are_those_before_the_masking(live: Service, fake: Any) -> None:
     assert found["max_seq_mult_prob_error"] == 1.25
 
 
-def test_a_pass_that_was_not_made_is_not_measured_and_says_why(live: Service, fake: Any) -> None:
+def test_a_pass_that_was_not_made_is_not_measured_and_says_why(
+    live: Service, fake: ModuleType
+) -> None:
     run(fake, "skipped", skipped=True)
     for step in (1, 2):
         problem = live.problem(404, f"/steps/{step}/metrics", run="skipped")
@@ -161,7 +172,7 @@ def test_a_pass_that_was_not_made_is_not_measured_and_says_why(live: Service, fa
         assert "rollout_log_probs" in problem["detail"]
 
 
-def test_a_resumed_training_goes_on_from_its_step(live: Service, fake: Any) -> None:
+def test_a_resumed_training_goes_on_from_its_step(live: Service, fake: ModuleType) -> None:
     run(fake, "resumed", done=5)
     [attempt] = live.get("/runs/resumed/attempts")["rows"]
     assert attempt["resumed_from_step"] == 5
@@ -170,7 +181,7 @@ def test_a_resumed_training_goes_on_from_its_step(live: Service, fake: Any) -> N
 
 
 def test_an_error_of_ours_is_none_of_the_trainings(
-    fake: Any, monkeypatch: pytest.MonkeyPatch
+    fake: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nemo_rl, "init", lambda *args, **kwargs: 1 / 0)
     assert len(run(fake, "e")) == 2

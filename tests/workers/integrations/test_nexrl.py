@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +22,7 @@ from tests.support.api import Service, service
 
 from stagescope_workers.integrations import registry
 from stagescope_workers.integrations.nexrl import debug_block, ranks
+from stagescope_workers.integrations.patches import Patches
 from stagescope_workers.probe.lifecycle import finish
 
 EVERYTHING: Final = {
@@ -30,6 +33,15 @@ EVERYTHING: Final = {
 }
 
 
+@dataclasses.dataclass
+class NexRL:
+    """NexRL's fake modules by name, what patched them, and the variables of the run."""
+
+    module: Callable[[str], ModuleType]
+    patches: Patches
+    run: pytest.MonkeyPatch
+
+
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(tmp_path_factory.mktemp("home")) as running:
@@ -38,8 +50,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def nexrl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: Service, request: Any
-) -> Iterator[Any]:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: Service, request: pytest.FixtureRequest
+) -> Iterator[NexRL]:
     """NexRL's fake modules, patched, in a process that reports to the service."""
     assert live.tokens is not None
     before = set(sys.modules)
@@ -52,10 +64,10 @@ def nexrl(
     assert found is not None
     installed = registry.install(found.package, found.module)
 
-    def module(name: str) -> Any:
+    def module(name: str) -> ModuleType:
         return importlib.import_module(f"nexrl.{name}")
 
-    yield types.SimpleNamespace(module=module, patches=installed, run=monkeypatch)
+    yield NexRL(module, installed, monkeypatch)
     finish(5)
     sys.meta_path.remove(installed)
     ranks._probes.clear()
@@ -67,11 +79,11 @@ def nexrl(
 class Pool:
     """Gives the trajectories of each step, after it was asked in vain."""
 
-    def __init__(self, steps: Sequence[list[Any]]) -> None:
+    def __init__(self, steps: Sequence[Sequence[object]]) -> None:
         self._steps = list(steps)
         self._asked = 0
 
-    def get_trajectories(self) -> Any:
+    def get_trajectories(self) -> Sequence[object] | None:
         self._asked += 1
         return self._steps.pop(0) if self._asked % 2 == 0 else None
 
@@ -79,13 +91,13 @@ class Pool:
 class Client:
     """A train service that has one FSDP rank in the trainer's process."""
 
-    def __init__(self, nexrl: Any, debug: dict[str, Any]) -> None:
+    def __init__(self, nexrl: NexRL, debug: dict[str, Any]) -> None:
         module = nexrl.module("train_service_backend.fsdp_worker.fsdp_actor")
         config = {"debug": debug, "ppo_mini_batch_size": 4, "ppo_epochs": 2}
         self.actor = module.DataParallelPPOActor(config, log_probs_of)
-        self.old: list[tuple[Any, Any]] = []
+        self.old: list[tuple[object, object]] = []
 
-    def _data(self, data: dict[str, Any]) -> Any:
+    def _data(self, data: dict[str, Any]) -> SimpleNamespace:
         tensors = {name: each for name, each in data["batch"].items() if torch.is_tensor(each)}
         rows = len(tensors["responses"])
         return types.SimpleNamespace(
@@ -93,24 +105,24 @@ class Client:
             meta_info=json.loads(json.dumps(data["meta_info"])),
         )
 
-    def compute_log_prob(self, data: dict[str, Any]) -> Any:
+    def compute_log_prob(self, data: dict[str, Any]) -> object:
         old = self.actor.compute_log_prob(self._data(data))
         self.old.append((old, data["batch"]["responses"]))
         return {"batch": {"old_log_probs": old}}
 
-    def update_actor(self, data: dict[str, Any]) -> Any:
+    def update_actor(self, data: dict[str, Any]) -> object:
         return {"meta_info": {"metrics": self.actor.update_policy(self._data(data))}}
 
-    def save_checkpoint(self, **arguments: Any) -> Any:
+    def save_checkpoint(self, **arguments: object) -> object:
         return {}
 
 
-def log_probs_of(responses: Any) -> Any:
+def log_probs_of(responses: torch.Tensor) -> torch.Tensor:
     """What the fake model thinks of tokens: any function of them."""
     return -torch.remainder(responses * 0.37, 2.0) - 0.01
 
 
-def trajectories(nexrl: Any, seed: int, *, logprobs: bool = True) -> list[Any]:
+def trajectories(nexrl: NexRL, seed: int, *, logprobs: bool = True) -> list[object]:
     """Nine trajectories of three groups, in any order, two rounds each."""
     rng = np.random.default_rng(seed)
     made = []
@@ -142,7 +154,7 @@ def tokens(given: list[Any]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(p), np.concatenate(q)
 
 
-def remembered(given: list[Any]) -> list[Any]:
+def remembered(given: list[Any]) -> list[object]:
     """What the trajectories were before the trainer padded them."""
     return [
         {"tokens": list(one.tokens), "mask": list(one.loss_mask), "reward": one.reward,
@@ -151,7 +163,7 @@ def remembered(given: list[Any]) -> list[Any]:
     ]  # fmt: skip
 
 
-def train(nexrl: Any, steps: list[list[Any]], debug: dict[str, Any]) -> Any:
+def train(nexrl: NexRL, steps: Sequence[list[object]], debug: dict[str, Any]) -> Any:
     config = {"total_train_steps": len(steps), "debug": debug, "client": Client(nexrl, debug)}
     module = nexrl.module("trainer.self_hosted_grpo_trainer")
     trainer = module.SelfHostedGrpoTrainer(config)
@@ -172,7 +184,7 @@ def answer(live: Service, path: str, run: str) -> Any:
         time.sleep(0.1)
 
 
-def test_both_streams_of_live_trajectories_and_each_row_once(nexrl: Any, live: Service) -> None:
+def test_both_streams_of_live_trajectories_and_each_row_once(nexrl: NexRL, live: Service) -> None:
     run = "test_both_streams_of_live_trajectories_and_each_row_once"
     steps = [trajectories(nexrl, seed) for seed in (1, 2)]
     had = [remembered(step) for step in steps]
@@ -200,7 +212,7 @@ def test_both_streams_of_live_trajectories_and_each_row_once(nexrl: Any, live: S
     assert "training/note" not in names
 
 
-def test_parts_are_counted_where_nexrls_numbers_begin_again(nexrl: Any, live: Service) -> None:
+def test_parts_are_counted_where_nexrls_numbers_begin_again(nexrl: NexRL, live: Service) -> None:
     run = "test_parts_are_counted_where_nexrls_numbers_begin_again"
     train(nexrl, [trajectories(nexrl, 3)], {})
     rows = answer(live, "/steps/0/scalars", run)["rows"]
@@ -228,7 +240,7 @@ def test_parts_are_counted_where_nexrls_numbers_begin_again(nexrl: Any, live: Se
     ],
 )
 def test_nexrls_own_files_are_those_of_its_options(
-    nexrl: Any, live: Service, tmp_path: Path, debug: dict[str, Any]
+    nexrl: NexRL, live: Service, tmp_path: Path, debug: Mapping[str, object]
 ) -> None:
     def files(name: str) -> list[str]:
         block = {**debug, "dump_dir": str(tmp_path / name)}
@@ -238,14 +250,15 @@ def test_nexrls_own_files_are_those_of_its_options(
     with_us = files("with")
     for patch in nexrl.patches:
         if patch.path.startswith("DataDumper"):
+            assert patch.replacement is not None
             dumper = sys.modules[patch.module].DataDumper
-            setattr(dumper, patch.path.partition(".")[2], patch.replacement.__wrapped__)
+            setattr(dumper, patch.path.partition(".")[2], vars(patch.replacement)["__wrapped__"])
     assert with_us == files("without")
     assert bool(with_us) == bool(debug)
 
 
 def test_the_mismatch_is_not_measured_without_the_rollouts_log_probs(
-    nexrl: Any, live: Service, caplog: pytest.LogCaptureFixture
+    nexrl: NexRL, live: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = "test_the_mismatch_is_not_measured_without_the_rollouts_log_probs"
     debug_block._logged.clear()
@@ -254,7 +267,7 @@ def test_the_mismatch_is_not_measured_without_the_rollouts_log_probs(
     assert "the mismatch is not measured" in caplog.text
 
 
-def test_the_remote_api_mode(nexrl: Any, live: Service, tmp_path: Path) -> None:
+def test_the_remote_api_mode(nexrl: NexRL, live: Service, tmp_path: Path) -> None:
     run = "test_the_remote_api_mode"
     debug = {**EVERYTHING, "dump_dir": str(tmp_path / "d")}
     config = {"total_train_steps": 1, "debug": debug}
@@ -277,11 +290,11 @@ def test_the_remote_api_mode(nexrl: Any, live: Service, tmp_path: Path) -> None:
 
 
 def test_an_exception_of_ours_leaves_the_training_alone(
-    nexrl: Any, monkeypatch: pytest.MonkeyPatch
+    nexrl: NexRL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from stagescope_workers.integrations.nexrl import training
 
-    def fail(*_: object, **__: object) -> Any:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("ours")
 
     for name in ("observe", "record_old", "record_update", "report", "begin", "note_batch"):
@@ -290,7 +303,7 @@ def test_an_exception_of_ours_leaves_the_training_alone(
     assert trainer.logged[0]["actor/grad_norm"] == 1.0
 
 
-def test_every_patch_finds_its_function(nexrl: Any) -> None:
+def test_every_patch_finds_its_function(nexrl: NexRL) -> None:
     """The fakes have the interface of NexRL 1.4.0."""
     for patch in nexrl.patches:
         importlib.import_module(patch.module)
@@ -299,7 +312,7 @@ def test_every_patch_finds_its_function(nexrl: Any) -> None:
     assert [each for each in missing if not any(name in each for name in inherited)] == []
 
 
-def test_the_debug_block_is_read_as_nexrl_reads_it(nexrl: Any, tmp_path: Path) -> None:
+def test_the_debug_block_is_read_as_nexrl_reads_it(nexrl: NexRL, tmp_path: Path) -> None:
     dumper = nexrl.module("utils.data_dumper").DataDumper
     assert debug_block.read_dumper(dumper({})) is None
     block = debug_block.read_dumper(
@@ -333,7 +346,7 @@ def test_weavers_variables() -> None:
     assert "stagescope import /d --run r-weaver" in found.lines("r")[-1]
 
 
-def test_a_trainer_by_the_configuration_is_attached_once(nexrl: Any) -> None:
+def test_a_trainer_by_the_configuration_is_attached_once(nexrl: NexRL) -> None:
     from stagescope_workers.integrations.nexrl import door
 
     before = list(sys.meta_path)

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from tests.support import nexrl_fakes
 
 from stagescope_workers.integrations import registry
 from stagescope_workers.integrations.nexrl.replay_file import ReplayError
+from stagescope_workers.integrations.nexrl.rows import Trajectory
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(nexrl_fakes.write(tmp_path / "fake")))
     found = registry.integration("nexrl")
@@ -38,14 +40,14 @@ class Pool:
         self.answers = list(answers)
         self.taken: list[Any] = []
 
-    def put_trajectory(self, trajectory: Any) -> str:
+    def put_trajectory(self, trajectory: Trajectory) -> str:
         answer = self.answers.pop(0) if self.answers else "success"
         if answer == "success":
             self.taken.append(trajectory)
         return answer
 
 
-def row(group: str, run: int | None, first: int = 1, **changes: Any) -> dict[str, Any]:
+def row(group: str, run: int | None, first: int = 1, **changes: object) -> dict[str, object]:
     extra = {"group_id": group, "task_id": 0, **({} if run is None else {"run_id": run})}
     return {
         "tokens": [first, 2, 3], "loss_mask": [0, 1, 1], "reward": 1.0, "is_val": False,
@@ -63,7 +65,7 @@ def dump(path: Path, *rows: dict[str, Any], step: int = 0) -> Path:
     return path
 
 
-def worker(module: Any, path: Path, pool: Pool | None = None, **config: Any) -> Any:
+def worker(module: ModuleType, path: Path, pool: Pool | None = None, **config: object) -> Any:
     made = module.MockRolloutWorker(
         {
             "trajectory_load_path": str(path),
@@ -76,12 +78,14 @@ def worker(module: Any, path: Path, pool: Pool | None = None, **config: Any) -> 
     return made
 
 
-def task(group: str, run: int) -> dict[str, Any]:
+def task(group: str, run: int) -> dict[str, object]:
     return {"group_id": group, "run_id": run, "prompt": "p"}
 
 
 @pytest.mark.parametrize("suffix", ["pt", "jsonl"])
-def test_each_task_gets_its_own_in_any_order(module: Any, tmp_path: Path, suffix: str) -> None:
+def test_each_task_gets_its_own_in_any_order(
+    module: ModuleType, tmp_path: Path, suffix: str
+) -> None:
     rows = [row(f"g{group}", run, 10 * group + run) for group in (1, 2) for run in (0, 1)]
     path = dump(tmp_path / f"step_000000.{suffix}", *rows)
     pool = Pool()
@@ -95,7 +99,7 @@ def test_each_task_gets_its_own_in_any_order(module: Any, tmp_path: Path, suffix
     assert pool.taken[-1].tokens == [21, 2, 3]
 
 
-def test_a_task_comes_again_while_weights_are_in_sync(module: Any, tmp_path: Path) -> None:
+def test_a_task_comes_again_while_weights_are_in_sync(module: ModuleType, tmp_path: Path) -> None:
     """An agent's task has several trajectories: none of them goes to the pool twice."""
     path = dump(tmp_path / "step_000000.pt", row("g", 0, 1), row("g", 0, 2), row("g", 0, 3))
     pool = Pool("success", "re-rollout", "re-rollout")
@@ -106,7 +110,7 @@ def test_a_task_comes_again_while_weights_are_in_sync(module: Any, tmp_path: Pat
     assert [one.tokens[0] for one in pool.taken] == [1, 2, 3]
 
 
-def test_a_directory_has_a_file_for_each_step(module: Any, tmp_path: Path) -> None:
+def test_a_directory_has_a_file_for_each_step(module: ModuleType, tmp_path: Path) -> None:
     for step in (10, 2):
         dump(tmp_path / "d" / f"step_{step:06d}.pt", row("g", 0, step), step=step)
     pool = Pool()
@@ -120,7 +124,7 @@ def test_a_directory_has_a_file_for_each_step(module: Any, tmp_path: Path) -> No
         worker(module, tmp_path / "d", resource={"num_workers": 2})
 
 
-def test_what_is_missing_ends_the_replay(module: Any, tmp_path: Path) -> None:
+def test_what_is_missing_ends_the_replay(module: ModuleType, tmp_path: Path) -> None:
     path = dump(tmp_path / "step_000000.pt", row("g", 0))
     replaying = worker(module, path)
     with pytest.raises(ReplayError, match=r"no trajectory of the task \('g', 1\)"):
@@ -144,13 +148,13 @@ def test_what_is_missing_ends_the_replay(module: Any, tmp_path: Path) -> None:
     ],
 )
 def test_a_dump_that_cannot_be_replayed_is_refused(
-    module: Any, tmp_path: Path, rows: list[dict[str, Any]], message: str
+    module: ModuleType, tmp_path: Path, rows: list[dict[str, Any]], message: str
 ) -> None:
     with pytest.raises(ReplayError, match=message):
         worker(module, dump(tmp_path / "step_000000.pt", *rows))
 
 
-def test_a_path_or_format_that_is_wrong_is_refused(module: Any, tmp_path: Path) -> None:
+def test_a_path_or_format_that_is_wrong_is_refused(module: ModuleType, tmp_path: Path) -> None:
     """NexRL itself would train on synthetic trajectories, and say so in a line of its log."""
     with pytest.raises(ReplayError, match="does not exist here"):
         worker(module, tmp_path / "none.pt")
@@ -163,6 +167,6 @@ def test_a_path_or_format_that_is_wrong_is_refused(module: Any, tmp_path: Path) 
         worker(module, tmp_path / "fake")
 
 
-def test_a_mock_worker_without_a_path_stays_nexrls(module: Any) -> None:
+def test_a_mock_worker_without_a_path_stays_nexrls(module: ModuleType) -> None:
     plain = module.MockRolloutWorker({"max_sequence_length": 8})
     assert plain.rollout({"prompt": "p"}) == "synthetic"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from stagescope_workers.integrations import openrlhf
 ROWS, TOKENS = 4, 9
 
 
-def experience(seed: int, *, zeros: str = "") -> Any:
+def experience(seed: int, *, zeros: str = "") -> SimpleNamespace:
     """A micro-batch: index t of every tensor but `sequences` is of token t + 1; padded right."""
     rng = np.random.default_rng(seed)
     mask = np.zeros((ROWS, TOKENS - 1), bool)
@@ -47,11 +48,13 @@ def experience(seed: int, *, zeros: str = "") -> Any:
 
 
 class DeepspeedStrategy:
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: object) -> None:
         self.args = args
         self.ds_device_mesh = None
 
-    def load_ckpt(self, model: Any, load_dir: Any, tag: Any = None) -> Any:
+    def load_ckpt(
+        self, model: object, load_dir: object, tag: object = None
+    ) -> tuple[object, dict[str, int]]:
         return load_dir, {"global_step": 10}
 
 
@@ -60,13 +63,13 @@ class ActorPPOTrainer:
 
     zeros = ""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: DeepspeedStrategy) -> None:
         self.strategy = strategy
         self.args = strategy.args
         self.actor = types.SimpleNamespace(model=torch.nn.Linear(1, 1))
-        self.seen: list[Any] = []
+        self.seen: list[types.SimpleNamespace] = []
 
-    def ppo_train(self, kl_ctl: float) -> Any:
+    def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         batches = [experience(seed, zeros=self.zeros) for seed in (1, 2)]
         self.seen = batches
         for _ in range(2):
@@ -75,8 +78,8 @@ class ActorPPOTrainer:
         return {"policy_loss": 0.25, "actor_lr": 1e-6}
 
     def training_step(
-        self, experience: Any, kl_ctl: float, step: int, loss_batch_info: Any = None
-    ) -> Any:
+        self, experience: object, kl_ctl: float, step: int, loss_batch_info: object = None
+    ) -> object:
         return {
             "metrics": {"policy_loss": torch.tensor(0.25), "reward": torch.ones(ROWS)},
             "weights": {"policy_loss": "token", "reward": "sample"},
@@ -86,8 +89,8 @@ class ActorPPOTrainer:
         return None
 
 
-def arguments(run: str, *, freezing: int = -1) -> Any:
-    def space(**fields: Any) -> Any:
+def arguments(run: str, *, freezing: int = -1) -> SimpleNamespace:
+    def space(**fields: object) -> SimpleNamespace:
         return types.SimpleNamespace(**fields)
 
     return space(

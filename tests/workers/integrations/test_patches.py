@@ -15,7 +15,14 @@ from typing import Any
 
 import pytest
 
-from stagescope_workers.integrations.patches import ABSENT, APPLIED, WAITING, Patch, Patches
+from stagescope_workers.integrations.patches import (
+    ABSENT,
+    APPLIED,
+    WAITING,
+    Function,
+    Patch,
+    Patches,
+)
 from stagescope_workers.integrations.verl import __main__ as listing
 from stagescope_workers.integrations.verl import hooks, plugin
 from stagescope_workers.integrations.verl.modes import VARIABLE, Mode, current_mode
@@ -60,9 +67,9 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     sys.modules.pop(NAME, None)
 
 
-def ours(function: Any) -> Any:
+def ours(function: Function) -> Function:
     @functools.wraps(function)
-    def run(*args: Any) -> Any:
+    def run(*args: object) -> list[object]:
         return ["ours", function(*args)]
 
     return run
@@ -182,7 +189,7 @@ def test_all_of_a_module_is_logged_in_one_line_by_rank_0(
 
 
 def test_a_wrapper_that_cannot_be_made_leaves_the_function(write: Write) -> None:
-    def fails(function: Any) -> Any:
+    def fails(function: object) -> None:
         raise LookupError("another form")
 
     one, two = patch("function", fails), patch("later")
@@ -265,7 +272,7 @@ def test_an_unknown_mode_is_reported(
 def test_nothing_that_fails_at_the_start_reaches_verl(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(mode: Mode) -> Any:
+    def fails(mode: Mode) -> None:
         raise OSError("no more files")
 
     monkeypatch.setattr(hooks, "patches", fails)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,24 +24,26 @@ PROMPT, WIDTH = 3, 6
 class TensorBatch(dict[str, Any]):
     """SkyRL's batch: a dict with metadata."""
 
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
 
 
 class CallbackInput:
-    def __init__(self, global_step: int, **fields: Any) -> None:
+    def __init__(self, global_step: int, **fields: object) -> None:
         self.global_step, self.batch, self.logs = global_step, None, None
         vars(self).update(fields)
 
 
 class TrainingCallback:
-    def on_train_start(self, trainer: Any, callback_input: Any, control: Any) -> None: ...
+    def on_train_start(self, trainer: object, callback_input: object, control: object) -> None: ...
 
-    def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None: ...
+    def on_step_end(self, trainer: object, callback_input: object, control: object) -> None: ...
 
-    def on_log(self, trainer: Any, callback_input: Any, control: Any) -> None: ...
+    def on_log(self, trainer: object, callback_input: object, control: object) -> None: ...
 
 
-def batch(step: int, *, rollout: bool = True, stepwise: bool = False, padding: int = 2) -> Any:
+def batch(
+    step: int, *, rollout: bool = True, stepwise: bool = False, padding: int = 2
+) -> TensorBatch:
     """A right-aligned batch of four rows, and rows at its end that repeat the first."""
     rng = np.random.default_rng(step)
     lengths = [6, 4, 5, 2]
@@ -70,26 +73,26 @@ class RayPPOTrainer:
     skips_forward = False
     fails = False
 
-    def __init__(self, cfg: Any, callbacks: list[Any] | None = None) -> None:
+    def __init__(self, cfg: object, callbacks: Sequence[object] | None = None) -> None:
         self.cfg = cfg
         self.global_step = 0
         self.callbacks = list(callbacks or [])
-        self.logged: list[dict[str, Any]] = []
-        self.batches: dict[int, Any] = {}
+        self.logged: list[dict[str, object]] = []
+        self.batches: dict[int, TensorBatch] = {}
 
-    def add_callback(self, callback: Any) -> None:
+    def add_callback(self, callback: object) -> None:
         self.callbacks.append(callback)
 
-    def _fire(self, name: str, **fields: Any) -> None:
+    def _fire(self, name: str, **fields: object) -> None:
         for callback in self.callbacks:
             getattr(callback, name)(self, CallbackInput(self.global_step, **fields), None)
 
     @torch.no_grad()
-    async def generate(self, input_batch: Any) -> Any:
+    async def generate(self, input_batch: TensorBatch) -> TensorBatch:
         return input_batch
 
     @torch.no_grad()
-    def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
+    def fwd_logprobs_values_reward(self, training_input: TensorBatch) -> TensorBatch:
         q = training_input["rollout_logprobs"]
         noise = torch.tensor(
             np.random.default_rng(7).normal(0, 0.1, (len(training_input["sequences"]), WIDTH))
@@ -98,7 +101,7 @@ class RayPPOTrainer:
         training_input["action_log_probs"] = old
         return training_input
 
-    def train_critic_and_policy(self, data: Any) -> Any:
+    def train_critic_and_policy(self, data: object) -> object:
         if self.fails:
             raise RuntimeError("out of memory")
         return {"policy_loss": 0.5 * self.global_step}
@@ -129,11 +132,14 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         if self.callbacks:
             raise NotImplementedError("Callbacks are not yet supported")
 
-    def add_callback(self, callback: Any) -> None:
+    def add_callback(self, callback: object) -> None:
         raise NotImplementedError("Callbacks are not yet supported")
 
     async def train(self) -> None:
         await super().train()
+
+
+Trainers = tuple[type[RayPPOTrainer], type[RayPPOTrainer]]
 
 
 @pytest.fixture
@@ -146,9 +152,9 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
 
 
 @pytest.fixture
-def trainers(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+def trainers(monkeypatch: pytest.MonkeyPatch) -> Trainers:
     """The two trainers in modules of SkyRL's names, patched."""
-    made: list[Any] = []
+    made: list[type[RayPPOTrainer]] = []
     for module, kind, more in (
         ("skyrl.train.trainer", RayPPOTrainer, {"TrainingCallback": TrainingCallback}),
         ("skyrl.train.fully_async_trainer", FullyAsyncRayPPOTrainer, {}),
@@ -170,7 +176,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     return made[0], made[1]
 
 
-def config(run: str) -> Any:
+def config(run: str) -> SimpleNamespace:
     sampling = types.SimpleNamespace(temperature=0.7, top_p=1.0, top_k=-1)
     engine = types.SimpleNamespace(backend="vllm")
     return types.SimpleNamespace(
@@ -179,7 +185,7 @@ def config(run: str) -> Any:
     )
 
 
-def test_a_training_is_reported_exactly(live: Service, trainers: tuple[Any, Any]) -> None:
+def test_a_training_is_reported_exactly(live: Service, trainers: Trainers) -> None:
     trainer = trainers[0](config("r"))
     asyncio.run(trainer.train())
     for step in (1, 2):
@@ -217,7 +223,7 @@ def test_turns_that_are_rows_belong_to_their_trajectory() -> None:
 
 
 def test_a_skipped_pass_is_not_measured_and_says_why(
-    live: Service, trainers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    live: Service, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RayPPOTrainer, "skips_forward", True)
     asyncio.run(trainers[0](config("skipped")).train())
@@ -225,9 +231,7 @@ def test_a_skipped_pass_is_not_measured_and_says_why(
     assert "old_log_probs is left out: SkyRL skips the trainer's pass" in problem["detail"]
 
 
-def test_the_asynchronous_trainer_gets_no_callback(
-    live: Service, trainers: tuple[Any, Any]
-) -> None:
+def test_the_asynchronous_trainer_gets_no_callback(live: Service, trainers: Trainers) -> None:
     trainer = trainers[1](config("async"))
     assert trainer.callbacks == []
     asyncio.run(trainer.train())
@@ -235,10 +239,10 @@ def test_the_asynchronous_trainer_gets_no_callback(
 
 
 def test_a_forward_pass_of_a_subclass_is_recorded_at_the_steps_end(
-    live: Service, trainers: tuple[Any, Any]
+    live: Service, trainers: Trainers
 ) -> None:
     class Own(RayPPOTrainer):
-        def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
+        def fwd_logprobs_values_reward(self, training_input: TensorBatch) -> TensorBatch:
             training_input["action_log_probs"] = training_input["rollout_logprobs"] - 0.1
             return training_input
 
@@ -248,7 +252,7 @@ def test_a_forward_pass_of_a_subclass_is_recorded_at_the_steps_end(
 
 
 def test_what_fails_here_fails_as_without(
-    live: Service, trainers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    live: Service, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception of the trainer is its own; one of ours is none of the trainer's."""
     monkeypatch.setattr(RayPPOTrainer, "fails", True)

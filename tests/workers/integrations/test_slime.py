@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,7 +66,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
-def arguments(**options: Any) -> Namespace:
+def arguments(**options: object) -> Namespace:
     given = {
         "rank": 0, "world_size": 1, "save": "/data/qwen", "save_debug_train_data": None,
         "makes_old": False, "steps": 1, "rollout_temperature": 1.0, "wandb_key": "hidden-value",
@@ -105,7 +105,7 @@ def run(
         del sys.modules[module]
 
 
-def train(args: Namespace, run: str, steps: range = range(2)) -> list[dict[str, Any]]:
+def train(args: Namespace, run: str, steps: range = range(2)) -> list[dict[str, object]]:
     """Train as slime's rank does: its own modules come first, then the flag's function."""
     actor = importlib.import_module("slime.backends.megatron_utils.actor")
     slime.init(args)
@@ -154,7 +154,9 @@ def test_the_default_has_no_log_probs_and_is_captured(live: Service, run: str) -
 @pytest.mark.parametrize(
     "options", [{"makes_old": True}, {"save_debug_train_data": "/d"}], ids=["old", "saved"]
 )
-def test_log_probs_that_slime_has_itself(live: Service, run: str, options: dict[str, Any]) -> None:
+def test_log_probs_that_slime_has_itself(
+    live: Service, run: str, options: Mapping[str, object]
+) -> None:
     made = train(arguments(**options), run)
     check(live, run, 1, made[1])
     if "save_debug_train_data" in options:

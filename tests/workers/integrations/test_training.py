@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +65,7 @@ def test_one_trainer_has_one_training_and_is_not_kept_alive() -> None:
 
     made: list[str] = []
 
-    def make(_: Any) -> list[str]:
+    def make(_: object) -> list[str]:
         made.append("made")
         return []
 

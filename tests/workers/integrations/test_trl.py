@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+import torch
 from tests.support.api import Service, service
 from tests.workers.integrations.test_launcher import LAUNCH
 
@@ -86,7 +87,7 @@ def train(
     return json.loads((directory / "seen.json").read_text()), done
 
 
-def tokens(seen: list[dict[str, Any]], step: int) -> tuple[np.ndarray, np.ndarray]:
+def tokens(seen: list[dict[str, torch.Tensor]], step: int) -> tuple[np.ndarray, np.ndarray]:
     """p and q of the model's tokens of a step."""
     parts = [part for part in seen if part["step"] == step]
     chosen = [np.array(part["mask"], dtype=bool) for part in parts]

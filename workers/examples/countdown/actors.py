@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from examples.countdown.config import NONE, Settings, Troubles
 from stagescope_workers import Probe, init
@@ -31,7 +31,7 @@ class Report:
     capture: str | None = None
     """Path of a YAML file with captures that are in force without the service."""
     resumed_from_step: int | None = None
-    keep: Mapping[str, Any] | None = None
+    keep: Mapping[str, object] | None = None
     """What the service keeps: `stagescope.wire.keep.KEEP_FIELDS`."""
 
 
@@ -125,7 +125,7 @@ def _roles(settings: Settings) -> tuple[str, ...]:
 
 
 def _probe(
-    settings: Settings, role: str, rank: int, report: Report, layout: dict[str, Any]
+    settings: Settings, role: str, rank: int, report: Report, layout: Mapping[str, object]
 ) -> Probe:
     return init(
         report.run,

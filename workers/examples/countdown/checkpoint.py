@@ -93,7 +93,7 @@ def load_weights(path: Path, module: torch.nn.Module) -> None:
     module.load_state_dict(load_file(path.with_suffix(".safetensors")))
 
 
-def save_state(path: Path, state: dict[str, Any]) -> None:
+def save_state(path: Path, state: Mapping[str, object]) -> None:
     """Write a dict of tensors and numbers to `{path}.pt`."""
     import torch
 
@@ -104,7 +104,7 @@ def load_state(path: Path) -> dict[str, Any]:
     """Load a file of `save_state`; only tensors and built-in types are unpickled."""
     import torch
 
-    state: dict[str, Any] = torch.load(path.with_suffix(".pt"), weights_only=True)
+    state: dict[str, object] = torch.load(path.with_suffix(".pt"), weights_only=True)
     return state
 
 

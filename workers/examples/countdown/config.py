@@ -79,7 +79,7 @@ class Settings:
             )
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Settings:
+    def from_dict(cls, fields: Mapping[str, object]) -> Settings:
         """Return the settings from the result of `dataclasses.asdict`, also after JSON."""
         names = [field.name for field in dataclasses.fields(cls)]
         known: dict[str, Any] = {name: fields[name] for name in names if name in fields}

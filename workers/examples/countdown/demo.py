@@ -214,7 +214,7 @@ def wait_for(
     )
 
 
-def open_stages(session: Session) -> list[dict[str, Any]] | None:
+def open_stages(session: Session) -> list[dict[str, object]] | None:
     """Return the ranks that are inside the stage in which the job will be killed."""
     stages = session.step(KILLED_STEP, run=RUN, attempt=1).stages()
     open_ranks = [row for row in stages.where(stage=KILLED_STAGE) if row["status"] == "open"]

@@ -49,7 +49,7 @@ class Engine:
                 folder, compute_type=self._compute_type, inter_threads=1, intra_threads=1
             )
 
-    def sampling(self, budget: int) -> dict[str, Any]:
+    def sampling(self, budget: int) -> dict[str, object]:
         """Return the sampling parameters of `generate`, by the field's names."""
         return {
             "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": budget, "seed": self._seed,

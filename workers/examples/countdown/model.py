@@ -12,7 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Mode
 from examples.countdown.config import MODEL, ROPE_THETA
 
 
-def make_policy(seed: int, **changes: Any) -> nn.Module:
+def make_policy(seed: int, **changes: object) -> nn.Module:
     """Return a freshly initialised Qwen2ForCausalLM; `changes` override `MODEL`."""
     torch.manual_seed(seed)
     return _plain(Qwen2ForCausalLM(_config(**changes)))
@@ -21,7 +21,7 @@ def make_policy(seed: int, **changes: Any) -> nn.Module:
 class Critic(nn.Module):
     """A value for every position: the body of the policy's architecture with a scalar head."""
 
-    def __init__(self, seed: int, **changes: Any) -> None:
+    def __init__(self, seed: int, **changes: object) -> None:
         super().__init__()
         torch.manual_seed(seed)
         config = _config(**changes)
@@ -37,7 +37,7 @@ class Critic(nn.Module):
         return values
 
 
-def _config(**changes: Any) -> Qwen2Config:
+def _config(**changes: object) -> Qwen2Config:
     rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
     options = {**MODEL, **changes, "rope_parameters": rope, "attn_implementation": "eager"}
     return Qwen2Config(**options)

@@ -119,12 +119,12 @@ class Job:
         parts = self._on_ranks(method, step, batch=batch)
         return batch.with_columns(**{column: batch.gather(parts)})
 
-    def _on_ranks(self, method: str, *arguments: Any, batch: Batch | None = None) -> list[Any]:
+    def _on_ranks(self, method: str, *arguments: object, batch: Batch | None = None) -> list[Any]:
         shards: Sequence[tuple[Batch, ...]] = [()] * len(self.ranks)
         if batch is not None:
             shards = [(shard,) for shard in batch.shards(len(self.ranks))]
         calls = zip(self.ranks, shards, strict=True)
-        answers: list[Any] = ray.get(
+        answers: list[object] = ray.get(
             [rank.do.remote(method, *arguments, *shard) for rank, shard in calls]
         )
         return answers
@@ -157,7 +157,7 @@ def train(
     capture: str | None = None,
     troubles: Troubles = NONE,
     pid_file: Path | None = None,
-    keep: Mapping[str, Any] | None = None,
+    keep: Mapping[str, object] | None = None,
     pace: float = 0.0,
 ) -> None:
     """Train up to step `steps` on the Ray cluster at `address`; see the command's options."""
@@ -194,7 +194,7 @@ def replay(
     run: str,
     root: Path,
     attempt_key: str | None = None,
-    keep: Mapping[str, Any] | None = None,
+    keep: Mapping[str, object] | None = None,
     rescore: str | None = None,
 ) -> bool:
     """Train once more from stored rollouts, with no engine; nothing is saved.

@@ -36,7 +36,7 @@ class Rollouts:
         self._engine = Engine(settings.engine)
         self._calls = 0
 
-    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list[object]]:
         """Return the columns that TRL expects of a `rollout_func`, and the puzzles' scores."""
         model = trainer.accelerator.unwrap_model(trainer.model)
         weights = {name: value.detach().numpy() for name, value in model.state_dict().items()}
@@ -67,7 +67,7 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def scored(
-    completions: list[str], score: list[float] | None = None, **_: Any
+    completions: list[str], score: list[float] | None = None, **_: object
 ) -> list[float | None]:
     """Return the puzzles' scores where the rollout has them, and a little for written digits."""
     if score is not None:

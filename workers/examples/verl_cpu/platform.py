@@ -111,7 +111,7 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
         """Return a resource that every Ray cluster has."""
         return "CPU"
 
-    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+    def ray_resource_options(self, num_gpus: float) -> dict[str, object]:
         """Request a rank's share of its CPU slot."""
         return {"num_cpus": num_gpus}
 
@@ -141,7 +141,7 @@ def _one_backend_a_device() -> None:
 def _critic_without_flash_attention() -> None:
     original = transformers.AutoModelForTokenClassification.from_pretrained
 
-    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(*args: Any, **kwargs: Any) -> object:
         torch.manual_seed(0)  # its value head is new, and must be equal in every start
         return original(*args, **{**kwargs, "attn_implementation": "sdpa"})
 
@@ -149,7 +149,7 @@ def _critic_without_flash_attention() -> None:
 
 
 def _pinned_memory_is_memory() -> None:
-    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    def pin_memory(self: torch.Tensor, device: object = None) -> torch.Tensor:
         return self
 
     torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment, method-assign]

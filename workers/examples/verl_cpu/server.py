@@ -36,7 +36,7 @@ class Server:
         self._engine = Engine(model_path, seed)
 
     def generate(
-        self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+        self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: object
     ) -> TokenOutput:
         """Generate as verl's servers do; media arguments are ignored."""
         generation = self._engine.generate(
@@ -70,7 +70,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
         self._server_address = name
         self.servers = [self._server_handle]
 
-    async def start_profile(self, **kwargs: Any) -> None:
+    async def start_profile(self, **kwargs: object) -> None:
         """The engine has no profiler."""
 
     async def stop_profile(self) -> None:
@@ -90,7 +90,7 @@ class ServerAdapter(base.BaseRollout):  # type: ignore[misc]
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
         global_steps: int | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         """Gather the weights (all ranks together) and send them in the engine's dtype."""
         gathered = {name: tensor.to(torch.bfloat16) for name, tensor in weights}

@@ -98,14 +98,14 @@ def _hydra(value: object) -> str:
     return json.dumps(value)
 
 
-def _model(settings: Settings) -> dict[str, Any]:
+def _model(settings: Settings) -> dict[str, object]:
     return {
         "path": str(settings.assets / "model"),
         "external_lib": f"{PACKAGE}.server",
     }
 
 
-def _data(settings: Settings) -> dict[str, Any]:
+def _data(settings: Settings) -> dict[str, object]:
     prompts = str(settings.assets / "prompts.parquet")
     return {
         "train_files": prompts,
@@ -130,7 +130,7 @@ def _actor() -> dict[str, Any]:
     }
 
 
-def _rollout(settings: Settings) -> dict[str, Any]:
+def _rollout(settings: Settings) -> dict[str, object]:
     return {
         "name": "transformers",
         "n": 4,
@@ -143,7 +143,7 @@ def _rollout(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _critic() -> dict[str, Any]:
+def _critic() -> dict[str, object]:
     return {
         "strategy": "fsdp2",
         "ppo_micro_batch_size_per_gpu": 2,
@@ -152,7 +152,7 @@ def _critic() -> dict[str, Any]:
     }
 
 
-def _trainer(settings: Settings) -> dict[str, Any]:
+def _trainer(settings: Settings) -> dict[str, object]:
     return {
         "use_v1": settings.trainer == "v1",
         "device": "cpu",
@@ -172,7 +172,7 @@ def _trainer(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _ray_cluster(settings: Settings) -> dict[str, Any]:
+def _ray_cluster(settings: Settings) -> dict[str, object]:
     if settings.address is not None:
         return {"address": settings.address, "num_cpus": None}
     # More slots than processors: the processes mostly wait for each other.

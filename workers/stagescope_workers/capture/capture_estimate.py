@@ -52,7 +52,7 @@ class ModelSize:
     hidden: int = 0
 
     @classmethod
-    def of_model(cls, model: Any) -> ModelSize:
+    def of_model(cls, model: object) -> ModelSize:
         """Measure a module or a list of them; None has no size."""
         parts = model if isinstance(model, list | tuple) else [model]
         size = cls()

@@ -244,7 +244,7 @@ class MsprobeSession:
         self._signature = config.signature
         self._guard()
 
-    def _start(self, dump_path: Path, model: Any, rank: int, monitor: LimitMonitor) -> None:
+    def _start(self, dump_path: Path, model: object, rank: int, monitor: LimitMonitor) -> None:
         service = self._debugger.service
         service.reset_status()
         service.loop = service.init_step = 0
@@ -289,11 +289,11 @@ class MsprobeSession:
 
     def _guarded(
         self,
-        call: Callable[..., Any],
+        call: Callable[..., object],
         size: int,
-        fallback: Callable[[tuple[Any, ...]], Any] = lambda arguments: None,
-    ) -> Callable[..., Any]:
-        def guarded(*arguments: Any, **keywords: Any) -> Any:
+        fallback: Callable[[tuple[object, ...]], object] = lambda arguments: None,
+    ) -> Callable[..., object]:
+        def guarded(*arguments: object, **keywords: object) -> object:
             monitor = self.monitor
             # A graph kept from an earlier stage may run its hooks at any time.
             if monitor is None or monitor.ended:
@@ -309,7 +309,7 @@ class MsprobeSession:
 
         return guarded
 
-    def _guarded_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded_save(self, save: Callable[..., object]) -> Callable[..., object]:
         def guarded(tensor: torch.Tensor, path: str) -> None:
             monitor = self.monitor
             if monitor is None or monitor.ended:

@@ -251,7 +251,7 @@ def _token_log_probs(logits: torch.Tensor, ids: torch.Tensor, temperature: float
     return found
 
 
-def _generation_config(**options: Any) -> Any:
+def _generation_config(**options: object) -> object:
     make: Any = transformers.GenerationConfig  # untyped
     return make(**options)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any, Final
+from types import ModuleType
+from typing import Final
 
 _FUNCTIONS: Final = {
     "tp_rank": "get_tensor_model_parallel_rank",
@@ -22,7 +23,7 @@ _FUNCTIONS: Final = {
 
 def layout() -> dict[str, int]:
     """Return Megatron's layout columns, where this process has initialised it; else none."""
-    state: Any = sys.modules.get("megatron.core.parallel_state")
+    state: ModuleType | None = sys.modules.get("megatron.core.parallel_state")
     found: dict[str, int] = {}
     with contextlib.suppress(Exception):
         if state is None or not state.model_parallel_is_initialized():

@@ -20,12 +20,12 @@ import functools
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from stagescope_workers.compat import read_batch
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.patches import Function, Patch, Wrap
 from stagescope_workers.integrations.training import (
     FAILED_SECONDS,
     FINISH_SECONDS,
@@ -35,6 +35,9 @@ from stagescope_workers.integrations.training import (
 from stagescope_workers.probe.lifecycle import finish, init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    import torch
 
 _GRPO: Final = "nemo_rl.algorithms.grpo"
 _SYNC: Final = "nemo_rl.algorithms.grpo_sync"
@@ -99,7 +102,7 @@ class Training:
     probe: Probe | None = None
     step: int = 1
     recorded: int = 0
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def open_stage(self, name: str) -> Stage | None:
         """Return a stage of the step that is worked on; None outside a training."""
@@ -115,7 +118,7 @@ def wrap_algorithm(function: Function) -> Function:
     """Wrap a training's function: the configuration and the saved state are arguments of it."""
     parameters = inspect.signature(function)
 
-    def begin(args: Any, kwargs: Any) -> None:
+    def begin(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         given = parameters.bind(*args, **kwargs).arguments
         config = given.get("master_config")
         saved = next((value for name, value in given.items() if name.endswith("_save_state")), None)
@@ -146,7 +149,7 @@ def wrap_algorithm(function: Function) -> Function:
             finish(FINISH_SECONDS, run=probe.run)
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with guarded("the start of a training"):
             begin(args, kwargs)
         with closed_at_end(end):
@@ -155,13 +158,13 @@ def wrap_algorithm(function: Function) -> Function:
     return run
 
 
-def settings(config: Any) -> dict[str, object]:
+def settings(config: object) -> dict[str, object]:
     """Return NeMo-RL's configuration (a pydantic model, or dicts) without what may be secret."""
     tree = config.model_dump() if hasattr(config, "model_dump") else config
     return visible_leaves(tree) if isinstance(tree, Mapping) else {}
 
 
-def statistics_settings(config: Any) -> dict[str, object]:
+def statistics_settings(config: object) -> dict[str, object]:
     """Return the settings that the statistics depend on: which importance weights are applied."""
     loss = lookup(config, "loss_fn")
     if not lookup(loss, "use_importance_sampling_correction"):
@@ -173,12 +176,12 @@ def statistics_settings(config: Any) -> dict[str, object]:
     return {"rollout_is": "token", "rollout_is_threshold": threshold}
 
 
-def _in_stage(name: str) -> Any:
+def _in_stage(name: str) -> Wrap:
     """Return a wrapper that runs a method of the policy as a stage."""
 
     def wrap(function: Function) -> Function:
         @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             stage: Stage | None = None
             with guarded(name):
                 stage = _training.open_stage(name)
@@ -195,7 +198,7 @@ def wrap_masking(function: Function) -> Function:
     parameters = inspect.signature(function)
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with guarded("streams of both sides"):
             given = parameters.bind(*args, **kwargs).arguments
             record(given["train_data"], given.get("rewards"))
@@ -208,7 +211,7 @@ def wrap_masking(function: Function) -> Function:
     return run
 
 
-def record(data: Mapping[str, Any], rewards: Any = None) -> None:
+def record(data: Mapping[str, torch.Tensor], rewards: torch.Tensor | None = None) -> None:
     """Record a batch in a stage of its own beside the pass that computed its log-probs."""
     # Index 0 is of a token that no logits score.
     names = ("input_ids", "token_ids", "generation_logprobs", "prev_logprobs",
@@ -249,7 +252,7 @@ def wrap_log_metrics(function: Function) -> Function:
     parameters = inspect.signature(function)
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with guarded("scalars"):
             given = parameters.bind(*args, **kwargs).arguments
             prefix, metrics = given.get("prefix"), given["metrics"]
@@ -271,7 +274,7 @@ def wrap_log_file(function: Function) -> Function:
     parameters = inspect.signature(function)
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with guarded("the log of a batch"):
             given = parameters.bind(*args, **kwargs).arguments
             match = _LOG_FILE.search(str(given["filename"]))
@@ -282,7 +285,7 @@ def wrap_log_file(function: Function) -> Function:
     return run
 
 
-def _log_batch(step: int, logged: Mapping[str, Any]) -> None:
+def _log_batch(step: int, logged: Mapping[str, object]) -> None:
     _training.step = step
     if _training.recorded == step or "generation_logprobs" not in logged:
         return

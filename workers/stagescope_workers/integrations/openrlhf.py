@@ -17,7 +17,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagescope_workers.compat import read_batch
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
@@ -27,6 +27,9 @@ from stagescope_workers.integrations.training import one_a_trainer
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger("stagescope.integrations")
 
@@ -74,6 +77,31 @@ def patches() -> list[Patch]:
     ]
 
 
+class _Strategy(Protocol):
+    @property
+    def args(self) -> object: ...
+
+
+class Trainer(Protocol):
+    """What is read of OpenRLHF's `ActorPPOTrainer`."""
+
+    @property
+    def args(self) -> object: ...  # noqa: D102
+    @property
+    def actor(self) -> object: ...  # noqa: D102
+    @property
+    def strategy(self) -> _Strategy: ...  # noqa: D102
+
+
+class Experience(Protocol):
+    """What is read of OpenRLHF's `Experience`: a micro-batch, [rows, tokens]."""
+
+    action_mask: torch.Tensor
+    """[rows, response tokens]."""
+    sequences: torch.Tensor
+    """Prompts and responses."""
+
+
 @dataclasses.dataclass
 class Training:
     """What one `ActorPPOTrainer` reports.
@@ -90,24 +118,24 @@ class Training:
     minibatch: int = -1
     probe: Probe | None = None
 
-    def step(self, arguments: Any) -> int:
+    def step(self, arguments: object) -> int:
         """Return the global step that is being trained, or was last."""
         frozen = lookup(arguments, "critic", "freezing_steps")
         first = max(self.resumed, (frozen if isinstance(frozen, int) else -1) + 1)
         return first + self.calls
 
 
-_resumed: Final[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+_resumed: Final[weakref.WeakKeyDictionary[object, int]] = weakref.WeakKeyDictionary()
 """Strategy -> the global step of the actor's checkpoint that it loaded."""
 
 
 @one_a_trainer
-def training(trainer: Any) -> Training:
+def training(trainer: Trainer) -> Training:
     """Return what `trainer` reports."""
     return Training(resumed=_resumed.get(trainer.strategy, 0))
 
 
-def probe_of(trainer: Any) -> Probe:
+def probe_of(trainer: Trainer) -> Probe:
     """Return the probe of this rank, made at its first step."""
     found = training(trainer)
     if found.probe is None:
@@ -129,7 +157,7 @@ def probe_of(trainer: Any) -> Probe:
     return found.probe
 
 
-def _data_rank(strategy: Any) -> int | None:
+def _data_rank(strategy: object) -> int | None:
     """Return the data-parallel rank: ranks of ring attention and TP hold the same rows."""
     mesh = getattr(strategy, "ds_device_mesh", None)
     try:
@@ -138,12 +166,12 @@ def _data_rank(strategy: Any) -> int | None:
         return None
 
 
-def settings(arguments: Any) -> dict[str, object]:
+def settings(arguments: object) -> dict[str, object]:
     """Return OpenRLHF's arguments, namespaces in a namespace, without what may be secret."""
     return visible_leaves(_tree(arguments))
 
 
-def _tree(node: Any) -> dict[object, object]:
+def _tree(node: object) -> dict[object, object]:
     return {
         name: _tree(value) if hasattr(value, "__dict__") else value
         for name, value in vars(node).items()
@@ -152,7 +180,7 @@ def _tree(node: Any) -> dict[object, object]:
     }
 
 
-def statistics_settings(arguments: Any) -> dict[str, object]:
+def statistics_settings(arguments: object) -> dict[str, object]:
     """Return the settings that the statistics depend on: which importance weights are applied."""
     if not lookup(arguments, "algo", "advantage", "is_correction_enable"):
         return {}
@@ -168,7 +196,9 @@ def wrap_load(function: Function) -> Function:
     """Wrap `load_ckpt`, which returns the path and the client's states."""
 
     @functools.wraps(function)
-    def run(strategy: Any, model: Any, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        strategy: object, model: object, load_dir: object, *args: object, **kwargs: object
+    ) -> object:
         result = function(strategy, model, load_dir, *args, **kwargs)
         with guarded("the step of a checkpoint"):
             states = result[1]
@@ -183,7 +213,7 @@ def wrap_ppo_train(function: Function) -> Function:
     """Wrap `ppo_train`: a global step of this rank."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         with guarded("the number of a step"):
             found = training(trainer)
             found.calls += 1
@@ -203,8 +233,13 @@ def wrap_training_step(function: Function) -> Function:
 
     @functools.wraps(function)
     def run(
-        trainer: Any, experience: Any, kl_ctl: Any, step: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+        trainer: Trainer,
+        experience: Experience,
+        kl_ctl: object,
+        step: int,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         stage: Stage | None = None
         with guarded("actor_update"):
             found = training(trainer)
@@ -233,7 +268,7 @@ def wrap_training_step(function: Function) -> Function:
     return run
 
 
-def recorded(experience: Any, arguments: Any) -> dict[str, object]:
+def recorded(experience: Experience, arguments: object) -> dict[str, object]:
     """Return what a micro-batch of experience has, by the names of `Stage.record`."""
     columns = {name: getattr(experience, name, None) for name in _COLUMNS}
     found = read_batch(
@@ -267,7 +302,7 @@ def _prompt_id(prompt: object) -> str:
     return hashlib.blake2b(text, digest_size=6).hexdigest()
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(metrics: Mapping[str, object]) -> dict[str, Any]:
     """Return the metrics that are one number: those by sample are tensors of the batch."""
     found: dict[str, Any] = {}
     for name, value in metrics.items():
@@ -282,7 +317,7 @@ def wrap_broadcast(function: Function) -> Function:
     """Wrap `broadcast_to_vllm`: `weight_sync` of the step that was trained last."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("weight_sync"):
             found = training(trainer)

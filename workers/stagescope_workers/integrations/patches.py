@@ -16,6 +16,8 @@ from typing import Any, Final
 _log = logging.getLogger("stagescope.integrations")
 
 Function = Callable[..., Any]
+Wrap = Callable[[Function], Function]
+"""Returns the replacement of a function; it must call the function."""
 
 WAITING: Final = "waiting"
 """The module was not imported here."""
@@ -42,7 +44,7 @@ class Patch:
 
     module: str
     path: str
-    wrap: Callable[[Function], Function]
+    wrap: Wrap
     purpose: str
     modes: frozenset[str] = frozenset({"all"})
     since: str = ""
@@ -60,7 +62,7 @@ class Patch:
     def apply(self, module: ModuleType) -> None:
         """Replace the function in `module`; an error is kept as `state`."""
         *holders, name = self.path.split(".")
-        holder: Any = module
+        holder: object = module
         for inner in holders:
             holder = vars(holder).get(inner)
             if not isinstance(holder, type):
@@ -78,7 +80,7 @@ class Patch:
         except Exception as error:
             self.state = f"failed: {error!r:.200}"
 
-    def _replace(self, holder: Any, name: str, original: Function) -> None:
+    def _replace(self, holder: object, name: str, original: Function) -> None:
         replacement = self.wrap(original)
         if inspect.iscoroutinefunction(replacement) != inspect.iscoroutinefunction(original):
             raise LookupError("one of it and its replacement is asynchronous, the other is not")
@@ -157,7 +159,7 @@ class _PatchingLoader:
         self._loader = loader
         self._then = then
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
 
     def exec_module(self, module: ModuleType) -> None:

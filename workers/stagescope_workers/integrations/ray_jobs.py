@@ -38,7 +38,7 @@ def wrap_init(function: Function) -> Function:
     """Wrap `ray.init`: it adds the variables to the runtime environment that it was given."""
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: Any) -> object:
         changed = kwargs
         with guarded("the variables of Ray's workers"):
             changed = {**kwargs, "runtime_env": with_variables(kwargs.get("runtime_env"))}

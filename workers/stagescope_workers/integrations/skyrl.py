@@ -17,15 +17,16 @@ import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
 from stagescope_workers.compat import DIALECTS
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.patches import Function, Patch, Wrap
 from stagescope_workers.integrations.training import (
     ReportedTraining,
     closed_at_end,
@@ -35,6 +36,9 @@ from stagescope_workers.integrations.training import (
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    import torch
 
 _MODULE: Final = "skyrl.train.trainer"
 _ASYNC: Final = "skyrl.train.fully_async_trainer"
@@ -52,7 +56,7 @@ NOT_COMPUTED: Final = (
 
 def patches() -> list[Patch]:
     """Return the patches of `RayPPOTrainer`; its subclasses inherit all but `train`."""
-    calls: dict[str, tuple[Any, str]] = {
+    calls: dict[str, tuple[Wrap, str]] = {
         "__init__": (wrap_init, "a training's end, scalars, and numbers in the trainer's log"),
         "generate": (wrap_generate, "rollout_generate"),
         "fwd_logprobs_values_reward": (wrap_forward, "actor_compute_log_prob, streams and samples"),
@@ -70,17 +74,45 @@ def patches() -> list[Patch]:
     ]
 
 
-class Training(ReportedTraining):
+class Batch(Protocol):
+    """What is read of SkyRL's `TrainingInputBatch`."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any] | None: ...  # noqa: D102
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+
+    def get(self, name: str, default: None, /) -> torch.Tensor | None: ...  # noqa: D102
+
+
+class Trainer(Protocol):
+    """What is read of SkyRL's `RayPPOTrainer`."""
+
+    cfg: object
+    global_step: int
+
+    def add_callback(self, callback: object, /) -> None: ...  # noqa: D102
+
+
+class _CallbackInput(Protocol):
+    """What SkyRL hands to a callback."""
+
+    global_step: int
+    batch: Batch | None
+    logs: dict[str, object] | None
+
+
+class Training(ReportedTraining[Trainer]):
     """What one trainer reports."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._last = 0
         self.recorded = 0
         """The last step whose streams were recorded."""
         self.resumed = 0
         """The global step of the checkpoint, as far as the callback was told."""
-        self.ids: dict[str, Any] = {}
+        self.ids: dict[str, object] = {}
         """The ids of the batch that is trained; SkyRL takes them out of it before the update."""
 
     @property
@@ -117,14 +149,14 @@ class Training(ReportedTraining):
 training: Final = one_a_trainer(Training)
 
 
-def settings(config: Any) -> dict[str, object]:
+def settings(config: object) -> dict[str, object]:
     """Return SkyRL's configuration (nested dataclasses) without what may be secret."""
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         return {}
     return visible_leaves(dict(dataclasses.asdict(config).items()))
 
 
-def statistics_settings(config: Any) -> dict[str, object]:
+def statistics_settings(config: object) -> dict[str, object]:
     """Return the settings that the statistics depend on: which importance weights are applied."""
     correction = lookup(config, "trainer", "algorithm", "off_policy_correction")
     kind = lookup(correction, "tis_ratio_type")
@@ -136,7 +168,7 @@ def statistics_settings(config: Any) -> dict[str, object]:
     return {} if threshold is None else {"rollout_is": kind, "rollout_is_threshold": threshold}
 
 
-def streams(config: Any, names: Sequence[str]) -> dict[str, object]:
+def streams(config: object, names: Sequence[str]) -> dict[str, object]:
     """Return who produced the streams among `names`, and how the tokens were sampled."""
     engine = str(lookup(config, "generator", "inference_engine", "backend") or "vllm")
     sampling = lookup(config, "generator", "sampling_params")
@@ -149,10 +181,10 @@ def streams(config: Any, names: Sequence[str]) -> dict[str, object]:
     return {**found, **({"rollout": rollout} if "rollout_log_probs" in names else {})}
 
 
-def responses(batch: Any) -> dict[str, list[Any]]:
+def responses(batch: Batch) -> dict[str, list[torch.Tensor]]:
     """Return the columns of a batch by the names of `Stage.record`, as rows without padding."""
     columns = {name: _value(batch, name) for name in _RESPONSES}
-    mask = _value(batch, "response_mask")
+    mask = batch["response_mask"]
     count = _count(batch)
     width = int(mask.shape[1])
     lengths = [int(row) for row in mask[:count].sum(1).tolist()]
@@ -162,23 +194,23 @@ def responses(batch: Any) -> dict[str, list[Any]]:
         for name, values in columns.items()
         if values is not None and tuple(values.shape) == tuple(mask.shape)
     }
-    sequences = _value(batch, "sequences")
+    sequences = batch["sequences"]
     total = int(sequences.shape[1])
     found["responses"] = [sequences[row, total - n :] for row, n in enumerate(lengths)]
     return found
 
 
-def _count(batch: Any) -> int:
+def _count(batch: Batch) -> int:
     """Return the rows without those at the end that pad the batch."""
     padding = int((batch.metadata or {}).get("pad_size") or 0)
     return int(batch["sequences"].shape[0]) - padding
 
 
-def _value(batch: Any, name: str) -> Any:
+def _value(batch: Batch, name: str) -> torch.Tensor | None:
     return batch.get(name, None)
 
 
-def rewards(batch: Any) -> Any:
+def rewards(batch: Batch) -> torch.Tensor | None:
     """Return the reward of each row, [rows]; None once SkyRL has taken them out of the batch."""
     found = _value(batch, "rewards")
     if found is None:
@@ -187,7 +219,7 @@ def rewards(batch: Any) -> Any:
     return found.sum(-1) if found.dim() == 2 else found
 
 
-def samples(batch: Any) -> dict[str, Any]:
+def samples(batch: Batch) -> dict[str, Any]:
     """Return ids of the rows: of a prompt's answers, or of the turns of its trajectories."""
     metadata = batch.metadata or {}
     count = _count(batch)
@@ -214,17 +246,21 @@ def samples(batch: Any) -> dict[str, Any]:
     return {"sample_ids": names, "group_ids": uids, "run_ids": runs, "turn_ids": of_tokens}
 
 
-def make_callback(base: type) -> Any:
+def make_callback(base: type) -> object:
     """Return a `TrainingCallback` (`base`) that reports what a trainer logs; it never raises."""
 
     class StagescopeCallback(base):  # type: ignore[misc]
         """Reports to stagescope, and adds the service's numbers to the trainer's log."""
 
-        def on_train_start(self, trainer: Any, callback_input: Any, control: Any) -> None:
+        def on_train_start(
+            self, trainer: Trainer, callback_input: _CallbackInput, control: object
+        ) -> None:
             with guarded("the start of a training"):
                 training(trainer).resumed = int(callback_input.global_step)
 
-        def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
+        def on_step_end(
+            self, trainer: Trainer, callback_input: _CallbackInput, control: object
+        ) -> None:
             with guarded("streams and samples"):
                 found, batch = training(trainer), callback_input.batch
                 # A subclass may have a forward pass of its own.
@@ -235,7 +271,7 @@ def make_callback(base: type) -> Any:
                     stage.end()
                     found.want(found.recorded)
 
-        def on_log(self, trainer: Any, callback_input: Any, control: Any) -> None:
+        def on_log(self, trainer: Trainer, callback_input: _CallbackInput, control: object) -> None:
             with guarded("scalars"):
                 found, logs = training(trainer), callback_input.logs
                 step = int(callback_input.global_step)
@@ -252,10 +288,10 @@ def wrap_init(function: Function) -> Function:
     """Wrap `__init__`: adds the callback, where the trainer takes any."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> None:
         function(trainer, *args, **kwargs)
         with guarded("the callback"):
-            module: Any = sys.modules[function.__module__]
+            module: ModuleType = sys.modules[function.__module__]
             # FullyAsyncRayPPOTrainer overrides it, and fails where it has a callback.
             if type(trainer).add_callback is module.RayPPOTrainer.add_callback:
                 trainer.add_callback(make_callback(module.TrainingCallback))
@@ -267,7 +303,7 @@ def wrap_train(function: Function) -> Function:
     """Wrap `train`: when it ends, everything that waits is sent."""
 
     @functools.wraps(function)
-    async def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    async def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         with closed_at_end(lambda error: training(trainer).close(error)):
             return await function(trainer, *args, **kwargs)
 
@@ -277,7 +313,7 @@ def wrap_train(function: Function) -> Function:
 def wrap_generate(function: Function) -> Function:
     """Wrap `generate`, a coroutine; `torch.no_grad` makes it look like a plain function."""
 
-    async def generate(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    async def generate(trainer: Trainer, *args: object, **kwargs: object) -> object:
         with running(_stage(trainer, "rollout_generate")):
             return await function(trainer, *args, **kwargs)
 
@@ -285,13 +321,13 @@ def wrap_generate(function: Function) -> Function:
         return functools.wraps(function)(generate)
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         return generate(trainer, *args, **kwargs)
 
     return run
 
 
-def _stage(trainer: Any, name: str) -> Stage | None:
+def _stage(trainer: Trainer, name: str) -> Stage | None:
     stage: Stage | None = None
     with guarded(name):
         stage = training(trainer).stage(name)
@@ -302,7 +338,7 @@ def wrap_forward(function: Function) -> Function:
     """Wrap `fwd_logprobs_values_reward`: it completes the streams of the batch that it returns."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         stage = _stage(trainer, "actor_compute_log_prob")
         with running(stage):
             batch = function(trainer, *args, **kwargs)
@@ -316,7 +352,7 @@ def wrap_forward(function: Function) -> Function:
     return run
 
 
-def record_batch(trainer: Any, stage: Stage, batch: Any) -> None:
+def record_batch(trainer: Trainer, stage: Stage, batch: Batch) -> None:
     """Record the streams, the rewards and the ids of a batch."""
     found = training(trainer)
     found.ids = samples(batch)
@@ -324,7 +360,7 @@ def record_batch(trainer: Any, stage: Stage, batch: Any) -> None:
     found.recorded = found.step
 
 
-def _streams_of(trainer: Any, batch: Any) -> dict[str, Any]:
+def _streams_of(trainer: Trainer, batch: Batch) -> dict[str, object]:
     found = responses(batch)
     left_out: dict[str, str] = {}
     if "old_log_probs" not in found:
@@ -344,7 +380,7 @@ def wrap_update(function: Function) -> Function:
     """Wrap `train_critic_and_policy`: the batch has advantages, and the metrics are its result."""
 
     @functools.wraps(function)
-    def run(trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, batch: Batch, *args: object, **kwargs: object) -> object:
         stage = _stage(trainer, "actor_update")
         with running(stage):
             status = function(trainer, batch, *args, **kwargs)

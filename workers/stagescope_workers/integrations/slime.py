@@ -22,15 +22,19 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagescope_workers.integrations import megatron
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function, Patch, Patches
+from stagescope_workers.integrations.patches import Function, Patch, Patches, Wrap
 from stagescope_workers.probe import lifecycle
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    import torch
 
 _ACTOR: Final = "slime.backends.megatron_utils.actor"
 _MODEL: Final = "slime.backends.megatron_utils.model"
@@ -54,11 +58,24 @@ _BY_TOKEN: Final = ("rollout_log_probs", "ref_log_probs", "advantages", "returns
 """Columns that have our names, too."""
 
 
+class Arguments(Protocol):
+    """What is always there of slime's arguments, which Megatron's parser makes."""
+
+    rank: int
+    world_size: int
+
+
+class _Actor(Protocol):
+    """What is read of a `MegatronTrainRayActor`."""
+
+    args: Arguments
+
+
 class Rank:
     """What a Megatron rank reports; its steps run in one thread."""
 
     def __init__(self) -> None:
-        self.args: Any = None
+        self.args: Arguments | None = None
         self.role = "actor"
         self.step: int | None = None
         self._probe: Probe | None = None
@@ -74,6 +91,7 @@ class Rank:
         if self._probe is None:
             layout = megatron.layout()
             step = self.step or 0
+            assert self.args is not None
             self._probe = lifecycle.init(
                 run_name(self.args),
                 role=self.role,
@@ -108,7 +126,7 @@ class Rank:
         else:
             stage.end(error)
 
-    def record(self, step: int, batch: Mapping[str, Any]) -> None:
+    def record(self, step: int, batch: Mapping[str, object]) -> None:
         """Record what slime had of a step, and end its update."""
         captured = self._captured()
         if self.update is None or step != self.step:
@@ -118,11 +136,11 @@ class Rank:
         finally:
             self._settle()
 
-    def _captured(self) -> Mapping[int, Any]:
+    def _captured(self) -> Mapping[int, torch.Tensor]:
         if not self.is_capturing:
             return {}
         self.is_capturing = False
-        drained: Mapping[int, Any] = sys.modules[_LOSS].drain_captured_log_probs()
+        drained: Mapping[int, torch.Tensor] = sys.modules[_LOSS].drain_captured_log_probs()
         return drained
 
     def _settle(self) -> None:
@@ -136,14 +154,16 @@ _rank: Final = Rank()
 
 def start_capture() -> bool:
     """Switch slime's capture of log-probs on, unless it is on; return whether it was done here."""
-    loss: Any = sys.modules.get(_LOSS)
-    if not hasattr(loss, "enable_log_prob_capture") or loss._LOG_PROB_CAPTURE is not None:
+    loss: ModuleType | None = sys.modules.get(_LOSS)
+    if loss is None or not hasattr(loss, "enable_log_prob_capture"):
+        return False
+    if loss._LOG_PROB_CAPTURE is not None:
         return False
     loss.enable_log_prob_capture()
     return True
 
 
-def run_name(args: Any) -> str:
+def run_name(args: object) -> str:
     """Return the run: W&B's names where it has them, else the folder that is saved to."""
     names = [getattr(args, name, None) for name in ("wandb_project", "wandb_group")]
     folder = getattr(args, "save", None) or getattr(args, "load", None) or ""
@@ -151,25 +171,27 @@ def run_name(args: Any) -> str:
     return named_run(given or os.path.basename(os.path.abspath(str(folder))), fallback="slime")
 
 
-def settings(args: Any) -> dict[str, object]:
+def settings(args: object) -> dict[str, object]:
     """Return slime's arguments, without what may be secret."""
     plain = (str, int, float, bool, list, type(None))
     return {
         name: value if isinstance(value, plain) else str(value)
-        for name, value in visible_leaves({**vars(args)}).items()
+        for name, value in visible_leaves(dict(vars(args).items())).items()
     }
 
 
 def data_rank(layout: Mapping[str, int]) -> int | None:
     """Return the same number for ranks with the same tokens: of one data and context rank."""
-    state: Any = sys.modules.get("megatron.core.parallel_state")
+    state: ModuleType | None = sys.modules.get("megatron.core.parallel_state")
     with guarded("the data-parallel rank"):
         if state is not None and layout:
             return int(state.get_data_parallel_rank(with_context_parallel=True))
     return None
 
 
-def payload(args: Any, batch: Mapping[str, Any], captured: Mapping[int, Any]) -> dict[str, Any]:
+def payload(
+    args: object, batch: Mapping[str, Any], captured: Mapping[int, torch.Tensor]
+) -> dict[str, object]:
     """Return a batch by the names of `Stage.record`: lists of rows, of this rank's tokens.
 
     Args:
@@ -179,7 +201,7 @@ def payload(args: Any, batch: Mapping[str, Any], captured: Mapping[int, Any]) ->
     """
     totals, responses = batch["total_lengths"], batch["response_lengths"]
 
-    def sliced(rows: Sequence[Any]) -> list[Any]:
+    def sliced(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
             _slice(row, int(total), int(response))
             for row, total, response in zip(rows, totals, responses, strict=True)
@@ -189,7 +211,7 @@ def payload(args: Any, batch: Mapping[str, Any], captured: Mapping[int, Any]) ->
         row[row.shape[0] - int(count) :]
         for row, count in zip(batch["tokens"], responses, strict=True)
     ]
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "response_mask": sliced(batch["loss_masks"]),
         "responses": sliced(tokens),
     }
@@ -218,14 +240,14 @@ def payload(args: Any, batch: Mapping[str, Any], captured: Mapping[int, Any]) ->
     return {**found, "streams": {"rollout": rollout, "old": own, "current": own}}
 
 
-def _slice(row: Any, total: int, response: int) -> Any:
+def _slice(row: torch.Tensor, total: int, response: int) -> torch.Tensor:
     """Return this context-parallel rank's part of a row that is whole."""
-    module: Any = sys.modules.get(_SLICES)
+    module: object = sys.modules.get(_SLICES)
     slice_ = getattr(module, "slice_log_prob_with_cp", None)
     return row if slice_ is None else slice_(row, total, response)
 
 
-def _positions(like: Any, count: int) -> Any:
+def _positions(like: torch.Tensor, count: int) -> torch.Tensor:
     import torch
 
     return torch.arange(count, device=like.device)
@@ -234,7 +256,7 @@ def _positions(like: Any, count: int) -> Any:
 # --- wrappers ---------------------------------------------------------------------------------
 
 
-def once(wrap: Any) -> Any:
+def once(wrap: Wrap) -> Wrap:
     """Return `wrap` that leaves a function as it is that it wrapped before.
 
     The flag and `stagescope run` may both be given.
@@ -256,7 +278,7 @@ def wrap_start(function: Function) -> Function:
     """Wrap `Timer.start`, which begins a stage."""
 
     @functools.wraps(function)
-    def run(timer: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(timer: object, name: object, *args: object, **kwargs: object) -> object:
         result = function(timer, name, *args, **kwargs)
         with guarded("the beginning of a stage"):
             _rank.begin(str(name))
@@ -270,7 +292,7 @@ def wrap_end(function: Function) -> Function:
     """Wrap `Timer.end`, which ends a stage."""
 
     @functools.wraps(function)
-    def run(timer: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(timer: object, name: object, *args: object, **kwargs: object) -> object:
         with guarded("the end of a stage"):
             _rank.end(str(name))
         return function(timer, name, *args, **kwargs)
@@ -283,7 +305,7 @@ def wrap_train(function: Function) -> Function:
     """Wrap `train_actor` and `train_critic`, which a rank calls itself with the step."""
 
     @functools.wraps(function)
-    def run(actor: Any, rollout_id: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(actor: _Actor, rollout_id: int, *args: object, **kwargs: object) -> object:
         with guarded("a step"):
             _rank.args = actor.args
             _rank.role = str(getattr(actor, "role", "actor"))
@@ -298,7 +320,7 @@ def wrap_save(function: Function) -> Function:
     """Wrap `save_debug_train_data`: records the batch; what slime saves does not change."""
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: Any) -> object:
         with guarded("streams and samples"):
             _rank.record(int(kwargs["rollout_id"]), kwargs["rollout_data"])
         return function(*args, **kwargs)
@@ -314,7 +336,7 @@ def wrap_get_batch(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def run(data_iterator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(data_iterator: object, keys: Sequence[str], *args: object, **kwargs: object) -> object:
         wanted = keys
         with guarded("the positions of captured log-probs"):
             if _rank.is_capturing and _POSITION not in keys:
@@ -329,7 +351,9 @@ def wrap_log(function: Function) -> Function:
     """Wrap `log`, which sends metrics to W&B and TensorBoard: they are scalars of the step too."""
 
     @functools.wraps(function)
-    def run(args: Any, metrics: Any, *others: Any, **kwargs: Any) -> Any:
+    def run(
+        args: object, metrics: Mapping[str, object], *others: object, **kwargs: object
+    ) -> object:
         with guarded("scalars"):
             step = _rank.step
             if step is not None:
@@ -349,7 +373,7 @@ def patches() -> list[Patch]:
     """Return the patches of a rank, at the import paths that this slime has."""
     home = next((each for each in _HOMES if _has(f"{each}.train_data_utils")), _HOMES[0])
     logs = home if _has(f"{home}.logging_utils") else "slime.utils"
-    hooks: list[tuple[str, str, Any, str]] = [
+    hooks: list[tuple[str, str, Wrap, str]] = [
         (f"{home}.timer", "Timer.start", wrap_start, "stages"),
         (f"{home}.timer", "Timer.end", wrap_end, "stages"),
         (f"{home}.train_data_utils", "save_debug_train_data", wrap_save, "streams and samples"),
@@ -375,7 +399,7 @@ def _has(module: str) -> bool:
 _installed: Patches | None = None
 
 
-def init(args: Any) -> None:
+def init(args: Arguments) -> None:
     """Attach this rank; slime calls it by `--custom-megatron-init-path`, once and early."""
     global _installed
     with guarded("attaching slime"):

@@ -7,7 +7,7 @@ import contextlib
 import numbers
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from stagescope.wire.nonfinite import Json
 from stagescope_workers.integrations.guard import ending
@@ -25,17 +25,18 @@ PREFIX: Final = "stagescope/"
 _NOT_SCALARS: Final = ("step", "policy_version", "stage")
 """Arguments of `log` of their own."""
 
+_Trainer = TypeVar("_Trainer")
 _Training = TypeVar("_Training")
 
 
-class ReportedTraining(abc.ABC):
+class ReportedTraining(abc.ABC, Generic[_Trainer]):
     """What one trainer reports; its loop runs in one thread.
 
     The probe is made at the first use, and closed when the training ends: a trainer that trains
     again gets another one.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: _Trainer) -> None:
         self._trainer = weakref.ref(trainer)
         self._probe: Probe | None = None
         self._feed: MetricsFeed | None = None
@@ -55,9 +56,9 @@ class ReportedTraining(abc.ABC):
         return True
 
     @property
-    def trainer(self) -> Any:
+    def trainer(self) -> _Trainer:
         """The trainer."""
-        return self._trainer()
+        return alive(self._trainer)
 
     @property
     def probe(self) -> Probe:
@@ -102,11 +103,23 @@ def closed_at_end(
     return ending("closing the probe", close)
 
 
-def one_a_trainer(make: Callable[[Any], _Training]) -> Callable[[Any], _Training]:
-    """Return a function from a trainer to what `make` made of it; it keeps no trainer alive."""
-    known: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
+def alive(reference: weakref.ref[_Trainer]) -> _Trainer:
+    """Return the trainer that `reference` refers to.
 
-    def find(trainer: Any) -> _Training:
+    Raises:
+        ReferenceError: it is gone.
+    """
+    trainer = reference()
+    if trainer is None:
+        raise ReferenceError("the trainer is gone")
+    return trainer
+
+
+def one_a_trainer(make: Callable[[_Trainer], _Training]) -> Callable[[_Trainer], _Training]:
+    """Return a function from a trainer to what `make` made of it; it keeps no trainer alive."""
+    known: weakref.WeakKeyDictionary[_Trainer, _Training] = weakref.WeakKeyDictionary()
+
+    def find(trainer: _Trainer) -> _Training:
         found = known.get(trainer)
         if found is None:
             found = known[trainer] = make(trainer)
@@ -131,7 +144,7 @@ def scalars(logged: object, *, without: Collection[str] = ()) -> dict[str, Json]
     }
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, numbers.Real):
         return not isinstance(value, bool)
     return getattr(value, "ndim", None) == 0 and hasattr(value, "item")

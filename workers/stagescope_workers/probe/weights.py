@@ -155,7 +155,7 @@ def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise InvalidInput(f"{name} is {value!r:.100}", expected=f"one of {', '.join(allowed)}")
 
 
-def _pairs(named_tensors: object) -> Iterator[tuple[Any, object]]:
+def _pairs(named_tensors: object) -> Iterator[tuple[object, object]]:
     pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
     if not isinstance(pairs, Iterable) or is_torch(pairs):
         raise InvalidInput(
@@ -177,7 +177,7 @@ def _checked(name: object) -> str:
     return name
 
 
-def _renaming(names: object) -> Callable[[Any], object]:
+def _renaming(names: object) -> Callable[[object], object]:
     if names is None:
         return lambda name: name
     if callable(names):

@@ -142,7 +142,7 @@ class HttpLink:
             raise NotReady(f"the service is not ready: {_wrong(response)}")
         return self._checked(response)
 
-    def _answer(self, path: str, **options: Any) -> Reply:  # httpx's keywords
+    def _answer(self, path: str, **options: object) -> Reply:  # httpx's keywords
         response = self._send("POST", path, **options)
         if response.status_code == NotReady.status:
             return {"coordinator": None, "not_ready": _wrong(response)}

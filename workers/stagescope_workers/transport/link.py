@@ -15,6 +15,7 @@ import os
 import sys
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from types import ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
 from stagescope import discovery
@@ -94,7 +95,7 @@ class RayProcess(NamedTuple):
     """When a driver ends, so does its job, with every actor that is not detached."""
 
 
-def _ray() -> Any:
+def _ray() -> ModuleType | None:
     """Return ray if this process has imported and initialised it, else None."""
     ray = sys.modules.get("ray")
     is_initialized = getattr(ray, "is_initialized", None)
@@ -166,11 +167,11 @@ def ray_directory() -> str | None:
 class RayLink:
     """Calls to the detached coordinator of the cluster that this process has joined."""
 
-    def __init__(self, ray: Any, handle: Any, namespace: str) -> None:
+    def __init__(self, ray: ModuleType, handle: Any, namespace: str) -> None:
         self._ray = ray
         self._handle = handle
         self._namespace = namespace
-        self._answers: dict[Future[Reply], Any] = {}
+        self._answers: dict[Future[Reply], object] = {}
         self.address = f"the Ray cluster at {_cluster_address(ray)}"
 
     @classmethod
@@ -315,7 +316,7 @@ def warn_unconnected(name: str, url: str | None, namespace: str, problem: str = 
     )
 
 
-def _cluster_address(ray: Any) -> str:
+def _cluster_address(ray: ModuleType) -> str:
     try:
         return str(ray.get_runtime_context().gcs_address)
     except Exception:

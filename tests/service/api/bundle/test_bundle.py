@@ -15,9 +15,9 @@ import subprocess
 import sys
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -33,11 +33,14 @@ import stagescope
 from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError, TooLarge
 from stagescope_service.api.bundle import contents
 from stagescope_service.api.bundle.archive import unpack
-from stagescope_service.api.bundle.opened import open_unpacked
+from stagescope_service.api.bundle.opened import OpenedBundle, open_unpacked
 from stagescope_service.api.redaction import Redactor
 from stagescope_service.store import extract
 from stagescope_service.store.contract import Put
 from stagescope_service.store.tables import metadata
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 STEPS = 34
 ENVIRONMENT = {
@@ -145,7 +148,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
     with tarfile.open(path) as tar:
         file = tar.extractfile("stagescope-bundle/manifest.json")
         assert file is not None
-        found: dict[str, Any] = json.load(file)
+        found: dict[str, object] = json.load(file)
         return found
 
 
@@ -192,7 +195,7 @@ def test_an_opened_bundle_answers_as_the_service_did(
 
 
 @contextlib.contextmanager
-def serving(opened: Any) -> Iterator[Any]:
+def serving(opened: OpenedBundle) -> Iterator[Any]:
     """Serve an opened bundle; yields a function of a path."""
     import httpx
 
@@ -349,8 +352,11 @@ def test_json_is_redacted_by_the_names_of_its_fields() -> None:
     assert redactor.count == 4
 
 
+Change = Callable[[tarfile.TarInfo, bytes], Iterator[tuple[tarfile.TarInfo, bytes]]]
+
+
 # --- hostile archives -----------------------------------------------------------------------
-def repacked(bundled: Path, path: Path, change: Any) -> Path:
+def repacked(bundled: Path, path: Path, change: Change) -> Path:
     """The archive after `change(name, TarInfo, bytes)`, which returns what to add."""
     with (
         tarfile.open(bundled) as old,
@@ -365,7 +371,7 @@ def repacked(bundled: Path, path: Path, change: Any) -> Path:
     return path
 
 
-def added(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> Any:
+def added(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> Change:
     """A change that puts a member before the second one."""
 
     def change(member: tarfile.TarInfo, data: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
@@ -395,7 +401,7 @@ def added(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> Any:
     ],
 )
 def test_what_no_bundle_holds_is_refused(
-    bundled: Path, tmp_path: Path, change: Any, message: str
+    bundled: Path, tmp_path: Path, change: Change, message: str
 ) -> None:
     path = repacked(bundled, tmp_path / "evil.tar.gz", change)
     root = tmp_path / "inner" / "root"
@@ -571,7 +577,7 @@ def test_the_command_serves_it_until_ctrl_c(
     assert list(tmp_path.iterdir()) == []
 
 
-def look_at_the_page(browser: Any, url: str, token: str) -> None:
+def look_at_the_page(browser: Browser, url: str, token: str) -> None:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     try:
         visit = Visit(context.new_page(), url)

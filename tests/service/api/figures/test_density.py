@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.batches import bfloat16
@@ -79,7 +78,7 @@ def test_a_scaled_stream_shows_its_slope(
         payload = rounds_payload(8, 2, 64, seed=3, noise=0.0)
         shape = payload["tensors"]["rollout_log_probs"][1]
         p = payload["tensors"]["rollout_log_probs"][2] * np.float32(0.8)
-        stored: Any = bfloat16(p) if dtype == "bfloat16" else p
+        stored: npt.NDArray[np.generic] = bfloat16(p) if dtype == "bfloat16" else p
         payload["tensors"]["old_log_probs"] = (dtype, shape, stored, None)
         Rank(running, world_size=1).stage(LOG_PROB, 1, payload)
         deps = running.app.state.deps

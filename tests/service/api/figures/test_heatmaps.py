@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.figures import (
@@ -21,6 +22,7 @@ from tests.support.figures import (
     rounds_payload,
     streams,
 )
+from tests.support.measure import Handed
 
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
@@ -28,13 +30,14 @@ from stagescope_service.api.figures import heatmaps
 from stagescope_service.api.figures.heatmaps import HeatInfo
 from stagescope_service.api.figures.rank_rows import explained, standing_apart
 from stagescope_service.api.series import Window
+from stagescope_service.api.target import Target
 from stagescope_service.figure_style import traces
 
 EVERYTHING: Window = {"first": None, "last": None}
 METRICS: tuple[heatmaps.Metric, ...] = tuple(heatmaps._MEASURES)
 
 
-def target(deps: Dependencies, step: int, run: str = "r") -> Any:
+def target(deps: Dependencies, step: int, run: str = "r") -> Target:
     return deps.finder.step(run, None, step)
 
 
@@ -152,7 +155,7 @@ HOT_TP, ODD = 3, 37
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """96 ranks of tp 4: those of tp 3 differ twice as much, and rank 37 ten times."""
     with service(tmp_path_factory.mktemp("home")) as running:
         for at in range(TP * DP):
@@ -162,12 +165,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield running
 
 
-def wide_payload(at: int) -> dict[str, Any]:
+def wide_payload(at: int) -> Handed:
     noise = 0.01 * (10.0 if at == ODD else 2.0 if at % TP == HOT_TP else 1.0)
     return rounds_payload(1, 2, 40, seed=at, first_sample=at, noise=noise)
 
 
-def distances(ranks: list[int], column: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def distances(ranks: list[int], column: int) -> npt.NDArray[np.float64]:
     found = []
     for at in ranks:
         tensors = wide_payload(at)["tensors"]

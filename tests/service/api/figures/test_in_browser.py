@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.api import Service
-from tests.support.browser import chromium, opened
+from tests.support.browser import Scheme, chromium, opened
 from tests.support.figures import UNMEASURED, page_of
 
-FIGURES: dict[str, tuple[str, dict[str, Any]]] = {
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+FIGURES: dict[str, tuple[str, dict[str, object]]] = {
     "overview": ("overview", {"run": "r"}),
     "rounds": ("rounds", {"run": "r", "step": 8}),
     "rank-rounds": ("rank-rounds", {"run": "r", "step": 8}),
@@ -28,7 +31,7 @@ FIGURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser() -> Iterator[Browser]:
     with chromium() as found:
         yield found
 
@@ -45,7 +48,7 @@ def page(trained: Service, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
-def test_they_can_be_read(browser: Any, page: Path, width: int, scheme: str) -> None:
+def test_they_can_be_read(browser: Browser, page: Path, width: int, scheme: Scheme) -> None:
     with opened(browser, page, width=width, scheme=scheme) as shown:
         look = shown.look
         assert shown.requests == [page.as_uri()]

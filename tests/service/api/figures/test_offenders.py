@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.figures import LOG_PROB, rounds_payload
+from tests.support.measure import Handed
 
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import offenders
@@ -22,7 +23,7 @@ ROWS = 4
 ALL = Window(first=None, last=None)
 
 
-def payload(step: int, rank: int) -> dict[str, Any]:
+def payload(step: int, rank: int) -> Handed:
     """Rows of the prompts 0 to 7; those of prompt 3 differ five times as much."""
     found = rounds_payload(
         ROWS, 2, 24, seed=10 * step + rank, first_sample=ROWS * rank, noise=[0.01, 0.02],
@@ -82,7 +83,7 @@ def test_prompts_that_differ_again_and_again_come_first(asked: Dependencies) -> 
     assert found.steps == tuple(STEPS)
     assert found.prompts == 8
     assert found.note == "the streams are suspect in steps 1-4"  # some of their p are above 0
-    distances: dict[str, list[Any]] = {}
+    distances: dict[str, list[npt.NDArray[np.float64]]] = {}
     expected: dict[str, float] = {}
     for step in STEPS:
         rows = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def dumps_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]
         yield running
 
 
-def info(running: Service, step: int, **filters: Any) -> operators.OperatorsInfo:
+def info(running: Service, step: int, **filters: object) -> operators.OperatorsInfo:
     deps = running.app.state.deps
     return operators.info(deps, deps.finder.step("r", None, step), filters)  # type: ignore[arg-type]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import plotly.graph_objects as go
 import pytest
@@ -35,7 +34,7 @@ def test_the_list_names_every_figure_with_its_parameters(trained: Service) -> No
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"operator-divergence", "operators"}))
 def test_each_is_a_figure_of_plotly_on_a_clear_background(trained: Service, name: str) -> None:
-    query: dict[str, Any] = {"run": "r", **({"step": 7} if name in OF_STEP else {})}
+    query: dict[str, object] = {"run": "r", **({"step": 7} if name in OF_STEP else {})}
     answer = trained.get(f"/figures/{name}", **query)
     assert (answer["name"], answer["run"]) == (name, "r")
     assert answer["step"] == query.get("step")

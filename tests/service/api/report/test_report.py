@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.browser import chromium, opened
+from tests.support.browser import Scheme, chromium, opened
 from tests.support.command_line import invoke
 from tests.support.measure import payload
 from tests.support.shown_run import BROKEN, RUN, keep_tensors, shown
@@ -237,7 +237,7 @@ def test_hostile_names_run_nothing(hostile: Service, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
 @pytest.mark.parametrize("step", [None, BROKEN])
 def test_it_can_be_read_without_network(
-    live: Service, tmp_path: Path, width: int, scheme: str, step: int | None
+    live: Service, tmp_path: Path, width: int, scheme: Scheme, step: int | None
 ) -> None:
     path = tmp_path / "report.html"
     query = {} if step is None else {"step": step}
@@ -334,13 +334,13 @@ def test_what_is_sent_holds_no_secret(tmp_path: Path) -> None:
 
 
 def test_figures_that_do_not_fit_are_named() -> None:
-    figure: dict[str, Any] = {
+    figure: dict[str, object] = {
         "name": "overview",
         "title": "t",
         "note": None,
         "figure": {"data": ["x" * 1000]},
     }
-    small: dict[str, Any] = {**figure, "name": "rounds", "figure": {"data": []}}
+    small: dict[str, object] = {**figure, "name": "rounds", "figure": {"data": []}}
     parts = [Section("a", "A", figures=[figure, small])]
     (found,) = routes._within(parts, 500)
     assert [each["name"] for each in found.figures] == ["rounds"]

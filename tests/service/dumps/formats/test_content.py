@@ -37,7 +37,7 @@ QUICK = settings(
 )
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> object:
     """Make what was read comparable: tensors and the lists that became some are lists."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype).removeprefix("torch."), tuple(value.shape), value.tolist())
@@ -66,7 +66,7 @@ def same(found: Any, expected: Any) -> None:
 
 @given(TREES)
 @QUICK
-def test_what_was_saved_is_read_and_converted(tmp_path: Path, tree: Any) -> None:
+def test_what_was_saved_is_read_and_converted(tmp_path: Path, tree: object) -> None:
     torch.save(tree, tmp_path / "a.pt")
     content = read_content(tmp_path / "a.pt")
     same(plain(content), plain(tree))

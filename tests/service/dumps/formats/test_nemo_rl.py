@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.api import service
+from tests.support.api import Service, service
 
-from stagescope.session import attach
+from stagescope.session import Session, attach
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.commands.importing import import_dump
 from stagescope_service.compare.comparison import compare
@@ -26,7 +27,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Lines as `log_batched_dict_as_jsonl` writes them: each value a list of one item."""
     rng = np.random.default_rng(seed)
-    made: list[dict[str, Any]] = []
+    made: list[dict[str, object]] = []
     for row in range(count):
         prompt = 2 + row // 2  # two answers a prompt
         length = int(rng.integers(prompt + 5, WIDTH + 1))
@@ -52,7 +53,7 @@ def rows(
     return made
 
 
-def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+def write(path: Path, lines: Sequence[dict[str, object]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -174,5 +175,6 @@ def test_an_import_has_nemo_rls_own_number(tmp_path: Path) -> None:
     assert same.verdict is Verdict.SAME
 
 
-def session_of(live: Any) -> Any:
+def session_of(live: Service) -> Session:
+    assert live.tokens is not None
     return attach(live.server.url, token=live.tokens.operate)

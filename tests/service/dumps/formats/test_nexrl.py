@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ def test_json_that_is_none_of_nexrl(tmp_path: Path, text: str) -> None:
         {"trajectories": []},
     ],
 )
-def test_trajectories_of_other_forms(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_trajectories_of_other_forms(tmp_path: Path, change: Mapping[str, object]) -> None:
     nexrl_directory(tmp_path, edit=lambda kind, name, data: data.update(change))
     dump = open_dump(tmp_path)
     try:

@@ -30,7 +30,7 @@ def sequence(
     mask = [at >= prompt and at != prompt + 2 for at in range(length)]
     q = np.where(mask, -rng.exponential(1.0, length), 0.0).astype(np.float32).astype(float)
     p = (q + rng.normal(0, 0.05, length) + shift).astype(np.float32).astype(float)
-    made: dict[str, Any] = {
+    made: dict[str, object] = {
         "schema_version": 1,
         "step": step,
         "rank": rank,
@@ -71,7 +71,7 @@ def write(
     return root
 
 
-def edit(path: Path, row: int, **columns: Any) -> None:
+def edit(path: Path, row: int, **columns: object) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[row] |= columns
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

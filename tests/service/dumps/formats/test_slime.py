@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ def read(dump: Dump, section: str, stage: str) -> Record:
     return dump.read(found[0])
 
 
-def rows_of(record: Record, name: str) -> list[list[Any]]:
+def rows_of(record: Record, name: str) -> list[list[object]]:
     _, _, values, offsets = record.tensors[name]
     assert offsets is not None
     return [values[a:b].tolist() for a, b in itertools.pairwise(offsets)]
@@ -138,7 +137,7 @@ def test_other_files_are_problems(tmp_path: Path, batch: Batch) -> None:
         {"format_version": 9, "rollout_id": 1, "samples": []},
     ],
 )
-def test_other_forms_are_refused(tmp_path: Path, value: Any) -> None:
+def test_other_forms_are_refused(tmp_path: Path, value: object) -> None:
     torch.save(value, tmp_path / "a.pt")
     dump = open_dump(tmp_path / "a.pt")
     with pytest.raises(InvalidTensor):

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ records = st.lists(st.tuples(st.text(max_size=40), values), max_size=6)
 chunks = st.integers(1, 60)
 
 
-def text_of(entries: list[tuple[str, Any]], *, indent: int | None, ascii: bool = True) -> bytes:
+def text_of(
+    entries: Sequence[tuple[str, object]], *, indent: int | None, ascii: bool = True
+) -> bytes:
     """As msprobe writes it; a list of entries, since JSON may repeat a name."""
     header = {"task": "statistics", "level": "L1", "framework": "pytorch", "dump_data_dir": None}
     items = (f"{json.dumps(name)}: {json.dumps(value, indent=indent)}" for name, value in entries)
@@ -35,12 +38,12 @@ def text_of(entries: list[tuple[str, Any]], *, indent: int | None, ascii: bool =
     return text.encode("utf-8", "replace")
 
 
-def read(data: bytes, **limits: int) -> tuple[DumpFile, list[tuple[str, Any]]]:
+def read(data: bytes, **limits: int) -> tuple[DumpFile, list[tuple[str, object]]]:
     dump = DumpFile(io.BytesIO(data), "dump.json", **limits)
     return dump, list(dump.records())
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(one: object, other: object) -> bool:
     """Equality in which NaN is itself, and -0.0 is not 0."""
     return repr(one) == repr(other)
 
@@ -48,7 +51,7 @@ def equal(one: Any, other: Any) -> bool:
 @given(records, chunks, st.sampled_from([None, 1]))
 @example([("a", {"x": -math.inf, "y": math.nan})], 1, None)
 def test_any_record_comes_back_through_any_window(
-    entries: list[tuple[str, Any]], chunk: int, indent: int | None
+    entries: Sequence[tuple[str, object]], chunk: int, indent: int | None
 ) -> None:
     data = text_of(entries, indent=indent)
     dump, found = read(data, chunk_bytes=chunk)
@@ -63,7 +66,7 @@ def test_any_record_comes_back_through_any_window(
 @given(records, chunks, st.sampled_from([None, 1]), st.data())
 @settings(max_examples=400)
 def test_a_file_truncated_anywhere_yields_the_records_before(
-    entries: list[tuple[str, Any]], chunk: int, indent: int | None, data: st.DataObject
+    entries: Sequence[tuple[str, object]], chunk: int, indent: int | None, data: st.DataObject
 ) -> None:
     whole = text_of(entries, indent=indent)
     end = data.draw(st.integers(0, len(whole) - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rows(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+def rows(path: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = pq.read_table(path).to_pylist()
     return found
 
 
@@ -101,7 +102,7 @@ def test_filters(path: Path, rows: list[dict[str, Any]], where: OperatorFilter, 
 
 @given(offset=st.integers(0, 300), limit=st.integers(0, 300))
 def test_pages_add_up_to_all_rows(
-    path: Path, rows: list[dict[str, Any]], offset: int, limit: int
+    path: Path, rows: Sequence[dict[str, object]], offset: int, limit: int
 ) -> None:
     page = read_operators(path, columns=["order", "index"], offset=offset, limit=limit)
     expected = rows[offset : offset + limit]
@@ -118,7 +119,7 @@ def test_invalid_queries_are_refused(path: Path) -> None:
             read_operators(path, **question)
 
 
-def test_complete_columns_are_arrays(path: Path, rows: list[dict[str, Any]]) -> None:
+def test_complete_columns_are_arrays(path: Path, rows: Sequence[dict[str, object]]) -> None:
     found = load_columns(path, ["order", "name", "module_class", "shape", "mean"])
     assert found["order"].tolist() == [row["order"] for row in rows]
     count = len(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ from stagescope_service.dumps.msprobe.sidecars import source_of
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    found: list[dict[str, object]] = pq.read_table(path).to_pylist()
     return found
 
 
-def dump(records: dict[str, Any], **header: Any) -> str:
+def dump(records: Mapping[str, object], **header: object) -> str:
     said = {"task": "statistics", "level": "L1", "framework": "pytorch", "dump_data_dir": None}
     return json.dumps({**said, **header, "data": records}, indent=1)
 
@@ -213,7 +214,7 @@ def test_an_interrupted_stage_is_not_done(real_dump: Path, tmp_path: Path, conte
 
 @pytest.mark.parametrize("record", [[], 1, "text", None])
 def test_a_record_that_is_no_object_is_an_error_and_leaves_nothing(
-    tmp_path: Path, record: Any
+    tmp_path: Path, record: object
 ) -> None:
     text = dump({"Torch.a.0.forward": {"output": []}, "Torch.b.0.forward": record})
     with pytest.raises(InvalidInput, match=r"Torch\.b\.0\.forward"):
@@ -314,7 +315,7 @@ def test_a_norm_that_overflowed_is_no_infinity(tmp_path: Path) -> None:
         ("", (None, "", None, None, None)),
     ],
 )
-def test_names(name: str, parts: tuple[Any, ...]) -> None:
+def test_names(name: str, parts: tuple[object, ...]) -> None:
     assert tuple(parse_name(name)) == parts
 
 

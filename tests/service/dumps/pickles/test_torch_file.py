@@ -10,9 +10,11 @@ import tracemalloc
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from tests.support.batches import from_bfloat16
@@ -39,12 +41,12 @@ def content_of(path: Path) -> Any:
     return read_torch_file(path)
 
 
-def saved(path: Path, value: Any, **options: Any) -> Path:
+def saved(path: Path, value: object, **options: Any) -> Path:
     torch.save(value, path / "a.pt", **options)
     return path / "a.pt"
 
 
-def array_of(value: Any) -> np.ndarray[Any, Any]:
+def array_of(value: Any) -> npt.NDArray[np.generic]:
     assert isinstance(value, FileTensor)
     return value.wire[2]
 
@@ -162,7 +164,7 @@ def test_a_tensordict_opens_without_its_library(
 def _no_import_of(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+    def refuse(name: str, *args: Any, **kwargs: Any) -> ModuleType:
         if name.partition(".")[0] == library:
             raise ImportError(f"no {name}", name=name)
         return real(name, *args, **kwargs)
@@ -262,7 +264,7 @@ def test_the_allowed_globals_of_the_process_are_restored(tmp_path: Path) -> None
 
 def test_several_threads_read_at_once(tmp_path: Path) -> None:
     path = saved(tmp_path, {"a": np.arange(4), "t": torch.ones(3)})
-    found: list[Any] = []
+    found: list[object] = []
 
     def read() -> None:
         found.extend(array_of(content_of(path)["a"]).tolist() for _ in range(20))
@@ -385,7 +387,7 @@ def test_changed_bytes_raise_nothing_else(tmp_path: Path) -> None:
 
 
 def test_shared_lists_do_not_explode(tmp_path: Path) -> None:
-    value: list[Any] = [1]
+    value: list[object] = [1]
     for _ in range(40):
         value = [value] * 10
     with pytest.raises(InvalidTensor, match="more values than bytes"):
@@ -393,7 +395,7 @@ def test_shared_lists_do_not_explode(tmp_path: Path) -> None:
 
 
 def test_deep_nesting_is_refused(tmp_path: Path) -> None:
-    value: list[Any] = []
+    value: list[object] = []
     for _ in range(100):
         value = [value]
     with pytest.raises(InvalidTensor, match="nested deeper"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,7 +30,7 @@ class Ended(NamedTuple):
     stage: str
     role: str
     rank: int
-    fields: Any
+    fields: Mapping[str, Any]
     payload: Any
 
     @property
@@ -105,7 +106,7 @@ def seen() -> Seen:
 
 
 @pytest.fixture
-def verl(seen: Seen, monkeypatch: pytest.MonkeyPatch, probes: list[Probe]) -> dict[str, Any]:
+def verl(seen: Seen, monkeypatch: pytest.MonkeyPatch, probes: list[Probe]) -> dict[str, ModuleType]:
     """verl's modules, with every patch of mode `all` applied."""
     modules = fake_modules(seen, monkeypatch)
     for patch in hooks.patches(Mode("all")):

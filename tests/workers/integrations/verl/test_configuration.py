@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support import verl_fakes
@@ -81,7 +80,7 @@ def test_verl_s_debugger_is_handed_on_with_absolute_paths(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text('{"task": "statistics", "level": "L1"}')
     block = {"config_path": "config.json", "stages": ["critic_update"], "strict": True}
-    config: dict[str, Any] = verl_fakes.config() | {
+    config: dict[str, object] = verl_fakes.config() | {
         "global_profiler": {
             "tool": "precision_debugger", "steps": [2], "save_path": "dumps",
             "global_tool_config": {"precision_debugger": block},

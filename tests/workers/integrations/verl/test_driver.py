@@ -6,6 +6,7 @@ import asyncio
 import math
 import types
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 from tests.support import verl_fakes
 from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
-from tests.support.verl_fakes import Seen
+from tests.support.verl_fakes import DataProto, Seen
 from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope.wire.schema import END_STEP, FINISH, HELLO, LOG
@@ -21,19 +22,19 @@ from stagescope_workers.integrations.verl import configuration, context, rollout
 from stagescope_workers.integrations.verl.modes import FLOAT32, VARIABLE
 from stagescope_workers.probe.probe import Probe
 
-Modules = dict[str, Any]
+Modules = dict[str, ModuleType]
 Read = Callable[..., list[Ended]]
 
 STREAMS = {"rollout_log_probs", "old_log_probs", "response_mask", "responses"}
 TRACKING = "verl.utils.tracking"
 
 
-def planted(batch: Any) -> context.Context:
+def planted(batch: DataProto) -> context.Context:
     carried = batch.extra_info if hasattr(batch, "extra_info") else batch.meta_info
     return context.parse(carried[context.KEY])
 
 
-def compute_old_log_prob(modules: Modules, seen: Seen, batch: Any, **trainer: Any) -> Any:
+def compute_old_log_prob(modules: Modules, seen: Seen, batch: DataProto, **trainer: Any) -> Any:
     made = verl_fakes.trainer(modules, **trainer)
     seen.outcomes["_compute_old_log_prob"] = lambda *_, **__: verl_fakes.old_log_probs(batch)
     made._compute_old_log_prob(batch)
@@ -53,14 +54,14 @@ def in_v1(modules: Modules, seen: Seen, held: Any) -> None:
 class Group:
     """A worker group whose actor runs what it is called for at once."""
 
-    def __init__(self, *held: Any) -> None:
+    def __init__(self, *held: object) -> None:
         self.workers = [self]
         self.worker_dict = dict(enumerate(held))
         self.calls = 0
 
     @property
-    def __ray_call__(self) -> Any:
-        def remote(function: Callable[..., None], *args: Any) -> None:
+    def __ray_call__(self) -> SimpleNamespace:
+        def remote(function: Callable[..., None], *args: object) -> None:
             self.calls += 1
             function(self, *args)
 
@@ -105,7 +106,7 @@ def test_all_are_connected_before_the_first_step(
     assert len(probes) == len(expected)  # the first stage finds its probe
 
 
-def noted(trainer: Any) -> dict[str, Any]:
+def noted(trainer: Any) -> dict[str, object]:
     """Return what a batch of the trainer brings to the ranks."""
     batch = verl_fakes.batch_v0()
     trainer._compute_ref_log_prob(batch)
@@ -133,7 +134,7 @@ def test_what_the_trainer_s_process_reports_is_connected_before_the_first_step(
     )
     before: list[str] = []
 
-    def fit(*_: Any) -> None:
+    def fit(*_: object) -> None:
         made._load_checkpoint()
         before.extend(probe.role for probe in probes)
         manager.generate_sequences("prompts")
@@ -231,7 +232,7 @@ def test_the_index_of_a_sample_stays_with_its_row(verl: Modules, seen: Seen, end
     batch = verl_fakes.batch_v0()
     order = [2, 0, 3, 1]
 
-    def reorder(*_: Any, **__: Any) -> None:
+    def reorder(*_: object, **__: object) -> None:
         batch.batch = batch.batch[order]
         batch.non_tensor_batch = {k: v[order] for k, v in batch.non_tensor_batch.items()}
 
@@ -288,7 +289,9 @@ def test_a_trainer_that_may_be_asynchronous_claims_no_versions(
     verl: Modules, seen: Seen, ended: Read
 ) -> None:
     plain = verl["verl.trainer.ppo.ray_trainer"].RayPPOTrainer
-    verl["verl.trainer.ppo.ray_trainer"].RayPPOTrainer = type("FullyAsyncTrainer", (plain,), {})
+    vars(verl["verl.trainer.ppo.ray_trainer"])["RayPPOTrainer"] = type(
+        "FullyAsyncTrainer", (plain,), {}
+    )
     compute_old_log_prob(verl, seen, verl_fakes.batch_v0())
     assert set(ended(1)[0].payload["tensors"]) == STREAMS
 
@@ -383,13 +386,13 @@ def test_a_whole_configuration_travels_once_and_is_read_before_the_first_step(
     read: list[str] = []
     settings = configuration.settings
 
-    def counted(config: Any) -> dict[str, Any]:
+    def counted(config: object) -> dict[str, Any]:
         read.append("settings")
         return settings(config)
 
     monkeypatch.setattr(configuration, "settings", counted)
 
-    def fit(*_: Any) -> None:
+    def fit(*_: object) -> None:
         assert read == ["settings"]
         trainer._update_actor(batch)
         trainer._compute_reward_colocate(batch)
@@ -408,7 +411,7 @@ def test_a_whole_configuration_travels_once_and_is_read_before_the_first_step(
 def test_validation_belongs_to_no_step(verl: Modules, seen: Seen) -> None:
     trainer, during, after = verl_fakes.trainer(verl), verl_fakes.batch_v0(), verl_fakes.batch_v0()
 
-    def validate(*_: Any) -> None:
+    def validate(*_: object) -> None:
         trainer._compute_values(during)
         raise ValueError("verl's own")
 
@@ -532,11 +535,11 @@ def test_a_trainer_s_own_fit_is_closed_as_verl_s_is(
         plain.fit(self)  # verl's own in it closes nothing twice
         return "the result"
 
-    async def fit_async(self: Any) -> str:
+    async def fit_async(self: object) -> str:
         return fit(self)
 
     own = type("RayPPOTrainer", (plain,), {"fit": fit_async if is_async else fit})
-    verl["verl.trainer.ppo.ray_trainer"].RayPPOTrainer = own
+    vars(verl["verl.trainer.ppo.ray_trainer"])["RayPPOTrainer"] = own
     coordinator.settle_at_once = True
     trainer = verl_fakes.trainer(verl)
     assert (asyncio.run(trainer.fit()) if is_async else trainer.fit()) == "the result"

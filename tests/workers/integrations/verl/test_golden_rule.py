@@ -7,7 +7,8 @@ not, and must behave the same.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from stagescope_workers.probe.options import checked_options
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
-Call = Callable[[], Any]
+Call = Callable[[], object]
 
 PARTS: list[tuple[Any, str]] = [
     *((Stage, name) for name in ("begin", "end", "record", "log")),
@@ -114,7 +115,7 @@ def told(*, bypass: bool) -> str:
     return Context(run="r", attempt_key="a", step=3, synchronous=True, bypass=bypass).text()
 
 
-def calls(modules: dict[str, object], seen: Seen) -> Iterator[tuple[str, Call]]:
+def calls(modules: dict[str, ModuleType], seen: Seen) -> Iterator[tuple[str, Call]]:
     """Yield each patched function's name with a call of it, as verl calls it."""
     for v1 in (False, True):
         yield from _trainer_calls(modules, seen, v1)
@@ -129,7 +130,9 @@ def later(holder: object, name: str, *args: object, **kwargs: object) -> Call:
     return lambda: getattr(holder, name)(*args, **kwargs)
 
 
-def _trainer_calls(modules: dict[str, Any], seen: Seen, v1: bool) -> Iterator[tuple[str, Call]]:
+def _trainer_calls(
+    modules: dict[str, ModuleType], seen: Seen, v1: bool
+) -> Iterator[tuple[str, Call]]:
     trainer = verl_fakes.trainer(modules, v1=v1)
     batch: Any = verl_fakes.batch_v1() if v1 else verl_fakes.batch_v0()
     held = verl_fakes.DataProto(verl_fakes.tensors())
@@ -160,7 +163,7 @@ def _trainer_calls(modules: dict[str, Any], seen: Seen, v1: bool) -> Iterator[tu
 
 
 def _advantage_calls(
-    modules: dict[str, object], seen: Seen, v1: bool
+    modules: dict[str, ModuleType], seen: Seen, v1: bool
 ) -> Iterator[tuple[str, Call]]:
     data = verl_fakes.DataProto(verl_fakes.tensors(advantages=torch.ones(4, 3)))
     name = "compute_advantage_for_multi_trajectories" if v1 else "compute_advantage"
@@ -174,7 +177,7 @@ def _advantage_calls(
     yield name, advantage
 
 
-def _number_calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Call]]:
+def _number_calls(modules: dict[str, ModuleType], seen: Seen) -> Iterator[tuple[str, Call]]:
     corr = modules["verl.trainer.ppo.rollout_corr_helper"]
     debug = modules["verl.utils.debug.metrics"]
     held = verl_fakes.DataProto(verl_fakes.tensors())
@@ -190,7 +193,7 @@ def _number_calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Ca
     yield "compute_offpolicy_metrics", lambda: corr.compute_offpolicy_metrics(p, q, mask=q)
 
 
-def _worker_calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Call]]:
+def _worker_calls(modules: dict[str, ModuleType], seen: Seen) -> Iterator[tuple[str, Call]]:
     outer, data = verl_fakes.outer_worker(modules), planted()
     yield "compute_log_prob", lambda: outer.compute_log_prob(data)
     yield "compute_ref_log_prob", lambda: outer.compute_ref_log_prob(data=data)
@@ -220,7 +223,7 @@ def _worker_calls(modules: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Ca
     yield "annotate", lambda: profiler.annotate(message="m", role="actor_update")
 
 
-def _older_calls(modules: dict[str, Any]) -> Iterator[tuple[str, Call]]:
+def _older_calls(modules: dict[str, ModuleType]) -> Iterator[tuple[str, Call]]:
     data = verl_fakes.DataProto(verl_fakes.tensors(), meta_info={context.KEY: told(bypass=True)})
     module = modules["verl.workers.fsdp_workers"]
     actor, critic = module.ActorRolloutRefWorker(), module.CriticWorker()
@@ -232,7 +235,7 @@ def _older_calls(modules: dict[str, Any]) -> Iterator[tuple[str, Call]]:
         yield name, later(critic, name, data=data)
 
 
-def _rollout_calls(modules: dict[str, Any]) -> Iterator[tuple[str, Call]]:
+def _rollout_calls(modules: dict[str, ModuleType]) -> Iterator[tuple[str, Call]]:
     loops = modules["verl.experimental.agent_loop.agent_loop"]
     settings = verl_fakes.config()
     yield "manager", lambda: loops.AgentLoopManager(settings)
@@ -248,7 +251,9 @@ def _rollout_calls(modules: dict[str, Any]) -> Iterator[tuple[str, Call]]:
     yield "_run_prompt", prompt
 
 
-def behaviour(seen: Seen, name: str, call: Call, ending: BaseException | None) -> Any:
+def behaviour(
+    seen: Seen, name: str, call: Call, ending: BaseException | None
+) -> tuple[list[tuple[object, ...]], object, object]:
     """Return what a call did: which of verl's functions saw what, and how it ended."""
     seen.calls.clear()
     seen.outcomes.clear()
@@ -264,7 +269,7 @@ def behaviour(seen: Seen, name: str, call: Call, ending: BaseException | None) -
     return list(seen.calls), result, raised
 
 
-def _awaited(coroutine: Any) -> object:
+def _awaited(coroutine: Coroutine[object, None, object]) -> object:
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -286,7 +291,7 @@ def is_same(one: object, other: object) -> bool:
 class Patched:
     """verl's modules, patched and not by turns."""
 
-    def __init__(self, modules: dict[str, Any]) -> None:
+    def __init__(self, modules: dict[str, ModuleType]) -> None:
         self._both: list[tuple[object, str, object, object]] = []
         for patch in hooks.patches(Mode("all")):
             *holder, name = patch.path.split(".")
@@ -301,8 +306,11 @@ class Patched:
             setattr(where, name, original if originals else replacement)
 
 
+World = tuple[Patched, list[tuple[str, Call]]]
+
+
 @pytest.fixture
-def world(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Patched, list[object]]]:
+def world(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """All of it with probes that keep what they are told, and no thread."""
 
     def init(run: str, **options: object) -> Probe:
@@ -319,7 +327,7 @@ def world(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Patched
     processes.forget()
 
 
-def check_all(world: tuple[Patched, list[Any]], seen: Seen) -> None:
+def check_all(world: World, seen: Seen) -> None:
     patched, made = world
     for name, call in made:
         for ending in ENDINGS:
@@ -334,7 +342,7 @@ def check_all(world: tuple[Patched, list[Any]], seen: Seen) -> None:
             assert is_same(found, expected), (name, ending, found, expected)
 
 
-def test_every_patched_function_is_called(world: tuple[Patched, list[Any]], seen: Seen) -> None:
+def test_every_patched_function_is_called(world: World, seen: Seen) -> None:
     renamed = {"AgentLoopManager.__init__": "manager", "AgentLoopWorker.__init__": "loop"}
     renamed |= {f"{name}.__init__": "own fit" for name in ("RayPPOTrainer", "PPOTrainer")}
     paths = [patch.path for patch in hooks.patches(Mode("all"))]
@@ -342,15 +350,13 @@ def test_every_patched_function_is_called(world: tuple[Patched, list[Any]], seen
     assert names <= {name for name, _ in world[1]}
 
 
-def test_functions_behave_the_same_where_all_is_well(
-    world: tuple[Patched, list[object]], seen: Seen
-) -> None:
+def test_functions_behave_the_same_where_all_is_well(world: World, seen: Seen) -> None:
     check_all(world, seen)
 
 
 @pytest.mark.parametrize(("place", "name"), PARTS, ids=[f"{p.__name__}.{n}" for p, n in PARTS])
 def test_functions_behave_the_same_where_a_part_of_ours_is_broken(
-    place: object, name: str, world: tuple[Patched, list[object]], seen: Seen,
+    place: object, name: str, world: World, seen: Seen,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     broken = Broken()

@@ -8,6 +8,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from stagescope_workers.integrations.verl.modes import VARIABLE, Mode
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.transport import link as links
 
-Modules = dict[str, Any]
+Modules = dict[str, ModuleType]
 
 
 def a_step(modules: Modules, *, v1: bool, bypass: bool) -> Any:
@@ -45,7 +46,11 @@ def a_step(modules: Modules, *, v1: bool, bypass: bool) -> Any:
     asyncio.run(worker.update_weights(3))
     loop = modules["verl.experimental.agent_loop.agent_loop"].AgentLoopWorker(trainer.config)
     asyncio.run(loop._run_prompt("p", trajectory={"step": 3}))
-    asyncio.run(loop.generate_sequences(verl_fakes.DataProto(None, meta_info={"global_steps": 3})))
+    asyncio.run(
+        loop.generate_sequences(
+            verl_fakes.DataProto(verl_fakes.tensors(), meta_info={"global_steps": 3})
+        )
+    )
     trainer.fit()
     return batch
 

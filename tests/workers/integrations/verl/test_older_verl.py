@@ -7,11 +7,12 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from tests.support import verl_fakes
-from tests.support.verl_fakes import Seen
+from tests.support.verl_fakes import DataProto, Seen
 from tests.workers.integrations.verl.conftest import Ended
 
 from stagescope_workers.integrations import patches
@@ -19,20 +20,20 @@ from stagescope_workers.integrations.verl import context, hooks
 from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.modes import Mode
 
-Modules = dict[str, Any]
+Modules = dict[str, ModuleType]
 Read = Callable[..., list[Ended]]
 
 
-def data(*, bypass: bool = False) -> Any:
+def data(*, bypass: bool = False) -> DataProto:
     text = Context(run="r", attempt_key="a", step=3, bypass=bypass).text()
     return verl_fakes.DataProto(verl_fakes.tensors(), meta_info={context.KEY: text})
 
 
 @pytest.fixture(params=["verl.workers.fsdp_workers", "verl.workers.megatron_workers"])
-def make(verl: Modules, request: pytest.FixtureRequest) -> Callable[[str], Any]:
+def make(verl: Modules, request: pytest.FixtureRequest) -> Callable[[str], object]:
     """Return a function that makes a worker of one of the modules."""
 
-    def make(name: str) -> Any:
+    def make(name: str) -> object:
         worker = vars(verl[request.param])[name]()
         worker.rank, worker.world_size = 1, 2
         return worker

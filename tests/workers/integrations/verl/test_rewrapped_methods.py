@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from types import ModuleType
 
 import pytest
 from tests.support import verl_fakes
 from tests.support.verl_fakes import Register, Seen, fake_modules
 
+from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.verl.hooks import rewrap_registered
 
-Modules = dict[str, Any]
+Modules = dict[str, ModuleType]
 
 
 @pytest.fixture
@@ -20,18 +21,18 @@ def modules(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> Modules:
     return fake_modules(seen, monkeypatch)
 
 
-def ours(function: Any) -> Any:
-    def run(*args: Any) -> Any:
+def ours(function: Function) -> Function:
+    def run(*args: object) -> list[object]:
         return ["ours", function(*args)]
 
     return run
 
 
-def passing(function: Any) -> Any:
-    async def later(*args: Any) -> Any:
+def passing(function: Function) -> Function:
+    async def later(*args: object) -> object:
         return await function(*args)
 
-    def now(*args: Any) -> Any:
+    def now(*args: object) -> object:
         return function(*args)
 
     return later if inspect.iscoroutinefunction(function) else now
@@ -70,9 +71,9 @@ def test_a_layer_is_passed_once_and_ours_runs_inside_it(modules: Modules, seen: 
 def test_other_decorators_of_verl_stay(modules: Modules) -> None:
     register: Register = modules["verl.single_controller.base.decorator"].register
 
-    def annotate(function: Any) -> Any:
+    def annotate(function: Function) -> Function:
         @functools.wraps(function)
-        def run(*args: Any) -> Any:
+        def run(*args: object) -> list[object]:
             return ["annotated", function(*args)]
 
         return run

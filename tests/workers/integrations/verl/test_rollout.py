@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from stagescope.wire.schema import HELLO
 from stagescope_workers.integrations.verl import configuration, rollout
 from stagescope_workers.probe.probe import Probe
 
-Modules = dict[str, Any]
+Modules = dict[str, ModuleType]
 Read = Callable[..., list[Ended]]
 LOOPS = "verl.experimental.agent_loop.agent_loop"
 
@@ -28,11 +29,11 @@ def second_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "_index", lambda: 1)
 
 
-def worker(modules: Modules, **trainer: Any) -> Any:
+def worker(modules: Modules, **trainer: object) -> Any:
     return modules[LOOPS].AgentLoopWorker(verl_fakes.config(**trainer))
 
 
-def prompts(**about: Any) -> verl_fakes.DataProto:
+def prompts(**about: object) -> verl_fakes.DataProto:
     return verl_fakes.DataProto(verl_fakes.tensors(), meta_info=about)
 
 
@@ -52,20 +53,22 @@ def test_a_call_is_a_stage(
 
 @pytest.mark.parametrize("about", [{}, {"global_steps": 3, "validate": True}, {"global_steps": -1}])
 def test_what_belongs_to_no_step_is_not_reported(
-    about: dict[str, Any], verl: Modules, probes: list[Probe]
+    about: Mapping[str, object], verl: Modules, probes: list[Probe]
 ) -> None:
     asyncio.run(worker(verl).generate_sequences(prompts(**about)))
     assert probes == []
 
 
-def together(seen: Seen, loop: Any, trajectories: list[dict[str, Any]], fails: int = -1) -> Any:
+def together(
+    seen: Seen, loop: Any, trajectories: Sequence[dict[str, object]], fails: int = -1
+) -> Any:
     """Run prompts that all begin before one ends, of which one may raise; return the results."""
 
-    async def run() -> list[Any]:
+    async def run() -> Any:
         all_there = asyncio.Event()
         there: list[str] = []
 
-        async def generate(prompt: str, **_: Any) -> str:
+        async def generate(prompt: str, **_: object) -> str:
             there.append(prompt)
             if len(there) == len(trajectories):
                 all_there.set()
@@ -84,7 +87,7 @@ def together(seen: Seen, loop: Any, trajectories: list[dict[str, Any]], fails: i
     return asyncio.run(run())
 
 
-def of(step: int, *, validate: bool = False) -> dict[str, Any]:
+def of(step: int, *, validate: bool = False) -> dict[str, object]:
     return {"step": step, "validate": validate}
 
 
@@ -160,19 +163,19 @@ def test_the_rank_stands_in_the_actor_s_name(
 class OwnManager:
     """A manager of `agent_loop_manager_class` whose workers are not verl's."""
 
-    agent_loop_workers_class: Any = None
+    agent_loop_workers_class: object = None
 
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def generate_sequences(self, batch: Any) -> Any:
+    def generate_sequences(self, batch: object) -> Any:
         if self.error is not None:
             raise self.error
         return f"generated from {batch}"
 
 
 class OwnAsyncManager(OwnManager):
-    async def generate_sequences(self, batch: Any) -> Any:
+    async def generate_sequences(self, batch: object) -> object:
         return super().generate_sequences(batch)
 
 
@@ -183,7 +186,7 @@ def test_a_configured_manager_generates_in_a_stage_of_its_own(
     trainer = verl_fakes.trainer(verl)
     manager = trainer.async_rollout_manager = kind()
 
-    def step(*_: Any) -> Any:
+    def step(*_: object) -> Any:
         result = manager.generate_sequences("prompts")
         return asyncio.run(result) if kind is OwnAsyncManager else result
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,18 @@ from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
-Modules = dict[str, Any]
+Modules = dict[str, ModuleType]
 Read = Callable[..., list[Ended]]
 LOSSES = "verl.workers.utils.losses"
 
 
-def data(*, notes: Any = None, **changes: Any) -> Any:
+def data(*, notes: Mapping[str, object] | None = None, **changes: object) -> Any:
     """Return a worker's TensorDict as the driver's batch becomes one."""
     told: dict[str, Any] = {"run": "r", "attempt_key": "a", "step": 3, "synchronous": True}
     reported = Context(**told | changes)
     return verl_fakes.with_notes(
-        verl_fakes.tensors(), **{context.KEY: reported.text(), "mini_batch_size": 4} | (notes or {})
+        verl_fakes.tensors(),
+        **{context.KEY: reported.text(), "mini_batch_size": 4, **(notes or {})},
     )
 
 
@@ -113,13 +115,15 @@ def test_a_sync_of_weights_is_identified_by_the_step_that_made_them(
 # --- an update --------------------------------------------------------------------------------
 
 
-def update(modules: Modules, seen: Seen, batch: Any, turns: int, *, critic: bool = False) -> Any:
+def update(
+    modules: Modules, seen: Seen, batch: object, turns: int, *, critic: bool = False
+) -> list[float]:
     """Run `train_mini_batch` as verl does; return its worker and when the call began and ended."""
     worker = verl_fakes.inner_worker(modules, critic=critic)
     seen.outcomes["train_batch"] = {"metrics": {"loss": 0.5, "name": "x"}}
     times: list[float] = []
 
-    def train(*_: Any) -> None:
+    def train(*_: object) -> None:
         times.append(time.monotonic())
         for _turn in range(turns):
             worker.train_batch(batch)
@@ -167,9 +171,9 @@ def test_a_failing_mini_batch_is_the_one_that_failed(
     verl: Modules, seen: Seen, ended: Read
 ) -> None:
     worker, batch = verl_fakes.inner_worker(verl), data()
-    results: list[Any] = [{"metrics": {}}, ValueError("verl's own")]
+    results: list[object] = [{"metrics": {}}, ValueError("verl's own")]
 
-    def train(*_: Any) -> None:
+    def train(*_: object) -> None:
         for result in results:
             seen.outcomes["train_batch"] = result
             worker.train_batch(batch)
@@ -187,7 +191,7 @@ def jagged(*rows: list[float]) -> torch.Tensor:
     return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
 
 
-def micro(batch: Any, rows: slice) -> Any:
+def micro(batch: Any, rows: slice) -> object:
     """Return a micro-batch, nested as verl's engines have it: responses of 2 tokens and of 3."""
     held = batch[rows].clone()
     for name in ("rollout_log_probs", "old_log_probs", "response_mask", "responses"):
@@ -196,11 +200,11 @@ def micro(batch: Any, rows: slice) -> Any:
     return held
 
 
-def train_bypassing(modules: Modules, seen: Seen, batch: Any, dtype: torch.dtype) -> None:
+def train_bypassing(modules: Modules, seen: Seen, batch: object, dtype: torch.dtype) -> None:
     worker = verl_fakes.inner_worker(modules)
     seen.outcomes["train_batch"] = {"metrics": {}}
 
-    def train(*_: Any) -> None:
+    def train(*_: object) -> None:
         for epoch in (0, 1):
             for rows in (slice(0, 2), slice(2, 4)):
                 current = jagged([-1.0, -2.0], [-3.0, -4.0, -5.0]).to(dtype) * (epoch + 1)
@@ -260,7 +264,7 @@ def test_tokens_that_do_not_lie_under_the_mask_are_left_out(
     narrow["responses"] = batch["responses"][:, :2]
     seen.outcomes["train_batch"] = {"metrics": {}}
 
-    def train(*_: Any) -> None:
+    def train(*_: object) -> None:
         verl[LOSSES].ppo_loss(None, {"log_probs": torch.zeros(4, 3)}, narrow)
         worker.train_batch(batch)
 
@@ -299,7 +303,7 @@ class Strict:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def __call__(self, *_: Any, **__: Any) -> None:
+    def __call__(self, *_: object, **__: object) -> None:
         raise self.error
 
 
@@ -332,9 +336,9 @@ def test_verl_s_own_error_comes_before_a_strict_capture_s(
 def test_verl_s_own_debugger_steps_aside_for_ours(verl: Modules, seen: Seen) -> None:
     module = verl["verl.utils.profiler.precision_debugger_profile"]
     profiler = module.PrecisionDebuggerProfiler()
-    annotated: list[Any] = []
+    annotated: list[object] = []
 
-    def annotate(*_: Any) -> None:
+    def annotate(*_: object) -> None:
         annotated.append(profiler.annotate(role="actor_compute_log_prob"))
 
     annotate()
@@ -362,7 +366,7 @@ def test_the_loss_of_every_epoch_says_which_tokens_it_clips(
     seen.outcomes["train_batch"] = {"metrics": {}}
     ratios = [torch.tensor([1.31, 0.79, 0.1]), torch.tensor([1.29, 3.1, 1.31])]
 
-    def train(*_: Any) -> None:
+    def train(*_: object) -> None:
         for ratio in ratios:
             verl[LOSSES].ppo_loss(config, {"log_probs": old + ratio.log()}, batch)
             worker.train_batch(batch)
@@ -385,7 +389,7 @@ def test_a_loss_with_other_bounds_says_nothing_of_clipping(
     worker = verl_fakes.inner_worker(verl)
     seen.outcomes["train_batch"] = {"metrics": {}}
 
-    def train(*_: Any) -> None:
+    def train(*_: object) -> None:
         verl[LOSSES].ppo_loss(config, {"log_probs": batch["old_log_probs"]}, batch)
         worker.train_batch(batch)
 

@@ -13,10 +13,10 @@ Read in AReaL of 2026-05-21 (4aef98d8), and its `trainer/ppo/actor.py` also in a
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from stagescope_workers.integrations.areal import ranks, trainer
-from stagescope_workers.integrations.patches import Patch
+from stagescope_workers.integrations.patches import Patch, Wrap
 
 _ACTOR: Final = "areal.trainer.ppo.actor"
 _CRITIC: Final = "areal.trainer.ppo.critic"
@@ -27,7 +27,7 @@ def patches() -> list[Patch]:
     """Return the patches of AReaL's trainer process, whichever its controller, and its ranks."""
     log_prob = {"actor": "actor_compute_log_prob", "ref": "ref_compute_log_prob"}
     # Engines import trace_scope by name: its module is patched when it is imported, before them.
-    hooks: list[tuple[str, str, Any, str]] = [
+    hooks: list[tuple[str, str, Wrap, str]] = [
         ("areal.utils.perf_tracer", "trace_scope", trainer.wrap_scope, "stages of the trainer"),
         (_TRAINER, "PPOTrainer.__init__", trainer.wrap_init, "stages of the trainer"),
         (_TRAINER, "PPOTrainer.train", trainer.wrap_train, "the end of a training"),

@@ -14,26 +14,50 @@ import functools
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagescope_workers.integrations import megatron
 from stagescope_workers.integrations.areal import rows
 from stagescope_workers.integrations.configuration import named_run
 from stagescope_workers.integrations.guard import ending, guarded, running
-from stagescope_workers.integrations.patches import Function
+from stagescope_workers.integrations.patches import Function, Wrap
+from stagescope_workers.integrations.training import alive
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _DYNAMIC: Final = ("loglinear",)
 """Methods whose proximal log-probs are approximated: what they clip is not known here."""
 _OTHER_LOSSES: Final = ("use_sapo_loss", "use_cispo_loss")
 
 
+class Engine(Protocol):
+    """What is read of an engine, of FSDP or Megatron."""
+
+    def get_version(self) -> int: ...  # noqa: D102
+
+
+class Config(Protocol):
+    """What is read of a `PPOActorConfig`."""
+
+    use_decoupled_loss: bool
+    recompute_logprob: bool
+
+
+class Owner(Protocol):
+    """What is read of a `PPOActor` or a `PPOCritic`."""
+
+    engine: Engine
+    config: Config
+
+
 class Rank:
     """What one `PPOActor` or `PPOCritic` of this process reports; its calls come one by one."""
 
-    def __init__(self, owner: Any, role: str) -> None:
+    def __init__(self, owner: Owner, role: str) -> None:
         self._owner = weakref.ref(owner)
         self.role = role
         self._probe: Probe | None = None
@@ -44,9 +68,9 @@ class Rank:
         """The step whose streams were recorded before its update."""
 
     @property
-    def owner(self) -> Any:
+    def owner(self) -> Owner:
         """The PPOActor or PPOCritic."""
-        return self._owner()
+        return alive(self._owner)
 
     @property
     def step(self) -> int | None:
@@ -57,7 +81,7 @@ class Rank:
         return None if trained is None else trained.step
 
     @property
-    def model(self) -> Any:
+    def model(self) -> object:
         """The module that runs, or Megatron's chunks, for captures."""
         return getattr(self.owner.engine, "model", None)
 
@@ -82,7 +106,7 @@ class Rank:
         """The step that this process reports; None before the first."""
         return None if self._probe is None else self.step
 
-    def stage(self, name: str, **part: Any) -> Stage | None:
+    def stage(self, name: str, **part: int) -> Stage | None:
         """Return a stage of the step that runs; None where the step is not known."""
         step = self.step
         if step is None:
@@ -105,7 +129,7 @@ class Rank:
         return {"streams": {"rollout": {"producer": "rollout"}, "old": own, "current": own}}
 
 
-_ranks: Final[weakref.WeakKeyDictionary[Any, Rank]] = weakref.WeakKeyDictionary()
+_ranks: Final[weakref.WeakKeyDictionary[Owner, Rank]] = weakref.WeakKeyDictionary()
 
 
 def ranks() -> list[Rank]:
@@ -113,7 +137,7 @@ def ranks() -> list[Rank]:
     return list(_ranks.values())
 
 
-def rank_of(owner: Any) -> Rank:
+def rank_of(owner: Owner) -> Rank:
     """Return the rank of a PPOActor or PPOCritic; one without an optimizer is a reference."""
     found = _ranks.get(owner)
     if found is None:
@@ -124,7 +148,7 @@ def rank_of(owner: Any) -> Rank:
     return found
 
 
-def run_name(config: Any) -> str:
+def run_name(config: object) -> str:
     """Return the run of a configuration: experiment and trial, as AReaL names its own logs."""
     parts = [getattr(config, name, None) for name in ("experiment_name", "trial_name")]
     return named_run("-".join(str(part) for part in parts if part), fallback="areal")
@@ -140,12 +164,12 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def describe(engine: Any) -> dict[str, Any]:
+def describe(engine: object) -> dict[str, Any]:
     """Return `init`'s layout and data_rank of an engine; what it does not have is left out."""
     layout: dict[str, object] = {
         "framework": "areal", "engine": type(engine).__name__, **megatron.layout()
     }  # fmt: skip
-    described: dict[str, Any] = {"layout": layout}
+    described: dict[str, object] = {"layout": layout}
     for ours, theirs in (
         ("dp_rank", "data_parallel_rank"),
         ("dp_size", "data_parallel_world_size"),
@@ -165,7 +189,7 @@ def wrap_init(function: Function) -> Function:
     """Wrap `__init__`: the process knows from the start which of its models is trained."""
 
     @functools.wraps(function)
-    def run(owner: Any, *args: Any, **kwargs: Any) -> None:
+    def run(owner: Owner, *args: object, **kwargs: object) -> None:
         function(owner, *args, **kwargs)
         with guarded("a rank"):
             rank_of(owner)
@@ -173,12 +197,12 @@ def wrap_init(function: Function) -> Function:
     return run
 
 
-def in_stage(names: Mapping[str, str]) -> Any:
+def in_stage(names: Mapping[str, str]) -> Wrap:
     """Return a wrapper that runs a method as a stage, whose name depends on the role."""
 
     def wrap(function: Function) -> Function:
         @functools.wraps(function)
-        def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(owner: Owner, *args: object, **kwargs: object) -> object:
             stage: Stage | None = None
             with guarded("a stage of a rank"):
                 rank = rank_of(owner)
@@ -193,7 +217,7 @@ def in_stage(names: Mapping[str, str]) -> Any:
 
 
 @contextlib.contextmanager
-def _opened(owner: Any, stage: Stage | None) -> Iterator[None]:
+def _opened(owner: Owner, stage: Stage | None) -> Iterator[None]:
     with guarded("a stage of a rank"):
         rank_of(owner).open = stage
     try:
@@ -210,7 +234,7 @@ def wrap_forward(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def run(owner: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(owner: Owner, data: Mapping[str, Tensor], *args: object, **kwargs: object) -> object:
         result = function(owner, data, *args, **kwargs)
         with guarded("the streams before the update"):
             rank = rank_of(owner)
@@ -229,7 +253,7 @@ def wrap_advantages(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def run(owner: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(owner: Owner, data: Mapping[str, Tensor], *args: object, **kwargs: object) -> object:
         with guarded("the streams before the update"):
             rank = rank_of(owner)
             given = data.get("prox_logp")
@@ -250,7 +274,7 @@ def wrap_advantages(function: Function) -> Function:
     return run
 
 
-def _record_streams(rank: Rank, stage: Stage, data: Mapping[str, Any], trainer: Any) -> None:
+def _record_streams(rank: Rank, stage: Stage, data: Mapping[str, Tensor], trainer: Tensor) -> None:
     recorded = rows.before_update(data, trainer)
     samples = rank.samples(recorded["response_mask"].shape[0])
     stage.record({**recorded, **samples, **rank.streams()})
@@ -294,10 +318,16 @@ class Update:
         stage.end(error)
         self._done += 1
 
-    def add(self, logprobs: Any, entropy: Any, data: Mapping[str, Any], options: Any) -> None:
+    def add(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        data: Mapping[str, Tensor],
+        options: Mapping[str, object],
+    ) -> None:
         """Add a micro-batch of the loss; all that it is given is of the next token."""
         self.begin()
-        shifted = {
+        shifted: dict[str, Tensor | None] = {
             "response_mask": data["loss_mask"].bool(),
             "log_probs": logprobs,
             "advantages": data["advantages"],
@@ -311,7 +341,9 @@ class Update:
         self._buffer.add(data, present)
 
 
-def clipped(logprobs: Any, data: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+def clipped(
+    logprobs: Tensor, data: Mapping[str, Tensor], options: Mapping[str, Any]
+) -> Tensor | None:
     """Return -1 or 1 where the loss is constant in a token's ratio, else 0; None: not known here.
 
     Args:
@@ -327,8 +359,8 @@ def clipped(logprobs: Any, data: Mapping[str, Any], options: Mapping[str, Any]) 
     higher, dual = options.get("eps_clip_higher"), options.get("c_clip")
     advantages = data["advantages"]
     ratio = (logprobs - proximal).exp()
-    is_low = (ratio < 1 - low) & (advantages < 0)
-    is_high = (ratio > 1 + (low if higher is None else higher)) & (advantages > 0)
+    is_low: Tensor = (ratio < 1 - low) & (advantages < 0)
+    is_high: Tensor = (ratio > 1 + (low if higher is None else higher)) & (advantages > 0)
     if dual is not None:
         is_high = is_high | ((ratio > dual) & (advantages < 0))
     return is_high.int() - is_low.int()
@@ -338,7 +370,7 @@ def wrap_update(function: Function) -> Function:
     """Wrap `PPOActor.ppo_update`: its parts are `actor_update`."""
 
     @functools.wraps(function)
-    def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(owner: Owner, *args: object, **kwargs: object) -> object:
         rank: Rank | None = None
         with guarded("actor_update"):
             rank = rank_of(owner)
@@ -363,7 +395,13 @@ def wrap_loss(function: Function) -> Function:
     """Wrap `grpo_loss_fn`, which has the trainer's log-probs of now and the engine's."""
 
     @functools.wraps(function)
-    def run(logprobs: Any, entropy: Any, input_data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        input_data: Mapping[str, Tensor],
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         result = function(logprobs, entropy, input_data, *args, **kwargs)
         with guarded("the tokens of the loss"):
             update = next((each.update for each in ranks() if each.update is not None), None)

@@ -8,10 +8,10 @@ token t + 1, and `compute_advantages` moves `logprobs` and `loss_mask` there, to
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
-Tensor = Any
-"""A torch tensor."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _STAYING: Final = {"input_ids": "responses", "versions": "versions", "turn_ids": "turn_ids"}
 """Columns of a rollout in which index t is of token t wherever they stand: AReaL's -> ours."""
@@ -36,7 +36,7 @@ def of_tokens(values: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     return moved
 
 
-def unshifted_mask(data: Mapping[str, Any]) -> Tensor:
+def unshifted_mask(data: Mapping[str, Tensor]) -> Tensor:
     """Return the mask of a rollout before `compute_advantages`, as of_tokens leaves its log-probs.
 
     A row's first token has no log-prob of the trainer, whatever the mask says.
@@ -46,13 +46,15 @@ def unshifted_mask(data: Mapping[str, Any]) -> Tensor:
     return mask
 
 
-def staying(data: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
+def staying(data: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
     """Return tokens, versions and turns of a batch, as far as they are as wide as `like`."""
     found = {ours: data.get(theirs) for theirs, ours in _STAYING.items()}
-    return {name: each for name, each in found.items() if _same_shape(each, like)}
+    return {
+        name: each for name, each in found.items() if each is not None and _same_shape(each, like)
+    }
 
 
-def before_update(data: Mapping[str, Any], trainer: Tensor) -> dict[str, Tensor]:
+def before_update(data: Mapping[str, Tensor], trainer: Tensor) -> dict[str, Tensor]:
     """Return both streams of a rollout, and what belongs to its tokens.
 
     Args:
@@ -73,7 +75,7 @@ def before_update(data: Mapping[str, Any], trainer: Tensor) -> dict[str, Tensor]
     }
 
 
-def after_advantages(data: Mapping[str, Any]) -> dict[str, Tensor]:
+def after_advantages(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what `compute_advantages` made of a batch, [rows, tokens]: rewards, advantages."""
     mask = data["loss_mask"]
     shifted = {"advantages": "advantages", "returns": "returns", "ref_logp": "ref_log_probs"}
@@ -95,7 +97,7 @@ class MicrobatchBuffer:
         self._parts: list[dict[str, Tensor]] = []
         self._lengths: list[int] = []
 
-    def add(self, data: Mapping[str, Any], shifted: Mapping[str, Tensor]) -> None:
+    def add(self, data: Mapping[str, Tensor], shifted: Mapping[str, Tensor]) -> None:
         """Add a micro-batch.
 
         Args:
@@ -133,15 +135,15 @@ class MicrobatchBuffer:
         return {**packed, "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
 
 
-def count_rows(batch: Iterable[Mapping[str, Any]]) -> int:
+def count_rows(batch: Iterable[Mapping[str, Tensor]]) -> int:
     """Return how many rows a list of trajectories has; a trajectory may hold a whole group."""
     return sum(int(each["input_ids"].shape[0]) for each in batch)
 
 
-def _same_shape(one: Any, other: Tensor) -> bool:
+def _same_shape(one: object, other: Tensor) -> bool:
     return _shape(one) == _shape(other)
 
 
-def _shape(values: Any) -> tuple[int, ...] | None:
+def _shape(values: object) -> tuple[int, ...] | None:
     shape = getattr(values, "shape", None)
     return None if shape is None else tuple(shape)

@@ -14,7 +14,8 @@ import functools
 import inspect
 import os
 from collections.abc import Mapping
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Protocol
 
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.nonfinite import Json
@@ -61,10 +62,16 @@ def is_rank() -> bool:
     return os.environ.get(_SPMD, "").lower() in ("1", "true")
 
 
-class Training(ReportedTraining):
+class Trainer(Protocol):
+    """What is read of AReaL's `PPOTrainer`."""
+
+    config: object
+
+
+class Training(ReportedTraining[Trainer]):
     """What one `PPOTrainer` reports."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self.step: int | None = None
         self.rows = 0
@@ -114,7 +121,7 @@ class Training(ReportedTraining):
 _current: Training | None = None
 
 
-def settings(config: Any) -> dict[str, object]:
+def settings(config: object) -> dict[str, object]:
     """Return AReaL's configuration, without what may be secret."""
     with guarded("AReaL's configuration"):
         tree: Any = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else {}  # type: ignore[arg-type]
@@ -133,7 +140,7 @@ def wrap_init(function: Function) -> Function:
     """Wrap `PPOTrainer.__init__`: the trainer becomes the process's current one."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> None:
         global _current
         with guarded("the trainer"):
             _current = Training(trainer)
@@ -146,7 +153,7 @@ def wrap_train(function: Function) -> Function:
     """Wrap `PPOTrainer.train`: when it ends, everything that waits is sent."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         with closed_at_end(_close):
             return function(trainer, *args, **kwargs)
 
@@ -162,7 +169,7 @@ def wrap_scope(function: Function) -> Function:
     """Wrap `trace_scope`: the scopes of a step, of weights that are sent, of optimizer steps."""
 
     @functools.wraps(function)
-    def run(name: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(name: str, *args: object, **kwargs: Any) -> object:
         scope = function(name, *args, **kwargs)
         with guarded("a scope"):
             if name in _STAGES or name.endswith((*_WEIGHTS, _OPTIMIZER)):
@@ -172,26 +179,36 @@ def wrap_scope(function: Function) -> Function:
     return run
 
 
-class _Scope(contextlib.AbstractContextManager[Any]):
+class _Scope(contextlib.AbstractContextManager[object]):
     """AReaL's scope, which it enters and leaves, and the stage beside it."""
 
-    def __init__(self, scope: Any, name: str, arguments: Any) -> None:
+    def __init__(
+        self,
+        scope: contextlib.AbstractContextManager[object],
+        name: str,
+        arguments: Mapping[str, int | None] | None,
+    ) -> None:
         self._scope = scope
         self._name = name
         self._arguments = arguments
         self._stage: Stage | None = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._scope, name)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> object:
         with guarded("the beginning of a scope", reraise=StagescopeError):
             self._stage = self._find_stage()
             if self._stage is not None:
                 self._stage.begin()
         return self._scope.__enter__()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
         try:
             return self._scope.__exit__(kind, error, trace)
         finally:
@@ -216,7 +233,7 @@ def wrap_count(function: Function) -> Function:
     """Wrap a controller's `compute_advantages`, whose batch has all samples of the step."""
 
     @functools.wraps(function)
-    def run(controller: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(controller: object, *args: Any, **kwargs: object) -> object:
         with guarded("the number of samples"):
             if _current is not None and args:
                 _current.rows = rows.count_rows(args[0])
@@ -233,7 +250,7 @@ def wrap_commit(function: Function) -> Function:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with guarded("AReaL's statistics"):
             if _current is not None and (_current.step is not None):
                 bound = signature.bind(*args, **kwargs)
@@ -247,7 +264,7 @@ def wrap_commit(function: Function) -> Function:
     return run
 
 
-def _report(trainer: Training, step: int, data: Any) -> None:
+def _report(trainer: Training, step: int, data: object) -> None:
     reported: dict[str, Json] = {}
     for item in data if isinstance(data, list) else [data]:
         found = scalars(item)
@@ -256,7 +273,7 @@ def _report(trainer: Training, step: int, data: Any) -> None:
         trainer.probe.log(step=step, **reported)
 
 
-def _with_numbers(data: Any, ours: Mapping[str, float]) -> Any:
+def _with_numbers(data: Any, ours: Mapping[str, float]) -> object:
     if not ours:
         return data
     if isinstance(data, list):

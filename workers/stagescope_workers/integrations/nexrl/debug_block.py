@@ -44,12 +44,12 @@ class DebugBlock:
     types: tuple[str, ...]
     pattern: str
 
-    def keep(self) -> dict[str, Any] | None:
+    def keep(self) -> dict[str, object] | None:
         """Return what the service keeps of a run with this block: `init`'s `keep`."""
         what = [name for name in self.types if name not in _SHARDS]
         return {"every_n_steps": self.every_n_steps, "what": what} if what else None
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return the block by NexRL's names, for the attempt's fingerprint."""
         return {
             "enable_data_dump": True,
@@ -111,7 +111,7 @@ class WeaverDump:
     options: tuple[str, ...]
     problems: tuple[str, ...]
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return them for the attempt's fingerprint."""
         return {
             "directory": self.directory,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any, Final
+from typing import Final
 
 from stagescope_workers.integrations.patches import Patches
 from stagescope_workers.integrations.registry import install, integration
@@ -39,7 +39,7 @@ def attach() -> None:
         install(found.package, found.module)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Return a trainer of NexRL's as a class of this module, by which other processes find it."""
     module = _TRAINERS.get(name)
     if module is None:

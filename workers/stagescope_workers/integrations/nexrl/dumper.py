@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.nexrl import ranks, training
-from stagescope_workers.integrations.patches import Function
+from stagescope_workers.integrations.patches import Function, Wrap
 
 _in_original: Final[contextvars.ContextVar[bool]] = contextvars.ContextVar(
     "stagescope_nexrl_in_original", default=False
@@ -30,7 +30,7 @@ def wrap_should_dump(function: Function) -> Function:
     """Wrap `should_dump(data_type, step)`."""
 
     @functools.wraps(function)
-    def run(dumper: Any, data_type: str, step: int, *args: Any, **kwargs: Any) -> Any:
+    def run(dumper: object, data_type: str, step: int, *args: object, **kwargs: object) -> object:
         answer = function(dumper, data_type, step, *args, **kwargs)
         if answer or _in_original.get():
             return answer
@@ -48,12 +48,12 @@ def _is_reported(data_type: str) -> bool:
     return data_type in _OF_RANK and ranks.current() is not None
 
 
-def _reporting(report: Callable[[dict[str, Any]], None], names: tuple[str, ...]) -> Any:
+def _reporting(report: Callable[[dict[str, Any]], None], names: tuple[str, ...]) -> Wrap:
     """Return a wrapper of a `dump_...`: `report` gets its arguments by name."""
 
     def wrap(function: Function) -> Function:
         @functools.wraps(function)
-        def run(dumper: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(dumper: object, *args: object, **kwargs: object) -> object:
             with guarded(f"{function.__name__} of NexRL"):
                 report({**dict(zip(names, args, strict=False)), **kwargs})
             token = _in_original.set(True)
@@ -97,7 +97,7 @@ def _forward(given: dict[str, Any]) -> None:
         update.record_forward(given)
 
 
-def _loss(given: dict[str, Any]) -> None:
+def _loss(given: Mapping[str, object]) -> None:
     update = ranks.current()
     if update is not None:
         update.log_loss(given)

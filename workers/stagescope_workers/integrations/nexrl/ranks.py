@@ -14,7 +14,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagescope_workers.integrations.guard import ending, guarded, running
 from stagescope_workers.integrations.nexrl.training import CONTEXT
@@ -24,8 +24,26 @@ from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
 _probes: Final[dict[tuple[int, str, str | None], Probe]] = {}
 _LOSSES: Final = ("loss", "pg_loss", "entropy_loss")
+
+
+class Actor(Protocol):
+    """What is read of NexRL's `DataParallelPPOActor`."""
+
+    actor_module: torch.nn.Module
+    config: Mapping[str, Any]
+    _rank: int
+
+
+class Batch(Protocol):
+    """What is read of the batch that a rank is sent."""
+
+    batch: TensorDict
 
 
 class Update:
@@ -75,7 +93,7 @@ class Update:
         self._minibatch += 1
         self._microbatch = 0
 
-    def record_forward(self, given: Mapping[str, Any]) -> None:
+    def record_forward(self, given: Mapping[str, torch.Tensor]) -> None:
         """Record what `dump_forward_data` is given."""
         stage = self._stage
         if stage is None:
@@ -83,7 +101,7 @@ class Update:
         mask, log_probs = given["response_mask"], given["log_probs"].detach()
         ids = given.get("input_ids")
         width = mask.shape[-1]
-        payload: dict[str, Any] = {"response_mask": mask, "log_probs": log_probs}
+        payload = {"response_mask": mask, "log_probs": log_probs}
         if ids is not None:
             payload["responses"] = ids[:, -width:]
             if stage.wants("input_ids"):
@@ -123,7 +141,7 @@ def wrap_update(function: Function) -> Function:
     """Wrap `DataParallelPPOActor.update_policy(data)`, or the distillation's."""
 
     @functools.wraps(function)
-    def run(actor: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(actor: Actor, data: Batch, *args: object, **kwargs: object) -> object:
         update: Update | None = None
         with guarded("the parts of an update"):
             update = _update(actor, data)
@@ -153,7 +171,7 @@ def wrap_log_prob(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def run(actor: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(actor: Actor, data: Batch, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("actor_compute_log_prob"):
             told = _told(data)
@@ -174,7 +192,7 @@ def wrap_forward(function: Function) -> Function:
     """Wrap `_forward_micro_batch`: in an update it begins a part."""
 
     @functools.wraps(function)
-    def run(actor: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(actor: Actor, *args: object, **kwargs: object) -> object:
         with guarded("the parts of an update"):
             update = current()
             if update is not None:
@@ -188,7 +206,7 @@ def wrap_optimizer_step(function: Function) -> Function:
     """Wrap `_optimizer_step`, which ends a mini-batch."""
 
     @functools.wraps(function)
-    def run(actor: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(actor: Actor, *args: object, **kwargs: object) -> object:
         result = function(actor, *args, **kwargs)
         with guarded("the parts of an update"):
             update = current()
@@ -199,12 +217,12 @@ def wrap_optimizer_step(function: Function) -> Function:
     return run
 
 
-def _told(data: Any) -> Mapping[str, Any] | None:
+def _told(data: object) -> Mapping[str, Any] | None:
     found = (getattr(data, "meta_info", None) or {}).get(CONTEXT)
     return found if isinstance(found, Mapping) else None
 
 
-def _update(actor: Any, data: Any) -> Update | None:
+def _update(actor: Actor, data: Batch) -> Update | None:
     told = _told(data)
     if told is None:
         return None
@@ -218,7 +236,7 @@ def _update(actor: Any, data: Any) -> Update | None:
     )
 
 
-def _probe(actor: Any, told: Mapping[str, Any]) -> Probe:
+def _probe(actor: Actor, told: Mapping[str, Any]) -> Probe:
     key = (os.getpid(), str(told["run"]), told.get("attempt_key"))
     probe = _probes.get(key)
     if probe is None:
@@ -234,9 +252,9 @@ def _probe(actor: Any, told: Mapping[str, Any]) -> Probe:
     return probe
 
 
-def _layout(actor: Any) -> dict[str, Any]:
+def _layout(actor: Actor) -> dict[str, Any]:
     """Return the rank's coordinates: those of a sequence-parallel group hold the same rows."""
-    layout: dict[str, Any] = {"framework": "nexrl", "engine": "fsdp"}
+    layout: dict[str, object] = {"framework": "nexrl", "engine": "fsdp"}
     size = int(getattr(actor, "ulysses_sequence_parallel_size", 1) or 1)
     rank = int(actor._rank)
     if size > 1:

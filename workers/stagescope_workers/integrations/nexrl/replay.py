@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from stagescope_workers.integrations.configuration import lookup
 from stagescope_workers.integrations.nexrl.replay_file import (
@@ -33,6 +33,15 @@ _log = logging.getLogger("stagescope.integrations")
 
 _SHOWN: Final = 3
 _MODULE: Final = "nexrl.mock.mock_rollout_worker"
+
+
+class Worker(Protocol):
+    """What is read of NexRL's `MockRolloutWorker`."""
+
+    _max_sequence_length: int
+    _processed_count: int
+
+    def _put_trajectory(self, trajectory: object, /) -> str: ...
 
 
 class Replay:
@@ -107,7 +116,7 @@ class Replay:
         self._done[key] = self._done.get(key, 0) + 1
 
 
-_replays: Final[weakref.WeakKeyDictionary[Any, Replay]] = weakref.WeakKeyDictionary()
+_replays: Final[weakref.WeakKeyDictionary[object, Replay]] = weakref.WeakKeyDictionary()
 
 
 def wrap_init(function: Function) -> Function:
@@ -118,7 +127,7 @@ def wrap_init(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def run(worker: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def run(worker: Worker, config: object, *args: object, **kwargs: object) -> None:
         path = lookup(config, "trajectory_load_path")
         if not path:
             function(worker, config, *args, **kwargs)
@@ -156,7 +165,7 @@ def wrap_load(function: Function) -> Function:
     """Wrap `_load_trajectories`, which swallows its errors: they were read already, or refused."""
 
     @functools.wraps(function)
-    def run(worker: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: Worker, *args: object, **kwargs: object) -> object:
         if worker in _replays:
             return None
         return function(worker, *args, **kwargs)
@@ -172,7 +181,7 @@ def wrap_rollout(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def run(worker: Any, task: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(worker: Worker, task: Mapping[str, Any], *args: object, **kwargs: object) -> object:
         replay = _replays.get(worker)
         if replay is None:
             return function(worker, task, *args, **kwargs)
@@ -182,7 +191,7 @@ def wrap_rollout(function: Function) -> Function:
                 "to false and validate.eval.validate_freq to 0 for a replay"
             )
         key, rows = replay.waiting(task)
-        result: Any = "success"
+        result = "success"
         for row in rows:
             result = worker._put_trajectory(_trajectory(worker, row))
             if result == "re-rollout":  # the same task comes again, when weights are in sync
@@ -197,7 +206,7 @@ def wrap_rollout(function: Function) -> Function:
     return run
 
 
-def _trajectory(worker: Any, row: Recorded) -> Any:
+def _trajectory(worker: Worker, row: Recorded) -> object:
     """Return NexRL's own object, new each time: the trainer pads trajectories in place."""
     # The name by which the worker's module knows NexRL's class.
     module = sys.modules.get(_MODULE) or sys.modules[type(worker).__module__]

@@ -78,7 +78,7 @@ def _files(path: Path, format: str) -> list[Path]:
     return [path]
 
 
-def _read_pt(file: Path) -> Any:
+def _read_pt(file: Path) -> object:
     import torch
 
     try:
@@ -90,7 +90,7 @@ def _read_pt(file: Path) -> Any:
         ) from None
 
 
-def _read_jsonl(file: Path) -> Any:
+def _read_jsonl(file: Path) -> object:
     try:
         text = file.read_text(encoding="utf-8")
         lines = [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -103,7 +103,7 @@ def _read_jsonl(file: Path) -> Any:
     return {"trajectories": [row for line in lines for row in line.get("trajectories", [])]}
 
 
-def _recorded(file: Path, data: Any) -> list[Recorded]:
+def _recorded(file: Path, data: object) -> list[Recorded]:
     given = data.get("trajectories") if isinstance(data, Mapping) else None
     if not isinstance(given, Sequence) or not given:
         raise ReplayError(f"{file} has no trajectories: it is no file of dump_options.trajectory")
@@ -123,7 +123,7 @@ def _recorded(file: Path, data: Any) -> list[Recorded]:
     return training
 
 
-def _one(row: Any) -> Recorded:
+def _one(row: object) -> Recorded:
     if not isinstance(row, Mapping):
         raise ReplayError("are no objects")
     missing = [name for name in _FIELDS if row.get(name) is None]

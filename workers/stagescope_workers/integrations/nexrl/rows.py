@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,14 @@ Integers = npt.NDArray[np.int64]
 
 ROLLOUT: Final = "logprobs"
 """The column of the rollout's log-probs, one for each token of a trajectory, 0.0 in the prompt."""
+
+
+class Trajectory(Protocol):
+    """What is always there of NexRL's `Trajectory`."""
+
+    tokens: Sequence[int]
+    loss_mask: Sequence[int]
+    reward: float
 
 
 @dataclasses.dataclass
@@ -108,7 +116,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def payload(self) -> dict[str, Any]:
+    def payload(self) -> dict[str, object]:
         """Return them by the names of a payload."""
         return {
             **self.ids.payload(),
@@ -120,7 +128,7 @@ class Rows:
         }
 
 
-def read_trajectories(trajectories: Sequence[Any]) -> Rows:
+def read_trajectories(trajectories: Sequence[Trajectory]) -> Rows:
     """Read NexRL's `Trajectory` objects, before the trainer pads them."""
     tokens = [integers(one.tokens) for one in trajectories]
     masks = [integers(one.loss_mask)[1:] for one in trajectories]
@@ -145,7 +153,7 @@ def read_trajectories(trajectories: Sequence[Any]) -> Rows:
 
 
 def rollout_rows(
-    columns: Sequence[Any], lengths: Sequence[int], masks: Sequence[Integers]
+    columns: Sequence[object], lengths: Sequence[int], masks: Sequence[Integers]
 ) -> tuple[list[Floats] | None, int]:
     """Return the rollout's log-probs of each row's response, and how many rows lack some.
 
@@ -245,11 +253,11 @@ class Columns:
     total: int
     width: int
     ids: Ids
-    responses: Any
+    responses: object
     mask: Any
     rewards: Floats | None
 
-    def payload(self) -> dict[str, Any]:
+    def payload(self) -> dict[str, object]:
         """Return them by the names of a payload."""
         return {
             **self.ids.payload(),
@@ -258,7 +266,7 @@ class Columns:
             **({} if self.rewards is None else {"rewards": self.rewards}),
         }
 
-    def column(self, values: Any) -> Any:
+    def column(self, values: Any) -> object:
         """Return a column of the batch for these rows; None unless it is [rows, tokens]."""
         shape = tuple(getattr(values, "shape", ()))
         return values[self.rows] if shape == (self.total, self.width) else None
@@ -281,7 +289,7 @@ class Columns:
         return wide, incomplete
 
 
-def by_token(advantages: Iterable[Any], masks: Sequence[Integers]) -> list[Floats] | None:
+def by_token(advantages: Iterable[object], masks: Sequence[Integers]) -> list[Floats] | None:
     """Return advantages of trajectories as one number for each token of their responses.
 
     Args:
@@ -302,17 +310,17 @@ def by_token(advantages: Iterable[Any], masks: Sequence[Integers]) -> list[Float
     return found
 
 
-def integers(values: Any) -> Integers:
+def integers(values: object) -> Integers:
     """Return a list, an array or a tensor as int64."""
     return np.asarray(_on_host(values), dtype=np.int64)
 
 
-def floats(values: Any) -> Floats:
+def floats(values: object) -> Floats:
     """Return a list, an array or a tensor as float64; None becomes nan."""
     return np.asarray(_on_host(values), dtype=np.float64)
 
 
-def _on_host(values: Any) -> Any:
+def _on_host(values: Any) -> object:
     if hasattr(values, "detach"):
         return values.detach().double().cpu() if values.is_floating_point() else values.cpu()
     return values if isinstance(values, np.ndarray) else list(values)

@@ -13,7 +13,7 @@ import contextlib
 import contextvars
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from stagescope_workers.integrations.configuration import (
     lookup,
@@ -26,10 +26,12 @@ from stagescope_workers.integrations.nexrl import debug_block
 from stagescope_workers.integrations.nexrl.rows import (
     Columns,
     Rows,
+    Trajectory,
     by_token,
     read_batch,
     read_trajectories,
 )
+from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.training import ReportedTraining, one_a_trainer, scalars
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
@@ -41,15 +43,37 @@ _ROLE: Final = "driver"
 _MOCK: Final = "mock"
 
 
-class Training(ReportedTraining):
+class TrainService(Protocol):
+    """What is called of the client of NexRL's train service; each kind has more."""
+
+    compute_log_prob: Function
+    save_checkpoint: Function
+
+
+class Batch(Protocol):
+    """What is read of NexRL's `Batch`."""
+
+    values: Mapping[str, Any]
+
+
+class Trainer(Protocol):
+    """What is read of NexRL's `BaseTrainer`, and of `SelfHostedTrainer`."""
+
+    _train_step: int
+    _config: object
+    _train_service_client: TrainService
+    train: Function
+
+
+class Training(ReportedTraining[Trainer]):
     """What one trainer reports."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._open: dict[str, Stage] = {}
         self._observed: tuple[int, frozenset[str] | None] | None = None
         self._columns: tuple[int, Columns] | None = None
-        self._prepared: dict[str, Any] = {}
+        self._prepared: dict[str, object] = {}
         self._is_inside = False
 
     @property
@@ -58,7 +82,7 @@ class Training(ReportedTraining):
         return int(self.trainer._train_step)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> object:
         """The trainer's part of the configuration."""
         return self.trainer._config
 
@@ -76,7 +100,7 @@ class Training(ReportedTraining):
         debug_block.log_lines(
             [*(block.lines() if block else ()), *(weaver.lines(run) if weaver else ())]
         )
-        settings: dict[str, Any] = {"nexrl": _settings(self.config)}
+        settings: dict[str, object] = {"nexrl": _settings(self.config)}
         if block is not None:
             settings["nexrl_debug"] = block.settings()
         if weaver is not None:
@@ -94,7 +118,7 @@ class Training(ReportedTraining):
             resumed_from_step=self.step or None,
         )
 
-    def _keep(self) -> dict[str, Any] | None:
+    def _keep(self) -> dict[str, object] | None:
         block = debug_block.read_dumper(getattr(self.trainer, "_data_dumper", None))
         return None if block is None else block.keep()
 
@@ -103,7 +127,7 @@ class Training(ReportedTraining):
             return False
         return "the model runs behind a training API, not in the trainer's process"
 
-    def context(self) -> dict[str, Any]:
+    def context(self) -> dict[str, object]:
         """Return what the ranks are told with a batch: built-in types, sent as JSON."""
         return {
             "run": self.probe.run,
@@ -135,7 +159,7 @@ class Training(ReportedTraining):
 
     # --- trajectories -------------------------------------------------------------------------
 
-    def observe(self, trajectories: Sequence[Any]) -> None:
+    def observe(self, trajectories: Sequence[Trajectory]) -> None:
         """Record the trajectories of the step as they came; once a step."""
         if self._observed is not None and self._observed[0] == self.step:
             return
@@ -168,12 +192,12 @@ class Training(ReportedTraining):
             )
         debug_block.log_lines(lines)
 
-    def _streams(self, has_rollout: bool, temperature: Any = None) -> dict[str, object]:
+    def _streams(self, has_rollout: bool, temperature: float | None = None) -> dict[str, object]:
         return _streams(self.config, has_rollout=has_rollout, temperature=temperature)
 
     # --- the self-hosted trainers -------------------------------------------------------------
 
-    def record_old(self, batch: Any, old: Any) -> None:
+    def record_old(self, batch: Batch, old: object) -> None:
         """Record both streams of the step's batch, in the open `actor_compute_log_prob`."""
         columns = self._read(batch)
         if columns is None:
@@ -201,11 +225,11 @@ class Training(ReportedTraining):
         if own is not None:
             self.want(self.step)
 
-    def note_batch(self, batch: Any) -> None:
+    def note_batch(self, batch: Batch) -> None:
         """Remember the rows of the batch that is about to be trained on."""
         self._read(batch)
 
-    def _read(self, batch: Any) -> Columns | None:
+    def _read(self, batch: Batch) -> Columns | None:
         observed = self._observed
         known = observed[1] if observed is not None and observed[0] == self.step else None
         columns = read_batch(batch.values, known)
@@ -224,7 +248,7 @@ class Training(ReportedTraining):
 
     # --- the remote API's trainers ------------------------------------------------------------
 
-    def note_prepared(self, trajectories: Sequence[Any]) -> None:
+    def note_prepared(self, trajectories: Sequence[Trajectory]) -> None:
         """Remember the trajectories with their advantages, until the update begins."""
         rows = read_trajectories(trajectories)
         extra = [getattr(one, "extra_fields", None) or {} for one in trajectories]
@@ -236,7 +260,7 @@ class Training(ReportedTraining):
             **self._streams(rows.rollout is not None),
         }
 
-    def begin_remote_update(self, datums: Sequence[Mapping[str, Any]]) -> None:
+    def begin_remote_update(self, datums: Sequence[Mapping[str, object]]) -> None:
         """Begin `actor_update`: the datums are sent to the training API now."""
         stage = self.begin("actor_update")
         prepared, self._prepared = self._prepared, {}
@@ -244,7 +268,7 @@ class Training(ReportedTraining):
             stage.record(prepared)
         stage.record_datums(datums)
 
-    def end_remote_update(self, metrics: Mapping[str, Any]) -> None:
+    def end_remote_update(self, metrics: Mapping[str, object]) -> None:
         """End `actor_update` with the numbers that the training API returned."""
         stage = self.begin("actor_update")
         stage.log(**scalars(metrics))
@@ -253,7 +277,7 @@ class Training(ReportedTraining):
     # --- steps --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def entered(self, trajectories: Sequence[Any]) -> Iterator[None]:
+    def entered(self, trajectories: Sequence[Trajectory]) -> Iterator[None]:
         """Run the body as the training of the step."""
         if self._is_inside:  # a trainer's own `train` calls that of its base class
             yield
@@ -276,7 +300,7 @@ class Training(ReportedTraining):
                 for name in list(self._open):
                     self.end(name)
 
-    def report(self, step: int, metrics: Any) -> Any:
+    def report(self, step: int, metrics: object) -> object:
         """Report the trainer's metrics of a step; return them with the service's beside them."""
         if not isinstance(metrics, Mapping):
             return metrics
@@ -302,7 +326,7 @@ def current() -> Training | None:
 
 
 # --- what the configuration says ------------------------------------------------------------
-def _root(config: Any) -> Any:
+def _root(config: object) -> object:
     """Return the whole configuration: a NexRL module gets a part of it, which knows its parent."""
     while True:
         parent = getattr(config, "_parent", None)
@@ -311,7 +335,7 @@ def _root(config: Any) -> Any:
         config = parent
 
 
-def _run_name(config: Any) -> str:
+def _run_name(config: object) -> str:
     """Return the run's name: NexRL's `experiment_name`, unless STAGESCOPE_RUN names it."""
     whole = _root(config)
     name = lookup(whole, "experiment_name") or lookup(whole, "project_name") or ""
@@ -323,18 +347,20 @@ def _attempt_key() -> str | None:
     return os.environ.get("STAGESCOPE_ATTEMPT") or None
 
 
-def _settings(config: Any) -> dict[str, object]:
+def _settings(config: object) -> dict[str, object]:
     """Return the whole configuration without what may be secret."""
     tree = to_container(_root(config))
     return visible_leaves(tree) if isinstance(tree, Mapping) else {}
 
 
-def _is_mock(config: Any) -> bool:
+def _is_mock(config: object) -> bool:
     """Return whether the rollouts are synthetic, or replayed from a dump."""
     return bool(lookup(_root(config), "rollout_worker", "type") == _MOCK)
 
 
-def _streams(config: Any, *, has_rollout: bool, temperature: Any = None) -> dict[str, object]:
+def _streams(
+    config: object, *, has_rollout: bool, temperature: float | None = None
+) -> dict[str, object]:
     """Return who produced the streams of a batch.
 
     Args:

@@ -22,7 +22,7 @@ _MAY_BE_NAN: Final = "rewards/"
 """A reward function that returns None for every completion of a batch has the mean nan."""
 
 
-class TrlTraining(ReportedTraining):
+class TrlTraining(ReportedTraining[Any]):
     """What one of TRL's trainers reports. Steps are numbered as TRL logs them: the first is 1."""
 
     def __init__(self, trainer: Any) -> None:

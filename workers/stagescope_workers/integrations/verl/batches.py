@@ -39,17 +39,17 @@ class Keys:
         return cls(list(keys)) if isinstance(keys, list | tuple) else None
 
 
-def is_keys(batch: Any) -> bool:
+def is_keys(batch: object) -> bool:
     """Return whether `batch` names samples of the TransferQueue, without their tensors."""
     return isinstance(getattr(batch, "keys", None), list)
 
 
-def is_v1(trainer: Any) -> bool:
+def is_v1(trainer: object) -> bool:
     """Return whether a trainer's batches are keys of the TransferQueue."""
     return hasattr(trainer, "replay_buffer")
 
 
-def is_synchronous(trainer: Any) -> bool:
+def is_synchronous(trainer: object) -> bool:
     """Return whether all tokens of a step are sampled with the weights that it begins with.
 
     Of the trainers before V1 this is only known for RayPPOTrainer itself: others derive from it.
@@ -72,7 +72,7 @@ def log_probs(batch: Any, more: Mapping[str, torch.Tensor] | None = None) -> Ten
     return {name: tensors[name] for name in (*_REQUIRED, "responses") if name in tensors}
 
 
-def in_float32(batch: Any) -> Any:  # verl's DataProto
+def in_float32(batch: Any) -> object:  # verl's DataProto
     """Return a DataProto whose log-probs are at least float32; the same one where they are."""
     tensors = _tensors(batch.batch)
     streams = [name for name in ("rollout_log_probs", "old_log_probs") if name in tensors]
@@ -84,7 +84,7 @@ def in_float32(batch: Any) -> Any:  # verl's DataProto
     return type(batch)(batch=copied)
 
 
-def at_least_float32(value: Any) -> Any:
+def at_least_float32(value: Any) -> object:
     """Return a half-precision tensor in float32, and any other value unchanged."""
     is_half = str(getattr(value, "dtype", "")).removeprefix("torch.") in _HALF
     return value.float() if is_half else value
@@ -110,7 +110,7 @@ def advantages(batch: Any) -> Tensors:
     return found
 
 
-def name_samples(batch: Any) -> None:
+def name_samples(batch: object) -> None:
     """Give each row of a DataProto its sample_uid, group and index, before rows are reordered.
 
     verl's `uid` names the group; its rollouts are in order until `_balance_batch`.
@@ -158,7 +158,7 @@ def constant_versions(version: int, rows: int) -> dict[str, object]:
     return {"versions": np.full(rows, version, dtype=np.int64)}
 
 
-def versions(batch: Any) -> dict[str, object]:
+def versions(batch: object) -> dict[str, object]:
     """Return the policy version of each sample of a KVBatchMeta, where every sample has one.
 
     A trajectory of several versions gets its oldest; the number of these is returned too.

@@ -72,7 +72,7 @@ def parse(text: str) -> Context:
     return Context(**{name: value for name, value in json.loads(text).items() if name in names})
 
 
-def inject(batch: Any, text: str) -> None:
+def inject(batch: object, text: str) -> None:
     """Add `text` to the data that verl sends to the batch's workers."""
     metadata = getattr(batch, "meta_info", None)
     if metadata is None:
@@ -82,7 +82,7 @@ def inject(batch: Any, text: str) -> None:
     metadata[KEY] = text
 
 
-def extract(data: Any) -> Context | None:
+def extract(data: object) -> Context | None:
     """Return the context in a worker's data, or None."""
     metadata = getattr(data, "meta_info", None)
     text = metadata.get(KEY) if isinstance(metadata, Mapping) else non_tensor(data, KEY)

@@ -131,7 +131,7 @@ class Driver:
             self._step = (step, context.text(), context)
         return self._step[2]
 
-    def inject_context(self, batch: Any) -> None:
+    def inject_context(self, batch: object) -> None:
         """Inject the context into `batch`, for the ranks that will get it."""
         context = self.context()
         if context is not None and self._step is not None and (context.stages or context.bypass):

@@ -14,26 +14,25 @@ import logging
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from stagescope_workers.capture.verl_blocks import VERL_STAGES
 from stagescope_workers.integrations.guard import guarded
-from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.patches import Function, Patch, Wrap
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl import minibatches, modes, ranks, rollout, trainer_calls
 from stagescope_workers.integrations.verl.modes import ALL, METRICS, OFF, STAGES, Mode
 
 _log = logging.getLogger("stagescope.verl")
 
-Wrap = Callable[[Function], Function]
 
 _warned_of_bypass = False
 
 
-def legacy_engine(name: str) -> Callable[[Any], Any]:
+def legacy_engine(name: str) -> Callable[[object], types.SimpleNamespace]:
     """Return a function that finds a worker's model by the attribute names of FSDP or Megatron."""
 
-    def find(worker: object) -> object:
+    def find(worker: object) -> types.SimpleNamespace:
         model = getattr(worker, f"{name}_module_fsdp", getattr(worker, f"{name}_module", None))
         return types.SimpleNamespace(module=model)
 
@@ -147,13 +146,13 @@ def keep_name(wrap: Wrap) -> Wrap:
 
 
 def _unwrap_layers(method: Function) -> Function:
-    layer: Any = method
+    layer: Function = method
     while hasattr(layer, "__wrapped__") and _is_layer(layer):
         layer = layer.__wrapped__
-    return layer  # type: ignore[no-any-return]
+    return layer
 
 
-def _is_layer(function: Any) -> bool:
+def _is_layer(function: object) -> bool:
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.replace("\\", "/").endswith(_LAYERS)
 

@@ -36,7 +36,7 @@ class MicrobatchBuffer:
         else:
             self._ids += ids
 
-    def pop_all(self) -> dict[str, Any]:
+    def pop_all(self) -> dict[str, object]:
         """Return the micro-batches as one packed payload, and empty the buffer."""
         tensors, self._tensors = self._tensors, []
         ids, self._ids = self._ids, []
@@ -46,7 +46,7 @@ class MicrobatchBuffer:
         lengths = [width for item in tensors for width in _widths(item["response_mask"])]
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         names = set.intersection(*(set(item) for item in tensors))
-        packed: dict[str, Any] = {
+        packed: dict[str, object] = {
             name: torch.cat([item[name].reshape(-1) for item in tensors]) for name in sorted(names)
         }
         return {**packed, "cu_seqlens": ends, "sample_ids": ids or None}
@@ -140,7 +140,7 @@ class Minibatches:
         """Whether each row is processed for the first time."""
         return self._batches_per_epoch is None or self._done < self._batches_per_epoch
 
-    def advance(self, metrics: Any) -> None:
+    def advance(self, metrics: object) -> None:
         """End the part of a mini-batch, and begin the next if there is one."""
         if isinstance(metrics, Mapping) and self._stage is not None:
             with guarded("the scalars of a mini-batch"):
@@ -191,10 +191,12 @@ def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def wrap_ppo_loss(function: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_ppo_loss(function: Callable[..., object]) -> Callable[..., object]:
     """Wrap verl's `ppo_loss`: it collects which tokens are clipped, and in bypass mode streams."""
 
-    def run(config: Any, model_output: Any, data: Any, *args: object, **kwargs: object) -> object:
+    def run(
+        config: object, model_output: Any, data: object, *args: object, **kwargs: object
+    ) -> object:
         result = function(config, model_output, data, *args, **kwargs)
         with guarded("the tokens of the loss"):
             _collect(config, model_output, data)
@@ -203,7 +205,7 @@ def wrap_ppo_loss(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _collect(config: Any, model_output: Any, data: Any) -> None:
+def _collect(config: object, model_output: Any, data: Any) -> None:
     update = current()
     if update is None or update.buffer is None:
         return
@@ -246,7 +248,7 @@ class ClipBounds(NamedTuple):
     """The upper one with a negative advantage (dual clipping, arXiv 1912.09729)."""
 
 
-def _clip_bounds(config: Any) -> ClipBounds | None:
+def _clip_bounds(config: object) -> ClipBounds | None:
     """Return the bounds of verl's vanilla policy loss; None: another loss, or not readable."""
     mode = lookup(config, "policy_loss", "loss_mode")
     if config is None or mode not in (None, "vanilla"):

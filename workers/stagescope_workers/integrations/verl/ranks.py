@@ -69,7 +69,7 @@ def is_active() -> bool:
 
 
 def wrap_forward(
-    name: str, role: str, find_engine: Callable[[Any], object], function: Function
+    name: str, role: str, find_engine: Callable[[object], object], function: Function
 ) -> Function:
     """Wrap `function(worker, data, ...)` as the stage `name` of `role`."""
 
@@ -160,7 +160,7 @@ def wrap_train_batch(function: Function) -> Function:
     return run
 
 
-def wrap_update_weights(find_engine: Callable[[Any], object], function: Function) -> Function:
+def wrap_update_weights(find_engine: Callable[[object], object], function: Function) -> Function:
     """Wrap `ActorRolloutRefWorker.update_weights` as the stage `weight_sync`."""
 
     async def run(worker: object, *args: object, **kwargs: object) -> object:
@@ -177,7 +177,7 @@ def wrap_update_weights(find_engine: Callable[[Any], object], function: Function
 # --- before the first step --------------------------------------------------------------------
 
 
-def introduce(worker: Any, text: str) -> None:
+def introduce(worker: object, text: str) -> None:
     """Make the probes of a rank's roles; runs in the process of the rank.
 
     Args:
@@ -192,7 +192,7 @@ def introduce(worker: Any, text: str) -> None:
                     _probe(context, each, role, engine)
 
 
-def _workers_of(actor: Any) -> Iterable[object]:
+def _workers_of(actor: object) -> Iterable[object]:
     """Return the workers that verl has put into one actor; `actor` itself where it is one."""
     for name in ("worker_dict", "fused_worker_dict"):
         if workers := getattr(actor, name, None):
@@ -253,7 +253,7 @@ def _read_context(data: object) -> Context | None:
 
 @contextlib.contextmanager
 def _reported(
-    worker: object, data: object, name: str, role: str, find_engine: Callable[[Any], object]
+    worker: object, data: object, name: str, role: str, find_engine: Callable[[object], object]
 ) -> Iterator[None]:
     stage: Stage | None = None
     with guarded(name):
@@ -314,7 +314,7 @@ def _collected(context: Context, *, critic: bool) -> frozenset[str]:
 
 
 def _weight_sync(
-    worker: object, step: object, find_engine: Callable[[Any], object]
+    worker: object, step: object, find_engine: Callable[[object], object]
 ) -> Stage | None:
     # The sync before the first step has no batch with a context: it is not reported.
     context = _latest_context

@@ -267,8 +267,8 @@ def _warn_once(name: str, reason: str) -> None:
 
 
 def _wrap_generate(
-    generate: Callable[..., Any], make_stage: Callable[[], Stage | None]
-) -> Callable[..., Any]:
+    generate: Callable[..., object], make_stage: Callable[[], Stage | None]
+) -> Callable[..., object]:
     @functools.wraps(generate)
     def run(*args: object, **kwargs: object) -> object:
         stage: Stage | None = None
