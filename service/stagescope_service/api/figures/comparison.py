@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.schema import read_target
 from stagescope_service import figure_style as style
-from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import overview
 from stagescope_service.api.figures.lines import (
     Line,
@@ -20,7 +20,6 @@ from stagescope_service.api.figures.lines import (
     draw_line,
     draw_not_finite,
 )
-from stagescope_service.api.series import Window
 from stagescope_service.compare.report.figures import pictures
 
 TITLE: Final = "against"

@@ -18,7 +18,7 @@ from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import aggregation_errors
-from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures.lines import (
     Line,
     NotFinite,
@@ -35,7 +35,6 @@ from stagescope_service.api.series import (
     NOT_LOGGED,
     OLD,
     OPEN,
-    Window,
     check_known,
     mean_of,
     newest_metrics,
