@@ -26,6 +26,7 @@ from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.findings import REFUSED_EVENT, finding
 from stagescope_service.core.instructions import DumpReported, Instruction, Put, Settled
+from stagescope_service.core.state import Arrival
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ class Intake:
                 newest = event.wall
                 has_payload = event.seq in payloads
                 instructions = self._state.handle(
-                    sender, event, now, has_payload=has_payload, arrived=arrived
+                    sender, event, now, Arrival(has_payload, wall=arrived)
                 )
             except InvalidEvent as error:
                 refused[_seq_of(wire)] = str(error)
