@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from stagescope.wire.errors import InvalidEvent, NotFound
@@ -56,13 +56,13 @@ _OWN_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
 class RawCalls:
     """Handles raw calls; used from one event loop."""
 
-    def __init__(self, effects: Effects, *, poll_seconds: float, mono: Callable[[], float]) -> None:
+    def __init__(self, effects: Effects, *, poll_seconds: float) -> None:
         self._effects = effects
         self._commits = effects.commits
         self._state = effects.commits.state
         self._poll_seconds = poll_seconds
         self._wall = effects.wall
-        self._mono = mono
+        self._mono = effects.clock.mono
         self.recorded = 0
 
     async def record(
