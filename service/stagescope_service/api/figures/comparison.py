@@ -15,6 +15,7 @@ from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import overview
 from stagescope_service.api.figures.lines import (
     Line,
+    LineStyle,
     NotFinite,
     axis_of,
     draw_line,
@@ -121,8 +122,8 @@ def figure(found: ComparisonInfo) -> go.Figure:
         for (name, colour, dash), own in zip(looks, (panel.a, panel.b), strict=True):
             for line in own:
                 draw_line(
-                    drawn, line, axis, name=name, colour=colour, dash=dash, unit=panel.unit,
-                    legend=not at and name not in shown,
+                    drawn, line, axis, panel.unit,
+                    LineStyle(name, colour, dash, legend=not at and name not in shown),
                 )  # fmt: skip
                 shown.add(name)
         draw_not_finite(drawn, panel.not_finite, [*panel.a, *panel.b], axis, first=not at)
