@@ -27,7 +27,7 @@ from tests.support.batches import batch_of, random_streams
 
 from stagescope.wire.schema import BEGIN, END, HELLO, Event, Sender
 from stagescope_service.core.instructions import Delete, Ingest, Put
-from stagescope_service.core.state import State
+from stagescope_service.core.state import Arrival, State
 from stagescope_service.ingest.kept_files import artifact_row
 from stagescope_service.ingest.reader import summary_rows
 from stagescope_service.statistics import summarise
@@ -118,7 +118,7 @@ class Job:
 
     def _say(self, sender: Sender, event: Event, files: list[Put] | None = None) -> Iterator[Write]:
         has_payload = "payload" in event.fields
-        for each in self.state.handle(sender, event, event.wall, has_payload=has_payload):
+        for each in self.state.handle(sender, event, event.wall, Arrival(has_payload)):
             if isinstance(each, Put | Delete):
                 yield each
             elif isinstance(each, Ingest) and files is not None:

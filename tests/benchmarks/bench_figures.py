@@ -20,6 +20,7 @@ from tests.support.api import Rank, Service, service
 from tests.support.figures import LOG_PROB, UPDATE, layout, rounds_payload
 from tests.support.stores import rows_of
 
+from stagescope_service.api.dependencies import Window
 from stagescope_service.api.figures import (
     comparison,
     density,
@@ -30,7 +31,6 @@ from stagescope_service.api.figures import (
     timeline,
 )
 from stagescope_service.api.figures.routes import as_json
-from stagescope_service.api.series import Window
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.statistics.summarise import warm
 from stagescope_service.store.contract import Put

@@ -22,7 +22,7 @@ from stagescope_service.api.auth import AccessTokens
 from stagescope_service.api.dependencies import Commands
 from stagescope_service.api.server import ApiServer
 from stagescope_service.coordinator.coordinator import Coordinator
-from stagescope_service.coordinator.effects import Effects
+from stagescope_service.coordinator.effects import Clock, Effects
 from stagescope_service.core.instructions import Ingest
 from stagescope_service.ingest.ingestors import IngestWorker, LocalIngestors
 from stagescope_service.ingest.reader import PayloadReader
@@ -43,6 +43,12 @@ class LocalEffects(Effects):
         return [*super()._keep(instruction), *self.kept]
 
 
+class ApiCoordinator(Coordinator):
+    """The coordinator with such effects."""
+
+    effects_type = LocalEffects
+
+
 class LocalEngine:
     """The coordinator in a thread of its own, called as the API calls its actor."""
 
@@ -55,14 +61,12 @@ class LocalEngine:
         self.ingestors = LocalIngestors(
             lambda node: IngestWorker(node, data, roots, ring_bytes=0), home="here"
         )
-        self.coordinator = Coordinator(
+        self.coordinator = ApiCoordinator(
             settings,
             store,
             self.ingestors,
-            effects=LocalEffects,
             name="c1",
-            wall=self._clock,
-            mono=self._clock,
+            clock=Clock(self._clock, self._clock),
         )
         self._store = store
         self._loop = asyncio.new_event_loop()

@@ -10,8 +10,9 @@ from typing import Any
 
 from tests.support.parallel import Reported
 
-from stagescope_service.coordinator.coordinator import Coordinator
-from stagescope_service.coordinator.effects import Effects
+from stagescope_service.coordinator.coordinator import Coordinator, Restored
+from stagescope_service.coordinator.effects import Clock, Effects
+from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.instructions import (
     Aggregate,
     AnnouncedDump,
@@ -100,6 +101,12 @@ class NodeIngestors(LocalIngestors):
         return await super().join(node_id, key, job, sources)
 
 
+class QueuedCoordinator(Coordinator):
+    """A coordinator with such effects."""
+
+    effects_type = QueuedEffects
+
+
 def coordinator_of(
     store: SqlStore,
     data_dir: Path,
@@ -115,15 +122,13 @@ def coordinator_of(
     def worker_of(node: str) -> IngestWorker:
         return IngestWorker(node, data_dir, [data_dir], ring_bytes=1 << 24)
 
-    return Coordinator(
+    return QueuedCoordinator(
         Settings(home=data_dir, data_dir=data_dir, database_url=store.url, **settings),
         store,
         ingestors or NodeIngestors(worker_of),
-        state=state,
-        effects=QueuedEffects,
+        restored=None if state is None else Restored(state, Plan()),
         name="c",
-        wall=wall,
-        mono=mono,
+        clock=Clock(wall, mono),
     )
 
 

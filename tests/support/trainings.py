@@ -32,7 +32,7 @@ from stagescope_service.core.instructions import (
     Put,
     Settled,
 )
-from stagescope_service.core.state import State
+from stagescope_service.core.state import Arrival, State
 from stagescope_service.store.contract import Snapshot
 from stagescope_service.store.tables import TABLES
 
@@ -274,7 +274,7 @@ class Bench:
             self.now += 0.001
             out += self.carry_out(
                 self.state.handle(
-                    each.sender, each.event, self.now, has_payload=each.has_payload, raw=each.raw
+                    each.sender, each.event, self.now, Arrival(each.has_payload, each.raw)
                 )
             )
         return out

@@ -13,6 +13,7 @@ from tests.support.dumps import capture_request
 
 from stagescope.wire.errors import InvalidPlan
 from stagescope.wire.plan import CaptureRequest
+from stagescope_workers.probe.options import ProbeOptions
 from stagescope_workers.probe.plan import PlanWatch, read_plan
 from stagescope_workers.probe.probe import Probe
 
@@ -27,8 +28,8 @@ def capture(**changes: object) -> CaptureRequest:
     return capture_request(**{**base, **changes})
 
 
-def watch(**options: Any) -> PlanWatch:
-    return PlanWatch(run="r", role="actor", rank=1, **options)
+def watch(*, captures: bool = True, **arguments: Any) -> PlanWatch:
+    return PlanWatch(ProbeOptions(run="r", rank=1, captures=captures), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_a_process_without_captures_neither_carries_out_nor_misses_any() -> None
     missed: list[object] = []
     found = watch(
         local=[capture(capture_id="local")],
-        runs_captures=False,
+        captures=False,
         on_missed=lambda *what: missed.append(what),
     )
     assert found.begin(5, "actor_update") == []

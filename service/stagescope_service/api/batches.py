@@ -28,7 +28,7 @@ from stagescope_service.api.steps import progress_of
 from stagescope_service.api.target import Target
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.dumps.formats.own_file import holds_sample
-from stagescope_service.dumps.joining.join import join
+from stagescope_service.dumps.joining.join import Selection, join
 from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
 from stagescope_service.store.tables import ArtifactRow, PayloadRow, ScalarRow
 from stagescope_service.store.tensorfile import disk_errors
@@ -96,17 +96,6 @@ class _PartKey(NamedTuple):
 
 Numbers = Mapping[_PartKey, Mapping[str, float]]
 """Scalars by name of each part."""
-
-
-class Selection(NamedTuple):
-    """The requested tensors and stages; None: all."""
-
-    names: Sequence[str] | None
-    stages: Sequence[str] | None
-
-    def has_stage(self, stage: str | None) -> bool:
-        """Return whether a stage is selected."""
-        return self.stages is None or stage in self.stages
 
 
 _FILE: Final = {"type": "string", "format": "binary", "description": "A safetensors file."}
@@ -205,8 +194,7 @@ def batch_of(
         return join(
             dump,
             step,
-            names=selection.names,
-            stages=selection.stages,
+            selection,
             source=heading,
             gaps=[
                 *gaps,

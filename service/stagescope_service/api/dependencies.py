@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated, Any, Final, ParamSpec, Protocol, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar
 
 from fastapi import Depends, Path, Query, Request
 
-from stagescope.wire.errors import NotReady
+from stagescope.wire.errors import InvalidInput, NotReady
 from stagescope.wire.framing import WirePayload
 from stagescope.wire.nonfinite import Json
+from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.engine_health import EngineHealth
 from stagescope_service.api.operator_files import OperatorFiles
 from stagescope_service.api.prometheus import Counts
@@ -305,6 +306,62 @@ StepText = Annotated[
 ]
 
 
+class RankQuery(TypedDict):
+    """The query parameters that select a stage and ranks; None: no filter."""
+
+    stage: str | None
+    role: str | None
+    rank: int | None
+
+
+ALL_RANKS: Final[RankQuery] = {"stage": None, "role": None, "rank": None}
+
+
+async def rank_query(stage: Stage = None, role: Role = None, rank: Rank = None) -> RankQuery:
+    """Return the stage and ranks of a query."""
+    return {"stage": stage, "role": role, "rank": rank}
+
+
+class AttemptQuery(NamedTuple):
+    """The query parameters that name an attempt; None: the defaults that they document."""
+
+    run: str | None = None
+    attempt: int | None = None
+
+
+async def attempt_query(run: Run = None, attempt: AttemptNumber = None) -> AttemptQuery:
+    """Return the run and attempt of a query."""
+    return AttemptQuery(run, attempt)
+
+
+StepBound = Annotated[int | None, Query(ge=0, lt=STEP_BOUND)]
+
+
+class Window(TypedDict):
+    """The steps that are requested; None: no bound."""
+
+    first: int | None
+    last: int | None
+
+
+ALL_STEPS: Final[Window] = {"first": None, "last": None}
+
+
+async def window_query(
+    first: Annotated[StepBound, Query(alias="from", description="The first step.")] = None,
+    last: Annotated[StepBound, Query(alias="to", description="The last step.")] = None,
+) -> Window:
+    """Return the steps of a query; `check_window` checks them, after its other parameters."""
+    return {"first": first, "last": last}
+
+
+def check_window(window: Window) -> None:
+    """Raise InvalidInput where the first step is after the last."""
+    first, last = window["first"], window["last"]
+    if first is not None and last is not None and first > last:
+        raise InvalidInput(f"from is {first} and to is {last}", expected="from at most to")
+
+
 def step_target(
     deps: Deps,
     step: StepText,
@@ -323,3 +380,6 @@ def attempt_target(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -
 
 StepTarget = Annotated[Target, Depends(step_target)]
 AttemptTarget = Annotated[Target, Depends(attempt_target)]
+RankQueryOf = Annotated[RankQuery, Depends(rank_query)]
+AttemptQueryOf = Annotated[AttemptQuery, Depends(attempt_query)]
+WindowOf = Annotated[Window, Depends(window_query)]

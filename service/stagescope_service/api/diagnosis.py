@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query
 from stagescope.batch import Batch
 from stagescope.wire.errors import NotFound
 from stagescope.wire.schema import RECENT_TENSORS, STEP_BOUND
-from stagescope_service.api.batches import Selection, batch_of
+from stagescope_service.api.batches import batch_of
 from stagescope_service.api.dependencies import AttemptNumber, Dependencies, Deps, RunPath
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.kept import payload_artifacts
@@ -23,6 +23,7 @@ from stagescope_service.api.target import Target
 from stagescope_service.diagnosis.doctor import Diagnosis, diagnose
 from stagescope_service.diagnosis.history import LossOfStep, RunHistory, Step
 from stagescope_service.diagnosis.parts import mismatch_parts
+from stagescope_service.dumps.joining.join import Selection
 
 _MAX_BYTES: Final = 256 << 20
 """Most bytes of a step's payload files that a diagnosis reads."""

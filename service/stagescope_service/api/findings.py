@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Final, Literal, NamedTuple, TypedDict, cast
+from typing import Annotated, Final, Literal, NamedTuple, cast
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.names import closest_by_words
 from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.dependencies import (
     RUN_PATTERN,
-    AttemptNumber,
+    AttemptQuery,
+    AttemptQueryOf,
     Dependencies,
     Deps,
-    Run,
 )
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.event_groups import (
@@ -40,6 +40,7 @@ from stagescope_service.store.queries.findings import (
     FindingOutline,
     LossOutline,
 )
+from stagescope_service.store.queries.reader import ScopeFilter
 
 router = APIRouter(tags=["runs"])
 
@@ -57,15 +58,26 @@ Only = Annotated[
 
 
 Severity = Literal["error", "warning", "info"]
-StepFilter = Annotated[int | None, Query(ge=0, lt=STEP_BOUND, description="Only this step.")]
-KindFilter = Annotated[str | None, Query(max_length=200, description="Only this kind.")]
 
 
-class ScopeFilter(TypedDict, total=False):
-    """Filters of a query: an attempt, or all attempts of a run."""
+class EventQuery(NamedTuple):
+    """The query parameters that select findings or losses; None: no filter."""
 
-    run: str
-    attempt_id: int
+    step: int | None = None
+    kind: str | None = None
+    only: str | None = None
+
+
+async def event_query(
+    step: Annotated[int | None, Query(ge=0, lt=STEP_BOUND, description="Only this step.")] = None,
+    kind: Annotated[str | None, Query(max_length=200, description="Only this kind.")] = None,
+    only: Only = None,
+) -> EventQuery:
+    """Return the filters of a query."""
+    return EventQuery(step, kind, only)
+
+
+EventQueryOf = Annotated[EventQuery, Depends(event_query)]
 
 
 class AttemptScope(NamedTuple):
@@ -79,23 +91,15 @@ class AttemptScope(NamedTuple):
 
 
 @router.get("/losses", response_model=models.Losses)
-def losses(
-    deps: Deps,
-    page: PageOf,
-    run: Run = None,
-    attempt: AttemptNumber = None,
-    step: StepFilter = None,
-    kind: KindFilter = None,
-    only: Only = None,
-) -> Answer:
+def losses(deps: Deps, page: PageOf, attempt: AttemptQueryOf, query: EventQueryOf) -> Answer:
     """List what was announced and never arrived, or was dropped, with the reason; last first."""
-    scope = scope_of(deps, run, attempt)
-    check_kind(deps, "losses", scope.filters, kind)
+    scope = scope_of(deps, attempt)
+    check_kind(deps, "losses", scope.filters, query.kind)
     rows = deps.catalogue.losses(
         **scope.filters,
-        step=step,
-        kind=kind,
-        any_of=only_filter(deps, "losses", scope.filters, only),
+        step=query.step,
+        kind=query.kind,
+        any_of=only_filter(deps, "losses", scope.filters, query.only),
         limit=page.limit + 1,
         offset=page.offset,
     )
@@ -106,22 +110,19 @@ def losses(
 def findings(
     deps: Deps,
     page: PageOf,
-    run: Run = None,
-    attempt: AttemptNumber = None,
-    step: StepFilter = None,
-    kind: KindFilter = None,
+    attempt: AttemptQueryOf,
+    query: EventQueryOf,
     severity: Annotated[Severity | None, Query(description="Only these.")] = None,
-    only: Only = None,
 ) -> Answer:
     """List what the service noticed to be wrong, with evidence and advice; last seen first."""
-    scope = scope_of(deps, run, attempt)
-    check_kind(deps, "findings", scope.filters, kind)
+    scope = scope_of(deps, attempt)
+    check_kind(deps, "findings", scope.filters, query.kind)
     rows = deps.catalogue.findings(
         **scope.filters,
-        step=step,
-        kind=kind,
+        step=query.step,
+        kind=query.kind,
         severity=severity,
-        any_of=only_filter(deps, "findings", scope.filters, only),
+        any_of=only_filter(deps, "findings", scope.filters, query.only),
         limit=page.limit + 1,
         offset=page.offset,
     )
@@ -129,9 +130,7 @@ def findings(
 
 
 @router.get("/findings/groups", response_model=models.FindingGroups)
-def finding_groups(
-    deps: Deps, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
-) -> Answer:
+def finding_groups(deps: Deps, page: PageOf, attempt: AttemptQueryOf, only: Only = None) -> Answer:
     """List what was noticed to be wrong, a row for each kind of problem, the most severe first.
 
     A row is the first of its findings, with a `message` that is true of all, `where` (steps and
@@ -139,7 +138,7 @@ def finding_groups(
     (how many rows of `/findings`) and `count` (how often seen). `truncated`: there were more
     findings than are grouped.
     """
-    scope = scope_of(deps, run, attempt)
+    scope = scope_of(deps, attempt)
     any_of = only_filter(deps, "findings", scope.filters, only)
     outlines = deps.catalogue.finding_outlines(**scope.filters, any_of=any_of, limit=MAX_GROUPED)
     groups = sorted(group(outlines, finding_key), key=finding_order)
@@ -200,11 +199,9 @@ def finding(
 
 
 @router.get("/losses/groups", response_model=models.LossGroups)
-def loss_groups(
-    deps: Deps, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
-) -> Answer:
+def loss_groups(deps: Deps, page: PageOf, attempt: AttemptQueryOf, only: Only = None) -> Answer:
     """List what never arrived, a row for each kind, reason, stage and role; most lost first."""
-    scope = scope_of(deps, run, attempt)
+    scope = scope_of(deps, attempt)
     any_of = only_filter(deps, "losses", scope.filters, only)
     outlines = deps.catalogue.loss_outlines(**scope.filters, any_of=any_of, limit=MAX_GROUPED)
     groups = sorted(
@@ -273,13 +270,13 @@ def _counts(rows: Sequence[object], groups: Sequence[object]) -> JsonObject:
     return {"groups": len(groups), "grouped": len(rows), "truncated": len(rows) >= MAX_GROUPED}
 
 
-def scope_of(deps: Dependencies, run: str | None, attempt: int | None) -> AttemptScope:
-    """Return an attempt of a run, or all of them where `attempt` is None."""
-    target = deps.finder.attempt(run, attempt)
+def scope_of(deps: Dependencies, query: AttemptQuery) -> AttemptScope:
+    """Return the attempt that a query names, or all of its run where it names none."""
+    target = deps.finder.attempt(*query)
     filters: ScopeFilter = {"attempt_id": target.attempt_id}
-    if attempt is None:
+    if query.attempt is None:
         filters = {"run": target.run}
-    heading = {**target.heading(), "attempt": attempt}
+    heading = {**target.heading(), "attempt": query.attempt}
     return AttemptScope(filters, _attempt_numbers(deps, target.run), heading)
 
 

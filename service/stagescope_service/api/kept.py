@@ -16,9 +16,7 @@ from stagescope_service.api.completeness import ALL_ROWS, rows_removed
 from stagescope_service.api.dependencies import (
     Dependencies,
     Deps,
-    Rank,
-    Role,
-    Stage,
+    RankQueryOf,
     StepTarget,
 )
 from stagescope_service.api.encoding import JsonObject
@@ -53,9 +51,7 @@ def kept(
     deps: Deps,
     target: StepTarget,
     page: PageOf,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
+    ranks: RankQueryOf,
     section: Section = None,
 ) -> Answer:
     """List the files that are kept of the step, by stage, role, rank and part.
@@ -73,7 +69,7 @@ def kept(
     )
     if pinned:
         every += deps.catalogue.artifacts(target.attempt_id, step, kind="ring", limit=MAX_FILES)
-    rows = matching(every, f"step {step}", stage=stage, role=role, rank=rank)
+    rows = matching(every, f"step {step}", **ranks)
     if section is not None:
         rows = [row for row in rows if section in (row["sections"] or {})]
     rows.sort(key=_sort_key)

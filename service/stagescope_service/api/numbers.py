@@ -15,10 +15,8 @@ from stagescope.wire.errors import NotFound
 from stagescope_service.api.dependencies import (
     Dependencies,
     Deps,
-    Rank,
-    Role,
+    RankQueryOf,
     Round,
-    Stage,
     StepTarget,
 )
 from stagescope_service.api.encoding import JsonObject
@@ -104,9 +102,7 @@ class Coverage(TypedDict):
 def metrics(
     deps: Deps,
     target: StepTarget,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
+    ranks: RankQueryOf,
     round: Round = None,
 ) -> Answer:
     """Answer the step's metrics under their published names, and what they rest on.
@@ -119,7 +115,7 @@ def metrics(
     whole step. `begun_again` names ranks that repeated the step within the attempt: both passes
     count.
     """
-    return Answer(metrics_of(deps, target, Slice(stage, role, rank), round))
+    return Answer(metrics_of(deps, target, Slice(**ranks), round))
 
 
 @router.get("/rounds", response_model=models.Rounds)
@@ -127,9 +123,7 @@ def rounds(
     deps: Deps,
     target: StepTarget,
     page: PageOf,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
+    ranks: RankQueryOf,
     by: Annotated[
         SliceBy,
         Query(description="Mask segments, true turns, or trainer version - token's version."),
@@ -139,7 +133,7 @@ def rounds(
 
     A row's `comparable` is of its own tokens: read it with the row's `step_comparable`.
     """
-    measured, step = measure(deps, target, Slice(stage, role, rank))
+    measured, step = measure(deps, target, Slice(**ranks))
     summary = measured.summary.summary
     return Answer(
         {
@@ -157,18 +151,16 @@ def ranks(
     deps: Deps,
     target: StepTarget,
     page: PageOf,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
+    ranks: RankQueryOf,
 ) -> Answer:
     """List the mismatch by rank, with where each ran.
 
     The numbers of a rank are its own, even if a replica counts in its place (`parts_counted` 0),
     and so is its verdict: read `comparable` with the row's `step_comparable`.
     """
-    measured, step = measure(deps, target, Slice(stage))
+    measured, step = measure(deps, target, Slice(ranks["stage"]))
     rows = rank_rows(measured, step, deps.catalogue.processes(target.attempt_id))
-    rows = matching(rows, f"step {target.step_number}", role=role, rank=rank)
+    rows = matching(rows, f"step {target.step_number}", role=ranks["role"], rank=ranks["rank"])
     return Answer({**_heading(deps, target), **_context(measured, step), **page.cut(rows)})
 
 
@@ -177,9 +169,7 @@ def tokens(
     deps: Deps,
     target: StepTarget,
     page: PageOf,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
+    ranks: RankQueryOf,
     round: Round = None,
     kind: Annotated[Literal["worst", "nonfinite"] | None, Query(description="Only these.")] = None,
 ) -> Answer:
@@ -187,7 +177,7 @@ def tokens(
 
     As many of each as a summary keeps (64): of the step, or of the requested rank.
     """
-    measured, step = measure(deps, target, Slice(stage, role, rank))
+    measured, step = measure(deps, target, Slice(**ranks))
     rows = token_rows(measured, deps.catalogue.processes(target.attempt_id))
     if kind is not None:
         rows = [row for row in rows if row["kind"] == kind]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Final, NamedTuple, TypedDict
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Query
 from typing_extensions import Unpack
 
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
@@ -18,7 +18,7 @@ from stagescope_service.api.dependencies import (
     AttemptNumber,
     Dependencies,
     Deps,
-    Rank,
+    RankQueryOf,
     Role,
     Run,
     Stage,
@@ -62,6 +62,62 @@ class TableFilters(TypedDict, total=False):
     capture_id: str | None
 
 
+PartText = Annotated[
+    str | None,
+    Query(max_length=100, description="Only this part: occurrence.epoch.minibatch.microbatch."),
+]
+CaptureId = Annotated[str | None, Query(max_length=200, description="Only dumps of this capture.")]
+
+
+async def rank_tables_query(
+    stage: Stage = None, role: Role = None, part: PartText = None, capture_id: CaptureId = None
+) -> TableFilters:
+    """Return the operator tables of a query, of all ranks."""
+    return {"stage": stage, "role": role, "part": part, "capture_id": capture_id}
+
+
+async def tables_query(
+    ranks: RankQueryOf, part: PartText = None, capture_id: CaptureId = None
+) -> TableFilters:
+    """Return the operator tables of a query."""
+    return {**ranks, "part": part, "capture_id": capture_id}
+
+
+TableFiltersOf = Annotated[TableFilters, Depends(tables_query)]
+
+
+async def operator_query(
+    name: Annotated[
+        str | None,
+        Query(max_length=500, description="A pattern with * and ?, or a text in the name."),
+    ] = None,
+    kind: Annotated[
+        str | None, Query(max_length=100, description="Module, Functional, Torch, Tensor, ...")
+    ] = None,
+    direction: Annotated[
+        str | None,
+        Query(max_length=100, description="forward, backward, parameters_grad or debug."),
+    ] = None,
+    section: Annotated[
+        str | None,
+        Query(max_length=100, description="input_args, output, parameters, grad, ..."),
+    ] = None,
+    dtype: Annotated[str | None, Query(max_length=100, description="Such as bfloat16.")] = None,
+    non_finite: Annotated[
+        bool, Query(description="Only tensors with a NaN or an infinity.")
+    ] = False,
+) -> OperatorFilter:
+    """Return the filter of a query."""
+    return OperatorFilter(
+        name=name,
+        kind=kind,
+        direction=direction,
+        section=section,
+        dtype=dtype,
+        non_finite=non_finite,
+    )
+
+
 class OperatorTable(OperatorTableRow):
     """A row of `operators` with its part as text."""
 
@@ -85,13 +141,6 @@ class TableKey(NamedTuple):
     rank: int
     part: str
     capture_id: str
-
-
-PartText = Annotated[
-    str | None,
-    Query(max_length=100, description="Only this part: occurrence.epoch.minibatch.microbatch."),
-]
-CaptureId = Annotated[str | None, Query(max_length=200, description="Only dumps of this capture.")]
 
 
 def operator_target(
@@ -126,30 +175,8 @@ def operators(
     deps: Deps,
     target: OperatorTarget,
     page: PageOf,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
-    part: PartText = None,
-    capture_id: CaptureId = None,
-    name: Annotated[
-        str | None,
-        Query(max_length=500, description="A pattern with * and ?, or a text in the name."),
-    ] = None,
-    kind: Annotated[
-        str | None, Query(max_length=100, description="Module, Functional, Torch, Tensor, ...")
-    ] = None,
-    direction: Annotated[
-        str | None,
-        Query(max_length=100, description="forward, backward, parameters_grad or debug."),
-    ] = None,
-    section: Annotated[
-        str | None,
-        Query(max_length=100, description="input_args, output, parameters, grad, ..."),
-    ] = None,
-    dtype: Annotated[str | None, Query(max_length=100, description="Such as bfloat16.")] = None,
-    non_finite: Annotated[
-        bool, Query(description="Only tensors with a NaN or an infinity.")
-    ] = False,
+    table_filters: TableFiltersOf,
+    filters: Annotated[OperatorFilter, Depends(operator_query)],
 ) -> Answer:
     """List operator calls in execution order: a row an argument, result, parameter or gradient.
 
@@ -159,17 +186,7 @@ def operators(
     is the first frame of the stack outside torch. Numbers are float64: an int64 beyond 2^53 is
     rounded.
     """
-    tables = tables_of(
-        deps, target, stage=stage, role=role, rank=rank, part=part, capture_id=capture_id
-    )
-    filters = OperatorFilter(
-        name=name,
-        kind=kind,
-        direction=direction,
-        section=section,
-        dtype=dtype,
-        non_finite=non_finite,
-    )
+    tables = tables_of(deps, target, **table_filters)
     result = _page_of_rows(deps, tables, page, filters)
     if not result.rows and not page.position:
         _check_values(deps, tables, f"step {target.step_number}", filters)
@@ -185,20 +202,14 @@ def operators(
 def stack(
     deps: Deps,
     target: OperatorTarget,
+    filters: TableFiltersOf,
     stack_id: Annotated[str, Query(max_length=100, description="A row's `stack_id`.")],
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
-    part: PartText = None,
-    capture_id: CaptureId = None,
 ) -> Answer:
     """Return the Python frames of an operator's call, the innermost first, as msprobe wrote them.
 
     A `stack_id` belongs to one dump, which stage, role, rank, part and capture identify.
     """
-    row = _only_table(
-        tables_of(deps, target, stage=stage, role=role, rank=rank, part=part, capture_id=capture_id)
-    )
+    row = _only_table(tables_of(deps, target, **filters))
     frames = read_stack(deps.operator_files.path(row), stack_id)
     key = table_key(row)._asdict()
     return Answer({**target.heading(), **key, "stack_id": stack_id, "frames": frames})
@@ -206,14 +217,10 @@ def stack(
 
 @router.get("/steps/{step}/operators/non-finite", response_model=models.NonFiniteOperators)
 async def non_finite(
-    request: Request,
     deps: Deps,
     target: OperatorTarget,
     page: PageOf,
-    stage: Stage = None,
-    role: Role = None,
-    part: PartText = None,
-    capture_id: CaptureId = None,
+    filters: Annotated[TableFilters, Depends(rank_tables_query)],
 ) -> Answer:
     """Name the first operator with a NaN or infinite result on each rank, and the earliest.
 
@@ -224,7 +231,6 @@ async def non_finite(
     `earliest`, `together` are all ranks with the same call (after a collective, every rank).
     `order_differs` marks ranks with another order of calls.
     """
-    filters: TableFilters = {"stage": stage, "role": role, "part": part, "capture_id": capture_id}
     rows, earliest = await deps.computations.run(first_non_finite, deps, target, filters)
     return Answer({**target.heading(), "earliest": earliest, **page.cut(rows)})
 

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Path, Query
 
 from stagescope.batch import Batch, BatchPart, widened
 from stagescope.wire.errors import NotFound, StagescopeError
-from stagescope_service.api.batches import Selection, batch_of
+from stagescope_service.api.batches import batch_of
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Dependencies, Deps, Rank, Role, StepTarget
 from stagescope_service.api.encoding import JsonObject
@@ -29,6 +29,7 @@ from stagescope_service.api.rows import matching
 from stagescope_service.api.target import Target
 from stagescope_service.api.tokenizers import Tokenizers
 from stagescope_service.core.instructions import PayloadKey
+from stagescope_service.dumps.joining.join import Selection
 from stagescope_service.statistics import loss_fate
 from stagescope_service.statistics.cell import Bool, Float64, Int64
 from stagescope_service.statistics.kernel import ROW

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Final, Literal, NamedTuple, TypedDict
+from typing import Annotated, Final, Literal, NamedTuple
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 
 from stagescope.table import similar_names
 from stagescope.wire.errors import InvalidInput, NotFound
-from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.completeness import (
     ROWS_REMOVED,
     BegunAgain,
@@ -19,13 +18,16 @@ from stagescope_service.api.completeness import (
     is_behind,
 )
 from stagescope_service.api.dependencies import (
-    AttemptNumber,
+    AttemptQueryOf,
     Dependencies,
     Deps,
     Rank,
+    RankQuery,
     Role,
-    Run,
     Stage,
+    Window,
+    WindowOf,
+    check_window,
 )
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.group_texts import ranges_text
@@ -61,8 +63,6 @@ OLD: Final = "its numbers are of an earlier version: request the step"
 ABSENT: Final = "not among the numbers of this step"
 NOT_LOGGED: Final = "no rank logged it"
 
-StepBound = Annotated[int | None, Query(ge=0, lt=STEP_BOUND)]
-
 
 @dataclasses.dataclass
 class Point:
@@ -76,11 +76,24 @@ class Point:
     high: dict[Key, Value] = dataclasses.field(default_factory=dict)
 
 
-class Window(TypedDict):
-    """The steps that are requested; None: no bound."""
+class SeriesQuery(RankQuery):
+    """The query parameters that select series; None: no filter."""
 
-    first: int | None
-    last: int | None
+    metric: str
+    by: By | None
+
+
+async def series_query(
+    metric: Annotated[
+        str, Query(max_length=500, description="A published metric, or a scalar's name.")
+    ],
+    by: Annotated[By | None, Query(description="A series for each; scalars only by rank.")] = None,
+    stage: Annotated[Stage, Query(description="Scalars: only those of this stage.")] = None,
+    role: Role = None,
+    rank: Rank = None,
+) -> SeriesQuery:
+    """Return the series of a query."""
+    return {"metric": metric, "by": by, "stage": stage, "role": role, "rank": rank}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,17 +132,9 @@ class PointPage(NamedTuple):
 @router.get("/series", response_model=models.Series)
 def series(
     deps: Deps,
-    metric: Annotated[
-        str, Query(max_length=500, description="A published metric, or a scalar's name.")
-    ],
-    run: Run = None,
-    attempt: AttemptNumber = None,
-    by: Annotated[By | None, Query(description="A series for each; scalars only by rank.")] = None,
-    stage: Annotated[Stage, Query(description="Scalars: only those of this stage.")] = None,
-    role: Role = None,
-    rank: Rank = None,
-    first: Annotated[StepBound, Query(alias="from", description="The first step.")] = None,
-    last: Annotated[StepBound, Query(alias="to", description="The last step.")] = None,
+    query: Annotated[SeriesQuery, Depends(series_query)],
+    chosen: AttemptQueryOf,
+    window: WindowOf,
     superseded: Annotated[
         bool, Query(description="Also steps that a later attempt did again.")
     ] = False,
@@ -151,14 +156,13 @@ def series(
     unless `superseded` includes it. `earlier_to`, where not null, is the `to` of the steps before.
     `note` names the steps that only a superseded attempt has; null: there are none.
     """
-    if first is not None and last is not None and first > last:
-        raise InvalidInput(f"from is {first} and to is {last}", expected="from at most to")
-    target = deps.finder.attempt(run, attempt)
+    check_window(window)
+    target = deps.finder.attempt(*chosen)
+    metric, stage, attempt = query["metric"], query["stage"], chosen.attempt
     attempts = deps.catalogue.attempts(target.run)
     lineage = Lineage(attempts)
     ids = [row["attempt_id"] for row in attempts if attempt in (None, row["number"])]
-    window: Window = {"first": first, "last": last}
-    requested = SeriesRequest(metric, by, stage, role, rank, ids, window)
+    requested = SeriesRequest(**query, attempt_ids=ids, window=window)
     keep_all = superseded or attempt is not None
     result = PointPage("metric", [], None)
     newest = newest_metrics(deps, ids)
@@ -187,8 +191,8 @@ def series(
             "attempt": attempt,
             "metric": metric,
             "kind": result.kind,
-            "by": by,
-            **_columns(result.points[::-1], lineage, by, result.kind),
+            "by": query["by"],
+            **_columns(result.points[::-1], lineage, query["by"], result.kind),
             "begun_again": _begun_again(deps, result.points[::-1]),
             "earlier_to": result.earlier_to,
             "note": _superseded_note(result.superseded),

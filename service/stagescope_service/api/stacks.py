@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypedDict
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
 from stagescope.wire.schema import Part
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import (
-    AttemptNumber,
+    AttemptQueryOf,
     Dependencies,
     Deps,
     Rank,
     Role,
-    Run,
     Stage,
     StepTarget,
 )
@@ -39,13 +38,32 @@ _STACK_COLUMNS: Final = (
     "answered_wall", "truncated", "threads", "incarnation",
 )  # fmt: skip
 
-RequestId = Annotated[
-    str | None, Query(max_length=200, description="Only the answers to this request.")
-]
-Source = Annotated[
-    Literal["probe", "watchdog"] | None,
-    Query(description="Answers to requests, or what a watchdog wrote where none was possible."),
-]
+
+class StackQuery(TypedDict):
+    """The query parameters that select stacks; None: no filter."""
+
+    role: str | None
+    rank: int | None
+    source: str | None
+    request_id: str | None
+
+
+async def stack_query(
+    role: Role = None,
+    rank: Rank = None,
+    source: Annotated[
+        Literal["probe", "watchdog"] | None,
+        Query(description="Answers to requests, or what a watchdog wrote where none was possible."),
+    ] = None,
+    request_id: Annotated[
+        str | None, Query(max_length=200, description="Only the answers to this request.")
+    ] = None,
+) -> StackQuery:
+    """Return the filters of a query."""
+    return {"role": role, "rank": rank, "source": source, "request_id": request_id}
+
+
+StackQueryOf = Annotated[StackQuery, Depends(stack_query)]
 
 
 @router.get("/steps/{step}/stacks", response_model=models.StepStacks)
@@ -53,11 +71,8 @@ def step_stacks(
     deps: Deps,
     target: StepTarget,
     page: PageOf,
+    filters: StackQueryOf,
     stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
-    source: Source = None,
-    request_id: RequestId = None,
 ) -> Answer:
     """List the stacks that were taken in a step, a row a process, the newest first.
 
@@ -67,11 +82,8 @@ def step_stacks(
     rows = deps.catalogue.stacks(
         attempt_id=target.attempt_id,
         step=target.step_number,
-        request_id=request_id,
         stage=stage,
-        role=role,
-        rank=rank,
-        source=source,
+        **filters,
         limit=page.limit + 1,
         offset=page.offset,
     )
@@ -79,26 +91,11 @@ def step_stacks(
 
 
 @router.get("/stacks", response_model=models.Stacks)
-def stacks(
-    deps: Deps,
-    page: PageOf,
-    run: Run = None,
-    attempt: AttemptNumber = None,
-    role: Role = None,
-    rank: Rank = None,
-    source: Source = None,
-    request_id: RequestId = None,
-) -> Answer:
+def stacks(deps: Deps, page: PageOf, attempt: AttemptQueryOf, filters: StackQueryOf) -> Answer:
     """List the stacks that were taken in an attempt, of any step, the newest first."""
-    target = deps.finder.attempt(run, attempt)
+    target = deps.finder.attempt(*attempt)
     rows = deps.catalogue.stacks(
-        attempt_id=target.attempt_id,
-        request_id=request_id,
-        role=role,
-        rank=rank,
-        source=source,
-        limit=page.limit + 1,
-        offset=page.offset,
+        attempt_id=target.attempt_id, **filters, limit=page.limit + 1, offset=page.offset
     )
     return Answer({**target.heading(), **page.first_of([_stack_row(row) for row in rows])})
 

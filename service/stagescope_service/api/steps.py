@@ -18,10 +18,9 @@ from stagescope_service.api.completeness import (
 from stagescope_service.api.dependencies import (
     Dependencies,
     Deps,
-    Rank,
-    Role,
+    RankQuery,
+    RankQueryOf,
     Run,
-    Stage,
     StepTarget,
 )
 from stagescope_service.api.models import runs as list_models
@@ -42,6 +41,13 @@ from stagescope_service.store.queries.overview import ListedStep
 from stagescope_service.store.tables import StageRow
 
 router = APIRouter()
+
+
+class ScalarQuery(RankQuery):
+    """The query parameters that select scalars; None: no filter."""
+
+    name: str | None
+
 
 NOT_BEGUN: Final = "not begun"
 
@@ -119,9 +125,7 @@ def stages(
     deps: Deps,
     target: StepTarget,
     page: PageOf,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
+    ranks: RankQueryOf,
     superseded: Annotated[
         bool, Query(description="Also what a newer incarnation or report replaced.")
     ] = False,
@@ -141,7 +145,7 @@ def stages(
         )
     listed = [stage_row(row, now) for row in rows]
     listed += [absent_row(each, now) for each in progress.missing if each["status"] == NOT_BEGUN]
-    filtered = matching(listed, f"step {target.step_number}", stage=stage, role=role, rank=rank)
+    filtered = matching(listed, f"step {target.step_number}", **ranks)
     return Answer(
         {
             **target.heading(),
@@ -161,13 +165,11 @@ def scalars(
     deps: Deps,
     target: StepTarget,
     page: PageOf,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
+    ranks: RankQueryOf,
     name: Annotated[str | None, Query(max_length=500, description="Only this scalar.")] = None,
 ) -> Answer:
     """List the numbers that ranks handed over (`loss`, `reward`, ...), by name and rank."""
-    filters = {"stage": stage, "role": role, "rank": rank, "name": name}
+    filters: ScalarQuery = {**ranks, "name": name}
     rows = deps.catalogue.scalars(
         target.attempt_id,
         target.step_number,
@@ -193,13 +195,11 @@ def dumps(
     deps: Deps,
     target: StepTarget,
     page: PageOf,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
+    ranks: RankQueryOf,
 ) -> Answer:
     """List msprobe's dumps of the step: who collected, missed or failed, where, how large."""
     every = deps.catalogue.dumps(target.attempt_id, target.step_number, limit=ALL_ROWS)
-    rows = matching(every, f"step {target.step_number}", stage=stage, role=role, rank=rank)
+    rows = matching(every, f"step {target.step_number}", **ranks)
     return Answer({**target.heading(), **page.cut([dump_row(row) for row in rows])})
 
 

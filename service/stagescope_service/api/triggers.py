@@ -13,12 +13,13 @@ from stagescope.wire.names import closest_by_words
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Dependencies, Deps, Run
 from stagescope_service.api.encoding import JsonObject
-from stagescope_service.api.findings import Only, ScopeFilter, check_kind, only_filter
+from stagescope_service.api.findings import Only, check_kind, only_filter
 from stagescope_service.api.models import triggers as models
 from stagescope_service.api.models.bodies import REPLAYED_STEPS, DryRunRequest, RulesRequest
 from stagescope_service.api.problems import check_ready
 from stagescope_service.api.requests import Answer, PageOf, read_body
 from stagescope_service.api.rows import chosen_columns
+from stagescope_service.store.queries.reader import ScopeFilter
 from stagescope_service.store.tables import FiringRow
 from stagescope_service.triggers.budget import spent
 from stagescope_service.triggers.replay import Fired, replay

@@ -130,9 +130,8 @@ def import_directory(
         terminal.progress("importing", hidden=as_json) as update,
     ):
         report = import_dump(
-            session, dump, name, directory,
-            step=step, new_attempt=new_attempt, on_progress=update,
-        )  # fmt: skip
+            session, dump, name, step=step, new_attempt=new_attempt, on_progress=update
+        )
     if as_json:
         terminal.show_json(report)
     else:
@@ -144,7 +143,6 @@ def import_dump(
     session: Session,
     dump: Dump,
     run: str,
-    directory: Path,
     *,
     step: int | None = None,
     new_attempt: bool = False,
@@ -156,7 +154,6 @@ def import_dump(
         session: with an operate token.
         dump: of the directory.
         run: name of the run.
-        directory: for messages.
         step: of operator dumps only this one.
         new_attempt: whether a run that is not of this directory gets another attempt.
         on_progress: called with the payloads that are taken in, and how many there are, about.
@@ -173,7 +170,7 @@ def import_dump(
     found = rank_dumps(dump, step=step)
     if not dump.entries and not found:
         raise InvalidInput(
-            f"{directory} holds nothing that can be taken in",
+            f"{dump.name} holds nothing that can be taken in",
             expected="a directory of dumps",
             advice="; ".join(each.message for each in dump.problems[:3]),
         )

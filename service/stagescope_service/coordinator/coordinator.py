@@ -8,8 +8,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Final, NamedTuple
 
 from stagescope.engines.registry import check_engine
 from stagescope.wire.captures import validate_capture
@@ -32,8 +32,7 @@ from stagescope_service.coordinator.arguments import (
 )
 from stagescope_service.coordinator.capture_references import with_baseline, with_ranks
 from stagescope_service.coordinator.draining import Draining
-from stagescope_service.coordinator.effects import Commits, Effects
-from stagescope_service.coordinator.hang_watch import HangWatch
+from stagescope_service.coordinator.effects import REAL_CLOCK, Clock, Commits, Effects
 from stagescope_service.coordinator.intake import Intake
 from stagescope_service.coordinator.load import Load, resident_bytes
 from stagescope_service.coordinator.raw_calls import RawCalls
@@ -44,7 +43,6 @@ from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.entities import ANNOUNCED
 from stagescope_service.core.findings import ATTEMPT_BUNDLED, finding
-from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import Aggregate, Instruction, Put
 from stagescope_service.core.stack_requests import choose
 from stagescope_service.core.state import State
@@ -63,6 +61,14 @@ _MAX_WAIT: Final = 60.0
 Reply = dict[str, Json]
 
 
+class Restored(NamedTuple):
+    """What is known of earlier attempts."""
+
+    state: State
+    plan: Plan
+    """The captures in force."""
+
+
 class Coordinator:
     """Takes in what ranks report and what the API asks for; used from one event loop.
 
@@ -70,13 +76,12 @@ class Coordinator:
         settings: of the service.
         store: the catalogue, open.
         ingestors: of all nodes.
-        state: what is known of earlier attempts; see `open`.
-        plan: the captures in force.
-        effects: makes what carries out instructions.
+        restored: what is known of earlier attempts; see `open`.
         name: of this incarnation.
-        wall: Unix seconds.
-        mono: monotonic seconds.
+        clock: of the service.
     """
+
+    effects_type: ClassVar[type[Effects]] = Effects
 
     def __init__(
         self,
@@ -84,46 +89,39 @@ class Coordinator:
         store: Store,
         ingestors: IngestorClient,
         *,
-        state: State | None = None,
-        plan: Plan | None = None,
-        effects: Callable[..., Effects] = Effects,
+        restored: Restored | None = None,
         name: str = "",
-        wall: Callable[[], float] = time.time,
-        mono: Callable[[], float] = time.monotonic,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
-        self.state = State(lease_seconds=settings.lease_seconds) if state is None else state
-        self.plan_in_force = Plan() if plan is None else plan
+        if restored is None:
+            restored = Restored(State(lease_seconds=settings.lease_seconds), Plan())
+        self.state, self.plan_in_force = restored
         self.capture_requests = CaptureRequests(self.plan_in_force, self.state)
         self.commits = Commits(self.state, store)
-        rules = StuckRules(min_seconds=settings.stuck_seconds, factor=settings.stuck_factor)
-        poll_seconds = settings.poll_seconds
-        self.hangs = HangWatch(self.state, rules, late_seconds=1.5 * poll_seconds)
         self.load = Load(self.state)
-        self.effects = effects(
+        self.effects = self.effects_type(
             settings,
             self.commits,
             self.plan_in_force,
-            self.hangs,
             ingestors,
             self._capture_for_trigger,
-            wall=wall,
+            clock,
         )
-        self.draining = Draining(self.effects, self.load, mono)
+        self.hangs = self.effects.hangs
+        self.draining = Draining(self.effects, self.load)
+        poll_seconds = settings.poll_seconds
         self.intake = Intake(
             self.effects,
             self.capture_requests,
-            self.hangs,
             self.load,
             self.draining,
             coordinator=name or uuid.uuid4().hex,
             poll_seconds=poll_seconds,
-            mono=mono,
         )
-        self.raw_calls = RawCalls(self.effects, poll_seconds=poll_seconds, mono=mono)
+        self.raw_calls = RawCalls(self.effects, poll_seconds=poll_seconds)
         self._settings = settings
         self._catalogue = self.effects.catalogue
-        self._wall = wall
-        self._mono = mono
+        self._wall, self._mono = clock
 
     @classmethod
     async def open(
@@ -140,7 +138,7 @@ class Coordinator:
         policy, revision, rows = await _keep_policy(settings, snapshot)
         in_force = [row["spec"] for row in snapshot.captures if row["removed_wall"] is None]
         plan = Plan(in_force, revision=revision, keep_policy=policy)
-        opened = cls(settings, store, ingestors, state=state, plan=plan, name=name)
+        opened = cls(settings, store, ingestors, restored=Restored(state, plan), name=name)
         opened.adopt(snapshot)
         effects = opened.effects
         await effects.write(rows)

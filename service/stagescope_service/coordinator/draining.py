@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import uuid
-from collections.abc import Callable
 from typing import Final, TypedDict
 
 from stagescope.wire.schema import FINISH
@@ -49,15 +48,14 @@ class Draining:
     Args:
         effects: carries out instructions.
         load: by how much processes wait longer than usual.
-        mono: monotonic seconds.
     """
 
-    def __init__(self, effects: Effects, load: Load, mono: Callable[[], float]) -> None:
+    def __init__(self, effects: Effects, load: Load) -> None:
         self._effects = effects
         self._commits = effects.commits
         self._state = effects.commits.state
         self._load = load
-        self._mono = mono
+        self._mono = effects.clock.mono
         self._requests: dict[str, _Request] = {}
 
     async def drain(

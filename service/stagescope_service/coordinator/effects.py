@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import NotReady, StagescopeError, StoreError, Unreachable
 from stagescope.wire.keep import matching_selectors, read_keep
@@ -31,6 +31,7 @@ from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.coordinator.weight_comparer import WeightComparer
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.findings import NOT_AGGREGATED, describe, finding
+from stagescope_service.core.hang_detection import StuckRules
 from stagescope_service.core.instructions import (
     Aggregate,
     Ask,
@@ -128,6 +129,18 @@ class Commits:
         self.notify(list(self._waiting))
 
 
+class Clock(NamedTuple):
+    """The clocks of a coordinator."""
+
+    wall: Callable[[], float] = time.time
+    """Unix seconds."""
+    mono: Callable[[], float] = time.monotonic
+    """Monotonic seconds."""
+
+
+REAL_CLOCK: Final = Clock()
+
+
 class Effects:
     """Carries out instructions; used from one event loop.
 
@@ -135,10 +148,9 @@ class Effects:
         settings: of the service.
         commits: commits rows; of the state machine whose instructions these are.
         plan: says what is kept of a payload.
-        hangs: takes in what watchdogs wrote.
         ingestors: of all nodes.
         request_capture: what triggers request captures by.
-        wall: Unix seconds of the service.
+        clock: of the service.
     """
 
     def __init__(
@@ -146,15 +158,16 @@ class Effects:
         settings: Settings,
         commits: Commits,
         plan: Plan,
-        hangs: HangWatch,
         ingestors: IngestorClient,
         request_capture: RequestCapture,
-        *,
-        wall: Callable[[], float] = time.time,
+        clock: Clock,
     ) -> None:
         self.catalogue = catalogue = Catalogue(settings.catalogue_url)
         self.commits = commits
-        self.wall = wall
+        self.clock = clock
+        self.wall = clock.wall
+        rules = StuckRules(min_seconds=settings.stuck_seconds, factor=settings.stuck_factor)
+        self.hangs = HangWatch(commits.state, rules, late_seconds=1.5 * settings.poll_seconds)
         limits = Limits(
             settings.kept_bytes, settings.kept_days, settings.kept_steps, settings.keep_row_steps
         )
@@ -168,7 +181,6 @@ class Effects:
         self._settings = settings
         self._state = commits.state
         self._plan = plan
-        self._hangs = hangs
         self._ingestors = ingestors
         self._aggregator = Aggregator(catalogue, ingestors, self.write)
         self._step_ordering = StepOrdering(REACH)
@@ -344,7 +356,7 @@ class Effects:
         try:
             found = await self._ingestors.read_watchdogs(instruction.node_id, instruction.paths)
             for incarnation, fields in found.items():
-                await self.carry_out(self._hangs.watchdog(incarnation, fields, self.wall()))
+                await self.carry_out(self.hangs.watchdog(incarnation, fields, self.wall()))
         except Unreachable:
             return  # the next check of processes asks again
         except Exception:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypedDict
 
 from typing_extensions import NotRequired
@@ -18,7 +18,6 @@ from stagescope.wire.plan import SentPlan
 from stagescope.wire.schema import FINISH, Event, Sender
 from stagescope_service.coordinator.draining import Draining
 from stagescope_service.coordinator.effects import Effects
-from stagescope_service.coordinator.hang_watch import HangWatch
 from stagescope_service.coordinator.load import Load
 from stagescope_service.core import reports
 from stagescope_service.core.captures.agreement import ASKED
@@ -26,6 +25,7 @@ from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.findings import REFUSED_EVENT, finding
 from stagescope_service.core.instructions import DumpReported, Instruction, Put, Settled
+from stagescope_service.core.state import Arrival
 
 logger = logging.getLogger(__name__)
 
@@ -73,24 +73,21 @@ class Intake:
     Args:
         effects: carries out instructions.
         requests: the capture requests in force.
-        hangs: watches for ranks that are stuck.
         load: bounds what is taken in at a time.
         draining: asks processes to leave.
+        coordinator: its name.
         poll_seconds: after which a poll is answered without news.
-        mono: monotonic seconds.
     """
 
     def __init__(
         self,
         effects: Effects,
         requests: CaptureRequests,
-        hangs: HangWatch,
         load: Load,
         draining: Draining,
         *,
         coordinator: str,
         poll_seconds: float,
-        mono: Callable[[], float],
     ) -> None:
         self.coordinator = coordinator
         self.poll_seconds = poll_seconds
@@ -101,12 +98,12 @@ class Intake:
         self._state = effects.commits.state
         self._requests = requests
         self._plan = requests.plan
-        self._hangs = hangs
+        self._hangs = effects.hangs
         self._load = load
         self._draining = draining
-        self._mono = mono
+        self._mono = effects.clock.mono
         self._wall = effects.wall
-        self._last_expiry = mono()
+        self._last_expiry = self._mono()
         self._check: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -149,7 +146,7 @@ class Intake:
                 newest = event.wall
                 has_payload = event.seq in payloads
                 instructions = self._state.handle(
-                    sender, event, now, has_payload=has_payload, arrived=arrived
+                    sender, event, now, Arrival(has_payload, wall=arrived)
                 )
             except InvalidEvent as error:
                 refused[_seq_of(wire)] = str(error)

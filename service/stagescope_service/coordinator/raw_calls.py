@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from stagescope.wire.errors import InvalidEvent, NotFound
@@ -35,6 +35,7 @@ from stagescope_service.core.findings import REFUSED_CALL, finding
 from stagescope_service.core.instructions import Instruction, PayloadKey
 from stagescope_service.core.registry import UNKEYED, Registry
 from stagescope_service.core.spans import RAW_SEQ
+from stagescope_service.core.state import Arrival
 
 _CALLS: Final = {BEGIN: "begin_stage", END: "end_stage", LOG: "log_scalars"}
 """Kind of event -> the call's name, where it differs."""
@@ -55,13 +56,13 @@ _OWN_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
 class RawCalls:
     """Handles raw calls; used from one event loop."""
 
-    def __init__(self, effects: Effects, *, poll_seconds: float, mono: Callable[[], float]) -> None:
+    def __init__(self, effects: Effects, *, poll_seconds: float) -> None:
         self._effects = effects
         self._commits = effects.commits
         self._state = effects.commits.state
         self._poll_seconds = poll_seconds
         self._wall = effects.wall
-        self._mono = mono
+        self._mono = effects.clock.mono
         self.recorded = 0
 
     async def record(
@@ -174,14 +175,14 @@ class RawCalls:
         if body.get("world_size") is not None:
             size = {"world_size": body["world_size"]}
             hello = dataclasses.replace(event, kind=HELLO, fields=size)
-            out += self._state.handle(sender, hello, event.mono, raw=True, late=late)
+            out += self._state.handle(sender, hello, event.mono, Arrival(raw=True, late=late))
         if kind in (BEGIN, END) and body.get("occurrence") is None:
             work = Work.parse(body)
             body["occurrence"] = _occurrence(registry, sender.incarnation, work, kind, event.seq)
         if payload is not None:
             body["payload"] = {"tensors": dict.fromkeys(payload), "meta": {}}
         handled = self._state.handle(
-            sender, event, event.mono, has_payload=payload is not None, raw=True, late=late
+            sender, event, event.mono, Arrival(payload is not None, raw=True, late=late)
         )
         self._effects.hold(handled, payload)
         return sender, out + handled
@@ -219,7 +220,7 @@ class RawCalls:
         out: list[Instruction] = []
         for process in left:
             sender = Sender(process.incarnation, run, None, process.role, process.rank)
-            out += self._state.handle(sender, event, event.mono, raw=True)
+            out += self._state.handle(sender, event, event.mono, Arrival(raw=True))
         if unknown:
             role = str(fields.get("role") or "every role")
             out.append(reports.unknown_fields(attempt, role, FINISH, unknown, event.wall))

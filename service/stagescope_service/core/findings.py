@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypedDict
 
-from typing_extensions import Required
+from typing_extensions import Required, Unpack
 
 from stagescope.advice import of_run
 from stagescope.wire.errors import StagescopeError
@@ -44,25 +44,39 @@ _SUBJECTS: Final = 10_000
 _DIGITS: Final = re.compile(r"\d+")
 
 
-class FindingLocation(TypedDict, total=False):
-    """The arguments of `finding` that say what it is about, and when it was seen."""
+class FindingWork(TypedDict, total=False):
+    """The step, stage and rank that a finding is about."""
 
-    run: Required[str | None]
-    attempt_id: Required[int | None]
-    wall: Required[float]
     step: int | None
     stage: str | None
     role: str | None
     rank: int | None
 
 
-class FindingText(TypedDict, total=False):
-    """The arguments of `finding` that say what is wrong."""
+class FindingLocation(FindingWork, total=False):
+    """What a finding is about, and when it was seen."""
 
-    message: Required[str]
+    run: Required[str | None]
+    attempt_id: Required[int | None]
+    wall: Required[float]
+
+
+class FindingDetails(TypedDict, total=False):
+    """How severe a finding is (default: warning), its evidence and what to try."""
+
     evidence: JsonObject
     advice: str
     severity: str
+
+
+class FindingText(FindingDetails):
+    """What is wrong."""
+
+    message: str
+
+
+class FindingFields(FindingLocation, FindingDetails):
+    """The fields of a finding besides its kind and message."""
 
 
 def moved(put: Put, attempt_id: int) -> Put:
@@ -124,36 +138,23 @@ def _finding_id(row: Mapping[str, Any]) -> str:
 _IDENTITY: Final = ("kind", "run", "attempt_id", "step", "stage", "role", "rank")
 
 
-def finding(
-    kind: str,
-    message: str,
-    *,
-    run: str | None,
-    attempt_id: int | None,
-    wall: float,
-    advice: str = "",
-    severity: str = "warning",
-    step: int | None = None,
-    stage: str | None = None,
-    role: str | None = None,
-    rank: int | None = None,
-    evidence: JsonObject | None = None,
-) -> Put:
+def finding(kind: str, message: str, **fields: Unpack[FindingFields]) -> Put:
     """Return a finding; one kind about one subject is one finding, however often it occurs."""
+    run, advice = fields["run"], fields.get("advice", "")
     row = {
         "run": run,
-        "attempt_id": attempt_id,
-        "step": step,
-        "stage": stage,
-        "role": role,
-        "rank": rank,
+        "attempt_id": fields["attempt_id"],
+        "step": fields.get("step"),
+        "stage": fields.get("stage"),
+        "role": fields.get("role"),
+        "rank": fields.get("rank"),
         "kind": kind,
-        "severity": severity,
+        "severity": fields.get("severity", "warning"),
         "message": message,
-        "evidence": dict(evidence or {}),
+        "evidence": dict(fields.get("evidence", {})),
         "advice": advice if run is None else of_run(advice, run),
-        "first_wall": wall,
-        "last_wall": wall,
+        "first_wall": fields["wall"],
+        "last_wall": fields["wall"],
     }
     return Put("findings", {"finding_id": _finding_id(row), **row})
 

@@ -207,7 +207,7 @@ class _Judgement:
             else:
                 stuck = self._between(rank, position)
             if stuck is None and position.process == UNHEARD:
-                stuck = self._absent(rank, position)
+                stuck = self._absent(rank)
             if stuck is not None:
                 found.append(stuck)
         return found
@@ -224,7 +224,7 @@ class _Judgement:
         if is_whole_role and not self._is_everyone_inside(key, limit):
             return None  # it waits for ranks that are behind
         since = self._now if position.last_event is None else position.last_event
-        return self._stuck(rank, position, key, NOT_ENDED, since, limit, whole_role=is_whole_role)
+        return self._stuck(rank, key, NOT_ENDED, since, limit, whole_role=is_whole_role)
 
     def _between(self, rank: int, position: RankPosition) -> Stuck | None:
         awaited = self._awaited(rank, position)
@@ -238,9 +238,9 @@ class _Judgement:
         patience = self._rules.min_seconds if unheard else limit.seconds
         if self._now - since <= patience:
             return None
-        return self._stuck(rank, position, key, NOT_BEGUN, since, limit)
+        return self._stuck(rank, key, NOT_BEGUN, since, limit)
 
-    def _absent(self, rank: int, position: RankPosition) -> Stuck | None:
+    def _absent(self, rank: int) -> Stuck | None:
         """Return what a rank holds up that never reported, though earlier steps closed without it.
 
         It may be meant not to report, so it is not awaited before the others are late themselves.
@@ -249,7 +249,7 @@ class _Judgement:
         if key is None:
             return None
         since = self._role.timings[key].first
-        return self._stuck(rank, position, key, NOT_BEGUN, since, self._limit(key, NOT_ENDED))
+        return self._stuck(rank, key, NOT_BEGUN, since, self._limit(key, NOT_ENDED))
 
     @functools.cached_property
     def _late_without_absent(self) -> StageKey | None:
@@ -351,7 +351,6 @@ class _Judgement:
     def _stuck(
         self,
         rank: int,
-        position: RankPosition,
         key: StageKey,
         status: str,
         since: float,
@@ -364,7 +363,7 @@ class _Judgement:
             rank,
             key,
             status,
-            position.process,
+            self._role.positions[rank].process,
             since,
             max(self._now - since, 0.0),
             limit,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import Event, Sender, Work
@@ -49,11 +49,25 @@ RAW_SEQ: Final = 1 << 60
 _revision: Final = attrgetter("revision")
 
 
+class ReceivedEvent(NamedTuple):
+    """An event, who sent it, and when by the service's clock, in Unix seconds."""
+
+    sender: Sender
+    event: Event
+    work: Work
+    arrived: float | None
+    """When it arrived; None: unknown."""
+    ours: float
+    """When it was sent, by `on_our_clock`."""
+    at: float
+    """When it was sent, by `stage_timing.service_clock`."""
+
+
 def begin(
-    attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work,
-    arrived: float | None,
-) -> tuple[Span, list[Instruction]]:  # fmt: skip
-    """Apply the BEGIN of `work`; the END may have arrived first."""
+    attempt: Attempt, step: Step, process: Process, received: ReceivedEvent
+) -> tuple[Span, list[Instruction]]:
+    """Apply the BEGIN of a work; the END may have arrived first."""
+    sender, event, work = received.sender, received.event, received.work
     span = _find_begun(step, process, work, event)
     out: list[Instruction] = []
     if span is None:
@@ -69,7 +83,7 @@ def begin(
     row["begin_seq"] = event.seq
     row["begin_wall"] = event.wall
     row["begin_mono"] = event.mono
-    row["begun_wall"] = on_our_clock(sender, event.wall, arrived)
+    row["begun_wall"] = received.ours
     row["device_time"] = bool(event.fields.get("device_time"))
     if span.end_seq is None:
         row["clock_offset"] = sender.clock_offset
@@ -79,10 +93,10 @@ def begin(
 
 
 def end(
-    attempt: Attempt, step: Step, process: Process, sender: Sender, event: Event, work: Work,
-    arrived: float | None,
-) -> tuple[Span, list[Instruction]]:  # fmt: skip
-    """Apply the END of `work`, also if its BEGIN never arrived."""
+    attempt: Attempt, step: Step, process: Process, received: ReceivedEvent
+) -> tuple[Span, list[Instruction]]:
+    """Apply the END of a work, also if its BEGIN never arrived."""
+    sender, event, work = received.sender, received.event, received.work
     fields = event.fields
     begin_seq = integer(fields.get("begin_seq"))
     if begin_seq is not None and not 0 < begin_seq < event.seq:
@@ -114,7 +128,7 @@ def end(
             if (value := number(fields.get(name))) is not None:
                 row[name] = value
         if (wall := row.get("begin_wall")) is not None:
-            row["begun_wall"] = on_our_clock(sender, wall, arrived)
+            row["begun_wall"] = on_our_clock(sender, wall, received.arrived)
     out.append(Put("stages", row))
     return span, out
 

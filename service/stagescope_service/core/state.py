@@ -8,7 +8,7 @@ Only `handle`, `settle`, `expire` and `restore` change the state, in one thread.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent
 from stagescope.wire.schema import (
@@ -51,9 +51,26 @@ from stagescope_service.core.instructions import (
     Settled,
 )
 from stagescope_service.core.registry import Registry
+from stagescope_service.core.spans import ReceivedEvent
 from stagescope_service.core.stack_requests import StackRequests, request_of
 
 FINDINGS_REMEMBERED: Final = 10_000
+
+
+class Arrival(NamedTuple):
+    """How an event reached the service."""
+
+    has_payload: bool = False
+    """The payload's refs came with this END."""
+    raw: bool = False
+    """The sender is a raw caller, known by name and not by an incarnation."""
+    late: bool = False
+    """It is of an attempt that has finished; a new process is created as gone."""
+    wall: float | None = None
+    """When, by the service's clock; used for a sender whose clock offset is unknown."""
+
+
+PLAIN: Final = Arrival()
 
 
 class State:
@@ -78,11 +95,7 @@ class State:
         sender: Sender,
         event: Event,
         now: float,
-        *,
-        has_payload: bool = False,
-        raw: bool = False,
-        late: bool = False,
-        arrived: float | None = None,
+        arrival: Arrival = PLAIN,
     ) -> list[Instruction]:
         """Apply one event.
 
@@ -90,14 +103,12 @@ class State:
             sender: of the event.
             event: the event.
             now: the service's clock, seconds; only differences count.
-            has_payload: the payload's refs came with this END.
-            raw: the sender is a raw caller, known by name and not by an incarnation.
-            late: it is of an attempt that has finished; a new process is created as gone.
-            arrived: the service's wall clock; used for a sender whose clock offset is unknown.
+            arrival: how it came.
 
         Raises:
             InvalidEvent: this event cannot be applied; nothing has changed.
         """
+        has_payload, raw, late, arrived = arrival
         work = self.check(event)
         reported = weight_records.read(event, work) if event.kind == WEIGHTS else None
         lease = now + (self.raw_lease_seconds if raw else self.lease_seconds)
@@ -106,6 +117,7 @@ class State:
         process, out = self.registry.process_for(sender, event, ours, lease, raw=raw, late=late)
         attempt = self.registry.attempt_of(process)
         at = spans.service_clock(sender, event.wall, arrived)
+        received = ReceivedEvent(sender, event, work, arrived, ours, at)
         contact = at if arrived is None else arrived
         if contact > process.last_contact:
             process.last_contact = contact
@@ -121,9 +133,9 @@ class State:
                     out += departures.wake(self.registry, process, event.wall)
                 if event.seq > process.begun_seq:
                     process.begun_seq = event.seq
-                out += self._begin(process, sender, event, work, at, arrived, ours)
+                out += self._begin(process, received)
             case "end":
-                out += self._end(process, sender, event, work, has_payload, at, arrived, ours)
+                out += self._end(process, received, has_payload=has_payload)
             case "hello":
                 resized, rows = self.registry.adopt_handshake(process, event.fields, event.wall)
                 out += rows
@@ -147,7 +159,7 @@ class State:
             case "dump":
                 out += reports.dump(attempt, process, event, work)
             case "weights" if reported is not None:
-                out += self._weights(process, event, work, reported, ours)
+                out += self._weights(process, received, reported)
             case "stacks":
                 out += self.stack_requests.answered(attempt, process, event.fields, work, at)
         return self._noted(out)
@@ -236,25 +248,17 @@ class State:
         process.unbound_rows.clear()
         return out
 
-    def _begin(
-        self,
-        process: Process,
-        sender: Sender,
-        event: Event,
-        work: Work,
-        at: float,
-        arrived: float | None,
-        ours: float,
-    ) -> list[Instruction]:
+    def _begin(self, process: Process, received: ReceivedEvent) -> list[Instruction]:
+        event, work, ours = received.event, received.work, received.ours
         out = self._bind(process, work.step, ours)
         attempt = self.registry.attempt_of(process)
         step, opened = steps.open_step(attempt, work.step, ours)
         out += opened
-        span, begun = spans.begin(attempt, step, process, sender, event, work, arrived)
+        span, begun = spans.begin(attempt, step, process, received)
         out += begun
         if begun and work.step is not None:
             out += spans.begun_again(attempt, step, process, span, event.wall)
-        spans.note_begin(step, process, span, at)
+        spans.note_begin(step, process, span, received.at)
         if process.finished and process.open_spans:
             # It finished before this BEGIN arrived.
             left = event.wall if process.left_wall is None else process.left_wall
@@ -300,26 +304,19 @@ class State:
         return out
 
     def _end(
-        self,
-        process: Process,
-        sender: Sender,
-        event: Event,
-        work: Work,
-        has_payload: bool,
-        at: float,
-        arrived: float | None,
-        ours: float,
+        self, process: Process, received: ReceivedEvent, *, has_payload: bool
     ) -> list[Instruction]:
+        event, work, ours = received.event, received.work, received.ours
         out = self._bind(process, work.step, ours)
         attempt = self.registry.attempt_of(process)
         step, opened = steps.open_step(attempt, work.step, ours)
         out += opened
         unfinished = len(process.unfinished)
-        span, ended = spans.end(attempt, step, process, sender, event, work, arrived)
+        span, ended = spans.end(attempt, step, process, received)
         out += ended
         if ended and span.begin_seq is None and work.step is not None:
             out += spans.begun_again(attempt, step, process, span, event.wall)
-        spans.note_end(step, process, span, at, event.fields, event.mono)
+        spans.note_end(step, process, span, received.at, event.fields, event.mono)
         if ended and span.status == FAILED:
             out += self._of_start(process, [reports.failed_stage(attempt, process, event, work)])
         if len(process.unfinished) < unfinished or process.returned:
@@ -339,11 +336,10 @@ class State:
     def _weights(
         self,
         process: Process,
-        event: Event,
-        work: Work,
+        received: ReceivedEvent,
         reported: weight_records.ReportedWeights,
-        ours: float,
     ) -> list[Instruction]:
+        event, work, ours = received.event, received.work, received.ours
         out = self._bind(process, work.step, ours)
         attempt = self.registry.attempt_of(process)
         out += steps.open_step(attempt, work.step, ours)[1]

@@ -10,7 +10,7 @@ from typing import Final
 from stagescope.batch import Batch, Gap
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.joining.join import join
+from stagescope_service.dumps.joining.join import Selection, join
 from stagescope_service.dumps.joining.payload_files import PayloadFile, PayloadFiles
 from stagescope_service.store.artifacts import file_checksum
 from stagescope_service.store.ring import RingKey
@@ -76,7 +76,7 @@ def read_batch(
             advice="keep a step by init(keep=...), stagescope capture --keep, or a pin; the ring "
             "holds the last steps only",
         )
-    return join(selected, step, names=names, stages=stages, source=attempt, gaps=gaps)
+    return join(selected, step, Selection(names, stages), source=attempt, gaps=gaps)
 
 
 def _read_foreign(
@@ -87,7 +87,8 @@ def _read_foreign(
     steps = sorted({e.location.step for e in dump.entries if e.location.step is not None})
     if step is None and len(steps) > 1:
         raise _several_steps(dump.name, steps)
-    return join(dump, steps[0] if step is None and steps else step, names=names, stages=stages)
+    only = steps[0] if step is None and steps else step
+    return join(dump, only, Selection(names, stages))
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -36,6 +36,7 @@ from stagescope_service.statistics.cell import AT, EDGE, Float64, Int64, UInt8, 
 from stagescope_service.statistics.counts import HISTOGRAM_HALF as HISTOGRAM_HALF
 from stagescope_service.statistics.counts import histogram, tails, weights
 from stagescope_service.statistics.jit import array_type, entry, exact, input_type, tuple_type
+from stagescope_service.statistics.profiles import Counts, Placement
 
 BLOCK: Final = 256
 
@@ -340,7 +341,7 @@ def accumulate(
     )  # fmt: skip
     work, carry, slot = (d, em1, v, exp_q, k3, exp_d), np.zeros(5), np.empty(BLOCK, np.int32)
     part = np.empty(_WIDTH)
-    chances, sizes = np.zeros(profiles.SLOTS, np.int64), np.zeros(profiles.SLOTS)
+    profiled = Counts(slot, np.zeros(profiles.SLOTS, np.int64), np.zeros(profiles.SLOTS), profile)
     cell = np.empty(_WIDTH)
     worst_used, bad_used, unequal_used = 0, 0, 0
     for s in range(segments.shape[0]):
@@ -367,11 +368,13 @@ def accumulate(
                     _block(p[i:j], q[i:j], j - i, rule, work, carry, part, cell)
                     histogram(d, j - i, int(part[AT.EQUAL]), slot, counts)
                     offset = base + i - start
-                    profiles.add(
-                        q[i:j], d, j - i, place + offset if place >= 0 else place,
-                        behind - offset, last, position + base + i, part, slot,
-                        chances, sizes, profile,
-                    )  # fmt: skip
+                    placement_of_block = Placement(
+                        place + offset if place >= 0 else place,
+                        behind - offset,
+                        last,
+                        position + base + i,
+                    )
+                    profiles.add(q[i:j], d, j - i, placement_of_block, part, profiled)
                     largest = larger(abs(part[AT.D_MIN]), abs(part[AT.D_MAX]))
                     if largest > 0.0:
                         at = (order, base + i, position, s)
@@ -385,14 +388,13 @@ def accumulate(
                     token = base + j
                     _non_finite(p[j], q[j], cell)
                     offset = token - start
-                    profiles.add_non_finite(
-                        q[j],
+                    placement_of_token = Placement(
                         place + offset if place >= 0 else place,
                         behind - offset,
                         last,
                         position + token,
-                        profile,
                     )
+                    profiles.add_non_finite(q[j], placement_of_token, profile)
                     carry[2] = 0.0
                     key = (0.0, order, float(position + token))
                     bad_used = _keep_least(bad, bad_ids, bad_used, key, token, s)
@@ -408,5 +410,5 @@ def accumulate(
         if slots[s, 2] >= 0:
             _merge_into(ages[slots[s, 2]], cell)
         _row_add(rows[row], cell)
-    profiles.add_chances(chances, sizes, profile)
+    profiles.add_chances(profiled)
     return worst_used, bad_used, unequal_used

@@ -118,6 +118,32 @@ def _sum(key: int, bins: Sequence[Bin]) -> Bin:
     return Bin(key, int(tokens), int(nonfinite), d_sum, d_abs_sum)
 
 
+class Placement(NamedTuple):
+    """Where a token stands."""
+
+    before: int
+    """Tokens of its round before it, negative if that is not known."""
+    behind: int
+    """Tokens of its round after it, negative if that is not known."""
+    last: int
+    """The bin of the round's last token in `end`."""
+    position: int
+    """In its sample."""
+
+
+class Counts(NamedTuple):
+    """What tokens are counted in."""
+
+    slots: Int32
+    """Buffer for the numbers of a block."""
+    chances: Int64
+    """int64 [SLOTS], tokens of d <= 0 and of d > 0 by probability."""
+    sizes: Float64
+    """float64 [SLOTS], the sums of their |d|."""
+    table: Float64
+    """float64 [ROWS, WIDTH]."""
+
+
 SLOTS: Final = 2 * (OVER_ONE + 1)
 _PLACE, _END, _POSITION, _PROBABILITY, _LATTICE = (BINS * i for i in range(len(DIMENSIONS)))
 _LOG_CHANCES: Final = np.log(CHANCES)
@@ -207,23 +233,19 @@ def _lattice(d: Float64, n: int, table: Float64) -> None:
 
 @exact
 def add(
-    q: Float64, d: Float64, n: int, place: int, behind: int, last: int, position: int,
-    part: Float64, slots: Int32, chances: Int64, sizes: Float64, table: Float64,
-) -> None:  # fmt: skip
+    q: Float64, d: Float64, n: int, placement: Placement, part: Float64, counts: Counts
+) -> None:
     """Add a block of n tokens with finite p and q.
 
     Args:
         q, d: float64 [n].
-        place: tokens of its round before the first one, negative if that is not known.
-        behind: tokens of its round after the first one, negative if that is not known.
-        last: the bin of the round's last token in `end`.
-        position: of the first token in its sample.
+        n: the number of tokens.
+        placement: of the first token.
         part: the block's cell.
-        slots: buffer for n numbers.
-        chances: int64 [SLOTS], tokens of d <= 0 and of d > 0 by probability; added to.
-        sizes: float64 [SLOTS], the sums of their |d|; added to.
-        table: float64 [ROWS, WIDTH], added to.
+        counts: added to.
     """
+    place, behind, last, position = placement
+    slots, chances, sizes, table = counts
     total, size = part[AT.D_SUM], part[AT.D_ABS_SUM]
     if place >= 0:
         _span(d, n, place, 1, _PLACE, 0, part, table)
@@ -248,8 +270,9 @@ def add(
 
 
 @exact
-def add_chances(chances: Int64, sizes: Float64, table: Float64) -> None:
+def add_chances(counts: Counts) -> None:
     """Add what `add` counted by probability to the table."""
+    _, chances, sizes, table = counts
     for own in range(OVER_ONE + 1):
         down, up = 2 * own, 2 * own + 1
         _put(
@@ -259,10 +282,9 @@ def add_chances(chances: Int64, sizes: Float64, table: Float64) -> None:
 
 
 @exact
-def add_non_finite(
-    q: float, place: int, behind: int, last: int, position: int, table: Float64
-) -> None:
-    """Count a token whose p or q is not finite; arguments as of `add`."""
+def add_non_finite(q: float, placement: Placement, table: Float64) -> None:
+    """Count a token whose p or q is not finite."""
+    place, behind, last, position = placement
     table[_PLACE + (_bin_of(place) if place >= 0 else UNKNOWN), 1] += 1.0
     end = UNKNOWN if behind < 0 else (last if behind == 0 else _bin_of(behind))
     table[_END + end, 1] += 1.0

@@ -9,7 +9,7 @@ token; a **stretch** is a run, or an unskipped piece of one, as positions of its
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
@@ -38,6 +38,23 @@ class Segments:
     bad_round: int
     """Index of a negative round id under the mask, else -1."""
 
+
+NONE: Final[Int64] = np.empty(0, np.int64)
+NO_SKIP: Final[UInt8] = np.empty(0, np.uint8)
+
+
+class TokenColumns(NamedTuple):
+    """What ends a run or a segment besides the mask: arrays [tokens], or empty where not given."""
+
+    positions: Int64 = NONE
+    round_ids: Int64 = NONE
+    turn_ids: Int64 = NONE
+    versions: Int64 = NONE
+    skip: UInt8 = NO_SKIP
+    """1 where a token must not count; rounds do not change."""
+
+
+_MASK_ALONE: Final = TokenColumns()
 
 _I8 = input_type(numba.int64)
 _RESULT = tuple_type(numba.int64[:, ::1], numba.int64, numba.int64)
@@ -147,10 +164,6 @@ def _find_general(
     return table[:n], -1, -1
 
 
-NONE: Final[Int64] = np.empty(0, np.int64)
-NO_SKIP: Final[UInt8] = np.empty(0, np.uint8)
-
-
 def find(
     mask: Mask,
     one: int,
@@ -158,11 +171,7 @@ def find(
     *,
     token_offset: Int64 | None = None,
     round_offset: Int64 | None = None,
-    positions: Int64 = NONE,
-    round_ids: Int64 = NONE,
-    turn_ids: Int64 = NONE,
-    versions: Int64 = NONE,
-    skip: UInt8 = NO_SKIP,
+    columns: TokenColumns = _MASK_ALONE,
 ) -> Segments:
     """Find the segments of a flat mask.
 
@@ -172,12 +181,12 @@ def find(
         row_offsets: int64 [rows + 1].
         token_offset: int64 [rows], position of each row's first token in its sample; default 0.
         round_offset: int64 [rows], round of each row's first run in its sample; default 0.
-        positions, round_ids, turn_ids, versions: int64 [tokens], or empty where not given.
-        skip: uint8 [tokens], 1 where a token must not count, or empty; rounds do not change.
+        columns: what else may end a run or a segment.
     """
     row_round = np.zeros(len(row_offsets) - 1, np.int64) if round_offset is None else round_offset
     common = (mask, np.uint64(one), row_offsets, row_round)
-    optional = (positions, round_ids, turn_ids, versions)
+    positions, skip = columns.positions, columns.skip
+    optional = (positions, columns.round_ids, columns.turn_ids, columns.versions)
     if skip.size or any(array.size for array in optional):
         # The compiled function accepts uint8 only: numba rejects a wider mask.
         table, bad_mask, bad_round = _find_general(*common, *optional, skip)

@@ -178,16 +178,19 @@ def _segments(batch: TokenBatch, skip: UInt8 | None) -> segments.Segments:
     narrow = any(array is not None for array in special) and mask.itemsize > 1
     if narrow or mask.itemsize == 2:
         mask, one = _narrow_mask(mask, one), 1
-    find = functools.partial(
-        segments.find,
-        row_offsets=batch.row_offsets,
-        token_offset=batch.token_offset,
-        round_offset=batch.round_offset,
+    columns = segments.TokenColumns(
         positions=none if batch.positions is None else batch.positions,
         round_ids=none if batch.round_ids is None else batch.round_ids,
         turn_ids=none if batch.turn_ids is None else batch.turn_ids,
         versions=none if versions is None else versions,
         skip=segments.NO_SKIP if skip is None else skip,
+    )
+    find = functools.partial(
+        segments.find,
+        row_offsets=batch.row_offsets,
+        token_offset=batch.token_offset,
+        round_offset=batch.round_offset,
+        columns=columns,
     )
     found = find(mask, one)
     if found.bad_mask >= 0 and one != 1:

@@ -2,7 +2,7 @@
 
 Each method opens one read transaction, so its result is a consistent snapshot, and returns plain
 dict rows whose keys are the columns of `tables`. A `Catalogue` is thread-safe and cannot write.
-Methods that return lists accept `limit` and `offset`, and document their order.
+Methods that return lists document their order; most accept `limit`, some `offset`.
 
 Filters are keyword arguments named after columns; None means no filter, a sequence any of its
 values.
@@ -64,60 +64,20 @@ class CaptureQueries(Reader):
         attempt_id: Filter = None,
         step: Filter = None,
         *,
-        stage: Filter = None,
-        role: Filter = None,
-        rank: Filter = None,
         capture_id: Filter = None,
         limit: int = LIMIT,
-        offset: int = 0,
     ) -> list[DumpRow]:
         """Return msprobe dumps by step, stage and rank, in every state."""
-        return self._page(
-            DumpRow,
-            "dumps",
-            conditions(
-                "dumps",
-                attempt_id=attempt_id,
-                step=step,
-                stage=stage,
-                role=role,
-                rank=rank,
-                capture_id=capture_id,
-            ),
-            "step stage role rank work_key",
-            limit,
-            offset,
-        )
+        where = conditions("dumps", attempt_id=attempt_id, step=step, capture_id=capture_id)
+        return self._page(DumpRow, "dumps", where, "step stage role rank work_key", limit)
 
     def operators(
-        self,
-        attempt_id: Filter = None,
-        step: Filter = None,
-        *,
-        stage: Filter = None,
-        role: Filter = None,
-        rank: Filter = None,
-        capture_id: Filter = None,
-        limit: int = LIMIT,
-        offset: int = 0,
+        self, attempt_id: Filter = None, step: Filter = None, *, limit: int = LIMIT
     ) -> list[OperatorTableRow]:
         """Return the operator tables of dumps, the earliest dump first."""
-        return self._page(
-            OperatorTableRow,
-            "operators",
-            conditions(
-                "operators",
-                attempt_id=attempt_id,
-                step=step,
-                stage=stage,
-                role=role,
-                rank=rank,
-                capture_id=capture_id,
-            ),
-            "step announced_wall role rank work_key capture_id incarnation",
-            limit,
-            offset,
-        )
+        where = conditions("operators", attempt_id=attempt_id, step=step)
+        order = "step announced_wall role rank work_key capture_id incarnation"
+        return self._page(OperatorTableRow, "operators", where, order, limit)
 
     def operator_steps(self, attempt_id: int, *, limit: int = 8) -> list[int]:
         """Return the newest steps of an attempt that have operators, newest first."""

@@ -53,7 +53,7 @@ def session(running: Service) -> Iterator[stagescope.Session]:
 
 def test_statistics_of_operators_become_a_run(session: stagescope.Session, directory: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in sorted(directory.rglob("*"))}
-    report = import_dump(session, open_dump(directory), "dumped", directory)
+    report = import_dump(session, open_dump(directory), "dumped")
     assert (report["operators"], report["problems"], report["refused"]) == (4, [], [])
     step = session.step(5, run="dumped")
     table = step.operators(rank=0)
@@ -93,7 +93,7 @@ def test_a_dump_that_cannot_be_read_is_named(
     for rank in range(2):
         shutil.copytree(directory / "step3" / "rank0", tmp_path / "step1" / f"rank{rank}")
     (tmp_path / "step1" / "rank1" / "dump.json").write_text("no dump")
-    report = import_dump(session, open_dump(tmp_path), "damaged", tmp_path)
+    report = import_dump(session, open_dump(tmp_path), "damaged")
     assert report["operators"] == 1
     (refused,) = report["refused"]
     assert "rank1" in refused["reason"]

@@ -10,6 +10,7 @@ from tests.support.trainings import Bench, Delivery, Rank, check_memory
 from stagescope.wire.errors import InvalidEvent
 from stagescope.wire.schema import Event
 from stagescope_service.core.instructions import Aggregate, Ingest
+from stagescope_service.core.state import Arrival
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_a_rank_lives_until_its_leave_arrives(bench: Bench, arrived: float) -> N
             bench.now += 0.001
             bench.carry_out(
                 bench.state.handle(
-                    each.sender, each.event, bench.now, arrived=max(arrived, rank.wall)
+                    each.sender, each.event, bench.now, Arrival(wall=max(arrived, rank.wall))
                 )
             )
     one_start = arrived > 1000.5

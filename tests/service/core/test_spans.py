@@ -15,7 +15,7 @@ from tests.support.trainings import Bench, Delivery, Rank, Rows, check_memory
 
 from stagescope_service.core.findings import MAX_REASONS, Refusals, finding
 from stagescope_service.core.spans import RAW_SEQ
-from stagescope_service.core.state import State
+from stagescope_service.core.state import Arrival, State
 from stagescope_service.store.contract import Put
 
 
@@ -79,9 +79,9 @@ def test_a_stage_begins_on_the_services_clock(
     rank = Rank(started=1000.0 + ahead)
     sender = dataclasses.replace(rank.sender, clock_offset=offset)
     began = rank.begin(1)
-    out = [] if lost else state.handle(sender, began.event, 0.0, arrived=1030.0)
+    out = [] if lost else state.handle(sender, began.event, 0.0, Arrival(wall=1030.0))
     ended = rank.end(began)
-    out += state.handle(sender, ended.event, 0.0, arrived=1030.0)
+    out += state.handle(sender, ended.event, 0.0, Arrival(wall=1030.0))
     rows = [put.row for put in out if isinstance(put, Put) and put.table == "stages"]
     (found,) = [row["begun_wall"] for row in rows if "begun_wall" in row]
     assert found == pytest.approx(begun)

@@ -11,7 +11,7 @@ from tests.support.trainings import Bench, Rank, check_memory
 from stagescope_service.core.departures import LONG_GONE_SECONDS
 from stagescope_service.core.entities import OPEN_STEPS, RECENT_STEPS, SETTLED_REMEMBERED
 from stagescope_service.core.instructions import Put
-from stagescope_service.core.state import State
+from stagescope_service.core.state import Arrival, State
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_step_has_the_services_clock_and_not_that_of_its_senders(
     sender = dataclasses.replace(rank.sender, clock_offset=offset)
     found: dict[str, dict[str, Any]] = {"attempts": {}, "steps": {}, "processes": {}}
     for said in (rank.hello(world_size=1), *rank.work(1), rank.finish()):
-        for put in state.handle(sender, said.event, 0.0, arrived=said.event.wall - ahead):
+        for put in state.handle(sender, said.event, 0.0, Arrival(wall=said.event.wall - ahead)):
             if isinstance(put, Put) and put.table in found:
                 found[put.table] |= put.row
     attempt, step = found["attempts"], found["steps"]
@@ -81,7 +81,7 @@ def test_a_restart_is_dated_by_the_services_clock(offset: float | None, ahead: f
         rank = Rank(started=started + ahead)
         sender = dataclasses.replace(rank.sender, clock_offset=offset)
         for said in (rank.hello(world_size=1), *rank.work(1), *rank.work(2), *rank.work(3)):
-            for put in state.handle(sender, said.event, 0.0, arrived=said.event.wall - ahead):
+            for put in state.handle(sender, said.event, 0.0, Arrival(wall=said.event.wall - ahead)):
                 if isinstance(put, Put) and put.table == "attempts":
                     opened[put.row["number"]] = put.row["opened_wall"]
     assert [*opened] == [1, 2]

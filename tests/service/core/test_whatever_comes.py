@@ -15,7 +15,7 @@ from stagescope.wire.errors import InvalidEvent
 from stagescope.wire.schema import KINDS, WORK_FIELDS, Event, Sender
 from stagescope_service.core.instructions import Delete, Put
 from stagescope_service.core.spans import RAW_SEQ
-from stagescope_service.core.state import State
+from stagescope_service.core.state import Arrival, State
 from stagescope_service.store.columns import Flag, StrictJson
 from stagescope_service.store.statements import check
 from stagescope_service.store.tables import TABLES
@@ -119,7 +119,7 @@ def test_whatever_comes_can_be_written_or_is_refused(
     for at, (sender, event, has_payload, raw) in enumerate(said):
         known = set(state.registry.processes), set(state.registry.attempts)
         try:
-            out = state.handle(sender, event, float(at), has_payload=has_payload, raw=raw)
+            out = state.handle(sender, event, float(at), Arrival(has_payload, raw))
         except InvalidEvent:
             assert (set(state.registry.processes), set(state.registry.attempts)) == known
             continue

@@ -25,7 +25,7 @@ from stagescope_service.compare.results import Verdict
 from stagescope_service.core.instructions import IngestJob, PayloadKey
 from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.joining.join import join
+from stagescope_service.dumps.joining.join import Selection, join
 from stagescope_service.dumps.records import Record
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
@@ -435,10 +435,10 @@ def test_a_missing_step_or_tensor_lists_what_there_is() -> None:
     with pytest.raises(NotFound, match="nothing of step 6; expected step 5"):
         join(dump, 6)
     with pytest.raises(NotFound, match="in these stages; expected one of actor_compute_log_prob"):
-        join(dump, 5, stages=["actor_update"])
+        join(dump, 5, Selection(stages=["actor_update"]))
     with pytest.raises(NotFound, match="no tensor entropy of step 5; expected some of old_log"):
-        join(dump, 5, names=["entropy"])
-    assert set(join(dump, 5, names=["rewards"])) == {"rewards", "response_mask"}
+        join(dump, 5, Selection(["entropy"]))
+    assert set(join(dump, 5, Selection(["rewards"]))) == {"rewards", "response_mask"}
 
 
 # --- straight from files ------------------------------------------------------------------------

@@ -164,5 +164,6 @@ def test_a_model_that_sees_on_an_engine_that_does_not_is_warned_about() -> None:
     engine = Model("sglang")
     engine.info = dataclasses.replace(engine.info, multimodal=False)
     config = {"architectures": ["Llama4ForConditionalGeneration"], "vision_config": {"a": 1}}
-    found = compare(ITEMS, engine, Model("vllm"), Letters(), options(1.0), config=config)
+    asked = dataclasses.replace(options(1.0), config=config)
+    found = compare(ITEMS, engine, Model("vllm"), Letters(), asked)
     assert "--enable-multimodal" in found.warnings[0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,67 +145,67 @@ def describe(step: int, batch: Batch, scalars: dict[str, float], seconds: float)
     )
 
 
-def train(
-    settings: Settings,
-    *,
-    address: str,
-    run: str,
-    steps: int,
-    root: Path,
-    resume: bool = False,
-    save_every: int = 1,
-    attempt_key: str | None = None,
-    capture: str | None = None,
-    troubles: Troubles = NONE,
-    pid_file: Path | None = None,
-    keep: Mapping[str, object] | None = None,
-    pace: float = 0.0,
-) -> None:
-    """Train up to step `steps` on the Ray cluster at `address`; see the command's options."""
-    found = checkpoint.latest(root, dataclasses.asdict(settings)) if resume else None
-    last, folder = found or (0, None)
+@contextlib.contextmanager
+def _cluster(address: str) -> Iterator[None]:
     ray.init(
         address=address, namespace="countdown", log_to_driver=True, logging_level=logging.WARNING
     )
     try:
-        report = Report(run, attempt_key, capture, last if found else None, keep)
-        job = Job(settings, report, troubles)
-        if pid_file is not None:
-            _write_pids(pid_file, job)
-        print(f"{'resumed after step ' + str(last) if found else 'started'}: {job.pids()}")
-        job.prepare(folder)
-        for step in range(last + 1, steps + 1):
-            begin = time.monotonic()
-            batch, scalars = job.step(step)
-            if step % save_every == 0 or step == steps:
-                job.save(root, step)
-            seconds = time.monotonic() - begin
-            print(describe(step, batch, scalars, seconds), flush=True)
-            time.sleep(max(0.0, pace - seconds))
-        job.close(timeout=30)
-        finish(run=run, timeout=30)
+        yield
     finally:
         ray.shutdown()
 
 
-def replay(
-    stored: Sequence[stagescope.Batch],
-    *,
-    address: str,
-    run: str,
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Which steps are trained; see the command's options."""
+
+    steps: int
+    save_every: int = 1
+    pace: float = 0.0
+    resume: bool = False
+
+
+def train(
+    settings: Settings,
+    report: Report,
     root: Path,
-    attempt_key: str | None = None,
-    keep: Mapping[str, object] | None = None,
-    rescore: str | None = None,
+    schedule: Schedule,
+    *,
+    troubles: Troubles = NONE,
+    pid_file: Path | None = None,
+) -> None:
+    """Train on the Ray cluster that this process has joined, with checkpoints in `root`."""
+    found = checkpoint.latest(root, dataclasses.asdict(settings)) if schedule.resume else None
+    last, folder = found or (0, None)
+    report = dataclasses.replace(report, resumed_from_step=last if found else None)
+    job = Job(settings, report, troubles)
+    if pid_file is not None:
+        _write_pids(pid_file, job)
+    print(f"{'resumed after step ' + str(last) if found else 'started'}: {job.pids()}")
+    job.prepare(folder)
+    for step in range(last + 1, schedule.steps + 1):
+        begin = time.monotonic()
+        batch, scalars = job.step(step)
+        if step % schedule.save_every == 0 or step == schedule.steps:
+            job.save(root, step)
+        seconds = time.monotonic() - begin
+        print(describe(step, batch, scalars, seconds), flush=True)
+        time.sleep(max(0.0, schedule.pace - seconds))
+    job.close(timeout=30)
+    finish(run=report.run, timeout=30)
+
+
+def replay(
+    stored: Sequence[stagescope.Batch], report: Report, root: Path, rescore: str | None = None
 ) -> bool:
     """Train once more from stored rollouts, with no engine; nothing is saved.
 
     Args:
         stored: batches of consecutive steps.
-        address: the Ray cluster.
-        run: the name of the new run.
+        report: of the new run.
         root: checkpoints of the stored run, from which it loads the one before the first step.
-        attempt_key, keep, rescore: see the command's options.
+        rescore: see the command's options.
 
     Returns:
         Whether every loss equals the stored one, bit by bit.
@@ -214,24 +215,17 @@ def replay(
     folder = None
     if first > 1:
         folder = checkpoint.after(root, first - 1, dataclasses.asdict(settings))
-    ray.init(
-        address=address, namespace="countdown", log_to_driver=True, logging_level=logging.WARNING
-    )
     same = True
-    try:
-        report = Report(run, attempt_key, keep=keep)
-        job = Job(settings, report, stored=stored, rescore=rescore)
-        job.prepare(folder)
-        for each in stored:
-            begin = time.monotonic()
-            batch, scalars = job.step(each.step or 0)
-            print(describe(each.step or 0, batch, scalars, time.monotonic() - begin))
-            print(verdict(scalars["loss"], each), flush=True)
-            same &= scalars["loss"] == stored_loss(each)
-        job.close(timeout=30)
-        finish(run=run, timeout=30)
-    finally:
-        ray.shutdown()
+    job = Job(settings, report, stored=stored, rescore=rescore)
+    job.prepare(folder)
+    for each in stored:
+        begin = time.monotonic()
+        batch, scalars = job.step(each.step or 0)
+        print(describe(each.step or 0, batch, scalars, time.monotonic() - begin))
+        print(verdict(scalars["loss"], each), flush=True)
+        same &= scalars["loss"] == stored_loss(each)
+    job.close(timeout=30)
+    finish(run=report.run, timeout=30)
     return same
 
 
@@ -340,15 +334,10 @@ def main(
     kept = None if keep is None else {"what": keep.split(",")}
     if source is not None:
         try:
-            same = replay(
-                source.batches(replay_from),
-                address=address,
-                run=f"{source.run}.{rescore or 'replay'}",
-                root=checkpoint_dir / source.run,
-                attempt_key=attempt_key,
-                keep=kept,
-                rescore=rescore,
-            )
+            stored = source.batches(replay_from)
+            report = Report(f"{source.run}.{rescore or 'replay'}", attempt_key, keep=kept)
+            with _cluster(address):
+                same = replay(stored, report, checkpoint_dir / source.run, rescore)
         except (stagescope.StagescopeError, checkpoint.CheckpointNotFound) as error:
             raise click.ClickException(str(error)) from error
         sys.exit(0 if same else 1)
@@ -360,21 +349,15 @@ def main(
         warmup_steps=warmup_steps,
     )
     pause = Pause(pause_at_step, pause_stage, pause_seconds) if pause_at_step else None
-    train(
-        settings,
-        address=address,
-        run=run,
-        steps=steps,
-        root=checkpoint_dir / run,
-        resume=resume,
-        save_every=save_every,
-        attempt_key=attempt_key,
-        capture=capture,
-        troubles=Troubles(pause, plant_nan, switch_engine, skip_sync),
-        pid_file=pid_file,
-        keep=kept,
-        pace=pace,
-    )
+    with _cluster(address):
+        train(
+            settings,
+            Report(run, attempt_key, capture, keep=kept),
+            checkpoint_dir / run,
+            Schedule(steps, save_every, pace, resume),
+            troubles=Troubles(pause, plant_nan, switch_engine, skip_sync),
+            pid_file=pid_file,
+        )
 
 
 if __name__ == "__main__":

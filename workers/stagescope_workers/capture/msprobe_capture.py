@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, TypedDict
+
+from typing_extensions import Unpack
 
 from stagescope.wire.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
 from stagescope.wire.nonfinite import Json
@@ -95,6 +97,18 @@ class ArmedCapture:
         return dict(self._result)
 
 
+class CapturedWork(TypedDict):
+    """The work that is captured."""
+
+    run: str
+    attempt_key: str
+    stage: str
+    step: int | None
+    part: Part
+    role: str
+    rank: int
+
+
 class Capturer:
     """Arms captures in this process."""
 
@@ -102,17 +116,11 @@ class Capturer:
         self,
         capture: CaptureRequest,
         *,
-        run: str,
-        attempt_key: str,
-        stage: str,
-        step: int | None,
-        part: Part,
-        role: str,
-        rank: int,
         model: object,
         data_root: str | None,
         out_of_reach: str | None = None,
         tokens: int | None = None,
+        **work: Unpack[CapturedWork],
     ) -> ArmedCapture | None:
         """Begin to collect a stage.
 
@@ -121,12 +129,12 @@ class Capturer:
                 (`stagescope.wire.captures.matches`). `force` arms it although the estimate does
                 not fit, and `limits` may hold `reserve_bytes` (kept free on the disk, 256 MB by
                 default) and `tokens` (of the stage, for the estimate).
-            run, attempt_key, stage, step, part, role, rank: the work that is captured.
             model: the module (or list of modules) that runs in the stage; levels L0 and mix need
                 one, and the estimate is made from it.
             data_root: where dumps go when the capture names no `data_dir`.
             out_of_reach: why the stage's operators cannot be captured here; then it is skipped.
             tokens: of the stage, as seen before, where `limits` has none.
+            work: the work that is captured.
 
         Returns:
             The capture, also when it is skipped or failed (`finish` returns the reason), or None
@@ -138,10 +146,10 @@ class Capturer:
         """
         if capture.get("config") is None and capture.get("config_path") is None:
             return None
-        if stage == "rollout_generate" and not _names_generation(capture):
+        if work["stage"] == "rollout_generate" and not _names_generation(capture):
             return None
         strict = bool(capture.get("strict"))
-        work = _CapturedWork(run, str(attempt_key), stage, step, part, role, rank)
+        work["attempt_key"] = str(work["attempt_key"])
         setup = _CaptureSetup(capture, work, data_root, tokens)
         armed = ArmedCapture(setup.fields, strict=strict)
         if out_of_reach is not None:
@@ -171,25 +179,13 @@ def _names_generation(capture: CaptureRequest) -> bool:
     return capture.get("source") != "verl" and stages != "all" and "rollout_generate" in stages
 
 
-class _CapturedWork(NamedTuple):
-    """The work that is captured."""
-
-    run: str
-    attempt_key: str
-    stage: str
-    step: int | None
-    part: Part
-    role: str
-    rank: int
-
-
 class _CaptureSetup:
     """A capture before it is armed: checks the request and starts msprobe."""
 
     def __init__(
         self,
         capture: CaptureRequest,
-        work: _CapturedWork,
+        work: CapturedWork,
         data_root: str | None,
         tokens: int | None,
     ) -> None:
@@ -222,16 +218,20 @@ class _CaptureSetup:
         began = time.monotonic()
         work = self.work
         self.capture = with_baseline(
-            self.capture, stage=work.stage, part=str(work.part), role=work.role, rank=work.rank
+            self.capture,
+            stage=work["stage"],
+            part=str(work["part"]),
+            role=work["role"],
+            rank=work["rank"],
         )
-        config = resolve_config(self.capture, dump_path="", step=work.step)
+        config = resolve_config(self.capture, dump_path="", step=work["step"])
         self.fields.update(task=config.task, level=config.level)
         if config.level in _NEEDS_MODEL and (model is None or model in ([], ())):
             raise InvalidPlan(
-                f"level {config.level!r} needs the model of stage {work.stage!r}",
+                f"level {config.level!r} needs the model of stage {work['stage']!r}",
                 expected="probe.stage(..., model=model), or level 'L1'",
             )
-        check_baseline(config, work.rank)
+        check_baseline(config, work["rank"])
         target = self._directory()
         cost = self._cost(model, config)
         reserve = capture_estimate.disk_reserve(self.limits)
@@ -239,9 +239,9 @@ class _CaptureSetup:
         if too_large and not self.capture.get("force"):
             self.end_early("skipped", too_large)
             return None
-        dump_path, files = dump_paths.claim_rank_directory(target, work.rank)
+        dump_path, files = dump_paths.claim_rank_directory(target, work["rank"])
         self.fields["path"] = str(files)
-        config = resolve_config(self.capture, dump_path=str(dump_path), step=work.step)
+        config = resolve_config(self.capture, dump_path=str(dump_path), step=work["step"])
         self.fields["overrides"] = list(config.overrides)
         monitor = LimitMonitor(
             files,
@@ -251,7 +251,9 @@ class _CaptureSetup:
         )
         running = _RunningCapture(self, config, files, monitor, began)
         try:
-            _session.open(config, dump_path=dump_path, model=model, rank=work.rank, monitor=monitor)
+            _session.open(
+                config, dump_path=dump_path, model=model, rank=work["rank"], monitor=monitor
+            )
         except Exception as error:
             running.write_done("skipped" if isinstance(error, Conflict) else "failed", str(error))
             raise
@@ -269,11 +271,11 @@ class _CaptureSetup:
         work = self.work
         root = dump_paths.attempt_directory(
             Path(data_dir).expanduser().absolute(),
-            run=work.run,
-            attempt_key=work.attempt_key,
+            run=work["run"],
+            attempt_key=work["attempt_key"],
             verl=verl,
         )
-        directory = dump_paths.stage_directory(root, work.step, work.stage, work.part)
+        directory = dump_paths.stage_directory(root, work["step"], work["stage"], work["part"])
         dump_paths.check_path(directory)
         directory.parent.mkdir(parents=True, exist_ok=True)
         return directory
@@ -282,7 +284,7 @@ class _CaptureSetup:
         tokens = self.limits.get("tokens") or self.tokens
         try:
             size = ModelSize.of_model(model)
-            cost = capture_estimate.history.estimate(size, config, self.work.stage, tokens)
+            cost = capture_estimate.history.estimate(size, config, self.work["stage"], tokens)
         except Exception as error:
             # Not a torch module: the limits still apply.
             _log.debug("no estimate for %r: %s", type(model).__name__, error)
@@ -318,7 +320,7 @@ class _RunningCapture:
         seconds = time.monotonic() - self._began
         if state == "complete":
             # Without the time that arming took: importing msprobe, once, takes seconds.
-            stage = self._setup.work.stage
+            stage = self._setup.work["stage"]
             capture_estimate.history.add(self._config, stage, size, self._monitor.seconds)
         problem = self.write_done(state, error)
         return {
@@ -365,13 +367,13 @@ class _RunningCapture:
             "ok": state == "complete",
             "error": error,
             "seconds": round(time.monotonic() - self._began, 3),
-            "run": work.run,
-            "attempt": work.attempt_key,
-            "step": work.step,
-            "stage": work.stage,
-            "part": str(work.part),
-            "role": work.role,
-            "rank": work.rank,
+            "run": work["run"],
+            "attempt": work["attempt_key"],
+            "step": work["step"],
+            "stage": work["stage"],
+            "part": str(work["part"]),
+            "role": work["role"],
+            "rank": work["rank"],
             "capture_id": self._setup.fields["capture_id"],
             "task": self._config.task,
             "level": self._config.level,

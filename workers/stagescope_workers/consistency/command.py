@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -225,10 +226,9 @@ def _compare(
     first, second = opened(engine), opened(against)
     from stagescope_workers.consistency.transformers_engine import load_tokenizer
 
-    tokenizer, config = load_tokenizer(model), read_config(model)
-    return compare(
-        items, first, second, tokenizer, options, config=config, on_progress=_show_progress
-    )
+    tokenizer = load_tokenizer(model)
+    options = dataclasses.replace(options, config=read_config(model))
+    return compare(items, first, second, tokenizer, options, on_progress=_show_progress)
 
 
 def _rescore(

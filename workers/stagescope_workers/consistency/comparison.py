@@ -61,6 +61,7 @@ class Options:
         as_text: whether the engine receives texts and tokenises them itself, else token ids.
         answers: whether the other side answers too, and both answers are compared.
         marking: when an answer is right.
+        config: the model's config.json, which may mention images.
     """
 
     sampling: Sampling
@@ -68,6 +69,7 @@ class Options:
     as_text: bool = False
     answers: bool = False
     marking: Marking = dataclasses.field(default_factory=Marking)
+    config: JsonObject = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,6 @@ def compare(
     tokenizer: Tokenizer,
     options: Options,
     *,
-    config: JsonObject | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> EngineComparison:
     """Sample answers with `engine`, and compare both sides' log-probs of each sampled token.
@@ -127,7 +128,6 @@ def compare(
         other: the engine to compare with; it must score given tokens.
         tokenizer: of the model, from transformers.
         options: see there.
-        config: the model's config.json, which may mention images.
         on_progress: called with a description of each activity.
 
     Raises:
@@ -152,7 +152,7 @@ def compare(
         questions, answers, other_answers = zip(*agreements, strict=True)
         agreement = compare_answers(questions, answers, other_answers, options.marking)
     checks = _checks(prompts, generations, rows, engine, tokenizer, options) if texts else ()
-    warning = multimodal_warning(engine.info, config or {})
+    warning = multimodal_warning(engine.info, options.config)
     return EngineComparison(
         engine=engine.info,
         other=other.info,

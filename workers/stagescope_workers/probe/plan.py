@@ -14,6 +14,7 @@ from stagescope.wire.keep import capture_selectors, matching_selectors, read_kee
 from stagescope.wire.plan import CaptureRequest, KeepSpec, SentPlan
 from stagescope_workers.capture.msprobe_config import check_config, load_config
 from stagescope_workers.capture.verl_blocks import captures_from_verl
+from stagescope_workers.probe.options import ProbeOptions
 
 _ORIGIN_FIELDS: Final = ("capture_id", "by", "created", "source")
 _MAX_BYTES: Final = 1 << 20
@@ -109,19 +110,16 @@ class PlanWatch:
 
     def __init__(
         self,
+        options: ProbeOptions,
         *,
-        run: str,
-        role: str,
-        rank: int,
         local: Iterable[CaptureRequest] = (),
-        keep: KeepSpec | None = None,
-        runs_captures: bool = True,
         on_missed: MissedCallback = lambda capture, step, stage: None,
         on_estimate_requested: EstimateCallback = lambda capture: None,
     ) -> None:
-        self.run = run
-        self.role = role
-        self.rank = rank
+        self.run = options.run
+        self.role = options.role
+        self.rank = options.rank
+        keep, runs_captures = options.keep, options.captures is not False
         self._local_keep = keep
         self._service_keep: KeepSpec | None = None
         self._local = (*local, *_shard_captures(keep)) if runs_captures else ()

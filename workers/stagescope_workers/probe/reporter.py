@@ -193,12 +193,8 @@ class Reporter:
 
     def _watch_plan(self, local: Sequence[CaptureRequest]) -> PlanWatch:
         return PlanWatch(
-            run=self.run,
-            role=self.role,
-            rank=self.rank,
+            self._options,
             local=local,
-            keep=self._options.keep,
-            runs_captures=self._options.captures is not False,
             on_missed=self._capture_reports.report_missed,
             on_estimate_requested=lambda capture: self._capture_reports.report_estimate(
                 capture, self.plan.data_dir

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO, Final, NamedTuple, cast
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
 from stagescope.wire.errors import StoreError
@@ -41,15 +41,16 @@ _CHUNK: Final = 1 << 20
 _FILE: Final = {"type": "string", "format": "binary", "description": "A tar.gz file."}
 
 
-@router.get(
-    "/runs/{run}/bundle",
-    response_class=StreamingResponse,
-    responses={200: {"content": {MEDIA_TYPE: {"schema": _FILE}}}},
-)
-async def bundle(
-    request: Request,
-    deps: Deps,
-    run: RunPath,
+class BundleQuery(NamedTuple):
+    """The query parameters of a bundle."""
+
+    step: int
+    attempt: int | None
+    tensors: bool
+    limit_bytes: int
+
+
+async def bundle_query(
     step: Annotated[int, Query(ge=0, lt=STEP_BOUND, description="The trainer's step.")],
     attempt: AttemptNumber = None,
     tensors: Annotated[
@@ -60,6 +61,21 @@ async def bundle(
         int,
         Query(ge=1 << 20, le=1 << 40, description="Most bytes of its files; others are named."),
     ] = DEFAULT_BYTES,
+) -> BundleQuery:
+    """Return what is requested of a bundle."""
+    return BundleQuery(step, attempt, tensors, limit_bytes)
+
+
+@router.get(
+    "/runs/{run}/bundle",
+    response_class=StreamingResponse,
+    responses={200: {"content": {MEDIA_TYPE: {"schema": _FILE}}}},
+)
+async def bundle(
+    request: Request,
+    deps: Deps,
+    run: RunPath,
+    query: Annotated[BundleQuery, Depends(bundle_query)],
 ) -> StreamingResponse:
     """Return a step as one archive without secrets, for whoever must look at it elsewhere.
 
@@ -68,11 +84,11 @@ async def bundle(
     `manifest.json` lists every file with its checksum, and what was left out, and why.
     `stagescope attach FILE` opens it, without a service.
     """
-    target = deps.finder.step(run, attempt, step)
+    target = deps.finder.step(run, query.attempt, query.step)
     tokens: AccessTokens | None = request.app.state.tokens
     secrets = () if tokens is None else (tokens.read, tokens.operate)
     made = await deps.long_computations.run(
-        make_bundle, deps, target, tensors=tensors, limit=limit_bytes, secrets=secrets
+        make_bundle, deps, target, tensors=query.tensors, limit=query.limit_bytes, secrets=secrets
     )
     headers = {
         "content-length": str(made.bytes),

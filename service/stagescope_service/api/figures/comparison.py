@@ -11,16 +11,16 @@ import plotly.graph_objects as go
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.schema import read_target
 from stagescope_service import figure_style as style
-from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import overview
 from stagescope_service.api.figures.lines import (
     Line,
+    LineStyle,
     NotFinite,
     axis_of,
     draw_line,
     draw_not_finite,
 )
-from stagescope_service.api.series import Window
 from stagescope_service.compare.report.figures import pictures
 
 TITLE: Final = "against"
@@ -122,8 +122,8 @@ def figure(found: ComparisonInfo) -> go.Figure:
         for (name, colour, dash), own in zip(looks, (panel.a, panel.b), strict=True):
             for line in own:
                 draw_line(
-                    drawn, line, axis, name=name, colour=colour, dash=dash, unit=panel.unit,
-                    legend=not at and name not in shown,
+                    drawn, line, axis, panel.unit,
+                    LineStyle(name, colour, dash, legend=not at and name not in shown),
                 )  # fmt: skip
                 shown.add(name)
         draw_not_finite(drawn, panel.not_finite, [*panel.a, *panel.b], axis, first=not at)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -164,7 +165,7 @@ def figure(found: DistributionInfo) -> go.Figure:
 def _differences(found: DistributionInfo, title: str, axis: str) -> go.Figure:
     drawn = go.Figure()
     zero, ticks = style.ticks_of_powers([edge for bar in found.bars for edge in bar[:2]])
-    _draw(drawn, found.bars, "tokens by |d|", style.BLUE, "nat", found.tokens)
+    _draw(drawn, found.bars, _hover(found.tokens, "nat"), "tokens by |d|", style.BLUE)
     if found.zeros:
         drawn.add_bar(
             x=[zero / 2**0.5], width=[zero * 2**0.5 - zero / 2**0.5], offset=0, y=[found.zeros],
@@ -228,7 +229,7 @@ def _ratios(found: DistributionInfo, title: str, axis: str) -> go.Figure:
     )  # fmt: skip
     _draw(
         drawn, [Bar(bar.low - 1.0, bar.high - 1.0, bar.tokens) for bar in found.bars],
-        "either side", style.SKY, "", found.tokens, axes=("x2", "y2"), base=1.0,
+        _hover(found.tokens, base=1.0), "either side", style.SKY, axes=("x2", "y2"),
     )  # fmt: skip
     _counts(drawn, [*(bar.tokens for bar in found.sides), found.zeros], axis="yaxis")
     _counts(drawn, [bar.tokens for bar in found.bars], axis="yaxis2")
@@ -242,26 +243,29 @@ def _edge(value: float) -> str:
 def _draw(
     drawn: go.Figure,
     bars: tuple[Bar, ...] | list[Bar],
+    hover: Callable[[Bar], str],
     name: str,
     colour: str,
-    unit: str,
-    tokens: int,
-    *,
     axes: tuple[str, str] = ("x", "y"),
-    base: float = 0.0,
 ) -> None:
-    """Draw bars from edge to edge; `base` is what the axis leaves out of a value."""
+    """Draw bars from edge to edge; `hover` makes the text of a bar."""
     bars = [bar for bar in bars if bar.low > 0.0 and bar.high > bar.low]
     drawn.add_bar(
         x=[bar.low for bar in bars], width=[bar.high - bar.low for bar in bars], offset=0,
         y=[bar.tokens or None for bar in bars], name=name, marker={"color": colour},
         xaxis=axes[0], yaxis=axes[1], hoverinfo="text",
-        hovertext=[
-            f"{style.number(bar.low + base)} to {style.number(bar.high + base, unit)}: "
-            f"{_share(bar.tokens, tokens)}"
-            for bar in bars
-        ],
+        hovertext=[hover(bar) for bar in bars],
     )  # fmt: skip
+
+
+def _hover(tokens: int, unit: str = "", base: float = 0.0) -> Callable[[Bar], str]:
+    """Return what makes the text of a bar; `base` is what the axis leaves out of a value."""
+
+    def text(bar: Bar) -> str:
+        ends = style.number(bar.low + base), style.number(bar.high + base, unit)
+        return f"{' to '.join(ends)}: {_share(bar.tokens, tokens)}"
+
+    return text
 
 
 def _counts(drawn: go.Figure, counts: list[int], axis: str = "yaxis") -> None:

@@ -23,11 +23,10 @@ from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import RankKey
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ROWS_REMOVED
-from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures.rank_rows import Fold, Grid, HeatRow, ranks_text, rows_of
 from stagescope_service.api.numbers import doubt, doubted_steps
 from stagescope_service.api.rows import Lineage
-from stagescope_service.api.series import Window
 from stagescope_service.api.step_summaries import MeasuredStep
 from stagescope_service.api.target import Target
 from stagescope_service.statistics import cell as cells

@@ -68,21 +68,22 @@ def axis_of(unit: str, lines: Sequence[Line], domain: tuple[float, float]) -> di
     }
 
 
-def draw_line(
-    drawn: go.Figure,
-    line: Line,
-    axis: str,
-    *,
-    name: str,
-    colour: str,
-    dash: str,
-    unit: str,
-    legend: bool,
-) -> None:
+class LineStyle(NamedTuple):
+    """The name of a line, and how it is drawn."""
+
+    name: str
+    colour: str
+    dash: str
+    legend: bool
+    """Whether the legend names it."""
+
+
+def draw_line(drawn: go.Figure, line: Line, axis: str, unit: str, line_style: LineStyle) -> None:
     """Draw one line, thinned so that every spike stays.
 
     Its traces have the same `uid` in every range of steps, by which a page adds new steps to them.
     """
+    name, colour, dash, legend = line_style
     uid = trace_id(axis, name, line.attempt)
     values, steps = array_of(line.values), np.array(line.steps)
     kept = style.thinned(values)

@@ -17,10 +17,9 @@ from stagescope.render import counted, stretches
 from stagescope.wire.errors import InvalidInput
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import ALL_ROWS
-from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.numbers import doubted_steps
 from stagescope_service.api.rows import Lineage
-from stagescope_service.api.series import Window
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.step_summary import StepSummary
 

@@ -18,9 +18,10 @@ from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service import figure_style as style
 from stagescope_service.api.completeness import aggregation_errors
-from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures.lines import (
     Line,
+    LineStyle,
     NotFinite,
     array_of,
     axis_of,
@@ -35,7 +36,6 @@ from stagescope_service.api.series import (
     NOT_LOGGED,
     OLD,
     OPEN,
-    Window,
     check_known,
     mean_of,
     newest_metrics,
@@ -477,10 +477,13 @@ def _draw_panel(
     for line in panel.lines:
         name = "superseded" if line.superseded else "value"
         draw_line(
-            drawn, line, axis, name=name, unit=panel.unit,
-            colour=style.SKY if line.superseded or smooth else style.BLUE,
-            dash="dot" if line.superseded else "solid",
-            legend=first and name not in shown and line.has_values,
+            drawn, line, axis, panel.unit,
+            LineStyle(
+                name,
+                colour=style.SKY if line.superseded or smooth else style.BLUE,
+                dash="dot" if line.superseded else "solid",
+                legend=first and name not in shown and line.has_values,
+            ),
         )  # fmt: skip
         shown |= {name} if line.has_values else set()
     if smooth:
@@ -488,8 +491,8 @@ def _draw_panel(
         for line in panel.lines:
             if line.has_values and not line.superseded:
                 draw_line(
-                    drawn, line.smoothed(smooth), axis, name=name, colour=style.BLUE, dash="solid",
-                    unit=panel.unit, legend=first and name not in shown,
+                    drawn, line.smoothed(smooth), axis, panel.unit,
+                    LineStyle(name, style.BLUE, "solid", legend=first and name not in shown),
                 )  # fmt: skip
                 shown.add(name)
     for at, (staleness, lines) in enumerate(panel.stalenesses):
@@ -499,8 +502,8 @@ def _draw_panel(
         for line in lines:
             if not line.superseded and line.has_values:
                 draw_line(
-                    drawn, line, axis, name=name, colour=colour, dash=dash, unit=panel.unit,
-                    legend=first and name not in shown,
+                    drawn, line, axis, panel.unit,
+                    LineStyle(name, colour, dash, legend=first and name not in shown),
                 )  # fmt: skip
                 shown.add(name)
     draw_not_finite(drawn, panel.not_finite, panel.lines, axis, first=first)

@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import html
 import typing
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import orjson
@@ -15,19 +15,19 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
-from stagescope.wire.errors import InvalidInput
 from stagescope.wire.schema import STEP_BOUND, read_target
 from stagescope_service.api.comparisons import SIDE_PATTERN, compare_sides
 from stagescope_service.api.dependencies import (
     STEP_PATTERN,
     AttemptNumber,
+    AttemptQueryOf,
     Dependencies,
     Deps,
-    Rank,
-    Role,
+    RankQueryOf,
     Run,
-    Stage,
     StepTarget,
+    WindowOf,
+    check_window,
 )
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.figures import (
@@ -54,7 +54,6 @@ from stagescope_service.api.requests import (
     query_fields,
     step_number,
 )
-from stagescope_service.api.series import StepBound, Window
 from stagescope_service.api.target import Target
 
 router = APIRouter(tags=["figures"])
@@ -67,8 +66,6 @@ StepName = Annotated[
         json_schema_extra=pattern(STEP_PATTERN),
     ),
 ]
-First = Annotated[StepBound, Query(alias="from", description="The first step.")]
-Last = Annotated[StepBound, Query(alias="to", description="The last step.")]
 Metrics = Annotated[
     list[str] | None,
     Query(description="A published metric or a scalar; may be given several times.", max_length=12),
@@ -188,20 +185,12 @@ def _values(annotation: object) -> list[str] | None:
     return None
 
 
-def _window(first: int | None, last: int | None) -> Window:
-    if first is not None and last is not None and first > last:
-        raise InvalidInput(f"from is {first} and to is {last}", expected="from at most to")
-    return Window(first=first, last=last)
-
-
 @router.get("/figures/overview", response_model=models.Figure)
 def overview_figure(
     deps: Deps,
-    run: Run = None,
-    attempt: AttemptNumber = None,
+    chosen: AttemptQueryOf,
+    window: WindowOf,
     metric: Metrics = None,
-    first: First = None,
-    last: Last = None,
     superseded: Annotated[
         bool, Query(description="Also steps that a later attempt did again, faded.")
     ] = True,
@@ -220,9 +209,9 @@ def overview_figure(
     Marked are findings, captures, weight syncs and steps without a value, each with its reason;
     a band is the noise floor where it was recorded, dashed lines are the first stalenesses.
     """
-    window = _window(first, last)
-    request = overview.Request(tuple(metric or ()), attempt, window, superseded, smooth)
-    found = overview.info(deps, run, request)
+    check_window(window)
+    request = overview.Request(tuple(metric or ()), chosen.attempt, window, superseded, smooth)
+    found = overview.info(deps, chosen.run, request)
     return FigureAnswer(
         "overview", overview.figure(found),
         run=found.run, attempt=found.attempt, step=None, note=found.note,
@@ -259,16 +248,15 @@ def rank_rounds_figure(
 @router.get("/figures/rank-steps", response_model=models.Figure)
 def rank_steps_figure(
     deps: Deps,
-    run: Run = None,
-    attempt: AttemptNumber = None,
+    chosen: AttemptQueryOf,
+    window: WindowOf,
     metric: Annotated[
         heatmaps.Metric, Query(description="The number that is drawn.")
     ] = heatmaps.DEFAULT,
-    first: First = None,
-    last: Last = None,
 ) -> FigureAnswer:
     """Draw a number by rank and step, by default of the newest 200 steps."""
-    found = heatmaps.steps_info(deps, run, attempt, _window(first, last), metric)
+    check_window(window)
+    found = heatmaps.steps_info(deps, *chosen, window, metric)
     return of_step("rank-steps", heatmaps.figure(found), found)
 
 
@@ -315,18 +303,13 @@ def anatomy_figure(
 
 
 @router.get("/figures/offenders", response_model=models.Figure)
-async def offenders_figure(
-    deps: Deps,
-    run: Run = None,
-    attempt: AttemptNumber = None,
-    first: First = None,
-    last: Last = None,
-) -> FigureAnswer:
+async def offenders_figure(deps: Deps, chosen: AttemptQueryOf, window: WindowOf) -> FigureAnswer:
     """Draw the prompts whose samples differ more than their steps do, over the newest 40 steps.
 
     A prompt is told by `prompt_hashes` of its payloads.
     """
-    found = await deps.computations.run(offenders.info, deps, run, attempt, _window(first, last))
+    check_window(window)
+    found = await deps.computations.run(offenders.info, deps, *chosen, window)
     return offenders_answer(found)
 
 
@@ -338,28 +321,30 @@ def timeline_figure(deps: Deps, target: FigureTarget) -> FigureAnswer:
 
 
 @router.get("/figures/operators", response_model=models.Figure)
-async def operators_figure(
-    deps: Deps, target: DumpedTarget, stage: Stage = None, role: Role = None, rank: Rank = None
-) -> FigureAnswer:
+async def operators_figure(deps: Deps, target: DumpedTarget, ranks: RankQueryOf) -> FigureAnswer:
     """Draw the results of a dump's operators in execution order, the first non-finite one marked.
 
     Of several dumps the one with the earliest non-finite result is drawn, else the first.
     """
     found = await deps.computations.run(
-        operators.info, deps, target, {"stage": stage, "role": role, "rank": rank}
+        operators.info,
+        deps,
+        target,
+        {"stage": ranks["stage"], "role": ranks["role"], "rank": ranks["rank"]},
     )
     return of_step("operators", operators.figure(found), found)
 
 
-@router.get("/figures/operator-divergence", response_model=models.Figure)
-async def operator_divergence_figure(
-    deps: Deps,
+async def dump_query(
     step: Annotated[int, Query(ge=0, lt=STEP_BOUND, description="The trainer's step.")],
-    run: Run = None,
-    attempt: AttemptNumber = None,
-    stage: Stage = None,
-    role: Role = None,
-    rank: Rank = None,
+    chosen: AttemptQueryOf,
+    ranks: RankQueryOf,
+) -> SideFields:
+    """Return the dump of a query."""
+    return SideFields(run=chosen.run, attempt=chosen.attempt, step=step, **ranks)
+
+
+async def other_dump_query(
     b_run: Annotated[str | None, Query(max_length=100, description="Another run.")] = None,
     b_attempt: Annotated[
         int | None, Query(ge=1, lt=1 << 31, description="Another attempt's number.")
@@ -367,21 +352,36 @@ async def operator_divergence_figure(
     b_step: Annotated[int | None, Query(ge=0, lt=STEP_BOUND, description="Another step.")] = None,
     b_stage: Annotated[str | None, Query(max_length=200, description="Another stage.")] = None,
     b_rank: Annotated[int | None, Query(ge=0, lt=1 << 31, description="Another rank.")] = None,
+) -> SideFields:
+    """Return how the other dump of a query differs."""
+    return SideFields(run=b_run, attempt=b_attempt, step=b_step, stage=b_stage, rank=b_rank)
+
+
+@router.get("/figures/operator-divergence", response_model=models.Figure)
+async def operator_divergence_figure(
+    deps: Deps,
+    a: Annotated[SideFields, Depends(dump_query)],
+    b: Annotated[SideFields, Depends(other_dump_query)],
 ) -> FigureAnswer:
     """Draw the relative differences of two dumps along the execution order of the first.
 
     The second is as the first where `b_...` does not name another run, attempt, step, stage or
     rank. The threshold is that of `/operators/divergence`.
     """
-    a = SideFields(run=run, attempt=attempt, step=step, stage=stage, role=role, rank=rank)
-    b = SideFields(run=b_run, attempt=b_attempt, step=b_step, stage=b_stage, rank=b_rank)
     found = await deps.computations.run(operators.divergence_info, deps, a, b)
     return of_step("operator-divergence", operators.divergence_figure(found), found)
 
 
-@router.get("/figures/comparison", response_model=models.Figure)
-async def comparison_figure(
-    deps: Deps,
+class SidesQuery(NamedTuple):
+    """The query parameters that name the sides of a comparison."""
+
+    run: str | None
+    step: int | None
+    a: str | None
+    b: str | None
+
+
+async def sides_query(
     run: Run = None,
     step: Annotated[
         int | None, Query(ge=0, lt=STEP_BOUND, description="The step of both sides.")
@@ -394,9 +394,17 @@ async def comparison_figure(
         str | None,
         Query(max_length=200, description="`RUN[@ATTEMPT][:STEP]`.", json_schema_extra=_SIDE),
     ] = None,
+) -> SidesQuery:
+    """Return the sides of a query."""
+    return SidesQuery(run, step, a, b)
+
+
+@router.get("/figures/comparison", response_model=models.Figure)
+async def comparison_figure(
+    deps: Deps,
+    sides: Annotated[SidesQuery, Depends(sides_query)],
+    window: WindowOf,
     metric: Metrics = None,
-    first: First = None,
-    last: Last = None,
     at: Annotated[
         int,
         Query(ge=0, lt=1000, description="Index of the figure of tensors; 0: the flow of data."),
@@ -408,9 +416,9 @@ async def comparison_figure(
     side alone is held against the run. The tensors are compared as by `POST /comparisons`: while
     that takes, the answer is 503.
     """
-    one, other = await deps.computations.run(_sides, deps, run, step, a, b)
+    one, other = await deps.computations.run(_sides, deps, sides)
     if read_target(one).step is None and read_target(other).step is None:
-        window = _window(first, last)
+        check_window(window)
         found = await deps.computations.run(
             comparison.info, deps, one, other, tuple(metric or ()), window
         )
@@ -426,10 +434,9 @@ async def comparison_figure(
     )
 
 
-def _sides(
-    deps: Dependencies, run: str | None, step: int | None, a: str | None, b: str | None
-) -> tuple[str, str]:
+def _sides(deps: Dependencies, sides: SidesQuery) -> tuple[str, str]:
     """Return both sides as texts; one that is not given is the run."""
+    run, step, a, b = sides
     if a is None and b is None:
         return comparison.newest_attempts(deps, run, step)
     name = deps.finder.attempt(run).run if a is None or b is None else ""

@@ -24,6 +24,11 @@ from stagescope_service.api import (
     steps,
 )
 from stagescope_service.api.capture_progress import progress
+from stagescope_service.api.dependencies import (
+    ALL_RANKS,
+    ALL_STEPS,
+    AttemptQuery,
+)
 from stagescope_service.api.diagnosis import diagnosis_of
 from stagescope_service.api.encoding import JsonObject, decode, encode, parse_nonfinite
 from stagescope_service.api.figures import anatomy, density, offenders, overview, routes
@@ -105,11 +110,11 @@ def _doctor(scope: Scope) -> Section:
 def _findings(scope: Scope) -> Section:
     deps, step = scope.deps, scope.step
     if step is None:
-        answer = body_of(findings.finding_groups(deps, Page(MAX_ROWS), scope.run, scope.attempt))
+        answer = body_of(findings.finding_groups(deps, Page(MAX_ROWS), scope.query))
         total = cast("int", answer["groups"])
     else:
-        number = scope.target.number
-        answer = body_of(findings.findings(deps, Page(200), scope.run, number, step=step))
+        attempt = AttemptQuery(scope.run, scope.target.number)
+        answer = body_of(findings.findings(deps, Page(200), attempt, findings.EventQuery(step)))
         total = len(rows_of(answer))
     items = []
     rows = sorted(rows_of(answer), key=lambda row: _SEVERITIES.index(str(row["severity"])))
@@ -135,11 +140,11 @@ def _findings(scope: Scope) -> Section:
 def _losses(scope: Scope) -> Section:
     deps, step = scope.deps, scope.step
     if step is None:
-        answer = body_of(findings.loss_groups(deps, _ALL, scope.run, scope.attempt))
+        answer = body_of(findings.loss_groups(deps, _ALL, scope.query))
         total, columns = cast("int", answer["groups"]), "kind reason where stage role count bytes"
     else:
-        number = scope.target.number
-        answer = body_of(findings.losses(deps, _ALL, scope.run, number, step=step))
+        attempt = AttemptQuery(scope.run, scope.target.number)
+        answer = body_of(findings.losses(deps, _ALL, attempt, findings.EventQuery(step)))
         total, columns = len(rows_of(answer)), "kind reason stage role rank count bytes"
     count = sum(cast("int", row["count"] or 1) for row in rows_of(answer))
     text = "nothing that ranks announced was lost"
@@ -200,7 +205,7 @@ def _names(missing: Sequence[Mapping[str, object]]) -> str:
 
 def _rounds(scope: Scope) -> Section:
     deps, target = scope.deps, scope.measured_step
-    answer = body_of(numbers.rounds(deps, target, Page(MAX_ROWS)))
+    answer = body_of(numbers.rounds(deps, target, Page(MAX_ROWS), ALL_RANKS))
     drawn = [
         body_of(routes.rounds_figure(deps, target, 3)),
         body_of(routes.distribution_figure(deps, target)),
@@ -228,7 +233,7 @@ def _size(value: object) -> float:
 
 
 def _tokens(scope: Scope) -> Section:
-    answer = body_of(numbers.tokens(scope.deps, scope.measured_step, Page(200)))
+    answer = body_of(numbers.tokens(scope.deps, scope.measured_step, Page(200), ALL_RANKS))
     columns = "kind abs_diff p q round position sample_uid token_id role rank"
     return Section("", "", table=table_of(answer, columns))
 
@@ -299,15 +304,15 @@ def _course(scope: Scope) -> Section:
     """Return the numbers over the steps."""
     deps = scope.deps
     drawn = [
-        body_of(routes.overview_figure(deps, scope.run, scope.attempt)),
-        body_of(routes.rank_steps_figure(deps, scope.run, scope.attempt)),
+        body_of(routes.overview_figure(deps, scope.query, ALL_STEPS)),
+        body_of(routes.rank_steps_figure(deps, scope.query, ALL_STEPS)),
     ]
     rows: list[JsonObject] = []
     for metric in (*overview.DEFAULT, *_SCALARS):
         try:
             found = series.series(
-                deps, metric, scope.run, scope.attempt,
-                by=None, first=None, last=None, limit=series.MAX_SERIES_STEPS,
+                deps, {**ALL_RANKS, "metric": metric, "by": None}, scope.query, ALL_STEPS,
+                limit=series.MAX_SERIES_STEPS,
             )  # fmt: skip
         except StagescopeError:  # it is not recorded
             continue

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from stagescope.wire.errors import NotFound
 from stagescope.wire.names import safe_name
 from stagescope_service.api import steps
-from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.dependencies import AttemptQuery, Dependencies
 from stagescope_service.api.encoding import JsonObject, decode
 from stagescope_service.api.redaction import Redactor
 from stagescope_service.api.requests import Page
@@ -161,6 +161,11 @@ class Scope:
     def run(self) -> str:
         """The run's name."""
         return self.target.run
+
+    @property
+    def query(self) -> AttemptQuery:
+        """The query for the requested attempt of the run, or for all of them."""
+        return AttemptQuery(self.run, self.attempt)
 
     @property
     def step(self) -> int | None:

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Final, cast
 
+from typing_extensions import Unpack
+
 from stagescope.wire.captures import needs_ranks
 from stagescope.wire.errors import Conflict
 from stagescope.wire.nonfinite import JsonObject
@@ -31,7 +33,7 @@ from stagescope_service.core.captures.participants import (
     run_of,
 )
 from stagescope_service.core.captures.plan import CaptureEntry, Plan
-from stagescope_service.core.findings import finding
+from stagescope_service.core.findings import FindingWork, finding
 from stagescope_service.core.instructions import Put
 from stagescope_service.core.state import State
 
@@ -328,24 +330,13 @@ class CaptureRequests:
 
     def _partial(self, entry: CaptureEntry, gap: MissedStep, wall: float) -> list[Put]:
         text = f"{gap['role']} rank {gap['rank']} {gap['state']} {gap['stage']} of it"
-        return [
-            self._finding(
-                entry, "capture_partial", text, wall,
-                step=gap["step"], stage=gap["stage"], role=gap["role"], rank=gap["rank"],
-            )
-        ]  # fmt: skip
+        work: FindingWork = {
+            "step": gap["step"], "stage": gap["stage"], "role": gap["role"], "rank": gap["rank"],
+        }  # fmt: skip
+        return [self._finding(entry, "capture_partial", text, wall, **work)]
 
     def _finding(
-        self,
-        entry: CaptureEntry,
-        kind: str,
-        text: str,
-        wall: float,
-        *,
-        step: int | None = None,
-        stage: str | None = None,
-        role: str | None = None,
-        rank: int | None = None,
+        self, entry: CaptureEntry, kind: str, text: str, wall: float, **work: Unpack[FindingWork]
     ) -> Put:
         attempt = attempt_of(self.state.registry, entry.request)
         return finding(
@@ -354,10 +345,7 @@ class CaptureRequests:
             run=entry.request["run"],
             attempt_id=None if attempt is None else attempt.attempt_id,
             wall=wall,
-            step=step,
-            stage=stage,
-            role=role,
-            rank=rank,
+            **work,
             evidence={"capture_id": entry.capture_id, "agreement": entry.agreement.number},
             advice=f"see /captures/{entry.capture_id} for who acknowledged and who collected",
         )

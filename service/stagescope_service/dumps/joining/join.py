@@ -8,7 +8,7 @@ that beside the batch no more than one file is in memory.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -29,12 +29,27 @@ _AssemblyKey: TypeAlias = "tuple[str, str | None, int, int, str]"
 """(stage, role, occurrence, epoch, tensor)"""
 
 
+class Selection(NamedTuple):
+    """The tensors and stages that are wanted; None: all."""
+
+    names: Collection[str] | None = None
+    """`response_mask` always; None leaves out parameters and gradients."""
+    stages: Collection[str] | None = None
+    """An entry without a stage has its section's name."""
+
+    def has_stage(self, stage: str | None) -> bool:
+        """Return whether a stage is selected."""
+        return self.stages is None or stage in self.stages
+
+
+EVERYTHING: Final = Selection()
+
+
 def join(
     dump: Dump,
     step: int | None,
+    selection: Selection = EVERYTHING,
     *,
-    names: Collection[str] | None = None,
-    stages: Collection[str] | None = None,
     source: Mapping[str, object] | None = None,
     gaps: Sequence[Gap] = (),
     allocate: Allocate = np.empty,
@@ -44,8 +59,7 @@ def join(
     Args:
         dump: the dump to read.
         step: which step.
-        names: only these tensors (and `response_mask`); default: all but parameters and gradients.
-        stages: only these; an entry without a stage has its section's name.
+        selection: which tensors and stages.
         source: run, attempt, ..., added to `Batch.source`.
         gaps: gaps that are known already.
         allocate: allocates the batch's memory.
@@ -53,7 +67,8 @@ def join(
     Raises:
         NotFound: the dump has nothing of this step, or no such tensor; lists what there is.
     """
-    found = find_parts(dump, step, stages)
+    names = selection.names
+    found = find_parts(dump, step, selection.stages)
     joiner = _Joiner(dump, found, names, allocate)
     joiner.read()
     batch = joiner.batch()

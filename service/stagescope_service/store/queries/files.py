@@ -116,31 +116,20 @@ class FileQueries(Reader):
         attempt_id: Filter = None,
         step: Filter = None,
         *,
-        stage: Filter = None,
-        rank: Filter = None,
         kind: Filter = None,
-        node_id: Filter = None,
         incarnation: Filter = None,
         deleted: bool | None = False,
         limit: int = LIMIT,
-        offset: int = 0,
     ) -> list[ArtifactRow]:
         """Return artifacts by step and rank, without deleted ones by default."""
         where = conditions(
-            "artifacts",
-            attempt_id=attempt_id,
-            step=step,
-            stage=stage,
-            rank=rank,
-            kind=kind,
-            node_id=node_id,
-            incarnation=incarnation,
+            "artifacts", attempt_id=attempt_id, step=step, kind=kind, incarnation=incarnation
         )
         if deleted is not None:
             column = TABLES["artifacts"].c.deleted_wall
             where.append(column.is_not(None) if deleted else column.is_(None))
         order = "step stage rank artifact_id"
-        return self._page(ArtifactRow, "artifacts", where, order, limit, offset)
+        return self._page(ArtifactRow, "artifacts", where, order, limit)
 
     def placed_artifacts(self, prefix: str) -> list[ArtifactRow]:
         """Return the artifacts whose path begins with `prefix`."""

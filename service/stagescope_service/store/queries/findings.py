@@ -6,9 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeAlias, TypedDict
 
 import sqlalchemy as sa
+from typing_extensions import Unpack
 
 from stagescope.wire.nonfinite import Json
-from stagescope_service.store.queries.reader import LIMIT, Filter, R, Reader, conditions
+from stagescope_service.store.queries.reader import (
+    LIMIT,
+    Filter,
+    R,
+    RankFilter,
+    Reader,
+    ScopeFilter,
+    conditions,
+)
 from stagescope_service.store.tables import (
     TABLES,
     FindingRow,
@@ -22,6 +31,37 @@ from stagescope_service.store.tables.findings import FiredActions
 EventsTable = Literal["findings", "losses", "firings"]
 AnyOf: TypeAlias = Mapping[str, Sequence[str]]
 """Column -> values; a row with one of the values of any of the columns is found."""
+
+
+class LossFilter(ScopeFilter, total=False):
+    """Selects losses."""
+
+    step: Filter
+    kind: Filter
+
+
+class FindingFilter(LossFilter, total=False):
+    """Selects findings."""
+
+    finding_id: Filter
+    severity: Filter
+
+
+class FiringFilter(ScopeFilter, total=False):
+    """Selects firings."""
+
+    step: Filter
+    rule: Filter
+
+
+class StackFilter(RankFilter, total=False):
+    """Selects process stacks."""
+
+    attempt_id: Filter
+    step: Filter
+    request_id: Filter
+    source: Filter
+
 
 _OUTLINES: Final[dict[str, tuple[str, str]]] = {
     "findings": (
@@ -113,38 +153,34 @@ class FindingQueries(Reader):
     def finding_outlines(
         self,
         *,
-        run: Filter = None,
-        attempt_id: Filter = None,
-        kind: Filter = None,
         any_of: AnyOf | None = None,
         limit: int = LIMIT,
+        **filters: Unpack[FindingFilter],
     ) -> list[FindingOutline]:
         """Return the findings in brief, the newest first."""
-        where = _conditions("findings", any_of, run=run, attempt_id=attempt_id, kind=kind)
+        where = _conditions("findings", any_of, **filters)
         return self._outlines(FindingOutline, "findings", where, limit)
 
     def loss_outlines(
         self,
         *,
-        run: Filter = None,
-        attempt_id: Filter = None,
         any_of: AnyOf | None = None,
         limit: int = LIMIT,
+        **filters: Unpack[LossFilter],
     ) -> list[LossOutline]:
         """Return the losses in brief, the newest first."""
-        where = _conditions("losses", any_of, run=run, attempt_id=attempt_id)
+        where = _conditions("losses", any_of, **filters)
         return self._outlines(LossOutline, "losses", where, limit)
 
     def firing_outlines(
         self,
         *,
-        run: Filter = None,
-        attempt_id: Filter = None,
         any_of: AnyOf | None = None,
         limit: int = LIMIT,
+        **filters: Unpack[FiringFilter],
     ) -> list[FiringOutline]:
         """Return the firings in brief, the newest first, including withdrawn ones."""
-        where = _conditions("firings", any_of, run=run, attempt_id=attempt_id)
+        where = _conditions("firings", any_of, **filters)
         return self._outlines(FiringOutline, "firings", where, limit)
 
     def _outlines(
@@ -168,15 +204,11 @@ class FindingQueries(Reader):
         ]
         return self._rows(row, sa.select(*shown).where(*where).order_by(*by).limit(limit))
 
-    def kinds(
-        self, name: EventsTable, *, run: Filter = None, attempt_id: Filter = None
-    ) -> list[str]:
+    def kinds(self, name: EventsTable, **scope: Unpack[ScopeFilter]) -> list[str]:
         """Return the existing kinds of findings or losses, or the rules with firings."""
         table = TABLES[name]
         column = table.c["rule" if name == "firings" else "kind"]
-        query = (
-            sa.select(column).where(*conditions(name, run=run, attempt_id=attempt_id)).distinct()
-        )
+        query = sa.select(column).where(*conditions(name, **scope)).distinct()
         return self._values(query.order_by(column))
 
     def finding(self, finding_id: str) -> list[FindingRow]:
@@ -188,34 +220,14 @@ class FindingQueries(Reader):
     def findings(
         self,
         *,
-        finding_id: Filter = None,
-        run: Filter = None,
-        attempt_id: Filter = None,
-        step: Filter = None,
-        kind: Filter = None,
-        severity: Filter = None,
         any_of: AnyOf | None = None,
         limit: int = LIMIT,
         offset: int = 0,
+        **filters: Unpack[FindingFilter],
     ) -> list[FindingRow]:
         """Return findings, the most recently seen first."""
-        return self._page(
-            FindingRow,
-            "findings",
-            _conditions(
-                "findings",
-                any_of,
-                finding_id=finding_id,
-                run=run,
-                attempt_id=attempt_id,
-                step=step,
-                kind=kind,
-                severity=severity,
-            ),
-            "-last_wall finding_id",
-            limit,
-            offset,
-        )
+        where = _conditions("findings", any_of, **filters)
+        return self._page(FindingRow, "findings", where, "-last_wall finding_id", limit, offset)
 
     def places_of_finding(
         self,
@@ -245,19 +257,13 @@ class FindingQueries(Reader):
     def losses(
         self,
         *,
-        loss_id: Filter = None,
-        run: Filter = None,
-        attempt_id: Filter = None,
-        step: Filter = None,
-        kind: Filter = None,
         any_of: AnyOf | None = None,
         limit: int = LIMIT,
         offset: int = 0,
+        **filters: Unpack[LossFilter],
     ) -> list[LossRow]:
         """Return losses, the newest first."""
-        where = _conditions(
-            "losses", any_of, loss_id=loss_id, run=run, attempt_id=attempt_id, step=step, kind=kind
-        )
+        where = _conditions("losses", any_of, **filters)
         return self._page(LossRow, "losses", where, "-wall loss_id", limit, offset)
 
     def lost_payloads(
@@ -274,30 +280,11 @@ class FindingQueries(Reader):
         return self._rows(LostPayloads, query.group_by(*by))
 
     def stacks(
-        self,
-        *,
-        attempt_id: Filter = None,
-        step: Filter = None,
-        request_id: Filter = None,
-        stage: Filter = None,
-        role: Filter = None,
-        rank: Filter = None,
-        source: Filter = None,
-        limit: int = LIMIT,
-        offset: int = 0,
+        self, *, limit: int = LIMIT, offset: int = 0, **filters: Unpack[StackFilter]
     ) -> list[StackRow]:
         """Return process stacks, requested or written by watchdogs, the newest first."""
         order = "-wall role rank incarnation request_id"
-        where = conditions(
-            "stacks",
-            attempt_id=attempt_id,
-            step=step,
-            request_id=request_id,
-            stage=stage,
-            role=role,
-            rank=rank,
-            source=source,
-        )
+        where = conditions("stacks", **filters)
         return self._page(StackRow, "stacks", where, order, limit, offset)
 
     def trigger_rules(self) -> TriggerRulesRow | None:
@@ -308,23 +295,15 @@ class FindingQueries(Reader):
     def firings(
         self,
         *,
-        run: Filter = None,
-        attempt_id: Filter = None,
-        step: Filter = None,
-        rule: Filter = None,
         any_of: AnyOf | None = None,
         limit: int = LIMIT,
         offset: int = 0,
+        **filters: Unpack[FiringFilter],
     ) -> list[FiringRow]:
         """Return firings, the newest first, including withdrawn ones."""
-        return self._page(
-            FiringRow,
-            "firings",
-            _conditions("firings", any_of, run=run, attempt_id=attempt_id, step=step, rule=rule),
-            "-wall -attempt_id -step rule",
-            limit,
-            offset,
-        )
+        where = _conditions("firings", any_of, **filters)
+        order = "-wall -attempt_id -step rule"
+        return self._page(FiringRow, "firings", where, order, limit, offset)
 
 
 def _conditions(

@@ -6,12 +6,19 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, TypedDict
 
 import sqlalchemy as sa
-from typing_extensions import NotRequired
+from typing_extensions import NotRequired, Unpack
 
 from stagescope_service.store.queries import rollouts
 from stagescope_service.store.queries.curves import between
 from stagescope_service.store.queries.overview import StepOverview
-from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, of_few
+from stagescope_service.store.queries.reader import (
+    LIMIT,
+    Filter,
+    RankFilter,
+    Reader,
+    conditions,
+    of_few,
+)
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import (
     TABLES,
@@ -27,6 +34,13 @@ _STEP_STATE: Final = (
     "attempt_id", "step", "closed_wall", "completeness", "superseded_by", "whole_wall",
     "parts_mark", "whole_mark", "rows_removed",
 )  # fmt: skip
+
+
+class ScalarFilter(RankFilter, total=False):
+    """Selects scalars."""
+
+    name: Filter
+    nonfinite: Filter
 
 
 class StepNumbers(StepOverview):
@@ -93,39 +107,21 @@ class MeasurementQueries(Reader):
         attempt_id: Filter,
         step: Filter = None,
         *,
-        name: Filter = None,
-        stage: Filter = None,
-        role: Filter = None,
-        rank: Filter = None,
-        nonfinite: Filter = None,
         limit: int = LIMIT,
         offset: int = 0,
+        **filters: Unpack[ScalarFilter],
     ) -> list[ScalarRow]:
         """Return scalars by step, name and rank; `value` is a float, including nan and inf.
 
         Excludes those of stages that a newer incarnation or report replaced.
         """
-        found = self._page(
-            ScalarRow,
-            "scalars",
-            [
-                *conditions(
-                    "scalars",
-                    attempt_id=attempt_id,
-                    step=step,
-                    name=name,
-                    stage=stage,
-                    role=role,
-                    rank=rank,
-                    nonfinite=nonfinite,
-                ),
-                *self._answers(attempt_id),
-                *self._of_newest(attempt_id),
-            ],
-            "step name role rank work_key",
-            limit,
-            offset,
-        )
+        where = [
+            *conditions("scalars", attempt_id=attempt_id, step=step, **filters),
+            *self._answers(attempt_id),
+            *self._of_newest(attempt_id),
+        ]
+        order = "step name role rank work_key"
+        found = self._page(ScalarRow, "scalars", where, order, limit, offset)
         for row in found:
             if row["nonfinite"]:
                 row["value"] = float(row["nonfinite"])
@@ -204,9 +200,7 @@ class MeasurementQueries(Reader):
         by_rank: bool,
         first: int | None = None,
         last: int | None = None,
-        stage: Filter = None,
-        role: Filter = None,
-        rank: Filter = None,
+        **filters: Unpack[RankFilter],
     ) -> Iterator[ScalarValues]:
         """Yield a scalar by step, stage and role (and rank), the newest step first."""
         table = TABLES["scalars"]
@@ -230,7 +224,7 @@ class MeasurementQueries(Reader):
                 *self._answers(attempts),
                 *self._of_newest(attempts),
                 *between(table.c.step, first, last),
-                *conditions("scalars", stage=stage, role=role, rank=rank),
+                *conditions("scalars", **filters),
             )
             .group_by(*(table.c[column] for column in of))
             .order_by(table.c.step.desc(), table.c.attempt_id.desc())
@@ -285,31 +279,20 @@ class MeasurementQueries(Reader):
         step: Filter = None,
         *,
         stage: Filter = None,
-        role: Filter = None,
-        rank: Filter = None,
         state: Filter = None,
         consumed_step: Filter = None,
         limit: int = LIMIT,
-        offset: int = 0,
     ) -> list[PayloadRow]:
         """Return payloads in the order of their announcement."""
-        return self._page(
-            PayloadRow,
+        where = conditions(
             "payloads",
-            conditions(
-                "payloads",
-                attempt_id=attempt_id,
-                step=step,
-                stage=stage,
-                role=role,
-                rank=rank,
-                state=state,
-                consumed_step=consumed_step,
-            ),
-            "announced_wall incarnation seq",
-            limit,
-            offset,
+            attempt_id=attempt_id,
+            step=step,
+            stage=stage,
+            state=state,
+            consumed_step=consumed_step,
         )
+        return self._page(PayloadRow, "payloads", where, "announced_wall incarnation seq", limit)
 
     def payload_states(
         self, attempts: Sequence[int], steps: Sequence[int], *, measured: Collection[int] = ()
@@ -354,27 +337,12 @@ class MeasurementQueries(Reader):
         step: Filter = None,
         *,
         stage: Filter = None,
-        role: Filter = None,
-        rank: Filter = None,
         pair: Filter = None,
-        policy_version: Filter = None,
     ) -> list[SummaryRow]:
         """Return the summaries of payloads with their blobs, by stage, rank and part."""
-        return self._page(
-            SummaryRow,
-            "summaries",
-            conditions(
-                "summaries",
-                attempt_id=attempt_id,
-                step=step,
-                stage=stage,
-                role=role,
-                rank=rank,
-                pair=pair,
-                policy_version=policy_version,
-            ),
-            "step stage role rank occurrence epoch minibatch microbatch incarnation seq pair",
-        )
+        where = conditions("summaries", attempt_id=attempt_id, step=step, stage=stage, pair=pair)
+        order = "step stage role rank occurrence epoch minibatch microbatch incarnation seq pair"
+        return self._page(SummaryRow, "summaries", where, order)
 
     def streams(self, attempt_id: int, *, stage: Filter = None) -> list[StreamRow]:
         """Return the properties of an attempt's log-prob streams."""
@@ -391,27 +359,11 @@ class MeasurementQueries(Reader):
         step: Filter = None,
         *,
         sample_uid: Filter = None,
-        group_id: Filter = None,
-        prompt_hash: Filter = None,
         limit: int = LIMIT,
-        offset: int = 0,
     ) -> list[SampleRow]:
         """Return samples by step and sample_uid."""
-        return self._page(
-            SampleRow,
-            "samples",
-            conditions(
-                "samples",
-                attempt_id=attempt_id,
-                step=step,
-                sample_uid=sample_uid,
-                group_id=group_id,
-                prompt_hash=prompt_hash,
-            ),
-            "step sample_uid clock",
-            limit,
-            offset,
-        )
+        where = conditions("samples", attempt_id=attempt_id, step=step, sample_uid=sample_uid)
+        return self._page(SampleRow, "samples", where, "step sample_uid clock", limit)
 
     def reward_range(
         self, attempts: Sequence[int], *, last: int | None = None

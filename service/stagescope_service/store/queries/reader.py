@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar, cast
+from typing import Final, TypeAlias, TypedDict, TypeVar, cast
 
 import sqlalchemy as sa
 
@@ -15,6 +15,22 @@ from stagescope_service.store.snapshot import Query, rows
 from stagescope_service.store.tables import TABLES
 
 Filter: TypeAlias = str | int | bool | Sequence[str] | Sequence[int] | None
+
+
+class RankFilter(TypedDict, total=False):
+    """Selects rows of a stage and of ranks."""
+
+    stage: Filter
+    role: Filter
+    rank: Filter
+
+
+class ScopeFilter(TypedDict, total=False):
+    """Selects rows of an attempt, or of all attempts of a run."""
+
+    run: Filter
+    attempt_id: Filter
+
 
 R = TypeVar("R")
 """The type of a query's rows: a TypedDict with the columns that it selects."""
@@ -79,16 +95,14 @@ class Reader:
         order: str,
         limit: int | None = None,
         offset: int = 0,
-        *,
-        without: str = "",
     ) -> list[R]:
-        query = _all_rows(name, order, without).where(*where)
+        query = all_rows(name, order).where(*where)
         return self._rows(row, query if limit is None else query.limit(limit).offset(offset))
 
 
 # Most of what a small query costs is to put it together: half of 2 ms.
 @functools.lru_cache(maxsize=256)
-def _all_rows(name: str, order: str, without: str) -> Query:
+def all_rows(name: str, order: str, without: str = "") -> Query:
     """Select a table's rows by columns (`-name` descending), some of its columns left out."""
     table, left_out = TABLES[name], without.split()
     by = [

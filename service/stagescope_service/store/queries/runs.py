@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 import sqlalchemy as sa
+from typing_extensions import Unpack
 
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import PART_FIELDS, PartColumns
@@ -18,7 +19,15 @@ from stagescope_service.store.queries.overview import (
     ListedStep,
     TrainingAttempt,
 )
-from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, of_few
+from stagescope_service.store.queries.reader import (
+    LIMIT,
+    Filter,
+    RankFilter,
+    Reader,
+    all_rows,
+    conditions,
+    of_few,
+)
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import (
     STEP_ROWS,
@@ -243,29 +252,22 @@ class RunQueries(Reader):
         attempt_id: int,
         step: Filter = None,
         *,
-        stage: Filter = None,
-        role: Filter = None,
-        rank: Filter = None,
-        policy_version: Filter = None,
         superseded: bool | None = False,
         limit: int = LIMIT,
-        offset: int = 0,
+        **filters: Unpack[RankFilter],
     ) -> list[StageRow]:
         """Return stages in the order of their begin, without superseded ones by default."""
         where = conditions(
             "stages",
             attempt_id=attempt_id,
             step=step,
-            stage=stage,
-            role=role,
-            rank=rank,
-            policy_version=policy_version,
             superseded=True if superseded else None,
+            **filters,
         )
         if superseded is False:
             where.append(_not_superseded())
         order = "begin_wall rank work_key"
-        return self._page(StageRow, "stages", where, order, limit, offset)
+        return self._page(StageRow, "stages", where, order, limit)
 
     def count_stages(
         self, attempt_id: int, step: int | None, *, stage: Filter = None
@@ -298,7 +300,7 @@ class RunQueries(Reader):
         table = TABLES["stages"]
         where = [*of_few("stages", attempt_id), table.c.end_wall.is_(None)]
         where.append(sa.func.coalesce(table.c.status, "open") == "open")
-        return self._page(StageRow, "stages", where, "begin_wall rank", limit, 0)
+        return self._page(StageRow, "stages", where, "begin_wall rank", limit)
 
     def processes(
         self,
@@ -309,8 +311,8 @@ class RunQueries(Reader):
     ) -> list[ProcessColumns]:
         """Return the processes of an attempt by role, rank and time: also those that are gone."""
         where = conditions("processes", attempt_id=attempt_id, role=role, rank=rank)
-        order, left_out = "role rank first_wall", "hello settings"
-        return self._page(ProcessColumns, "processes", where, order, without=left_out)
+        query = all_rows("processes", "role rank first_wall", without="hello settings")
+        return self._rows(ProcessColumns, query.where(*where))
 
     def processes_with_settings(self, attempt_id: int) -> list[ProcessRow]:
         """Return the processes of an attempt with their `hello` and `settings`."""

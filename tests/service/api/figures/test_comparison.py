@@ -7,9 +7,8 @@ from tests.support.api import Service
 from tests.support.figures import streams
 
 from stagescope.wire.errors import NotFound
-from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import comparison
-from stagescope_service.api.series import Window
 from stagescope_service.figure_style import traces
 
 MEAN = "logprob_abs_diff/mean"

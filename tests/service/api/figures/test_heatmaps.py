@@ -25,11 +25,10 @@ from tests.support.figures import (
 from tests.support.measure import Handed
 
 from stagescope_service import figure_style as style
-from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import heatmaps
 from stagescope_service.api.figures.heatmaps import HeatInfo
 from stagescope_service.api.figures.rank_rows import explained, standing_apart
-from stagescope_service.api.series import Window
 from stagescope_service.api.target import Target
 from stagescope_service.figure_style import traces
 

@@ -12,9 +12,8 @@ from tests.support.api import Rank, Service, service
 from tests.support.figures import LOG_PROB, rounds_payload
 from tests.support.measure import Handed
 
-from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import offenders
-from stagescope_service.api.series import Window
 from stagescope_service.figure_style import traces
 
 RUN = "prompts"

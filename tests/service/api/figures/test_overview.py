@@ -14,13 +14,12 @@ from tests.support.shown_run import keep_tensors, payload
 
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service import figure_style as style
-from stagescope_service.api.dependencies import Dependencies
+from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import overview
 from stagescope_service.api.figures.lines import NotFinite
 from stagescope_service.api.figures.marks import Mark
 from stagescope_service.api.figures.overview import OverviewInfo, Panel, Request
 from stagescope_service.api.figures.routes import as_json
-from stagescope_service.api.series import Window
 from stagescope_service.figure_style import traces
 
 MEAN, K3 = "logprob_abs_diff/mean", "rollout_corr/k3_kl"

@@ -155,7 +155,7 @@ def test_an_import_has_nemo_rls_own_number(tmp_path: Path) -> None:
     write(tmp_path / "one" / "train_data_step4.jsonl", rows(12, seed=1, skipped=True))
     write(tmp_path / "two" / "train_data_step3.jsonl", other)
     with service(tmp_path / "home") as live, session_of(live) as session:
-        report = import_dump(session, open_dump(tmp_path / "one"), "nemo", tmp_path / "one")
+        report = import_dump(session, open_dump(tmp_path / "one"), "nemo")
         assert (report["problems"], report["refused"]) == ([], [])
         assert list(report["left_out"]) == ["old_log_probs"]
         answer = live.get("/steps/3/metrics", run="nemo")

@@ -154,7 +154,7 @@ def test_an_import_has_prime_rls_own_number_and_sides_compare(tmp_path: Path) ->
         service(tmp_path / "home") as live,
         attach(live.server.url, token=live.tokens.operate if live.tokens else None) as session,
     ):
-        report = import_dump(session, open_dump(one), "prime", one)
+        report = import_dump(session, open_dump(one), "prime")
         assert (report["problems"], report["refused"], report["payloads"]) == ([], [], 4)
         answer = live.get("/steps/2/metrics", run="prime")
         lines = [sequence(row, step=2, rank=rank) for rank in (0, 1) for row in range(5)]

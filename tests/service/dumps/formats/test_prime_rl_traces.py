@@ -218,7 +218,7 @@ def test_an_import_has_the_right_numbers_and_sides_compare(tmp_path: Path) -> No
         service(tmp_path / "home") as live,
         attach(live.server.url, token=live.tokens.operate if live.tokens else None) as session,
     ):
-        report = import_dump(session, open_dump(one), "prime", one)
+        report = import_dump(session, open_dump(one), "prime")
         assert (report["problems"], report["refused"], report["payloads"]) == ([], [], 2)
         answer = live.get("/steps/2/metrics", run="prime")
         rows = [

@@ -81,6 +81,14 @@ def entered(update: Minibatches) -> Iterator[None]:
         _current.reset(token)
 
 
+class Epochs(NamedTuple):
+    """How often an update goes over its rows."""
+
+    number: int
+    minibatches: int | None
+    """Of one epoch; None: unknown."""
+
+
 class Minibatches:
     """The parts of one `train_mini_batch` call.
 
@@ -95,8 +103,7 @@ class Minibatches:
         context: Context,
         *,
         model: object,
-        batches_per_epoch: int | None,
-        epochs: int,
+        epochs: Epochs,
         collects: frozenset[str],
     ) -> None:
         """Prepare the parts of an update.
@@ -106,8 +113,7 @@ class Minibatches:
             name: the stage.
             context: of the driver.
             model: the module, or Megatron's chunks.
-            batches_per_epoch: mini-batches in an epoch, where that is known.
-            epochs: the number of epochs.
+            epochs: of the update.
             collects: what the loss records of each token: STREAMS (bypass mode), CLIPPED.
         """
         self.collects = collects
@@ -118,8 +124,8 @@ class Minibatches:
         self._name = name
         self._context = context
         self._model = model
-        self._batches_per_epoch = batches_per_epoch
-        self._total = None if batches_per_epoch is None else batches_per_epoch * epochs
+        self._batches_per_epoch = epochs.minibatches
+        self._total = None if epochs.minibatches is None else epochs.minibatches * epochs.number
         self._done = 0
         self._stage: Stage | None = None
 

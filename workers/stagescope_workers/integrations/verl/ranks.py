@@ -18,7 +18,7 @@ from stagescope_workers.integrations.patches import Function
 from stagescope_workers.integrations.verl import context as contexts
 from stagescope_workers.integrations.verl import minibatches
 from stagescope_workers.integrations.verl.context import Context
-from stagescope_workers.integrations.verl.minibatches import Minibatches
+from stagescope_workers.integrations.verl.minibatches import Epochs, Minibatches
 from stagescope_workers.integrations.verl.processes import get_probe
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
@@ -301,8 +301,9 @@ def _update(worker: Any, data: Any) -> Minibatches | None:
         "critic_update" if critic else "actor_update",
         context,
         model=getattr(worker.engine, "module", None),
-        batches_per_epoch=None if count is None else int(count),
-        epochs=int(contexts.non_tensor(data, "epochs") or 1),
+        epochs=Epochs(
+            int(contexts.non_tensor(data, "epochs") or 1), None if count is None else int(count)
+        ),
         collects=_collected(context, critic=critic),
     )
 
