@@ -14,8 +14,7 @@ from typing import Any, Final, Protocol
 
 import click
 
-from stagescope import render
-from stagescope.advice import for_command_line
+from stagescope import link_text, render
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import (
     Forbidden,
@@ -27,6 +26,7 @@ from stagescope.wire.errors import (
     Unauthorized,
     Unreachable,
 )
+from stagescope.wire.links import Link, with_links
 
 EXIT_CODES: Final[Mapping[int, str]] = {
     0: "an answer was given",
@@ -64,16 +64,17 @@ def report(error: StagescopeError) -> None:
     """Print an error on stderr: what is wrong, and below it what is expected and what to do."""
     click.echo(f"{style('error:', fg='red', err=True)} {_plain(error.wrong)}", err=True)
     expected = f"expected {error.expected}" if error.expected else ""
-    hint = "; ".join(part for part in (expected, in_commands(error.advice)) if part)
+    advised = with_links(error.advice, error.see, command_of)
+    hint = "; ".join(part for part in (expected, advised) if part)
     if hint:
         click.echo(f"  {_plain(hint)}", err=True)
 
 
-def in_commands(text: str) -> str:
-    """Return advice with the API's paths replaced by commands of the running command line."""
+def command_of(link: Link) -> str:
+    """Return the command of the running command line that gives the answer of a link."""
     root = click.get_current_context().find_root()
     commands = root.command.list_commands(root) if isinstance(root.command, click.Group) else []
-    return for_command_line(text, commands)
+    return link_text.command(link, commands)
 
 
 def exit_code(error: StagescopeError) -> int:

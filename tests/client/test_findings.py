@@ -14,6 +14,7 @@ from tests.support.command_line import invoke
 
 import stagescope
 from stagescope.wire.errors import NotFound
+from stagescope.wire.links import Link
 from stagescope_service.core.findings import finding
 from stagescope_service.store.contract import Put
 
@@ -44,7 +45,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 severity="error",
                 role="actor",
                 rank=rank,
-                advice=f"see /steps/{step}/tokens?kind=nonfinite for which",
+                see=[Link("tokens", step, query={"kind": "nonfinite"}, shows="which")],
                 evidence={"old_nan": step},
             )
             for step in range(10, 26)
@@ -126,7 +127,10 @@ def test_one_finding_by_the_displayed_id(session: stagescope.Session) -> None:
     text = ask("finding", shown[0])
     for words in ("10 old_nan of 96", "old_nan  10", "32 findings, steps 10-25", "--kind nonf"):
         assert words in text
-    assert session.finding(shown[0])["advice"].startswith("see /steps/10/tokens")
+    found = session.finding(shown[0])
+    assert found["advice"].startswith("see /steps/10/tokens")
+    assert [(each["noun"], each["step"]) for each in found["see"]] == [("tokens", 10)]
+    assert 'session.step(10, run="' in str(found)
     refused = invoke("finding", "zz")
     assert refused.exit_code == 4
 

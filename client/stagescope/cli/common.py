@@ -259,8 +259,9 @@ def question(*options: Option) -> Callable[[Callable[..., Answer]], click.Comman
         ) -> None:
             click.get_current_context().meta[terminal.IS_JSON] = as_json
             token = None if token_file is None else discovery.read_token(token_file)
-            commands = terminal.in_commands
-            with attach(url, token=token, timeout=timeout, format_advice=commands) as session:
+            with attach(
+                url, token=token, timeout=timeout, link_text=terminal.command_of
+            ) as session:
                 _print(query(session, **own), as_json, columns, wide)
             ctx = click.get_current_context()
             ctx.exit(ctx.meta.get("stagescope.exit_code", 0))

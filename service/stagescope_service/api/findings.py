@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal, NamedTuple, TypedDict, cast
 from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.links import Link
 from stagescope.wire.names import closest_by_words
 from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.dependencies import (
@@ -173,7 +174,7 @@ def finding(
     """Return one finding in full, and in `group` the findings of its attempt with its cause."""
     candidates = deps.catalogue.finding(finding_id)
     if not candidates:
-        raise NotFound(f"there is no finding {finding_id!r:.100}", advice="see /findings")
+        raise NotFound(f"there is no finding {finding_id!r:.100}", see=(Link("findings"),))
     if len(candidates) > 1 and candidates[0]["finding_id"] != finding_id:
         raise InvalidInput(
             f"several findings begin with {finding_id!r:.100}", expected="more of its id"

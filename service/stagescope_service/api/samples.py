@@ -17,6 +17,7 @@ from fastapi import APIRouter, Path, Query
 
 from stagescope.batch import Batch, BatchPart, widened
 from stagescope.wire.errors import NotFound, StagescopeError
+from stagescope.wire.links import Link
 from stagescope_service.api.batches import Selection, batch_of
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Dependencies, Deps, Rank, Role, StepTarget
@@ -249,7 +250,8 @@ def _tokens_of_row(
     raise NotFound(
         f"what is kept of step {target.step_number} has no row {row} of {role or 'any role'} "
         f"{'any rank' if rank is None else rank}",
-        expected=f"a row of /steps/{target.step_number}/samples",
+        expected="a row of one of its samples",
+        see=(Link.to_step("samples", target.step_number),),
     )
 
 

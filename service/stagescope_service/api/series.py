@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 
 from stagescope.table import similar_names
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.links import Link
 from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.completeness import (
     ROWS_REMOVED,
@@ -520,8 +521,8 @@ def check_known(run: str, name: str, metrics: Collection[str], scalars: Collecti
     close = similar_names(name, [*metrics, *scalars])
     raise NotFound(
         f"run {run} has no metric and no scalar {name!r:.100}",
-        advice=(f"did you mean {' or '.join(close)}? " if close else "")
-        + "see /steps/latest/metrics and /steps/latest/scalars for the names",
+        advice=f"did you mean {' or '.join(close)}?" if close else "",
+        see=(Link("metrics", "latest"), Link("scalars", "latest", shows="the names")),
     )
 
 

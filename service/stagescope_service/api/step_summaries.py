@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 from cachetools import LRUCache
 
-from stagescope.advice import of_attempt, of_run
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.links import Link
 from stagescope.wire.names import misspelt
 from stagescope.wire.schema import STEP_SUMMARY_STAGES, STREAM_TENSORS
 from stagescope_service.api.completeness import ALL_ROWS, ROWS_REMOVED, missing_payloads
@@ -235,23 +235,25 @@ class StepSummaries:
             f"in {stage}: {', '.join(sorted(each)[:_NAMES_LISTED]) or 'no tensor'}"
             for stage, each in sorted(recorded.items())
         )
-        advice = "".join(f"{name} seems to mean {meant}; " for name, meant in misspellings.items())
+        advice = "; ".join(f"{name} seems to mean {meant}" for name, meant in misspellings.items())
         return NotFound(
             f"step {version.step} has no numbers (yet): {reason}; "
             f"recorded is {described or 'nothing'}",
             expected="rollout_log_probs and old_log_probs (or log_probs) with response_mask",
-            advice=advice + self._places_to_look(version),
+            advice=advice,
+            see=self._see(version),
         )
 
-    def _places_to_look(self, version: StepVersion) -> str:
-        text = (
-            f"see /steps/{version.step}/stages for who has arrived, /losses for what was lost, "
-            "/findings for what was refused or not joined"
+    def _see(self, version: StepVersion) -> list[Link]:
+        links = (
+            Link.to_step("stages", version.step, shows="who has arrived"),
+            Link("losses", shows="what was lost"),
+            Link("findings", shows="what was refused or not joined"),
         )
         attempt = self._catalogue.attempt(version.attempt_id)
-        return (
-            text if attempt is None else of_attempt(of_run(text, attempt["run"]), attempt["number"])
-        )
+        if attempt is None:
+            return list(links)
+        return [link.within(attempt["run"], attempt["number"]) for link in links]
 
 
 _TENSORS_OF_SIDES: Final = (

@@ -126,7 +126,7 @@ def import_directory(
     token = None if token_file is None else discovery.read_token(token_file)
     dump = open_dump(directory.resolve(), step=step, kind=kind)
     with (
-        attach(url, token=token, timeout=timeout, format_advice=terminal.in_commands) as session,
+        attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session,
         terminal.progress("importing", hidden=as_json) as update,
     ):
         report = import_dump(

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from stagescope.wire.errors import StagescopeError, StoreError, Unreachable
 from stagescope.wire.keep import matching_selectors, read_keep
+from stagescope.wire.links import Link
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.commits import Commits
@@ -335,10 +336,13 @@ class Effects:
             wall=self.wall(),
             severity="error",
             evidence={"error": reason, "tries": tries},
-            advice="its payloads, scalars and the statistics of its parts are kept "
-            f"(/steps/{step.step}/ranks, /steps/{step.step}/stages); it is tried again when more "
-            "of it arrives and when the service starts anew; the coordinator's log has the "
-            "traceback",
+            advice="its payloads, scalars and the statistics of its parts are kept; it is tried "
+            "again when more of it arrives and when the service starts anew; the coordinator's log "
+            "has the traceback",
+            see=(
+                Link.to_step("ranks", step.step),
+                Link.to_step("stages", step.step, shows="what is kept"),
+            ),
         )
 
     def _unfinished(self, step: Aggregate) -> list[int]:

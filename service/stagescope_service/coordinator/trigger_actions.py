@@ -12,6 +12,7 @@ import httpx
 
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import Conflict, NotReady, StagescopeError
+from stagescope.wire.links import Link, with_links
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import finding
@@ -251,7 +252,7 @@ class Acting:
             "evidence": shown(act.row["evidence"]),
             "attempt": act.row["evidence"]["attempt"],
             "severity": act.rule.actions.severity,
-            "advice": _advice(act),
+            "advice": with_links(_advice(act), _see(act)),
             "actions": dict(done),
         }
         reason = await self._webhooks.call(url, body)
@@ -429,6 +430,11 @@ def _advice(act: Act) -> str:
     return f"{first}; once that is mended: {advice}" if advice else first
 
 
+def _see(act: Act) -> list[Link]:
+    """Return links to what the rule says to look at."""
+    return [Link.to_step(noun, act.row["step"]) for noun in act.rule.actions.see]
+
+
 def finding_of(act: Act) -> list[Put]:
     """Return the finding of a firing, if its rule makes one."""
     actions, row = act.rule.actions, act.row
@@ -447,5 +453,6 @@ def finding_of(act: Act) -> list[Put]:
         severity=actions.severity,
         evidence={**shown(row["evidence"]), "round": row["round"]},
         advice=_advice(act),
+        see=_see(act),
     )
     return [Put("findings", {**made.row, "finding_id": finding_of_firing(act.key)})]

@@ -8,8 +8,8 @@ from typing import Any, Final, TypedDict
 
 from typing_extensions import Required
 
-from stagescope.advice import of_run
 from stagescope.wire.errors import StagescopeError
+from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.instructions import Put
@@ -62,6 +62,7 @@ class FindingText(TypedDict, total=False):
     message: Required[str]
     evidence: JsonObject
     advice: str
+    see: Iterable[Link]
     severity: str
 
 
@@ -132,6 +133,7 @@ def finding(
     attempt_id: int | None,
     wall: float,
     advice: str = "",
+    see: Iterable[Link] = (),
     severity: str = "warning",
     step: int | None = None,
     stage: str | None = None,
@@ -139,7 +141,10 @@ def finding(
     rank: int | None = None,
     evidence: JsonObject | None = None,
 ) -> Put:
-    """Return a finding; one kind about one subject is one finding, however often it occurs."""
+    """Return a finding; one kind about one subject is one finding, however often it occurs.
+
+    `advice` says what to do, `see` what to look at; links about one run get the finding's.
+    """
     row = {
         "run": run,
         "attempt_id": attempt_id,
@@ -151,7 +156,8 @@ def finding(
         "severity": severity,
         "message": message,
         "evidence": dict(evidence or {}),
-        "advice": advice if run is None else of_run(advice, run),
+        "advice": advice,
+        "see": [link.within(run).to_json() for link in see] or None,
         "first_wall": wall,
         "last_wall": wall,
     }

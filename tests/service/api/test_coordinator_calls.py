@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stagescope.wire.errors import InvalidPlan, NotReady, StagescopeError, Unreachable
+from stagescope.wire.links import Link
 from stagescope_service.settings import Settings
 
 pytest.importorskip("ray")
@@ -67,7 +68,9 @@ async def status() -> dict[str, Any]:
 
 
 async def refuse(**arguments: Any) -> dict[str, Any]:
-    raise InvalidPlan(f"no {arguments['spec']}", expected="a capture", advice="look")
+    raise InvalidPlan(
+        f"no {arguments['spec']}", expected="a capture", advice="look", see=[Link("captures")]
+    )
 
 
 async def fail(**arguments: Any) -> dict[str, Any]:
@@ -96,6 +99,7 @@ def test_the_socket_answers_while_ray_has_its_hands_full(tmp_path: Path, folder:
             assert (refused.value.wrong, refused.value.expected, refused.value.advice) == (
                 "no {'a': 1}", "a capture", "look"
             )  # fmt: skip
+            assert refused.value.see == (Link("captures"),)
             with pytest.raises(StagescopeError, match="failed with KeyError") as failed:
                 await asked.commands.unpin(attempt_id=1, step=1, by="me")
             assert "secret" not in str(failed.value)

@@ -13,6 +13,7 @@ from stagescope_service.api.models.common import (
     BegunAgainIn,
     Complete,
     GapText,
+    Link,
     ListedMissing,
     Model,
     Number,
@@ -297,7 +298,9 @@ class FindingRow(Model):
     evidence: JsonObject | None
     """What it rests on, by its kind; non-finite numbers are `nan`, `inf`, `-inf`."""
     advice: str | None
-    """What to try."""
+    """What to try, and the paths of what to look at."""
+    see: list[Link]
+    """What to look at, as data."""
     first_wall: float | None
     """Unix seconds: when it was seen first."""
     last_wall: float | None

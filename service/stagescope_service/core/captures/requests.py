@@ -12,6 +12,7 @@ from typing import Final, cast
 
 from stagescope.wire.captures import needs_ranks
 from stagescope.wire.errors import Conflict
+from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.plan import CaptureSpec
 from stagescope_service.core.captures import agreement as agreement_rules
@@ -359,5 +360,11 @@ class CaptureRequests:
             role=role,
             rank=rank,
             evidence={"capture_id": entry.capture_id, "agreement": entry.agreement.number},
-            advice=f"see /captures/{entry.capture_id} for who acknowledged and who collected",
+            see=(
+                Link(
+                    "captures",
+                    name=entry.capture_id,
+                    shows="who acknowledged and who collected",
+                ),
+            ),
         )
