@@ -54,7 +54,7 @@ class FindingRows(Table):
         cls, rows: Table, groups: Table, *, link_text: LinkText = session_call
     ) -> FindingRows:
         """Return the rows of a route with those of its `/groups`."""
-        table = cls.of(rows)
+        table = cls.from_table(rows)
         table._groups = groups
         table._link_text = link_text
         return table

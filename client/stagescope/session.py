@@ -162,7 +162,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
     ) -> Steps:
         """Return the steps with their completeness, the newest first."""
         params = {"run": run, "attempt": attempt}
-        return Steps.of(
+        return Steps.from_table(
             self.table(
                 "/steps",
                 params,
@@ -288,7 +288,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             )
         params["verdict"] = verdict
         path = f"/weights/{version}"
-        return Weights.of(
+        return Weights.from_table(
             self.table(path, params, order=WEIGHT_ORDER, columns=COLUMNS["weights"], limit=limit)
         )
 
@@ -354,7 +354,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             order=DIAGNOSIS_ORDER,
             columns=COLUMNS["diagnosis"],
         )
-        return Diagnosis.of(table)
+        return Diagnosis.from_table(table)
 
     def findings(
         self,

@@ -121,7 +121,7 @@ IS_JSON: Final = "stagescope.json"
 """Key of click's `meta`: the command prints JSON, and nothing else."""
 
 
-class Progress:
+class ProgressLine:
     """How far a command is; called with what is done and all of it, in any unit."""
 
     def __init__(self, label: str) -> None:
@@ -144,12 +144,12 @@ class Progress:
 
 
 @contextlib.contextmanager
-def progress(label: str, *, hidden: bool = False) -> Iterator[Progress]:
+def progress(label: str, *, hidden: bool = False) -> Iterator[ProgressLine]:
     """Show how far the block is, if it takes longer than a second and stderr is a terminal.
 
     With `hidden`, and in a command that prints JSON, nothing is shown.
     """
-    state = Progress(label)
+    state = ProgressLine(label)
     context = click.get_current_context(silent=True)
     if hidden or not sys.stderr.isatty() or (context and context.meta.get(IS_JSON)):
         yield state

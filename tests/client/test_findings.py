@@ -23,7 +23,7 @@ OPERATOR = "Module.model.layers.11.mlp.down_proj.Linear.forward.0"
 ADVICE = "trust the mismatch of this step only once this is explained"
 
 
-def noticed(kind: str, message: str, step: int, **more: object) -> Put:
+def put_finding(kind: str, message: str, step: int, **more: object) -> Put:
     keys = {"run": "r", "attempt_id": 1, "wall": 1e9 + step, "stage": STAGE, "step": step}
     return finding(kind, message, **{**keys, **more})  # type: ignore[arg-type]
 
@@ -38,7 +38,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             work = {"step": step, "stage": STAGE}
             ranks[rank].say("dropped", what="payload", count=2, bytes=30, reason=reason, **work)
         puts = [
-            noticed(
+            put_finding(
                 "nonfinite_log_probs",
                 f"{step} old_nan of 96 tokens",
                 step,
@@ -52,8 +52,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             for rank in (0, 1)
         ]
         named = {"severity": "error", "role": "actor", "rank": 1, "evidence": {"name": OPERATOR}}
-        puts.append(noticed("non_finite_operator", f"{OPERATOR} gave nan", 10, **named))
-        puts.append(noticed("streams_temperature", "0.6 a nat", 3, advice=ADVICE))
+        puts.append(put_finding("non_finite_operator", f"{OPERATOR} gave nan", 10, **named))
+        puts.append(put_finding("streams_temperature", "0.6 a nat", 3, advice=ADVICE))
         running.store.submit(puts).result(30)
         yield running
 
@@ -171,13 +171,13 @@ def test_other_errors_are_not_hidden_behind_the_first_one(tmp_path: Path) -> Non
         rank.begin(STAGE, 1)
         for step, text in texts.items():
             rank.say("refused", what="init", message=text, step=step, stage=STAGE)
-        puts = [noticed("payload_invalid_tensor", text, step) for step, text in texts.items()]
+        puts = [put_finding("payload_invalid_tensor", text, step) for step, text in texts.items()]
         for step, reached in ((1, "0, 2-5"), (2, "1 and 3"), (3, "7")):
             text = (
                 f"sample 'g-{step}' of 0f3a9c{step}b on actor ranks {reached} is off by -0.{step}"
                 f" in {step} value{'' if step == 1 else 's'}"
             )
-            puts.append(noticed("off", text, step))
+            puts.append(put_finding("off", text, step))
         running.store.submit(puts).result(30)
         assert running.tokens is not None
         with stagescope.attach(running.server.url, token=running.tokens.read) as session:

@@ -172,6 +172,7 @@ def _links_of_the_service() -> Iterator[Link]:
             called, noun = ast.unparse(node.func), node.args[0]
             if called not in ("Link", "Link.to_step") or not isinstance(noun, ast.Constant):
                 continue
+            assert isinstance(noun.value, str)
             is_of_step = called == "Link.to_step" or len(node.args) > 1
             is_one = any(each.arg == "name" for each in node.keywords)
             yield Link(noun.value, 5 if is_of_step else None, "id" if is_one else None)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
 
 Array = npt.NDArray[Any]
 
@@ -24,7 +24,7 @@ class MemoryDump:
     records: list[Record]
     name: str = "memory"
     kind: str = "own"
-    problems: Sequence[Problem] = ()
+    problems: Sequence[DumpProblem] = ()
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     broken: frozenset[Path] = frozenset()
     reads: int = 0

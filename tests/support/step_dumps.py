@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
 from stagescope_service.store.tensorfile import WireTensor
 
 Array = np.ndarray[Any, Any]
@@ -24,7 +24,7 @@ class MemoryDump:
     name: str = "memory"
     kind: str = "own"
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    problems: Sequence[Problem] = ()
+    problems: Sequence[DumpProblem] = ()
     reads: list[DumpEntry] = dataclasses.field(default_factory=list)
 
     @property

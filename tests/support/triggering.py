@@ -20,7 +20,7 @@ from tests.support.stores import opened
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
 from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, Webhooks, gone_of
-from stagescope_service.coordinator.trigger_watch import Triggers
+from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
 from stagescope_service.store.sql import SqlStore
@@ -109,10 +109,10 @@ class RuleBench:
         self.seqs: dict[str, int] = {}
         self.triggers = self.restarted()
 
-    def restarted(self) -> Triggers:
+    def restarted(self) -> TriggerWatch:
         """What a new coordinator has: nothing but the catalogue."""
         acting = Acting(self.catalogue, self.pin, self.orders, self.webhooks, wall=lambda: self.now)
-        self.triggers = Triggers(
+        self.triggers = TriggerWatch(
             self.catalogue, self.local.coordinator.effects.write, acting, wall=lambda: self.now
         )
         self.local.effects.triggers = self.triggers

@@ -42,7 +42,7 @@ TASKS: Final[Mapping[str, tuple[str, ...]]] = {
 """Section of the help -> its commands."""
 
 
-class Commands(click.Group):
+class CommandGroup(click.Group):
     """This package's commands and those of other packages; errors print as text, not tracebacks."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -136,7 +136,9 @@ _EPILOG: Final = "\b\nExit codes:\n" + "\n".join(
 )
 
 
-@click.group(cls=Commands, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=CommandGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="stagescope")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:

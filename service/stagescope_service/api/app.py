@@ -114,7 +114,7 @@ def make_app(
     app.state.event_slots = asyncio.Semaphore(settings.max_bodies)
     # Not the shared threads: those may all wait for a hung catalogue, and events must not.
     app.state.event_threads = ThreadPoolExecutor(settings.max_bodies, "api-events")
-    app.state.deps = Dependencies.of(
+    app.state.deps = Dependencies.build(
         catalogue=catalogue, commands=commands, settings=settings, clock=clock
     )
     problems.add_handlers(app)

@@ -118,7 +118,7 @@ async def add_capture(
     return Answer(reply, 201)
 
 
-@router.delete("/captures/{capture_id}", response_model=models.OrderedCapture)
+@router.delete("/captures/{capture_id}", response_model=models.RequestedCapture)
 async def remove_capture(request: Request, deps: Deps, capture_id: CaptureId) -> Answer:
     """Withdraw a capture and return it; what it has collected stays. Needs the operate token.
 

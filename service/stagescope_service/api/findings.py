@@ -114,7 +114,7 @@ def findings(
     severity: Annotated[Severity | None, Query(description="Only these.")] = None,
     only: Only = None,
 ) -> Answer:
-    """List what the service noticed to be wrong, with evidence and advice; last seen first."""
+    """List what the service found to be wrong, with evidence and advice; last seen first."""
     scope = scope_of(deps, run, attempt)
     check_kind(deps, "findings", scope.filters, kind)
     rows = deps.catalogue.findings(
@@ -133,7 +133,7 @@ def findings(
 def finding_groups(
     deps: Deps, page: PageOf, run: Run = None, attempt: AttemptNumber = None, only: Only = None
 ) -> Answer:
-    """List what was noticed to be wrong, a row for each kind of problem, the most severe first.
+    """List what was found to be wrong, a row for each kind of problem, the most severe first.
 
     A row is the first of its findings, with a `message` that is true of all, `where` (steps and
     ranks as text), `first_step`, `last_step`, `ranks` and `steps` (how many of each), `findings`

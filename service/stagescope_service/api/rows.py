@@ -129,7 +129,7 @@ def step_row(
         "opened_wall": row["opened_wall"],
         "closed_wall": row["closed_wall"],
         "close_reason": row["close_reason"],
-        "measured": row["has_whole"],
+        "measured": row["has_summary"],
         "gap": gap,
         "begun_again": begun_again,
         "losses": row["losses"],

@@ -258,13 +258,13 @@ def _tokens_of_row(
 def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes: str) -> JsonObject:
     rows = np.array([row], np.int64)
     passes = [each[rows] for each in _passes(batch)]
-    one = StepTokens.of(batch.take(rows), _loss_masks(batch, rows), passes)
+    one = StepTokens.from_batch(batch.take(rows), _loss_masks(batch, rows), passes)
     shown = one.extent(row=0)
     fates = one.loss.fates()[0, shown]
     d = one.d[0, shown]
     ids = one.column("responses", shown)
     mask = one.loss.mask[0, shown]
-    tokenizer = Tokenizers.of(deps.settings, batch.meta)
+    tokenizer = Tokenizers.from_settings(deps.settings, batch.meta)
     clipped = None if one.loss.clipped is None else one.loss.clipped[0, shown]
     comparability = None
     with contextlib.suppress(NotFound):  # the tensors are kept of a step without numbers
@@ -320,7 +320,7 @@ def loss_of(deps: Dependencies, target: Target) -> tuple[JsonObject, list[JsonOb
     """Return the fields of the answer, and its rows."""
     measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
     batch = batch_of(deps, target, Selection(None, None))
-    step = StepTokens.of(batch, _loss_masks(batch, np.arange(batch.rows)), _passes(batch))
+    step = StepTokens.from_batch(batch, _loss_masks(batch, np.arange(batch.rows)), _passes(batch))
     found = loss_fate.sums(step.loss.fates(), step.d)
     tokens, mismatch = sum(each.tokens for each in found), sum(each.abs_diff_sum for each in found)
     rows: list[JsonObject] = [
@@ -395,7 +395,7 @@ class StepTokens:
     notes: Sequence[str]
 
     @classmethod
-    def of(cls, batch: Batch, masks: Bool | None, passes: Sequence[Int8]) -> StepTokens:
+    def from_batch(cls, batch: Batch, masks: Bool | None, passes: Sequence[Int8]) -> StepTokens:
         """Read the rows of a batch.
 
         Args:

@@ -270,7 +270,7 @@ def _metric_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
         stored: Mapping[str, Value] | bytes | SliceMetrics | None
         stored = row.pop("metrics", None) if numbers == "metrics" else row.pop("slices", None)
         point = Point(row, {})
-        if stored is None and row["has_whole"]:
+        if stored is None and row["has_summary"]:
             old_steps += 1
             if old_steps > _MAX_OLD_STEPS:
                 point.reason = OLD
@@ -303,7 +303,7 @@ def _recompute(
     comparability = measured.comparability
     row["verdict"], row["stage"] = comparability.verdict, measured.summary.stage
     row["suspects"] = [check.name for check in comparability.suspects]
-    return SliceMetrics.of(measured.summary) if slices else measured.published
+    return SliceMetrics.from_step_summary(measured.summary) if slices else measured.published
 
 
 def why_unmeasured(row: StepMarks, error: str | None, loss: str | None) -> str:

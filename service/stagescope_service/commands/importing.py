@@ -16,7 +16,7 @@ from stagescope.wire.errors import Conflict, InvalidInput, NotFound, NotReady
 from stagescope.wire.schema import check_run_name
 
 if TYPE_CHECKING:
-    from stagescope_service.dumps.records import Dump, Problem
+    from stagescope_service.dumps.records import Dump, DumpProblem
 
 _CAPTURE: Final = "imported"
 _TABLE_SECONDS: Final = 30.0
@@ -292,7 +292,7 @@ def _tables_of(session: Session, run: str, step: int) -> Sequence[_TableRow]:
     return [each for each in found if each["capture_id"] == _CAPTURE]
 
 
-def _unread(problem: Problem) -> UnreadFile:
+def _unread(problem: DumpProblem) -> UnreadFile:
     return {"path": str(problem.path), "kind": problem.kind, "message": problem.message}
 
 

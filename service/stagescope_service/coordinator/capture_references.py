@@ -89,7 +89,7 @@ def with_ranks(catalogue: Catalogue, capture: CaptureSpec) -> CaptureSpec:
     """Return a request with the ranks that `worst(k)` selects now, in a run's newest attempt.
 
     Raises:
-        Conflict: nothing has been measured by which ranks could be ordered.
+        Conflict: nothing has been measured by which ranks could be sorted.
     """
     ranks = capture["ranks"]
     if not isinstance(ranks, Mapping):

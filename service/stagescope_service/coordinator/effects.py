@@ -31,7 +31,7 @@ from stagescope_service.coordinator.trigger_actions import (
     Webhooks,
     gone_of,
 )
-from stagescope_service.coordinator.trigger_watch import StepOrdering, Triggers
+from stagescope_service.coordinator.trigger_watch import StepOrdering, TriggerWatch
 from stagescope_service.coordinator.weight_comparer import WeightComparer
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.findings import NOT_AGGREGATED, describe, finding
@@ -97,7 +97,7 @@ class Effects:
         )
         self.retention = Retention(catalogue, ingestors, self.write, limits)
         acting = Acting(catalogue, self.pin, request_capture, Webhooks())
-        self.triggers = Triggers(catalogue, self.write, acting)
+        self.triggers = TriggerWatch(catalogue, self.write, acting)
         self._settings = settings
         self._state = commits.state
         self._plan = plan

@@ -172,7 +172,7 @@ class _Key(NamedTuple):
 
 
 class HangWatch:
-    """Finds hangs in the state; `look` is cheap and is called often.
+    """Finds hangs in the state; `check` is cheap and is called often.
 
     Args:
         state: of the coordinator.
@@ -214,7 +214,7 @@ class HangWatch:
                 if process is not None:
                     self._adopted[incarnation] = process.last_contact
 
-    def look(self, now: float, wall: float) -> list[Instruction]:
+    def check(self, now: float, wall: float) -> list[Instruction]:
         """Return the instructions of one check.
 
         Args:
@@ -228,7 +228,7 @@ class HangWatch:
         if now < self._due:
             return out
         self._due = now + self._pause
-        out += self._silence.look(now)
+        out += self._silence.check(now)
         stuck: set[_Key] = set()
         before = self._unheard_since_restart()
         unheard: set[str] = set()

@@ -1,4 +1,4 @@
-"""Findings: something wrong that the service noticed, with its evidence and what to try."""
+"""Findings: something wrong that the service found, with its evidence and what to try."""
 
 from __future__ import annotations
 

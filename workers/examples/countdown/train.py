@@ -158,7 +158,7 @@ def train(
     troubles: Troubles = NONE,
     pid_file: Path | None = None,
     keep: Mapping[str, Any] | None = None,
-    pace: float = 0.0,
+    step_seconds: float = 0.0,
 ) -> None:
     """Train up to step `steps` on the Ray cluster at `address`; see the command's options."""
     found = checkpoint.latest(root, dataclasses.asdict(settings)) if resume else None
@@ -180,7 +180,7 @@ def train(
                 job.save(root, step)
             seconds = time.monotonic() - begin
             print(describe(step, batch, scalars, seconds), flush=True)
-            time.sleep(max(0.0, pace - seconds))
+            time.sleep(max(0.0, step_seconds - seconds))
         job.close(timeout=30)
         finish(run=run, timeout=30)
     finally:
@@ -259,7 +259,7 @@ def _write_pids(path: Path, job: Job) -> None:
 )
 @click.option("--checkpoint-dir", default="checkpoints", show_default=True, type=Path)
 @click.option("--save-every", default=1, show_default=True, help="Steps between checkpoints.")
-@click.option("--pace", default=0.0, show_default=True, help="Seconds of a step, at least.")
+@click.option("--step-seconds", default=0.0, show_default=True, help="Seconds of a step, at least.")
 @click.option("--resume", is_flag=True, help="Go on after the last complete checkpoint.")
 @click.option("--attempt-key", help="Names this start of the training; default: the Ray job.")
 @click.option("--capture", help="YAML file with captures, in force without the service.")
@@ -320,7 +320,7 @@ def main(
     warmup_steps: int,
     checkpoint_dir: Path,
     save_every: int,
-    pace: float,
+    step_seconds: float,
     resume: bool,
     attempt_key: str | None,
     capture: str | None,
@@ -373,7 +373,7 @@ def main(
         troubles=Troubles(pause, plant_nan, switch_engine, skip_sync),
         pid_file=pid_file,
         keep=kept,
-        pace=pace,
+        step_seconds=step_seconds,
     )
 
 

@@ -127,7 +127,7 @@ class CaptureRequests:
             },
         )
 
-    # --- looking --------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------
     def check(self, mono: float, wall: float) -> list[Put]:
         """Return the rows since the last call: agreements, ends, findings."""
         out: list[Put] = []
@@ -280,7 +280,7 @@ class CaptureRequests:
         return participants_of(self.state.registry, request)
 
     def notes(self, entry: CaptureEntry) -> list[str]:
-        """Return what an asker should know: an order may wait for what never comes."""
+        """Return what the requester should know: a request may wait for what never comes."""
         return notes(self.state.registry, entry)
 
     def _estimates_of(

@@ -1,4 +1,4 @@
-"""What the service noticed, what was lost, and the rules that it looks by."""
+"""Findings, losses, stacks, and the rules and firings of triggers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _SHOWN: Final = 3
 _MODULE: Final = "nexrl.mock.mock_rollout_worker"
 
 
-class Replay:
+class TaskReplay:
     """The trajectories of a dump, by the task that asks for them.
 
     With several files (a directory), the k-th time a task is asked it gets that of the k-th file
@@ -107,7 +107,7 @@ class Replay:
         self._done[key] = self._done.get(key, 0) + 1
 
 
-_replays: Final[weakref.WeakKeyDictionary[Any, Replay]] = weakref.WeakKeyDictionary()
+_replays: Final[weakref.WeakKeyDictionary[Any, TaskReplay]] = weakref.WeakKeyDictionary()
 
 
 def wrap_init(function: Function) -> Function:
@@ -125,7 +125,7 @@ def wrap_init(function: Function) -> Function:
             return
         source = Path(str(path)).expanduser()
         format = str(lookup(config, "trajectory_format") or "jsonl")
-        replay = Replay(read_recorded(source, format), source)
+        replay = TaskReplay(read_recorded(source, format), source)
         workers = int(lookup(config, "resource", "num_workers") or 1)
         if replay.repeated and workers > 1:
             raise ReplayError(
