@@ -117,11 +117,12 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
     ),
     "findings": _read(
         "finding_id run attempt:int? step:int? stage role rank:int? kind severity message "
-        "evidence:nested advice first_wall:float last_wall:float count:int? over_wall:float"
+        "evidence:nested advice see:nested first_wall:float last_wall:float count:int? "
+        "over_wall:float"
     ),
     "findings/groups": _read(
         "where first_step:int? last_step:int? steps:int ranks:int finding_id run attempt:int? "
-        "step:int? stage role rank:int? kind severity message evidence:nested advice "
+        "step:int? stage role rank:int? kind severity message evidence:nested advice see:nested "
         "first_wall:float last_wall:float count:int? over_wall:float findings:int"
     ),
     "losses": _read(

@@ -83,7 +83,7 @@ class ComparisonRequests(Connection):
             NotFound: there is no such run or attempt.
         """
         params = {"a": a, "b": b}
-        return Changes.of(self.table("/diff", params, title="diff", order=CHANGE_ORDER))
+        return Changes.from_table(self.table("/diff", params, title="diff", order=CHANGE_ORDER))
 
     def compare(
         self,
@@ -172,4 +172,4 @@ class ComparisonRequests(Connection):
         answer = self._poll("/operators/tensors", body, wait)
         about = {name: value for name, value in answer.items() if name != "rows"}
         table = Table.from_rows(answer["rows"], order=ORDER, title="tensors", about=about)
-        return Tensors.of(table)
+        return Tensors.from_table(table)

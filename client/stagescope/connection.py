@@ -14,9 +14,9 @@ from urllib.parse import quote
 from typing_extensions import Self
 
 from stagescope import discovery
-from stagescope.advice import AdviceFormat, for_session
 from stagescope.columns import COLUMNS, Kinds
 from stagescope.findings import GROUP_ORDER, FindingRows
+from stagescope.link_text import session_call
 from stagescope.plotting import figure_of, graph_objects
 from stagescope.table import Table
 from stagescope.transport import Params, QueryValue, Transport
@@ -28,6 +28,7 @@ from stagescope.wire.errors import (
     StagescopeError,
     Unreachable,
 )
+from stagescope.wire.links import LinkText
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import STEP_BOUND
 
@@ -50,13 +51,13 @@ class Connection:
         location: discovery.ServiceLocation,
         *,
         timeout: float = 10.0,
-        format_advice: AdviceFormat = for_session,
+        link_text: LinkText = session_call,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._location = location
         self._on_close = on_close
-        self._format_advice = format_advice
-        self._transport = Transport(location, timeout=timeout, format_advice=format_advice)
+        self._link_text = link_text
+        self._transport = Transport(location, timeout=timeout, link_text=link_text)
 
     @property
     def url(self) -> str:
@@ -190,7 +191,7 @@ class Connection:
                 (f"{path}/groups", GROUP_ORDER, f"{title}/groups"),
             )
         )
-        return FindingRows.of_answers(rows, groups, format_advice=self._format_advice)
+        return FindingRows.of_answers(rows, groups, link_text=self._link_text)
 
     def _poll(self, path: str, body: JsonObject, wait: float) -> Json:
         """Repeat a POST that takes long until it is answered, for `wait` seconds at most."""

@@ -7,13 +7,15 @@ with the steps and ranks, the advice, and the id for `stagescope finding ID`.
 from __future__ import annotations
 
 import html
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from stagescope import render
-from stagescope.advice import AdviceFormat, for_session
 from stagescope.answers import Record
+from stagescope.link_text import session_call
 from stagescope.render import wrapped
 from stagescope.table import Row, Table
+from stagescope.wire.links import Link, LinkText, links_from_json, reworded
 from stagescope.wire.nonfinite import JsonObject
 
 FINDING_ORDER: Final = ("kind", "step", "rank", "message", "stage", "severity", "role", "count")
@@ -42,19 +44,19 @@ class FindingRows(Table):
         >>> session.finding(findings[0]["finding_id"])     # one of them, with its evidence
     """
 
-    __slots__ = ("_format_advice", "_groups")
+    __slots__ = ("_groups", "_link_text")
 
     _groups: Table
-    _format_advice: AdviceFormat
+    _link_text: LinkText
 
     @classmethod
     def of_answers(
-        cls, rows: Table, groups: Table, *, format_advice: AdviceFormat = for_session
+        cls, rows: Table, groups: Table, *, link_text: LinkText = session_call
     ) -> FindingRows:
         """Return the rows of a route with those of its `/groups`."""
-        table = cls.of(rows)
+        table = cls.from_table(rows)
         table._groups = groups
-        table._format_advice = format_advice
+        table._link_text = link_text
         return table
 
     @property
@@ -89,7 +91,7 @@ class FindingRows(Table):
         for outcome in group.get("outcomes") or ():
             lines += wrapped("  => ", str(outcome), width)
         if group.get("advice"):
-            lines += wrapped("  -> ", self._format_advice(str(group["advice"])), width)
+            lines += wrapped("  -> ", _advice(group, self._link_text), width)
         return lines
 
     def _titled(self, group: Row) -> str:
@@ -104,7 +106,8 @@ class FindingRows(Table):
         if self._groups.about.get("truncated"):
             notes.append(f"only the newest {self._groups.about['grouped']} were looked at")
         if "finding_id" in self._groups.names:
-            notes.append(f"one of them with its evidence: {self._format_advice('/findings/ID')}")
+            one = self._link_text(Link("findings", name="ID"))
+            notes.append(f"one of them with its evidence: {one}")
         return notes
 
     def __repr__(self) -> str:
@@ -122,7 +125,7 @@ class FindingRows(Table):
         lines = [str(group.get("message") or group.get("reason") or "")]
         lines += [str(outcome) for outcome in group.get("outcomes") or ()]
         text = "".join(f"<div>{_escaped(line)}</div>" for line in lines)
-        advice = self._format_advice(str(group["advice"])) if group.get("advice") else ""
+        advice = _advice(group, self._link_text) if group.get("advice") else ""
         text += f"<div><i>{_escaped(advice)}</i></div>" if advice else ""
         return (
             f'<div style="border-left:3px solid {colour};padding-left:.6em;margin:.4em 0">'
@@ -133,12 +136,12 @@ class FindingRows(Table):
 class Finding(Record):
     """One finding: what, where, since when, what to try, and its evidence."""
 
-    __slots__ = ("_format_advice",)
+    __slots__ = ("_link_text",)
 
-    def __init__(self, answer: JsonObject, *, format_advice: AdviceFormat = for_session) -> None:
+    def __init__(self, answer: JsonObject, *, link_text: LinkText = session_call) -> None:
         severity, kind = answer.get("severity") or "finding", answer.get("kind")
         super().__init__(answer, title=f"{severity}: {kind} ({answer.get('finding_id')})")
-        self._format_advice = format_advice
+        self._link_text = link_text
 
     def lines(self, *, width: int = 80) -> list[str]:
         """Return it as lines of at most `width` columns; nothing is cut."""
@@ -146,7 +149,7 @@ class Finding(Record):
         for name, text in self._facts():
             lines += wrapped(f"{name:<9} ", text, width)
         if self.get("advice"):
-            lines += wrapped("try       ", self._format_advice(str(self["advice"])), width)
+            lines += wrapped("try       ", _advice(self, self._link_text), width)
         if self.get("evidence"):
             lines.append("evidence")
             evidence = Record(self["evidence"]).lines(width=max(width - 2, 38))
@@ -172,6 +175,11 @@ class Finding(Record):
             first = "this is the first" if is_first else f"the first is {group['first_id']}"
             facts.append(("alike", f"{group['findings']} findings, {group['where']}; {first}"))
         return facts
+
+
+def _advice(row: Mapping[str, Any], link_text: LinkText) -> str:
+    """Return the advice of a finding or of a group, with its links in the words of `link_text`."""
+    return reworded(str(row["advice"]), links_from_json(row.get("see")), link_text)
 
 
 def _title(group: JsonObject, run: str) -> str:

@@ -94,7 +94,7 @@ class BarTable(Table):
             label: the column that names a row.
             column: the column of the bars' heights.
         """
-        found = cls.of(table)
+        found = cls.from_table(table)
         found._label, found._column = label, column
         return found
 

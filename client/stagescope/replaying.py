@@ -285,7 +285,7 @@ def replay(
     rows.sort(key=lambda row: flow_index(row["name"], row["stage"]))
     heading = {name: batch.source.get(name) for name in ("run", "attempt", "step")}
     about = {**heading, "not_stored": [*not_stored], "not_computed": [*not_computed]}
-    return Replay.of(Table.from_rows(rows, order=_ORDER, title="replay", about=about))
+    return Replay.from_table(Table.from_rows(rows, order=_ORDER, title="replay", about=about))
 
 
 def _microbatches(

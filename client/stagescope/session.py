@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from stagescope import discovery, render
-from stagescope.advice import AdviceFormat, for_session
 from stagescope.answers import Record, Status
 from stagescope.capture_requests import CaptureRequests
 from stagescope.columns import COLUMNS
@@ -29,6 +28,7 @@ from stagescope.engines.http import engine_url
 from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
 from stagescope.hangs import Stacks
+from stagescope.link_text import session_call
 from stagescope.opening import is_bundle, open_bundle
 from stagescope.saving import FileRequests
 from stagescope.series import Exact, Series
@@ -37,6 +37,7 @@ from stagescope.table import Table
 from stagescope.weights import DEVICE_ORDER, VERSION_ORDER, WEIGHT_ORDER, Weights
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.framing import MEDIA_TYPE, SendResult, WirePayload, pack_batch
+from stagescope.wire.links import LinkText
 from stagescope.wire.nonfinite import Json, JsonObject
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def attach(
     *,
     token: str | None = None,
     timeout: float = 10.0,
-    format_advice: AdviceFormat = for_session,
+    link_text: LinkText = session_call,
 ) -> Session:
     """Connect to the service of this machine's user, or to the one at `url`; or open a bundle.
 
@@ -93,7 +94,8 @@ def attach(
     `init` has it; then `STAGESCOPE_URL`, then the URL in `$STAGESCOPE_HOME/service.json`, which
     `stagescope serve` writes. The default of `token` is `STAGESCOPE_TOKEN`, then that file's
     tokens if the URL is the file's. `timeout` is the deadline of each call with its retries [s].
-    `format_advice` rewrites the API's paths in advice, by default into calls of the session.
+    `link_text` returns the words in which errors and findings show what to look at, by default
+    calls of the session's methods.
 
     Raises:
         Unreachable: no service is known, or nothing answers there.
@@ -106,7 +108,7 @@ def attach(
     else:
         in_ray = discovery.find_in_ray(token) if url is None else None
         location = in_ray or discovery.find(None if url is None else str(url), token)
-    session = Session(location, timeout=timeout, format_advice=format_advice, on_close=on_close)
+    session = Session(location, timeout=timeout, link_text=link_text, on_close=on_close)
     try:
         session.check()
     except BaseException:
@@ -160,7 +162,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
     ) -> Steps:
         """Return the steps with their completeness, the newest first."""
         params = {"run": run, "attempt": attempt}
-        return Steps.of(
+        return Steps.from_table(
             self.table(
                 "/steps",
                 params,
@@ -286,7 +288,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             )
         params["verdict"] = verdict
         path = f"/weights/{version}"
-        return Weights.of(
+        return Weights.from_table(
             self.table(path, params, order=WEIGHT_ORDER, columns=COLUMNS["weights"], limit=limit)
         )
 
@@ -352,7 +354,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             order=DIAGNOSIS_ORDER,
             columns=COLUMNS["diagnosis"],
         )
-        return Diagnosis.of(table)
+        return Diagnosis.from_table(table)
 
     def findings(
         self,
@@ -386,7 +388,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             NotFound: there is none.
         """
         answer = self.get(f"/findings/{segment(finding_id, 'finding_id')}")
-        return Finding(answer, format_advice=self._format_advice)
+        return Finding(answer, link_text=self._link_text)
 
     def stacks(
         self,
@@ -537,6 +539,8 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
                 f"{searched} of {target} has numbers; the latest: {error.wrong}",
                 expected=error.expected,
                 advice=error.advice,
+                see=error.see,
+                link_text=error.link_text,
             ) from error
         return latest
 

@@ -373,7 +373,7 @@ class Step:
         `about["findings"]` holds all findings about hangs in this step, also ended ones.
         """
         table = self._table("stuck", STUCK_ORDER, limit, stage=stage, role=role, rank=rank)
-        return Stuck.of(table)
+        return Stuck.from_table(table)
 
     def stacks(
         self,
@@ -439,7 +439,7 @@ class Step:
         Raises:
             NotFound: no weights were recorded at this step.
         """
-        return Weights.of(self._table("weights", WEIGHT_ORDER, limit, verdict=verdict))
+        return Weights.from_table(self._table("weights", WEIGHT_ORDER, limit, verdict=verdict))
 
     def scalars(
         self,
@@ -546,7 +546,7 @@ class Step:
             "name": name, "kind": kind, "direction": direction, "section": section,
             "dtype": dtype, "non_finite": non_finite or None,
         }  # fmt: skip
-        return Operators.of(self._table("operators", _OPERATOR_ORDER, limit, **filters))
+        return Operators.from_table(self._table("operators", _OPERATOR_ORDER, limit, **filters))
 
     def stack(
         self,
@@ -587,7 +587,7 @@ class Step:
         """
         filters = {"stage": stage, "role": role, "part": part, "capture_id": capture_id}
         table = self._table("operators/non-finite", _NON_FINITE_ORDER, limit, **filters)
-        return NonFiniteOperators.of(table, title="first non-finite operators")
+        return NonFiniteOperators.from_table(table, title="first non-finite operators")
 
     def _table(self, noun: str, order: Sequence[str], limit: int, **params: QueryValue) -> Table:
         # Rounds have an additional column: the one by which they are grouped.

@@ -102,7 +102,7 @@ class Table:
         return cls(values, kinds=columns, title=title, about=about, truncated=truncated)
 
     @classmethod
-    def of(cls: type[_Table], table: Table, *, title: str | None = None) -> _Table:
+    def from_table(cls: type[_Table], table: Table, *, title: str | None = None) -> _Table:
         """Return the rows of `table` as a table of this class, with `title` if it is given."""
         columns = {name: table[name] for name in table.names}
         name = table.title if title is None else title

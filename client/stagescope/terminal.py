@@ -14,8 +14,7 @@ from typing import Any, Final, Protocol
 
 import click
 
-from stagescope import render
-from stagescope.advice import for_command_line
+from stagescope import link_text, render
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import (
     Forbidden,
@@ -27,6 +26,7 @@ from stagescope.wire.errors import (
     Unauthorized,
     Unreachable,
 )
+from stagescope.wire.links import Link, with_links
 
 EXIT_CODES: Final[Mapping[int, str]] = {
     0: "an answer was given",
@@ -64,16 +64,17 @@ def report(error: StagescopeError) -> None:
     """Print an error on stderr: what is wrong, and below it what is expected and what to do."""
     click.echo(f"{style('error:', fg='red', err=True)} {_plain(error.wrong)}", err=True)
     expected = f"expected {error.expected}" if error.expected else ""
-    hint = "; ".join(part for part in (expected, in_commands(error.advice)) if part)
+    advised = with_links(error.advice, error.see, command_of)
+    hint = "; ".join(part for part in (expected, advised) if part)
     if hint:
         click.echo(f"  {_plain(hint)}", err=True)
 
 
-def in_commands(text: str) -> str:
-    """Return advice with the API's paths replaced by commands of the running command line."""
+def command_of(link: Link) -> str:
+    """Return the command of the running command line that gives the answer of a link."""
     root = click.get_current_context().find_root()
     commands = root.command.list_commands(root) if isinstance(root.command, click.Group) else []
-    return for_command_line(text, commands)
+    return link_text.command(link, commands)
 
 
 def exit_code(error: StagescopeError) -> int:
@@ -120,7 +121,7 @@ IS_JSON: Final = "stagescope.json"
 """Key of click's `meta`: the command prints JSON, and nothing else."""
 
 
-class Progress:
+class ProgressLine:
     """How far a command is; called with what is done and all of it, in any unit."""
 
     def __init__(self, label: str) -> None:
@@ -143,12 +144,12 @@ class Progress:
 
 
 @contextlib.contextmanager
-def progress(label: str, *, hidden: bool = False) -> Iterator[Progress]:
+def progress(label: str, *, hidden: bool = False) -> Iterator[ProgressLine]:
     """Show how far the block is, if it takes longer than a second and stderr is a terminal.
 
     With `hidden`, and in a command that prints JSON, nothing is shown.
     """
-    state = Progress(label)
+    state = ProgressLine(label)
     context = click.get_current_context(silent=True)
     if hidden or not sys.stderr.isatty() or (context and context.meta.get(IS_JSON)):
         yield state

@@ -18,8 +18,8 @@ from typing import Final, TypeAlias
 
 import httpx
 
-from stagescope.advice import AdviceFormat, for_session
 from stagescope.discovery import ServiceLocation, is_loopback
+from stagescope.link_text import session_call
 from stagescope.wire.errors import (
     Conflict,
     Forbidden,
@@ -31,6 +31,7 @@ from stagescope.wire.errors import (
     Unreachable,
     error_of_code,
 )
+from stagescope.wire.links import LinkText, links_from_json, without_links
 from stagescope.wire.nonfinite import Json, JsonObject
 
 QueryValue: TypeAlias = str | int | float | bool | Sequence[str] | None
@@ -66,7 +67,7 @@ class Transport:
     Args:
         location: the service's URL and tokens.
         timeout: deadline of a call with its retries [s].
-        format_advice: rewrites the API's paths in the advice of errors.
+        link_text: returns the words in which errors show their links.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class Transport:
         location: ServiceLocation,
         *,
         timeout: float,
-        format_advice: AdviceFormat = for_session,
+        link_text: LinkText = session_call,
     ) -> None:
         self.location = location
-        self._format_advice = format_advice
+        self._link_text = link_text
         self.timeout = timeout
         # A cluster's images often set HTTP_PROXY, and a proxy cannot reach this host's loopback.
         is_local = is_loopback(location.url)
@@ -280,7 +281,10 @@ class Transport:
         by_status = _BY_STATUS.get(status, StagescopeError)
         kind = error_of_code(str(body.get("code")), by_status)
         wrong = body.get("wrong") or body.get("detail") or body.get("title")
-        advice = self._format_advice(str(body.get("advice") or ""))
+        advice, see = str(body.get("advice") or ""), links_from_json(body.get("see"))
+        own = without_links(advice, see)
+        # Of another version, the links may be said otherwise: they stay in the text as they are.
+        advice, see = (advice, ()) if own is None else (own, see)
         if not isinstance(wrong, str):
             wrong = f"{self.location.url} answered {status} {response.reason_phrase}".rstrip()
             if status < 400 or not body:
@@ -289,7 +293,8 @@ class Transport:
                     advice = f"it may have been stopped meanwhile: ask again; else {advice}"
         if kind is Unauthorized:
             advice = _token_advice(advice, self.location)
-        return kind(wrong, expected=str(body.get("expected") or ""), advice=advice)
+        expected = str(body.get("expected") or "")
+        return kind(wrong, expected=expected, advice=advice, see=see, link_text=self._link_text)
 
 
 def _never(problem: StagescopeError, status: int | None) -> bool:

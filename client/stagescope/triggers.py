@@ -54,7 +54,7 @@ class Triggers(Table):
         rules = [{n: v for n, v in rule.items() if n not in _STATE} for rule in answer["rules"]]
         title = f"triggers, revision {answer['revision']} by {answer['by'] or 'nobody'}"
         about = {**answer, "rules": rules}
-        return cls.of(Table.from_rows(rows, order=_RULE_ORDER, title=title, about=about))
+        return cls.from_table(Table.from_rows(rows, order=_RULE_ORDER, title=title, about=about))
 
     def _foot(self, rows: int | None) -> list[str]:
         foot = super()._foot(rows)

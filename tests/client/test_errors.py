@@ -8,8 +8,10 @@ import re
 
 import pytest
 
+from stagescope.link_text import session_call
 from stagescope.wire import errors
 from stagescope.wire.errors import MissingExtra, StagescopeError
+from stagescope.wire.links import Link
 
 CLASSES = [
     value
@@ -47,16 +49,27 @@ def test_codes_are_unique() -> None:
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_each_error_survives_pickling(kind: type[StagescopeError]) -> None:
-    error = kind("it broke", expected="that it holds", advice="mend it")
+    see = (Link("steps"), Link("captures", name="3f0c", shows="who has it"))
+    words = {"expected": "that it holds", "advice": "mend it"}
+    error = kind("it broke", **words, see=see, link_text=session_call)
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is kind
-    assert str(back) == str(error) == "it broke; expected that it holds; mend it"
+    assert (
+        str(back)
+        == str(error)
+        == (
+            "it broke; expected that it holds; mend it; "
+            'see session.steps(), session.progress("3f0c") for who has it'
+        )
+    )
     assert (back.wrong, back.expected, back.advice) == ("it broke", "that it holds", "mend it")
+    assert back.see == see
     assert 400 <= kind.status < 600
 
 
 def test_a_message_of_one_part() -> None:
     assert str(StagescopeError("it broke")) == "it broke"
+    assert str(StagescopeError("it broke", see=[Link("steps")])) == "it broke; see /steps"
 
 
 def test_a_missing_extra_is_an_import_error() -> None:

@@ -14,6 +14,7 @@ from tests.support.command_line import invoke
 
 import stagescope
 from stagescope.wire.errors import NotFound
+from stagescope.wire.links import Link
 from stagescope_service.core.findings import finding
 from stagescope_service.store.contract import Put
 
@@ -22,7 +23,7 @@ OPERATOR = "Module.model.layers.11.mlp.down_proj.Linear.forward.0"
 ADVICE = "trust the mismatch of this step only once this is explained"
 
 
-def noticed(kind: str, message: str, step: int, **more: object) -> Put:
+def put_finding(kind: str, message: str, step: int, **more: object) -> Put:
     keys = {"run": "r", "attempt_id": 1, "wall": 1e9 + step, "stage": STAGE, "step": step}
     return finding(kind, message, **{**keys, **more})  # type: ignore[arg-type]
 
@@ -37,22 +38,22 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             work = {"step": step, "stage": STAGE}
             ranks[rank].say("dropped", what="payload", count=2, bytes=30, reason=reason, **work)
         puts = [
-            noticed(
+            put_finding(
                 "nonfinite_log_probs",
                 f"{step} old_nan of 96 tokens",
                 step,
                 severity="error",
                 role="actor",
                 rank=rank,
-                advice=f"see /steps/{step}/tokens?kind=nonfinite for which",
+                see=[Link("tokens", step, query={"kind": "nonfinite"}, shows="which")],
                 evidence={"old_nan": step},
             )
             for step in range(10, 26)
             for rank in (0, 1)
         ]
         named = {"severity": "error", "role": "actor", "rank": 1, "evidence": {"name": OPERATOR}}
-        puts.append(noticed("non_finite_operator", f"{OPERATOR} gave nan", 10, **named))
-        puts.append(noticed("streams_temperature", "0.6 a nat", 3, advice=ADVICE))
+        puts.append(put_finding("non_finite_operator", f"{OPERATOR} gave nan", 10, **named))
+        puts.append(put_finding("streams_temperature", "0.6 a nat", 3, advice=ADVICE))
         running.store.submit(puts).result(30)
         yield running
 
@@ -126,7 +127,10 @@ def test_one_finding_by_the_displayed_id(session: stagescope.Session) -> None:
     text = ask("finding", shown[0])
     for words in ("10 old_nan of 96", "old_nan  10", "32 findings, steps 10-25", "--kind nonf"):
         assert words in text
-    assert session.finding(shown[0])["advice"].startswith("see /steps/10/tokens")
+    found = session.finding(shown[0])
+    assert found["advice"].startswith("see /steps/10/tokens")
+    assert [(each["noun"], each["step"]) for each in found["see"]] == [("tokens", 10)]
+    assert 'session.step(10, run="' in str(found)
     refused = invoke("finding", "zz")
     assert refused.exit_code == 4
 
@@ -167,13 +171,13 @@ def test_other_errors_are_not_hidden_behind_the_first_one(tmp_path: Path) -> Non
         rank.begin(STAGE, 1)
         for step, text in texts.items():
             rank.say("refused", what="init", message=text, step=step, stage=STAGE)
-        puts = [noticed("payload_invalid_tensor", text, step) for step, text in texts.items()]
+        puts = [put_finding("payload_invalid_tensor", text, step) for step, text in texts.items()]
         for step, reached in ((1, "0, 2-5"), (2, "1 and 3"), (3, "7")):
             text = (
                 f"sample 'g-{step}' of 0f3a9c{step}b on actor ranks {reached} is off by -0.{step}"
                 f" in {step} value{'' if step == 1 else 's'}"
             )
-            puts.append(noticed("off", text, step))
+            puts.append(put_finding("off", text, step))
         running.store.submit(puts).result(30)
         assert running.tokens is not None
         with stagescope.attach(running.server.url, token=running.tokens.read) as session:

@@ -112,7 +112,7 @@ def test_calls_that_the_search_skipped_are_reported(asking: Session) -> None:
     found = asking.step(5).non_finite()
     rows = [{**row, "not_read": 3 if row["name"] is None else 1} for row in found]
     about = {**found.about, "earliest": {**found.about["earliest"], "not_read": 1}}
-    text = " ".join(NonFiniteOperators.of(Table.from_rows(rows, about=about)).lines())
+    text = " ".join(NonFiniteOperators.from_table(Table.from_rows(rows, about=about)).lines())
     assert "all finite, 3 calls that hand on memory without reading it left out" in text
     assert ", 1 call that hands on memory without reading it left out" in text
 

@@ -95,7 +95,7 @@ def test_elsewhere_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     [(0, 0, "x  0 s"), (1, 2, "x  0 s  [############------------] 50%"), (3, 2, "100%")],
 )
 def test_its_line(done: int, total: int, text: str) -> None:
-    state = terminal.Progress("x")
+    state = terminal.ProgressLine("x")
     state(done, total)
     assert state.line().endswith(text)
 

@@ -41,7 +41,7 @@ def test_names_and_values_of_the_status_stand_apart() -> None:
 def test_one_thing_differs(weights: list[str], text: str) -> None:
     sides = {side: {"run": "r", "attempt": 1} for side in ("a", "b")}
     rows = [{"weight": weight, "area": "x", "name": "y", "a": 1, "b": 2} for weight in weights]
-    assert Changes.of(Table.from_rows(rows, about=sides)).heading.endswith(f": {text}")
+    assert Changes.from_table(Table.from_rows(rows, about=sides)).heading.endswith(f": {text}")
 
 
 def test_ranks_of_evidence_are_read_as_ranks() -> None:
@@ -87,7 +87,7 @@ def test_stuck_shows_the_process_its_host_and_pid(status: str, stage: str | None
     }
     row |= {"process": "silent", "host": host, "pid": 4_194_304, "usual_seconds": 2.7}
     others = [{**row, "rank": 5, "pid": None}, {**row, "rank": 6, "process": "gone"}]
-    stuck = Stuck.of(Table.from_rows([row, *others], order=STUCK_ORDER))
+    stuck = Stuck.from_table(Table.from_rows([row, *others], order=STUCK_ORDER))
     lines = stuck.lines(width=80)
     assert max(map(len, lines)) <= 80
     assert f"actor rank 3: process silent, pid 4194304 on {host}" in lines

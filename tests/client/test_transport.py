@@ -16,6 +16,7 @@ from stagescope import Session
 from stagescope.discovery import ServiceLocation
 from stagescope.transport import Transport
 from stagescope.wire import errors
+from stagescope.wire.links import Link
 
 NOT_READY = (503, {"code": "not_ready", "wrong": "the catalogue is being opened"})
 UNAVAILABLE = (503, {"code": "catalogue_unavailable", "wrong": "the disk is full"})
@@ -32,6 +33,21 @@ def test_every_error_of_the_tree_comes_back_as_itself(service: Answering, sessio
         assert type(caught.value) is kind, name
         assert (caught.value.wrong, caught.value.expected) == ("w", "e")
         assert caught.value.advice.startswith("a")
+
+
+def test_links_of_an_error_are_calls_of_the_session(service: Answering, session: Session) -> None:
+    see = [Link("stages", 5, shows="who has arrived").to_json(), Link("losses").to_json()]
+    advice = "wait; see /steps/5/stages for who has arrived, /losses"
+    body = {"code": "not_found", "wrong": "w", "expected": "", "advice": advice, "see": see}
+    of_other_version = {**body, "advice": "look at /steps/5/stages, /losses"}
+    service.refusals += [(404, body), (404, of_other_version)]
+    with pytest.raises(errors.NotFound) as caught:
+        session.get("/runs")
+    assert (caught.value.advice, len(caught.value.see)) == ("wait", 2)
+    calls = "see session.step(5).stages() for who has arrived, session.losses()"
+    assert str(caught.value) == f"w; wait; {calls}"
+    with pytest.raises(errors.NotFound, match=r"w; look at /steps/5/stages, /losses$"):
+        session.get("/runs")
 
 
 @pytest.mark.parametrize(

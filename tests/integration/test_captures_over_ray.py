@@ -1,4 +1,4 @@
-"""Orders on a running training: real ranks under gloo, real msprobe, real faults."""
+"""Captures on a running training: real ranks under gloo, real msprobe, real faults."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def states(progress: Any) -> dict[tuple[int, int], str]:
     return {(row["step"], row["rank"]): row["state"] for row in progress.dumps()}
 
 
-def captured(session: Session, **order: Any) -> Any:
-    """Order until every rank learned of it in time: on a busy machine one may not, and says so."""
+def captured(session: Session, **spec: Any) -> Any:
+    """Request it until every rank learned of it in time: on a busy machine one may not."""
     found: object = None
     for _ in range(5):
-        ordered = session.capture(**order)
-        found = session.wait_for(ordered["capture_id"], timeout=120)
+        requested = session.capture(**spec)
+        found = session.wait_for(requested["capture_id"], timeout=120)
         if found["state"] == "complete":
             return found
         assert "missed" in states(found).values(), found
@@ -89,18 +89,18 @@ def test_both_ranks_capture_the_same_step_of_a_running_training(
 
 def test_a_stopped_rank_is_named_and_waited_for(service: Service, ranks: Training) -> None:
     with service.session() as session:
-        order: dict[str, Any] = {"run": RUN, "stages": ["actor_update"], "task": "statistics"}
+        spec: dict[str, Any] = {"run": RUN, "stages": ["actor_update"], "task": "statistics"}
         os.kill(ranks.pids[1], signal.SIGSTOP)
         try:
-            given_up = session.capture(**order, late="give_up", timeout=0.5)
+            given_up = session.capture(**spec, late="give_up", timeout=0.5)
             found = session.wait_for(given_up["capture_id"], timeout=30)
             assert found["state"] == "given up"
             assert found["agreement"]["without"] == [{"role": "actor", "rank": 1}]
             assert "not actor 1" in found.lines()[0]
-            waiting = session.capture(**order)
+            waiting = session.capture(**spec)
             assert waiting["agreement"]["phase"] == "asked"
             assert waiting["notes"] == ["waiting for actor rank 1"]
-            without = session.capture(**order, late="go_on", timeout=0.5)
+            without = session.capture(**spec, late="go_on", timeout=0.5)
             eventually(lambda: session.progress(without["capture_id"])["state"] == "agreed")
             (finding,) = [row for row in session.findings(RUN) if row["kind"] == "capture_partial"]
             assert "without actor rank 1" in finding["message"]
@@ -114,13 +114,13 @@ def test_an_agreement_outlives_the_coordinator(service: Service, ranks: Training
     with service.session() as session:
         with ranks.slowed(1.0):
             step = ranks.where() + 60  # far enough that a slow restart is over before it
-            ordered = session.capture(
+            requested = session.capture(
                 run=RUN, stages=["actor_update"], steps=[step], task="statistics"
             )
-            eventually(lambda: session.progress(ordered["capture_id"])["state"] == "agreed")
+            eventually(lambda: session.progress(requested["capture_id"])["state"] == "agreed")
             service.kill_and_await("coordinator")
             assert ranks.where() < step
-        found = session.wait_for(ordered["capture_id"], timeout=240)
+        found = session.wait_for(requested["capture_id"], timeout=240)
         assert states(found) == {(step, 0): "complete", (step, 1): "complete"}
 
 
@@ -128,24 +128,24 @@ def test_what_does_not_fit_is_refused_before_it_starts_unless_forced(
     service: Service, ranks: Training
 ) -> None:
     with service.session() as session:
-        order: dict[str, Any] = {
+        spec: dict[str, Any] = {
             "run": RUN, "stages": ["actor_update"], "task": "statistics",
             "limits": {"reserve_bytes": 1e15},
         }  # fmt: skip
-        ordered = session.capture(**order)
-        found = session.wait_for(ordered["capture_id"], timeout=30)
+        requested = session.capture(**spec)
+        found = session.wait_for(requested["capture_id"], timeout=30)
         assert found["state"] == "refused"
         assert "0.0 GB are free there" in found["reason"]
         assert len(found.dumps()) == 0
-        assert session.capture(**order, force=True)["agreement"]["phase"] == "agreed"
+        assert session.capture(**spec, force=True)["agreement"]["phase"] == "agreed"
 
 
 def test_a_withdrawn_order_is_let_go_of_by_every_rank(service: Service, ranks: Training) -> None:
     with service.session() as session:
-        ordered = session.capture(
+        requested = session.capture(
             run=RUN, stages=["actor_update"], steps={"every": 100_000}, task="statistics"
         )
-        capture_id = ordered["capture_id"]
+        capture_id = requested["capture_id"]
         eventually(lambda: session.progress(capture_id)["state"] == "agreed")
         session.remove_capture(capture_id)
         assert session.progress(capture_id)["state"] == "withdrawn"
@@ -154,8 +154,8 @@ def test_a_withdrawn_order_is_let_go_of_by_every_rank(service: Service, ranks: T
 
 def test_gradients_and_parameters_of_every_rank_are_kept(service: Service, ranks: Training) -> None:
     with service.session() as session:
-        order = {"gradients": ["*.weight"], "parameters": ["1.bias"]}
-        found = captured(session, run=RUN, stages=["actor_update"], **order)
+        spec = {"gradients": ["*.weight"], "parameters": ["1.bias"]}
+        found = captured(session, run=RUN, stages=["actor_update"], **spec)
         assert all(each["bytes"] > 0 for each in found["agreement"]["estimates"])
         start = found["agreement"]["start"]
         kept = eventually(lambda: files(service, start, 2))

@@ -314,14 +314,14 @@ def resize(disk: Path, size: str) -> None:
 def test_plan_outlives_a_killed_coordinator(service: Service) -> None:
     rank = Rank("plan", world_size=1)
     with service.session() as session:
-        ordered = session.capture(run="plan", steps="all", stages="all", keep=["old_log_probs"])
+        requested = session.capture(run="plan", steps="all", stages="all", keep=["old_log_probs"])
         revision = session.plan().about["revision"]
         assert service.kill_and_await("coordinator") < RESUMES
         plan = session.plan()
-        assert [row["capture_id"] for row in plan] == [ordered["capture_id"]]
+        assert [row["capture_id"] for row in plan] == [requested["capture_id"]]
         assert plan.about["revision"] == revision
         eventually(lambda: rank.ask("status")["plan_revision"] == revision)
-        session.remove_capture(ordered["capture_id"])
+        session.remove_capture(requested["capture_id"])
         eventually(lambda: rank.ask("status")["plan_revision"] == revision + 1)
         assert service.kill_and_await("coordinator") < RESUMES
         assert len(session.plan()) == 0

@@ -314,10 +314,10 @@ def test_a_capture_of_the_plan_keeps_the_same_words(service: Service) -> None:
     assert rank.step(1) == 0
     with service.session() as session:
         eventually(lambda: len(session.step(1, run="captured").stages()) == 4)
-        ordered = session.capture(
+        requested = session.capture(
             run="captured", stages=["actor_update"], steps=[5], keep=["is_loss_debug", "loss"]
         )
-        assert ordered["agreement"]["phase"] == "agreed"
+        assert requested["agreement"]["phase"] == "agreed"
     eventually(lambda: rank.wants(5))
     assert [rank.step(step) for step in (4, 5, 6)] == [0, 4, 0]
     assert {*files(service, "captured", 5, 4)[0].sections} == {"is_loss", "loss"}

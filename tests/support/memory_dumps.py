@@ -12,7 +12,7 @@ import numpy as np
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import Part
 from stagescope.wire.tensorfile import Array, WireTensor
-from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
 
 
 @dataclasses.dataclass
@@ -22,7 +22,7 @@ class MemoryDump:
     records: list[Record]
     name: str = "memory"
     kind: str = "own"
-    problems: Sequence[Problem] = ()
+    problems: Sequence[DumpProblem] = ()
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
     broken: frozenset[Path] = frozenset()
     reads: int = 0

@@ -29,7 +29,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 SERVICE: Final = "service/stagescope_service"
 PACKAGES: Final = ("core", "statistics", "triggers", "rows", "coordinator")
 CPU_SECONDS: Final = 300
-"""Of one mutant's tests; a mutant that never ends is noticed, too."""
+"""Of one mutant's tests; a mutant that never ends is caught, too."""
 NOT_SHRUNK: Final = """
 from hypothesis import Phase
 settings.register_profile(
@@ -158,7 +158,7 @@ def try_package(tree: Path, package: str, chance: random.Random, count: int) -> 
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # compiled loops stay cached
         survivors += survived
         lines = difflib.unified_diff(original.splitlines(), mutant.splitlines(), lineterm="", n=1)
-        verdict = "SURVIVED" if survived else "noticed"
+        verdict = "SURVIVED" if survived else "caught"
         took = time.monotonic() - began
         print(f"{package} {number}/{len(chosen)} {verdict} {took:.0f} s {file.relative_to(tree)}")
         print("\n".join([*lines][2:]), flush=True)

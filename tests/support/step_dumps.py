@@ -11,7 +11,7 @@ import numpy as np
 
 from stagescope.wire.schema import Part
 from stagescope.wire.tensorfile import Array
-from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
 from stagescope_service.store.tensorfile import WireTensor
 
 
@@ -23,7 +23,7 @@ class MemoryDump:
     name: str = "memory"
     kind: str = "own"
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    problems: Sequence[Problem] = ()
+    problems: Sequence[DumpProblem] = ()
     reads: list[DumpEntry] = dataclasses.field(default_factory=list)
 
     @property

@@ -21,7 +21,7 @@ from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import BEGIN, END, END_STEP, FINISH, HELLO, LOG, Event, Sender
 from stagescope.wire.tensorfile import WireTensor
 from stagescope_service.coordinator.trigger_actions import Acting, PinAnswer, gone_of
-from stagescope_service.coordinator.trigger_watch import Triggers
+from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
@@ -114,13 +114,13 @@ class RuleBench:
         self.seqs: dict[str, int] = {}
         self.triggers = self.restarted()
 
-    def restarted(self) -> Triggers:
+    def restarted(self) -> TriggerWatch:
         """What a new coordinator has: nothing but the catalogue."""
         acting = Acting(
             self.catalogue, self.pin, self.orders, self.webhooks,
             page=lambda: PAGE, wall=lambda: self.now,
         )  # fmt: skip
-        self.triggers = Triggers(
+        self.triggers = TriggerWatch(
             self.catalogue, self.local.coordinator.effects.write, acting,
             webhook_hosts=self.webhook_hosts, wall=lambda: self.now,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from stagescope.wire.errors import InvalidInput, InvalidTensor
 from stagescope_workers.probe import handshake, identity, lifecycle
 from stagescope_workers.probe.probe import Probe
-from stagescope_workers.transport.link import Link
+from stagescope_workers.transport.link import ServiceLink
 
 MakeProbe = Callable[..., Probe]
 
@@ -519,7 +519,7 @@ def test_close_joins_no_cluster_any_more_and_takes_the_address(
 ) -> None:
     waited: list[float] = []
 
-    def find(*_: object, **reported: Any) -> Link | None:
+    def find(*_: object, **reported: Any) -> ServiceLink | None:
         waited.append(reported["waited"])
         return service.find() if math.isinf(reported["waited"]) else None  # as `find_link` does it
 
@@ -587,7 +587,7 @@ def test_repr_says_no_service_only_after_a_search(
 ) -> None:
     searched = threading.Event()
 
-    def search(*args: object, **named: object) -> Link | None:
+    def search(*args: object, **named: object) -> ServiceLink | None:
         searched.wait(30.0)
         return service.find(*args, **named)
 

@@ -20,7 +20,7 @@ from stagescope.wire.errors import NotFound
 from stagescope_workers.probe.options import index
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.transport.calls import Backoff
-from stagescope_workers.transport.link import Link
+from stagescope_workers.transport.link import ServiceLink
 
 _log = logging.getLogger("stagescope.workers")
 
@@ -198,7 +198,7 @@ class MetricsFeed:
             with contextlib.suppress(Exception):  # the first request meets it again
                 self._fetch(link, 0)
 
-    def _fetch(self, link: Link, step: int) -> _StepMetrics | None:
+    def _fetch(self, link: ServiceLink, step: int) -> _StepMetrics | None:
         """Return the service's answer; None where the feed was closed meanwhile."""
         probe = self._probe
         future = link.metrics(probe.run, probe.attempt_key, step)

@@ -42,7 +42,7 @@ TASKS: Final[Mapping[str, tuple[str, ...]]] = {
 """Section of the help -> its commands."""
 
 
-class Commands(click.Group):
+class CommandGroup(click.Group):
     """This package's commands and those of other packages; errors print as text, not tracebacks."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -136,7 +136,9 @@ _EPILOG: Final = "\b\nExit codes:\n" + "\n".join(
 )
 
 
-@click.group(cls=Commands, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=CommandGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="stagescope")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
@@ -259,8 +261,9 @@ def question(*options: Option) -> Callable[[Callable[..., Answer]], click.Comman
         ) -> None:
             click.get_current_context().meta[terminal.IS_JSON] = as_json
             token = None if token_file is None else discovery.read_token(token_file)
-            commands = terminal.in_commands
-            with attach(url, token=token, timeout=timeout, format_advice=commands) as session:
+            with attach(
+                url, token=token, timeout=timeout, link_text=terminal.command_of
+            ) as session:
                 _print(query(session, **own), as_json, columns, wide)
             ctx = click.get_current_context()
             ctx.exit(ctx.meta.get("stagescope.exit_code", 0))

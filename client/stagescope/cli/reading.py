@@ -213,7 +213,7 @@ def series(session: Session, metric: str | None, table: bool, **options: OptionV
     if metric is None:
         return session.metric_names(options["run"])
     answer = session.series(metric, **options)
-    return Table.of(answer) if table else answer
+    return Table.from_table(answer) if table else answer
 
 
 def _only(what: str) -> Option:

@@ -58,7 +58,7 @@ def top(
 ) -> None:
     """A run live: its steps and verdicts, who waits for whom, findings, captures; q quits."""
     token = None if token_file is None else discovery.read_token(token_file)
-    with attach(url, token=token, timeout=timeout, format_advice=terminal.in_commands) as session:
+    with attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session:
         reader = RunReader(session, run or str(session.step("latest").run))
         first = reader.read()
         if once or not (sys.stdout.isatty() and sys.stdin.isatty()):

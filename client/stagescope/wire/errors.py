@@ -30,8 +30,10 @@ Each message says what is wrong, what is expected and what to do::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Final
+
+from stagescope.wire.links import Link, LinkText, path_of, with_links
 
 __all__ = [
     "CaptureError",
@@ -57,34 +59,58 @@ __all__ = [
 
 
 class StagescopeError(Exception):
-    """Base of every error of this project; `status` is its HTTP status, `code` its stable name."""
+    """Base of every error of this project; `status` is its HTTP status, `code` its stable name.
+
+    Args:
+        wrong: what is wrong.
+        expected: what would be right.
+        advice: what to do.
+        see: the answers of the service to look at.
+        link_text: returns the words for each of `see` in the error's text; by default its path.
+    """
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "error"
 
-    def __init__(self, wrong: str, *, expected: str = "", advice: str = "") -> None:
+    def __init__(
+        self,
+        wrong: str,
+        *,
+        expected: str = "",
+        advice: str = "",
+        see: Iterable[Link] = (),
+        link_text: LinkText = path_of,
+    ) -> None:
         self.wrong = wrong
         self.expected = expected
         self.advice = advice
+        self.see = tuple(see)
+        self.link_text = link_text
         super().__init__(wrong)
 
     def __str__(self) -> str:
         parts = [self.wrong]
         if self.expected:
             parts.append(f"expected {self.expected}")
-        if self.advice:
-            parts.append(self.advice)
+        if advice := with_links(self.advice, self.see, self.link_text):
+            parts.append(advice)
         return "; ".join(parts)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         # Without it, an exception with keyword-only arguments cannot be unpickled (by Ray).
-        return (_rebuild, (type(self), self.wrong, self.expected, self.advice))
+        parts = (self.wrong, self.expected, self.advice, self.see, self.link_text)
+        return (_rebuild, (type(self), *parts))
 
 
 def _rebuild(
-    kind: type[StagescopeError], wrong: str, expected: str, advice: str
+    kind: type[StagescopeError],
+    wrong: str,
+    expected: str,
+    advice: str,
+    see: tuple[Link, ...],
+    link_text: LinkText,
 ) -> StagescopeError:
-    return kind(wrong, expected=expected, advice=advice)
+    return kind(wrong, expected=expected, advice=advice, see=see, link_text=link_text)
 
 
 class InvalidInput(StagescopeError):

@@ -67,7 +67,8 @@ that a later attempt repeats.
 
 **Lists** hold `rows` and `next`: give that as `cursor` for the next page, `null` ends it.
 
-**Errors** are `application/problem+json` (RFC 9457) with `code`, `wrong`, `expected`, `advice`.
+**Errors** are `application/problem+json` (RFC 9457) with `code`, `wrong`, `expected`, `advice`;
+`see` lists the paths in `advice` as data, as it does in findings.
 """
 
 
@@ -113,7 +114,7 @@ def make_app(
     app.state.event_slots = asyncio.Semaphore(settings.max_bodies)
     # Not the shared threads: those may all wait for a hung catalogue, and events must not.
     app.state.event_threads = ThreadPoolExecutor(settings.max_bodies, "api-events")
-    app.state.deps = Dependencies.of(
+    app.state.deps = Dependencies.build(
         catalogue=catalogue, commands=commands, settings=settings, clock=clock
     )
     problems.add_handlers(app)
@@ -175,7 +176,10 @@ def _make_document(app: FastAPI) -> dict[str, Json]:
         return app.openapi_schema
     document = FastAPI.openapi(app)
     schemas = document["components"]["schemas"]
-    schemas |= {"Problem": problems.Problem.model_json_schema(), **comparison_schemas()}
+    # Its links are among the components already: findings have them, too.
+    problem = problems.Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+    del problem["$defs"]
+    schemas |= {"Problem": problem, **comparison_schemas()}
     for operation in (each for by in document["paths"].values() for each in by.values()):
         for parameter in operation.get("parameters", ()):
             if parameter["name"] == "limit":  # a setting, unless the route has its own bound

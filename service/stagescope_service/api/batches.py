@@ -19,6 +19,7 @@ from stagescope.batch import Batch, Gap
 from stagescope.batch.file import pieces
 from stagescope.render import counted
 from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError
+from stagescope.wire.links import Link
 from stagescope.wire.schema import RECENT_TENSORS, Part
 from stagescope_service.api.completeness import ALL_ROWS, rows_removed
 from stagescope_service.api.dependencies import Dependencies, Deps, StepTarget
@@ -177,7 +178,8 @@ def batch_of(
             if there and not files:
                 raise NotFound(
                     f"what is kept of step {step} has no sample {sample!r:.200}",
-                    expected=f"a sample_uid of /steps/{step}/samples",
+                    expected="the sample_uid of one of its samples",
+                    see=(Link.to_step("samples", step),),
                 )
         if not files:
             removed = rows_removed(target.step_row)

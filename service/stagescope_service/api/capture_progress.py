@@ -116,7 +116,7 @@ class Progress:
 def progress(catalogue: Catalogue, row: CaptureRow) -> Progress:
     """Return the progress of a capture."""
     spec = row["spec"]
-    agreement = Agreement.of(spec.get("agreement") or {})
+    agreement = Agreement.from_json(spec.get("agreement") or {})
     attempt = catalogue.find_attempt(row["run"]) if row["run"] is not None else None
     dumps = catalogue.captured(row["capture_id"], limit=ALL_ROWS)
     ranks = _requested_ranks(catalogue, spec, agreement, attempt)

@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request
 
 from stagescope.wire.errors import NotFound
+from stagescope.wire.links import Link
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.capture_progress import progress
 from stagescope_service.api.dependencies import RUN_PATTERN, Dependencies, Deps
@@ -75,7 +76,9 @@ def capture(deps: Deps, capture_id: CaptureId) -> Answer:
     """
     row = deps.catalogue.capture(capture_id)
     if row is None:
-        raise NotFound(f"no capture {capture_id!r:.100}", advice="see /captures for all of them")
+        raise NotFound(
+            f"no capture {capture_id!r:.100}", see=(Link("captures", shows="all of them"),)
+        )
     return Answer(progress(deps.catalogue, row).answer())
 
 
@@ -115,7 +118,7 @@ async def add_capture(
     return Answer(reply, 201)
 
 
-@router.delete("/captures/{capture_id}", response_model=models.OrderedCapture)
+@router.delete("/captures/{capture_id}", response_model=models.RequestedCapture)
 async def remove_capture(request: Request, deps: Deps, capture_id: CaptureId) -> Answer:
     """Withdraw a capture and return it; what it has collected stays. Needs the operate token.
 
@@ -138,7 +141,8 @@ def _already_over(deps: Dependencies, row: CaptureRow) -> NotFound:
     by = f", removed by {row['removed_by']}" if row["removed_by"] else ""
     return NotFound(
         f"capture {capture_id} is no longer in force: it is {state}{by}",
-        advice=f"nothing is left to remove; what it collected stays: see /captures/{capture_id}",
+        advice="nothing is left to remove; what it collected stays",
+        see=(Link("captures", name=capture_id),),
     )
 
 

@@ -27,7 +27,7 @@ from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import FileDump, entry_order, files_of
 from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.importing import KEY_PREFIX
-from stagescope_service.dumps.records import Dump, DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, DumpProblem, Location, Record
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tables import ArtifactRow
 
@@ -39,7 +39,7 @@ Logged = tuple[tuple[str, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
+class ComparedSide:
     """One side of a comparison: an attempt of a run, or a directory or file.
 
     Attributes:
@@ -82,7 +82,9 @@ class Side:
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
-def find_sides(deps: Dependencies, requested: Sequence[str | DirectoryFields]) -> list[Side]:
+def find_sides(
+    deps: Dependencies, requested: Sequence[str | DirectoryFields]
+) -> list[ComparedSide]:
     """Return the sides of a comparison; runs that name no step get the steps that all hold.
 
     Args:
@@ -114,7 +116,7 @@ def find_sides(deps: Dependencies, requested: Sequence[str | DirectoryFields]) -
             advice=f"name a step of each: RUN@ATTEMPT:STEP; {KEEP_ADVICE}",
         )
     newest = tuple(sorted(common, reverse=True)[:MAX_STEPS])
-    complete: list[Side] = []
+    complete: list[ComparedSide] = []
     for side in sides:
         if side.target is not None and not side.names_step:
             left_out = "" if named else _left_out(deps, side.target, len(newest), len(common))
@@ -124,30 +126,30 @@ def find_sides(deps: Dependencies, requested: Sequence[str | DirectoryFields]) -
     return complete
 
 
-def open_side(deps: Dependencies, side: Side, copies: Path) -> Dump:
+def open_side(deps: Dependencies, side: ComparedSide, copies: Path) -> Dump:
     """Return a side's dump; files of other nodes are fetched to the caller's directory `copies`."""
     if side.path is not None:
         return open_dump(side.path)
     assert side.target is not None
     files: dict[str, list[tuple[Path, Location]]] = {"kept": [], "ring": []}
-    problems: list[Problem] = []
+    problems: list[DumpProblem] = []
     for step, row in side.files:
         try:
             path = local_file(deps, row, copies)
         except StagescopeError as error:
-            problems.append(Problem(Path(row["path"]), "missing", str(error)))
+            problems.append(DumpProblem(Path(row["path"]), "missing", str(error)))
             continue
         location = Location(step, row["stage"], row["role"], row["rank"])
         files[row["kind"]].append((path, location))
     if side.left_out:
-        problems.append(Problem(Path(side.name), "gap", side.left_out))
+        problems.append(DumpProblem(Path(side.name), "gap", side.left_out))
     dump = _with_logged(_kept_and_ring(side.name, files), side)
     attempts = {"attempts": [f"{side.target.run}@{side.target.attempt['key']}"]}
     about = {**attempts, **dump.about, **_noise_floor(deps, side), **_broke_off(side)}
     return dataclasses.replace(dump, about=about, problems=[*dump.problems, *problems])
 
 
-def _find_directory(deps: Dependencies, directory: str) -> Side:
+def _find_directory(deps: Dependencies, directory: str) -> ComparedSide:
     try:
         path = confine(directory, deps.settings.roots)
     except Forbidden as error:
@@ -164,17 +166,17 @@ def _find_directory(deps: Dependencies, directory: str) -> Side:
             f"path {str(path)!r:.200} cannot be used: {error.strerror}",
             expected="a directory, or a file, that the service can open",
         ) from error
-    return Side(str(path), path=path)
+    return ComparedSide(str(path), path=path)
 
 
-def _find_run(deps: Dependencies, text: str) -> Side:
+def _find_run(deps: Dependencies, text: str) -> ComparedSide:
     requested = schema.read_target(text)
     if requested.step is not None:
         target = deps.finder.step(requested.run, requested.attempt, requested.step)
         name = str(schema.Target(target.run, target.number, requested.step))
-        return Side(name, target, (requested.step,), names_step=True)
+        return ComparedSide(name, target, (requested.step,), names_step=True)
     target = deps.finder.attempt(requested.run, requested.attempt)
-    side = Side(str(schema.Target(target.run, target.number)), target)
+    side = ComparedSide(str(schema.Target(target.run, target.number)), target)
     steps = deps.catalogue.kept_steps(target.attempt_id)
     if side.is_imported:
         rows = deps.catalogue.steps(target.attempt_id, limit=ALL_ROWS)
@@ -198,7 +200,7 @@ def _left_out(deps: Dependencies, target: Target, compared: int, common: int) ->
     )
 
 
-def _with_files(deps: Dependencies, side: Side) -> Side:
+def _with_files(deps: Dependencies, side: ComparedSide) -> ComparedSide:
     """Return the side with the files and scalars of its steps.
 
     Raises:
@@ -249,7 +251,7 @@ def _kept_and_ring(name: str, files: Mapping[str, Sequence[tuple[Path, Location]
     )
 
 
-def _with_logged(dump: FileDump, side: Side) -> FileDump:
+def _with_logged(dump: FileDump, side: ComparedSide) -> FileDump:
     """Return a dump with entries for the scalars that its files do not hold."""
     in_files = {(entry.section, entry.location) for entry in dump.entries}
     scalars: dict[DumpEntry, dict[str, float]] = {}
@@ -274,7 +276,7 @@ def _read(
     return reader(entry) if values is None else Record(entry, numbers=values)
 
 
-def _noise_floor(deps: Dependencies, side: Side) -> JsonObject:
+def _noise_floor(deps: Dependencies, side: ComparedSide) -> JsonObject:
     """Return the mismatch of the trainer with itself, where the side is one measured step."""
     if side.target is None or side.target.step is None:
         return {}
@@ -288,7 +290,7 @@ def _noise_floor(deps: Dependencies, side: Side) -> JsonObject:
     return {"noise_floor": {n: floor[f"logprob_abs_diff/{n}"] for n in ("mean", "max")}}
 
 
-def _broke_off(side: Side) -> JsonObject:
+def _broke_off(side: ComparedSide) -> JsonObject:
     """Return where the attempt ended, if it ended inside the step that the side is."""
     if side.target is None or side.target.step is None:
         return {}

@@ -16,7 +16,7 @@ from fastapi.responses import HTMLResponse
 
 from stagescope.wire.errors import InvalidInput, NotReady
 from stagescope.wire.schema import read_target
-from stagescope_service.api.comparison_sides import Side, find_sides, open_side
+from stagescope_service.api.comparison_sides import ComparedSide, find_sides, open_side
 from stagescope_service.api.dependencies import Dependencies, Deps, wait_for
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import comparisons as models
@@ -146,7 +146,9 @@ def _start(deps: Dependencies, body: ComparisonRequest) -> tuple[float, Future[_
     return deps.long_computations.start_once(key, _compared, deps, sides, tolerances)
 
 
-def _compared(deps: Dependencies, sides: Sequence[Side], tolerances: Tolerances) -> _Compared:
+def _compared(
+    deps: Dependencies, sides: Sequence[ComparedSide], tolerances: Tolerances
+) -> _Compared:
     root = deps.settings.data_path / "copies"
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root) as copies:

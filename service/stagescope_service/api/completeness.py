@@ -89,7 +89,7 @@ def gaps(catalogue: Catalogue, steps: Iterable[StepOverview]) -> dict[StepKey, s
     }
     if not closed:
         return {}
-    unmeasured = {step for (_, step), row in closed.items() if not row["has_whole"]}
+    unmeasured = {step for (_, step), row in closed.items() if not row["has_summary"]}
     behind = {key for key, row in closed.items() if is_behind(row)}
     errors: dict[StepKey, str] = {}
     if behind:
@@ -192,12 +192,12 @@ def gap(
         error: why its last aggregation failed; None where it did not.
     """
     if step["rows_removed"] is not None:
-        return ROWS_REMOVED if step["has_whole"] else f"no numbers: {ROWS_REMOVED}"
+        return ROWS_REMOVED if step["has_summary"] else f"no numbers: {ROWS_REMOVED}"
     if error is not None:
-        lack = "numbers without what came last" if step["has_whole"] else "no numbers"
+        lack = "numbers without what came last" if step["has_summary"] else "no numbers"
         return f"{lack}: the aggregation failed: {error:.300}"
     missing = missing_payloads(states)
-    if step["has_whole"]:
+    if step["has_summary"]:
         # What was read since the last aggregation is in no number yet, and in no count of tokens.
         late = "what was read last: they are being aggregated again" if is_behind(step) else ""
         lacks = " and ".join(filter(None, (missing, late)))

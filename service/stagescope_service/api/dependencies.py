@@ -233,7 +233,7 @@ class Dependencies:
     counts: Counts
 
     @classmethod
-    def of(
+    def build(
         cls,
         *,
         catalogue: Catalogue,

@@ -21,7 +21,7 @@ from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.samples import loss_of
 from stagescope_service.api.target import Target
 from stagescope_service.diagnosis.doctor import Diagnosis, diagnose
-from stagescope_service.diagnosis.history import LossOfStep, RunHistory, Step
+from stagescope_service.diagnosis.history import LossOfStep, RunHistory, StepInForce
 from stagescope_service.diagnosis.parts import mismatch_parts
 from stagescope_service.dumps.joining.join import Selection
 
@@ -125,7 +125,7 @@ class _KeptTensors:
         self._deps = deps
         self._run = run
 
-    def loss(self, step: Step) -> LossOfStep:
+    def loss(self, step: StepInForce) -> LossOfStep:
         target = self._target(step)
         size = sum(row["bytes"] for row in payload_artifacts(self._deps, target, step.step))
         if size > _MAX_BYTES:
@@ -141,7 +141,7 @@ class _KeptTensors:
             unrecorded={str(each["name"]): str(each["record"]) for each in unrecorded},
         )
 
-    def batch(self, step: Step, names: Sequence[str]) -> Batch | None:
+    def batch(self, step: StepInForce, names: Sequence[str]) -> Batch | None:
         target = self._target(step)
         files = payload_artifacts(self._deps, target, step.step)
         there: set[str] = set()
@@ -151,7 +151,7 @@ class _KeptTensors:
             return None
         return batch_of(self._deps, target, Selection(names, None))
 
-    def _target(self, step: Step) -> Target:
+    def _target(self, step: StepInForce) -> Target:
         return self._deps.finder.step(self._run, step.attempt, step.step)
 
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query, Request
 
 from stagescope.engines.registry import check_engine
 from stagescope.wire.errors import Conflict, NotFound
+from stagescope.wire.links import Link
 from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Dependencies, Deps
 from stagescope_service.api.models import service as models
@@ -105,4 +106,4 @@ def _engine_row(deps: Dependencies, name: str) -> UsedEngine:
     for row in _engine_rows(deps):
         if row["name"] == name:
             return row
-    raise NotFound(f"no engine is called {name!r:.100}", advice="see GET /engines")
+    raise NotFound(f"no engine is called {name!r:.100}", see=(Link("engines"),))

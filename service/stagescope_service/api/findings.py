@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal, NamedTuple, cast
 from fastapi import APIRouter, Depends, Path, Query
 
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.links import Link
 from stagescope.wire.names import closest_by_words
 from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.dependencies import (
@@ -114,7 +115,7 @@ def findings(
     query: EventQueryOf,
     severity: Annotated[Severity | None, Query(description="Only these.")] = None,
 ) -> Answer:
-    """List what the service noticed to be wrong, with evidence and advice; last seen first."""
+    """List what the service found to be wrong, with evidence and advice; last seen first."""
     scope = scope_of(deps, attempt)
     check_kind(deps, "findings", scope.filters, query.kind)
     rows = deps.catalogue.findings(
@@ -131,7 +132,7 @@ def findings(
 
 @router.get("/findings/groups", response_model=models.FindingGroups)
 def finding_groups(deps: Deps, page: PageOf, attempt: AttemptQueryOf, only: Only = None) -> Answer:
-    """List what was noticed to be wrong, a row for each kind of problem, the most severe first.
+    """List what was found to be wrong, a row for each kind of problem, the most severe first.
 
     A row is the first of its findings, with a `message` that is true of all, `where` (steps and
     ranks as text), `first_step`, `last_step`, `ranks` and `steps` (how many of each), `findings`
@@ -172,7 +173,7 @@ def finding(
     """Return one finding in full, and in `group` the findings of its attempt with its cause."""
     candidates = deps.catalogue.finding(finding_id)
     if not candidates:
-        raise NotFound(f"there is no finding {finding_id!r:.100}", advice="see /findings")
+        raise NotFound(f"there is no finding {finding_id!r:.100}", see=(Link("findings"),))
     if len(candidates) > 1 and candidates[0]["finding_id"] != finding_id:
         raise InvalidInput(
             f"several findings begin with {finding_id!r:.100}", expected="more of its id"

@@ -10,6 +10,7 @@ import anyio
 from fastapi import APIRouter, Response
 
 from stagescope.wire.errors import NotReady, StagescopeError
+from stagescope.wire.links import Link
 from stagescope_service.api import prometheus
 from stagescope_service.api.dependencies import Dependencies, Deps
 from stagescope_service.api.encoding import JsonObject
@@ -34,7 +35,7 @@ async def readyz(deps: Deps) -> Answer:
     problem = await _readiness_problem(deps)
     if problem:
         # The details may name paths, and this route needs no token: they are in /status.
-        raise NotReady(problem[0], advice="/status says more, with a token")
+        raise NotReady(problem[0], see=(Link("status", shows="more, with a token"),))
     return Answer({"status": "ready"})
 
 

@@ -23,7 +23,7 @@ from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import numbers as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.rows import layout_of, matching
-from stagescope_service.api.step_summaries import MeasuredStep, Slice
+from stagescope_service.api.step_summaries import MeasuredSummary, Slice
 from stagescope_service.api.steps import begun_again_in, gap_of, progress_of
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.cell import Cell, Field
@@ -201,7 +201,9 @@ def metrics_of(
     return {**_heading(deps, target), **metrics_fields(measured, step, round)}
 
 
-def measure(deps: Dependencies, target: Target, part: Slice) -> tuple[MeasuredStep, Comparability]:
+def measure(
+    deps: Dependencies, target: Target, part: Slice
+) -> tuple[MeasuredSummary, Comparability]:
     """Return the statistics of a part of a step, and whether the step's streams can be compared."""
     measured = deps.step_summaries.measure(target.attempt_id, target.step_row, part)
     if part == Slice():
@@ -260,7 +262,7 @@ def _cause(checked: Comparability, step: Comparability) -> str | None:
     return checked.cause
 
 
-def _context(measured: MeasuredStep, step: Comparability) -> JsonObject:
+def _context(measured: MeasuredSummary, step: Comparability) -> JsonObject:
     """Return the fields that accompany every answer about a step's numbers."""
     summary = measured.summary
     return {
@@ -328,7 +330,7 @@ def doubted_steps(deps: Dependencies, attempts: Mapping[int, int]) -> list[str]:
 
 
 def metrics_fields(
-    measured: MeasuredStep, step: Comparability, round: int | None = None
+    measured: MeasuredSummary, step: Comparability, round: int | None = None
 ) -> JsonObject:
     """Return the published numbers of a step, or of one of its rounds, and what they rest on.
 
@@ -355,7 +357,7 @@ def metrics_fields(
     }
 
 
-def coverage(measured: MeasuredStep) -> Coverage:
+def coverage(measured: MeasuredSummary) -> Coverage:
     """Return what the numbers cover: payloads by state, tokens, and what was left out.
 
     `tokens` + all of `tokens_left_out` (reason -> tokens) = `tokens_sent`, the tokens under the
@@ -425,7 +427,7 @@ def slice_rows(summary: Summary, step: Comparability, by: SliceBy) -> list[JsonO
 
 
 def rank_rows(
-    measured: MeasuredStep, step: Comparability, processes: Iterable[ProcessColumns]
+    measured: MeasuredSummary, step: Comparability, processes: Iterable[ProcessColumns]
 ) -> list[JsonObject]:
     """Return the numbers of each rank, even of those that do not count, and where it ran."""
     summary = measured.summary
@@ -450,7 +452,7 @@ def rank_rows(
     ]
 
 
-def token_rows(measured: MeasuredStep, processes: Iterable[ProcessColumns]) -> list[JsonObject]:
+def token_rows(measured: MeasuredSummary, processes: Iterable[ProcessColumns]) -> list[JsonObject]:
     """Return the worst tokens, |d| descending, then the non-finite ones."""
     summary = measured.summary.summary
     ranks = {row["incarnation"]: (row["role"], row["rank"]) for row in processes}
@@ -512,7 +514,7 @@ def _cell_of_round(summary: Summary, round: int) -> Cell:
     return cell
 
 
-def _roles(measured: MeasuredStep) -> str | None:
+def _roles(measured: MeasuredSummary) -> str | None:
     """Return the role whose parts counted: one, or several joined by a comma."""
     roles = dict.fromkeys(rank.role for rank in measured.summary.ranks if rank.counted_parts)
     return ",".join(roles) or None

@@ -13,6 +13,7 @@ from typing import Final
 from fastapi import APIRouter, Request
 
 from stagescope.wire.errors import InvalidInput, NotReady, Unreachable
+from stagescope.wire.links import Link
 from stagescope_service.api.dependencies import Dependencies, Deps, wait_for
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import operators as models
@@ -139,7 +140,7 @@ def _start_tensors(
             raise InvalidInput(
                 f"the dump of {describe_table(side.table)} is of task {side.table['task']}",
                 expected="a dump of msprobe's task 'tensor'",
-                advice="its statistics are compared by /operators/divergence",
+                see=(Link("divergence", shows="a comparison of its statistics"),),
             )
     tables = (deps.operator_files.path(a.table), deps.operator_files.path(b.table))
     key = (a.table["checksum"] or "", b.table["checksum"] or "")

@@ -2,12 +2,12 @@
 
 A problem holds `type` (`urn:stagescope:<code>`), `title`, `status`, `detail` (a full sentence),
 `instance` (the path) and, for programs, the parts of the sentence: `code`, `wrong`, `expected` and
-`advice`.
+`advice`, and in `see` the answers of the service that the advice leads to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Annotated, Final, TypeVar
 
@@ -18,7 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from stagescope.wire.errors import InvalidInput, NotReady, StagescopeError
+from stagescope.wire.links import Link, with_links
 from stagescope_service.api.encoding import JsonObject, encode
+from stagescope_service.api.models.common import Link as LinkModel
 from stagescope_service.api.models.common import Model
 
 MEDIA_TYPE: Final = "application/problem+json"
@@ -45,13 +47,24 @@ class Problem(Model):
     expected: str
     """What would have been right; empty where that is not known."""
     advice: str
-    """What to do; empty where nothing is advised."""
+    """What to do, and the paths of what to look at; empty where nothing is advised."""
+    see: list[LinkModel]
+    """What to look at, as data."""
 
 
 def problem(
-    status: int, code: str, wrong: str, *, expected: str = "", advice: str = "", path: str = ""
+    status: int,
+    code: str,
+    wrong: str,
+    *,
+    expected: str = "",
+    advice: str = "",
+    see: Iterable[Link] = (),
+    path: str = "",
 ) -> JsonObject:
     """Return the body of a problem."""
+    see = tuple(see)
+    advice = with_links(advice, see)
     detail = "; ".join(
         part for part in (wrong, f"expected {expected}" if expected else "", advice) if part
     )
@@ -65,6 +78,7 @@ def problem(
         "wrong": wrong,
         "expected": expected,
         "advice": advice,
+        "see": [link.to_json() for link in see],
     }
 
 
@@ -76,6 +90,7 @@ def error_response(error: StagescopeError, path: str) -> Response:
         error.wrong,
         expected=error.expected,
         advice=error.advice,
+        see=error.see,
         path=path,
     )
     headers = {}

@@ -203,7 +203,7 @@ def _run_families(sources: Sources, runs: list[ListedRun], now: float) -> Iterat
             continue
         number.add_metric([run], float(row["attempt"] or 0))
         steps = sources.catalogue.steps(row["attempt_id"], limit=_STEPS_SEARCHED)
-        measured = next((item for item in steps if item["has_whole"]), None)
+        measured = next((item for item in steps if item["has_summary"]), None)
         if steps:
             newest.add_metric([run], float(steps[0]["step"]))
         if measured is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypedDict, TypeVar, cast
 
-from stagescope.advice import of_attempt
 from stagescope.wire.errors import NotFound
+from stagescope.wire.links import links_from_json, with_links
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import LAYOUT_COLUMNS, Part
 from stagescope_service.api.completeness import (
@@ -129,7 +129,7 @@ def step_row(
         "opened_wall": row["opened_wall"],
         "closed_wall": row["closed_wall"],
         "close_reason": row["close_reason"],
-        "measured": row["has_whole"],
+        "measured": row["has_summary"],
         "gap": gap,
         "begun_again": begun_again,
         "losses": row["losses"],
@@ -233,7 +233,9 @@ def with_attempt_numbers(
 def finding_rows(
     rows: Iterable[Mapping[str, Json]], numbers: Mapping[int, int]
 ) -> list[JsonObject]:
-    """Return rows of findings with the attempt's number; their advice leads to that attempt.
+    """Return rows of findings with the attempt's number and, in `see`, links to that attempt.
+
+    `advice` ends with the paths of the links.
 
     Args:
         rows: of one run.
@@ -243,8 +245,13 @@ def finding_rows(
     newest = max(numbers.values(), default=None)
     found = with_attempt_numbers(rows, numbers)
     for row in found:
-        if row["advice"] and row["attempt"] not in (None, newest):
-            row["advice"] = of_attempt(str(row["advice"]), cast("int", row["attempt"]))
+        number = cast("int | None", row["attempt"])
+        links = links_from_json(row["see"])
+        if number != newest:
+            links = tuple(link.within(None, number) for link in links)
+        if row["advice"] is not None or links:
+            row["advice"] = with_links(cast("str", row["advice"] or ""), links)
+        row["see"] = [link.to_json() for link in links]
     return found
 
 

@@ -27,7 +27,7 @@ from stagescope_service.api.rows import (
     unreported_steps,
 )
 from stagescope_service.api.series import newest_metrics
-from stagescope_service.api.step_summaries import MeasuredStep
+from stagescope_service.api.step_summaries import MeasuredSummary
 from stagescope_service.statistics.exact import NOT_KEPT, first_difference, unequal_tokens
 from stagescope_service.statistics.step_metrics import VERSION
 from stagescope_service.store.parts import incarnation_of
@@ -154,7 +154,7 @@ def exact(deps: Deps, run: Run = None, attempt: AttemptNumber = None) -> Answer:
         if step in seen or (attempt is None and lineage.superseded_by(row) is not None):
             continue
         seen.add(step)
-        if row["has_whole"]:
+        if row["has_summary"]:
             steps[step] = row
     verdicts = [_judge(deps, lineage, steps[step]) for step in sorted(steps)]
     ranges = list(_ranges(verdicts))
@@ -234,7 +234,7 @@ def _with_non_finite(reason: str, non_finite: int) -> str:
 
 
 def _first_difference(
-    differing: _StepVerdict, measured: MeasuredStep, processes: Sequence[ProcessColumns]
+    differing: _StepVerdict, measured: MeasuredSummary, processes: Sequence[ProcessColumns]
 ) -> _FirstDifference:
     step, attempt = differing.step, differing.attempt
     token = first_difference(measured.summary.summary)

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Path, Query
 
 from stagescope.batch import Batch, BatchPart, widened
 from stagescope.wire.errors import NotFound, StagescopeError
+from stagescope.wire.links import Link
 from stagescope_service.api.batches import batch_of
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.dependencies import Dependencies, Deps, Rank, Role, StepTarget
@@ -250,20 +251,21 @@ def _tokens_of_row(
     raise NotFound(
         f"what is kept of step {target.step_number} has no row {row} of {role or 'any role'} "
         f"{'any rank' if rank is None else rank}",
-        expected=f"a row of /steps/{target.step_number}/samples",
+        expected="a row of one of its samples",
+        see=(Link.to_step("samples", target.step_number),),
     )
 
 
 def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes: str) -> JsonObject:
     rows = np.array([row], np.int64)
     passes = [each[rows] for each in _passes(batch)]
-    one = StepTokens.of(batch.take(rows), _loss_masks(batch, rows), passes)
+    one = StepTokens.from_batch(batch.take(rows), _loss_masks(batch, rows), passes)
     shown = one.extent(row=0)
     fates = one.loss.fates()[0, shown]
     d = one.d[0, shown]
     ids = one.column("responses", shown)
     mask = one.loss.mask[0, shown]
-    tokenizer = Tokenizers.of(deps.settings, batch.meta)
+    tokenizer = Tokenizers.from_settings(deps.settings, batch.meta)
     clipped = None if one.loss.clipped is None else one.loss.clipped[0, shown]
     comparability = None
     with contextlib.suppress(NotFound):  # the tensors are kept of a step without numbers
@@ -319,7 +321,7 @@ def loss_of(deps: Dependencies, target: Target) -> tuple[JsonObject, list[JsonOb
     """Return the fields of the answer, and its rows."""
     measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
     batch = batch_of(deps, target, Selection(None, None))
-    step = StepTokens.of(batch, _loss_masks(batch, np.arange(batch.rows)), _passes(batch))
+    step = StepTokens.from_batch(batch, _loss_masks(batch, np.arange(batch.rows)), _passes(batch))
     found = loss_fate.sums(step.loss.fates(), step.d)
     tokens, mismatch = sum(each.tokens for each in found), sum(each.abs_diff_sum for each in found)
     rows: list[JsonObject] = [
@@ -394,7 +396,7 @@ class StepTokens:
     notes: Sequence[str]
 
     @classmethod
-    def of(cls, batch: Batch, masks: Bool | None, passes: Sequence[Int8]) -> StepTokens:
+    def from_batch(cls, batch: Batch, masks: Bool | None, passes: Sequence[Int8]) -> StepTokens:
         """Read the rows of a batch.
 
         Args:

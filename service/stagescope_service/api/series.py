@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Query
 
 from stagescope.table import similar_names
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.links import Link
 from stagescope_service.api.completeness import (
     ROWS_REMOVED,
     BegunAgain,
@@ -273,7 +274,7 @@ def _metric_points(deps: Dependencies, requested: SeriesRequest) -> Iterator[Poi
         stored: Mapping[str, Value] | bytes | SliceMetrics | None
         stored = row.pop("metrics", None) if numbers == "metrics" else row.pop("slices", None)
         point = Point(row, {})
-        if stored is None and row["has_whole"]:
+        if stored is None and row["has_summary"]:
             old_steps += 1
             if old_steps > _MAX_OLD_STEPS:
                 point.reason = OLD
@@ -306,7 +307,7 @@ def _recompute(
     comparability = measured.comparability
     row["verdict"], row["stage"] = comparability.verdict, measured.summary.stage
     row["suspects"] = [check.name for check in comparability.suspects]
-    return SliceMetrics.of(measured.summary) if slices else measured.published
+    return SliceMetrics.from_step_summary(measured.summary) if slices else measured.published
 
 
 def why_unmeasured(row: StepMarks, error: str | None, loss: str | None) -> str:
@@ -524,8 +525,8 @@ def check_known(run: str, name: str, metrics: Collection[str], scalars: Collecti
     close = similar_names(name, [*metrics, *scalars])
     raise NotFound(
         f"run {run} has no metric and no scalar {name!r:.100}",
-        advice=(f"did you mean {' or '.join(close)}? " if close else "")
-        + "see /steps/latest/metrics and /steps/latest/scalars for the names",
+        advice=f"did you mean {' or '.join(close)}?" if close else "",
+        see=(Link("metrics", "latest"), Link("scalars", "latest", shows="the names")),
     )
 
 

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 from cachetools import LRUCache
 
-from stagescope.advice import of_attempt, of_run
 from stagescope.wire.errors import InvalidInput, NotFound
+from stagescope.wire.links import Link
 from stagescope.wire.names import misspelt
 from stagescope.wire.schema import STEP_SUMMARY_STAGES, STREAM_TENSORS
 from stagescope_service.api.completeness import ALL_ROWS, ROWS_REMOVED, missing_payloads
@@ -55,7 +55,7 @@ class StepVersion(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MeasuredStep:
+class MeasuredSummary:
     """The summary of a step, or of a slice of one, and what its numbers rest on."""
 
     summary: StepSummary
@@ -92,7 +92,7 @@ class StepSummaries:
 
     def __init__(self, catalogue: Catalogue, size: int) -> None:
         self._catalogue = catalogue
-        self._cache: LRUCache[tuple[StepVersion, Slice], MeasuredStep] = LRUCache(size)
+        self._cache: LRUCache[tuple[StepVersion, Slice], MeasuredSummary] = LRUCache(size)
         self._lock = threading.Lock()
 
     def measure(
@@ -100,7 +100,7 @@ class StepSummaries:
         attempt_id: int,
         step: StepOverview,
         part: Slice = Slice(),  # noqa: B008
-    ) -> MeasuredStep:
+    ) -> MeasuredSummary:
         """Return the statistics of a step, or of a part of it.
 
         Args:
@@ -112,11 +112,11 @@ class StepSummaries:
             NotFound: nothing of that stage, role or rank was measured; names what was.
         """
         version = StepVersion(attempt_id, step["step"], step["whole_wall"])
-        if not step["has_whole"]:
+        if not step["has_summary"]:
             return self._assemble(version, part)
         key = (version, part)
         with self._lock:
-            cached: MeasuredStep | None = self._cache.get(key)
+            cached: MeasuredSummary | None = self._cache.get(key)
         if cached is not None:
             return cached
         # Two threads may read the same step: waiting for each other would cost more.
@@ -129,7 +129,7 @@ class StepSummaries:
     def published(self, attempt_id: int, number: int) -> dict[str, float]:
         """Return the published metrics of a step, {} where nothing was measured."""
         rows = self._catalogue.steps(attempt_id, before=number + 1, limit=1)
-        if not rows or rows[0]["step"] != number or not rows[0]["has_whole"]:
+        if not rows or rows[0]["step"] != number or not rows[0]["has_summary"]:
             return {}
         return self.measure(attempt_id, rows[0]).published
 
@@ -140,9 +140,9 @@ class StepSummaries:
             attempt_id: the attempt's key in the catalogue.
             step: the step.
         """
-        return self.measure(attempt_id, step).comparability if step["has_whole"] else None
+        return self.measure(attempt_id, step).comparability if step["has_summary"] else None
 
-    def _read(self, version: StepVersion, part: Slice) -> MeasuredStep:
+    def _read(self, version: StepVersion, part: Slice) -> MeasuredSummary:
         """Return the stored summary, or assemble it where that is of other tokens."""
         row = self._catalogue.step(version.attempt_id, version.step)
         if row is None or row["whole"] is None:
@@ -155,7 +155,7 @@ class StepSummaries:
         noise = self._parts(version, pair=NOISE_PAIR)
         return self._with_context(version, summary, noise)
 
-    def _assemble(self, version: StepVersion, part: Slice) -> MeasuredStep:
+    def _assemble(self, version: StepVersion, part: Slice) -> MeasuredSummary:
         every = self._parts(version)
         parts = every
         if part.stage is None and (part.role is not None or part.rank is not None):
@@ -173,13 +173,13 @@ class StepSummaries:
 
     def _with_context(
         self, version: StepVersion, summary: StepSummary, noise: Sequence[PartRecord]
-    ) -> MeasuredStep:
+    ) -> MeasuredSummary:
         """Return a summary with its noise floor, the states of payloads and the streams."""
         floor = noise_floor(noise, summary.stage)
         payloads = self._catalogue.payloads(version.attempt_id, version.step, limit=ALL_ROWS)
         states = Counter(row["state"] for row in payloads)
         streams = self._streams(version.attempt_id, summary)
-        return MeasuredStep(summary, floor, dict(states), streams)
+        return MeasuredSummary(summary, floor, dict(states), streams)
 
     def _streams(self, attempt_id: int, summary: StepSummary) -> dict[str, JsonObject]:
         attributes = {
@@ -235,23 +235,25 @@ class StepSummaries:
             f"in {stage}: {', '.join(sorted(each)[:_NAMES_LISTED]) or 'no tensor'}"
             for stage, each in sorted(recorded.items())
         )
-        advice = "".join(f"{name} seems to mean {meant}; " for name, meant in misspellings.items())
+        advice = "; ".join(f"{name} seems to mean {meant}" for name, meant in misspellings.items())
         return NotFound(
             f"step {version.step} has no numbers (yet): {reason}; "
             f"recorded is {described or 'nothing'}",
             expected="rollout_log_probs and old_log_probs (or log_probs) with response_mask",
-            advice=advice + self._places_to_look(version),
+            advice=advice,
+            see=self._see(version),
         )
 
-    def _places_to_look(self, version: StepVersion) -> str:
-        text = (
-            f"see /steps/{version.step}/stages for who has arrived, /losses for what was lost, "
-            "/findings for what was refused or not joined"
+    def _see(self, version: StepVersion) -> list[Link]:
+        links = (
+            Link.to_step("stages", version.step, shows="who has arrived"),
+            Link("losses", shows="what was lost"),
+            Link("findings", shows="what was refused or not joined"),
         )
         attempt = self._catalogue.attempt(version.attempt_id)
-        return (
-            text if attempt is None else of_attempt(of_run(text, attempt["run"]), attempt["number"])
-        )
+        if attempt is None:
+            return list(links)
+        return [link.within(attempt["run"], attempt["number"]) for link in links]
 
 
 _TENSORS_OF_SIDES: Final = (

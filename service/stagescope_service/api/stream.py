@@ -21,6 +21,7 @@ from fastapi import APIRouter, Header, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from stagescope.wire.errors import NotReady, StagescopeError
+from stagescope.wire.links import Link
 from stagescope_service.api.dependencies import Deps, Run
 from stagescope_service.api.encoding import JsonObject, encode
 from stagescope_service.store.catalogue import Catalogue
@@ -237,7 +238,8 @@ class Watcher:
         if len(self._listeners) >= MAX_LISTENERS:
             raise NotReady(
                 f"{MAX_LISTENERS} clients listen already",
-                advice="ask for /steps now and then instead, or close other pages",
+                advice="close other pages, or ask for the steps now and then instead",
+                see=(Link("steps"),),
             )
         listener = _Listener(run, scope)
         self._listeners.add(listener)

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final, TypedDict
 
-from stagescope.advice import of_run
 from stagescope.wire.errors import NotFound
+from stagescope.wire.links import Link
 from stagescope.wire.schema import check_run_name
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.rows import Lineage
@@ -179,7 +179,7 @@ class Finder:
                 expected=_one_of(numbers, number or 0),
             )
         raise NotFound(
-            f"run {run} has no attempt of key {key!r:.100}", advice=f"see /runs/{run}/attempts"
+            f"run {run} has no attempt of key {key!r:.100}", see=(Link("attempts", run=run),)
         )
 
     def _also_live(self, run: str) -> list[LiveRun]:
@@ -198,7 +198,7 @@ class Finder:
         names = [row["run"] for row in self._catalogue.runs(limit=200)]
         close = difflib.get_close_matches(run, names, n=_NAMED) or names[:_NAMED]
         expected = f"one of {', '.join(close)}" if close else ""
-        return NotFound(f"there is no run {run!r}", expected=expected, advice="see /runs")
+        return NotFound(f"there is no run {run!r}", expected=expected, see=(Link("runs"),))
 
     def _no_attempt(self, run: str, number: int | None) -> NotFound:
         numbers = sorted(row["number"] for row in self._catalogue.attempts(run))
@@ -214,7 +214,7 @@ class Finder:
         wrong = f"{owner} has no step {'yet' if step is None else step}"
         if not steps:
             return NotFound(wrong, advice="a step exists once a rank began a stage in it")
-        return NotFound(wrong, expected=_one_of(steps, step or 0), advice=of_run("see /steps", run))
+        return NotFound(wrong, expected=_one_of(steps, step or 0), see=(Link("steps", run=run),))
 
 
 def _one_of(numbers: Sequence[int], near: int) -> str:

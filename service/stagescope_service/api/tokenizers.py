@@ -39,7 +39,7 @@ class Tokenizers:
         self.reason = reason
 
     @classmethod
-    def of(cls, settings: Settings, meta: Mapping[str, object]) -> Tokenizers:
+    def from_settings(cls, settings: Settings, meta: Mapping[str, object]) -> Tokenizers:
         """Return the tokenizer of a batch, by its `meta`, else the service's."""
         of_run = meta.get("settings")
         named = of_run.get("tokenizer") if isinstance(of_run, Mapping) else None

@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal, TypedDict
 from fastapi import APIRouter, Path, Query
 
 from stagescope.wire.errors import NotFound
+from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import Json
 from stagescope_service.api.completeness import ROWS_REMOVED, rows_removed
 from stagescope_service.api.dependencies import (
@@ -104,12 +105,14 @@ def of_step(deps: Deps, target: StepTarget, page: PageOf, verdict: VerdictFilter
     if not versions and (removed := rows_removed(target.step_row)) is not None:
         raise NotFound(
             f"no weights of step {target.step_number} are left: {removed}",
-            advice="the verdict of each version remains: see /weights",
+            advice="the verdict of each version remains",
+            see=(Link("weights"),),
         )
     if not versions:
         raise NotFound(
             f"no weights were recorded at step {target.step_number}",
-            advice="probe.record_weights(..., step=...) on both sides of a sync; see /weights",
+            advice="probe.record_weights(..., step=...) on both sides of a sync",
+            see=(Link("weights"),),
         )
     return Answer({**target.heading(), **_answer(deps, target, versions, page, verdict)})
 
@@ -200,10 +203,11 @@ def _answer(
     if compared is None and gap is not None:
         raise NotFound(
             f"no weights of version {versions[0]} are left: {gap}",
-            advice="its verdict remains: see /weights",
+            advice="its verdict remains",
+            see=(Link("weights"),),
         )
     if compared is None:
-        raise NotFound(f"no weights of version {versions[0]} were recorded", advice="see /weights")
+        raise NotFound(f"no weights of version {versions[0]} were recorded", see=(Link("weights"),))
     rows = weight_rows(compared, rules)
     odd = sum(bool(row["odd_ranks"]) for row in rows)
     if verdict == REPLICAS:

@@ -196,7 +196,7 @@ def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Repor
     try:
         with (
             attach(
-                options["url"], token=token, timeout=_SECONDS, format_advice=terminal.in_commands
+                options["url"], token=token, timeout=_SECONDS, link_text=terminal.command_of
             ) as session,
             terminal.progress("comparing", hidden=options["as_json"]),
         ):
@@ -209,6 +209,7 @@ def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Repor
             f"nothing here has the path {runs}, and runs need a service: {error.wrong}",
             expected=error.expected,
             advice=error.advice,
+            see=error.see,
         ) from error
     finally:
         timer.cancel()

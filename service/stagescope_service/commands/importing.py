@@ -16,7 +16,7 @@ from stagescope.wire.errors import Conflict, InvalidInput, NotFound, NotReady
 from stagescope.wire.schema import check_run_name
 
 if TYPE_CHECKING:
-    from stagescope_service.dumps.records import Dump, Problem
+    from stagescope_service.dumps.records import Dump, DumpProblem
 
 _CAPTURE: Final = "imported"
 _TABLE_SECONDS: Final = 30.0
@@ -126,7 +126,7 @@ def import_directory(
     token = None if token_file is None else discovery.read_token(token_file)
     dump = open_dump(directory.resolve(), step=step, kind=kind)
     with (
-        attach(url, token=token, timeout=timeout, format_advice=terminal.in_commands) as session,
+        attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session,
         terminal.progress("importing", hidden=as_json) as update,
     ):
         report = import_dump(
@@ -289,7 +289,7 @@ def _tables_of(session: Session, run: str, step: int) -> Sequence[_TableRow]:
     return [each for each in found if each["capture_id"] == _CAPTURE]
 
 
-def _unread(problem: Problem) -> UnreadFile:
+def _unread(problem: DumpProblem) -> UnreadFile:
     return {"path": str(problem.path), "kind": problem.kind, "message": problem.message}
 
 

@@ -48,7 +48,7 @@ from stagescope_service.compare.tolerances import (
     Tolerances,
     declared_noise_floor,
 )
-from stagescope_service.dumps.records import Dump, Location, Problem
+from stagescope_service.dumps.records import Dump, DumpProblem, Location
 from stagescope_service.rows.ragged import Int64
 from stagescope_service.statistics import pairwise
 from stagescope_service.statistics.pairwise import Pairwise
@@ -295,7 +295,7 @@ class PairComparer:
         self._runner.differing_samples = frozenset(differ)
         self._every_sample_differs = bool(differ) and not equal - differ
 
-    def _is_explained(self, side: int, problem: Problem) -> bool:
+    def _is_explained(self, side: int, problem: DumpProblem) -> bool:
         """Return whether a missing file is none: every sample is there, in other parts.
 
         Ranks may have different numbers of parts (dynamic batches), so a file that a reader misses

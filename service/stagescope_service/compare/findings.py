@@ -13,7 +13,7 @@ from stagescope_service.compare.pairing.tasks import TaskOutcome
 from stagescope_service.compare.plan import EntryPair, SectionMatch, one_sided_verdict
 from stagescope_service.compare.results import ComparisonFinding, Verdict
 from stagescope_service.compare.row_assignment import RowAssignment
-from stagescope_service.dumps.records import Dump, Location, Problem
+from stagescope_service.dumps.records import Dump, DumpProblem, Location
 
 _HARMLESS = ("unknown", "superseded", "gap")
 """Kinds of problems that leave nothing out."""
@@ -28,7 +28,7 @@ class FindingCollector:
         self._dumps = dumps
         self._one_sided_verdict = one_sided_verdict(*dumps)
         self.findings: list[ComparisonFinding] = []
-        self._problems: dict[tuple[int, str, str], Problem] = {
+        self._problems: dict[tuple[int, str, str], DumpProblem] = {
             (side, str(problem.path), problem.kind): problem
             for side, dump in enumerate(dumps)
             for problem in dump.problems
@@ -139,7 +139,7 @@ class FindingCollector:
             text = f"{section}/{name} has shapes {list(shapes[0])} and {list(shapes[1])}"
             self.add(ComparisonFinding("shapes", text, None, section, (name,), Verdict.DIFFERENT))
 
-    def add_problems(self, is_explained: Callable[[int, Problem], bool]) -> None:
+    def add_problems(self, is_explained: Callable[[int, DumpProblem], bool]) -> None:
         """Add every missing, damaged or refused file, what readers left out, and the counts.
 
         Args:

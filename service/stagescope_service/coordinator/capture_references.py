@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import Conflict
+from stagescope.wire.links import Link
 from stagescope.wire.plan import BaselineDump, CaptureSpec
 from stagescope.wire.schema import Part
 from stagescope_service.statistics import StepSummary, publish_cell
@@ -45,7 +46,7 @@ def with_baseline(catalogue: Catalogue, capture: CaptureSpec, roots: Iterable[Pa
         raise Conflict(
             f"capture {baseline['capture_id']} left no dump in step {baseline['step']}",
             expected="a capture, and a step that it collected",
-            advice="see /captures and the dumps of its steps",
+            see=(Link("captures", name=baseline["capture_id"], shows="the dumps of its steps"),),
         )
     allowed = list(roots)
     ranks: dict[tuple[str, str, str, str], set[int]] = {}
@@ -88,7 +89,7 @@ def with_ranks(catalogue: Catalogue, capture: CaptureSpec) -> CaptureSpec:
     """Return a request with the ranks that `worst(k)` selects now, in a run's newest attempt.
 
     Raises:
-        Conflict: nothing has been measured by which ranks could be ordered.
+        Conflict: nothing has been measured by which ranks could be sorted.
     """
     ranks = capture["ranks"]
     if not isinstance(ranks, Mapping):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import StagescopeError, error_of_code
+from stagescope.wire.links import links_from_json
 from stagescope.wire.nonfinite import Json, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,12 @@ async def call(folder: Path, method: str, arguments: JsonObject) -> Reply:
     response = json.loads(line)
     if (problem := response.get("error")) is not None:
         kind = error_of_code(problem["code"])
-        raise kind(problem["wrong"], expected=problem["expected"], advice=problem["advice"])
+        raise kind(
+            problem["wrong"],
+            expected=problem["expected"],
+            advice=problem["advice"],
+            see=links_from_json(problem["see"]),
+        )
     reply: Reply = response["answer"]
     return reply
 
@@ -111,12 +117,13 @@ async def _answer(line: bytes, methods: Mapping[str, Method]) -> bytes:
     return json.dumps({"error": problem}).encode() + b"\n"
 
 
-def _problem(error: StagescopeError) -> dict[str, str]:
+def _problem(error: StagescopeError) -> JsonObject:
     return {
         "code": error.code,
         "wrong": error.wrong,
         "expected": error.expected,
         "advice": error.advice,
+        "see": [link.to_json() for link in error.see],
     }
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar, Final, NamedTuple
 from stagescope.engines.registry import check_engine
 from stagescope.wire.captures import validate_capture
 from stagescope.wire.errors import NotFound, NotReady, StagescopeError
+from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.plan import StoredCapture, StoredPlan
 from stagescope_service.coordinator.arguments import (
@@ -297,7 +298,7 @@ class Coordinator:
         if await asyncio.to_thread(self._catalogue.step, attempt_id, step) is None:
             raise NotFound(
                 f"there is no step {step} of an attempt with id {attempt_id}",
-                advice="see GET /steps",
+                see=(Link("steps"),),
             )
 
     @checked
@@ -347,7 +348,7 @@ class Coordinator:
         key = {"name": name}
         engines = await asyncio.to_thread(self.effects.catalogue.engines)
         if not any(row["name"] == name for row in engines):
-            raise NotFound(f"no engine is called {name!r:.100}", advice="see GET /engines")
+            raise NotFound(f"no engine is called {name!r:.100}", see=(Link("engines"),))
         await self.effects.write([Delete("engines", key), self._audit(by, "remove_engine", key)])
         return key
 

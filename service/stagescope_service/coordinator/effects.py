@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import NotReady, StagescopeError, StoreError, Unreachable
 from stagescope.wire.keep import matching_selectors, read_keep
+from stagescope.wire.links import Link
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.hang_watch import HangWatch
@@ -26,7 +27,7 @@ from stagescope_service.coordinator.trigger_actions import (
     Acting,
     RequestCapture,
 )
-from stagescope_service.coordinator.trigger_watch import StepOrdering, Triggers
+from stagescope_service.coordinator.trigger_watch import StepOrdering, TriggerWatch
 from stagescope_service.coordinator.webhooks import Webhooks
 from stagescope_service.coordinator.weight_comparer import WeightComparer
 from stagescope_service.core.captures.plan import Plan
@@ -175,7 +176,7 @@ class Effects:
         webhooks = Webhooks(hosts=settings.webhook_hosts)
         page = functools.partial(page_address, settings)
         acting = Acting(catalogue, self.retention.pin, request_capture, webhooks, page=page)
-        self.triggers = Triggers(
+        self.triggers = TriggerWatch(
             catalogue, self.write, acting, webhook_hosts=settings.webhook_hosts
         )
         self._settings = settings
@@ -414,10 +415,13 @@ class Effects:
             wall=self.wall(),
             severity="error",
             evidence={"error": reason, "tries": tries},
-            advice="its payloads, scalars and the statistics of its parts are kept "
-            f"(/steps/{step.step}/ranks, /steps/{step.step}/stages); it is tried again when more "
-            "of it arrives and when the service starts anew; the coordinator's log has the "
-            "traceback",
+            advice="its payloads, scalars and the statistics of its parts are kept; it is tried "
+            "again when more of it arrives and when the service starts anew; the coordinator's log "
+            "has the traceback",
+            see=(
+                Link.to_step("ranks", step.step),
+                Link.to_step("stages", step.step, shows="what is kept"),
+            ),
         )
 
     def _unfinished(self, step: Aggregate) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final, TypedDict
 
+from stagescope.wire.links import Link, with_links
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import Put
@@ -94,6 +95,11 @@ def _advice(act: Act) -> str:
     return f"{first}; once that is mended: {advice}" if advice else first
 
 
+def _see(act: Act) -> list[Link]:
+    """Return links to what the rule says to look at."""
+    return [Link.to_step(noun, act.row["step"]) for noun in act.rule.actions.see]
+
+
 def finding_of(act: Act) -> list[Put]:
     """Return the finding of a firing, if its rule makes one."""
     actions, row = act.rule.actions, act.row
@@ -112,6 +118,7 @@ def finding_of(act: Act) -> list[Put]:
         severity=actions.severity,
         evidence={**shown(row["evidence"]), "round": row["round"]},
         advice=_advice(act),
+        see=_see(act),
     )
     return [Put("findings", {**made.row, "finding_id": finding_of_firing(act.key)})]
 
@@ -140,7 +147,7 @@ def told_of(act: Act, done: FiredActions, page: str | None) -> Told:
         "evidence": dict(shown(row["evidence"])),
         "attempt": attempt,
         "severity": act.rule.actions.severity,
-        "advice": _advice(act),
+        "advice": with_links(_advice(act), _see(act)),
         "actions": done,
         "link": None if page is None else link_of(page, row["run"], row["step"], attempt),
     }

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import Work
 from stagescope_service.coordinator.unresponsive import UnresponsiveProcesses
@@ -54,7 +55,7 @@ class _Key(NamedTuple):
 
 
 class HangWatch:
-    """Finds hangs in the state; `look` is cheap and is called often.
+    """Finds hangs in the state; `check` is cheap and is called often.
 
     Args:
         state: of the coordinator.
@@ -96,7 +97,7 @@ class HangWatch:
                 if process is not None:
                     self._adopted[incarnation] = process.last_contact
 
-    def look(self, now: float, wall: float) -> list[Instruction]:
+    def check(self, now: float, wall: float) -> list[Instruction]:
         """Return the instructions of one check.
 
         Args:
@@ -110,7 +111,7 @@ class HangWatch:
         if now < self._due:
             return out
         self._due = now + self._pause
-        out += self._silence.look(now)
+        out += self._silence.check(now)
         stuck: set[_Key] = set()
         before = self._unheard_since_restart()
         unheard: set[str] = set()
@@ -305,7 +306,6 @@ def _silent_finding(
     place = f"step {step}" if stage is None else f"{stage} of step {step}"
     # What it did since its last report is not known: it may have ended the stage.
     where = f"after {'the begin of ' if inside else ''}{place}"
-    path = f"/steps/{'latest' if step is None else step}/stuck?run={attempt.run}"
     quiet = f"not heard for {max(wall - process.last_contact, 0.0):.0f} s"
     if began is not None and process.last_contact < began:
         # Whether the earlier coordinator had requested its stacks is unknown.
@@ -334,8 +334,8 @@ def _silent_finding(
             "node_id": process.node_id,
         },
         advice="look at its process on its node (stopped, swapping, a held interpreter lock, a "
-        f"dead host, a cut network): {path} names host and "
-        "pid",
+        "dead host, a cut network)",
+        see=(Link.to_step("stuck", step, shows="host and pid"),),
     )
 
 
@@ -356,7 +356,6 @@ def _finding(
         if limit.usual is None
         else f"usually {limit.usual:.3g} s over {limit.steps} steps"
     )
-    path = f"/steps/{place.step}/stacks?run={attempt.run}"
     asked = (
         "its log says whether it found the service; the stacks"
         if is_unheard
@@ -387,5 +386,6 @@ def _finding(
             "ranks_ended": stuck.ended,
             "request_id": request_id,
         },
-        advice=f"{asked} of another rank were asked for: {path}",
+        advice=f"{asked} of another rank were asked for",
+        see=(Link.to_step("stacks", place.step),),
     )

@@ -282,7 +282,7 @@ class Intake:
             self._renew_all(now)
         else:
             await self._carry_out(self._state.expire(now, wall))
-            await self._carry_out(self._hangs.look(now, wall))
+            await self._carry_out(self._hangs.check(now, wall))
         await self.check_requests()
 
     def _renew_all(self, now: float) -> None:

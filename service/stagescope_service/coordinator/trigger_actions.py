@@ -346,5 +346,5 @@ class Acting:
             severity="info",
             evidence={"rule": act.rule.name, "reason": reason},
             advice="`runs` in the triggers' document says what may be captured unasked; "
-            "`stagescope capture` orders one by hand",
+            "`stagescope capture` requests one by hand",
         )

@@ -37,7 +37,14 @@ from stagescope_service.triggers.names import NONFINITE_SCALAR, scalar_of
 from stagescope_service.triggers.replay import Fired, StepReader
 from stagescope_service.triggers.rules import Rule, Rules, defaults, read_yaml
 from stagescope_service.triggers.series import NAMED, pack, unpack
-from stagescope_service.triggers.watch import REACH, At, Firing, FiringChanges, FiringRecord, Watch
+from stagescope_service.triggers.watch import (
+    REACH,
+    At,
+    Firing,
+    FiringChanges,
+    FiringRecord,
+    RuleWatch,
+)
 
 
 class StepOrdering:
@@ -84,7 +91,7 @@ _ALL: Final = 1_000_000
 _PAUSE: Final = 1.0
 
 
-class Triggers:
+class TriggerWatch:
     """The rules in force, and their state; used from one event loop.
 
     Args:
@@ -422,7 +429,7 @@ class _Followed:
             (row["rule"], At(numbers[row["attempt_id"]], row["step"])): _series_state(row)
             for row in in_force
         }
-        self._watch = Watch(rules.rules, fired=fired)
+        self._watch = RuleWatch(rules.rules, fired=fired)
 
         self._ahead = self._load(due)
 

@@ -58,7 +58,7 @@ class UnresponsiveProcesses:
         ]
         return sorted(silent, key=lambda process: (process.role, process.rank))
 
-    def look(self, now: float) -> list[ReadWatchdogs]:
+    def check(self, now: float) -> list[ReadWatchdogs]:
         """Return the processes whose files to read now; `now` is the service's monotonic clock."""
         processes = self._state.registry.processes
         late = {

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, TypedDict
 
+from stagescope.wire.links import Link
 from stagescope_service.coordinator.retries import RetriedWork, retried
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.findings import FindingText, describe, finding
@@ -255,7 +256,8 @@ def _differ(compared: ComparedVersion) -> _Found | None:
         "advice": "no name is on both sides: map them with STAGESCOPE_WEIGHT_NAMES or names="
         if unlike
         else "the engine samples from other weights than were trained: look at this sync of these "
-        "tensors; see /weights",
+        "tensors",
+        "see": () if unlike else (Link("weights"),),
         "stage": "weight_sync",
         "role": "rollout",
         "rank": ranks[0] if len(ranks) == 1 else None,
@@ -284,8 +286,8 @@ def _replicas_differ(
             "version": compared.version,
             "odd": [{**odd._asdict(), "names": odd.names[:NAMED]} for odd in named[:NAMED]],
         },
-        "advice": "a device that computes wrong, or a step that these ranks did not take together;"
-        " see /devices",
+        "advice": "a device that computes wrong, or a step that these ranks did not take together",
+        "see": (Link("devices"),),
         "stage": None,
         "role": named[0].role if len({odd.role for odd in named}) == 1 else None,
         "rank": named[0].rank if len(named) == 1 else None,

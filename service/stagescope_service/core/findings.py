@@ -1,4 +1,4 @@
-"""Findings: something wrong that the service noticed, with its evidence and what to try."""
+"""Findings: something wrong that the service found, with its evidence and what to try."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Final, TypedDict
 
 from typing_extensions import Required, Unpack
 
-from stagescope.advice import of_run
 from stagescope.wire.errors import StagescopeError
+from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.instructions import Put
@@ -62,10 +62,11 @@ class FindingLocation(FindingWork, total=False):
 
 
 class FindingDetails(TypedDict, total=False):
-    """How severe a finding is (default: warning), its evidence and what to try."""
+    """How severe a finding is (default: warning), its evidence, what to try and to look at."""
 
     evidence: JsonObject
     advice: str
+    see: Iterable[Link]
     severity: str
 
 
@@ -139,8 +140,11 @@ _IDENTITY: Final = ("kind", "run", "attempt_id", "step", "stage", "role", "rank"
 
 
 def finding(kind: str, message: str, **fields: Unpack[FindingFields]) -> Put:
-    """Return a finding; one kind about one subject is one finding, however often it occurs."""
-    run, advice = fields["run"], fields.get("advice", "")
+    """Return a finding; one kind about one subject is one finding, however often it occurs.
+
+    Links of `see` that answer about one run get the finding's.
+    """
+    run = fields["run"]
     row = {
         "run": run,
         "attempt_id": fields["attempt_id"],
@@ -152,7 +156,8 @@ def finding(kind: str, message: str, **fields: Unpack[FindingFields]) -> Put:
         "severity": fields.get("severity", "warning"),
         "message": message,
         "evidence": dict(fields.get("evidence", {})),
-        "advice": advice if run is None else of_run(advice, run),
+        "advice": fields.get("advice", ""),
+        "see": [link.within(run).to_json() for link in fields.get("see", ())] or None,
         "first_wall": fields["wall"],
         "last_wall": fields["wall"],
     }

@@ -117,6 +117,7 @@ def refusal(job: AnnouncedDump, error: StagescopeError) -> list[Put]:
         f"the operators of {job['dump_path']} cannot be shown: {error.wrong}",
         **about(job),
         advice=advice,
+        see=error.see,
         evidence={
             "capture_id": job["capture_id"],
             "part": str(Part.of_columns(job)),

@@ -104,12 +104,12 @@ def _budget(settings: JsonObject, *, is_auto: bool) -> Iterator[tuple[str, str]]
         for name in budget:
             if name not in _BUDGET and (meant := _meant(str(name), wanted, _BUDGET)) is not None:
                 text = f"settings.capture_budget has {name!r:.100}: did you mean {meant}?"
-                yield "misspelt_setting", f"{text} Rules order no capture"
+                yield "misspelt_setting", f"{text} Rules request no capture"
                 return
     if is_auto and budget is None:
         yield (
             "refused_setting",
-            "settings.capture is 'auto' and settings.capture_budget is missing: rules order no "
+            "settings.capture is 'auto' and settings.capture_budget is missing: rules request no "
             "capture in this run, unless they name it with a budget; for example "
             "settings={'capture': 'auto', 'capture_budget': {'captures': 2}}",
         )
@@ -117,7 +117,7 @@ def _budget(settings: JsonObject, *, is_auto: bool) -> Iterator[tuple[str, str]]
         try:
             Budget.parse(budget, "settings.capture_budget")
         except InvalidInput as error:
-            yield "refused_setting", f"{error}; rules order no capture"
+            yield "refused_setting", f"{error}; rules request no capture"
     elif budget is not None and settings.get("capture") in _NO_CAPTURE:
         yield (
             "refused_setting",

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from stagescope.wire.errors import InvalidEvent, InvalidInput
+from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import STACKS, Work
 from stagescope.wire.stacks import MAX_CHARACTERS, MAX_THREADS, PROBE, WATCHDOG
@@ -251,7 +252,6 @@ def _stood_still(
         role=process.role,
         rank=process.rank,
         evidence={"request_id": row["request_id"]},
-        advice="a call holds the interpreter lock, or the process was stopped; "
-        f"/steps/{'latest' if row['step'] is None else row['step']}/stacks shows where every "
-        "thread stood",
+        advice="a call holds the interpreter lock, or the process was stopped",
+        see=(Link.to_step("stacks", row["step"], shows="where every thread stood"),),
     )

@@ -247,7 +247,7 @@ def _absent_from(attempt: Attempt, step: Step) -> Mapping[str, set[int]]:
 def _note_absent_ranks(
     attempt: Attempt, absent: Mapping[str, set[int]], step: int | None, wall: float
 ) -> list[Instruction]:
-    """Return findings of roles with absent ranks, noticed at a step or at the attempt's end."""
+    """Return findings of roles with absent ranks, found at a step or at the attempt's end."""
     when = "the attempt ended" if step is None else f"step {step} closed"
     out: list[Instruction] = []
     for role in sorted(absent.keys() - attempt.silent_roles.keys() - attempt.absent_ranks.keys()):

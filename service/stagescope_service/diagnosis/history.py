@@ -40,7 +40,7 @@ _ORDER: Final = {role: at for at, role in enumerate(ROLES)}
 _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-class Step(NamedTuple):
+class StepInForce(NamedTuple):
     """A step in force: no later attempt repeats it."""
 
     step: int
@@ -98,7 +98,7 @@ class MeasuredStep:
         summary: its statistics.
     """
 
-    def __init__(self, catalogue: Catalogue, step: Step, summary: StepSummary) -> None:
+    def __init__(self, catalogue: Catalogue, step: StepInForce, summary: StepSummary) -> None:
         self.step = step
         self.summary = summary
         self._catalogue = catalogue
@@ -149,7 +149,7 @@ class LossOfStep:
 class KeptTensors(Protocol):
     """Reads what the ring and the kept files still hold of a step."""
 
-    def loss(self, step: Step) -> LossOfStep:
+    def loss(self, step: StepInForce) -> LossOfStep:
         """Return what the loss did to a step's tokens.
 
         Raises:
@@ -157,7 +157,7 @@ class KeptTensors(Protocol):
         """
         ...
 
-    def batch(self, step: Step, names: Sequence[str]) -> Batch | None:
+    def batch(self, step: StepInForce, names: Sequence[str]) -> Batch | None:
         """Return the rows of a step with these tensors; None: not all of them are kept.
 
         Raises:
@@ -253,10 +253,10 @@ class RunHistory:
         return self._number[attempt_id]
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[StepInForce]:
         """The closed steps in force, ascending."""
         return [
-            Step(
+            StepInForce(
                 int(row["step"]),
                 int(row["attempt_id"]),
                 self._number[row["attempt_id"]],
@@ -267,7 +267,7 @@ class RunHistory:
         ]
 
     @cached_property
-    def measured(self) -> list[Step]:
+    def measured(self) -> list[StepInForce]:
         """The steps that have numbers, ascending."""
         return [step for step in self.steps if step.verdict is not None]
 
@@ -289,14 +289,16 @@ class RunHistory:
         rows = [row for row in self._rows if name in (row["metrics"] or {})]
         return self._as_series(name, rows, [number(row["metrics"][name]) for row in rows])
 
-    def slices(self, by: Dimension, name: str) -> list[tuple[Step, Mapping[SliceKey, float]]]:
+    def slices(
+        self, by: Dimension, name: str
+    ) -> list[tuple[StepInForce, Mapping[SliceKey, float]]]:
         """Return a published number of the slices of each of the newest measured steps."""
         newest = self.measured[-NEWEST:]
         if not newest:
             return []
         first, last = newest[0].step, newest[-1].step
         wanted = {(step.attempt_id, step.step): step for step in newest}
-        found: list[tuple[Step, Mapping[SliceKey, float]]] = []
+        found: list[tuple[StepInForce, Mapping[SliceKey, float]]] = []
         for row in self._catalogue.step_metrics(
             self._ids, version=VERSION, first=first, last=last, numbers="slices"
         ):
@@ -361,12 +363,12 @@ class RunHistory:
         return next((each for each in found if each is not None), None)
 
     @cached_property
-    def summaries(self) -> list[tuple[Step, Summary]]:
+    def summaries(self) -> list[tuple[StepInForce, Summary]]:
         """The statistics of the newest `READ` steps with numbers, the newest first."""
         found = map(self._measured, reversed(self.measured[-READ:]))
         return [(each.step, each.summary.summary) for each in found if each is not None]
 
-    def _read_measured(self, step: Step) -> MeasuredStep | None:
+    def _read_measured(self, step: StepInForce) -> MeasuredStep | None:
         """Return a step with its statistics; None: none are kept of a version that can be read."""
         row = self._catalogue.step(step.attempt_id, step.step)
         if row is None or row["whole"] is None:

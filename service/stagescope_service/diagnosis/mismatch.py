@@ -254,7 +254,7 @@ def lattice(history: RunHistory, *, share: float = 0.5, tokens: int = 64) -> Evi
     2000 is by chance.
     """
     for step, summary in history.summaries:
-        bins = () if summary.profiles is None else summary.profiles.of("lattice")
+        bins = () if summary.profiles is None else summary.profiles.bins("lattice")
         bins = tuple(each for each in bins if each.key not in (ZERO, NOT_FINITE))
         count = sum(each.tokens for each in bins)
         if count < tokens:

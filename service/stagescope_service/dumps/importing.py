@@ -23,7 +23,7 @@ from stagescope_service.dumps.formats.msprobe_directory import (
     OPERATOR_FILES,
     rank_dumps,
 )
-from stagescope_service.dumps.records import Dump, DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, DumpProblem, Location, Record
 from stagescope_service.store.artifacts import make_directory, step_directory
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
@@ -78,7 +78,7 @@ class ProcessEvents:
     sender: _Wire
     events: list[_Wire]
     payloads: Mapping[int, WirePayload]
-    problems: Sequence[Problem] = ()
+    problems: Sequence[DumpProblem] = ()
 
 
 def import_key(dump: Dump, run: str) -> str:
@@ -191,14 +191,14 @@ class _ProcessReplay:
         self._wall += _SECONDS
         return schema.Event(kind, self._seq, self._wall, self._wall, fields).wire()
 
-    def _read(self, entries: Sequence[DumpEntry]) -> tuple[list[Record], list[Problem]]:
+    def _read(self, entries: Sequence[DumpEntry]) -> tuple[list[Record], list[DumpProblem]]:
         records: list[Record] = []
-        problems: list[Problem] = []
+        problems: list[DumpProblem] = []
         for entry in entries:
             try:
                 records.append(self._dump.read(entry))
             except StagescopeError as error:  # noqa: PERF203 - the other files are still read
-                problems.append(Problem(entry.path, error.code, str(error), entry))
+                problems.append(DumpProblem(entry.path, error.code, str(error), entry))
         return records, problems
 
 

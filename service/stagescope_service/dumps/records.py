@@ -113,7 +113,7 @@ class Record:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class DumpProblem:
     """A file that is missing, damaged or refused; it is reported and the other files are read.
 
     Attributes:
@@ -130,7 +130,9 @@ class Problem:
     entry: DumpEntry | None = None
 
     @classmethod
-    def of(cls, path: Path, error: Exception, entry: DumpEntry | None = None) -> Problem:
+    def from_error(
+        cls, path: Path, error: Exception, entry: DumpEntry | None = None
+    ) -> DumpProblem:
         """Return the problem of a file that could not be read."""
         kind = "missing" if isinstance(error, NotFound) else "damaged"
         kind = "refused" if isinstance(error, Forbidden) else kind
@@ -159,7 +161,7 @@ class Dump(Protocol):
         ...
 
     @property
-    def problems(self) -> Sequence[Problem]:
+    def problems(self) -> Sequence[DumpProblem]:
         """Problems found while the files were listed."""
         ...
 

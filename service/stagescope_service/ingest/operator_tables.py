@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import NotFound, StagescopeError, StoreError
+from stagescope.wire.links import Link
 from stagescope.wire.schema import Part
 from stagescope_service.compare.operators.non_finite import (
     NonFiniteRow,
@@ -113,7 +114,7 @@ def _non_finite(job: AnnouncedDump, found: RankNonFinite, first: NonFiniteRow) -
         + (f"not finite before it: {inputs}" if inputs else "its inputs were finite"),
         **about(job),
         severity="error",
-        advice=f"see /steps/{job['step']}/operators for what followed",
+        see=(Link.to_step("operators", job["step"], shows="what followed"),),
         evidence={
             **{name: first[name] for name in ("name", "operator", "module_class", "parent",
                "direction", "section", "index", "non_finite", "source", "order", "dtype")},

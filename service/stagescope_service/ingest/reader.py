@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
+from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
 from stagescope_service.core.findings import FindingLocation, finding
@@ -196,6 +197,7 @@ class PayloadReader:
             **_location(job),
             severity="error",
             advice=error.advice or "the stage event stands; its numbers are missing",
+            see=error.see,
         )
 
 
@@ -252,8 +254,12 @@ def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator
             **_location(job),
             severity="error",
             evidence=odd,
-            advice=f"see /steps/{job.get('step')}/tokens?kind=nonfinite for which; statistics are "
-            "over the finite ones",
+            advice="statistics are over the finite ones",
+            see=(
+                Link.to_step(
+                    "tokens", job["step"], query={"kind": "nonfinite"}, shows="which they are"
+                ),
+            ),
         )
 
 

@@ -165,7 +165,7 @@ def join(batch: TokenBatch, found: Sequence[RolloutRows], *, split: bool = False
     Raises:
         InvalidTensor: positions outside of any sample.
     """
-    rollout = _Rollout.of(found)
+    rollout = _Rollout.from_rows(found)
     at = np.flatnonzero(batch.mask == batch.mask_one)
     row = row_of_each(batch.row_offsets)[at]
     counts = np.bincount(row, minlength=batch.rows)
@@ -258,13 +258,13 @@ class _Rollout:
     versions: Int64 | None
 
     @classmethod
-    def of(cls, found: Sequence[RolloutRows]) -> _Rollout:
+    def from_rows(cls, found: Sequence[RolloutRows]) -> _Rollout:
         """Merge payloads; of a repeated position the newest counts."""
         ordered = sorted(found, key=lambda rows: rows.age)
         codes = {s: i for i, s in enumerate(dict.fromkeys(s for r in ordered for s in r.samples))}
         code = _joined([_codes(rows, codes) for rows in ordered])
         position = _joined([rows.positions for rows in ordered])
-        index = TokenIndex.of(code, position, len(codes))
+        index = TokenIndex.build(code, position, len(codes))
         mixed = np.zeros(len(codes) + 1, bool)
         mixed[code[index.repeats[0]][_contradict(ordered, index.repeats)]] = True
         tokens = index.tokens

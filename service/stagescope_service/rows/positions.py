@@ -76,7 +76,7 @@ class TokenIndex:
     """[keys] or [samples * span], the token that counts, or -1."""
 
     @classmethod
-    def of(cls, sample: Int64, position: Int64, samples: int) -> TokenIndex:
+    def build(cls, sample: Int64, position: Int64, samples: int) -> TokenIndex:
         """Index tokens; of those with the same sample and position the last counts.
 
         Args:

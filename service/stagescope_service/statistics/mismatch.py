@@ -81,7 +81,7 @@ _EPSILON: Final = 1e-8
 def publish(summary: Summary) -> Metrics:
     """Return every published number of a summary under its published name."""
     cell = summary.total
-    sequences = SequenceColumns.of(summary)
+    sequences = SequenceColumns.from_summary(summary)
     p, q = summary.pair
     return {
         **_probabilities(cell),
@@ -130,7 +130,7 @@ class SequenceColumns:
         self._values = values[values[:, 0] > 0]
 
     @classmethod
-    def of(cls, summary: Summary) -> SequenceColumns:
+    def from_summary(cls, summary: Summary) -> SequenceColumns:
         """Merge a summary's fragments by sample."""
         return cls(summary.sequences.by_sample()[1])
 

@@ -88,7 +88,7 @@ class Profiles:
             table[each.keys] += each.values
         return cls.of_table(table)
 
-    def of(self, dimension: Dimension) -> tuple[Bin, ...]:
+    def bins(self, dimension: Dimension) -> tuple[Bin, ...]:
         """Return the bins of a dimension that hold a token, in the order of their keys."""
         base = DIMENSIONS.index(dimension) * BINS
         own = (self.keys >= base) & (self.keys < base + BINS)
@@ -103,7 +103,7 @@ class Profiles:
         Tokens whose place is unknown are in neither. None: one of the two has no token.
         """
         at_edge, others = [], []
-        for each in self.of("place" if edge == "first" else "end"):
+        for each in self.bins("place" if edge == "first" else "end"):
             if each.key in (0, LAST):
                 at_edge.append(each)
             elif each.key != UNKNOWN:

@@ -58,7 +58,7 @@ class SliceMetrics:
     values: Mapping[Dimension, Float64]
 
     @classmethod
-    def of(cls, step_summary: StepSummary) -> SliceMetrics:
+    def from_step_summary(cls, step_summary: StepSummary) -> SliceMetrics:
         """Publish a step summary's ranks, rounds and stalenesses."""
         summary = step_summary.summary
         found: dict[Dimension, list[tuple[SliceKey, Cell]]] = {
@@ -146,7 +146,7 @@ def step_metrics(
         "tokens": step_summary.total.tokens,
         "masked_tokens": step_summary.total.masked,
         "unequal_tokens": unequal_tokens(step_summary.total),
-        "slices": SliceMetrics.of(step_summary).to_bytes(),
+        "slices": SliceMetrics.from_step_summary(step_summary).to_bytes(),
     }
 
 

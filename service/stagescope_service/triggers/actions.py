@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import Final
 
+from stagescope.wire.links import STEP_NOUNS
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.triggers import fields
 from stagescope_service.triggers.webhooks import Webhook
@@ -70,6 +71,7 @@ class Actions:
     Attributes:
         severity: of the finding, None for no finding.
         advice: what to try; `{step}` in it becomes the step.
+        see: what of the step to look at: last words of paths below `/steps/{step}`.
         pin: number of last steps whose payloads are pinned in the ring.
         webhook: receives the firing.
         capture: requested if the run allows it and its budget suffices.
@@ -77,6 +79,7 @@ class Actions:
 
     severity: str | None = None
     advice: str = ""
+    see: tuple[str, ...] = ()
     pin: int = 0
     webhook: Webhook | None = None
     capture: CaptureTemplate | None = None
@@ -95,18 +98,21 @@ class Actions:
         if found is True:
             found = {}
         severity, advice = None, ""
+        see: tuple[str, ...] = ()
         if found is not None:
-            document = fields.mapping(found, f"{field}.finding", ("severity", "advice"), "")
+            document = fields.mapping(found, f"{field}.finding", ("severity", "advice", "see"), "")
             severity = document.get("severity", "warning")
             if severity not in SEVERITIES:
                 expected = f"one of {', '.join(SEVERITIES)}"
                 raise fields.wrong(f"{field}.finding.severity", severity, expected)
             if document.get("advice"):
                 advice = fields.text(document["advice"], f"{field}.finding.advice", 2000)
+            see = _nouns(document.get("see") or (), f"{field}.finding.see")
         webhook, capture = given.get("webhook"), given.get("capture")
         return cls(
             severity=severity,
             advice=advice,
+            see=see,
             pin=fields.count(given.get("pin", 0), f"{field}.pin", 0, MAX_PINNED),
             webhook=None if webhook is None else Webhook.parse(webhook, f"{field}.webhook"),
             capture=None if capture is None else CaptureTemplate.parse(capture, f"{field}.capture"),
@@ -121,7 +127,8 @@ class Actions:
         """Return the form that `parse` reads; without `secrets` no webhook's URL."""
         document: dict[str, Json] = {}
         if self.severity is not None:
-            document["finding"] = {"severity": self.severity, "advice": self.advice}
+            see = {"see": list(self.see)} if self.see else {}
+            document["finding"] = {"severity": self.severity, "advice": self.advice, **see}
         if self.pin:
             document["pin"] = self.pin
         if self.webhook is not None:
@@ -129,6 +136,13 @@ class Actions:
         if self.capture is not None:
             document["capture"] = self.capture.wire()
         return document
+
+
+def _nouns(value: object, field: str) -> tuple[str, ...]:
+    nouns = tuple(value) if isinstance(value, list | tuple) else ()
+    if not isinstance(value, list | tuple) or not STEP_NOUNS.issuperset(nouns):
+        raise fields.wrong(field, value, f"a list of {', '.join(sorted(STEP_NOUNS))}")
+    return nouns
 
 
 def _is_rank(value: object) -> bool:

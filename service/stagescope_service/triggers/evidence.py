@@ -25,7 +25,7 @@ LISTED: Final = 10
 """Maximum series that evidence lists; it also has their total number."""
 
 
-class TokenRow(TypedDict):
+class TokenEvidence(TypedDict):
     """A token: its sequence and place, its log-probs, and the rank that recorded it."""
 
     sample_uid: str | None
@@ -60,7 +60,7 @@ class FiringEvidence:
     role: str | None
     rank: int | None
     round: int | None
-    token: TokenRow | None
+    token: TokenEvidence | None
     numbers: dict[str, Json]
     ranks: tuple[RankKey, ...]
     affected: tuple[RankKey, ...]
@@ -91,7 +91,7 @@ def explain(
     worst = firing.hits[0]
     series = worst.series
     step_summary = facts.summaries.get(rule.stage or series.stage)
-    token: TokenRow | None = None
+    token: TokenEvidence | None = None
     scalars: list[ScalarRow] = []
     stage = series.stage if step_summary is None else step_summary.stage
     if rule.of_scalars:
@@ -166,7 +166,7 @@ class _Message:
     rank: int | None
     round: int | None
     affected: Sequence[RankKey]
-    token: TokenRow | None
+    token: TokenEvidence | None
 
     def text(self, worst: Hit, scalars: Sequence[ScalarRow]) -> str:
         return self._of_scalars(scalars) if scalars else self._of_metric(worst)
@@ -261,7 +261,7 @@ def _is_count(metric: str) -> bool:
 
 
 def _affected(
-    firing: Firing, step_summary: StepSummary | None, token: TokenRow | None
+    firing: Firing, step_summary: StepSummary | None, token: TokenEvidence | None
 ) -> tuple[RankKey, ...]:
     """Return the ranks whose own numbers meet the condition that fired."""
     of_ranks = _distinct((hit.series.role, hit.series.rank) for hit in firing.hits)
@@ -332,7 +332,7 @@ def _lasting(firing: Firing) -> str:
 
 def _token(
     rule: Rule, firing: Firing, step_summary: StepSummary, processes: Iterable[ProcessColumns]
-) -> TokenRow | None:
+) -> TokenEvidence | None:
     """Return the worst token of the first series with one in the summary.
 
     For ranks that hold the same rows the summary has the tokens of one.
@@ -347,7 +347,7 @@ def _token(
     return next(of_hits, None)
 
 
-def _is_of(row: TokenRow, worst: Hit, summary: Summary) -> bool:
+def _is_of(row: TokenEvidence, worst: Hit, summary: Summary) -> bool:
     series = worst.series
     if series.round is not None and row["round"] != series.round:
         return False
@@ -368,7 +368,7 @@ def _kind(value: float) -> str:
 
 def _token_row(
     tokens: Tokens, at: int, summary: Summary, processes: Mapping[str, tuple[str, int]]
-) -> TokenRow:
+) -> TokenEvidence:
     sequence = int(tokens.sequence[at])
     sequences = summary.sequences
     source = summary.sources[int(sequences.source[sequence])]

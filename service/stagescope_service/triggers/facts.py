@@ -44,7 +44,7 @@ class Needs:
     """Whether a rule counts non-finite scalars."""
 
     @classmethod
-    def of(cls, rules: Iterable[Rule]) -> Needs:
+    def from_rules(cls, rules: Iterable[Rule]) -> Needs:
         """Return the needs of these rules."""
         rules = list(rules)
         measured = [rule for rule in rules if not rule.of_stages]

@@ -11,7 +11,7 @@ from stagescope_service.triggers.evidence import FiringEvidence, explain
 from stagescope_service.triggers.facts import Facts, Needs, read
 from stagescope_service.triggers.rules import Rule, Rules
 from stagescope_service.triggers.series import Publisher, Values
-from stagescope_service.triggers.watch import At, Firing, Watch
+from stagescope_service.triggers.watch import At, Firing, RuleWatch
 
 OPEN_STEPS: Final = 64
 """Maximum open steps of an attempt that may precede the closed ones in the list."""
@@ -34,7 +34,7 @@ class StepReader:
         self._catalogue = catalogue
         self._run = run
         self._rules = {rule.name: rule for rule in rules.rules}
-        self._needs = Needs.of(rules.rules)
+        self._needs = Needs.from_rules(rules.rules)
         self._attempts: dict[int, ListedAttempt] = {}
 
     def steps(self, most: int) -> list[tuple[int, int]]:
@@ -77,7 +77,7 @@ def replay(catalogue: Catalogue, run: str, rules: Rules, *, most: int) -> tuple[
     Returns the firings in order, and the number of steps read.
     """
     reader = StepReader(catalogue, run, rules)
-    watch = Watch(rules.rules)
+    watch = RuleWatch(rules.rules)
     fired: list[Fired] = []
     read_steps = 0
     for attempt_id, step in reader.steps(most):

@@ -97,7 +97,7 @@ class _Step:
         self.held: dict[str, ConditionResult] = {}
 
 
-class Watch:
+class RuleWatch:
     """Evaluates rules on the steps of one run.
 
     Args:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stagescope.wire.errors import InvalidPlan, NotReady, StagescopeError, Unreachable
+from stagescope.wire.links import Link
 from stagescope_service.settings import Settings
 
 pytest.importorskip("ray")
@@ -66,7 +67,9 @@ async def status() -> dict[str, object]:
 
 
 async def refuse(**arguments: object) -> dict[str, object]:
-    raise InvalidPlan(f"no {arguments['spec']}", expected="a capture", advice="look")
+    raise InvalidPlan(
+        f"no {arguments['spec']}", expected="a capture", advice="look", see=[Link("captures")]
+    )
 
 
 async def fail(**arguments: object) -> dict[str, object]:
@@ -95,6 +98,7 @@ def test_the_socket_answers_while_ray_has_its_hands_full(tmp_path: Path, folder:
             assert (refused.value.wrong, refused.value.expected, refused.value.advice) == (
                 "no {'a': 1}", "a capture", "look"
             )  # fmt: skip
+            assert refused.value.see == (Link("captures"),)
             with pytest.raises(StagescopeError, match="failed with KeyError") as failed:
                 await asked.commands.unpin(attempt_id=1, step=1, by="me")
             assert "secret" not in str(failed.value)

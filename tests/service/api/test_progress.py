@@ -15,7 +15,7 @@ STAGE = "actor_update"
 
 
 def request_capture(live: Service, **capture_fields: object) -> str:
-    """Order a capture by step numbers, in force before anybody trains; return its id."""
+    """Request a capture by step numbers, in force before anybody trains; return its id."""
     response = live.operate.post("/captures", json={"run": "r", **capture_fields})
     assert response.status_code == 201, response.text
     answer = response.json()

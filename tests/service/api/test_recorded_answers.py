@@ -25,6 +25,7 @@ ADDED = frozenset(
         "comparable",
         "gap",
         "note",
+        "see",
         "step_cause",
         "step_comparable",
         "units",

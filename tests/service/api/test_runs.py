@@ -9,6 +9,7 @@ from tests.support.measure import payload
 from tests.support.stores import eventually
 
 from stagescope import attach
+from stagescope.wire.links import Link
 from stagescope_service.api.requests import cursor
 from stagescope_service.api.rows import Lineage
 from stagescope_service.core.findings import finding
@@ -334,9 +335,9 @@ class TestErrors:
 class TestLossesAndFindings:
     def test_advice_leads_to_the_attempt_that_a_finding_is_of(self, live: Service) -> None:
         resumed(live)
-        advice = "see /steps/5/stages, /devices"
+        see = [Link("stages", 5), Link("devices")]
         found = [
-            finding("k", "wrong", run="r", attempt_id=number, wall=1.0, step=5, advice=advice)
+            finding("k", "wrong", run="r", attempt_id=number, wall=1.0, step=5, see=see)
             for number in (1, 2)
         ]
         live.store.submit(found).result(30)
@@ -345,6 +346,8 @@ class TestLossesAndFindings:
         for path in ("/findings", "/findings/groups"):
             rows = live.get(path, run="r", only="k")["rows"]
             assert {row["attempt"]: row["advice"] for row in rows} == told, path
+            for row in rows:
+                assert f"see {', '.join(each['path'] for each in row['see'])}" == row["advice"]
         for put, text in zip(found, told.values(), strict=True):
             assert live.get(f"/findings/{put.row['finding_id']}")["advice"] == text
         assert live.get("/steps/5/stages", run="r")["attempt"] == 2

@@ -28,7 +28,7 @@ from stagescope_service.compare.results import DumpComparison, PairResult, Tenso
 from stagescope_service.compare.task_runner import thread_mapper
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.records import Dump, DumpEntry, Problem, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, DumpProblem, Record
 from stagescope_service.store.kept import Kept, write_kept
 
 T = TypeVar("T")
@@ -408,7 +408,7 @@ def test_the_reason_names_each_message_once_with_its_sides() -> None:
             dataclasses.replace(each, entry=dataclasses.replace(each.entry, path=path))
             for each in alone
         ]
-        damaged = Problem(Path("x"), "damaged", "it is cut short")
+        damaged = DumpProblem(Path("x"), "damaged", "it is cut short")
         return MemoryDump([*loss, *renamed], problems=[damaged])
 
     report = as_json(compare([side(), side("metrics", "other")]))
@@ -474,9 +474,9 @@ def test_files_that_cannot_be_read_are_findings() -> None:
     assert tensor(result, "rewards").verdict is Verdict.SAME
     missing = b.without(*b.broken)
     assert compare([a, missing]).exit_status == 2
-    listed = MemoryDump(a.records, problems=[Problem(Path("x"), "missing", "x is gone")])
+    listed = MemoryDump(a.records, problems=[DumpProblem(Path("x"), "missing", "x is gone")])
     assert compare([a, listed]).exit_status == 2
-    unknown = MemoryDump(a.records, problems=[Problem(Path("x"), "unknown", "x is strange")])
+    unknown = MemoryDump(a.records, problems=[DumpProblem(Path("x"), "unknown", "x is strange")])
     assert compare([a, unknown]).exit_status == 0
 
 

@@ -114,7 +114,7 @@ def test_an_aggregation_that_failed_is_tried_again(
         await broken.aggregate()
 
     run(work)
-    assert broken.catalogue.steps(1)[0]["has_whole"]
+    assert broken.catalogue.steps(1)[0]["has_summary"]
     assert (broken.gap(), broken.said()) == ("", [])
     assert broken.bench.fired() == [(1, 1, "loss")]
 
@@ -160,7 +160,7 @@ def test_what_fails_for_good_is_said_and_holds_up_nothing(
 
     run(work)
     assert broken.tried == 4
-    assert broken.catalogue.steps(1)[0]["has_whole"]
+    assert broken.catalogue.steps(1)[0]["has_summary"]
     assert (broken.gap(), broken.said()) == ("", [])
 
 
@@ -179,7 +179,7 @@ def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broke
         await broken.aggregate()
         assert not broken.catalogue.summaries(1, 1)
         assert all(broken.catalogue.summaries(1, n * apart) for n in (1, 2, 3))
-        assert broken.catalogue.steps(1, before=2)[0]["has_whole"]
+        assert broken.catalogue.steps(1, before=2)[0]["has_summary"]
 
     run(work)
 
@@ -210,7 +210,7 @@ def test_a_payload_that_comes_when_the_parts_of_its_step_are_gone(
     row = catalogue.steps(1, before=2)[0]
     gap = gaps(catalogue, [row]).get((1, 1), "")
     refused = [row for row in catalogue.losses(run="r") if row["kind"] == "payload"]
-    assert row["has_whole"]
+    assert row["has_summary"]
     assert row["whole_mark"] == row["parts_mark"]
     if not measured:  # nothing of it was ever counted: what came is all there is
         assert (gap, refused) == ("", [])

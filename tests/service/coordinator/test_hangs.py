@@ -481,7 +481,8 @@ def test_a_silent_process_holds_up_its_step_and_those_that_the_others_went_on_to
         for rank in (0, 2):
             made.end(rank, step)
     [found] = made.findings("process_silent")
-    assert "/steps/4/stuck?run=r names host and pid" in found["advice"]
+    [link] = found["see"]
+    assert (link["path"], link["shows"]) == ("/steps/4/stuck?run=r", "host and pid")
     for step in (4, 5, 6):
         assert stuck_now(made, catalogue, step) == [(1, "between stages", "silent", heard)]
     assert stuck_now(made, catalogue, 3) == []

@@ -19,7 +19,7 @@ from tests.support.triggering import PAGE, RuleBench, hook, rule, rules_of, run,
 from stagescope.wire.errors import Conflict, InvalidPlan, NotFound
 from stagescope_service.api.event_groups import outcomes
 from stagescope_service.api.models.triggers import FiredActions
-from stagescope_service.coordinator.trigger_watch import Triggers
+from stagescope_service.coordinator.trigger_watch import TriggerWatch
 from stagescope_service.core.captures import agreement
 from stagescope_service.core.findings import finding
 from stagescope_service.core.instructions import NonFiniteScalars
@@ -160,15 +160,15 @@ def test_a_scalar_that_is_not_finite_is_said_before_its_step_closes(bench: RuleB
 def test_the_first_scalar_that_arrived_is_said_also_where_many_arrive_at_once(
     bench: RuleBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading, is_second = Triggers._found_before, threading.Event()
+    reading, is_second = TriggerWatch._found_before, threading.Event()
 
-    def overtaken(watch: Triggers, attempt_id: int) -> set[str]:
+    def overtaken(watch: TriggerWatch, attempt_id: int) -> set[str]:
         reads.append(attempt_id)
         is_second.wait(0.5) if len(reads) == 1 else is_second.set()
         return reading(watch, attempt_id)
 
     reads: list[int] = []
-    monkeypatch.setattr(Triggers, "_found_before", overtaken)
+    monkeypatch.setattr(TriggerWatch, "_found_before", overtaken)
 
     async def work() -> None:
         await bench.triggers.open()

@@ -27,7 +27,7 @@ from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
 
 
-def order(**changes: object) -> CaptureSpec:
+def capture_spec(**changes: object) -> CaptureSpec:
     spec = {"stages": ["update"], "steps": "next", "task": "statistics", **changes}
     return validate_capture(spec, allowed_roots=())
 
@@ -94,7 +94,7 @@ def participants(
     return CaptureParticipants("r", 1, members, top, None, step)
 
 
-def look(
+def check(
     asked: Agreement, spec: CaptureSpec, there: CaptureParticipants, elapsed: float = 0.1
 ) -> Any:
     return agreeing.check(asked, spec, there, elapsed=elapsed, round_trip=0.1, wall=9.0)
@@ -113,26 +113,31 @@ def test_a_step_takes_what_consecutive_ones_took() -> None:
 
 def test_it_waits_for_all_and_names_those_it_goes_without() -> None:
     asked = Agreement(revision=4)
-    assert look(asked, order(), participants(4, 3)) is None
-    assert look(asked, order(), participants(4, None)) is None
-    assert look(asked, order(), participants()) is None
-    assert look(asked, order(), participants(4, 4, top=None)) is None
-    agreed = look(asked, order(), participants(4, 5))
+    assert check(asked, capture_spec(), participants(4, 3)) is None
+    assert check(asked, capture_spec(), participants(4, None)) is None
+    assert check(asked, capture_spec(), participants()) is None
+    assert check(asked, capture_spec(), participants(4, 4, top=None)) is None
+    agreed = check(asked, capture_spec(), participants(4, 5))
     assert (agreed.phase, agreed.start, agreed.steps) == ("agreed", 8, [8])
-    waiting = order(timeout=2.0)
-    assert look(asked, waiting, participants(4, 3), elapsed=500.0) is None
-    without = look(asked, order(timeout=2.0, late="go_on"), participants(4, 3), elapsed=2.0)
+    waiting = capture_spec(timeout=2.0)
+    assert check(asked, waiting, participants(4, 3), elapsed=500.0) is None
+    without = check(asked, capture_spec(timeout=2.0, late="go_on"), participants(4, 3), elapsed=2.0)
     assert (without.phase, without.without) == ("agreed", [{"role": "actor", "rank": 1}])
     # Nobody has heard: there is nobody to go on with.
-    assert look(asked, order(timeout=2.0, late="go_on"), participants(3, 3), elapsed=2.0) is None
-    ended = look(asked, order(timeout=2.0, late="give_up"), participants(4, 3), elapsed=2.0)
+    assert (
+        check(asked, capture_spec(timeout=2.0, late="go_on"), participants(3, 3), elapsed=2.0)
+        is None
+    )
+    ended = check(asked, capture_spec(timeout=2.0, late="give_up"), participants(4, 3), elapsed=2.0)
     assert (ended.phase, ended.without) == ("given up", [{"role": "actor", "rank": 1}])
 
 
 def test_steps_that_have_all_begun_are_too_late_or_moved() -> None:
     asked = Agreement(revision=4)
-    assert look(asked, order(steps=[8]), participants(4, top=9)).phase == "too late"
-    moved = look(dataclasses.replace(asked, again_left=1), order(steps=[8]), participants(4, top=9))
+    assert check(asked, capture_spec(steps=[8]), participants(4, top=9)).phase == "too late"
+    moved = check(
+        dataclasses.replace(asked, again_left=1), capture_spec(steps=[8]), participants(4, top=9)
+    )
     assert (moved.phase, moved.steps, moved.missed_steps, moved.again_left) == (
         "agreed", [10], [8], 0,
     )  # fmt: skip
@@ -156,9 +161,9 @@ def test_what_costs_too_much_is_refused_unless_forced(
     said: list[CaptureCost] = [
         {"role": "actor", "rank": 0, "stage": "update", **each} for each in estimates
     ]
-    reason = agreeing.refusal(order(), said)
+    reason = agreeing.refusal(capture_spec(), said)
     assert (reason is None) if refused is None else (refused in (reason or ""))
-    forced = agreeing.refusal(order(force=True), said)
+    forced = agreeing.refusal(capture_spec(force=True), said)
     assert forced is None or "cannot carry it out" in forced
 
 
@@ -195,7 +200,7 @@ class Ranks:
         """Acknowledge what it applied, then apply what is in force."""
         process = self.bench.state.registry.processes[self.ranks[rank].sender.incarnation]
         process.plan_revision = self.applied[rank]["revision"]
-        self.look()
+        self.check()
         if self.plan.revision == self.applied[rank]["revision"]:
             return
         self.applied[rank] = self.plan.wire("r")
@@ -214,7 +219,7 @@ class Ranks:
                 self.history.append((self.attempt, rank, step))
         self.bench.give(*self.ranks[rank].work(step, "update"))
 
-    def look(self) -> Any:
+    def check(self) -> None:
         self.now += 0.01
         puts = self.requests.check(self.now, self.now)
         self.bench.carry_out(puts)
@@ -237,9 +242,11 @@ class Ranks:
         self.requests = CaptureRequests(self.plan, self.bench.state)
 
     def add(self, **changes: object) -> str:
-        entry = self.requests.add(order(run="r", **changes), by="me", mono=self.now, wall=self.now)
+        entry = self.requests.add(
+            capture_spec(run="r", **changes), by="me", mono=self.now, wall=self.now
+        )
         self.bench.carry_out([self.requests.row(entry)])
-        self.look()
+        self.check()
         return entry.capture_id
 
     def agreement(self, capture_id: str) -> dict[str, Any]:
@@ -348,9 +355,9 @@ def test_orders_that_cannot_be_meant() -> None:
         ranks.begin(0)
     with pytest.raises(Conflict, match="step 2 has begun: the newest is 3"):
         ranks.add(steps=[1, 2])
-    entry = ranks.requests.add(order(run="other"), by="me", mono=0.0, wall=0.0)
+    entry = ranks.requests.add(capture_spec(run="other"), by="me", mono=0.0, wall=0.0)
     assert "no run 'other' is known" in ranks.requests.notes(entry)[0]
-    entry = ranks.requests.add(order(run="r", stages=["gen"]), by="me", mono=0.0, wall=0.0)
+    entry = ranks.requests.add(capture_spec(run="r", stages=["gen"]), by="me", mono=0.0, wall=0.0)
     assert "no rank has done gen lately" in ranks.requests.notes(entry)[0]
     for misspelt in ("updat", "Update"):
         with pytest.raises(Conflict, match="did you mean update"):
@@ -358,13 +365,17 @@ def test_orders_that_cannot_be_meant() -> None:
     assert ranks.add(stages=["updat"], force=True)
     ranks.start()  # a run that has closed no step may still come to it
     ranks.begin(0)
-    entry = ranks.requests.add(order(run="r", stages=["updates"]), by="me", mono=0.0, wall=0.0)
+    entry = ranks.requests.add(
+        capture_spec(run="r", stages=["updates"]), by="me", mono=0.0, wall=0.0
+    )
     assert "updates (did you mean update?) lately" in ranks.requests.notes(entry)[0]
-    entry = ranks.requests.add(order(run="b", stages=["actor_updat"]), by="me", mono=0.0, wall=0.0)
+    entry = ranks.requests.add(
+        capture_spec(run="b", stages=["actor_updat"]), by="me", mono=0.0, wall=0.0
+    )
     assert "actor_updat (did you mean actor_update?) lately" in ranks.requests.notes(entry)[1]
     empty = Ranks(0)
     with pytest.raises(Conflict, match="0 runs are live"):
-        empty.requests.add(order(), by="me", mono=0.0, wall=0.0)
+        empty.requests.add(capture_spec(), by="me", mono=0.0, wall=0.0)
 
 
 def test_a_run_that_nobody_knows_is_noted_with_the_one_that_it_may_mean() -> None:
@@ -372,9 +383,9 @@ def test_a_run_that_nobody_knows_is_noted_with_the_one_that_it_may_mean() -> Non
     for number, run in enumerate(("old", "jump", "new")):
         rank = Rank(run=run, key=run)
         ranks.bench.give(rank.hello(world_size=1), *rank.work(1 + number, "update"))
-    meant = ranks.requests.add(order(run="jmp"), by="me", mono=0.0, wall=0.0)
+    meant = ranks.requests.add(capture_spec(run="jmp"), by="me", mono=0.0, wall=0.0)
     assert "(did you mean jump?): it waits for one of that name" in ranks.requests.notes(meant)[0]
-    entry = ranks.requests.add(order(run="later"), by="me", mono=0.0, wall=0.0)
+    entry = ranks.requests.add(capture_spec(run="later"), by="me", mono=0.0, wall=0.0)
     [note] = ranks.requests.notes(entry)
     assert "it waits for one of that name; known, the newest first: new, jump, old" in note
 
@@ -382,19 +393,19 @@ def test_a_run_that_nobody_knows_is_noted_with_the_one_that_it_may_mean() -> Non
 def test_ranks_and_roles_that_are_not_there_are_named_in_a_note() -> None:
     ranks = Ranks(1)
     ranks.begin(0)
-    entry = ranks.requests.add(order(run="r", ranks="0,9"), by="me", mono=0.0, wall=0.0)
+    entry = ranks.requests.add(capture_spec(run="r", ranks="0,9"), by="me", mono=0.0, wall=0.0)
     assert any(
         "no rank 9 is there: nothing is collected of it until one reports (actor has 1 ranks)"
         in note
         for note in ranks.requests.notes(entry)
     )
     named = {"roles": ["actor", "actr"], "ranks": [0]}
-    entry = ranks.requests.add(order(run="r", **named), by="me", mono=0.0, wall=0.0)
+    entry = ranks.requests.add(capture_spec(run="r", **named), by="me", mono=0.0, wall=0.0)
     said = ranks.requests.notes(entry)
     assert "nobody has the role actr (did you mean actor?); there are actor" in said
     assert not any("no rank" in note for note in said)
     kept = {"task": None, "keep": ["old_logprobs"], "ranks": [0, 3]}
-    entry = ranks.requests.add(order(run="r", **kept), by="me", mono=0.0, wall=0.0)
+    entry = ranks.requests.add(capture_spec(run="r", **kept), by="me", mono=0.0, wall=0.0)
     said = ranks.requests.notes(entry)
     assert "old_logprobs is no section and no known tensor (did you mean old_log_probs?)" in said[0]
     assert any("no rank 3 is there" in note for note in said)

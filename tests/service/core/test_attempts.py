@@ -430,7 +430,7 @@ def test_an_attempt_has_the_fingerprint_of_its_first_rank_whoever_speaks_first(
     assert bench.attempt()["fingerprint"] == {"git": "a"}
 
 
-def introduced(rank: Rank, start: int) -> Delivery:
+def handshake(rank: Rank, start: int) -> Delivery:
     """Say of a start what is of it alone: its command, its settings, whence it resumed."""
     versions = {"unsupported": [f"torch {start} is not supported"]}
     config = {f"of start {start}": start}
@@ -444,7 +444,7 @@ def introduced(rank: Rank, start: int) -> Delivery:
 
 
 def known_of(bench: Bench, number: int) -> tuple[object, ...]:
-    """Return what is known of an attempt, which `introduced` says of its start."""
+    """Return what is known of an attempt, which `handshake` says of its start."""
     row = bench.attempt(number)
     said = row["fingerprint"] or {}
     where = {"attempt_id": row["attempt_id"], "kind": "unsupported_version"}
@@ -464,7 +464,7 @@ def test_each_start_has_what_its_own_processes_said(
 ) -> None:
     for start in (1, 2, 3):
         rank = Rank(key=key, started=1000.0 * start)
-        bench.give(introduced(rank, start))
+        bench.give(handshake(rank, start))
         if restarted:
             bench.restart()
         for step in (1, 2):
@@ -494,7 +494,7 @@ def test_a_new_start_takes_along_what_it_said_in_any_order(
     first, second, third = (Rank(rank, started=2000.0 + rank) for rank in range(3))
     said = [
         driver.hello(fingerprint={"argv": ["new"], "config": {"lr": 1}}, settings={"lr": 1}),
-        introduced(first, 3),
+        handshake(first, 3),
         third.hello(fingerprint={"argv": ["third"]}, world_size=3, resumed_from_step=1),
         first.begin(2),
     ]
@@ -559,7 +559,7 @@ def test_what_is_reported_before_the_first_step_goes_with_its_process(
 def test_a_rank_made_anew_at_the_open_step_tells_its_attempt_what_it_said(bench: Bench) -> None:
     closed_through(bench, 2, 5)
     new = Rank(0, started=2000.0)
-    bench.give(introduced(new, 2))
+    bench.give(handshake(new, 2))
     assert bench.attempt()["fingerprint"] is None
     bench.give(new.begin(6))
     assert attempts(bench) == [(1, "job-1")]

@@ -62,7 +62,7 @@ def said(settings: Mapping[str, object]) -> list[tuple[str, str]]:
         (
             {"capture": "auto"},
             "refused",
-            "settings.capture_budget is missing: rules order no capture in this run, unless they "
+            "settings.capture_budget is missing: rules request no capture in this run, unless they "
             "name it with a budget; for example settings={'capture': 'auto', 'capture_budget': "
             "{'captures': 2}}",
         ),
@@ -70,7 +70,7 @@ def said(settings: Mapping[str, object]) -> list[tuple[str, str]]:
         (
             {"capture": "auto", "capture_budget": {"captres": 2}},
             "misspelt",
-            "'captres': did you mean captures? Rules order no capture",
+            "'captres': did you mean captures? Rules request no capture",
         ),
         ({**AUTO, "capture_budget": {"captures": 0}}, "refused", "capture_budget.captures"),
         (

@@ -28,7 +28,7 @@ from stagescope_service.core.findings import finding
 from stagescope_service.diagnosis import evidence
 from stagescope_service.diagnosis import history as history_module
 from stagescope_service.diagnosis.doctor import FAMILIES, Diagnosis, SymptomRule, diagnose, rulebook
-from stagescope_service.diagnosis.history import RunHistory, Step
+from stagescope_service.diagnosis.history import RunHistory, StepInForce
 from stagescope_service.diagnosis.mismatch import retokenised
 from stagescope_service.diagnosis.parts import fitted_line
 from stagescope_service.ingest.reader import PayloadReader
@@ -610,11 +610,11 @@ class Turns:
     """A history of one step, whose batch is given: prompts that no `Rank` sends."""
 
     def __init__(self, batch: StepBatch) -> None:
-        self.steps = [Step(1, 1, 1, "comparable", ())]
+        self.steps = [StepInForce(1, 1, 1, "comparable", ())]
         self.kept = self
         self._batch = batch
 
-    def batch(self, step: Step, names: Sequence[str]) -> StepBatch | None:
+    def batch(self, step: StepInForce, names: Sequence[str]) -> StepBatch | None:
         return self._batch if {*names} <= {*self._batch.tensors} else None
 
 

@@ -12,7 +12,7 @@ import pytest
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
 from stagescope_service.dumps.importing import ProcessEvents, import_events, import_key
-from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
 
 KEEP = {"what": ["all"]}
 
@@ -24,7 +24,7 @@ class FakeDump:
     records: Mapping[DumpEntry, Record | Exception]
     name: str = "/dumps"
     kind: str = "nexrl"
-    problems: Sequence[Problem] = ()
+    problems: Sequence[DumpProblem] = ()
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @property

@@ -35,7 +35,7 @@ def test_tokens_are_found_by_sample_and_position(
     keys: list[Key], others: list[Key], far: int
 ) -> None:
     keys, others = ([(s, far * at) for s, at in each] for each in (keys, others))
-    index = TokenIndex.of(*arrays(keys), SAMPLES)
+    index = TokenIndex.build(*arrays(keys), SAMPLES)
     expected: dict[Key, int] = {}
     repeats = []
     for token, key in enumerate(keys):
@@ -56,7 +56,7 @@ def test_tokens_of_two_sides_pair_in_the_order_of_their_positions(
     keys: list[Key], others: list[Key], far: int
 ) -> None:
     sides = [[(s, far * at) for s, at in each] for each in (keys, others)]
-    one, other = TokenIndex.of(*arrays(sides[1]), SAMPLES).pair(*arrays(sides[0]))
+    one, other = TokenIndex.build(*arrays(sides[1]), SAMPLES).pair(*arrays(sides[0]))
     common = sorted(set(sides[0]) & set(sides[1]))
     assert one.tolist() == [sides[0].index(key) for key in common]
     assert other.tolist() == [sides[1].index(key) for key in common]
@@ -66,7 +66,7 @@ def test_tokens_of_two_sides_pair_in_the_order_of_their_positions(
 def test_a_position_that_a_sample_has_twice_pairs_with_nothing(repeats: int) -> None:
     sides = [[(0, 0), (0, 1)], [(0, 0), (0, 1)]]
     sides[repeats].append((0, 1))
-    index = TokenIndex.of(*arrays(sides[1]), 1)
+    index = TokenIndex.build(*arrays(sides[1]), 1)
     with pytest.raises(InvalidTensor, match="positions repeat"):
         index.pair(*arrays(sides[0]))
 
@@ -74,7 +74,7 @@ def test_a_position_that_a_sample_has_twice_pairs_with_nothing(repeats: int) -> 
 def test_positions_outside_of_any_sample_are_refused() -> None:
     far = np.array([0, 1 << 61])
     with pytest.raises(InvalidTensor, match=f"positions from 0 to {1 << 61}"):
-        TokenIndex.of(np.array([0, 1]), far, 2)
+        TokenIndex.build(np.array([0, 1]), far, 2)
 
 
 @settings(deadline=None)

@@ -92,7 +92,7 @@ def reference(
 def assert_same(summary: Summary, expected: dict[Dimension, Found]) -> None:
     assert summary.profiles is not None
     for name in DIMENSIONS:
-        found = {b.key: tuple(b)[1:] for b in summary.profiles.of(name)}
+        found = {b.key: tuple(b)[1:] for b in summary.profiles.bins(name)}
         assert found.keys() == expected[name].keys(), name
         for key, values in expected[name].items():
             assert found[key][:2] == values[:2], (name, key)
@@ -154,15 +154,15 @@ def test_what_a_piece_of_a_sample_does_not_know_is_unknown() -> None:
     mask = np.array([[1, 1, 0, 1, 0, 1]])
     found = summarise(batch_of(p, q, mask, token_offset=np.array([4]))).profiles
     assert found is not None
-    assert {b.key: b.tokens for b in found.of("place")} == {UNKNOWN: 2, 0: 2}
-    assert {b.key: b.tokens for b in found.of("end")} == {UNKNOWN: 1, 0: 2, 1: 1}
-    assert {b.key: b.tokens for b in found.of("position")} == {3: 3, 4: 1}
+    assert {b.key: b.tokens for b in found.bins("place")} == {UNKNOWN: 2, 0: 2}
+    assert {b.key: b.tokens for b in found.bins("end")} == {UNKNOWN: 1, 0: 2, 1: 1}
+    assert {b.key: b.tokens for b in found.bins("position")} == {3: 3, 4: 1}
     # Two ends of a sample on one rank (zigzag): a gap in the positions is no end of a round.
     ones, places = np.ones((1, 6), np.int64), np.array([[0, 1, 2, 9, 10, 11]])
     found = summarise(batch_of(p, q, ones, positions=places)).profiles
     assert found is not None
-    assert {b.key: b.tokens for b in found.of("place")} == {0: 1, 1: 1, 2: 1, UNKNOWN: 3}
-    assert {b.key: b.tokens for b in found.of("end")} == {UNKNOWN: 6}
+    assert {b.key: b.tokens for b in found.bins("place")} == {0: 1, 1: 1, 2: 1, UNKNOWN: 3}
+    assert {b.key: b.tokens for b in found.bins("end")} == {UNKNOWN: 6}
 
 
 def test_tokens_are_told_apart_by_the_engine_of_their_row() -> None:
@@ -190,7 +190,7 @@ def test_positions_of_any_size_are_counted() -> None:
     positions = np.array([[2**62 + 2**61, 2**62 + 2**61 + 1, -5, -4]])
     found = summarise(batch_of(p, q, np.ones((1, 4), np.int64), positions=positions)).profiles
     assert found is not None
-    assert sum(b.tokens for b in found.of("position")) == 4
+    assert sum(b.tokens for b in found.bins("position")) == 4
 
 
 def test_profiles_are_stored_and_what_earlier_versions_stored_has_none() -> None:

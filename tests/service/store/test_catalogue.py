@@ -185,7 +185,7 @@ def test_steps_page_newest_first(catalogue: Catalogue) -> None:
     page = catalogue.steps(1, limit=2)
     assert [row["step"] for row in page] == [5, 4]
     assert [row["step"] for row in catalogue.steps(1, before=page[-1]["step"])] == [3, 2, 1]
-    assert [(row["step"], row["attempt"], row["has_whole"]) for row in catalogue.steps(run="r")][
+    assert [(row["step"], row["attempt"], row["has_summary"]) for row in catalogue.steps(run="r")][
         :4
     ] == [(7, 2, False), (6, 2, False), (5, 2, False), (5, 1, True)]
     step = catalogue.step(1, 5)
@@ -281,19 +281,19 @@ def test_deleted_artifacts_are_told_when_asked(store: SqlStore, catalogue: Catal
 
 def test_counts(two_runs: SqlStore, catalogue: Catalogue) -> None:
     work = {"incarnation": "i", "attempt_id": 2}
-    noticed = {"run": "r", "kind": "k", "severity": "error"}
+    found = {"run": "r", "kind": "k", "severity": "error"}
     write(
         two_runs,
         Put("losses", {"loss_id": "1", "run": "r", "kind": "payload", "count": 3}),
         Put("losses", {"loss_id": "2", "run": "r", "kind": "payload"}),
         Put("payloads", {**work, "seq": 1, "state": "announced", "bytes": 7}),
-        Put("findings", {"finding_id": "1", **noticed, "count": 2}),
+        Put("findings", {"finding_id": "1", **found, "count": 2}),
         Put("dumps", {**work, "work_key": "w", "capture_id": "c", "state": "failed"}),
     )
     counts = catalogue.counts()
     assert counts["losses"] == [{"run": "r", "kind": "payload", "count": 4}]
     assert counts["payloads_announced"] == [{"run": "r", "count": 1, "bytes": 7}]
-    assert counts["findings"] == [{**noticed, "count": 2}]
+    assert counts["findings"] == [{**found, "count": 2}]
     assert counts["dumps"] == [{"run": "r", "state": "failed", "count": 1}]
     assert counts["attempts"] == [{"run": "other", "count": 1}, {"run": "r", "count": 2}]
     assert counts["steps_open"] == [{"run": "r", "count": 9}]

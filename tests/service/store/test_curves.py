@@ -9,7 +9,7 @@ from tests.support.stores import training, write
 
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Put
-from stagescope_service.store.queries.curves import MarkedStep, StepState
+from stagescope_service.store.queries.curves import CurveStep, MarkedStep
 from stagescope_service.store.sql import SqlStore
 
 
@@ -42,10 +42,10 @@ def filled(store: SqlStore) -> SqlStore:
 def test_steps_ascend_and_the_newest_are_the_last(filled: SqlStore, catalogue: Catalogue) -> None:
     every = catalogue.step_states([1, 2])
     assert every == [
-        StepState(1, 1, True, "complete", None),
-        StepState(1, 2, True, None, 2),
-        StepState(2, 2, False, None, None),
-        StepState(2, 3, True, None, None),
+        CurveStep(1, 1, True, "complete", None),
+        CurveStep(1, 2, True, None, 2),
+        CurveStep(2, 2, False, None, None),
+        CurveStep(2, 3, True, None, None),
     ]
     assert catalogue.step_states([1, 2], limit=2) == every[2:]
     assert catalogue.step_states([1], first=2) == every[1:2]
@@ -68,7 +68,7 @@ def test_the_newest_numbers_are_of_the_newest_step(filled: SqlStore, catalogue: 
 
 def test_steps_without_numbers_say_what_they_have(filled: SqlStore, catalogue: Catalogue) -> None:
     rows = catalogue.unmeasured_steps([1, 2], version=1)
-    assert [(row["attempt_id"], row["step"], row["has_whole"]) for row in rows] == [
+    assert [(row["attempt_id"], row["step"], row["has_summary"]) for row in rows] == [
         (2, 2, 0), (2, 3, 1),
     ]  # fmt: skip
 

@@ -9,7 +9,9 @@ from typing import get_type_hints
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from hypothesis import given
@@ -17,9 +19,13 @@ from hypothesis import strategies as st
 from sqlalchemy.schema import CreateTable
 from tests.support.stores import url_of
 
+from stagescope.link_text import session_call
 from stagescope.wire.errors import CatalogueUnavailable
+from stagescope.wire.links import links_from_json, reworded
 from stagescope.wire.schema import LAYOUT_COLUMNS, PART_FIELDS
+from stagescope_service.api.rows import finding_rows
 from stagescope_service.store import connect, migrate, tables
+from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import dump_json
 from stagescope_service.store.tables import TABLES, metadata
 
@@ -85,6 +91,31 @@ def test_upgrade_is_idempotent_and_refuses_an_unknown_revision(
     with engine.begin() as connection, pytest.raises(CatalogueUnavailable, match="does not know"):
         migrate.upgrade(connection)
     engine.dispose()
+
+
+def test_a_finding_of_before_its_links_were_data_keeps_its_advice(tmp_path: Path) -> None:
+    old = "see /steps/5/stages?run=r for who has arrived"
+    engine = connect.writer_engine(url_of(tmp_path))
+    with engine.begin() as connection:
+        config = Config(attributes={"connection": connection})
+        config.set_main_option("script_location", str(migrate._FOLDER))
+        command.upgrade(config, "0009")
+        assert "see" not in {
+            each["name"] for each in sa.inspect(connection).get_columns("findings")
+        }
+        columns = {"finding_id": "f", "run": "r", "attempt_id": 1, "advice": old}
+        values = ", ".join(f":{name}" for name in columns)
+        connection.execute(
+            sa.text(f"INSERT INTO findings ({', '.join(columns)}) VALUES ({values})"), columns
+        )
+    with engine.begin() as connection:
+        migrate.upgrade(connection)
+    engine.dispose()
+    catalogue = Catalogue(url_of(tmp_path))
+    (row,) = finding_rows(catalogue.findings(run="r"), {1: 1, 2: 2})
+    catalogue.close()
+    assert (row["advice"], row["see"]) == (old, [])
+    assert reworded(old, links_from_json(row["see"]), session_call) == old
 
 
 def test_the_columns_of_the_design_are_there() -> None:

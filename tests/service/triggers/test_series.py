@@ -84,7 +84,7 @@ def test_a_synchronous_step_is_looked_at_whole(ages: list[int] | None) -> None:
 def test_what_no_rule_asks_for_is_not_read() -> None:
     def needs(**rule: object) -> Needs:
         made = {"name": "r", "metric": MEAN, "when": {">": 1}, **rule}
-        return Needs.of(Rules.parse({"rules": [made]}).rules)
+        return Needs.from_rules(Rules.parse({"rules": [made]}).rules)
 
     assert needs() == Needs()
     assert needs(by="stage") == Needs(stages=None)

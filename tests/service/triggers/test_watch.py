@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from stagescope_service.triggers.conditions import HISTORY
 from stagescope_service.triggers.rules import Rules
 from stagescope_service.triggers.series import SeriesKey, Values, pack, unpack
-from stagescope_service.triggers.watch import REACH, At, Firing, FiringChanges, FiringRecord, Watch
+from stagescope_service.triggers.watch import (
+    REACH,
+    At,
+    Firing,
+    FiringChanges,
+    FiringRecord,
+    RuleWatch,
+)
 
 METRIC = "logprob_abs_diff/mean"
 
@@ -35,9 +42,9 @@ def values(*numbers: float) -> Values:
 
 def train(
     rules: Rules, steps: Mapping[At, Sequence[float]], order: Sequence[At], *, since: int = 0
-) -> Watch:
+) -> RuleWatch:
     """Hand wholes over in an order; return the watch."""
-    watch = Watch(rules.rules)
+    watch = RuleWatch(rules.rules)
     for at in order:
         step = values(*steps[at])
         watch.evaluate(at, {rule.name: step for rule in rules.rules}, fires=at.step >= since)
@@ -83,7 +90,7 @@ class Reported:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.watch = Watch(rules.rules)
+        self.watch = RuleWatch(rules.rules)
         self.firings: dict[tuple[str, At], Firing] = {}
 
     def take(self, at: At, *numbers: float) -> FiringChanges:
@@ -94,7 +101,7 @@ class Reported:
             del self.firings[gone]
         return changes
 
-    def restarted(self) -> Watch:
+    def restarted(self) -> RuleWatch:
         position = {
             key: FiringRecord(
                 unpack(pack(hit.series for hit in (*firing.hits, *firing.lasting))),
@@ -102,7 +109,7 @@ class Reported:
             )
             for key, firing in self.firings.items()
         }
-        return Watch(self.rules.rules, fired=position)
+        return RuleWatch(self.rules.rules, fired=position)
 
     def lines(self) -> list[tuple[int, list[int | None], list[int | None], int | None]]:
         """(step, rounds that are news, rounds that last, the step whose actions it cools from)."""
@@ -155,7 +162,7 @@ def test_a_new_watch_neither_repeats_a_series_nor_silences_another() -> None:
     (fired,) = again.evaluate(At(1, 3), {"rule-0": values(2, 2)}).fired
     assert ([hit.series.round for hit in fired.hits], fired.cools_since) == ([1], At(1, 1))
     # Of an earlier release nobody knows what a firing named: all of it, as it was then.
-    old = Watch(watched.rules.rules, fired={("rule-0", At(1, 1)): FiringRecord()})
+    old = RuleWatch(watched.rules.rules, fired={("rule-0", At(1, 1)): FiringRecord()})
     assert not old.evaluate(At(1, 3), {"rule-0": values(2, 2)}).fired
     assert old.evaluate(At(1, 10), {"rule-0": values(2, 2)}).fired
 
@@ -220,7 +227,7 @@ def test_cooldown_goes_on_over_a_restart_but_not_from_a_branch_that_was_left() -
 
 def test_a_whole_that_is_formed_again_fires_once_and_may_take_a_firing_back() -> None:
     rules = rules_of({})
-    watch = Watch(rules.rules)
+    watch = RuleWatch(rules.rules)
     first = watch.evaluate(At(1, 1), {"rule-0": values(0.5, 3.0)})
     assert [(f.rule, f.at) for f in first.fired] == [("rule-0", At(1, 1))]
     assert [hit.series.round for hit in first.fired[0].hits] == [1]
@@ -238,7 +245,7 @@ def test_a_whole_that_is_formed_again_fires_once_and_may_take_a_firing_back() ->
 
 def test_the_worst_comes_first() -> None:
     rules = rules_of({"when": {"non_finite": True}}, {"when": {"<": 5}}, {})
-    watch = Watch(rules.rules)
+    watch = RuleWatch(rules.rules)
     step = values(2.0, 3.0, -1.0, math.inf)
     changes = watch.evaluate(At(1, 1), {rule.name: step for rule in rules.rules})
     rounds = {f.rule: [hit.series.round for hit in f.hits] for f in changes.fired}
@@ -296,7 +303,7 @@ def test_no_order_and_no_repetition_changes_what_fired(
     in_order = train(rules, steps, list(steps))
     shuffled = [*data.draw(st.permutations(list(steps)))]
     repeated = shuffled + data.draw(st.lists(st.sampled_from(shuffled), max_size=10))
-    watch = Watch(rules.rules)
+    watch = RuleWatch(rules.rules)
     position: set[tuple[str, At]] = set()
     for at in repeated:
         step = values(*steps[at])

@@ -53,7 +53,7 @@ CAPTURED_STEP: Final = 3
 KILLED_STEP: Final = 6
 KILLED_STAGE: Final = "actor_update"
 LAST_STEP: Final = 8
-GOES_ON: Final = ("--steps", "100000", "--save-every", "10", "--pace", "3")
+GOES_ON: Final = ("--steps", "100000", "--save-every", "10", "--step-seconds", "3")
 """Of a training that somebody looks at."""
 CAPTURE: Final[dict[str, Any]] = {
     "run": RUN,

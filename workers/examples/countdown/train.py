@@ -253,7 +253,7 @@ def _write_pids(path: Path, job: Job) -> None:
 )
 @click.option("--checkpoint-dir", default="checkpoints", show_default=True, type=Path)
 @click.option("--save-every", default=1, show_default=True, help="Steps between checkpoints.")
-@click.option("--pace", default=0.0, show_default=True, help="Seconds of a step, at least.")
+@click.option("--step-seconds", default=0.0, show_default=True, help="Seconds of a step, at least.")
 @click.option("--resume", is_flag=True, help="Go on after the last complete checkpoint.")
 @click.option("--attempt-key", help="Names this start of the training; default: the Ray job.")
 @click.option("--capture", help="YAML file with captures, in force without the service.")
@@ -314,7 +314,7 @@ def main(
     warmup_steps: int,
     checkpoint_dir: Path,
     save_every: int,
-    pace: float,
+    step_seconds: float,
     resume: bool,
     attempt_key: str | None,
     capture: str | None,
@@ -354,7 +354,7 @@ def main(
             settings,
             Report(run, attempt_key, capture, keep=kept),
             checkpoint_dir / run,
-            Schedule(steps, save_every, pace, resume),
+            Schedule(steps, save_every, step_seconds, resume),
             troubles=Troubles(pause, plant_nan, switch_engine, skip_sync),
             pid_file=pid_file,
         )

@@ -1,1 +1,1 @@
-"""Capture with msprobe: from an order or a file to a dump, and the process as it was."""
+"""Capture with msprobe: from a request or a file to a dump, and the process as it was."""

@@ -133,7 +133,7 @@ def resolve_config(capture: CaptureRequest, *, dump_path: str, step: int | None)
     content.update({"rank": [], "step": [], "dump_path": dump_path})
     if content.get("dump_enable") is False:
         content["dump_enable"] = True
-        overrides.append("dump_enable: config.json says false, the plan orders a dump: true")
+        overrides.append("dump_enable: config.json says false, the plan requests a dump: true")
     return MsprobeConfig(content, tuple(overrides))
 
 

@@ -15,9 +15,9 @@ from stagescope_workers.probe.options import ProbeOptions
 from stagescope_workers.probe.stage_tracker import StageTracker
 from stagescope_workers.transport.calls import Clock
 from stagescope_workers.transport.link import (
-    Link,
     RayLink,
     RayProcess,
+    ServiceLink,
     find_link,
     ray_directory,
     ray_entrypoint,
@@ -55,7 +55,7 @@ class Handshake:
         if self.attempt_key is None and self.ray is not None:
             self.attempt_key = self.ray.attempt_key
 
-    def connect(self) -> Link | None:
+    def connect(self) -> ServiceLink | None:
         """Search for the service once; None while there is none."""
         options = self._options
         link = find_link(

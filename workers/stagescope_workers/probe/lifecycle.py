@@ -21,7 +21,7 @@ from stagescope_workers.probe import decorator
 from stagescope_workers.probe.options import ProbeOptions, checked_options
 from stagescope_workers.probe.probe import RESTART_SECONDS, Probe
 from stagescope_workers.transport.link import (
-    Link,
+    ServiceLink,
     find_link,
     ray_process,
     warn_unconnected,
@@ -254,7 +254,7 @@ def _job_attempt_key() -> str | None:
     return next(filter(None, [*keys, os.environ.get("STAGESCOPE_ATTEMPT")]), process.attempt_key)
 
 
-def _drain(link: Link, run: str | None, timeout: float, key: str | None) -> bool:
+def _drain(link: ServiceLink, run: str | None, timeout: float, key: str | None) -> bool:
     answer = link.drain(run, timeout, key)
     name = "any run" if run is None else f"run {run}"
     if not answer.get("known", True):

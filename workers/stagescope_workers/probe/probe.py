@@ -34,7 +34,7 @@ from stagescope_workers.probe.plan import read_plan
 from stagescope_workers.probe.reporter import Reporter
 from stagescope_workers.probe.stage import Stage, error_fields, log_scalars
 from stagescope_workers.probe.weights import NamedTensors, Names, WeightsInfo, record_weights
-from stagescope_workers.transport.link import Link
+from stagescope_workers.transport.link import ServiceLink
 from stagescope_workers.transport.outbox import Outbox
 from stagescope_workers.transport.sender import EventSender, SenderHooks
 
@@ -464,7 +464,7 @@ class Probe(Reporter):
         }
 
     @property
-    def service(self) -> Link | None:
+    def service(self) -> ServiceLink | None:
         """The open link to the service; None while there is none."""
         return None if self._sender is None else self._sender.link
 

@@ -17,10 +17,10 @@ MAX_BACKOFF: Final = 2.0
 """Seconds; short, since the service may be back at any moment."""
 
 Reply: TypeAlias = dict[str, Json]
-"""The JSON object with which the service answers a call; `Answer` has its fields."""
+"""The JSON object with which the service answers a call; `ServiceAnswer` has its fields."""
 
 
-class Answer(TypedDict, total=False):
+class ServiceAnswer(TypedDict, total=False):
     """The service's answer to a batch or a poll; a service of another version may lack a field."""
 
     coordinator: str | None

@@ -35,7 +35,7 @@ _warned_in: set[int] = set()
 """Process ids that have logged that nothing is reported (a fork has its parent's memory)."""
 
 
-class Link(Protocol):
+class ServiceLink(Protocol):
     """A connection to the service, as the EventSender uses it."""
 
     @property
@@ -236,7 +236,7 @@ class RayLink:
         return bool(handle._actor_id != self._handle._actor_id)
 
     def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
-        """Wait, `timeout` seconds at most, for all receipts of a run; see `Link`."""
+        """Wait, `timeout` seconds at most, for all receipts of a run; see `ServiceLink`."""
         ref = self._handle.drain.remote(run=run, timeout=timeout, attempt_key=attempt_key)
         answer: JsonObject = self._ray.get(ref, timeout=timeout + 1.0)
         return answer
@@ -254,7 +254,7 @@ class RayLink:
 
 def find_link(
     url: str | None, token: str | None, namespace: str, *, waited: float = math.inf
-) -> Link | None:
+) -> ServiceLink | None:
     """Return a link to the service, or None where there is none.
 
     Where the caller gives a `url`, only that is used. Otherwise the order is: the coordinator of

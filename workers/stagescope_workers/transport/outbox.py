@@ -49,7 +49,7 @@ class Awaited(Protocol):
         ...
 
 
-class Draft(Protocol):
+class PackablePayload(Protocol):
     """A payload before it is packed."""
 
     @property
@@ -71,7 +71,7 @@ class Entry:
     wall: float
     mono: float
     fields: dict[str, Json]
-    draft: Draft | None = None
+    draft: PackablePayload | None = None
     packed: object = None
     """The payload as the link sends it (a ref, or the value), once it is packed."""
     nbytes: int = 0
@@ -126,7 +126,7 @@ class Outbox:
         kind: str,
         fields: dict[str, Json],
         *,
-        draft: Draft | None = None,
+        draft: PackablePayload | None = None,
         awaits: Sequence[Awaited] = (),
         finalise: Callable[[dict[str, Json]], None] | None = None,
     ) -> Entry:

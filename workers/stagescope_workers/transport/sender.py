@@ -19,8 +19,8 @@ from typing import Final, NamedTuple, Protocol, cast
 from stagescope.wire.errors import StagescopeError, Unauthorized
 from stagescope.wire.plan import SentPlan
 from stagescope_workers.device import PinnedPool
-from stagescope_workers.transport.calls import MAX_BACKOFF, Answer, Backoff, Call, Clock
-from stagescope_workers.transport.link import Link
+from stagescope_workers.transport.calls import MAX_BACKOFF, Backoff, Call, Clock, ServiceAnswer
+from stagescope_workers.transport.link import ServiceLink
 from stagescope_workers.transport.outbox import BATCH_EVENTS, Entry, Outbox
 
 _log = logging.getLogger("stagescope.workers")
@@ -56,7 +56,7 @@ class PlanHolder(Protocol):
 class SenderHooks(NamedTuple):
     """The functions that an EventSender calls, all of them in its thread."""
 
-    connect: Callable[[], Link | None]
+    connect: Callable[[], ServiceLink | None]
     """Searches for the service once; None while there is none."""
     sender: Callable[[Clock, int], tuple[object, ...]]
     """Returns the sender's tuple, given the plan's revision; called before each batch and poll."""
@@ -113,12 +113,12 @@ class EventSender:
         self._awake = False
         self._stopping = False
         self._prepared = False
-        self._link: Link | None = None
+        self._link: ServiceLink | None = None
         self._is_new_link = True
         self._batch_limit = BATCH_EVENTS
         self._refusals = 0
         self._sending: Call | None = None
-        self._sending_by: Link | None = None
+        self._sending_by: ServiceLink | None = None
         self._polling: Call | None = None
         self._receipts: Call | None = None
         self._polled_receipts: set[int] = set()
@@ -143,7 +143,7 @@ class EventSender:
         """Wake the thread after an event was queued, but only if it can be sent now.
 
         Waking for nothing costs the training thread: the two would contend for the interpreter.
-        What is not noticed here is found when the answer under way, or the next search, is over.
+        What is not detected here is found when the answer under way, or the next search, is over.
         """
         if self._link is None or self._sending is not None:
             if self._pool.reserved == 0:
@@ -210,7 +210,7 @@ class EventSender:
         return f"not connected to {link.address}: {self.problem or 'no answer'}"
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> ServiceLink | None:
         """The open link to the service; None while there is none."""
         return self._link
 
@@ -325,10 +325,10 @@ class EventSender:
         self._polling = self._receipts = None
         self._polled_receipts = set()
 
-    def _answer(self, call: Call, backoff: Backoff, activity: str) -> Answer | None:
+    def _answer(self, call: Call, backoff: Backoff, activity: str) -> ServiceAnswer | None:
         """Return the service's answer; None where it failed, in which case the link is dropped."""
         try:
-            answer = cast("Answer", call.future.result())
+            answer = cast("ServiceAnswer", call.future.result())
         except Exception as error:
             self.problem = f"{type(error).__name__}: {error!s:.500}"
             unauthorized = isinstance(error, Unauthorized)
@@ -412,7 +412,7 @@ class EventSender:
         if self._outbox.has_drops:
             self._outbox.report_drops()
 
-    def _apply_plan(self, answer: Answer) -> None:
+    def _apply_plan(self, answer: ServiceAnswer) -> None:
         """Put the plan of an answer in force, unless a later answer brought a newer one already.
 
         Another coordinator may have a lower revision: its catalogue may come from a backup.
@@ -424,7 +424,7 @@ class EventSender:
         if not (is_older and answer.get("coordinator") == self.coordinator):
             self._plan.apply(plan)
 
-    def _note_coordinator(self, answer: Answer) -> None:
+    def _note_coordinator(self, answer: ServiceAnswer) -> None:
         """Offer unreceipted payloads again where another coordinator answers than before."""
         name = answer.get("coordinator")
         if name is None or name == self.coordinator:
@@ -454,7 +454,7 @@ class EventSender:
         """Return whether receipts are missing that no pending poll requests."""
         return not self._polled_receipts.issuperset(self._outbox.unreceipted())
 
-    def _send(self, link: Link) -> None:
+    def _send(self, link: ServiceLink) -> None:
         batch = self._outbox.next_batch(limit=self._batch_limit)
         if not batch:  # every queued event waits for a device
             self._sends.until = time.monotonic() + _DEVICE_SECONDS
@@ -475,7 +475,7 @@ class EventSender:
             raise
         self._sending, self._sending_by = Call(future, self.wake), link
 
-    def _poll(self, link: Link, wait: float) -> Call:
+    def _poll(self, link: ServiceLink, wait: float) -> Call:
         unreceipted = self._outbox.unreceipted()
         self._polled_receipts.update(unreceipted)
         sender = self._hooks.sender(self.clock, self._plan.revision)
@@ -487,7 +487,7 @@ class EventSender:
         _log.log(level, message, *values, exc_info=exc_info)
 
 
-def _requested_pause(answer: Answer) -> float:
+def _requested_pause(answer: ServiceAnswer) -> float:
     """Return the seconds for which an overloaded service requests its senders to wait."""
     pause = answer.get("pause")
     return float(pause) if isinstance(pause, int | float) and 0 < pause <= MAX_PAUSE else 0.0

@@ -146,7 +146,7 @@ def _add_reports(deps: Dependencies, bundle: Bundle) -> None:
     )
     found = Catalogue(settings.catalogue_url)
     try:
-        own = Dependencies.of(
+        own = Dependencies.build(
             catalogue=found, commands=cast("Commands", BundleCommands("a bundle")),
             settings=settings, clock=deps.clock,
         )  # fmt: skip

@@ -96,7 +96,7 @@ def info(deps: Dependencies, target: Target, by: By) -> AnatomyInfo:
             f"{MAX_ENGINES} in a payload)"
         )
     else:
-        stored = () if summary.profiles is None else summary.profiles.of(by)
+        stored = () if summary.profiles is None else summary.profiles.bins(by)
         # The last token of a sample comes before those that precede it.
         found = tuple(
             _of_sums(label(by, each.key), each[1:])

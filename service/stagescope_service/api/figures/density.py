@@ -23,7 +23,7 @@ from stagescope.wire.errors import InvalidTensor, NotFound, StagescopeError
 from stagescope_service import figure_style as style
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.kept import local_file, payload_artifacts
-from stagescope_service.api.step_summaries import MeasuredStep
+from stagescope_service.api.step_summaries import MeasuredSummary
 from stagescope_service.api.target import Target
 from stagescope_service.statistics.cell import Cell, Field, Float64
 from stagescope_service.statistics.payload import TokenBatch, WireTensor
@@ -161,7 +161,7 @@ def _range(cell: Cell) -> tuple[float, float]:
 
 
 def _cloud(
-    deps: Dependencies, target: Target, measured: MeasuredStep, low: float, high: float
+    deps: Dependencies, target: Target, measured: MeasuredSummary, low: float, high: float
 ) -> tuple[Cloud | None, str | None]:
     """Count the tokens of the payloads that count in the step; return also what is missing."""
     wanted = set(measured.summary.counted)

@@ -27,7 +27,7 @@ from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures.rank_rows import Fold, Grid, HeatRow, ranks_text, rows_of
 from stagescope_service.api.numbers import doubt, doubted_steps
 from stagescope_service.api.rows import Lineage
-from stagescope_service.api.step_summaries import MeasuredStep
+from stagescope_service.api.step_summaries import MeasuredSummary
 from stagescope_service.api.target import Target
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.cell import Field, Float64
@@ -137,7 +137,7 @@ def rounds_info(deps: Dependencies, target: Target, metric: Metric = DEFAULT) ->
 
 
 def _rounds_by_rank(
-    deps: Dependencies, target: Target, measured: MeasuredStep
+    deps: Dependencies, target: Target, measured: MeasuredSummary
 ) -> tuple[dict[RankKey, Slices], str | None]:
     """Return the rounds of each rank's own tokens, and what they lack.
 

@@ -196,7 +196,7 @@ class _Column(NamedTuple):
     """nan, inf or -inf."""
 
     @classmethod
-    def of(cls, values: Iterable[tuple[Place, Value]]) -> _Column:
+    def from_values(cls, values: Iterable[tuple[Place, Value]]) -> _Column:
         """Split values into finite and other ones."""
         known = {key: value for key, value in values if value is not None}
         bad = {key: value for key, value in known.items() if isinstance(value, str)}
@@ -206,7 +206,9 @@ class _Column(NamedTuple):
 
 def _columns(stored: StoredNumbers) -> list[_Column]:
     """Return a column for each of the requested names."""
-    return [_Column.of(zip(stored.places, values, strict=True)) for values in stored.values]
+    return [
+        _Column.from_values(zip(stored.places, values, strict=True)) for values in stored.values
+    ]
 
 
 class _Reader:
@@ -297,7 +299,7 @@ class _Reader:
         panels = []
         for place, values in sorted(series.items(), key=str):
             label = f"{name} ({' '.join(part for part in place if part)})" if several else name
-            column = _Column.of(values)
+            column = _Column.from_values(values)
             lines, bad = self._lines(column), self._not_finite(column)
             panels.append(Panel(label, unit_of_metric(name), lines, bad))
         return panels or [Panel(name, "", ())]
@@ -354,7 +356,7 @@ class _Reader:
         for row in rows:
             key = (row["attempt_id"], row["step"])
             why = why_unmeasured(row, errors.get(key), losses.get(key))
-            reasons[key] = OLD if row["has_whole"] else why
+            reasons[key] = OLD if row["has_summary"] else why
         return reasons
 
     def weight_syncs(self) -> list[Mark]:

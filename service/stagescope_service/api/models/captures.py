@@ -38,7 +38,7 @@ State = Annotated[
 ]
 
 
-class Order(Model):
+class RequestedFields(Model):
     """A requested capture, with all fields."""
 
     run: str | None = _capture_field("run")
@@ -156,14 +156,14 @@ class Agreement(Model):
     """What the ranks estimate that it costs, by rank and stage; 64 at most, the largest."""
 
 
-class OrderedCapture(Order):
+class RequestedCapture(RequestedFields):
     """A requested capture, and its agreement among ranks."""
 
     agreement: Agreement
     """The agreement of ranks on it."""
 
 
-class PlannedCapture(OrderedCapture):
+class PlannedCapture(RequestedCapture):
     """A capture of the plan."""
 
     state: State | None
@@ -179,7 +179,7 @@ class Plan(Model):
     """The captures in force."""
 
 
-class NewCapture(OrderedCapture):
+class NewCapture(RequestedCapture):
     """A capture that was requested."""
 
     notes: list[str]
@@ -193,7 +193,7 @@ class CaptureRow(Model):
     """Id of the capture."""
     run: Run | None
     """Null: every run."""
-    spec: OrderedCapture
+    spec: RequestedCapture
     """What was requested, and the agreement on it."""
     state: State
     by: str
@@ -275,7 +275,7 @@ class Capture(Model):
     state: State
     reason: str | None
     """Why it ended."""
-    order: Order
+    order: RequestedFields
     """What was requested."""
     agreement: Agreement
     """The agreement of ranks on it."""

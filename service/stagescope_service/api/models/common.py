@@ -51,6 +51,29 @@ Part = Annotated[
     Field(description="occurrence.epoch.minibatch.microbatch, each from 0.", examples=["0.0.0.0"]),
 ]
 NodeId = Annotated[str, Field(description="Ray's id of the node.")]
+
+
+class Link(Model):
+    """An answer of the service to look at."""
+
+    path: Annotated[str, Field(examples=["/steps/5/stages"])]
+    """Its path and query."""
+    noun: Annotated[str, Field(examples=["stages"])]
+    """What is answered."""
+    step: int | Literal["latest"] | None
+    """The step in the path; null: there is none."""
+    name: str | None
+    """The id in the path, such as of a capture; null: there is none."""
+    run: Run | None
+    """The run; null: the default one."""
+    attempt: Attempt | None
+    """The attempt; null: the newest."""
+    query: dict[str, str]
+    """Further arguments."""
+    shows: Annotated[str, Field(examples=["who has arrived"])]
+    """What is found there; empty: what the noun says."""
+
+
 Complete = Annotated[
     Literal["complete", "partial", "unknown", "open"],
     Field(

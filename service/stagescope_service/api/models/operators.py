@@ -28,7 +28,7 @@ Name = Annotated[
         examples=["Module.model.layers.0.mlp.down_proj.Linear.forward.0"],
     ),
 ]
-Order = Annotated[int, Field(description="Position of the call in the dump, from 0.")]
+CallPosition = Annotated[int, Field(description="Position of the call in the dump, from 0.")]
 Source = Annotated[
     str | None, Field(description="The first frame of the call's stack outside torch.")
 ]
@@ -100,7 +100,7 @@ class Table(OperatorTableKey, _Reading):
 class OperatorRow(OperatorTableKey):
     """An argument, a result, a parameter or a gradient of a call."""
 
-    order: Order
+    order: CallPosition
     name: Name
     kind: Annotated[str | None, Field(examples=["Module", "Functional", "Torch", "Tensor"])]
     """Kind of the call, by its name; null: the name is of an unknown form."""
@@ -178,7 +178,7 @@ class BadInput(Model):
 class FirstNonFinite(OperatorTableKey, _Reading):
     """The first operator of a rank with a NaN or infinite result; nulls: there is none."""
 
-    order: Order | None
+    order: CallPosition | None
     """Position of the call in the dump, from 0; null: there is none."""
     name: Name | None
     """msprobe's full name of the call; null: there is none."""
@@ -253,7 +253,7 @@ class DeviceSide(Side):
 class SideCall(Model):
     """An operator call of one side."""
 
-    order: Order
+    order: CallPosition
     name: Name
     operator: str | None
     """The module's path, or the function's name."""

@@ -13,6 +13,7 @@ from stagescope_service.api.models.common import (
     BegunAgainIn,
     Complete,
     GapText,
+    Link,
     ListedMissing,
     Model,
     Number,
@@ -267,13 +268,13 @@ class Exact(ScopeHeading, Page[ExactRange]):
     """Null: no step differs."""
 
 
-# --- what was noticed, and what was lost --------------------------------------------------
+# --- findings and losses ------------------------------------------------------------------
 Severity = Annotated[str | None, Field(examples=["error", "warning", "info"])]
 OnAttempt = Annotated[int | None, Field(description="The attempt; null: it is about none.", ge=1)]
 
 
 class FindingRow(Model):
-    """Something wrong that the service noticed."""
+    """Something wrong that the service found."""
 
     finding_id: str
     """Id of the finding."""
@@ -297,7 +298,9 @@ class FindingRow(Model):
     evidence: JsonObject | None
     """What it rests on, by its kind; non-finite numbers are `nan`, `inf`, `-inf`."""
     advice: str | None
-    """What to try."""
+    """What to try, and the paths of what to look at."""
+    see: list[Link]
+    """What to look at, as data."""
     first_wall: float | None
     """Unix seconds: when it was seen first."""
     last_wall: float | None
@@ -392,7 +395,7 @@ class LossRow(Model):
     bytes: int | None
     """Size in bytes of what was lost; null or 0: unknown."""
     wall: float | None
-    """Unix seconds: when the service noticed it, or, by the rank's clock, when the rank reported
+    """Unix seconds: when the service found it, or, by the rank's clock, when the rank reported
     it."""
 
 

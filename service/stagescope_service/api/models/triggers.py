@@ -59,6 +59,8 @@ class RuleFinding(Model):
     """The finding's severity."""
     advice: str
     """What the finding advises; empty: nothing."""
+    see: list[str] = ABSENT
+    """What of the step to look at: last words of paths below `/steps/{step}`."""
 
 
 class ChatWebhook(Model):

@@ -37,8 +37,8 @@ from stagescope_service.api.report.parts import (
     MAX_ROWS,
     NEWEST_STEPS,
     Item,
+    ReportScope,
     ReportTable,
-    Scope,
     Section,
     body_of,
     rows_of,
@@ -76,7 +76,7 @@ _RANK_COLUMNS: Final = (
 
 
 # --- what every report says -----------------------------------------------------------------
-def _doctor(scope: Scope) -> Section:
+def _doctor(scope: ReportScope) -> Section:
     fields, rows = diagnosis_of(scope.deps, scope.run, scope.attempt, scope.step)
     items, unknown = [], []
     found = [row for row in rows if row["verdict"] == "found"]
@@ -107,7 +107,7 @@ def _doctor(scope: Scope) -> Section:
     return Section("", "", texts=texts, items=items[:MAX_ITEMS], table=table, gaps=unknown)
 
 
-def _findings(scope: Scope) -> Section:
+def _findings(scope: ReportScope) -> Section:
     deps, step = scope.deps, scope.step
     if step is None:
         answer = body_of(findings.finding_groups(deps, Page(MAX_ROWS), scope.query))
@@ -130,14 +130,14 @@ def _findings(scope: Scope) -> Section:
         counted(total, "finding")
     )  # fmt: skip
     text += f", {counted(errors, 'error')}"
-    texts = [text] if total else [f"the service noticed nothing wrong{where}"]
+    texts = [text] if total else [f"the service found nothing wrong{where}"]
     scope.say("findings", str(total), text if total else texts[0], bad=bool(errors))
     if total > len(items):
         texts.append(f"{total - len(items)} more are not listed: stagescope findings")
     return Section("", "", texts=texts, items=items)
 
 
-def _losses(scope: Scope) -> Section:
+def _losses(scope: ReportScope) -> Section:
     deps, step = scope.deps, scope.step
     if step is None:
         answer = body_of(findings.loss_groups(deps, _ALL, scope.query))
@@ -154,7 +154,7 @@ def _losses(scope: Scope) -> Section:
     return Section("", "", texts=[text], table=table_of(answer, columns, total))
 
 
-def _metrics(scope: Scope) -> Section:
+def _metrics(scope: ReportScope) -> Section:
     answer = numbers.metrics_of(scope.deps, scope.measured_step)
     answer = cast("JsonObject", decode(encode(answer)))
     comparable, cause = str(answer["comparable"]), answer["cause"]
@@ -203,7 +203,7 @@ def _names(missing: Sequence[Mapping[str, object]]) -> str:
     )
 
 
-def _rounds(scope: Scope) -> Section:
+def _rounds(scope: ReportScope) -> Section:
     deps, target = scope.deps, scope.measured_step
     answer = body_of(numbers.rounds(deps, target, Page(MAX_ROWS), ALL_RANKS))
     drawn = [
@@ -214,7 +214,7 @@ def _rounds(scope: Scope) -> Section:
     return Section("", "", table=table_of(answer, " ".join(_ROUND_COLUMNS), total), figures=drawn)
 
 
-def _ranks(scope: Scope) -> Section:
+def _ranks(scope: ReportScope) -> Section:
     deps, target = scope.deps, scope.measured_step
     measured, step = numbers.measure(deps, target, Slice())
     rows = numbers.rank_rows(measured, step, deps.catalogue.processes(target.attempt_id))
@@ -232,13 +232,13 @@ def _size(value: object) -> float:
     return number if isinstance(number, int | float) and number == number else float("inf")
 
 
-def _tokens(scope: Scope) -> Section:
+def _tokens(scope: ReportScope) -> Section:
     answer = body_of(numbers.tokens(scope.deps, scope.measured_step, Page(200), ALL_RANKS))
     columns = "kind abs_diff p q round position sample_uid token_id role rank"
     return Section("", "", table=table_of(answer, columns))
 
 
-def _loss(scope: Scope) -> Section:
+def _loss(scope: ReportScope) -> Section:
     fields, rows = samples.loss_of(scope.deps, scope.measured_step)
     rows = cast("list[JsonObject]", decode(encode(rows)))
     columns = "fate tokens share_of_tokens sum_abs share_of_mismatch"
@@ -250,7 +250,7 @@ def _loss(scope: Scope) -> Section:
 
 
 # --- what is said of a run ------------------------------------------------------------------
-def _attempts(scope: Scope) -> Section:
+def _attempts(scope: ReportScope) -> Section:
     deps = scope.deps
     answer = body_of(runs.attempts(deps, Page(1000), scope.run))
     rows = rows_of(answer)
@@ -300,7 +300,7 @@ def _fingerprint(found: object) -> list[str]:
     return [shortened(line) for line in lines]
 
 
-def _course(scope: Scope) -> Section:
+def _course(scope: ReportScope) -> Section:
     """Return the numbers over the steps."""
     deps = scope.deps
     drawn = [
@@ -344,7 +344,7 @@ def _trends(metric: str, answer: Mapping[str, object]) -> Iterator[JsonObject]:
         }
 
 
-def _steps(scope: Scope) -> Section:
+def _steps(scope: ReportScope) -> Section:
     answer = body_of(steps.steps(scope.deps, Page(NEWEST_STEPS), scope.run, scope.attempt))
     rows = rows_of(answer)
     counts: dict[str, int] = {}
@@ -362,7 +362,7 @@ def _steps(scope: Scope) -> Section:
     return Section("", "", texts=[f"{newest}: {text}"], table=table_of({"rows": listed}, columns))
 
 
-def _captures(scope: Scope) -> Section | None:
+def _captures(scope: ReportScope) -> Section | None:
     deps, step = scope.deps, scope.step
     answer = body_of(captures.captures(deps, Page(MAX_ROWS), scope.run))
     rows: list[JsonObject] = []
@@ -391,7 +391,7 @@ def _captures(scope: Scope) -> Section | None:
 
 
 # --- what is said of a step -----------------------------------------------------------------
-def _step(scope: Scope) -> Section:
+def _step(scope: ReportScope) -> Section:
     deps, target = scope.deps, scope.target
     rows, found = steps.progress_of(deps, target)
     missing = cast("list[JsonObject]", found.missing)
@@ -424,7 +424,7 @@ def _step(scope: Scope) -> Section:
     )  # fmt: skip
 
 
-def _spread(scope: Scope) -> Section:
+def _spread(scope: ReportScope) -> Section:
     deps, target = scope.deps, scope.measured_step
     found = density.info(deps, target)
     return Section(
@@ -442,7 +442,7 @@ _PROPERTIES: Final = (
 """Properties of tokens by which a report draws the mismatch, where they are known."""
 
 
-def _anatomy(scope: Scope) -> Section:
+def _anatomy(scope: ReportScope) -> Section:
     deps, target = scope.deps, scope.measured_step
     drawn, gaps = [], []
     for by in _PROPERTIES:
@@ -454,7 +454,7 @@ def _anatomy(scope: Scope) -> Section:
     return Section("", "", figures=drawn, gaps=gaps)
 
 
-def _offenders(scope: Scope) -> Section:
+def _offenders(scope: ReportScope) -> Section:
     found = offenders.info(
         scope.deps, scope.run, scope.attempt, {"first": None, "last": scope.step}
     )
@@ -463,13 +463,13 @@ def _offenders(scope: Scope) -> Section:
     return Section("", "", figures=[body_of(routes.offenders_answer(found))])
 
 
-def _samples(scope: Scope) -> Section:
+def _samples(scope: ReportScope) -> Section:
     answer = body_of(samples.samples(scope.deps, scope.measured_step, Page(MAX_ROWS + 1)))
     columns = "sample_uid group_id role rank rounds tokens mean_abs max_abs nonfinite reward"
     return Section("", "", table=table_of(answer, columns))
 
 
-def _scalars(scope: Scope) -> Section | None:
+def _scalars(scope: ReportScope) -> Section | None:
     found: dict[tuple[str | None, str, str], list[float]] = {}
     target = scope.target
     rows = scope.deps.catalogue.scalars(target.attempt_id, target.step_number, limit=1_000_000)
@@ -487,7 +487,7 @@ def _scalars(scope: Scope) -> Section | None:
     return Section("", "", table=table_of({"rows": table}, columns))
 
 
-def _operators(scope: Scope) -> Section:
+def _operators(scope: ReportScope) -> Section:
     deps, target = scope.deps, scope.target
     rows, earliest = operators.first_non_finite(deps, target, {})
     columns = "stage role rank part name index certain"
@@ -503,7 +503,7 @@ def _operators(scope: Scope) -> Section:
     )  # fmt: skip
 
 
-_Makers = Mapping[str, tuple[str, Callable[[Scope], Section | None]]]
+_Makers = Mapping[str, tuple[str, Callable[[ReportScope], Section | None]]]
 
 OF_RUN: Final[_Makers] = {
     "doctor": ("What the doctor finds", _doctor),

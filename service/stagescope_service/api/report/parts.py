@@ -129,7 +129,7 @@ def redacted(value: T, redactor: Redactor) -> T:
 
 # --- what sections are made from ---------------------------------------------------------------
 @dataclasses.dataclass
-class Scope:
+class ReportScope:
     """What a report is of, and what its sections find out on their way."""
 
     deps: Dependencies
@@ -140,7 +140,9 @@ class Scope:
     verdicts: list[ReportVerdict] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def find(cls, deps: Dependencies, run: str, attempt: int | None, step: int | None) -> Scope:
+    def find(
+        cls, deps: Dependencies, run: str, attempt: int | None, step: int | None
+    ) -> ReportScope:
         """Return the scope of a run, or of a step.
 
         Raises:

@@ -19,7 +19,7 @@ from stagescope_service.api.redaction import Redactor
 from stagescope_service.api.report.content import OF_RUN, OF_STEP
 from stagescope_service.api.report.parts import (
     Report,
-    Scope,
+    ReportScope,
     Section,
     file_name,
     redacted,
@@ -106,7 +106,7 @@ def make_report(
     Raises:
         NotFound: there is no such run, attempt or step.
     """
-    scope = Scope.find(deps, run, attempt, step)
+    scope = ReportScope.find(deps, run, attempt, step)
     makers = OF_RUN if step is None else OF_STEP
     sections: list[Section] = []
     for name, (title, make) in makers.items():

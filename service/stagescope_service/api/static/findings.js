@@ -1,4 +1,4 @@
-// What the service noticed: causes with the steps and ranks that they concern, and one finding.
+// What the service found: causes with the steps and ranks that they concern, and one finding.
 
 import { choose, ofRank, ofRun, ofStep } from "./address.js";
 import { badge, facts, h, table, when } from "./dom.js";

@@ -41,7 +41,7 @@ from stagescope_service.compare.pairing.shard_index import (
 )
 from stagescope_service.compare.pairing.token_alignment import RowPairing
 from stagescope_service.compare.tolerances import Tolerances
-from stagescope_service.dumps.records import Dump, DumpEntry, Problem, Record
+from stagescope_service.dumps.records import Dump, DumpEntry, DumpProblem, Record
 from stagescope_service.rows.positions import POSITION_TENSORS
 from stagescope_service.statistics.pairwise import Pairwise
 
@@ -66,7 +66,7 @@ class TaskOutcome:
     in_order: bool = False
     unmatched_names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     log_prob_noise: tuple[Pairwise | None, Pairwise | None] = (None, None)
-    problems: tuple[tuple[int, Problem], ...] = ()
+    problems: tuple[tuple[int, DumpProblem], ...] = ()
     left_out: tuple[tuple[int, str, str], ...] = ()
     bytes: int = 0
 
@@ -168,7 +168,7 @@ def _run_task(task: PairTask | JoinTask, cache: _FileCache) -> TaskOutcome:
         entry = entries[side]
         assert entry is not None
         text = f"{entry.path} could not be compared: {error}"
-        return TaskOutcome(problems=((side, Problem(entry.path, "damaged", text, entry)),))
+        return TaskOutcome(problems=((side, DumpProblem(entry.path, "damaged", text, entry)),))
     except Exception as error:
         entries = task.entries if isinstance(task, PairTask) else (task.entry, None)
         paths = " and ".join(str(entry.path) for entry in entries if entry is not None)
@@ -180,7 +180,7 @@ def _run_task(task: PairTask | JoinTask, cache: _FileCache) -> TaskOutcome:
 
 def compare_pair(task: PairTask, cache: _FileCache) -> TaskOutcome:
     """Compare two records of one location, or describe what they hold."""
-    problems: list[tuple[int, Problem]] = []
+    problems: list[tuple[int, DumpProblem]] = []
     records = [
         None if entry is None else _read(dump, entry, side, problems)
         for side, (dump, entry) in enumerate(zip(task.dumps, task.entries, strict=True))
@@ -227,7 +227,7 @@ def compare_pair(task: PairTask, cache: _FileCache) -> TaskOutcome:
 
 def compare_joined(task: JoinTask) -> TaskOutcome:
     """Compare one shard with its counterparts."""
-    problems: list[tuple[int, Problem]] = []
+    problems: list[tuple[int, DumpProblem]] = []
     record = _read(task.dumps[0], task.entry, 0, problems)
     comparisons: list[ShardComparison] = []
     if record is not None:
@@ -251,7 +251,7 @@ def _of_section(
 
 
 def _compare_counterpart(
-    task: JoinTask, a: RecordRows, counterpart: Counterpart, problems: list[tuple[int, Problem]]
+    task: JoinTask, a: RecordRows, counterpart: Counterpart, problems: list[tuple[int, DumpProblem]]
 ) -> list[ShardComparison]:
     """Compare with one counterpart, which is released before the next is read."""
     other = _read(task.dumps[1], counterpart.entry, 1, problems)
@@ -313,12 +313,12 @@ def pair_aligned_rows(a: RecordRows, b: RecordRows) -> RowPairing | None:
 
 
 def _read(
-    dump: Dump, entry: DumpEntry, side: int, problems: list[tuple[int, Problem]]
+    dump: Dump, entry: DumpEntry, side: int, problems: list[tuple[int, DumpProblem]]
 ) -> Record | None:
     try:
         record = dump.read(entry)
     except (OSError, StagescopeError) as error:
-        problems.append((side, Problem.of(entry.path, error, entry)))
+        problems.append((side, DumpProblem.from_error(entry.path, error, entry)))
         return None
     _check_offsets(record)
     return record

@@ -284,7 +284,7 @@ def _pair_by_position(
     count = len(pairing.labels)
     pair_a, pair_b = row_of_each(a.edges), row_of_each(b.edges)
     position_a, position_b = _positions(a, pairing.rows_a), _positions(b, pairing.rows_b)
-    index = TokenIndex.of(pair_b, position_b, count)
+    index = TokenIndex.build(pair_b, position_b, count)
     tokens_a, tokens_b = index.pair(pair_a, position_a)
     edges = np.searchsorted(pair_a[tokens_a], np.arange(count + 1))
     return a.flat_index[tokens_a], b.flat_index[tokens_b], edges

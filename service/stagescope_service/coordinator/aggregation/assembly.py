@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import Json
 from stagescope_service.core.catalogue_rows import row_id
 from stagescope_service.core.completeness import corrected, statuses_of_rows
@@ -362,8 +363,9 @@ def _not_exact(
             **location,
             severity="error",
             evidence={**evidence, "unequal": unequal},
-            advice="/exact says since which step; a capture of this "
-            "step and of one before (stagescope capture) names the operator",
+            advice="a capture of this step and of one before (stagescope capture) names the "
+            "operator",
+            see=(Link("exact", shows="the step since which it is so"),),
         )
     ]
 

@@ -131,7 +131,7 @@ class Agreement:
     estimates: list[CaptureCost] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, stored: JsonObject) -> Agreement:
+    def from_json(cls, stored: JsonObject) -> Agreement:
         """Read the result of `fields`; unknown fields of a later version are ignored."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in stored.items() if name in known})

@@ -78,7 +78,7 @@ def run_of(registry: Registry, capture: CaptureSpec) -> str | None:
         return live.pop()
     if agreement_rules.is_relative(capture["steps"]):
         raise Conflict(
-            f"{len(live)} runs are live, and the order names none",
+            f"{len(live)} runs are live, and the request names none",
             expected=f"run: one of {', '.join(sorted(live)[:20]) or '(none is live)'}",
         )
     return None

@@ -39,10 +39,10 @@ class CaptureEntry:
         return self.request["capture_id"]
 
     @classmethod
-    def of(cls, stored: StoredCapture) -> CaptureEntry:
+    def from_json(cls, stored: StoredCapture) -> CaptureEntry:
         """Read the result of `stored`."""
         request = {name: value for name, value in stored.items() if name != "agreement"}
-        agreed = Agreement.of(stored.get("agreement") or {"phase": "agreed"})
+        agreed = Agreement.from_json(stored.get("agreement") or {"phase": "agreed"})
         return cls(cast("Capture", request), agreed)
 
     def stored(self) -> StoredCapture:
@@ -83,7 +83,7 @@ class Plan:
         revision: int = 0,
         keep_policy: KeepPolicy | None = None,
     ) -> None:
-        self.entries = {item["capture_id"]: CaptureEntry.of(item) for item in captures}
+        self.entries = {item["capture_id"]: CaptureEntry.from_json(item) for item in captures}
         self._allotted = revision
         self._keep_policy = keep_policy or {}
         self._wire: list[CaptureRequest] = []
@@ -124,7 +124,7 @@ class Plan:
             if all(known.request.get(name) == capture.get(name) for name in CAPTURE_FIELDS):
                 raise Conflict(
                     f"capture {known.capture_id} already requests exactly this",
-                    advice="remove it first to order it again",
+                    advice="remove it first to request it again",
                 )
         pending = Agreement(
             revision=self.next_revision(), asked_wall=now, again_left=capture["again"]

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from stagescope.wire.captures import needs_ranks
 from stagescope.wire.errors import Conflict
+from stagescope.wire.links import Link
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.plan import CaptureSpec
 from stagescope_service.core.captures import agreement as agreement_rules
@@ -128,7 +129,7 @@ class CaptureRequests:
             },
         )
 
-    # --- looking --------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------
     def check(self, mono: float, wall: float) -> list[Put]:
         """Return the rows since the last call: agreements, ends, findings."""
         out: list[Put] = []
@@ -281,7 +282,7 @@ class CaptureRequests:
         return participants_of(self.state.registry, request)
 
     def notes(self, entry: CaptureEntry) -> list[str]:
-        """Return what an asker should know: an order may wait for what never comes."""
+        """Return what the requester should know: a request may wait for what never comes."""
         return notes(self.state.registry, entry)
 
     def _estimates_of(
@@ -347,5 +348,11 @@ class CaptureRequests:
             wall=wall,
             **work,
             evidence={"capture_id": entry.capture_id, "agreement": entry.agreement.number},
-            advice=f"see /captures/{entry.capture_id} for who acknowledged and who collected",
+            see=(
+                Link(
+                    "captures",
+                    name=entry.capture_id,
+                    shows="who acknowledged and who collected",
+                ),
+            ),
         )

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from stagescope.wire.errors import NotFound, StagescopeError, TooLarge
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.content import damage_of
-from stagescope_service.dumps.records import SECTIONS, DumpEntry, Problem, Record
+from stagescope_service.dumps.records import SECTIONS, DumpEntry, DumpProblem, Record
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tensorfile import disk_errors
 
@@ -36,7 +36,7 @@ class FileDump:
     name: str
     kind: str
     entries: Sequence[DumpEntry]
-    problems: Sequence[Problem]
+    problems: Sequence[DumpProblem]
     reader: Callable[[DumpEntry], Record]
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
@@ -60,7 +60,7 @@ def entry_order(entry: DumpEntry) -> tuple[object, ...]:
     )
 
 
-def files_below(root: Path) -> tuple[list[ListedFile], list[Problem]]:
+def files_below(root: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
     """Return every file below a directory, sorted by name, and the problems met.
 
     Symbolic links that lead out of the directory are refused. Links to themselves are skipped, and
@@ -74,7 +74,7 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[Problem]]:
     if not root.is_dir():
         raise NotFound(f"there is no directory {root}")
     found: list[ListedFile] = []
-    problems: list[Problem] = []
+    problems: list[DumpProblem] = []
     with disk_errors(root):
         for path in _walk(root):
             if len(found) + len(problems) >= MAX_FILES:
@@ -83,9 +83,9 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[Problem]]:
                     advice="give the directory of one dump, or of one of its steps",
                 )
             if path.is_symlink() and _is_circular(path):
-                problems.append(Problem(path, "unknown", f"{path} is a link to itself"))
+                problems.append(DumpProblem(path, "unknown", f"{path} is a link to itself"))
             elif path.is_symlink() and root.resolve().is_relative_to(path.resolve()):
-                problems.append(Problem(path, "unknown", f"{path} leads back: not followed"))
+                problems.append(DumpProblem(path, "unknown", f"{path} leads back: not followed"))
             elif path.is_symlink() and (problem := _outside_of(path, root)):
                 problems.append(problem)
             elif path.is_file():
@@ -94,14 +94,14 @@ def files_below(root: Path) -> tuple[list[ListedFile], list[Problem]]:
                 )
             elif path.is_symlink() and path.is_dir():
                 problems.append(
-                    Problem(path, "unknown", f"{path} is a link to a directory: not followed")
+                    DumpProblem(path, "unknown", f"{path} is a link to a directory: not followed")
                 )
             else:
-                problems.append(Problem(path, "unknown", f"{path} is no file"))
+                problems.append(DumpProblem(path, "unknown", f"{path} is no file"))
     return found, problems
 
 
-def files_of(path: Path) -> tuple[list[ListedFile], list[Problem]]:
+def files_of(path: Path) -> tuple[list[ListedFile], list[DumpProblem]]:
     """Return the files below a directory, or a file itself; see `files_below`."""
     if path.is_file():
         return [ListedFile(path, path.name, path.stat().st_size)], []
@@ -136,11 +136,11 @@ def _is_circular(path: Path) -> bool:
     return False
 
 
-def _outside_of(path: Path, root: Path) -> Problem | None:
+def _outside_of(path: Path, root: Path) -> DumpProblem | None:
     try:
         confine(path.absolute(), [root])
     except StagescopeError as error:
-        return Problem(path, "refused", f"{path} leads out of {root}: {error}")
+        return DumpProblem(path, "refused", f"{path} leads out of {root}: {error}")
     return None
 
 
@@ -179,20 +179,20 @@ def _first_of(part: Part) -> Part:
     return part._replace(microbatch=0)
 
 
-def unknown_file(found: ListedFile, kind: str) -> Problem:
+def unknown_file(found: ListedFile, kind: str) -> DumpProblem:
     """Return the problem of a file that is not part of a format."""
-    return Problem(
+    return DumpProblem(
         found.path, "unknown", f"{found.name} is no file of {kind}: it is left out of everything"
     )
 
 
-def unrecognized_file(found: ListedFile, kind: str) -> Problem:
+def unrecognized_file(found: ListedFile, kind: str) -> DumpProblem:
     """Return the problem of a file whose content does not identify it as of a format.
 
     A damaged .pt or .json file may still belong to the format: its damage is reported instead.
     """
     error = damage_of(found.path) if is_saved(found) else None
-    return unknown_file(found, kind) if error is None else Problem.of(found.path, error)
+    return unknown_file(found, kind) if error is None else DumpProblem.from_error(found.path, error)
 
 
 def modified_at(path: Path) -> float:

@@ -40,7 +40,7 @@ from stagescope_service.dumps.formats.sequences import (
     row_values,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
-from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
 
 KIND: Final = "nemo_rl"
 STAGE: Final = "actor_compute_log_prob"
@@ -98,7 +98,7 @@ def open_nemo_rl(path: Path, *, step: int | None = None) -> FileDump:
             location = Location(int(match[1]), STAGE)
             entries.append(DumpEntry("old_log_probs", location, each.path, each.bytes))
         elif match is not None and (error := damage_of(each.path)) is not None:
-            problems.append(Problem.of(each.path, error))
+            problems.append(DumpProblem.from_error(each.path, error))
         elif not is_companion(each, names):
             problems.append(unknown_file(each, "NeMo-RL's training data"))
     if not entries:

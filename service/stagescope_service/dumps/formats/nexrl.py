@@ -40,7 +40,7 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
-from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
 from stagescope_service.store.tensorfile import disk_errors
 
 KIND: Final = "nexrl"
@@ -154,9 +154,9 @@ def open_nexrl(path: Path, *, step: int | None = None) -> FileDump:
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
 
 
-def _entries_of(found: Iterable[ListedFile]) -> tuple[list[DumpEntry], list[Problem]]:
+def _entries_of(found: Iterable[ListedFile]) -> tuple[list[DumpEntry], list[DumpProblem]]:
     entries: dict[tuple[str, Location], DumpEntry] = {}
-    problems: list[Problem] = []
+    problems: list[DumpProblem] = []
     for each in sorted(found, key=lambda each: SUFFIXES.index(each.path.suffix)):
         key = place_of_file(_name_of(each))
         assert key is not None
@@ -174,7 +174,9 @@ def _with_indexed_place(entry: DumpEntry, index: Mapping[str, Location]) -> Dump
     return entry if location is None else dataclasses.replace(entry, location=location)
 
 
-def _missing_indexed(root: Path, index: Mapping[str, Location], step: int | None) -> list[Problem]:
+def _missing_indexed(
+    root: Path, index: Mapping[str, Location], step: int | None
+) -> list[DumpProblem]:
     """Return the files in the index of an export that do not exist."""
     return [
         _missing(root / name, name.partition("/")[0], location)
@@ -183,8 +185,8 @@ def _missing_indexed(root: Path, index: Mapping[str, Location], step: int | None
     ]
 
 
-def _duplicate(found: ListedFile, other: DumpEntry) -> Problem:
-    return Problem(
+def _duplicate(found: ListedFile, other: DumpEntry) -> DumpProblem:
+    return DumpProblem(
         found.path,
         "superseded",
         f"{found.name} and {other.path.name} are of the same step, rank and microbatch: only "
@@ -193,7 +195,7 @@ def _duplicate(found: ListedFile, other: DumpEntry) -> Problem:
     )
 
 
-def missing_files(root: Path, entries: Iterable[DumpEntry]) -> list[Problem]:
+def missing_files(root: Path, entries: Iterable[DumpEntry]) -> list[DumpProblem]:
     """Return the files that a step's ranks and microbatches lack and others have.
 
     Ranks are numbered from 0, and every rank writes: those below the highest are expected.
@@ -205,7 +207,7 @@ def missing_files(root: Path, entries: Iterable[DumpEntry]) -> list[Problem]:
         if location.rank is not None and location.step is not None:
             steps[location.step][entry.key].add((location.rank, location.part))
             suffixes[entry.key] = entry.path.suffix
-    problems: list[Problem] = []
+    problems: list[DumpProblem] = []
     for step, types in steps.items():
         grid = {kind: parts for kind, parts in types.items() if kind in MICRO_TYPES}
         others = [{kind: parts} for kind, parts in types.items() if kind not in MICRO_TYPES]
@@ -218,10 +220,10 @@ def missing_files(root: Path, entries: Iterable[DumpEntry]) -> list[Problem]:
     return problems
 
 
-def _missing(path: Path, kind: str, location: Location) -> Problem:
+def _missing(path: Path, kind: str, location: Location) -> DumpProblem:
     if kind not in TYPES:
         raise InvalidTensor(f"{path.parent.parent / INDEX_NAME} names {kind}/{path.name}")
-    return Problem(
+    return DumpProblem(
         path,
         "missing",
         f"{kind}/{path.name} is not there, though the dump has files of other ranks or "

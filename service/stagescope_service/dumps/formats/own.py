@@ -31,7 +31,7 @@ from stagescope_service.dumps.formats.own_file import (
     read_section,
     sections_in,
 )
-from stagescope_service.dumps.records import DumpEntry, Location, Problem, mapping
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, mapping
 from stagescope_service.store.tensorfile import describe_file
 
 KIND: Final = "own"
@@ -96,14 +96,14 @@ def open_files(name: str, files: Iterable[tuple[Path, Location]]) -> FileDump:
             Of two files of one place the later written is read.
     """
     entries: dict[tuple[str, Location], DumpEntry] = {}
-    problems: list[Problem] = []
+    problems: list[DumpProblem] = []
     attempts: dict[str, None] = {}
     settings: Mapping[str, object] = {}
     for path, location in sorted(files, key=lambda file: modified_at(file[0])):
         try:
             description = describe_file(path)
         except StagescopeError as error:
-            problems.append(Problem.of(path, error, DumpEntry("other", location, path)))
+            problems.append(DumpProblem.from_error(path, error, DumpEntry("other", location, path)))
             continue
         job = mapping(description.metadata, "job")
         if job.get("run") is not None:
@@ -138,8 +138,8 @@ def place_of_path(path: Path) -> Location:
     return Location(step, stage, role, rank, part)
 
 
-def _superseded(older: DumpEntry, newer: DumpEntry) -> Problem:
-    return Problem(
+def _superseded(older: DumpEntry, newer: DumpEntry) -> DumpProblem:
+    return DumpProblem(
         older.path,
         "superseded",
         f"{older.path.name} and {newer.path.name} are both of {newer.location}: the later written, "
@@ -148,7 +148,7 @@ def _superseded(older: DumpEntry, newer: DumpEntry) -> Problem:
     )
 
 
-def _missing_entries(entries: Iterable[DumpEntry]) -> list[Problem]:
+def _missing_entries(entries: Iterable[DumpEntry]) -> list[DumpProblem]:
     works: dict[_WorkKey, dict[str, dict[tuple[int, Part], DumpEntry]]] = {}
     for entry in entries:
         location = entry.location
@@ -156,7 +156,7 @@ def _missing_entries(entries: Iterable[DumpEntry]) -> list[Problem]:
             work = (location.step, location.stage, location.role)
             of_section = works.setdefault(work, {}).setdefault(entry.section, {})
             of_section[location.rank, location.part] = entry
-    problems: list[Problem] = []
+    problems: list[DumpProblem] = []
     for sections in works.values():
         seen = {section: set(parts) for section, parts in sections.items()}
         for section, (rank, part) in missing_parts(seen):
@@ -165,5 +165,5 @@ def _missing_entries(entries: Iterable[DumpEntry]) -> list[Problem]:
             path = like.path.with_name(f"{like.location.role}_rank{rank}")
             entry = DumpEntry(section, location, path, 0, section)
             message = f"{entry.location} has no {section} here"
-            problems.append(Problem(path, "missing", message, entry))
+            problems.append(DumpProblem(path, "missing", message, entry))
     return problems

@@ -40,7 +40,7 @@ from stagescope_service.dumps.formats.sequences import (
     row_values,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
-from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
 
 KIND: Final = "prime_rl"
 STAGE: Final = "actor_update"
@@ -103,7 +103,7 @@ def open_prime_rl(path: Path, *, step: int | None = None) -> FileDump:
             location = Location(place[0], STAGE, "actor", place[1])
             entries.append(DumpEntry("forward_data", location, each.path, each.bytes))
         elif place is not None and (error := damage_of(each.path)) is not None:
-            problems.append(Problem.of(each.path, error))
+            problems.append(DumpProblem.from_error(each.path, error))
         elif not is_companion(each, names) and each.path.name != STABLE:
             problems.append(unknown_file(each, "a token export of prime-rl's"))
     if not entries:
@@ -116,15 +116,15 @@ def open_prime_rl(path: Path, *, step: int | None = None) -> FileDump:
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
 
 
-def _unstable(entries: Sequence[DumpEntry]) -> list[Problem]:
+def _unstable(entries: Sequence[DumpEntry]) -> list[DumpProblem]:
     """Return the steps without the marker, where other steps of their directory have it."""
     steps = {entry.path.parent: entry for entry in entries}
-    found: list[Problem] = []
+    found: list[DumpProblem] = []
     for directory, entry in sorted(steps.items()):
         others = any(directory.parent.glob(f"step_*/{STABLE}"))
         if others and not (directory / STABLE).exists():
             found.append(
-                Problem(
+                DumpProblem(
                     directory / STABLE,
                     "missing",
                     f"{directory.name} has no {STABLE}, as the other steps have: ranks were still "

@@ -38,7 +38,7 @@ from stagescope_service.dumps.formats.sequences import (
     response_tensors,
     row_values,
 )
-from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
 from stagescope_service.store.tensorfile import disk_errors
 
 KIND: Final = "prime_rl_traces"
@@ -84,7 +84,7 @@ class _Traces:
     """The content of a directory of traces, by step, and what is wrong with it."""
 
     steps: Mapping[int, _Step]
-    problems: Sequence[Problem]
+    problems: Sequence[DumpProblem]
 
 
 def holds_prime_rl_traces(found: Sequence[ListedFile]) -> bool:
@@ -139,7 +139,7 @@ def _stamp(found: Sequence[ListedFile]) -> tuple[tuple[str, int], ...]:
 @functools.lru_cache(maxsize=2)
 def _read_traces(root: Path, _stamped: object) -> _Traces:
     """Read the lines once: which step has which; no values of tokens are kept."""
-    problems: list[Problem] = []
+    problems: list[DumpProblem] = []
     shipped: dict[str, int] = {}
     trained: dict[str, tuple[int | None, list[_Line]]] = {}
     for producer in _producers(root):
@@ -164,7 +164,7 @@ def _read_traces(root: Path, _stamped: object) -> _Traces:
         number = shipped.get(trace) if own is None else own
         if number is None:
             problems.append(
-                Problem(
+                DumpProblem(
                     lines[0].path,
                     "missing",
                     f"no annotation says which step took trace {trace}: it is left out",
@@ -183,7 +183,7 @@ def _read_traces(root: Path, _stamped: object) -> _Traces:
             steps[number].episodes.append(line)
     if lost := of_trace.keys() - seen:
         problems.append(
-            Problem(
+            DumpProblem(
                 root / "stream",
                 "missing",
                 f"{len(lost)} traces that were trained are in no episode: {sorted(lost)[0]} first",
@@ -217,13 +217,13 @@ def _open(path: Path) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(pa.input_stream(path, compression=compression)))
 
 
-def _lines(paths: Sequence[Path], problems: list[Problem]) -> Iterator[tuple[_Line, Json]]:
+def _lines(paths: Sequence[Path], problems: list[DumpProblem]) -> Iterator[tuple[_Line, Json]]:
     """Yield the lines of a stream; one that was cut off ends its file, and is a problem."""
     for path in paths:
         yield from _lines_of(path, problems)
 
 
-def _lines_of(path: Path, problems: list[Problem]) -> Iterator[tuple[_Line, Json]]:
+def _lines_of(path: Path, problems: list[DumpProblem]) -> Iterator[tuple[_Line, Json]]:
     offset = 0
     try:
         with disk_errors(path), _open(path) as file:
@@ -231,7 +231,7 @@ def _lines_of(path: Path, problems: list[Problem]) -> Iterator[tuple[_Line, Json
                 yield _Line(path, offset), _parse(text, path)
                 offset += len(text)
     except (StagescopeError, OSError) as error:
-        problems.append(Problem.of(path, error))
+        problems.append(DumpProblem.from_error(path, error))
 
 
 def _parse(text: bytes, path: Path) -> Json:

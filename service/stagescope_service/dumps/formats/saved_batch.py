@@ -27,7 +27,7 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.formats.own_file import ROW_SECTIONS, mask_in, name_in_record
-from stagescope_service.dumps.records import SECTIONS, DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import SECTIONS, DumpEntry, DumpProblem, Location, Record
 from stagescope_service.rows.ragged import unpadded
 from stagescope_service.store.tensorfile import describe_file
 
@@ -83,7 +83,7 @@ def open_batch(path: Path, *, step: int | None = None) -> FileDump:
     entries = (
         [] if step not in (None, batch.step) else sorted(_entries(batch, file), key=entry_order)
     )
-    problems += [Problem(file, "gap", f"the batch lacks: {gap.message}") for gap in batch.gaps]
+    problems += [DumpProblem(file, "gap", f"the batch lacks: {gap.message}") for gap in batch.gaps]
     about = {"settings": batch.meta.get("settings") or {}, "source": _source(batch)}
     about = {name: value for name, value in about.items() if value}
     return FileDump(str(path), KIND, entries, problems, read_entry, about)
@@ -115,11 +115,11 @@ def read_entry(entry: DumpEntry) -> Record:
     )  # fmt: skip
 
 
-def _problem_of(found: ListedFile) -> Problem:
+def _problem_of(found: ListedFile) -> DumpProblem:
     """Return the problem of a file that is not a batch, or is damaged."""
     error = damage_of(found.path) if found.path.suffix == ".safetensors" else None
     if error is not None:
-        return Problem.of(found.path, error)
+        return DumpProblem.from_error(found.path, error)
     return unknown_file(found, "a saved batch")
 
 

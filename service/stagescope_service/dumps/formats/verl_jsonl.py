@@ -24,7 +24,7 @@ from stagescope_service.dumps.formats.listing import (
     files_of,
     unknown_file,
 )
-from stagescope_service.dumps.records import DumpEntry, Location, Problem, Record
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
 
 KIND: Final = "verl"
 
@@ -81,11 +81,11 @@ def _entry_of(found: ListedFile) -> DumpEntry:
     return DumpEntry("trajectories", location, found.path, found.bytes)
 
 
-def _problem_of(found: ListedFile) -> Problem:
+def _problem_of(found: ListedFile) -> DumpProblem:
     """Return the problem of a file whose first line is not verl's."""
     is_named = found.path.suffix == ".jsonl" and _FILE.match(found.path.stem)
     if is_named and (error := damage_of(found.path)) is not None:
-        return Problem.of(found.path, error, _entry_of(found))
+        return DumpProblem.from_error(found.path, error, _entry_of(found))
     return unknown_file(found, "verl's generations")
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.dumps.formats.own_file import place_of_job, read_payload
-from stagescope_service.dumps.records import DumpEntry, Problem, Record, mapping
+from stagescope_service.dumps.records import DumpEntry, DumpProblem, Record, mapping
 from stagescope_service.store.tensorfile import describe_file, disk_errors
 
 
@@ -37,7 +37,7 @@ class PayloadFiles:
         self._files = {file.path: file for file in files}
         self.jobs: dict[Path, Mapping[str, object]] = {}
         """The `job` metadata of each file."""
-        self._problems: list[Problem] = []
+        self._problems: list[DumpProblem] = []
         found = [entry for file in self._files.values() if (entry := self._entry(file)) is not None]
         self._entries = sorted(found, key=_sort_key)
 
@@ -47,7 +47,7 @@ class PayloadFiles:
         return self._entries
 
     @property
-    def problems(self) -> Sequence[Problem]:
+    def problems(self) -> Sequence[DumpProblem]:
         """Files that cannot be read."""
         return self._problems
 
@@ -73,7 +73,7 @@ class PayloadFiles:
             metadata = describe_file(file.path).metadata
             location = place_of_job(metadata.get("job"))
         except StagescopeError as error:
-            self._problems.append(Problem(file.path, "damaged", str(error)))
+            self._problems.append(DumpProblem(file.path, "damaged", str(error)))
             return None
         if file.consumed_step is not None:
             location = location._replace(step=file.consumed_step)

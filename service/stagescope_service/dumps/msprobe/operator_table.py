@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from stagescope.wire.errors import NotFound
 from stagescope_service.dumps.msprobe.json_window import DumpFile, open_file
 from stagescope_service.dumps.msprobe.operators import Leaf, clean_text, leaves, parse_name
-from stagescope_service.dumps.msprobe.sidecars import Stacks, read_parents, read_stacks
+from stagescope_service.dumps.msprobe.sidecars import CallStacks, read_parents, read_stacks
 from stagescope_service.store.tensorfile import disk_errors, sync_directory
 
 SCHEMA_VERSION: Final = 1
@@ -129,7 +129,7 @@ def write_operator_table(
 
 
 def _rows(
-    dump: DumpFile, summary: OperatorSummary, stacks: Stacks, parents: dict[str, str]
+    dump: DumpFile, summary: OperatorSummary, stacks: CallStacks, parents: dict[str, str]
 ) -> Iterator[_Row]:
     for name, record in dump.records():
         order = summary.calls

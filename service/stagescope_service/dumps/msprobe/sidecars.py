@@ -38,7 +38,7 @@ _LIBRARY_CODE: Final = re.compile(
 
 
 @dataclasses.dataclass(slots=True)
-class Stacks:
+class CallStacks:
     """The source lines and stacks of operators."""
 
     ids: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -55,9 +55,9 @@ class Stacks:
         return (None, None) if stack_id is None else (self.sources.get(stack_id), stack_id)
 
 
-def read_stacks(path: Path) -> Stacks:
+def read_stacks(path: Path) -> CallStacks:
     """Read stack.json: `{id: [[names...], [frames...]]}`."""
-    stacks = Stacks()
+    stacks = CallStacks()
     kept = 0
     for stack_id, value in _entries(path, stacks.problems):
         names, frames = _stack(value)

@@ -21,7 +21,7 @@ from stagescope_service.store.tables.compact import works
 _QUOTABLE: Final = re.compile(r'[^"\\\x00-\x1f]+')
 
 
-class StepState(NamedTuple):
+class CurveStep(NamedTuple):
     """A step of an attempt."""
 
     attempt_id: int
@@ -60,7 +60,7 @@ class UnmeasuredStep(StepMarks):
 
     attempt_id: int
     step: int
-    has_whole: bool
+    has_summary: bool
 
 
 class CurveQueries(Reader):
@@ -73,7 +73,7 @@ class CurveQueries(Reader):
         first: int | None = None,
         last: int | None = None,
         limit: int | None = None,
-    ) -> list[StepState]:
+    ) -> list[CurveStep]:
         """Return the steps of attempts, or the newest `limit`, ascending by step and attempt."""
         table = TABLES["steps"].c
         names = ("attempt_id", "step", "completeness", "superseded_by")
@@ -84,7 +84,7 @@ class CurveQueries(Reader):
             .limit(limit)
         )
         return [
-            StepState(attempt_id, step, bool(closed), completeness, superseded_by)
+            CurveStep(attempt_id, step, bool(closed), completeness, superseded_by)
             for attempt_id, step, completeness, superseded_by, closed in self._tuples(query)[::-1]
         ]
 
@@ -151,7 +151,9 @@ class CurveQueries(Reader):
         own = (found.attempt_id == table.attempt_id) & (found.step == table.step)
         names = ("attempt_id", "step", "closed_wall", "parts_mark", "whole_mark", "rows_removed")
         query = (
-            sa.select(*(table[name] for name in names), table.whole.is_not(None).label("has_whole"))
+            sa.select(
+                *(table[name] for name in names), table.whole.is_not(None).label("has_summary")
+            )
             .where(
                 table.attempt_id.in_(list(attempts)),
                 *between(table.step, first, last),

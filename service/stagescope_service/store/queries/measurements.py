@@ -183,7 +183,7 @@ class MeasurementQueries(Reader):
         query = (
             sa.select(
                 *(steps.c[name] for name in _STEP_STATE),
-                steps.c.whole.is_not(None).label("has_whole"),
+                steps.c.whole.is_not(None).label("has_summary"),
                 *(found.c[name] for name in wanted),
             )
             .outerjoin(found, current)

@@ -66,7 +66,7 @@ class TrainingAttempt(AttemptColumns):
 class StepOverview(StepState):
     """How far a step and its numbers have come."""
 
-    has_whole: bool
+    has_summary: bool
     """Whether it has a step summary."""
 
 
@@ -288,7 +288,7 @@ def steps(attempt_id: int | None, run: str | None, before: int | None) -> Query:
     query = (
         sa.select(
             *(column for column in tables.steps.columns if column.name != "whole"),
-            tables.steps.c.whole.is_not(None).label("has_whole"),
+            tables.steps.c.whole.is_not(None).label("has_summary"),
             lost.label("losses"),
             tables.attempts.c.run,
             tables.attempts.c.number.label("attempt"),

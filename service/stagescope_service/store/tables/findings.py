@@ -1,4 +1,4 @@
-"""What the service noticed, what was lost, and the rules that it looks by."""
+"""Findings, losses, stacks, and the rules and firings of triggers."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ findings = table(
     Column("count", Int),
     # Since when it is no longer so; null where it still is, or never ends.
     Column("over_wall", Real),
+    # What to look at: a list of `Link.to_json`; null: nothing, or it stands in the advice.
+    Column("see", StrictJson()),
     Index(None, "attempt_id", "step"),
     Index(None, "run"),
 )
@@ -55,6 +57,7 @@ class FindingRow(TypedDict):
     last_wall: float
     count: int | None
     over_wall: float | None
+    see: list[Json] | None
 
 
 losses = table(

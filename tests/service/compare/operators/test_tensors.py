@@ -120,6 +120,6 @@ def test_a_number_of_python_and_a_tensor_without_a_shape_are_shown(tmp_path: Pat
     path.write_text(",".join(header) + "\n" + cells)
     rows = list(read_table(path))
     assert (rows[0]["dtype_a"], rows[0]["dtype_b"]) == ("float", None)
-    lines = Tensors.of(Table.from_rows(rows)).lines()
+    lines = Tensors.from_table(Table.from_rows(rows)).lines()
     assert "  float[] / -" in lines[2]
     assert not any("None" in line or "class" in line for line in lines)

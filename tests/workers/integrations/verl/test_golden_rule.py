@@ -47,7 +47,7 @@ PARTS: list[tuple[Any, str]] = [
     ),
     *(
         (driver.Driver, name)
-        for name in ("request_numbers", "log", "close", "_probe", "wrap_rollout", "introduce")
+        for name in ("request_numbers", "log", "close", "_probe", "wrap_rollout", "connect")
     ),
     *((driver, name) for name in ("has_service", "finish", "MetricsFeed")),
     *(
@@ -55,7 +55,7 @@ PARTS: list[tuple[Any, str]] = [
         for name in ("has_service", "_index", "_layout", "_context", "_begin_prompt", "_end_prompt")
     ),
     (rollout, "_wrap_prompt"),
-    (driver, "introduce_workers"),
+    (driver, "connect_workers"),
     (driver, "reports_manager"),
     (processes, "call_actors"),
     *(

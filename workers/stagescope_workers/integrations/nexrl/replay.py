@@ -44,7 +44,7 @@ class Worker(Protocol):
     def _put_trajectory(self, trajectory: object, /) -> str: ...
 
 
-class Replay:
+class TaskReplay:
     """The trajectories of a dump, by the task that asks for them.
 
     With several files (a directory), the k-th time a task is asked it gets that of the k-th file
@@ -116,7 +116,7 @@ class Replay:
         self._done[key] = self._done.get(key, 0) + 1
 
 
-_replays: Final[weakref.WeakKeyDictionary[object, Replay]] = weakref.WeakKeyDictionary()
+_replays: Final[weakref.WeakKeyDictionary[object, TaskReplay]] = weakref.WeakKeyDictionary()
 
 
 def wrap_init(function: Function) -> Function:
@@ -134,7 +134,7 @@ def wrap_init(function: Function) -> Function:
             return
         source = Path(str(path)).expanduser()
         format = str(lookup(config, "trajectory_format") or "jsonl")
-        replay = Replay(read_recorded(source, format), source)
+        replay = TaskReplay(read_recorded(source, format), source)
         workers = int(lookup(config, "resource", "num_workers") or 1)
         if replay.repeated and workers > 1:
             raise ReplayError(

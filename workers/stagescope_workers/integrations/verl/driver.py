@@ -16,7 +16,7 @@ from stagescope_workers.integrations.verl.context import Context
 from stagescope_workers.integrations.verl.modes import Mode
 from stagescope_workers.integrations.verl.processes import has_service, warn_without_service
 from stagescope_workers.integrations.verl.rollout import (
-    introduce_workers,
+    connect_workers,
     reports_manager,
     wrap_manager,
 )
@@ -79,12 +79,12 @@ class Driver:
         if has_service():
             _ = self._base_context, self._settings
 
-    def introduce(self) -> None:
+    def connect(self) -> None:
         """Have this process and the ranks connect before the first step; waits for nothing.
 
         Connecting takes a process up to a second, most of it Python: within the first step it would
         delay that, the step's numbers would come after verl logs them, and captures that were
-        ordered before would not be known to the ranks yet.
+        requested before would not be known to the ranks yet.
         """
         if not self._trains():
             return
@@ -96,7 +96,7 @@ class Driver:
         if context.stages or context.bypass:
             groups = [getattr(self.trainer, name, None) for name in _WORKER_GROUPS]
             actors = [actor for group in groups for actor in getattr(group, "workers", ())]
-            processes.call_actors(actors, ranks.introduce, context.text())
+            processes.call_actors(actors, ranks.make_probes, context.text())
 
     def _roles(self) -> list[str]:
         """Return the roles that this process has in every step."""
@@ -198,7 +198,7 @@ class Driver:
             stage = functools.partial(self.stage, "rollout_generate", role="rollout")
             wrap_manager(self.trainer, stage, *given)
             if self._trains():
-                introduce_workers(self.trainer, *given)
+                connect_workers(self.trainer, *given)
 
     def close(self, error: BaseException | None) -> None:
         """Send everything that waits: training is over, or ends with `error`."""

@@ -177,14 +177,14 @@ def wrap_update_weights(find_engine: Callable[[object], object], function: Funct
 # --- before the first step --------------------------------------------------------------------
 
 
-def introduce(worker: object, text: str) -> None:
+def make_probes(worker: object, text: str) -> None:
     """Make the probes of a rank's roles; runs in the process of the rank.
 
     Args:
         worker: one of verl's workers, or the object of an actor that holds several.
         text: the context, as a batch brings it.
     """
-    with guarded("introducing a rank"):
+    with guarded("connecting a rank"):
         context = contexts.parse(text)
         for each in _workers_of(worker):
             for role, engine in _engines_of(each):

@@ -219,7 +219,7 @@ def reports_manager(trainer: object) -> bool:
     return hasattr(_manager(trainer), _WRAPPED)
 
 
-def introduce_workers(trainer: object, *given: object) -> None:
+def connect_workers(trainer: object, *given: object) -> None:
     """Have the manager's agent loop workers make their probes, before the first step.
 
     Args:
@@ -227,12 +227,12 @@ def introduce_workers(trainer: object, *given: object) -> None:
     """
     manager = _manager(trainer, *given)
     if manager is not None and _workers_report(manager):
-        call_actors(getattr(manager, "agent_loop_workers", None) or (), introduce)
+        call_actors(getattr(manager, "agent_loop_workers", None) or (), make_probe)
 
 
-def introduce(worker: Any) -> None:
+def make_probe(worker: Any) -> None:
     """Make the probe of an agent loop worker; runs in its process."""
-    with guarded("introducing an agent loop worker"):
+    with guarded("connecting an agent loop worker"):
         if has_service():
             _probe(worker, _context(worker.config, 0))
 

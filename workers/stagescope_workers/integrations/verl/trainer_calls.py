@@ -191,8 +191,8 @@ def wrap_load_checkpoint(function: Function) -> Function:
         result = function(trainer, *args, **kwargs)
         with guarded("the step resumed from"):
             get_driver(trainer).resumed_from_step = getattr(trainer, "global_steps", None) or None
-        with guarded("introducing the ranks"):
-            get_driver(trainer).introduce()
+        with guarded("connecting the ranks"):
+            get_driver(trainer).connect()
         return result
 
     return run

@@ -1,0 +1,65 @@
+"""Links of the service in the words of their reader: commands, or calls of a session's methods."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Final
+
+from stagescope.wire.links import STEP_NOUNS, Link
+
+
+def command(link: Link, commands: Container[str]) -> str:
+    """Return the command that gives the answer of a link.
+
+    Usage:
+        >>> command(Link("stages", step=5), {"stages", "losses"})
+        '`stagescope stages 5`'
+
+    Args:
+        link: to the answer.
+        commands: the commands of `stagescope`; a link to any other noun is shown as its path.
+    """
+    if link.name is not None and link.noun in _OF_ONE:
+        return f"`stagescope {_OF_ONE[link.noun]} {link.name}`"
+    if link.noun not in commands:
+        return link.path
+    target = "" if link.step is None else f" {link.step}"
+    options = [f" --{name.replace('_', '-')} {text}" for name, text in link.arguments().items()]
+    return f"`stagescope {link.noun}{target}{''.join(options)}`"
+
+
+_OF_ONE: Final = {"captures": "progress", "findings": "finding"}
+"""Noun -> the command, and the method of a session, for one of them by its id."""
+_OF_SESSION: Final = frozenset(
+    {
+        "captures", "devices", "engines", "exact", "findings", "losses", "plan", "runs", "stacks",
+        "status", "steps", "triggers", "weights",
+    }
+)  # fmt: skip
+
+
+def session_call(link: Link) -> str:
+    """Return the call of a `Session`, here `session`, that gives the answer of a link.
+
+    Usage:
+        >>> session_call(Link("stages", step=5))
+        'session.step(5).stages()'
+
+    Args:
+        link: to the answer; one to a noun without a method is shown as its path.
+    """
+    if link.name is not None and link.noun in _OF_ONE:
+        return f'session.{_OF_ONE[link.noun]}("{link.name}")'
+    if link.noun == "attempts":
+        return f'session.attempts("{link.run}")'
+    if link.noun == "divergence":
+        return "session.divergence(a, b)"
+    query = [f'{name}="{text}"' for name, text in link.query.items()]
+    run = [] if link.run is None else [f'run="{link.run}"']
+    target = run + ([] if link.attempt is None else [f"attempt={link.attempt}"])
+    if link.step is not None and link.noun in STEP_NOUNS:
+        step = str(link.step) if isinstance(link.step, int) else f'"{link.step}"'
+        return f"session.step({', '.join([step, *target])}).{link.noun}({', '.join(query)})"
+    if link.step is None and link.noun in _OF_SESSION:
+        return f"session.{link.noun}({', '.join(query + target)})"
+    return link.path
