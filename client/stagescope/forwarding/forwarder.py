@@ -96,7 +96,8 @@ class Delivery:
         self.target = _PASSWORD.sub("//...@", target)
         if not colon or kind not in TRACKERS:
             raise InvalidInput(
-                f"{self.target!r} is no target", expected=", ".join(f"{one}:..." for one in TRACKERS)
+                f"{self.target!r} is no target",
+                expected=", ".join(f"{one}:..." for one in TRACKERS),
             )
         self._kind, self._prefix, self._from_step = TRACKERS[kind], prefix, from_step
         self._records = records
@@ -106,7 +107,7 @@ class Delivery:
         self.path = path
         self.cursor = Cursor(path)
         self.written = self.again = self.alerted = 0
-        self.left: list[int] = []
+        self.left: set[int] = set()
         """Steps whose numbers are still being made."""
         self.problem = ""
         self._backoff = _FIRST_BACKOFF
@@ -133,6 +134,8 @@ class Delivery:
                     advice="end it first",
                 ) from error
             self.cursor = Cursor(self.path) if anew else Cursor.load(self.path)
+            if anew:  # lest a write that fails leaves what was written before
+                self._save()
             try:
                 yield
             finally:
@@ -191,17 +194,16 @@ class Delivery:
                 self.again += bool(reason)
                 if reason or patient:
                     report(f"{self.target}: step {step.step}{reason}")
-            self.cursor.save(self._records.run, self.target)
+            self._save()
 
     def _due(self, steps: Sequence[ClosedStep], patient: bool) -> list[ClosedStep]:
         """Return the steps that are not as they were written."""
-        wanted = [
-            step
-            for step in steps
-            if step.step >= self._from_step and (self._kind.of_stages or not step.superseded)
-        ]
+        wanted = self._wanted(steps)
         due = [step for step in wanted if self._known(step)[:2] != [step.attempt, step.mark]]
-        self.left = [step.step for step in due if self._is_waited_for(step, patient)]
+        self.left = {step.step for step in due if self._is_waited_for(step, patient)}
+        if self._kind.is_ordered and patient and self.left:
+            # What comes after it would have to be written again.
+            due = [step for step in due if step.step < min(self.left)]
         due = [step for step in due if step.step not in self.left]
         if not self._kind.is_ordered or not due:
             return due
@@ -212,15 +214,18 @@ class Delivery:
         changed = [s.step for s in due if self._reason(s, self._records.record(s)) is not None]
         if not changed:
             return due
-        later = [step for step in self._records.steps() if step.step >= min(changed)]
-        for key in [key for key in self.cursor.steps if int(key) > min(changed)]:
+        first = min(changed)
+        later = [step for step in self._wanted(self._records.steps()) if step.step >= first]
+        for key in [key for key in self.cursor.steps if int(key) > first]:
             self.cursor.steps[key][1:] = [None, None]  # to be written after them
+        found = [step for step in due if step.step < first] + later
+        return [step for step in found if step.step not in self.left]
+
+    def _wanted(self, steps: Sequence[ClosedStep]) -> list[ClosedStep]:
         return [
             step
-            for step in later
-            if step.step >= self._from_step
-            and not step.superseded
-            and step.step not in self.left
+            for step in steps
+            if step.step >= self._from_step and (self._kind.of_stages or not step.superseded)
         ]
 
     def _is_waited_for(self, step: ClosedStep, patient: bool) -> bool:
@@ -267,10 +272,13 @@ class Delivery:
         with _failures_of_tracker():
             self._open().alert(new)
         self.cursor.findings |= {each.finding_id for each in new}
-        self.cursor.save(self._records.run, self.target)
+        self._save()
         self.alerted += len(new)
         for each in new:
             report(f"{self.target}: {each.severity} {each.title}")
+
+    def _save(self) -> None:
+        self.cursor.save(self._records.run, self.target)
 
     def _write(self, records: Sequence[StepRecord]) -> None:
         if records:

@@ -13,6 +13,7 @@ from stagescope.answers import Metrics
 from stagescope.columns import COLUMNS
 from stagescope.connection import Connection
 from stagescope.table import Row
+from stagescope.transport import Params
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import NotFound
 from stagescope.wire.nonfinite import Json
@@ -140,11 +141,10 @@ class RunRecords:
                     mark=_checksum(seen),
                 )
             )
-        return sorted(steps, key=lambda each: (each.attempt, each.step))
+        return sorted(steps, key=lambda each: (each.step, each.attempt))
 
     def record(self, step: ClosedStep, *, metrics: bool = True, stages: bool = False) -> StepRecord:
         """Return a step with its numbers, or its stages."""
-        params = {"run": self.run, "attempt": step.attempt}
         values = {"step/attempt": float(step.attempt)}
         verdict = ""
         if step.complete in _IS_COMPLETE:
@@ -164,6 +164,7 @@ class RunRecords:
         rows: Sequence[Row] = ()
         if stages:
             path = f"/steps/{step.step}/stages"
+            params: Params = {"run": self.run, "attempt": step.attempt}
             rows = self._connection.table(path, params, limit=_STAGE_ROWS).to_dicts()
         return StepRecord(
             run=self.run,

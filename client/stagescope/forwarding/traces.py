@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from stagescope import __version__
 from stagescope.forwarding.records import StepRecord
 from stagescope.forwarding.trackers import Tracker, installed
 from stagescope.table import Row
@@ -50,10 +49,10 @@ class Otlp(Tracker):
         endpoint = address.rstrip("/")
         endpoint += "" if endpoint.endswith("/v1/traces") else "/v1/traces"
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_SECONDS)
-        resource = {"service.name": "stagescope", "service.version": __version__}
-        self._resource = Resource(resource)
+        self._resource = Resource({"service.name": "stagescope"})
 
     def write(self, steps: Sequence[StepRecord]) -> None:
+        """Send the spans of each step."""
         spans = [span for record in steps for span in self._spans(record)]
         for first in range(0, len(spans), _SPANS_A_CALL):
             with _Said(_EXPORTER_LOG) as said:
@@ -62,6 +61,7 @@ class Otlp(Tracker):
                 raise ConnectionError(said[0] if said else "the collector took no spans")
 
     def close(self) -> None:
+        """Close the connection."""
         self._exporter.shutdown()
 
     def _spans(self, record: StepRecord) -> Iterator[Any]:

@@ -55,10 +55,10 @@ class Tracker(ABC):
     def write(self, steps: Sequence[StepRecord]) -> None:
         """Write steps, in this order."""
 
-    def alert(self, findings: Sequence[FindingRecord]) -> None:
+    def alert(self, findings: Sequence[FindingRecord]) -> None:  # noqa: B027 - not every tracker
         """Write findings, where the tracker has a place for them."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - not every tracker
         """Hand over what waits, and close connections and files."""
 
     def _named(self, record: StepRecord) -> dict[str, float]:
@@ -115,6 +115,7 @@ class TensorBoard(Tracker):
             )
 
     def write(self, steps: Sequence[StepRecord]) -> None:
+        """Write an event with the numbers of each step, and its page as text."""
         for record in steps:
             values = [
                 self._summaries.Summary.Value(tag=name, simple_value=value)
@@ -125,6 +126,7 @@ class TensorBoard(Tracker):
         self._flush()
 
     def alert(self, findings: Sequence[FindingRecord]) -> None:
+        """Write each finding as text."""
         for finding in findings:
             text = f"**{finding.severity}** {finding.title}\n\n" + "\n\n".join(
                 finding.text.splitlines()
@@ -134,6 +136,7 @@ class TensorBoard(Tracker):
         self._flush()
 
     def close(self) -> None:
+        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -177,6 +180,7 @@ class MLflow(Tracker):
         self._is_linked = False
 
     def write(self, steps: Sequence[StepRecord]) -> None:
+        """Write the metrics of each step; the newest one's page is a tag."""
         self._link()
         for record in steps:
             metrics = [
@@ -191,6 +195,7 @@ class MLflow(Tracker):
             self._set(tags)
 
     def alert(self, findings: Sequence[FindingRecord]) -> None:
+        """Set a tag for each kind of finding."""
         self._set({f"stagescope.finding.{each.kind}": each.text for each in findings})
 
     def _link(self) -> None:
@@ -226,6 +231,7 @@ class Wandb(Tracker):
         self._run: Any = None
 
     def write(self, steps: Sequence[StepRecord]) -> None:
+        """Write a row of history for each step; the newest one's page is in the summary."""
         run = self._opened()
         for record in steps:
             run.log({**self._named(record), self._axis: record.step})
@@ -233,9 +239,9 @@ class Wandb(Tracker):
             run.summary[f"{self.prefix}verdict"] = record.text
 
     def alert(self, findings: Sequence[FindingRecord]) -> None:
-        run = self._opened() if findings else None
+        """Send an alert for each finding."""
         for finding in findings:
-            run.alert(
+            self._opened().alert(
                 title=finding.title[:_TITLE],
                 text=finding.text,
                 level="ERROR" if finding.severity == "error" else "WARN",
@@ -244,6 +250,7 @@ class Wandb(Tracker):
             )
 
     def close(self) -> None:
+        """Finish the writer, not the run: what waits is sent."""
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()
@@ -292,17 +299,20 @@ class SwanLab(Tracker):
         self._run: Any = None
 
     def write(self, steps: Sequence[StepRecord]) -> None:
+        """Write the metrics of each step, and its page as text."""
         run = self._opened()
         for record in steps:
             text = self._swanlab.Text(record.page, caption=record.text)
             run.log({**self._named(record), f"{self.prefix}page": text}, step=record.step)
 
     def alert(self, findings: Sequence[FindingRecord]) -> None:
+        """Write each finding as text."""
         for finding in findings:
             text = self._swanlab.Text(finding.text, caption=finding.title)
             self._opened().log({f"{self.prefix}findings": text}, step=finding.step or 0)
 
     def close(self) -> None:
+        """Send what waits, and finish the run."""
         if self._run is not None:
             with _quiet():
                 self._run.finish()
@@ -337,6 +347,8 @@ class Trackio(Tracker):
         self._trackio = trackio
 
     def write(self, steps: Sequence[StepRecord]) -> None:
+        """Write the metrics of each step, and its page as Markdown."""
+
         def log(run: Any) -> None:
             for record in steps:
                 link = f"[step {record.step}]({record.page}): {record.text}"
@@ -347,6 +359,7 @@ class Trackio(Tracker):
         self._in_run(log)
 
     def alert(self, findings: Sequence[FindingRecord]) -> None:
+        """Send an alert for each finding."""
         levels = self._trackio.AlertLevel
 
         def alert(run: Any) -> None:
