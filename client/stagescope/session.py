@@ -28,6 +28,7 @@ from stagescope.doctor import DIAGNOSIS_ORDER, Diagnosis
 from stagescope.engines.http import engine_url
 from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
+from stagescope.forwarding import forwarder
 from stagescope.hangs import Stacks
 from stagescope.opening import is_bundle, open_bundle
 from stagescope.saving import FileRequests
@@ -393,7 +394,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         run: str,
         to: str | Sequence[str],
         *,
-        prefix: str = "stagescope/",
+        prefix: str = forwarder.PREFIX,
         from_step: int = 0,
         anew: bool = False,
         page_url: str | None = None,
@@ -424,9 +425,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
             MissingExtra: a tracker's client is not installed.
             Conflict: another process forwards this run to a target.
         """
-        from stagescope.forwarding.forwarder import forward
-
-        return forward(
+        return forwarder.forward(
             self, run, [to] if isinstance(to, str) else to, prefix=prefix, from_step=from_step,
             anew=anew, page_url=page_url, every=every if follow else None, report=report,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from tests.support.measure import payload
 
 from stagescope import Session
 from stagescope.forwarding import forwarder
+from stagescope.forwarding.forwarder import PREFIX
 
 RUN: Final = "forwarded"
 LOG_PROB: Final = "actor_compute_log_prob"
@@ -90,13 +91,13 @@ class Board:
 
     def scalars(self, name: str) -> list[tuple[int, float]]:
         found = self._read()
-        tag = f"stagescope/{name}"
+        tag = f"{PREFIX}{name}"
         return [(each.step, each.value) for each in found.Scalars(tag)]
 
     def texts(self, name: str = "step/page") -> dict[int, str]:
         return {
             each.step: each.tensor_proto.string_val[0].decode()
-            for each in self._read().Tensors(f"stagescope/{name}")
+            for each in self._read().Tensors(f"{PREFIX}{name}")
         }
 
     def tags(self) -> dict[str, list[str]]:

@@ -31,8 +31,9 @@ from stagescope.table import Table
 from stagescope.wire.errors import Conflict, InvalidInput, StagescopeError
 from stagescope.wire.nonfinite import Json
 
-PREFIX: Final = "stagescope/"
-"""As the integrations' in trainers' logs: both then stand in one section."""
+PREFIX: Final = "stagescope/service/"
+"""In the section of the numbers that integrations add to a trainer's log, under `stagescope/`, with
+no name of theirs: TensorBoard merges two series of one name, and W&B has one axis for a name."""
 TRACKERS: Final[Mapping[str, type[Tracker]]] = {
     "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": Wandb, "swanlab": SwanLab,
     "trackio": Trackio, "otlp": Otlp,

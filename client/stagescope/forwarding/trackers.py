@@ -153,10 +153,8 @@ class TensorBoard(Tracker):
 
     def _text_value(self, name: str, text: str) -> Any:
         tag = f"{self.prefix}{name}"
-        tensor = self._tensors.TensorProto(
-            dtype=self._types.DT_STRING, string_val=[text.encode()],
-            tensor_shape={"dim": [{"size": 1}]},
-        )  # fmt: skip
+        # Without a dimension: a text of one would be shown as a table.
+        tensor = self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[text.encode()])
         described = self._text.create_summary_metadata(display_name=tag, description="")
         return self._summaries.Summary.Value(tag=tag, tensor=tensor, metadata=described)
 

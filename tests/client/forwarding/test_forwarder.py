@@ -27,6 +27,7 @@ from tests.support.stores import eventually
 
 from stagescope import Session
 from stagescope.forwarding import forwarder, records
+from stagescope.forwarding.forwarder import PREFIX
 from stagescope.wire.errors import Conflict, InvalidInput, MissingExtra, Unreachable
 
 # Clients of others: what they warn of is theirs.
@@ -52,7 +53,7 @@ def test_it_follows_and_waits_for_a_tracker(
         eventually(lambda: f"{target}: step 4" in said)
     assert sum("MlflowException" in line for line in said) == 1
     assert outcome[0][0]["steps"] == 4
-    history = client.get_metric_history(run, f"stagescope/{K3}")
+    history = client.get_metric_history(run, f"{PREFIX}{K3}")
     assert [each.step for each in history] == [1, 2, 3, 4]
 
 
@@ -113,7 +114,7 @@ def test_what_retention_removes_is_no_change() -> None:
     assert dataclasses.replace(step, verdict="suspect").checksum != step.checksum
 
 
-def cursor_file(target: str, prefix: str = "stagescope/") -> Path:
+def cursor_file(target: str, prefix: str = PREFIX) -> Path:
     connection: Any = None
     found = records.RunRecords(connection, RUN, PAGE)
     return forwarder.Delivery(target, found, prefix, 0).path
@@ -131,9 +132,10 @@ def test_the_command(
     (row,) = json.loads(done.stdout)["rows"]
     assert (row["steps"], row["target"]) == (1, board.target)
     assert f"x/{K3}" in board.tags()["scalars"]
-    refused = invoke("forward", RUN, "--to", "otlp:http://127.0.0.1:9")
+    (board.path / "file").touch()
+    refused = invoke("forward", RUN, "--to", f"{board.target}/file")
     assert refused.exit_code == 1
-    assert refused.stderr.startswith("otlp:http://127.0.0.1:9: ConnectionError: ")
+    assert refused.stderr.startswith(f"{board.target}/file: FileExistsError: ")
     unknown = invoke("forward", "no-such-run", "--to", board.target)
     assert unknown.exit_code == 4
 

@@ -20,6 +20,7 @@ from tests.support.forwarded import (
 from tests.support.measure import payload
 
 from stagescope import Session
+from stagescope.forwarding.forwarder import PREFIX
 
 # Clients of others: what they warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -40,7 +41,7 @@ def test_tensorboard_has_the_numbers_and_the_pages(
     own = {"step/attempt", "step/complete", "step/comparable"}
     verdict = live.get("/steps/3/metrics", run=RUN)["comparable"]
     own -= {"step/comparable"} if verdict == "unknown" else set()
-    assert set(board.tags()["scalars"]) == {f"stagescope/{name}" for name in {*names, *own}}
+    assert set(board.tags()["scalars"]) == {f"{PREFIX}{name}" for name in {*names, *own}}
     assert board.scalars("step/complete") == [(1, 1.0), (2, 1.0), (3, 1.0)]
     assert board.texts()[3] == (
         f"[step 3]({PAGE}/#/runs/{RUN}/steps/3?attempt=1): attempt 1, {verdict}, complete"
@@ -113,7 +114,7 @@ def test_what_was_not_measured_is_not_written(
     assert live.get("/steps/1/metrics", run=RUN)["comparable"] == "not measured"
     assert published(live, 1) == 0.0
     asked.forward(RUN, board.target)
-    tags = {tag.removeprefix("stagescope/") for tag in board.tags()["scalars"]}
+    tags = {tag.removeprefix(PREFIX) for tag in board.tags()["scalars"]}
     assert K3 not in tags
     assert "step/comparable" not in tags
     assert {"logprob/old_mean", "counts/tokens", "step/complete"} <= tags
@@ -133,7 +134,7 @@ def test_a_nan_is_a_nan_and_findings_are_text(
     assert outcome[0]["findings"] >= 1
     found = [tag for tag in board.tags()["tensors"] if "/findings/" in tag]
     assert len(found) == outcome[0]["findings"]
-    text = board.texts(found[0].removeprefix("stagescope/"))[1]
+    text = board.texts(found[0].removeprefix(PREFIX))[1]
     assert text.startswith("**error** ")
     assert f"/#/runs/{RUN}/steps/1?attempt=1" in text
     assert any(" error " in line for line in said)

@@ -20,6 +20,7 @@ from tests.support.forwarded import (
 )
 
 from stagescope import Session
+from stagescope.forwarding.forwarder import PREFIX
 
 # Clients of others: what they warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -32,7 +33,7 @@ def test_mlflow_has_the_numbers_the_page_and_the_findings(
     training.do(1, 2)
     training.do_broken(3)
     asked.forward(RUN, target, page_url=PAGE)
-    history = client.get_metric_history(run, f"stagescope/{K3}")
+    history = client.get_metric_history(run, f"{PREFIX}{K3}")
     assert [(each.step, each.value) for each in history[:2]] == [
         (step, published(live, step)) for step in (1, 2)
     ]
@@ -114,16 +115,16 @@ def test_wandb_has_an_axis_of_its_own_and_alerts(
     assert run == ("me", "project", "abc123")
     metrics = [each.metric for each in found if each.WhichOneof("record_type") == "metric"]
     defined = {(each.name, each.glob_name, each.step_metric) for each in metrics}
-    assert ("", "stagescope/*", "stagescope/step") in defined
-    assert {name for name, _, _ in defined if name} == {"stagescope/step"}
+    assert ("", f"{PREFIX}*", f"{PREFIX}step") in defined
+    assert {name for name, _, _ in defined if name} == {f"{PREFIX}step"}
     rows = [
         {".".join(item.nested_key) or item.key: json.loads(item.value_json)
          for item in each.history.item}
         for each in found if each.WhichOneof("record_type") == "history"
     ]  # fmt: skip
-    assert [row["stagescope/step"] for row in rows] == [1, 2, 3]
-    assert [row[f"stagescope/{K3}"] for row in rows[:2]] == [published(live, s) for s in (1, 2)]
-    assert math.isnan(float(rows[2][f"stagescope/{K3}"]))
+    assert [row[f"{PREFIX}step"] for row in rows] == [1, 2, 3]
+    assert [row[f"{PREFIX}{K3}"] for row in rows[:2]] == [published(live, s) for s in (1, 2)]
+    assert math.isnan(float(rows[2][f"{PREFIX}{K3}"]))
     alerts = [each.alert for each in found if each.WhichOneof("record_type") == "alert"]
     assert alerts
     assert all(len(each.title) < 64 and f"{PAGE}/#/runs/{RUN}" in each.text for each in alerts)
@@ -202,11 +203,11 @@ def test_trackio_has_the_numbers_and_keeps_the_trainers_configuration(
     asked.forward(RUN, "trackio:project/run-1", page_url=PAGE)
     rows = sqlite_storage.SQLiteStorage.get_logs("project", "run-1")
     assert rows[0]["loss"] == 1.0
-    own = [row for row in rows if f"stagescope/{K3}" in row]
+    own = [row for row in rows if f"{PREFIX}{K3}" in row]
     assert [row["step"] for row in own] == [1, 2, 3]
-    assert [row[f"stagescope/{K3}"] for row in own[:2]] == [published(live, s) for s in (1, 2)]
-    assert math.isnan(float(own[2][f"stagescope/{K3}"]))
-    assert f"{PAGE}/#/runs/{RUN}/steps/3?attempt=1" in json.dumps(own[2]["stagescope/page"])
+    assert [row[f"{PREFIX}{K3}"] for row in own[:2]] == [published(live, s) for s in (1, 2)]
+    assert math.isnan(float(own[2][f"{PREFIX}{K3}"]))
+    assert f"{PAGE}/#/runs/{RUN}/steps/3?attempt=1" in json.dumps(own[2][f"{PREFIX}page"])
     (run,) = trackio.Api().runs("project")
     assert run.config["lr"] == 1e-6
     assert run.config["stagescope_page"] == f"{PAGE}/#/runs/{RUN}"
@@ -227,6 +228,6 @@ def test_swanlab_resumes_a_run(
     outcome = asked.forward(RUN, f"swanlab:me/project/{run_id}", page_url=PAGE)
     assert (outcome[0]["steps"], outcome[0]["problem"]) == (2, None)
     (found,) = tmp_path.rglob(f"*{run_id}*.swanlab")
-    assert f"stagescope/{K3}".encode() in found.read_bytes()
+    assert f"{PREFIX}{K3}".encode() in found.read_bytes()
     texts = [path.read_text() for path in found.parent.glob("media/**/*.txt")]
     assert f"{PAGE}/#/runs/{RUN}/steps/2?attempt=1" in texts
