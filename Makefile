@@ -8,6 +8,7 @@ NEEDS := pyproject.toml deploy/constraints.txt
 VERL := .venv-verl
 VERL_INSTALL := $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-verl.txt
 VERL_NEEDS := pyproject.toml deploy/constraints-verl.txt
+TRACKERS := .venv-trackers
 # The lowest versions that pyproject.toml names, on the lowest Python that is found here.
 LOWEST := .venv-lowest
 PYTHON_LOWEST ?= $(shell for python in python3.10 $(HOME)/.pyenv/versions/3.10.*/bin/python $(PYTHON); \
@@ -15,7 +16,7 @@ PYTHON_LOWEST ?= $(shell for python in python3.10 $(HOME)/.pyenv/versions/3.10.*
 LOWEST_INSTALL := $(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-lowest.txt
 LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 
-.PHONY: demo pictures test test-verl test-lowest verl check check-fast bench bench-verl format clean help
+.PHONY: demo pictures test test-trackers test-verl test-lowest verl check check-fast bench bench-verl format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -46,6 +47,10 @@ test: $(VENV)/installed-dev  ## every test (a real Ray cluster, real msprobe, re
 test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our numbers against its own, its tests with us
 	$(VERL)/bin/python -m pytest -n 2 --dist loadfile tests/verl
 	$(VERL)/bin/python tests/verl/own_tests.py
+
+# By itself: Trackio and SwanLab exclude versions that the others are tried with.
+test-trackers: $(TRACKERS)/installed  ## forwarding into six real trackers
+	$(TRACKERS)/bin/python -m pytest -n 2 tests/client/forwarding
 
 verl: $(VERL)/installed  ## .venv-verl: verl and what its trainers need on CPU
 
@@ -98,7 +103,7 @@ format: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(VERL) $(LOWEST) .demo
+	rm -rf $(VENV) $(VERL) $(LOWEST) $(TRACKERS) .demo
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -120,6 +125,11 @@ $(VERL)/installed: $(VERL_NEEDS) | $(VERL)/bin/python
 
 $(VERL)/installed-dev: $(VERL)/installed
 	$(VERL_INSTALL) -e '.[service,workers,msprobe,verl,dev]' pytest-asyncio  # verl's own tests need it
+	@touch $@
+
+$(TRACKERS)/installed: pyproject.toml
+	$(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[service,trackers,wandb,trackio,swanlab]' hypothesis jsonschema-rs psutil pytest pytest-timeout pytest-xdist
 	@touch $@
 
 $(LOWEST)/bin/python:

@@ -60,6 +60,10 @@ ONLY_IN: Final = {
                "service/stagescope_service/compare/report/figures.py",
                "service/stagescope_service/compare/report/html.py"),
     "numba": ("service/stagescope_service/statistics/",),
+    **dict.fromkeys(
+        ("mlflow", "opentelemetry", "swanlab", "tensorboard", "trackio", "wandb"),
+        ("client/stagescope/forwarding/",),
+    ),
     "pandas": ("client/stagescope/convert.py",),
     "polars": ("client/stagescope/convert.py",),
     "pyarrow": ("client/stagescope/convert.py", "service/stagescope_service/dumps/"),

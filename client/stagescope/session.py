@@ -27,6 +27,7 @@ from stagescope.doctor import DIAGNOSIS_ORDER, Diagnosis
 from stagescope.engines.http import engine_url
 from stagescope.figures import FigureRequests
 from stagescope.findings import FINDING_ORDER, LOSS_ORDER, Finding, FindingRows
+from stagescope.forwarding import forwarder
 from stagescope.hangs import Stacks
 from stagescope.link_text import session_call
 from stagescope.opening import is_bundle, open_bundle
@@ -389,6 +390,47 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         """
         answer = self.get(f"/findings/{segment(finding_id, 'finding_id')}")
         return Finding(answer, link_text=self._link_text)
+
+    def forward(
+        self,
+        run: str,
+        to: str | Sequence[str],
+        *,
+        prefix: str = forwarder.PREFIX,
+        from_step: int = 0,
+        anew: bool = False,
+        page_url: str | None = None,
+        follow: bool = False,
+        every: float = 5.0,
+        report: Callable[[str], object] = print,
+    ) -> Table:
+        """Write a run's closed steps and findings into trackers that exist; see docs/trackers.md.
+
+        Usage:
+            >>> session.forward("qwen3-8b", to="tensorboard:runs/qwen3-8b")
+            >>> session.forward("qwen3-8b", to=["mlflow:RUN_ID", "otlp:http://localhost:4318"])
+
+        Args:
+            run: its name.
+            to: targets, `kind:address`: tensorboard, mlflow, wandb, swanlab, trackio, otlp.
+            prefix: before each name that is written.
+            from_step: the first step.
+            anew: forget what was written to these targets, and write everything again.
+            page_url: address under which readers open the service's page; default: this session's.
+            follow: go on as steps close, until it is interrupted; else write what there is.
+            every: seconds after which the service is asked again.
+            report: is called with lines: problems, findings, steps that are written again, and,
+                with `follow`, every step.
+
+        Raises:
+            InvalidInput: a target cannot be read.
+            MissingExtra: a tracker's client is not installed.
+            Conflict: another process forwards this run to a target.
+        """
+        return forwarder.forward(
+            self, run, [to] if isinstance(to, str) else to, prefix=prefix, from_step=from_step,
+            anew=anew, page_url=page_url, every=every if follow else None, report=report,
+        )  # fmt: skip
 
     def stacks(
         self,

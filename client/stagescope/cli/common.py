@@ -36,7 +36,7 @@ TASKS: Final[Mapping[str, tuple[str, ...]]] = {
                                "tensors"),
     "Compare and keep": ("compare", "compare-dumps", "diff", "kept", "batch", "pin", "unpin",
                          "import", "export", "convert"),
-    "Send what is known": ("report", "bundle", "attach"),
+    "Send what is known": ("report", "bundle", "attach", "forward"),
     "Engines": ("engines", "consistency"),
 }  # fmt: skip
 """Section of the help -> its commands."""

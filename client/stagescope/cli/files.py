@@ -1,15 +1,21 @@
-"""Commands that save what the service makes as one file, to be sent to others."""
+"""Commands that bring what is known elsewhere: into one file, or into a tracker's run."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
+from types import FrameType
 
 import click
 
 from stagescope import terminal
 from stagescope.answers import Record
 from stagescope.cli.common import ATTEMPT, RUN, question
+from stagescope.forwarding import forwarder
 from stagescope.session import Session
+from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
 from stagescope.wire.errors import InvalidInput
 
@@ -88,3 +94,66 @@ def _run(session: Session, name: str | None, run: str | None) -> str:
     if name and run and name != run:
         raise InvalidInput(f"two runs are named: {name} and {run}", expected="one of them")
     return name or run or str(session.step("latest").run)
+
+
+@question(
+    click.argument("name", required=False, metavar="[RUN]"),
+    RUN,
+    click.option(
+        "--to", "targets", multiple=True, required=True, metavar="KIND:ADDRESS",
+        help="tensorboard:DIR, mlflow:RUN_ID[@URI], trackio:PROJECT/RUN, "
+        "wandb:ENTITY/PROJECT/RUN_ID, swanlab:WORKSPACE/PROJECT/RUN_ID, otlp:http://HOST:4318; "
+        "may be given several times.",
+    ),
+    click.option("--follow", is_flag=True, help="Go on as steps close, until interrupted."),
+    click.option(
+        "--every", type=FiniteFloat(min=0.2), default=5.0, show_default=True, metavar="SECONDS",
+        help="How often the service is asked, with --follow.",
+    ),
+    click.option(
+        "--prefix", default=forwarder.PREFIX, show_default=True, help="Before each name."
+    ),
+    click.option("--from", "from_step", type=click.IntRange(min=0), default=0, metavar="STEP",
+                 help="The first step."),
+    click.option("--anew", is_flag=True, help="Write again what was written already."),
+    click.option(
+        "--page-url", metavar="URL", help="Where others open the page (default: the service's URL)."
+    ),
+)  # fmt: skip
+def forward(
+    session: Session,
+    name: str | None,
+    run: str | None,
+    targets: tuple[str, ...],
+    follow: bool,
+    every: float,
+    prefix: str,
+    from_step: int,
+    anew: bool,
+    page_url: str | None,
+) -> Table:
+    """Write a run's closed steps and findings into runs of trackers, its stages into traces.
+
+    What was written is remembered: a second call writes what is new, or changed meanwhile.
+    """
+    # MLflow's client tries for minutes by default; what fails here is tried again anyway.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM) if follow else ()
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        outcome = forwarder.forward(
+            session, _run(session, name, run), targets, prefix=prefix, from_step=from_step,
+            anew=anew, page_url=page_url, every=every if follow else None, stopped=stopped,
+            report=lambda line: click.echo(line, err=True),
+        )  # fmt: skip
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if any(outcome["problem"]):
+        click.get_current_context().meta["stagescope.exit_code"] = 1
+    return outcome

@@ -1,0 +1,243 @@
+"""What is forwarded: closed steps with their numbers, verdict and stages, and findings."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Final
+from urllib.parse import quote
+
+from stagescope.answers import Metrics
+from stagescope.columns import COLUMNS
+from stagescope.connection import Connection
+from stagescope.table import Row
+from stagescope.transport import Params
+from stagescope.wire import nonfinite
+from stagescope.wire.errors import NotFound
+from stagescope.wire.nonfinite import Json
+
+ALL_STEPS: Final = 1_000_000
+_STAGE_ROWS: Final = 1_000_000
+_SERIES_STEPS: Final = 20_000
+"""Most steps that `/series` answers."""
+_WITNESSES: Final = ("logprob_abs_diff/mean", "counts/tokens")
+"""Numbers that are asked for over all steps at once: where one changed, the step is read again."""
+_OF_ONE_STREAM: Final = ("counts/", "nonfinite/", "logprob/")
+"""Beginnings of the numbers that a step has whose streams are a copy of each other."""
+_IS_COMPARABLE: Final[Mapping[str, float]] = {"comparable": 1.0, "exact": 1.0, "suspect": 0.0}
+_IS_COMPLETE: Final[Mapping[str, float]] = {"complete": 1.0, "partial": 0.0}
+_STAGE_FIELDS: Final = (
+    "stage", "role", "rank", "part", "status", "begin_wall", "end_wall", "device_seconds",
+    "clock_error", "policy_version", "error_type", "error_message", "incarnation", "revision",
+)  # fmt: skip
+_PENDING: Final = ("being aggregated", "not read yet")
+"""Parts of a gap's text that say that the numbers are to come."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClosedStep:
+    """A closed step as it is listed; `mark` is another where something of it changed."""
+
+    step: int
+    attempt: int
+    closed_wall: float
+    complete: str
+    gap: str
+    superseded: bool
+    measured: bool
+    mark: str
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether its numbers are still being made."""
+        return any(part in self.gap for part in _PENDING)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step as it is written; `values` has only what was measured."""
+
+    run: str
+    step: int
+    attempt: int
+    wall: float
+    """Unix seconds: when it was closed."""
+    values: Mapping[str, float]
+    verdict: str
+    """On its two streams; empty: it has no numbers."""
+    complete: str
+    gap: str
+    page: str
+    """Address of the step's page."""
+    stages: Sequence[Row] = ()
+    """Its stages by rank and part, for traces alone."""
+
+    @property
+    def text(self) -> str:
+        """Attempt, verdict, completeness and what the numbers lack, on one line."""
+        facts = [f"attempt {self.attempt}", self.verdict or "no numbers", self.complete, self.gap]
+        return ", ".join(fact for fact in facts if fact)
+
+    @property
+    def checksum(self) -> str:
+        """Of what was measured; not of `gap`, which later says that retention removed rows."""
+        stages = [[row.get(name) for name in _STAGE_FIELDS] for row in self.stages]
+        numbers = sorted(self.values.items())
+        return _checksum([self.attempt, numbers, self.verdict, self.complete, stages])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FindingRecord:
+    """Findings with one cause, as an alert."""
+
+    finding_id: str
+    kind: str
+    severity: str
+    title: str
+    text: str
+    step: int | None
+    wall: float
+    page: str
+
+
+class RunRecords:
+    """Reads what is forwarded of one run.
+
+    Args:
+        connection: to the service.
+        run: its name.
+        page_url: address under which readers open the service's page.
+    """
+
+    def __init__(self, connection: Connection, run: str, page_url: str) -> None:
+        self._connection = connection
+        self.run = run
+        self.page = f"{page_url.rstrip('/')}/#/runs/{quote(run, safe='')}"
+
+    def steps(self, limit: int = ALL_STEPS) -> list[ClosedStep]:
+        """Return the closed steps of all attempts, of the newest `limit` ones, the oldest first."""
+        rows = self._connection.table(
+            "/steps", {"run": self.run}, columns=COLUMNS["steps"], limit=limit
+        )
+        witnesses = self._witnesses(limit)
+        steps = []
+        for row in rows:
+            if row["closed_wall"] is None:
+                continue
+            key = (row["attempt"], row["step"])
+            names = ("closed_wall", "complete", "measured", "gap", "losses", "missing")
+            seen = [*key, *(row[name] for name in names), witnesses.get(key)]
+            steps.append(
+                ClosedStep(
+                    step=row["step"],
+                    attempt=row["attempt"],
+                    closed_wall=row["closed_wall"],
+                    complete=row["complete"],
+                    gap=row["gap"] or "",
+                    superseded=row["superseded_by"] is not None,
+                    measured=bool(row["measured"]),
+                    mark=_checksum(seen),
+                )
+            )
+        return sorted(steps, key=lambda each: (each.step, each.attempt))
+
+    def record(self, step: ClosedStep, *, metrics: bool = True, stages: bool = False) -> StepRecord:
+        """Return a step with its numbers, or its stages."""
+        values = {"step/attempt": float(step.attempt)}
+        verdict = ""
+        if step.complete in _IS_COMPLETE:
+            values["step/complete"] = _IS_COMPLETE[step.complete]
+        found = self._metrics(step) if metrics and step.measured else None
+        if found is not None:
+            verdict = f"{found.comparable} ({found.cause})" if found.cause else found.comparable
+            if found.comparable in _IS_COMPARABLE:
+                values["step/comparable"] = _IS_COMPARABLE[found.comparable]
+            # Equal streams of one producer differ by 0, which nobody measured.
+            is_copy = found.comparable == "not measured"
+            values |= {
+                name: value
+                for name, value in found.items()
+                if not is_copy or name.startswith(_OF_ONE_STREAM)
+            }
+        rows: Sequence[Row] = ()
+        if stages:
+            path = f"/steps/{step.step}/stages"
+            params: Params = {"run": self.run, "attempt": step.attempt}
+            rows = self._connection.table(path, params, limit=_STAGE_ROWS).to_dicts()
+        return StepRecord(
+            run=self.run,
+            step=step.step,
+            attempt=step.attempt,
+            wall=step.closed_wall,
+            values=values,
+            verdict=verdict,
+            complete=step.complete,
+            gap=step.gap,
+            page=self._page_of(step.step, step.attempt),
+            stages=rows,
+        )
+
+    def findings(self) -> list[FindingRecord]:
+        """Return errors and warnings that are not over, those with one cause as one."""
+        groups = self._connection.table(
+            "/findings/groups", {"run": self.run}, columns=COLUMNS["findings/groups"]
+        )
+        return [
+            self._finding(row)
+            for row in groups
+            if row["severity"] in ("error", "warning") and row["over_wall"] is None
+        ]
+
+    def _finding(self, row: Row) -> FindingRecord:
+        step = row["step"] if row["step"] is not None else row.get("first_step")
+        parts = [f"{self.run}: {row['kind']}", str(row.get("where") or "")]
+        page = self.page if step is None else self._page_of(step, row["attempt"])
+        lines = [row["message"], row["advice"] and f"Try: {row['advice']}", page]
+        return FindingRecord(
+            finding_id=row["finding_id"],
+            kind=row["kind"],
+            severity=row["severity"],
+            title=", ".join(part for part in parts if part),
+            text="\n".join(line for line in lines if line),
+            step=step,
+            wall=row["first_wall"] or 0.0,
+            page=page,
+        )
+
+    def _metrics(self, step: ClosedStep) -> Metrics | None:
+        try:
+            answer = self._connection.get(
+                f"/steps/{step.step}/metrics", run=self.run, attempt=step.attempt
+            )
+        except NotFound:  # removed meanwhile
+            return None
+        return Metrics.from_answer(answer)
+
+    def _witnesses(self, limit: int) -> dict[tuple[Json, Json], list[Json]]:
+        """Return a few numbers and the verdict of each step by (attempt, step)."""
+        found: dict[tuple[Json, Json], list[Json]] = {}
+        for metric in _WITNESSES:
+            try:
+                answer = self._connection.get(
+                    "/series", metric=metric, run=self.run, superseded=True,
+                    limit=min(2 * limit, _SERIES_STEPS),
+                )  # fmt: skip
+            except NotFound:  # no step has numbers
+                continue
+            values = answer["series"][0]["values"] if answer["series"] else []
+            keys = zip(answer["attempts"], answer["steps"], strict=True)
+            for key, value, verdict in zip(keys, values, answer["comparable"], strict=False):
+                found.setdefault(key, []).extend((value, verdict))
+        return found
+
+    def _page_of(self, step: int, attempt: int | None) -> str:
+        suffix = "" if attempt is None else f"?attempt={attempt}"
+        return f"{self.page}/steps/{step}{suffix}"
+
+
+def _checksum(fields: Sequence[object]) -> str:
+    """Return a short checksum of values as JSON, in which non-finite numbers are texts."""
+    text = json.dumps(nonfinite.spell(fields), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
