@@ -224,7 +224,7 @@ class Wandb(Tracker):
         self._entity, self._project, self._id = parts
         with installed("W&B", "wandb"):
             import wandb
-        self._wandb = wandb
+        self._wandb: Any = wandb
         self._axis = f"{prefix}step"
         self._run: Any = None
 
@@ -292,8 +292,8 @@ class SwanLab(Tracker):
             raise self._misread("swanlab:WORKSPACE/PROJECT/RUN_ID")
         self._workspace, self._project, self._id = parts
         with installed("SwanLab", "swanlab"):
-            import swanlab
-        self._swanlab = swanlab
+            import swanlab  # pyright: ignore[reportMissingImports] # not beside protobuf 7
+        self._swanlab: Any = swanlab
         self._run: Any = None
 
     def write(self, steps: Sequence[StepRecord]) -> None:
@@ -341,8 +341,8 @@ class Trackio(Tracker):
         if not self._project or not self._name:
             raise self._misread("trackio:PROJECT/RUN")
         with installed("Trackio", "trackio"), _quiet():
-            import trackio
-        self._trackio = trackio
+            import trackio  # pyright: ignore[reportMissingImports] # not beside pillow 13
+        self._trackio: Any = trackio
 
     def write(self, steps: Sequence[StepRecord]) -> None:
         """Write the metrics of each step, and its page as Markdown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import struct
@@ -18,6 +19,7 @@ from tests.support.forwarded import (
     Training,
     published,
 )
+from tests.support.stores import eventually
 
 from stagescope import Session
 from stagescope.forwarding.forwarder import PREFIX
@@ -70,8 +72,7 @@ def test_a_deleted_run_is_said_and_loses_nothing(
 
 def wandb_records(path: Path) -> Iterator[Any]:
     """The records of a .wandb file: LevelDB's log format with protobufs."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    record: Any = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     data, at, whole = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         room = 32768 - at % 32768
@@ -79,10 +80,12 @@ def wandb_records(path: Path) -> Iterator[Any]:
             at += room
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + size > len(data):  # its process still writes
+            return
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # a whole record, or the last part of one
-            yield Record.FromString(whole)
+            yield record.FromString(whole)
             whole = b""
 
 
@@ -92,11 +95,22 @@ def wandb_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    yield lambda: [
-        record
-        for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))  # but not by `latest-run`
-        for record in wandb_records(path)
-    ]
+
+    def found() -> list[Any]:
+        return [
+            record
+            for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+            for record in wandb_records(path)
+        ]
+
+    def ended() -> bool:  # W&B's own process writes the last block after `finish` returned
+        return any(each.WhichOneof("record_type") == "exit" for each in found())
+
+    def read() -> list[Any]:
+        eventually(ended)
+        return found()
+
+    yield read
     wandb.teardown()
 
 
