@@ -264,7 +264,7 @@ class Wandb(Tracker):
     def _resumed(self) -> Any:
         """Open the run; as a second writer beside the trainer's where this version can do that."""
         # Nothing of this process but the numbers: neither its console, files, load nor its end.
-        own = {
+        own: dict[str, Any] = {
             "silent": True, "console": "off", "disable_git": True, "disable_code": True,
             "x_primary": False, "x_label": "stagescope", "x_update_finish_state": False,
             "x_disable_stats": True, "x_disable_meta": True, "x_disable_machine_info": True,
@@ -272,7 +272,9 @@ class Wandb(Tracker):
         }  # fmt: skip
         known = set(getattr(self._wandb.Settings, "model_fields", ()))
         own = {name: value for name, value in own.items() if name in known}
-        named = {"entity": self._entity, "project": self._project, "id": self._id}
+        named: dict[str, Any] = {
+            "entity": self._entity, "project": self._project, "id": self._id
+        }  # fmt: skip
         mode = os.environ.get("WANDB_MODE", "online")
         if mode != "online" or "x_primary" not in own:
             settings = self._wandb.Settings(**own)
