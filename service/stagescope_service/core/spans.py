@@ -60,7 +60,7 @@ class ReceivedEvent(NamedTuple):
     ours: float
     """When it was sent, by `on_our_clock`."""
     at: float
-    """When it was sent, by `stage_timing.service_clock`."""
+    """When it was sent, by `service_clock`."""
 
 
 def begin(

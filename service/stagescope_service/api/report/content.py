@@ -24,11 +24,7 @@ from stagescope_service.api import (
     steps,
 )
 from stagescope_service.api.capture_progress import progress
-from stagescope_service.api.dependencies import (
-    ALL_RANKS,
-    ALL_STEPS,
-    AttemptQuery,
-)
+from stagescope_service.api.dependencies import ALL_RANKS, ALL_STEPS, AttemptQuery
 from stagescope_service.api.diagnosis import diagnosis_of
 from stagescope_service.api.encoding import JsonObject, decode, encode, parse_nonfinite
 from stagescope_service.api.figures import anatomy, density, offenders, overview, routes

@@ -307,7 +307,7 @@ class FindingQueries(Reader):
 
 
 def _conditions(
-    name: EventsTable, any_of: AnyOf | None, **filters: Filter
+    name: EventsTable, any_of: AnyOf | None, **filters: object
 ) -> list[sa.ColumnElement[bool]]:
     """Return the conditions of filters, and that one of the columns of `any_of` has its value."""
     columns = TABLES[name].c

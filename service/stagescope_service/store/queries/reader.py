@@ -113,7 +113,7 @@ def all_rows(name: str, order: str, without: str = "") -> Query:
     return sa.select(*chosen).order_by(*by)
 
 
-def conditions(table: str, /, **filters: Filter) -> list[sa.ColumnElement[bool]]:
+def conditions(table: str, /, **filters: object) -> list[sa.ColumnElement[bool]]:
     """Return conditions for the filters, each named as its column, that are not None.
 
     Raises:
