@@ -156,7 +156,7 @@ class Streams:
 
 def streams(step: int, attempt: int = 1, ranks: Sequence[int] = range(RANKS)) -> Streams:
     """Return the tokens of a step in plain numpy, as an independent reference."""
-    columns: list[list[npt.NDArray[np.generic]]] = [[], [], [], [], []]
+    columns: list[list[Any]] = [[], [], [], [], []]
     for at in ranks:
         tensors = handed(at, step, attempt)["tensors"]
         p, q, again = (

@@ -162,7 +162,7 @@ def test_every_dtype_has_its_values(dtype: str) -> None:
     assert rows[:, 1].tolist() == [0.0, 1.0]
 
 
-def _block_of(kind: str, dtype: str, random: np.random.Generator) -> npt.NDArray[np.generic]:
+def _block_of(kind: str, dtype: str, random: np.random.Generator) -> npt.NDArray[Any]:
     """Return a block of the kernel's: constant, ordinary, or with NaN and infinities in it."""
     values = np.full(BLOCK, random.integers(0, 2)).astype(dtype)
     if kind != "constant":

@@ -21,6 +21,7 @@ import functools
 import importlib.util
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -58,24 +59,17 @@ _BY_TOKEN: Final = ("rollout_log_probs", "ref_log_probs", "advantages", "returns
 """Columns that have our names, too."""
 
 
-class Arguments(Protocol):
-    """What is always there of slime's arguments, which Megatron's parser makes."""
-
-    rank: int
-    world_size: int
-
-
 class _Actor(Protocol):
     """What is read of a `MegatronTrainRayActor`."""
 
-    args: Arguments
+    args: Namespace
 
 
 class Rank:
     """What a Megatron rank reports; its steps run in one thread."""
 
     def __init__(self) -> None:
-        self.args: Arguments | None = None
+        self.args: Namespace | None = None
         self.role = "actor"
         self.step: int | None = None
         self._probe: Probe | None = None
@@ -399,7 +393,7 @@ def _has(module: str) -> bool:
 _installed: Patches | None = None
 
 
-def init(args: Arguments) -> None:
+def init(args: Namespace) -> None:
     """Attach this rank; slime calls it by `--custom-megatron-init-path`, once and early."""
     global _installed
     with guarded("attaching slime"):

@@ -29,7 +29,7 @@ STREAMS = {"rollout_log_probs", "old_log_probs", "response_mask", "responses"}
 TRACKING = "verl.utils.tracking"
 
 
-def planted(batch: DataProto) -> context.Context:
+def planted(batch: Any) -> context.Context:
     carried = batch.extra_info if hasattr(batch, "extra_info") else batch.meta_info
     return context.parse(carried[context.KEY])
 

@@ -29,7 +29,7 @@ Read = Callable[..., list[Ended]]
 LOSSES = "verl.workers.utils.losses"
 
 
-def data(*, notes: Mapping[str, object] | None = None, **changes: object) -> Any:
+def data(*, notes: Mapping[str, object] | None = None, **changes: Any) -> Any:
     """Return a worker's TensorDict as the driver's batch becomes one."""
     told: dict[str, Any] = {"run": "r", "attempt_key": "a", "step": 3, "synchronous": True}
     reported = Context(**told | changes)

@@ -14,7 +14,7 @@ import logging
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from stagescope_workers.capture.verl_blocks import VERL_STAGES
 from stagescope_workers.integrations.guard import guarded
@@ -146,10 +146,10 @@ def keep_name(wrap: Wrap) -> Wrap:
 
 
 def _unwrap_layers(method: Function) -> Function:
-    layer: Function = method
+    layer: Any = method
     while hasattr(layer, "__wrapped__") and _is_layer(layer):
         layer = layer.__wrapped__
-    return layer
+    return layer  # type: ignore[no-any-return]
 
 
 def _is_layer(function: object) -> bool:
