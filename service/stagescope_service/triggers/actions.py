@@ -139,8 +139,8 @@ class Actions:
 
 
 def _nouns(value: object, field: str) -> tuple[str, ...]:
-    nouns = tuple(value) if isinstance(value, list | tuple) else ()
-    if not isinstance(value, list | tuple) or not STEP_NOUNS.issuperset(nouns):
+    nouns = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(noun, str) and noun in STEP_NOUNS for noun in nouns):
         raise fields.wrong(field, value, f"a list of {', '.join(sorted(STEP_NOUNS))}")
     return nouns
 
