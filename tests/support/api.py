@@ -168,7 +168,8 @@ class LocalEngine:
         self.coordinator.effects.catalogue.close()
 
     def _wait(self, work: Coroutine[object, None, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        # The first payload of a new machine waits for the kernel to be compiled.
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(250)
 
 
 class Service:
