@@ -21,6 +21,16 @@ LOG_PROB = "actor_compute_log_prob"
 UPDATE = "actor_update"
 
 
+def layout_of(figure: go.Figure) -> Any:  # plotly declares none of a layout's attributes
+    """The layout of a figure."""
+    return figure.layout
+
+
+def y_axes_of(figure: go.Figure) -> Any:  # likewise
+    """The y axes of a figure."""
+    return figure.select_yaxes()
+
+
 def rounds_payload(
     rows: int,
     rounds: int,

@@ -95,9 +95,8 @@ def test_it_connects_before_the_first_request(make_feed: MakeFeed, api: FakeApi)
 
 
 def test_numbers_keep_their_kind(make_feed: MakeFeed, api: FakeApi) -> None:
-    api.answers[1] = answer("nan") | {
-        "metrics": {"a": "nan", "b": "-inf", "c": 3, "d": 0.5, "e": None, "f": "text", "g": [1]}
-    }
+    metrics = {"a": "nan", "b": "-inf", "c": 3, "d": 0.5, "e": None, "f": "text", "g": [1]}
+    api.answers[1] = {**answer("nan"), "metrics": metrics}
     feed = make_feed()
     feed.want(1)
     wait_for(lambda: feed.take(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Final
 
 from stagescope.wire.links import STEP_NOUNS
@@ -139,8 +140,9 @@ class Actions:
 
 
 def _nouns(value: object, field: str) -> tuple[str, ...]:
-    nouns = tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(noun, str) and noun in STEP_NOUNS for noun in nouns):
+    given: Sequence[object] = value if isinstance(value, list | tuple) else (value,)
+    nouns = tuple(noun for noun in given if isinstance(noun, str) and noun in STEP_NOUNS)
+    if len(nouns) < len(given):
         raise fields.wrong(field, value, f"a list of {', '.join(sorted(STEP_NOUNS))}")
     return nouns
 

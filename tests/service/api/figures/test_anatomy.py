@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import LOG_PROB, RANKS, UNMEASURED, handed, streams
+from tests.support.figures import LOG_PROB, RANKS, UNMEASURED, handed, layout_of, streams
 
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import anatomy
@@ -25,7 +25,7 @@ def test_every_token_of_a_step_counts_once(by: By, deps: Dependencies) -> None:
     drawn = anatomy.figure(found)
     assert list(traces(drawn)[0].x) == [each.label for each in found.bins]
     assert list(traces(drawn)[0].y) == [each.mean_abs for each in found.bins]
-    assert drawn.layout.xaxis.title.text == AXES[by]
+    assert layout_of(drawn).xaxis.title.text == AXES[by]
 
 
 def test_bins_are_labelled_by_what_they_hold() -> None:
@@ -94,4 +94,4 @@ def test_a_step_without_numbers_gives_axes_and_a_sentence(by: By, deps: Dependen
     assert found.note
     drawn = anatomy.figure(found)
     assert not drawn.data
-    assert len(drawn.layout.annotations) == 1
+    assert len(layout_of(drawn).annotations) == 1

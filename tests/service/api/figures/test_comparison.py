@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.support.api import Service
-from tests.support.figures import streams
+from tests.support.figures import layout_of, streams
 
 from stagescope.wire.errors import NotFound
 from stagescope_service.api.dependencies import Dependencies, Window
@@ -24,8 +24,8 @@ def test_both_attempts_have_their_numbers(deps: Dependencies) -> None:
         assert values[7] == pytest.approx(expected, rel=1e-9)
     drawn = comparison.figure(found)
     assert [trace.name for trace in traces(drawn)] == ["r@1", "r@1", "r@2"]
-    assert drawn.layout.title.text == "r@1 against r@2"
-    assert drawn.layout.yaxis.title.text == "nat"
+    assert layout_of(drawn).title.text == "r@1 against r@2"
+    assert layout_of(drawn).yaxis.title.text == "nat"
 
 
 def test_the_newest_attempts_that_have_the_step_are_the_default(

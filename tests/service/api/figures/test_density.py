@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.batches import bfloat16
-from tests.support.figures import LOG_PROB, UNMEASURED, rounds_payload, streams
+from tests.support.figures import LOG_PROB, UNMEASURED, layout_of, rounds_payload, streams
 
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import density
@@ -59,10 +59,10 @@ def test_the_verdict_and_its_reason_are_drawn(deps: Dependencies) -> None:
     assert found.comparable == "suspect"
     assert "policy versions" in (found.reason or "")
     drawn = density.figure(found)
-    (text,) = (each.text for each in drawn.layout.annotations)
+    (text,) = (each.text for each in layout_of(drawn).annotations)
     assert text.startswith("<b>suspect</b><br>")
-    assert drawn.layout.xaxis.title.text == "rollout (q), nat"
-    assert drawn.layout.yaxis.title.text == "old (p), nat"
+    assert layout_of(drawn).xaxis.title.text == "rollout (q), nat"
+    assert layout_of(drawn).yaxis.title.text == "old (p), nat"
     names = [trace.name for trace in traces(drawn)]
     assert "p = q" in names
     assert found.moments is not None
@@ -108,4 +108,4 @@ def test_without_numbers_axes_and_the_reason(trained: Service, deps: Dependencie
     assert (found.tokens, found.cloud, found.moments) == (0, None, None)
     drawn = density.figure(found)
     assert len(traces(drawn)) == 0
-    assert "both streams" in drawn.layout.annotations[0].text.replace("<br>", " ")
+    assert "both streams" in layout_of(drawn).annotations[0].text.replace("<br>", " ")

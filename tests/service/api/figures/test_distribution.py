@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import LOG_PROB, UNMEASURED, rounds_payload, streams
+from tests.support.figures import LOG_PROB, UNMEASURED, layout_of, rounds_payload, streams
 
 from stagescope.wire.errors import NotFound
 from stagescope_service.api.dependencies import Dependencies
@@ -34,7 +34,7 @@ def test_of_a_round_alone(deps: Dependencies) -> None:
     found = distribution.info(deps, deps.finder.step("r", None, 7), round=2)
     tokens = streams(7, 2)
     assert found.tokens == int((tokens.round == 2).sum())
-    assert "round 2" in distribution.figure(found).layout.title.text
+    assert "round 2" in layout_of(distribution.figure(found)).title.text
     with pytest.raises(NotFound, match="no round 9") as raised:
         distribution.info(deps, deps.finder.step("r", None, 7), round=9)
     assert raised.value.expected == "one of 0, 1, 2, 3"
@@ -62,17 +62,17 @@ def test_ratios_are_counted_on_their_side(deps: Dependencies) -> None:
 def test_the_figure_has_log_axes_units_and_quantiles(deps: Dependencies) -> None:
     found = distribution.info(deps, deps.finder.step("r", None, 7))
     drawn = distribution.figure(found)
-    assert (drawn.layout.xaxis.type, drawn.layout.yaxis.type) == ("log", "log")
-    assert drawn.layout.xaxis.title.text == "|d| = |p - q|, nat"
+    assert (layout_of(drawn).xaxis.type, layout_of(drawn).yaxis.type) == ("log", "log")
+    assert layout_of(drawn).xaxis.title.text == "|d| = |p - q|, nat"
     (bars,) = traces(drawn)
     edges = np.array(bars.x) + np.array(bars.width)
     assert np.allclose(edges, [bar.high for bar in found.bars])
-    assert [text.text for text in drawn.layout.annotations] == ["p50", "p90", "p99", "p999"]
+    assert [text.text for text in layout_of(drawn).annotations] == ["p50", "p90", "p99", "p999"]
     ratios = distribution.figure(
         distribution.info(deps, deps.finder.step("r", None, 7), of="ratio")
     )
-    assert ratios.layout.xaxis.title.text == "ratio e^(p - q), no unit"
-    assert ratios.layout.yaxis2.title.text == "tokens"
+    assert layout_of(ratios).xaxis.title.text == "ratio e^(p - q), no unit"
+    assert layout_of(ratios).yaxis2.title.text == "tokens"
 
 
 def test_zeros_have_a_bar_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -90,11 +90,11 @@ def test_zeros_have_a_bar_of_their_own(tmp_path_factory: pytest.TempPathFactory)
         drawn = distribution.figure(found)
         zeros = next(trace for trace in traces(drawn) if trace.name == "exactly 0")
         assert list(zeros.y) == [equal]
-        assert "0" in drawn.layout.xaxis.ticktext
+        assert "0" in layout_of(drawn).xaxis.ticktext
         ratios = distribution.figure(
             distribution.info(deps, deps.finder.step("r", None, 1), of="ratio")
         )
-        assert "exactly 1" in ratios.layout.xaxis.categoryarray
+        assert "exactly 1" in layout_of(ratios).xaxis.categoryarray
 
 
 def test_a_step_without_numbers_says_why(trained: Service, deps: Dependencies) -> None:

@@ -19,6 +19,7 @@ from tests.support.figures import (
     ROWS,
     UNMEASURED,
     layout,
+    layout_of,
     rounds_payload,
     streams,
 )
@@ -126,7 +127,10 @@ def test_the_figure_has_a_gap_where_nothing_was_measured(deps: Dependencies) -> 
     assert np.isnan(heat.z[:, UNMEASURED - 1]).all()
     assert "not measured" in heat.text[0][UNMEASURED - 1]
     assert heat.y[0] == f"▲ rank {APART} (dp {APART})"
-    assert (drawn.layout.xaxis.title.text, drawn.layout.yaxis.title.text) == ("step", "rank")
+    assert (layout_of(drawn).xaxis.title.text, layout_of(drawn).yaxis.title.text) == (
+        "step",
+        "rank",
+    )
     assert heat.colorbar.ticksuffix == " nat"
 
 
@@ -135,7 +139,7 @@ def test_ranks_that_are_apart_are_labelled_among_many(deps: Dependencies) -> Non
     rows = [
         dataclasses.replace(found.rows[0], label=f"rank {at}", apart=at < 5) for at in range(80)
     ]
-    labels = heatmaps.figure(dataclasses.replace(found, rows=tuple(rows))).layout.yaxis.tickvals
+    labels = layout_of(heatmaps.figure(dataclasses.replace(found, rows=tuple(rows)))).yaxis.tickvals
     assert [f"▲ rank {at}" for at in range(5)] == list(labels[:5])
     assert "rank 78" in labels
     assert "rank 77" not in labels

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import LOG_PROB, rounds_payload
+from tests.support.figures import LOG_PROB, layout_of, rounds_payload
 from tests.support.measure import Handed
 
 from stagescope_service.api.dependencies import Dependencies, Window
@@ -117,7 +117,7 @@ def test_without_prompts_or_numbers_the_axes_say_so(reported: Service, asked: De
     assert found.note == "which prompt a sample belongs to is not recorded (prompt_hashes)"
     drawn = offenders.figure(found)
     assert not drawn.data
-    assert len(drawn.layout.annotations) == 1
+    assert len(layout_of(drawn).annotations) == 1
     assert "both streams" in str(offenders.info(asked, RUN, 1, Window(first=90, last=None)).note)
     answer = reported.get("/figures/offenders", run="unknown")
     assert (answer["step"], answer["note"]) == (None, found.note)

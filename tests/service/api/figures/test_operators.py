@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.support.api import Rank, Service, service
 from tests.support.dumps import capture, dumped
+from tests.support.figures import layout_of
 from tests.support.small_decoder import small_decoder
 
 from stagescope_service.api.figures import operators
@@ -70,13 +71,13 @@ def test_the_figure_marks_the_first(dumps_service: Service) -> None:
     found = info(dumps_service, 5)
     drawn = operators.figure(found)
     assert found.first is not None
-    (line,) = drawn.layout.shapes
+    (line,) = layout_of(drawn).shapes
     assert line.x0 == found.first.order
-    assert "first not finite" in drawn.layout.annotations[0].text
-    assert drawn.layout.xaxis.title.text == "call, in execution order"
+    assert "first not finite" in layout_of(drawn).annotations[0].text
+    assert layout_of(drawn).xaxis.title.text == "call, in execution order"
     bad = next(trace for trace in traces(drawn) if trace.name == "not finite")
     assert len(bad.x) == found.non_finite > 3
-    assert "not finite" in drawn.layout.yaxis.ticktext
+    assert "not finite" in layout_of(drawn).yaxis.ticktext
 
 
 def test_the_difference_along_the_order_is_that_of_the_comparison(dumps_service: Service) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import FLOOR, UNMEASURED, streams
+from tests.support.figures import FLOOR, UNMEASURED, layout_of, streams, y_axes_of
 from tests.support.shown_run import keep_tensors, payload
 
 from stagescope.wire.errors import InvalidInput, NotFound
@@ -147,12 +147,12 @@ def test_names_and_their_number_are_checked(deps: Dependencies) -> None:
 
 def test_the_figure_has_a_panel_a_metric_and_shows_its_units(found: OverviewInfo) -> None:
     drawn = overview.figure(found)
-    axes = [axis.title.text for axis in drawn.select_yaxes()]
+    axes = [axis.title.text for axis in y_axes_of(drawn)]
     assert axes == ["nat", "nat", "no unit", ""]
-    assert drawn.layout.xaxis.title.text == "step"
-    names = {text.text for text in drawn.layout.annotations}
+    assert layout_of(drawn).xaxis.title.text == "step"
+    names = {text.text for text in layout_of(drawn).annotations}
     assert {f"<b>{MEAN}</b>", f"<b>{K3}</b>", f"<b>{PEARSON}</b>", "attempt 2"} <= names
-    (line,) = drawn.layout.shapes
+    (line,) = layout_of(drawn).shapes
     assert (line.x0, line.x1) == (5.5, 5.5)
     faded = [trace for trace in traces(drawn) if trace.name == "superseded"]
     # As readable as the others: told apart by dash and hue, not by fading.
@@ -161,7 +161,7 @@ def test_the_figure_has_a_panel_a_metric_and_shows_its_units(found: OverviewInfo
         trace for trace in traces(drawn) if trace.name == "noise floor" and trace.fill != "none"
     ]
     assert {trace.yaxis for trace in bands} == {"y", "y2"}  # no band under a correlation
-    rows = drawn.layout.yaxis4
+    rows = layout_of(drawn).yaxis4
     assert list(rows.ticktext) == ["finding", "capture", "weight sync", "no value"]
 
 
@@ -180,7 +180,7 @@ def test_a_service_and_a_range_without_steps(trained: Service, deps: Dependencie
     assert nothing.note == "run r has no step in this range yet"
     drawn = overview.figure(nothing)
     assert len(traces(drawn)) == 0
-    assert "no step in this range" in drawn.layout.annotations[0].text.replace("<br>", " ")
+    assert "no step in this range" in layout_of(drawn).annotations[0].text.replace("<br>", " ")
     only = overview.info(
         deps, "r", Request([MEAN], None, Window(first=UNMEASURED, last=UNMEASURED))
     )

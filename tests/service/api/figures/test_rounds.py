@@ -7,7 +7,16 @@ import math
 import numpy as np
 import pytest
 from tests.support.api import Service
-from tests.support.figures import LENGTH, RANKS, ROUNDS, ROWS, UNMEASURED, streams
+from tests.support.figures import (
+    LENGTH,
+    RANKS,
+    ROUNDS,
+    ROWS,
+    UNMEASURED,
+    layout_of,
+    streams,
+    y_axes_of,
+)
 
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import rounds
@@ -63,8 +72,8 @@ def test_what_is_not_finite_is_counted_and_marked(deps: Dependencies) -> None:
 
 def test_the_figure_has_units_and_its_worst_round_stands_out(found: RoundsInfo) -> None:
     drawn = rounds.figure(found)
-    assert drawn.layout.xaxis.title.text == "round"
-    assert [axis.title.text for axis in drawn.select_yaxes()] == ["|d|, nat", "tokens"]
+    assert layout_of(drawn).xaxis.title.text == "round"
+    assert [axis.title.text for axis in y_axes_of(drawn)] == ["|d|, nat", "tokens"]
     mean = next(trace for trace in traces(drawn) if trace.name == "mean")
     worst = max(found.rounds, key=lambda each: each.mean or 0.0).round
     assert [at for at, symbol in enumerate(mean.marker.symbol) if symbol == "diamond"] == [worst]
@@ -79,7 +88,7 @@ def test_a_step_without_numbers_says_why(trained: Service, deps: Dependencies) -
     assert found.rounds == ()
     assert "no rank has handed over both streams" in (found.note or "")
     drawn = rounds.figure(found)
-    assert (len(traces(drawn)), drawn.layout.xaxis.title.text) == (0, "round")
+    assert (len(traces(drawn)), layout_of(drawn).xaxis.title.text) == (0, "round")
     answer = trained.get("/figures/rounds", run="r", step=UNMEASURED)
     assert answer["note"] == found.note
     assert answer["figure"]["data"] == []

@@ -7,6 +7,7 @@ import json
 import plotly.graph_objects as go
 import pytest
 from tests.support.api import Service
+from tests.support.figures import layout_of
 
 from stagescope_service.figure_style import traces
 
@@ -40,8 +41,8 @@ def test_each_is_a_figure_of_plotly_on_a_clear_background(trained: Service, name
     assert answer["step"] == query.get("step")
     assert answer["title"]
     drawn = go.Figure(answer["figure"])
-    assert drawn.layout.paper_bgcolor == drawn.layout.plot_bgcolor == "rgba(0,0,0,0)"
-    assert drawn.layout.title.text is None
+    assert layout_of(drawn).paper_bgcolor == layout_of(drawn).plot_bgcolor == "rgba(0,0,0,0)"
+    assert layout_of(drawn).title.text is None
     assert len(traces(drawn)) > 0
     for axis in (*drawn.select_xaxes(), *drawn.select_yaxes()):
         assert axis.title.text is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.api import Rank, Service, service
-from tests.support.figures import LOG_PROB, RANKS, SLOW, UPDATE
+from tests.support.figures import LOG_PROB, RANKS, SLOW, UPDATE, layout_of
 
 from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.api.figures import timeline
@@ -89,8 +89,8 @@ def test_failed_unfinished_and_absent_ranks(trouble: TimelineInfo) -> None:
 
 def test_the_figure_has_a_lane_a_rank_and_its_units(found: TimelineInfo) -> None:
     drawn = timeline.figure(found)
-    assert drawn.layout.xaxis.title.text == "seconds since the step began"
-    assert list(drawn.layout.yaxis.categoryarray) == [f"actor {rank}" for rank in range(RANKS)]
+    assert layout_of(drawn).xaxis.title.text == "seconds since the step began"
+    assert list(layout_of(drawn).yaxis.categoryarray) == [f"actor {rank}" for rank in range(RANKS)]
     bars = {trace.name: trace for trace in traces(drawn) if trace.type == "bar"}
     assert set(bars) == {*STAGES, "waits"}
     assert len(bars[UPDATE].x) == RANKS
@@ -103,8 +103,8 @@ def test_a_step_that_nobody_began_says_so() -> None:
     )
     drawn = timeline.figure(nothing)
     assert len(traces(drawn)) == 0
-    assert "no rank has begun" in drawn.layout.annotations[0].text
-    assert drawn.layout.xaxis.title.text == "seconds since the step began"
+    assert "no rank has begun" in layout_of(drawn).annotations[0].text
+    assert layout_of(drawn).xaxis.title.text == "seconds since the step began"
 
 
 def test_many_ranks_are_folded_and_those_that_matter_are_not(
