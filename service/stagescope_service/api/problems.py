@@ -7,7 +7,7 @@ A problem holds `type` (`urn:stagescope:<code>`), `title`, `status`, `detail` (a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Final, TypeVar
 
@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from stagescope.wire.errors import InvalidInput, NotReady, StagescopeError
-from stagescope.wire.links import Link, with_links
+from stagescope.wire.links import with_links
 from stagescope_service.api.encoding import JsonObject, encode
 from stagescope_service.api.models.common import Link as LinkModel
 from stagescope_service.api.models.common import Model
@@ -52,47 +52,27 @@ class Problem(Model):
     """What to look at, as data."""
 
 
-def problem(
-    status: int,
-    code: str,
-    wrong: str,
-    *,
-    expected: str = "",
-    advice: str = "",
-    see: Iterable[Link] = (),
-    path: str = "",
-) -> JsonObject:
-    """Return the body of a problem."""
-    see = tuple(see)
-    advice = with_links(advice, see)
-    detail = "; ".join(
-        part for part in (wrong, f"expected {expected}" if expected else "", advice) if part
-    )
+def problem(error: StagescopeError, path: str, status: int, code: str) -> JsonObject:
+    """Return the body of the answer to a request for `path` that failed with `error`."""
+    advice = with_links(error.advice, error.see)
+    expected = f"expected {error.expected}" if error.expected else ""
     return {
         "type": f"urn:stagescope:{code}",
         "title": HTTPStatus(status).phrase,
         "status": status,
-        "detail": detail,
+        "detail": "; ".join(part for part in (error.wrong, expected, advice) if part),
         "instance": path,
         "code": code,
-        "wrong": wrong,
-        "expected": expected,
+        "wrong": error.wrong,
+        "expected": error.expected,
         "advice": advice,
-        "see": [link.to_json() for link in see],
+        "see": [link.to_json() for link in error.see],
     }
 
 
 def error_response(error: StagescopeError, path: str) -> Response:
     """Return the answer to a request that failed with `error`."""
-    body = problem(
-        error.status,
-        error.code,
-        error.wrong,
-        expected=error.expected,
-        advice=error.advice,
-        see=error.see,
-        path=path,
-    )
+    body = problem(error, path, error.status, error.code)
     headers = {}
     if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(RETRY_SECONDS)
@@ -152,7 +132,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         expected = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow", "")
     else:
         wrong, code = str(error.detail), "http"
-    body = problem(error.status_code, code, wrong, expected=expected, path=request.url.path)
+    found = StagescopeError(wrong, expected=expected)
+    body = problem(found, request.url.path, error.status_code, code)
     return Response(encode(body), error.status_code, error.headers, MEDIA_TYPE)
 
 
@@ -164,11 +145,9 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
     # The message may hold paths or rows: the server logs it with its traceback, and the answer
     # does not contain it.
-    body = problem(
-        500,
-        "internal",
+    found = StagescopeError(
         f"the service failed with {type(error).__name__}",
         advice="the service's log has the traceback",
-        path=request.url.path,
     )
+    body = problem(found, request.url.path, 500, "internal")
     return Response(encode(body), 500, media_type=MEDIA_TYPE)
