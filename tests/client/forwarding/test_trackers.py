@@ -203,7 +203,7 @@ def test_trackio_has_the_numbers_and_keeps_the_trainers_configuration(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = pytest.importorskip("trackio")
-    from trackio import sqlite_storage
+    sqlite_storage = importlib.import_module("trackio.sqlite_storage")
 
     for name in ("trackio", "trackio.sqlite_storage", "trackio.utils"):
         module = __import__(name, fromlist=["_"])
