@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import quote
 
+from stagescope import link_text
 from stagescope.answers import Metrics
 from stagescope.columns import COLUMNS
 from stagescope.connection import Connection
@@ -16,6 +17,7 @@ from stagescope.table import Row
 from stagescope.transport import Params
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import NotFound
+from stagescope.wire.links import STEP_NOUNS, Link, links_from_json, reworded
 from stagescope.wire.nonfinite import Json
 
 ALL_STEPS: Final = 1_000_000
@@ -32,6 +34,8 @@ _STAGE_FIELDS: Final = (
     "stage", "role", "rank", "part", "status", "begin_wall", "end_wall", "device_seconds",
     "clock_error", "policy_version", "error_type", "error_message", "incarnation", "revision",
 )  # fmt: skip
+_COMMANDS: Final = STEP_NOUNS | {"exact", "findings", "losses", "steps"}
+"""What advice may name as a command of `stagescope`; the rest as a path of the API."""
 _PENDING: Final = ("being aggregated", "not read yet")
 """Parts of a gap's text that say that the numbers are to come."""
 
@@ -194,7 +198,8 @@ class RunRecords:
         step = row["step"] if row["step"] is not None else row.get("first_step")
         parts = [f"{self.run}: {row['kind']}", str(row.get("where") or "")]
         page = self.page if step is None else self._page_of(step, row["attempt"])
-        lines = [row["message"], row["advice"] and f"Try: {row['advice']}", page]
+        advice = reworded(row["advice"] or "", links_from_json(row.get("see")), _as_command)
+        lines = [row["message"], advice and f"Try: {advice}", page]
         return FindingRecord(
             finding_id=row["finding_id"],
             kind=row["kind"],
@@ -235,6 +240,10 @@ class RunRecords:
     def _page_of(self, step: int, attempt: int | None) -> str:
         suffix = "" if attempt is None else f"?attempt={attempt}"
         return f"{self.page}/steps/{step}{suffix}"
+
+
+def _as_command(link: Link) -> str:
+    return link_text.command(link, _COMMANDS)
 
 
 def _checksum(fields: Sequence[object]) -> str:

@@ -137,6 +137,8 @@ def test_a_nan_is_a_nan_and_findings_are_text(
     text = board.texts(found[0].removeprefix(PREFIX))[1]
     assert text.startswith("**error** ")
     assert f"/#/runs/{RUN}/steps/1?attempt=1" in text
+    assert "Try: " in text
+    assert "`stagescope tokens 1" in text
     assert any(" error " in line for line in said)
     assert asked.forward(RUN, board.target)[0]["findings"] == 0
 
