@@ -287,7 +287,8 @@ def _round_lines(snapshot: RunSnapshot) -> list[Line]:
     worst = max(rows, key=lambda row: _number(row["abs_diff_mean"]) or 0.0)
     return [
         Line(
-            f"WORST ROUND of step {snapshot.measured}: {worst['round']} of {len(snapshot.rounds)}, "
+            f"WORST of {len(snapshot.rounds)} ROUNDS of step {snapshot.measured}: "
+            f"round {worst['round']}, "
             f"mean |d| {_number(worst['abs_diff_mean']):.4g} nats, max "
             f"{format_value(_number(worst['abs_diff_max']))}, {worst['tokens']} tokens",
             "title",

@@ -370,11 +370,12 @@ def _captures(scope: ReportScope) -> Section | None:
         of_steps = [each for each in found.steps if step in (None, each["step"])]
         if step is not None and not of_steps:
             continue
+        stages = stored["spec"].get("stages") or ()  # a list of names, or "all"
         rows.append(
             {
                 "capture_id": row["capture_id"],
                 "state": found.state,
-                "stages": ", ".join(stored["spec"].get("stages") or ()),
+                "stages": stages if isinstance(stages, str) else ", ".join(stages),
                 "steps": ", ".join(f"{each['step']} {each['state']}" for each in of_steps[:8]),
                 "dumps": sum(each["collected"] for each in of_steps),
                 "created_wall": row["created_wall"],

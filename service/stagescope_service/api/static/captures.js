@@ -29,7 +29,7 @@ export function list(view, { run }, user) {
       ["task", (row) => row.spec.config?.task ?? (row.spec.keep.length ? "tensors" : "")],
       ["requested by", (row) => row.by],
       ["when", (row) => when(row.created_wall)],
-      ["over", (row) => (row.removed_wall === null ? "in force" : when(row.removed_wall))],
+      ["removed", (row) => (row.removed_wall === null ? "no" : when(row.removed_wall))],
     ], rows, { key: (row) => row.capture_id, empty: "None was requested." }),
   });
 }
@@ -68,7 +68,7 @@ export function one(view, { run, capture: id }, user) {
         ["task", found.order.config?.task], ["level", found.order.config?.level],
         ["keeps", [...found.order.keep, ...found.order.parameters, ...found.order.gradients].join(", ")],
         ["requested by", found.order.by], ["when", when(found.created_wall)],
-        ["over", found.removed_wall === null ? null : [when(found.removed_wall), ` by ${found.removed_by}`]],
+        ["removed", found.removed_wall === null ? null : [when(found.removed_wall), ` by ${found.removed_by}`]],
         ["late ranks", LATE[found.order.late]],
       ]),
       found.removed_wall === null && user?.grade === "operate" && h("p", {},

@@ -107,7 +107,7 @@ export function run(view, { run: name, metrics = "", smooth = "" }, user) {
     title: "Attempts",
     path: `/runs/${part(name)}/attempts`,
     concerns: (event) => own(event) && (event.event === "attempt" || (event.event === "step" && event.closed)),
-    draw: ({ rows }) => attemptsTable(name, rows),
+    draw: ({ rows }) => attemptsTable(name, rows, user),
   });
   view.block({
     title: "Captures",
@@ -169,11 +169,11 @@ function chooser(run, chosen, smooth) {
     h("button", { type: "button", onclick: () => draw([]) }, "the usual numbers again")), wrong);
 }
 
-function attemptsTable(name, rows) {
+function attemptsTable(name, rows, user) {
   const before = new Map(rows.map((row, at) => [row.attempt, rows[at + 1]?.attempt]));
   return table("Attempts", [
     ["attempt", (row) => count(row.attempt), { head: true, right: true }],
-    ["", (row) => badge(row.state)],
+    ["", (row) => user?.bundle && row.state === "live" ? badge("ended", "was live") : badge(row.state)],
     ["steps", (row) => row.first_step === null ? gap("none")
       : `${row.first_step} to ${row.last_closed_step ?? "–"}`],
     ["resumed from", (row) => row.resumed_from_step === null ? "the start" : `step ${row.resumed_from_step}`],

@@ -29,7 +29,7 @@ export function weights(view, { run, attempt, cursor }) {
         ["missing", (row) => bad(row.missing), { right: true }],
         ["not comparable", (row) => count(row.not_comparable), { right: true }],
         ["replicas differ", (row) => bad(row.replicas_differ), { right: true }],
-        ["first of them", (row) => Object.entries(row.names).map(([kind, names]) =>
+        ["first of them", (row) => Object.entries(row.names).filter(([, names]) => names.length).map(([kind, names]) =>
           `${kind}: ${names.slice(0, 2).join(", ")}${names.length > 2 ? ", …" : ""}`).join("; "), { wide: true }],
         ["recorded by", (row) => recorders(row.ranks), { wide: true }],
         ["", (row) => (row.complete ? "" : "ranks are missing")],
