@@ -98,11 +98,11 @@ function describe(found, at, { run, step, attempt, role, rank }) {
       ["q, the rollout's", quantity(q, "nat", why)],
       ["probabilities", isFinite(p) && isFinite(q)
         ? `${share(Math.exp(p))} against ${share(Math.exp(q))}` : gap(why)],
-      ["ratio", quantity(ratio, "", why)],
+      ["trainer over rollout", quantity(ratio, "", why)],
       ["advantage", quantity(column("advantage"), "", why)],
-      ["weight", weightRaw === null && weight === null ? gap(why)
+      ["importance weight", weightRaw === null && weight === null ? gap(why)
         : [quantity(weightRaw, "", "not recorded"), " raw, ", quantity(weight, "", "not recorded"), " applied"]],
-      ["clipped", found.clipped ? (column("clipped") ? `on the ${column("clipped")} side` : "no") : gap(why)],
+      ["clipped", found.clipped ? (column("clipped") ? `on the ${column("clipped")} side, of the update's own ratio, in each of its passes` : "no") : gap(why)],
       ["the loss", column("fate")],
     ]),
     rank !== undefined && h("p.row", {},
