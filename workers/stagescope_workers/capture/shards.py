@@ -156,7 +156,7 @@ def _offset(tensor: Any) -> list[int] | None:
 
 
 def _named_parameters(model: object) -> Iterator[tuple[str, torch.Tensor]]:
-    parts: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
+    parts: Sequence[object] = model if isinstance(model, list | tuple) else [model]
     for number, part in enumerate(parts):
         if not hasattr(part, "named_parameters"):
             raise InvalidPlan(

@@ -68,7 +68,11 @@ class StagescopeCallback(TrainerCallback):
             )
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Begin the next optimizer step, of which the trainer's first is 1."""
         if self.probe is not None:

@@ -70,7 +70,7 @@ class Sample(Protocol):
 class Queue(Protocol):
     """What is called of the rollout queue."""
 
-    def get(self, *args: Any, **kwargs: Any) -> Sample: ...  # noqa: D102
+    def get(self, *args: object, **kwargs: Any) -> Sample: ...  # noqa: D102
 
 
 class Dataset(Protocol):
@@ -126,7 +126,7 @@ class _Tap:
     def __getattr__(self, name: str) -> object:
         return getattr(self._queue, name)
 
-    def get(self, *args: Any, **kwargs: Any) -> Sample:
+    def get(self, *args: object, **kwargs: object) -> Sample:
         self.last = self._queue.get(*args, **kwargs)
         return self.last
 
