@@ -24,7 +24,7 @@ class Module(LightningModule):  # type: ignore[misc]
         super().__init__()
         self.model = make_model()
 
-    def training_step(self, batch: Any, index: int) -> object:
+    def training_step(self, batch: Any, index: int) -> Any:
         """Return the loss of a batch."""
         (tokens,) = batch
         loss = -log_probs_of(self.model, tokens).mean()

@@ -166,7 +166,7 @@ def make_trainer(options: argparse.Namespace) -> AsyncGRPOTrainer:
     settings = Settings(seed=options.seed, groups=options.groups, group_size=4, world_size=1)
     policy: Any = make_policy(options.seed)
     policy.save_pretrained(directory / "policy")
-    rollouts: object = Rollouts(settings, options.ahead)
+    rollouts: Any = Rollouts(settings, options.ahead)
     return AsyncGRPOTrainer(
         model=str(directory / "policy"),
         args=AsyncGRPOConfig(

@@ -29,7 +29,7 @@ def named_run(name: str, *, fallback: str) -> str:
     return f"{valid[: _MAX_NAME_LENGTH - 9]}-{checksum}"
 
 
-def lookup(node: object, *path: str) -> Any:
+def lookup(node: Any, *path: str) -> Any:
     """Return the value at a path of keys or attributes, or None."""
     for name in path:
         if node is None:

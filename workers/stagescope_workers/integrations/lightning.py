@@ -46,7 +46,7 @@ class StagescopeCallback(Callback):  # type: ignore[misc]
         self._options = {"role": role, "layout": {"framework": "lightning"}, **options}
         self._batches: tuple[int, int] = (-1, 0)
         """The step that is being trained, and how many of its batches were."""
-        self._metrics: dict[str, object] = {}
+        self._metrics: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to report; `trainer.global_step` is that of the checkpoint that is resumed."""
@@ -74,7 +74,7 @@ class StagescopeCallback(Callback):  # type: ignore[misc]
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: object,
+        outputs: Any,
         batch: object,
         batch_idx: int,
     ) -> None:

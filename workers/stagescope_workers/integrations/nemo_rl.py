@@ -20,7 +20,7 @@ import functools
 import inspect
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from stagescope_workers.compat import read_batch
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
@@ -158,7 +158,7 @@ def wrap_algorithm(function: Function) -> Function:
     return run
 
 
-def settings(config: object) -> dict[str, object]:
+def settings(config: Any) -> dict[str, object]:
     """Return NeMo-RL's configuration (a pydantic model, or dicts) without what may be secret."""
     tree = config.model_dump() if hasattr(config, "model_dump") else config
     return visible_leaves(tree) if isinstance(tree, Mapping) else {}

@@ -302,7 +302,7 @@ def _prompt_id(prompt: object) -> str:
     return hashlib.blake2b(text, digest_size=6).hexdigest()
 
 
-def _numbers(metrics: Mapping[str, object]) -> dict[str, Any]:
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics that are one number: those by sample are tensors of the batch."""
     found: dict[str, Any] = {}
     for name, value in metrics.items():
