@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Final, TypedDict, cast
 
 import ray
 from ray import exceptions
@@ -63,7 +63,7 @@ class CoordinatorCommands:
     """`Commands` of the live coordinator, by its control socket or by Ray."""
 
     def __init__(self, settings: Settings) -> None:
-        self._handle: Any = None  # actor handles are untyped in ray
+        self._handle: object = None  # actor handles are untyped in ray
         self._settings = settings
 
     async def record_events(
@@ -101,7 +101,7 @@ class CoordinatorCommands:
             ) from error
         return content
 
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Reply]]:
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[object, object, Reply]]:
         """Return a call of a method of `Coordinator`; `Commands` has their signatures."""
         if name not in (*COMMANDS, "poll", "status"):
             raise AttributeError(name)

@@ -33,7 +33,7 @@ class Training:
             for rank in range(2)
         ]
 
-    def do(self, first: int, last: int, **of_rank_1: Any) -> None:
+    def do(self, first: int, last: int, **of_rank_1: object) -> None:
         """Do steps, and begin the one after."""
         for step in range(first, last + 1):
             for rank, each in enumerate(self.ranks):
@@ -66,7 +66,7 @@ def handed(step: int, rank: int, **fields: Any) -> Handed:
     return payload(seed=2 * step + rank, first_sample=10 * rank, **fields)
 
 
-def published(live: Service, step: int, name: str = K3, **params: Any) -> float:
+def published(live: Service, step: int, name: str = K3, **params: object) -> float:
     value: float = live.get(f"/steps/{step}/metrics", run=RUN, **params)["metrics"][name]
     return value
 

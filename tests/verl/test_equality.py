@@ -131,7 +131,7 @@ def ours(batch: Tensors, config: dict[str, Any] | None = None) -> dict[str, floa
     return publish(summarise(TokenBatch.from_tensors(wire), StatisticsSettings(**(config or {}))))
 
 
-def verl_correction(batch: Tensors, config: dict[str, Any]) -> dict[str, float]:
+def verl_correction(batch: Tensors, config: Mapping[str, object]) -> dict[str, float]:
     found: dict[str, float] = correction.compute_rollout_correction_and_add_to_batch(
         proto(batch), config
     )[1]

@@ -29,7 +29,7 @@ def answer(
     missing: object = (),
     sequences: int = 4,
     empty_rows: int = 0,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {
         "stage": LOG_PROB,
         "complete": complete,

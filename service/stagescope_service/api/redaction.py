@@ -88,9 +88,9 @@ class Redactor:
             return self._items(value, name)
         return value
 
-    def _items(self, values: Iterable[Any], name: str) -> list[Any]:
+    def _items(self, values: Iterable[object], name: str) -> list[object]:
         """Return a list's items; after `--api-key` comes a secret."""
-        found: list[Any] = []
+        found: list[object] = []
         before = ""
         for value in values:
             is_secret = before.startswith("-") and "=" not in before and SECRET_NAME.search(before)
@@ -101,7 +101,7 @@ class Redactor:
             before = value if isinstance(value, str) else ""
         return found
 
-    def _key(self, key: Any) -> Any:
+    def _key(self, key: Any) -> object:
         return self.text(key) if isinstance(key, str) else key
 
     def _json_text(self, text: str) -> str:

@@ -62,12 +62,12 @@ class DebugCoordinator:
         importlib.import_module("stagescope_service.coordinator.coordinator")
 
     # --- raw calls --------------------------------------------------------------------------
-    async def begin_stage(self, **fields: Any) -> Reply:
+    async def begin_stage(self, **fields: object) -> Reply:
         """A raw caller begins a stage: run, step, stage, rank; role, world_size, attempt_key."""
         return await self._raw("begin", fields)
 
     async def end_stage(
-        self, *, payload: Mapping[str, object] | None = None, **fields: Any
+        self, *, payload: Mapping[str, object] | None = None, **fields: object
     ) -> Reply:
         """A raw caller ends a stage; with a payload it returns at the payload's receipt."""
         return await self._raw("end", {"status": "ok", **fields}, payload)
@@ -76,11 +76,11 @@ class DebugCoordinator:
         """A raw caller hands over scalars: run, step, scalars."""
         return await self._raw("log", fields)
 
-    async def end_step(self, **fields: Any) -> Reply:
+    async def end_step(self, **fields: object) -> Reply:
         """A raw caller closes a step: run, step."""
         return await self._raw("end_step", fields)
 
-    async def finish(self, **fields: Any) -> Reply:
+    async def finish(self, **fields: object) -> Reply:
         """A raw caller leaves: run."""
         return await self._raw("finish", fields)
 
@@ -185,7 +185,7 @@ class DebugCoordinator:
 def _method(name: str, *, answers_not_ready: bool = False) -> Callable[..., Awaitable[Reply]]:
     """Return the actor's method for a method of `Coordinator`."""
 
-    async def call(self: DebugCoordinator, **arguments: Any) -> Reply:
+    async def call(self: DebugCoordinator, **arguments: object) -> Reply:
         try:
             answer: Reply = await getattr(self._ready(), name)(**arguments)
         except NotReady as error:

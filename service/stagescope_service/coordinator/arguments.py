@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, ParamSpec, TypeVar
 
 import pydantic
 from pydantic_core import ErrorDetails
@@ -53,7 +53,7 @@ Fields = JsonObject
 _STRICT = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
-def checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+def checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[object, object, R]]:
     """Refuse arguments that do not match the annotations of `method`.
 
     Raises:
@@ -79,7 +79,7 @@ def checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any
     return call
 
 
-def names_checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+def names_checked(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[object, object, R]]:
     """Refuse arguments that `method` does not have, or lacks; values are left to it, for speed.
 
     Raises:

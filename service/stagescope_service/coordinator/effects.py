@@ -276,7 +276,7 @@ class Effects:
         while self._tasks:
             await asyncio.gather(*self._tasks)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[object, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -331,7 +331,7 @@ class Effects:
         state: str,
         reason: str | None,
         rows: Sequence[Put] = (),
-        **columns: Any,
+        **columns: object,
     ) -> None:
         """Record the end of a payload, with the rows that came of it."""
         self.release(key)

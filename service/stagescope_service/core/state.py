@@ -186,7 +186,7 @@ class State:
         return work
 
     def watchdog(
-        self, process: Process, fields: Mapping[str, Any], work: Work, wall: float
+        self, process: Process, fields: Mapping[str, object], work: Work, wall: float
     ) -> list[Instruction]:
         """Apply the watchdog file of a lapsed process (the fields of a STACKS event).
 

@@ -7,7 +7,7 @@ attempt ends, or on an END_STEP. Later events of a closed step update its verdic
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from stagescope.wire.schema import Part
 from stagescope_service.core.catalogue_rows import attempt_row, process_row
@@ -365,12 +365,12 @@ def judge_in_memory(attempt: Attempt, step: Step) -> None:
         step.unknown = True
 
 
-def _judged(attempt: Attempt, step: Step, **columns: Any) -> list[Instruction]:
+def _judged(attempt: Attempt, step: Step, **columns: object) -> list[Instruction]:
     judge_in_memory(attempt, step)
     return [_verdict_row(attempt, step, **columns)]
 
 
-def _verdict_row(attempt: Attempt, step: Step, **columns: Any) -> Put:
+def _verdict_row(attempt: Attempt, step: Step, **columns: object) -> Put:
     verdict = verdict_of(step.expected, step.missing, step.unknown)
     row = {
         **_key(attempt, step.step),
@@ -489,5 +489,5 @@ def _forget(attempt: Attempt) -> None:
             attempt.steps[following].before = participants(step)
 
 
-def _key(attempt: Attempt, number: int) -> dict[str, Any]:
+def _key(attempt: Attempt, number: int) -> dict[str, object]:
     return {"attempt_id": attempt.attempt_id, "step": number}

@@ -90,7 +90,7 @@ class Ingestor:
         # The thread starts with its first task: load the kernel now, not in the first step.
         self._thread.submit(_nothing)
 
-    async def ingest(self, key: PayloadKey, job: IngestJob, payload: Any) -> Outcome:
+    async def ingest(self, key: PayloadKey, job: IngestJob, payload: object) -> Outcome:
         """Read a payload and return its outcome."""
         size = job.get("bytes") or 0
         await self._memory.enter(size)
@@ -188,7 +188,7 @@ class Ingestor:
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    def _read(self, key: PayloadKey, job: IngestJob, payload: Any) -> Outcome:
+    def _read(self, key: PayloadKey, job: IngestJob, payload: object) -> Outcome:
         try:
             value = _fetched(payload)
         except _GONE as error:
@@ -219,7 +219,7 @@ def _nothing() -> None:
     """Start the worker's thread."""
 
 
-def _fetched(payload: Any) -> Any:
+def _fetched(payload: object) -> object:
     """Return a payload with all its refs read."""
     if isinstance(payload, ray.ObjectRef):
         return ray.get(payload, timeout=_READ_SECONDS)
@@ -261,7 +261,7 @@ class Ingestors:
             [str(root) for root in settings.roots],
             settings.reserve_bytes,
         )
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, object] = {}
         self._home = ray.get_runtime_context().get_node_id()
         self._alive: set[str] = set()
         self._looked = 0.0

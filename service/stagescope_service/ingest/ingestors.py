@@ -332,7 +332,7 @@ class LocalIngestors(IngestorClient):
         """End the thread."""
         self._thread.shutdown()
 
-    async def _call(self, node_id: str | None, method: str, *arguments: object) -> Any:
+    async def _call(self, node_id: str | None, method: str, *arguments: object) -> object:
         return await self._run(getattr(self.worker(node_id), method), *arguments)
 
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:

@@ -44,7 +44,7 @@ def reduction(function: Function) -> Function:
     return cast(Function, numba.njit(error_model="numpy", fastmath=flags)(function))
 
 
-def entry(*signatures: Any, nogil: bool = False) -> Callable[[Function], Function]:
+def entry(*signatures: object, nogil: bool = False) -> Callable[[Function], Function]:
     """Like `exact`, for these signatures only; compiled or loaded from disk at the first call.
 
     With `nogil` it releases the GIL.
@@ -66,7 +66,7 @@ def entry(*signatures: Any, nogil: bool = False) -> Callable[[Function], Functio
             return cast("Callable[..., Any]", made)
 
         @functools.wraps(function)
-        def call(*args: Any) -> Any:
+        def call(*args: object) -> Any:
             return compiled()(*args)
 
         return cast(Function, call)
@@ -74,7 +74,7 @@ def entry(*signatures: Any, nogil: bool = False) -> Callable[[Function], Functio
     return decorate
 
 
-def array_type(kind: Any, ndim: int = 1, *, readonly: bool = False) -> Any:
+def array_type(kind: object, ndim: int = 1, *, readonly: bool = False) -> Any:
     """Return numba's type of a C-contiguous array of `kind`, which numba does not annotate.
 
     A read-only type accepts both writable arrays and those of Ray's object store.
@@ -82,12 +82,12 @@ def array_type(kind: Any, ndim: int = 1, *, readonly: bool = False) -> Any:
     return numba.types.Array(kind, ndim, "C", readonly=readonly)
 
 
-def input_type(kind: Any, ndim: int = 1) -> Any:
+def input_type(kind: object, ndim: int = 1) -> Any:
     """Return numba's type of a read-only argument array."""
     return array_type(kind, ndim, readonly=True)
 
 
-def tuple_type(*kinds: Any) -> Any:
+def tuple_type(*kinds: object) -> Any:
     """Return numba's type of a tuple of these types."""
     return numba.types.Tuple(kinds)  # type: ignore[no-untyped-call]
 

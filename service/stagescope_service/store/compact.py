@@ -85,7 +85,7 @@ class _Compact:
         return "work_key" in self.key
 
     @functools.cached_property
-    def plain(self) -> Mapping[str, Any]:
+    def plain(self) -> Mapping[str, object]:
         """The columns that are stored as they are, with their types."""
         derived = {*self.texts, *self.after, *self.shared_json, *_SENDER, *self.work, *_CLOCK}
         derived |= {"artifact_id", "path", "name"}
@@ -357,7 +357,7 @@ def _key_ids(connection: sa.Connection, ids: Ids, compact: _Compact, columns: Co
     }
 
 
-def _split_artifact(artifact_id: str) -> dict[str, Any]:
+def _split_artifact(artifact_id: str) -> dict[str, object]:
     """Return an id `prefix/owner/number` in its pieces; another id is all prefix."""
     prefix, _, rest = artifact_id.partition("/")
     owner, _, number = rest.rpartition("/")
@@ -443,7 +443,7 @@ def _advance_begins(connection: sa.Connection, ids: Ids, columns: Columns) -> No
         if attempt_id not in known or begun > known[attempt_id]:
             latest[attempt_id], known[attempt_id] = key, begun
     if latest:
-        begins: dict[str, Sequence[Any]] = dict(
+        begins: dict[str, Sequence[object]] = dict(
             zip(names, zip(*latest.values(), strict=True), strict=True)
         )
         sets = frozenset(names[1:])

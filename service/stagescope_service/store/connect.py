@@ -14,7 +14,7 @@ import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
@@ -117,7 +117,7 @@ def writer_engine(url: str) -> sa.Engine:
     engine = _sqlite_engine(path, mode="rwc")
 
     @event.listens_for(engine, "connect")
-    def prepare(connection: sqlite3.Connection, record: Any) -> None:
+    def prepare(connection: sqlite3.Connection, record: object) -> None:
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise CatalogueUnavailable(
@@ -137,7 +137,7 @@ def reader_engine(url: str) -> sa.Engine:
     engine = _sqlite_engine(path, mode="rw")  # a WAL cannot always be read with mode=ro
 
     @event.listens_for(engine, "connect")
-    def prepare(connection: sqlite3.Connection, record: Any) -> None:
+    def prepare(connection: sqlite3.Connection, record: object) -> None:
         connection.execute("PRAGMA query_only=ON")
 
     return engine

@@ -44,7 +44,7 @@ class Delete(NamedTuple):
     """Delete every row whose columns equal `where`; an empty `where` is an error."""
 
     table: str
-    where: Mapping[str, Any]
+    where: Mapping[str, object]
 
 
 class RemoveRows(NamedTuple):

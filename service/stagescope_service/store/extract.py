@@ -145,7 +145,7 @@ def _blob_bytes(connection: sa.Connection, name: str, condition: sa.ColumnElemen
     return int(found or 0)
 
 
-def _without_blobs(name: str, near: sa.ColumnElement[bool]) -> sa.Select[Any]:
+def _without_blobs(name: str, near: sa.ColumnElement[bool]) -> sa.Select[object]:
     """Select the rows of a table, its blobs only where `near` is so."""
     blob = _BLOBS[name][0]
     return sa.select(
@@ -205,7 +205,9 @@ def _conditions(
     return found
 
 
-def _batches(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[list[dict[str, Any]]]:
+def _batches(
+    connection: sa.Connection, query: sa.Select[object]
+) -> Iterator[list[dict[str, object]]]:
     streaming = connection.execution_options(yield_per=_AT_ONCE)
     with streaming.execute(query) as rows:
         for part in rows.mappings().partitions():

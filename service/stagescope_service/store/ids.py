@@ -201,7 +201,7 @@ def _looked_up(
     return list(map(find, wanted))
 
 
-def _choose(column: sa.Column[Any], *columns: Any) -> sa.Executable:
+def _choose(column: sa.Column[object], *columns: Any) -> sa.Executable:
     return sa.select(*columns).where(column.in_(sa.bindparam("chosen", expanding=True)))
 
 
@@ -209,7 +209,7 @@ _OF_TEXTS: Final = _choose(texts.c.text, texts.c.text, texts.c.text_id)
 _OF_WORK_KEYS: Final = _choose(works.c.work_key, works)
 
 
-def _chunks(values: Sequence[Any]) -> Iterable[list[Any]]:
+def _chunks(values: Sequence[object]) -> Iterable[list[Any]]:
     rest = iter(values)
     while chunk := list(islice(rest, _CHUNK)):
         yield chunk

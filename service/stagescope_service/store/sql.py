@@ -319,8 +319,8 @@ class WriteBatch:
     """
 
     def __init__(self, writes: Iterable[Write]) -> None:
-        tables: dict[str, list[dict[Any, Mapping[str, Any]] | list[Delete]]] = {}
-        merging: dict[str, dict[Any, Mapping[str, Any]]] = {}
+        tables: dict[str, list[dict[object, Mapping[str, Any]] | list[Delete]]] = {}
+        merging: dict[str, dict[object, Mapping[str, Any]]] = {}
         """The rows since the last delete, by table and key."""
         self._parts: list[Any] = [tables]
         for write in writes:
@@ -383,7 +383,7 @@ def _key_of(put: Put) -> Any:
 def _put(
     connection: sa.Connection, ids: Ids, name: str, rows: Mapping[Any, Mapping[str, Any]]
 ) -> None:
-    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, ...], list[Mapping[str, object]]] = {}
     for row in rows.values():
         groups.setdefault(tuple(row), []).append(row)
     for names, group in groups.items():
@@ -404,7 +404,7 @@ def _put(
 
 def _delete(connection: sa.Connection, name: str, deletes: Iterable[Delete]) -> None:
     columns = TABLES[name].columns
-    groups: dict[tuple[tuple[str, bool], ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[tuple[str, bool], ...], list[dict[str, object]]] = {}
     for one in deletes:
         kind = tuple((key, value is None) for key, value in one.where.items())
         values = {f"w_{key}": value for key, value in one.where.items() if value is not None}

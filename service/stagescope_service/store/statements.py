@@ -57,13 +57,13 @@ def check(write: Write) -> None:
             )
 
 
-def columns_of(names: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> Columns:
+def columns_of(names: Iterable[str], rows: Iterable[Mapping[str, object]]) -> Columns:
     """Return the columns of rows that all have the same names, in the same order."""
     values = zip(*[row.values() for row in rows], strict=True)
     return dict(zip(names, values, strict=True))
 
 
-def stored(dialect: sa.Dialect, kind: Any, values: Sequence[Any]) -> Sequence[Any]:
+def stored(dialect: sa.Dialect, kind: Any, values: Sequence[Any]) -> Sequence[object]:
     """Return the values of a column as the driver takes them: JSON as text, flags."""
     if isinstance(kind, Flag):
         # SQLite's driver looks for an adapter of each bool, which takes longer than the rest of it.

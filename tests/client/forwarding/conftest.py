@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.api import Service, service
@@ -44,7 +43,7 @@ def board(tmp_path: Path) -> Board:
 
 
 @pytest.fixture
-def mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str, str]:
+def mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, str, str]:
     """A client, a run and its target; its trainer logged a loss and wrote a description."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")

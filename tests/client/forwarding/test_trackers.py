@@ -165,7 +165,7 @@ def test_wandb_online_writes_beside_the_trainer(
             return lambda *args, **named: calls.append((name, args or named))
 
     class Api:
-        def __init__(self, **named: Any) -> None:
+        def __init__(self, **named: object) -> None:
             pass
 
         def run(self, path: str) -> None:
@@ -173,7 +173,7 @@ def test_wandb_online_writes_beside_the_trainer(
             if path.endswith("deleted"):
                 raise ValueError("Could not find run")
 
-    def init(**named: Any) -> Run:
+    def init(**named: object) -> Run:
         calls.append(("init", named))
         return Run()
 

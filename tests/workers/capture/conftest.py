@@ -35,7 +35,7 @@ class Captures:
         rank: int = 0,
         attempt_key: str = "first",
         run: str = "run",
-        **capture: Any,
+        **capture: object,
     ) -> ArmedCapture:
         content = {"task": task, "level": level, task: section or {}, **(config or {})}
         request: dict[str, object] = {
@@ -75,7 +75,7 @@ class Captures:
     def entries(self) -> dict[str, object]:
         """What dump.json of the last capture holds."""
         text = (Path(self.last["path"]) / "dump.json").read_text(encoding="utf-8")
-        data: dict[str, Any] = json.loads(text)["data"]
+        data: dict[str, object] = json.loads(text)["data"]
         return data
 
     def done(self) -> dict[str, Any]:

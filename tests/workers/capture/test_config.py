@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ TENSOR = {
 
 
 @pytest.mark.parametrize("config", [STATISTICS, TENSOR])
-def test_every_key_passes_through(config: dict[str, Any]) -> None:
+def test_every_key_passes_through(config: Mapping[str, object]) -> None:
     given = {**config, "risk_level": "ALL", "extra_info": False, "of_the_future": {"deep": [1]}}
     resolved = resolve_config(capture_request(config=given), dump_path="/data/d", step=3)
     assert resolved.content == {**given, "dump_path": "/data/d"}

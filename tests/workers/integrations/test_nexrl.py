@@ -91,7 +91,7 @@ class Pool:
 class Client:
     """A train service that has one FSDP rank in the trainer's process."""
 
-    def __init__(self, nexrl: NexRL, debug: dict[str, Any]) -> None:
+    def __init__(self, nexrl: NexRL, debug: Mapping[str, object]) -> None:
         module = nexrl.module("train_service_backend.fsdp_worker.fsdp_actor")
         config = {"debug": debug, "ppo_mini_batch_size": 4, "ppo_epochs": 2}
         self.actor = module.DataParallelPPOActor(config, log_probs_of)

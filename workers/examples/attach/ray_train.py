@@ -6,7 +6,7 @@ The lines that end with `# stagescope` attach it; `python -m examples.attach.ray
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Mapping
 
 import ray.train
 import torch
@@ -19,7 +19,7 @@ from stagescope_workers import finish, init  # stagescope
 STEPS = 4
 
 
-def train(settings: dict[str, Any]) -> None:
+def train(settings: Mapping[str, object]) -> None:
     """Train on one of the workers."""
     rank = ray.train.get_context().get_world_rank()
     world_size = ray.train.get_context().get_world_size()

@@ -143,7 +143,7 @@ def local_shard(tensor: Any) -> tuple[torch.Tensor, ShardLocation]:
 def _offset(tensor: Any) -> list[int] | None:
     # The function that covers uneven and strided shards is in a private module of torch.
     for name in ("torch.distributed.tensor._utils", "torch.distributed._tensor._utils"):
-        module: object = sys.modules.get(name)
+        module = sys.modules.get(name)
         compute = getattr(module, "compute_local_shape_and_global_offset", None)
         if compute is None:
             continue

@@ -13,7 +13,7 @@ reports their streams, too.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
@@ -23,6 +23,9 @@ from stagescope_workers.integrations.training import FINISH_SECONDS, scalars
 from stagescope_workers.probe.lifecycle import finish, init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
 class StagescopeCallback(TrainerCallback):
@@ -45,7 +48,13 @@ class StagescopeCallback(TrainerCallback):
         self._run = run
         self._options = {"role": role, "layout": {"framework": "transformers"}, **options}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Begin to report; `state.global_step` is that of the checkpoint that is resumed."""
         with guarded("the beginning of a training"):
             output = os.path.basename(os.path.abspath(str(args.output_dir or "transformers")))
@@ -58,26 +67,51 @@ class StagescopeCallback(TrainerCallback):
                 **{"settings": settings, **self._options},
             )
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Begin the next optimizer step, of which the trainer's first is 1."""
         if self.probe is not None:
             step = int(state.global_step) + 1
             self.stage = self.probe.begin("actor_update", step=step, model=kwargs.get("model"))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """End the optimizer step."""
         stage, self.stage = self.stage, None
         if stage is not None:
             stage.end()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Report what the trainer logs: of its logging window, as it logs it."""
         with guarded("scalars"):
             found = scalars(logs, without=("epoch",))
             if self.probe is not None and state.is_world_process_zero and state.global_step:
                 self.probe.log(step=int(state.global_step), **found)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Wait until the service has received everything, as `finish`."""
         probe, self.probe = self.probe, None
         if probe is not None:

@@ -12,7 +12,7 @@ module's own code: `self.trainer.callbacks` has this callback, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
@@ -21,6 +21,9 @@ from stagescope_workers.integrations.training import FAILED_SECONDS, FINISH_SECO
 from stagescope_workers.probe.lifecycle import finish, init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class StagescopeCallback(Callback):  # type: ignore[misc]
@@ -45,7 +48,7 @@ class StagescopeCallback(Callback):  # type: ignore[misc]
         """The step that is being trained, and how many of its batches were."""
         self._metrics: dict[str, Any] = {}
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to report; `trainer.global_step` is that of the checkpoint that is resumed."""
         self.probe = init(
             self._run,
@@ -56,7 +59,7 @@ class StagescopeCallback(Callback):  # type: ignore[misc]
         )
 
     def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Begin a batch of the next optimizer step, of which the first is 1."""
         if self.probe is None:
@@ -68,7 +71,12 @@ class StagescopeCallback(Callback):  # type: ignore[misc]
         self.stage = self.probe.begin("actor_update", step=step, model=pl_module, microbatch=count)
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         """End the batch, with what `training_step` returned and what it logged by `self.log`."""
         stage, self.stage = self.stage, None
@@ -82,18 +90,20 @@ class StagescopeCallback(Callback):  # type: ignore[misc]
             stage.log(**scalars({**self._logged(trainer), **returned}))
         stage.end()
 
-    def _logged(self, trainer: Any) -> dict[str, Any]:
+    def _logged(self, trainer: Trainer) -> dict[str, object]:
         """Return what was logged since the last batch: Lightning keeps what was logged before."""
         before, self._metrics = self._metrics, dict(trainer.callback_metrics)
         return {
             name: value for name, value in self._metrics.items() if before.get(name) is not value
         }
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the metrics of a validation, which belong to no batch."""
         self._metrics = dict(trainer.callback_metrics)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """End with what ended the training."""
         stage, self.stage = self.stage, None
         if stage is not None:
@@ -102,7 +112,7 @@ class StagescopeCallback(Callback):  # type: ignore[misc]
         if probe is not None:
             probe.close(FAILED_SECONDS)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait until the service has received everything, as `finish`."""
         probe, self.probe = self.probe, None
         if probe is not None:

@@ -236,7 +236,7 @@ def payload(
 
 def _slice(row: torch.Tensor, total: int, response: int) -> torch.Tensor:
     """Return this context-parallel rank's part of a row that is whole."""
-    module: object = sys.modules.get(_SLICES)
+    module = sys.modules.get(_SLICES)
     slice_ = getattr(module, "slice_log_prob_with_cp", None)
     return row if slice_ is None else slice_(row, total, response)
 

@@ -6,7 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from stagescope.wire.errors import Forbidden, InvalidInput, NotFound
 from stagescope_service.api.auth import TOKEN_BYTES, AccessTokens
@@ -47,7 +47,7 @@ class BundleCommands:
             advice="manifest.json lists what was left out, and why",
         )
 
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Reply]]:
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[object, object, Reply]]:
         """Return a call that is refused."""
 
         async def refuse(**arguments: object) -> Reply:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
@@ -291,7 +291,7 @@ def figure(found: HeatInfo) -> go.Figure:
     is_log = style.spans_decades(known[~np.isnan(known)].tolist(), _WIDE)
     with np.errstate(invalid="ignore", divide="ignore"):
         shown = np.log10(known) if is_log else known
-    bar: dict[str, Any] = {
+    bar: dict[str, object] = {
         "ticksuffix": f" {found.unit}" if found.unit else "",
         "orientation": "h", "thickness": 10, "x": 0.5, "len": 1.0,
         "yref": "container", "y": 0.985, "yanchor": "top", "ypad": 0,

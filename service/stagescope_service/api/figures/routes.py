@@ -129,7 +129,7 @@ def as_json(figure: go.Figure) -> tuple[str, JsonObject]:
     return title, {"data": [_plain(trace) for trace in drawing["data"]], "layout": _plain(layout)}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """Return a value of plotly's JSON with its arrays as such, not in base64."""
     if isinstance(value, dict):
         if value.keys() >= {"dtype", "bdata"}:

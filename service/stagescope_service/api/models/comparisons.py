@@ -78,7 +78,7 @@ def comparison_schemas() -> dict[str, Json]:
     return {name: _as_component(schema, names) for name, schema in found.items()}
 
 
-def _as_component(schema: Any, names: dict[str, str]) -> Any:
+def _as_component(schema: object, names: dict[str, str]) -> Any:
     if isinstance(schema, list):
         return [_as_component(item, names) for item in schema]
     if not isinstance(schema, dict):

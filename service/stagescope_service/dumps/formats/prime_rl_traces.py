@@ -264,7 +264,7 @@ def _read(lines: Sequence[_Line]) -> Iterator[Json]:
 
 
 def _number(update: Json, *path: str) -> int | None:
-    found: Any = update
+    found: object = update
     for name in path:
         found = found.get(name) if isinstance(found, dict) else None
     return found if isinstance(found, int) and not isinstance(found, bool) else None
@@ -275,7 +275,7 @@ def read_entry(entry: DumpEntry) -> Record:
     root = _root(entry.path)
     found_files, _ = files_of(root)
     step = _read_traces(root, _stamp(found_files)).steps[entry.location.step or 0]
-    updates: dict[tuple[str, int], dict[str, list[Any]]] = {}
+    updates: dict[tuple[str, int], dict[str, list[object]]] = {}
     for update in _read(step.updates):
         for branch in update.get("branches") or ():
             key = (str(update.get("trace_id")), int(branch.get("index", -1)))

@@ -212,7 +212,7 @@ class _Reader:
         return found if found.flags.aligned else found.copy()
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any) -> FileTensor:
+def _tensor(storage: object, offset: Any, shape: Any, strides: Any) -> FileTensor:
     """Return a tensor that is one contiguous range of its storage."""
     if not isinstance(storage, _Storage):
         raise NotPlain("a tensor without a storage")

@@ -238,7 +238,7 @@ class CurveQueries(Reader):
             found |= {(attempt_id, int(step)): blob for step, blob in self._tuples(query)}
         return found
 
-    def _numbers(self, names: Sequence[str]) -> list[sa.ColumnElement[Any]]:
+    def _numbers(self, names: Sequence[str]) -> list[sa.ColumnElement[object]]:
         """Return the numbers of these names as columns; the database parses the JSON."""
         column = TABLES["step_metrics"].c.metrics
         # A name that no metric has stays without a value: paths of SQLite cannot quote every text.
@@ -256,7 +256,7 @@ class CurveQueries(Reader):
 
 
 def between(
-    column: sa.ColumnElement[Any], first: int | None, last: int | None
+    column: sa.ColumnElement[object], first: int | None, last: int | None
 ) -> list[sa.ColumnElement[bool]]:
     """Return the conditions of a range of steps, both ends included."""
     bounds = [column >= first] if first is not None else []

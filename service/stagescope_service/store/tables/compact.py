@@ -203,7 +203,7 @@ VIEWS: Final = {
 
 
 @event.listens_for(metadata, "after_create")
-def _create_views(target: sa.MetaData, connection: sa.Connection, **options: Any) -> None:
+def _create_views(target: sa.MetaData, connection: sa.Connection, **options: object) -> None:
     """Create what alembic does, for tests that make the tables without it."""
     for name, query in VIEWS.items():
         connection.execute(sa.text(f"CREATE VIEW {name} AS {query}"))

@@ -24,12 +24,12 @@ views: Final = sa.MetaData()
 _INT_LAYOUT: Final = ("_rank", "_size", "_index")
 
 
-def key(name: str, kind: Any) -> Column[Any]:
+def key(name: str, kind: Any) -> Column[object]:
     """Return a column of the primary key."""
     return Column(name, kind, primary_key=True, autoincrement=False)
 
 
-def columns(kind: Any, names: str) -> list[Column[Any]]:
+def columns(kind: Any, names: str) -> list[Column[object]]:
     """Return a column for each of `names`, which spaces divide."""
     return [Column(name, kind) for name in names.split()]
 

@@ -64,7 +64,7 @@ def together(
 ) -> Any:
     """Run prompts that all begin before one ends, of which one may raise; return the results."""
 
-    async def run() -> Any:
+    async def run() -> object:
         all_there = asyncio.Event()
         there: list[str] = []
 

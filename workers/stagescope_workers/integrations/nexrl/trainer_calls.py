@@ -132,7 +132,7 @@ def _end(found: Training | None, name: str, error: BaseException | None) -> None
 
 def _wrap_log_prob(held: weakref.ref[Trainer], call: Function) -> Function:
     @functools.wraps(call)
-    def run(batch: Mapping[str, Any], *args: object, **kwargs: object) -> object:
+    def run(batch: Mapping[str, object], *args: object, **kwargs: object) -> object:
         given = batch
         with guarded("telling the ranks the step"):
             given = _told(training(alive(held)), batch)

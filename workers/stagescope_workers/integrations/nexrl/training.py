@@ -53,7 +53,7 @@ class TrainService(Protocol):
 class Batch(Protocol):
     """What is read of NexRL's `Batch`."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
 
 class Trainer(Protocol):

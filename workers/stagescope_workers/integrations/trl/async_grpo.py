@@ -16,14 +16,19 @@ training began with.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.patches import Function, Patch, Wrap
 from stagescope_workers.integrations.training import one_a_trainer
+from stagescope_workers.integrations.trl import training as trl
 from stagescope_workers.integrations.trl.training import TrlTraining, attaching_patches, clipped
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
 
 _MODULE: Final = "trl.experimental.async_grpo.async_grpo_trainer"
 _SAMPLES: Final = "stagescope_samples"
@@ -38,7 +43,7 @@ _OFFSET: Final = "stagescope_offset"
 
 def patches() -> list[Patch]:
     """Return the patches of `AsyncGRPOTrainer`, and of what packs its micro-batches."""
-    calls: dict[str, tuple[Any, str]] = {
+    calls: dict[str, tuple[Wrap, str]] = {
         "AsyncGRPOTrainer.compute_loss": (
             wrap_loss, "actor_update, streams, and what the loss did to each token"
         ),
@@ -56,10 +61,37 @@ def patches() -> list[Patch]:
     ]
 
 
-class Training(TrlTraining):
+class Sample(Protocol):
+    """What is read of a sample of the rollout queue."""
+
+    model_version: int
+
+
+class Queue(Protocol):
+    """What is called of the rollout queue."""
+
+    def get(self, *args: object, **kwargs: Any) -> Sample: ...  # noqa: D102
+
+
+class Dataset(Protocol):
+    """What is read of `RolloutQueueDataset`, and added to it."""
+
+    queue: Queue
+    model_version_fn: Callable[[], int]
+    stagescope_syncs: Callable[[], int]
+
+
+class Trainer(trl.Trainer, Protocol):
+    """What is read of `AsyncGRPOTrainer`."""
+
+    rollout_worker: object
+    _rollout_dataset: Dataset | None
+
+
+class Training(TrlTraining[Trainer]):
     """What one `AsyncGRPOTrainer` reports."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self.syncs = 0
         """Weight syncs in this process; every process takes part in each."""
@@ -87,14 +119,14 @@ training: Final = one_a_trainer(Training)
 class _Tap:
     """A rollout queue that remembers which sample was taken last."""
 
-    def __init__(self, queue: Any) -> None:
+    def __init__(self, queue: Queue) -> None:
         self._queue = queue
-        self.last: Any = None
+        self.last: Sample | None = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._queue, name)
 
-    def get(self, *args: Any, **kwargs: Any) -> Any:
+    def get(self, *args: object, **kwargs: object) -> Sample:
         self.last = self._queue.get(*args, **kwargs)
         return self.last
 
@@ -103,7 +135,7 @@ def wrap_dataloader(function: Function) -> Function:
     """Wrap `get_train_dataloader`: the rollout dataset knows what reports its trainer."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         loader = function(trainer, *args, **kwargs)
         with guarded("staleness"):
             # None but in the main process, which alone reads the queue.
@@ -119,12 +151,13 @@ def wrap_queue(function: Function) -> Function:
     """Wrap `RolloutQueueDataset.__iter__`: each sample keeps the version that sampled it."""
 
     @functools.wraps(function)
-    def run(dataset: Any) -> Iterator[Any]:
+    def run(dataset: Dataset) -> Iterator[object]:
         tap = _Tap(dataset.queue)
         with guarded("staleness"):
             dataset.queue = tap
         for item in function(dataset):
             with guarded("staleness"):
+                assert tap.last is not None
                 item[_VERSION] = int(tap.last.model_version)
                 item[_OFFSET] = int(dataset.model_version_fn()) - dataset.stagescope_syncs()
             yield item
@@ -136,7 +169,7 @@ def wrap_collator(function: Function) -> Function:
     """Wrap `torch_call`, which packs a micro-batch: adds the columns that name its completions."""
 
     @functools.wraps(function)
-    def run(collator: Any, examples: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(collator: object, examples: Any, *args: object, **kwargs: object) -> object:
         batch = function(collator, examples, *args, **kwargs)
         with guarded("samples"):
             numbers = vars(collator).setdefault("stagescope_numbers", {})
@@ -146,7 +179,9 @@ def wrap_collator(function: Function) -> Function:
     return run
 
 
-def _named(rows: Sequence[Sequence[Mapping[str, Any]]], numbers: dict[int, int]) -> dict[str, Any]:
+def _named(
+    rows: Sequence[Sequence[Mapping[str, Any]]], numbers: dict[int, int]
+) -> dict[str, torch.Tensor]:
     import torch
 
     width = max(map(len, rows))
@@ -165,7 +200,7 @@ def wrap_sync(function: Function) -> Function:
     """Wrap `_sync_weight`: `weight_sync` of the step that was trained last."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         with guarded("weight_sync"):
             found = training(trainer)
@@ -185,10 +220,16 @@ def wrap_loss(function: Function) -> Function:
     """Wrap `compute_loss`: begins `actor_update`, and records what the loss had and did."""
 
     @functools.wraps(function)
-    def run(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        trainer: Trainer,
+        model: torch.nn.Module,
+        inputs: Mapping[str, torch.Tensor],
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         found: Training | None = None
-        passes: list[Any] = []
-        hook: Any = None
+        passes: list[torch.Tensor] = []
+        hook: RemovableHandle | None = None
         with guarded("actor_update"):
             if training(trainer).is_training and _SAMPLES in inputs:
                 found = training(trainer)
@@ -211,7 +252,9 @@ def wrap_loss(function: Function) -> Function:
     return run
 
 
-def recorded(trainer: Any, inputs: Mapping[str, Any], log_probs: Any) -> dict[str, Any]:
+def recorded(
+    trainer: Trainer, inputs: Mapping[str, torch.Tensor], log_probs: torch.Tensor
+) -> dict[str, object]:
     """Return what a micro-batch had, by the names of `Stage.record`, packed.
 
     Args:
@@ -227,8 +270,8 @@ def recorded(trainer: Any, inputs: Mapping[str, Any], log_probs: Any) -> dict[st
     old, advantages = inputs["old_log_probs"][terms], inputs["advantages"][terms]
     # A token is predicted at the position before its own.
     positions = inputs["position_ids"][kept][index] + 1
-    named = inputs[_SAMPLES][0]
-    named = named[named[:, 0] >= 0].tolist()
+    samples = inputs[_SAMPLES][0]
+    named = samples[samples[:, 0] >= 0].tolist()
     lengths = torch.bincount(segment, minlength=len(named))
     current = log_probs.flatten()[index]
     own = {"producer": "trainer", "engine": "transformers"}
@@ -251,7 +294,7 @@ def recorded(trainer: Any, inputs: Mapping[str, Any], log_probs: Any) -> dict[st
     }
 
 
-def _rounds(segment: Any, positions: Any) -> Any:
+def _rounds(segment: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the round of each token in its completion: the positions of one are contiguous."""
     import torch
 
@@ -264,7 +307,7 @@ def _rounds(segment: Any, positions: Any) -> Any:
     return total - total[first][first.cumsum(0) - 1]
 
 
-def _rollout(trainer: Any) -> dict[str, object]:
+def _rollout(trainer: Trainer) -> dict[str, object]:
     """Return who sampled the completions, and how: a worker of the user's own is named."""
     worker = type(trainer.rollout_worker).__name__
     is_own = worker in ("AsyncRolloutWorker", "NoneType")

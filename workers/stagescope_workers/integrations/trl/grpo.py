@@ -17,13 +17,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagescope_workers.integrations.guard import guarded, running
-from stagescope_workers.integrations.patches import Function, Patch
+from stagescope_workers.integrations.patches import Function, Patch, Wrap
 from stagescope_workers.integrations.training import one_a_trainer
+from stagescope_workers.integrations.trl import training as trl
 from stagescope_workers.integrations.trl.training import TrlTraining, attaching_patches, clipped
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    import torch
 
 _MODULE: Final = "trl.trainer.grpo_trainer"
 _ROWS: Final = "stagescope_rows"
@@ -34,7 +38,7 @@ _CLIPPED_LOSSES: Final = ("grpo", "bnpo", "dr_grpo", "dapo")
 
 def patches() -> list[Patch]:
     """Return the patches of `GRPOTrainer`; its subclasses inherit them."""
-    calls: dict[str, tuple[Any, str]] = {
+    calls: dict[str, tuple[Wrap, str]] = {
         "_generate_and_score_completions": (wrap_generation_batch, "streams and samples"),
         "_generate": (wrap_generate, "rollout_generate"),
         "_calculate_rewards": (wrap_rewards, "compute_rm_score and rewards"),
@@ -52,6 +56,35 @@ def patches() -> list[Patch]:
     ]
 
 
+class Arguments(trl.Arguments, Protocol):
+    """What is read of `GRPOConfig`."""
+
+    generation_batch_size: int
+    steps_per_generation: int
+    gradient_accumulation_steps: int
+    vllm_importance_sampling_correction: bool
+    vllm_importance_sampling_clip_max: float | None
+
+
+class Trainer(trl.Trainer, Protocol):
+    """What is read of `GRPOTrainer`."""
+
+    ref_model: torch.nn.Module | None
+    rollout_func: object
+    use_vllm: bool
+    vllm_importance_sampling_correction: bool
+    num_generations: int
+    num_iterations: int
+    beta: float
+    loss_type: str
+    importance_sampling_level: str
+    reward_weights: torch.Tensor
+    """[functions]."""
+
+    @property
+    def args(self) -> Arguments: ...  # noqa: D102
+
+
 @dataclasses.dataclass
 class _GenerationBatch:
     """What is being learnt of the generation batch that is made.
@@ -66,18 +99,18 @@ class _GenerationBatch:
 
     step: int
     number: int
-    rewards: Any = None
+    rewards: torch.Tensor | None = None
     stage: Stage | None = None
 
 
-class Training(TrlTraining):
+class Training(TrlTraining[Trainer]):
     """What one `GRPOTrainer` reports."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._batches: tuple[int, int] = (-1, 0)
         self.generating: _GenerationBatch | None = None
-        self.in_loss: list[Any] | None = None
+        self.in_loss: list[torch.Tensor] | None = None
         """The log-probs of the update's forward pass, while its loss is computed."""
 
     def statistics_settings(self) -> dict[str, object]:
@@ -115,7 +148,7 @@ class Training(TrlTraining):
 training: Final = one_a_trainer(Training)
 
 
-def streams(trainer: Any, *, has_rollout: bool) -> dict[str, object]:
+def streams(trainer: Trainer, *, has_rollout: bool) -> dict[str, object]:
     """Return who produced the streams of a batch, and how its tokens were sampled."""
     if trainer.rollout_func is not None:
         engine = "rollout_func"
@@ -134,7 +167,7 @@ def streams(trainer: Any, *, has_rollout: bool) -> dict[str, object]:
     }
 
 
-def samples(trainer: Any, rows: Any) -> dict[str, list[str]]:
+def samples(trainer: Trainer, rows: torch.Tensor) -> dict[str, list[str]]:
     """Return the ids of the rows of a generation batch, by the column that names them."""
     size = int(trainer.num_generations)
     numbers = [int(row) for row in rows.tolist()]
@@ -146,7 +179,7 @@ def samples(trainer: Any, rows: Any) -> dict[str, list[str]]:
 
 
 @contextlib.contextmanager
-def _generation(trainer: Any) -> Iterator[_GenerationBatch | None]:
+def _generation(trainer: Trainer) -> Iterator[_GenerationBatch | None]:
     """Yield the generation batch that the body makes; None in evaluation."""
     batch: _GenerationBatch | None = None
     with guarded("a generation batch"):
@@ -163,7 +196,7 @@ def wrap_generation_batch(function: Function) -> Function:
     """Wrap `_generate_and_score_completions`: names its rows, and records what it returned."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         with _generation(trainer) as batch:
             output = function(trainer, *args, **kwargs)
             if batch is not None:
@@ -174,7 +207,9 @@ def wrap_generation_batch(function: Function) -> Function:
     return run
 
 
-def _record_batch(trainer: Any, batch: _GenerationBatch, output: dict[str, Any]) -> None:
+def _record_batch(
+    trainer: Trainer, batch: _GenerationBatch, output: dict[str, torch.Tensor]
+) -> None:
     import torch
 
     count = output["completion_ids"].size(0)
@@ -196,7 +231,7 @@ def _record_batch(trainer: Any, batch: _GenerationBatch, output: dict[str, Any])
     training(trainer).want(batch.step)
 
 
-def _tokens(trainer: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _tokens(trainer: Trainer, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return what every record of a batch has: mask, tokens, rollout stream, ids, producers."""
     mask = inputs["completion_mask"]
     if inputs.get("tool_mask") is not None:
@@ -212,20 +247,20 @@ def _tokens(trainer: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rows_of(inputs: Mapping[str, Any], name: str, theirs: str) -> dict[str, Any]:
+def _rows_of(inputs: Mapping[str, torch.Tensor], name: str, theirs: str) -> dict[str, torch.Tensor]:
     return {} if inputs.get(theirs) is None else {name: inputs[theirs]}
 
 
-def _by_token(values: Any, mask: Any) -> Any:
+def _by_token(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return values.unsqueeze(1).expand(mask.shape) if values.dim() == 1 else values
 
 
-def _in_stage(name: str, activity: str) -> Any:
+def _in_stage(name: str, activity: str) -> Wrap:
     """Return a wrapper that runs a method as a stage of the batch that is being generated."""
 
     def wrap(function: Function) -> Function:
         @functools.wraps(function)
-        def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
             stage: Stage | None = None
             with guarded(activity):
                 batch = training(trainer).generating
@@ -247,7 +282,7 @@ def wrap_rewards(function: Function) -> Function:
     in_stage: Function = _in_stage("compute_rm_score", "compute_rm_score")(function)
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
         rewards = in_stage(trainer, *args, **kwargs)
         with guarded("rewards"):
             batch = training(trainer).generating
@@ -272,7 +307,7 @@ def wrap_forward(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def run(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: Trainer, model: object, *args: object, **kwargs: object) -> object:
         stage: Stage | None = None
         is_reference = False
         with guarded("a forward pass"):
@@ -304,7 +339,7 @@ def wrap_forward(function: Function) -> Function:
     return run
 
 
-def _is_reference(trainer: Any, model: Any, batch: _GenerationBatch) -> bool:
+def _is_reference(trainer: Trainer, model: object, batch: _GenerationBatch) -> bool:
     """Return whether a forward pass before the update is the reference's.
 
     Without a model of its own the reference is the policy without its adapter: the second pass, or
@@ -315,7 +350,7 @@ def _is_reference(trainer: Any, model: Any, batch: _GenerationBatch) -> bool:
     return trainer.beta != 0.0 and (batch.stage is not None or not _makes_old(trainer))
 
 
-def _makes_old(trainer: Any) -> bool:
+def _makes_old(trainer: Trainer) -> bool:
     every = trainer.args.steps_per_generation * trainer.num_iterations
     corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     return bool(trainer.args.gradient_accumulation_steps % every != 0 or corrects)
@@ -325,7 +360,13 @@ def wrap_loss(function: Function) -> Function:
     """Wrap `_compute_loss`: begins `actor_update`, and records what the loss had and did."""
 
     @functools.wraps(function)
-    def run(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        trainer: Trainer,
+        model: object,
+        inputs: Mapping[str, torch.Tensor],
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         found: Training | None = None
         with guarded("actor_update"):
             if training(trainer).is_training and _ROWS in inputs:
@@ -347,7 +388,9 @@ def wrap_loss(function: Function) -> Function:
     return run
 
 
-def _update(trainer: Any, inputs: Mapping[str, Any], current: Any) -> dict[str, Any]:
+def _update(
+    trainer: Trainer, inputs: Mapping[str, torch.Tensor], current: torch.Tensor
+) -> dict[str, object]:
     """Return what one micro-batch of the update had: log-probs, weights, which tokens are cut."""
     old = inputs.get("old_per_token_logps")
     recorded = _tokens(trainer, inputs)

@@ -8,24 +8,63 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import ending, guarded
 from stagescope_workers.integrations.patches import Function, Patch
-from stagescope_workers.integrations.training import ReportedTraining, closed_at_end, scalars
+from stagescope_workers.integrations.training import ReportedTraining, alive, closed_at_end, scalars
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _MAY_BE_NAN: Final = "rewards/"
 """A reward function that returns None for every completion of a batch has the mean nan."""
 
 
-class TrlTraining(ReportedTraining[Any]):
+class Arguments(Protocol):
+    """What is read of every configuration of TRL."""
+
+    output_dir: str | None
+
+    def to_dict(self) -> dict[str, object]: ...  # noqa: D102
+
+
+class _State(Protocol):
+    global_step: int
+
+
+class _Accelerator(Protocol):
+    process_index: int
+    num_processes: int
+    is_main_process: bool
+
+
+class Trainer(Protocol):
+    """What is read of both of TRL's GRPO trainers."""
+
+    state: _State
+    accelerator: _Accelerator
+    model: nn.Module
+    train: Function
+    epsilon_low: float
+    epsilon_high: float
+    _metrics: Mapping[str, Mapping[str, list[object]]]
+
+    @property
+    def args(self) -> Arguments: ...  # noqa: D102
+
+
+_Trainer = TypeVar("_Trainer", bound=Trainer)
+
+
+class TrlTraining(ReportedTraining[_Trainer]):
     """What one of TRL's trainers reports. Steps are numbered as TRL logs them: the first is 1."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: _Trainer) -> None:
         super().__init__(trainer)
         self._microbatches: tuple[int, int] = (-1, 0)
         self.update: Stage | None = None
@@ -77,11 +116,14 @@ class TrlTraining(ReportedTraining[Any]):
             rank=trainer.accelerator.process_index,
             world_size=trainer.accelerator.num_processes,
             layout={"framework": "trl"},
-            settings={**self.statistics_settings(), "trl": visible_leaves(arguments.to_dict())},
+            settings={
+                **self.statistics_settings(),
+                "trl": visible_leaves(dict(arguments.to_dict().items())),
+            },
             resumed_from_step=self.last_step,
         )
 
-    def stage(self, name: str, **part: Any) -> Stage:
+    def stage(self, name: str, **part: int) -> Stage:
         """Return a stage of the step that is being trained."""
         return self.probe.stage(
             name,
@@ -109,9 +151,11 @@ class TrlTraining(ReportedTraining[Any]):
                 self.want(self.step)
 
 
-def attaching_patches(
-    module: str, name: str, find: Callable[[Any], TrlTraining], since: str
-) -> list[Patch]:
+Find = Callable[[_Trainer], TrlTraining[_Trainer]]
+"""Returns what a trainer reports."""
+
+
+def attaching_patches(module: str, name: str, find: Find[_Trainer], since: str) -> list[Patch]:
     """Return the patches of a trainer's beginning and end, its update's end and its log.
 
     Args:
@@ -119,7 +163,7 @@ def attaching_patches(
         find: Returns what a trainer reports.
         since: See `Patch`.
     """
-    calls: dict[str, tuple[Any, str]] = {
+    calls: dict[str, tuple[Callable[[Find[_Trainer], Function], Function], str]] = {
         "__init__": (_wrap_init, "the end of a training"),
         "training_step": (_wrap_training_step, "the end of actor_update"),
         "log": (_wrap_log, "scalars, and numbers in the trainer's log"),
@@ -130,7 +174,7 @@ def attaching_patches(
     ]
 
 
-def clipped(trainer: Any, log_ratio: Any, advantages: Any) -> Any:
+def clipped(trainer: Trainer, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """Return -1 or 1 where a token's ratio is cut at its lower or upper bound, else 0."""
     ratio = log_ratio.exp()
     low = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)
@@ -138,11 +182,11 @@ def clipped(trainer: Any, log_ratio: Any, advantages: Any) -> Any:
     return high.int() - low.int()
 
 
-def _wrap_init(find: Callable[[Any], TrlTraining], function: Function) -> Function:
+def _wrap_init(find: Find[_Trainer], function: Function) -> Function:
     """Wrap `__init__`: when `train` ends, everything that waits is sent."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def run(trainer: _Trainer, *args: object, **kwargs: object) -> None:
         function(trainer, *args, **kwargs)
         with guarded("waiting for receipts at the end of a training"):
             trainer.train = _wrap_train(find, trainer)
@@ -150,34 +194,34 @@ def _wrap_init(find: Callable[[Any], TrlTraining], function: Function) -> Functi
     return run
 
 
-def _wrap_train(find: Callable[[Any], TrlTraining], trainer: Any) -> Function:
+def _wrap_train(find: Find[_Trainer], trainer: _Trainer) -> Function:
     held, train = weakref.ref(trainer), trainer.train
 
     @functools.wraps(train)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with closed_at_end(lambda error: find(held()).close(error)):
+    def run(*args: object, **kwargs: object) -> object:
+        with closed_at_end(lambda error: find(alive(held)).close(error)):
             return train(*args, **kwargs)
 
     return run
 
 
-def _wrap_training_step(find: Callable[[Any], TrlTraining], function: Function) -> Function:
+def _wrap_training_step(find: Find[_Trainer], function: Function) -> Function:
     """Wrap `training_step`: `actor_update` ends after the backward pass."""
 
     @functools.wraps(function)
-    def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(trainer: _Trainer, *args: object, **kwargs: object) -> object:
         with ending("the end of actor_update", lambda error: find(trainer).end_update(error)):
             return function(trainer, *args, **kwargs)
 
     return run
 
 
-def _wrap_log(find: Callable[[Any], TrlTraining], function: Function) -> Function:
+def _wrap_log(find: Find[_Trainer], function: Function) -> Function:
     """Wrap `log`: reports TRL's scalars, and adds the service's numbers under `stagescope/`."""
 
     @functools.wraps(function)
-    def run(trainer: Any, logs: Any, *args: Any, **kwargs: Any) -> Any:
-        held: dict[str, list[Any]] = {}
+    def run(trainer: _Trainer, logs: dict[str, float], *args: object, **kwargs: object) -> object:
+        held: dict[str, list[object]] = {}
         is_training = False
         with guarded("scalars"):
             is_training = find(trainer).is_training and isinstance(logs, dict)
@@ -196,7 +240,10 @@ def _wrap_log(find: Callable[[Any], TrlTraining], function: Function) -> Functio
 
 
 def _report(
-    found: TrlTraining, step: int, logs: Mapping[str, Any], held: Mapping[str, list[Any]]
+    found: TrlTraining[_Trainer],
+    step: int,
+    logs: Mapping[str, float],
+    held: Mapping[str, list[object]],
 ) -> None:
     reported = scalars(logs, without=("epoch",))
     # TRL leaves every nan out of its means.

@@ -201,7 +201,7 @@ def wrap_ppo_loss(function: Callable[..., object]) -> Callable[..., object]:
     """Wrap verl's `ppo_loss`: it collects which tokens are clipped, and in bypass mode streams."""
 
     def run(
-        config: object, model_output: Any, data: object, *args: object, **kwargs: object
+        config: object, model_output: object, data: object, *args: object, **kwargs: object
     ) -> object:
         result = function(config, model_output, data, *args, **kwargs)
         with guarded("the tokens of the loss"):

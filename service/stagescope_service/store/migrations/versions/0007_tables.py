@@ -20,11 +20,11 @@ Text = sa.Text()
 Blob = sa.LargeBinary()
 
 
-def key(name: str, kind: Any, *, autoincrement: bool = False) -> sa.Column[Any]:
+def key(name: str, kind: Any, *, autoincrement: bool = False) -> sa.Column[object]:
     return sa.Column(name, kind, autoincrement=autoincrement, nullable=False)
 
 
-def columns(kind: Any, names: str) -> list[sa.Column[Any]]:
+def columns(kind: Any, names: str) -> list[sa.Column[object]]:
     return [sa.Column(name, kind) for name in names.split()]
 
 

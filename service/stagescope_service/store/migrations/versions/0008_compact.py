@@ -4,6 +4,7 @@ What many rows have in common moves to tables of its own, to which rows refer by
 names become views of the same rows. See `store.tables.compact`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -35,11 +36,11 @@ MARKED = f"replace(o.path, {OWN}, '{{payload}}')"
 COMMON = f"({SPLIT} AND {MARKED} <> o.path AND o.path NOT LIKE '%{{payload}}%')"
 
 
-def columns(kind: Any, names: str) -> list[sa.Column[Any]]:
+def columns(kind: Any, names: str) -> list[sa.Column[object]]:
     return [sa.Column(name, kind) for name in names.split()]
 
 
-def create(name: str, key: list[sa.Column[Any]], *others: Any, rowid: bool = True) -> None:
+def create(name: str, key: Sequence[sa.Column[object]], *others: Any, rowid: bool = True) -> None:
     for column in key:
         column.nullable = False
     primary = sa.PrimaryKeyConstraint(*(column.name for column in key), name=f"pk_{name}")
