@@ -57,7 +57,7 @@ def test_the_plan_takes_precedence_and_is_reported() -> None:
     assert resolved.overrides == (
         "rank: config.json says [1, '2-3'], the plan says [0]",
         "step: config.json says [7], the plan says [5] (now step 5)",
-        "dump_enable: config.json says false, the plan orders a dump: true",
+        "dump_enable: config.json says false, the plan requests a dump: true",
     )
     same = resolve_config(capture_request(config={"rank": [0]}, ranks=[0]), dump_path="/d", step=1)
     assert same.overrides == ()
