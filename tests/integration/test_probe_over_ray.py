@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from stagescope_workers.transport.link import RayLink, ray_process
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 
-Handle = ActorHandle[Any]
+Handle: TypeAlias = "ActorHandle[Any]"  # not subscriptable in older versions of ray
 
 
 def make_coordinator() -> type:

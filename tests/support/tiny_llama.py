@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import string
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 BOS: Final = 0
 EOS: Final = 1
