@@ -113,7 +113,7 @@ $(VENV)/installed-demo: $(NEEDS) | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/installed-dev: $(NEEDS) | $(VENV)/bin/python
-	$(INSTALL) -e '.[service,workers,msprobe,example,notebook,trl,dev]'
+	$(INSTALL) -e '.[service,workers,msprobe,example,notebook,trl,lightning,trackers,wandb,dev]'
 	@touch $@
 
 $(VERL)/bin/python:
