@@ -18,7 +18,7 @@ from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report import as_json
 from stagescope_service.compare.task_runner import thread_mapper
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.records import DumpEntry, Record
+from stagescope_service.dumps.records import DumpContents, DumpEntry
 
 pytestmark = pytest.mark.ray
 
@@ -76,7 +76,7 @@ def test_what_a_task_raises_is_the_reason(address: str) -> None:
     from stagescope_service.ray_mapper import ray_tasks
 
     class Raising(MemoryDump):
-        def read(self, entry: DumpEntry) -> Record:
+        def read(self, entry: DumpEntry) -> DumpContents:
             raise MemoryError("no room")
 
     good = split(batch())

@@ -12,14 +12,14 @@ import numpy as np
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import Part
 from stagescope.wire.tensorfile import Array, WireTensor
-from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 
 
 @dataclasses.dataclass
 class MemoryDump:
     """What was put into it; an entry of `broken` cannot be read."""
 
-    records: list[Record]
+    records: list[DumpContents]
     name: str = "memory"
     kind: str = "own"
     problems: Sequence[DumpProblem] = ()
@@ -31,7 +31,7 @@ class MemoryDump:
     def entries(self) -> list[DumpEntry]:
         return [record.entry for record in self.records]
 
-    def read(self, entry: DumpEntry) -> Record:
+    def read(self, entry: DumpEntry) -> DumpContents:
         self.reads += 1
         if entry.path in self.broken:
             raise InvalidTensor(f"{entry.path} is truncated", advice="write it again")
@@ -53,7 +53,7 @@ def record(
     numbers: Mapping[str, float | int] | None = None,
     dtypes: Mapping[str, str] | None = None,
     **named: Any,
-) -> Record:
+) -> DumpContents:
     """A record of padded tensors; bfloat16 ones are uint16 and named in `dtypes`."""
     location = Location(step, stage, None, rank, Part(microbatch=microbatch))
     path = Path(f"{section}/step_{step}_rank{rank}_micro{microbatch}.safetensors")
@@ -62,7 +62,7 @@ def record(
         for name, values in (tensors or {}).items()
     }
     size = sum(values.nbytes for values in (tensors or {}).values())
-    return Record(DumpEntry(section, location, path, size), wire, numbers or {}, **named)
+    return DumpContents(DumpEntry(section, location, path, size), wire, numbers or {}, **named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def split(
     ragged: bool = False,
     name: str = "memory",
     microbatches: int = 1,
-    edit: Callable[[Record], Record] | None = None,
+    edit: Callable[[DumpContents], DumpContents] | None = None,
 ) -> MemoryDump:
     """A dump whose shard i holds the samples `shares[i]`, padded to `width`.
 
@@ -127,7 +127,7 @@ def split(
             location = Location(0, None, None, rank, Part(microbatch=microbatch))
             path = Path(f"{name}/{section}/rank{rank}_micro{microbatch}")
             entry = DumpEntry(section, location, path, size)
-            made = Record(entry, tensors, samples=texts, mask="response_mask")
+            made = DumpContents(entry, tensors, samples=texts, mask="response_mask")
             records.append(made if edit is None else edit(made))
     return MemoryDump(records, name)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from stagescope.wire.schema import Part
 from stagescope.wire.tensorfile import Array
-from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 from stagescope_service.store.tensorfile import WireTensor
 
 
@@ -19,7 +19,7 @@ from stagescope_service.store.tensorfile import WireTensor
 class MemoryDump:
     """Records in memory, as a reader would give them."""
 
-    records: list[Record]
+    records: list[DumpContents]
     name: str = "memory"
     kind: str = "own"
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
@@ -30,7 +30,7 @@ class MemoryDump:
     def entries(self) -> list[DumpEntry]:
         return [record.entry for record in self.records]
 
-    def read(self, entry: DumpEntry) -> Record:
+    def read(self, entry: DumpEntry) -> DumpContents:
         self.reads.append(entry)
         return next(record for record in self.records if record.entry == entry)
 
@@ -56,13 +56,13 @@ def record(
     samples: Sequence[str] | None = None,
     groups: Sequence[str] | None = None,
     **more: Any,
-) -> Record:
+) -> DumpContents:
     """A record at a place; its path is its name."""
     section = more.pop("section", "other")
     name = f"{stage or section}-{role}-{rank}-{part}-{step}"
     about = more.pop("about", {"wall": 0.0})
     entry = DumpEntry(section, Location(step, stage, role, rank, part), Path(name), 1, name)
-    return Record(
+    return DumpContents(
         entry,
         dict(tensors),
         samples=None if samples is None else tuple(samples),

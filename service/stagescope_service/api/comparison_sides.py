@@ -27,7 +27,7 @@ from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.listing import FileDump, entry_order, files_of
 from stagescope_service.dumps.formats.own import open_files
 from stagescope_service.dumps.importing import KEY_PREFIX
-from stagescope_service.dumps.records import Dump, DumpEntry, DumpProblem, Location, Record
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, DumpProblem, Location
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tables import ArtifactRow
 
@@ -268,12 +268,12 @@ def _with_logged(dump: FileDump, side: ComparedSide) -> FileDump:
 
 
 def _read(
-    reader: Callable[[DumpEntry], Record],
+    reader: Callable[[DumpEntry], DumpContents],
     scalars: Mapping[DumpEntry, Mapping[str, float]],
     entry: DumpEntry,
-) -> Record:
+) -> DumpContents:
     values = scalars.get(entry)
-    return reader(entry) if values is None else Record(entry, numbers=values)
+    return reader(entry) if values is None else DumpContents(entry, numbers=values)
 
 
 def _noise_floor(deps: Dependencies, side: ComparedSide) -> JsonObject:

@@ -18,8 +18,8 @@ import numpy as np
 
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import Part
+from stagescope_service.compare.pairing.contents_rows import ContentsRows
 from stagescope_service.compare.pairing.rank_rows import rows_start_at
-from stagescope_service.compare.pairing.record_rows import RecordRows
 from stagescope_service.compare.pairing.shard_comparison import ShardComparison
 from stagescope_service.compare.pairing.shard_index import (
     BY_GROUP_AND_RUN,
@@ -339,7 +339,7 @@ def _share_keys(sides: Sequence[Sequence[ShardIndex]], kind: str) -> bool:
 def _holds_rows_at(dump: Dump, whole_step: DumpEntry, shard: DumpEntry, start: int) -> bool:
     """Return whether a file of a whole step holds a shard's rows from `start` on."""
     try:
-        before, now = RecordRows(dump.read(whole_step)), RecordRows(dump.read(shard))
+        before, now = ContentsRows(dump.read(whole_step)), ContentsRows(dump.read(shard))
     except StagescopeError:
         return False
     return rows_start_at(before, now, start)

@@ -23,7 +23,7 @@ from stagescope_service.dumps.formats.msprobe_directory import (
     OPERATOR_FILES,
     rank_dumps,
 )
-from stagescope_service.dumps.records import Dump, DumpEntry, DumpProblem, Location, Record
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, DumpProblem, Location
 from stagescope_service.store.artifacts import make_directory, step_directory
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
@@ -191,8 +191,8 @@ class _ProcessReplay:
         self._wall += _SECONDS
         return schema.Event(kind, self._seq, self._wall, self._wall, fields).wire()
 
-    def _read(self, entries: Sequence[DumpEntry]) -> tuple[list[Record], list[DumpProblem]]:
-        records: list[Record] = []
+    def _read(self, entries: Sequence[DumpEntry]) -> tuple[list[DumpContents], list[DumpProblem]]:
+        records: list[DumpContents] = []
         problems: list[DumpProblem] = []
         for entry in entries:
             try:
@@ -202,7 +202,7 @@ class _ProcessReplay:
         return records, problems
 
 
-def _merge(records: Sequence[Record]) -> tuple[WirePayload, dict[str, float | int]]:
+def _merge(records: Sequence[DumpContents]) -> tuple[WirePayload, dict[str, float | int]]:
     """Merge the sections of one place into a payload and scalars; the first of a name counts."""
     tensors: dict[str, WireTensor] = {}
     strings: dict[str, list[str]] = {}

@@ -43,7 +43,7 @@ from stagescope_service.dumps.pickles.torch_file import (
     check_torch,
     save_torch_file,
 )
-from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record, mapping
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location, mapping
 from stagescope_service.rows.ragged import cumulative, padded
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
 
@@ -144,7 +144,7 @@ class _Writer:
                 count = len(sections[section])
                 self._leave_out(f"step {number}: NexRL has no file for {section} ({count} entries)")
 
-    def _read(self, entries: Iterable[DumpEntry]) -> Iterator[Record]:
+    def _read(self, entries: Iterable[DumpEntry]) -> Iterator[DumpContents]:
         for entry in entries:
             try:
                 record = self._dump.read(entry)
@@ -373,12 +373,12 @@ def _shared_place(locations: Sequence[Location]) -> Location | None:
     return Location(first.step, first.stage, part=part)
 
 
-def _metrics(record: Record) -> _Fields:
+def _metrics(record: DumpContents) -> _Fields:
     lists = {name: lists_in(FileTensor(wire)) for name, wire in record.tensors.items()}
     return {**record.numbers, **lists}
 
 
-def _extra_info(record: Record) -> _Fields:
+def _extra_info(record: DumpContents) -> _Fields:
     """Return the `extra_info` of NexRL's own files, with sample_uids, stage and part added."""
     info = record.about.get("extra_info")
     found: _Fields = dict(info) if isinstance(info, dict) else {}
@@ -390,7 +390,7 @@ def _extra_info(record: Record) -> _Fields:
     return {"extra_info": found} if found else {}
 
 
-def _padded(record: Record) -> dict[str, WireTensor]:
+def _padded(record: DumpContents) -> dict[str, WireTensor]:
     """Return the tensors of a record, ragged rows padded on the right with 0."""
     return {
         name: wire if wire[3] is None else _as_wire(wire[0], padded(wire[2], wire[3], "right"))

@@ -8,14 +8,14 @@ Tensors have common names, whatever the file calls them: `tokens` (a whole traje
 included), `prompts`, `responses`, `loss_mask` (as wide as `tokens`), `response_mask` (as wide as
 `responses`), `rollout_log_probs`, `old_log_probs`, `log_probs`, `ref_log_probs`, `entropy`,
 `rewards`, `values`, `advantages`, `returns`, `prob_ratio`, `elementwise_loss`, `effective_valid`,
-`loss`, `pg_loss`, `entropy_loss`; any other tensor keeps its own name. `Record.about` says where a
-dtype or a layout was converted.
+`loss`, `pg_loss`, `entropy_loss`; any other tensor keeps its own name. `DumpContents.about` says
+where a dtype or a layout was converted.
 
 A sample_uid is `{group_id}_{index}`, where the index is that of the trajectory in its group
 (NexRL's `run_id`). `DumpEntry.key` distinguishes the entries of one file.
 
 Values that a reader cannot represent as tensors, numbers or texts are listed in
-`Record.about["left_out"]` as {name: reason}; nothing is dropped silently.
+`DumpContents.about["left_out"]` as {name: reason}; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SECTIONS: Final[Mapping[str, str]] = {
 
 
 SHIFTED_BY_ONE: Final = "index t is token t + 1"
-"""Value in `Record.about["alignment"]` (by tensor name) of a tensor that is shifted by one."""
+"""Value in `DumpContents.about["alignment"]` (by tensor name) of a tensor shifted by one."""
 
 
 class Location(NamedTuple):
@@ -85,7 +85,7 @@ class DumpEntry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class DumpContents:
     """The contents of one entry.
 
     Attributes:
@@ -170,7 +170,7 @@ class Dump(Protocol):
         """Metadata of the dump: settings, fingerprint; plain JSON values."""
         ...
 
-    def read(self, entry: DumpEntry) -> Record:
+    def read(self, entry: DumpEntry) -> DumpContents:
         """Read one entry.
 
         Raises:

@@ -28,7 +28,7 @@ from stagescope_service.compare.results import DumpComparison, PairResult, Tenso
 from stagescope_service.compare.task_runner import thread_mapper
 from stagescope_service.compare.tolerances import Tolerances
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.records import Dump, DumpEntry, DumpProblem, Record
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, DumpProblem
 from stagescope_service.store.kept import Kept, write_kept
 
 T = TypeVar("T")
@@ -172,7 +172,7 @@ def test_samples_on_one_side_only_are_listed_and_are_a_difference() -> None:
 def test_samples_of_ranks_whose_files_were_not_kept_are_no_difference(own: str) -> None:
     rows = np.ones((4, 2), np.float32)
 
-    def rank(number: int, *names: str) -> Record:
+    def rank(number: int, *names: str) -> DumpContents:
         values = {"rollout_log_probs": rows[: len(names)]}
         return record("trajectories", values, rank=number, samples=names)
 
@@ -288,7 +288,7 @@ def test_fragments_with_an_offset_join_over_tokens_of_the_environment() -> None:
 def test_fragments_whose_padding_repeats_a_position_are_named_and_not_compared() -> None:
     values, positions = np.arange(12.0).reshape(2, 6), np.tile(np.arange(6), (2, 1))
 
-    def fragment(rank: int, at: list[int], padding: int) -> Record:
+    def fragment(rank: int, at: list[int], padding: int) -> DumpContents:
         tensors = {"entropy": values[:, at], "positions": positions[:, at]}
         padded = {name: np.pad(each, ((0, 0), (0, padding))) for name, each in tensors.items()}
         return record("forward_data", padded, rank=rank, samples=("a", "b"))
@@ -337,7 +337,7 @@ def test_a_trajectory_counts_once_however_often_it_was_compared() -> None:
 def test_rows_are_paired_by_id_not_by_position(ids: bool, key: str) -> None:
     samples = batch()
 
-    def by_run(original: Record) -> Record:
+    def by_run(original: DumpContents) -> DumpContents:
         assert original.samples is not None
         groups = tuple(text.split("_")[0] for text in original.samples)
         runs = tuple(text.split("_")[1] for text in original.samples)
@@ -574,7 +574,7 @@ def test_gradients_count_by_their_relative_error() -> None:
 def test_the_noise_floor_of_the_run_is_noise() -> None:
     samples = batch()
 
-    def with_floor(original: Record) -> Record:
+    def with_floor(original: DumpContents) -> DumpContents:
         if "old_log_probs" not in original.tensors:
             return original
         tag, shape, values, offsets = original.tensors["old_log_probs"]
@@ -720,7 +720,7 @@ def test_a_stage_on_one_side_only_is_named_and_the_shared_one_compared() -> None
 def test_a_file_with_invalid_row_offsets_is_a_finding() -> None:
     samples = batch()
 
-    def overlap(original: Record) -> Record:
+    def overlap(original: DumpContents) -> DumpContents:
         tag, shape, values, offsets = original.tensors["response_mask"]
         assert offsets is not None
         wrong = (tag, shape, values, offsets[::-1].copy())
@@ -736,7 +736,7 @@ def test_a_file_with_invalid_row_offsets_is_a_finding() -> None:
 @pytest.mark.parametrize("error", [OSError("the disk is gone"), MemoryError("no room")])
 def test_only_errors_of_files_are_findings(error: Exception) -> None:
     class Raising(MemoryDump):
-        def read(self, entry: DumpEntry) -> Record:
+        def read(self, entry: DumpEntry) -> DumpContents:
             raise error
 
     good = split(batch())
@@ -757,7 +757,7 @@ class Counting(MemoryDump):
     most = 0
     lock = threading.Lock()
 
-    def read(self, entry: DumpEntry) -> Record:
+    def read(self, entry: DumpEntry) -> DumpContents:
         original = copy.copy(super().read(entry))
         with Counting.lock:
             Counting.alive += 1

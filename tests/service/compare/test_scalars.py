@@ -17,14 +17,14 @@ from stagescope.wire.schema import Part
 from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.report.as_json import as_json
 from stagescope_service.compare.results import PairResult, TensorResult, Verdict
-from stagescope_service.dumps.records import Location, Record
+from stagescope_service.dumps.records import DumpContents, Location
 
 Array = npt.NDArray[np.generic]
 LOG_PROB, UPDATE = "actor_compute_log_prob", "actor_update"
 SAMPLES = [f"s{number}" for number in range(8)]
 
 
-def at(original: Record, **coordinates: Any) -> Record:
+def at(original: DumpContents, **coordinates: Any) -> DumpContents:
     """The record at another location, in a file of its own."""
     location = original.entry.location._replace(**coordinates)
     path = Path(f"{original.entry.section}/{location}.safetensors")
@@ -33,7 +33,7 @@ def at(original: Record, **coordinates: Any) -> Record:
     )
 
 
-def rows(section: str, samples: Sequence[str], coordinates: Mapping[str, Any]) -> Record:
+def rows(section: str, samples: Sequence[str], coordinates: Mapping[str, Any]) -> DumpContents:
     width = 6
     values = {
         name: np.stack(

@@ -26,7 +26,7 @@ from stagescope_service.core.instructions import IngestJob, PayloadKey
 from stagescope_service.dumps.batches import read_batch
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.joining.join import Selection, join
-from stagescope_service.dumps.records import Record
+from stagescope_service.dumps.records import DumpContents
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
 from stagescope_service.store.tensorfile import write_tensors
@@ -206,7 +206,7 @@ def test_a_tensor_without_rows_belongs_to_its_part() -> None:
 
 
 # --- what is missing or disagrees is said -------------------------------------------------------
-def two(whole: WholeStep, **second: Any) -> list[Record]:
+def two(whole: WholeStep, **second: Any) -> list[DumpContents]:
     ids = whole.ids([0, 1])
     return [record(whole.piece([0, 1]), rank=0, **ids),
             record({**whole.piece([0, 1]), **second}, rank=1, **ids)]  # fmt: skip
@@ -297,7 +297,7 @@ def test_ids_of_another_row_count_are_ignored() -> None:
 
 def context_parallel(
     whole: WholeStep, ranks: int, *, say: str = "positions", names: tuple[str, ...] = ()
-) -> list[Record]:
+) -> list[DumpContents]:
     """Every rank's fragments of every sample: zigzag chunks i and 2n - 1 - i, or one stretch."""
     width, rows = whole.there.shape[1], len(whole.lengths)
     names = names or tuple(whole.tensors)

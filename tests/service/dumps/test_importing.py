@@ -12,7 +12,7 @@ import pytest
 from stagescope.wire.errors import InvalidTensor
 from stagescope.wire.schema import BEGIN, END, FINISH, HELLO, Event, Part, Sender
 from stagescope_service.dumps.importing import ProcessEvents, import_events, import_key
-from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 
 KEEP = {"what": ["all"]}
 
@@ -21,7 +21,7 @@ KEEP = {"what": ["all"]}
 class FakeDump:
     """A dump with given records; an exception is raised when its entry is read."""
 
-    records: Mapping[DumpEntry, Record | Exception]
+    records: Mapping[DumpEntry, DumpContents | Exception]
     name: str = "/dumps"
     kind: str = "nexrl"
     problems: Sequence[DumpProblem] = ()
@@ -31,7 +31,7 @@ class FakeDump:
     def entries(self) -> Sequence[DumpEntry]:
         return [*self.records]
 
-    def read(self, entry: DumpEntry) -> Record:
+    def read(self, entry: DumpEntry) -> DumpContents:
         found = self.records[entry]
         if isinstance(found, Exception):
             raise found
@@ -64,7 +64,7 @@ def imported(dump: FakeDump) -> list[ProcessEvents]:
 def test_each_section_goes_to_the_stage_that_makes_it(tmp_path: Path) -> None:
     sections = ("trajectories", "old_log_probs", "forward_data", "loss")
     entries = [entry(tmp_path, section, section) for section in sections]
-    dump = FakeDump({each: Record(each, {each.section: values(2, 3)}) for each in entries})
+    dump = FakeDump({each: DumpContents(each, {each.section: values(2, 3)}) for each in entries})
     ends = of_kind(imported(dump), END)
     assert [(sender.role, end.fields["stage"]) for sender, end, _ in ends] == [
         ("rollout", "rollout_generate"),
@@ -83,7 +83,7 @@ def test_ranks_and_parts_keep_their_identity(tmp_path: Path) -> None:
               part=Part(microbatch=micro))
         for step in (1, 0) for rank in (1, 0) for micro in (1, 0)
     ]  # fmt: skip
-    dump = FakeDump({each: Record(each, numbers={"loss": 0.5}) for each in entries})
+    dump = FakeDump({each: DumpContents(each, numbers={"loss": 0.5}) for each in entries})
     found = imported(dump)
     hellos = of_kind(found, HELLO)
     assert [
@@ -103,7 +103,7 @@ def test_ranks_and_parts_keep_their_identity(tmp_path: Path) -> None:
 
 
 def test_an_end_names_its_begin_and_numbers_never_repeat(tmp_path: Path) -> None:
-    dump = FakeDump({each: Record(each) for each in [entry(tmp_path, "loss", rank=3)]})
+    dump = FakeDump({each: DumpContents(each) for each in [entry(tmp_path, "loss", rank=3)]})
     found = imported(dump)
     ((_, begin, _),) = of_kind(found, BEGIN)
     ((_, end, _),) = of_kind(found, END)
@@ -113,13 +113,13 @@ def test_an_end_names_its_begin_and_numbers_never_repeat(tmp_path: Path) -> None
 
 
 def test_importing_a_directory_twice_yields_the_same_events(tmp_path: Path) -> None:
-    dump = FakeDump({each: Record(each) for each in [entry(tmp_path, "loss")]})
+    dump = FakeDump({each: DumpContents(each) for each in [entry(tmp_path, "loss")]})
     assert [batch.events for batch in imported(dump)] == [batch.events for batch in imported(dump)]
     assert import_key(dump, "a") == import_key(dump, "a")
 
 
 def test_another_run_has_other_processes(tmp_path: Path) -> None:
-    dump = FakeDump({each: Record(each) for each in [entry(tmp_path, "loss")]})
+    dump = FakeDump({each: DumpContents(each) for each in [entry(tmp_path, "loss")]})
     keys = [import_key(dump, run) for run in ("a", "b")]
     senders = {Sender.parse(batch.sender).incarnation
                for run, key in zip("ab", keys, strict=True)
@@ -129,15 +129,15 @@ def test_another_run_has_other_processes(tmp_path: Path) -> None:
 
 def test_a_directory_that_grew_is_another_attempt(tmp_path: Path) -> None:
     one, two = entry(tmp_path, "loss", "1"), entry(tmp_path, "loss", "2")
-    key = import_key(FakeDump({one: Record(one)}), "run")
-    assert import_key(FakeDump({one: Record(one), two: Record(two)}), "run") != key
+    key = import_key(FakeDump({one: DumpContents(one)}), "run")
+    assert import_key(FakeDump({one: DumpContents(one), two: DumpContents(two)}), "run") != key
     os.utime(one.path, (1, 1))
-    assert import_key(FakeDump({one: Record(one)}), "run") != key
+    assert import_key(FakeDump({one: DumpContents(one)}), "run") != key
 
 
 def test_an_unreadable_file_is_reported_and_the_others_are_imported(tmp_path: Path) -> None:
     good, bad = entry(tmp_path, "loss", "good"), entry(tmp_path, "is_loss", "bad")
-    dump = FakeDump({good: Record(good, {"loss": values(1)}), bad: InvalidTensor("cut off")})
+    dump = FakeDump({good: DumpContents(good, {"loss": values(1)}), bad: InvalidTensor("cut off")})
     (batch,) = [batch for batch in imported(dump) if batch.payloads]
     assert [(each.path, each.entry) for each in batch.problems] == [(bad.path, bad)]
     assert "cut off" in batch.problems[0].message
@@ -153,7 +153,7 @@ def test_parameters_have_the_names_that_a_rank_gives_them(
     one = entry(tmp_path, section)
     (batch,) = [
         batch
-        for batch in imported(FakeDump({one: Record(one, {"w": values(4)})}))
+        for batch in imported(FakeDump({one: DumpContents(one, {"w": values(4)})}))
         if batch.payloads
     ]
     (payload,) = batch.payloads.values()
@@ -162,7 +162,7 @@ def test_parameters_have_the_names_that_a_rank_gives_them(
 
 def test_ids_travel_with_the_rows(tmp_path: Path) -> None:
     one = entry(tmp_path, "trajectories")
-    record = Record(
+    record = DumpContents(
         one, {"rewards": values(2)}, samples=("g-0", "g-1"), groups=("g", "g"),
         row_texts={"run_id": ("0", "1")}, about={"temperature": 1.0},
     )  # fmt: skip

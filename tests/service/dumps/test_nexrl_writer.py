@@ -26,10 +26,10 @@ from stagescope_service.compare.comparison import compare
 from stagescope_service.compare.results import Verdict
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.nexrl_writer import write_nexrl
-from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location
 
 
-def same(one: Record, other: Record) -> None:
+def same(one: DumpContents, other: DumpContents) -> None:
     assert one.entry.location == other.entry.location
     assert {*one.tensors} == {*other.tensors}
     for name, (tag, shape, values, offsets) in one.tensors.items():
@@ -79,7 +79,7 @@ def test_parts_without_a_name_in_nexrl_are_restored_from_the_index(tmp_path: Pat
         values = np.full((2, 3), at, np.float32)
         tensors = {"log_probs": ("float32", values.shape, values, None)}
         entry = DumpEntry("forward_data", location, tmp_path / str(at), 1, str(at))
-        records.append(Record(entry, tensors, samples=("g_0", "g_1")))
+        records.append(DumpContents(entry, tensors, samples=("g_0", "g_1")))
     source = MemoryDump(records)
     write_nexrl(source, tmp_path / "out")
     again = open_dump(tmp_path / "out")
@@ -263,7 +263,7 @@ def test_old_log_probs_are_those_of_their_stage_again(tmp_path: Path) -> None:
                 "response_mask": ("int64", mask.shape, mask, None),
             }
             ids = (f"g{rank}_0", f"g{rank}_1")
-            records.append(Record(entry, tensors, samples=ids, mask="response_mask"))
+            records.append(DumpContents(entry, tensors, samples=ids, mask="response_mask"))
     source = MemoryDump(records)
     write_nexrl(source, tmp_path / "out")
     again = open_dump(tmp_path / "out")

@@ -32,7 +32,7 @@ from stagescope_service.dumps import unpickling
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.content import read_content
 from stagescope_service.dumps.pickles.torch_file import FileTensor, Unreadable, load_running_code
-from stagescope_service.dumps.records import Record
+from stagescope_service.dumps.records import DumpContents
 
 
 def converted(source: Path, target: Path) -> unpickling.Conversion:
@@ -41,7 +41,7 @@ def converted(source: Path, target: Path) -> unpickling.Conversion:
     return plan
 
 
-def same(one: Record, other: Record) -> None:
+def same(one: DumpContents, other: DumpContents) -> None:
     assert one.entry.location == other.entry.location
     assert {*one.tensors} == {*other.tensors}
     for name, (tag, shape, values, offsets) in one.tensors.items():

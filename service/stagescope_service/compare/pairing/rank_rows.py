@@ -15,7 +15,7 @@ import numpy.typing as npt
 from stagescope.batch import Tensor, widened
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.compare.flow import IDENTIFYING_SECTIONS
-from stagescope_service.compare.pairing.record_rows import RecordRows
+from stagescope_service.compare.pairing.contents_rows import ContentsRows
 from stagescope_service.dumps.records import Dump, DumpEntry
 from stagescope_service.rows.ragged import Bools, RowTensor
 
@@ -23,7 +23,7 @@ _SAME_ROWS_RATIO: Final = 0.5
 """Log-probs of the same rows differ by at most this share of the distance to the next row's."""
 
 
-def rows_start_at(before: RecordRows, now: RecordRows, start: int) -> bool:
+def rows_start_at(before: ContentsRows, now: ContentsRows, start: int) -> bool:
     """Return whether a shard's rows are those from `start` on in a file of the whole step.
 
     The file has log-probs before the update and the shard those in it: they are close for the same
@@ -47,7 +47,7 @@ def rows_start_at(before: RecordRows, now: RecordRows, start: int) -> bool:
     return bool(distance < _SAME_ROWS_RATIO * shifted)
 
 
-def mask_of_ranks(dump: Dump, entry: DumpEntry, before: RecordRows) -> Bools | None:
+def mask_of_ranks(dump: Dump, entry: DumpEntry, before: ContentsRows) -> Bools | None:
     """Return where the masks of the ranks' shards are 1, for each value of a file of a whole step.
 
     None if a shard cannot be read or has no mask, or if the rows are in another order.
@@ -56,7 +56,7 @@ def mask_of_ranks(dump: Dump, entry: DumpEntry, before: RecordRows) -> Bools | N
     start = 0
     for shard in _shards_of_ranks(dump, entry):
         try:
-            now = RecordRows(dump.read(shard))
+            now = ContentsRows(dump.read(shard))
         except (OSError, StagescopeError):  # said where the shard itself is compared
             return None
         if not rows_start_at(before, now, start):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare import flow
-from stagescope_service.compare.pairing.record_rows import RecordRows
+from stagescope_service.compare.pairing.contents_rows import ContentsRows
 from stagescope_service.compare.pairing.token_alignment import (
     LENGTHS_DIFFER,
     RowPairing,
@@ -25,7 +25,7 @@ from stagescope_service.compare.pairing.token_alignment import (
     keeps_of,
 )
 from stagescope_service.compare.tolerances import Tolerances
-from stagescope_service.dumps.records import Location, Record
+from stagescope_service.dumps.records import DumpContents, Location
 from stagescope_service.rows.ragged import Bools, Int64, Values
 from stagescope_service.statistics.pairwise import (
     ElementLocation,
@@ -120,8 +120,8 @@ class ShardComparison:
 
 
 def compare_rows(
-    a: RecordRows,
-    b: RecordRows,
+    a: ContentsRows,
+    b: ContentsRows,
     pairing: RowPairing,
     tolerances: Tolerances,
     *,
@@ -157,7 +157,9 @@ def compare_rows(
     return comparisons
 
 
-def compare_others(a: RecordRows, b: RecordRows, tolerances: Tolerances) -> list[ShardComparison]:
+def compare_others(
+    a: ContentsRows, b: ContentsRows, tolerances: Tolerances
+) -> list[ShardComparison]:
     """Compare the tensors without rows and the numbers that both records have, by name."""
     one, other = a.record, b.record
     by_row = set(a.names) & set(b.names)
@@ -175,7 +177,11 @@ def compare_others(a: RecordRows, b: RecordRows, tolerances: Tolerances) -> list
 
 
 def compare_boxes(
-    one: Record, other: Record, name: str, boxes: tuple[Box, Box], tolerances: Tolerances
+    one: DumpContents,
+    other: DumpContents,
+    name: str,
+    boxes: tuple[Box, Box],
+    tolerances: Tolerances,
 ) -> ShardComparison:
     """Compare a part of a named tensor of one shard with the same part of another's."""
     arrays = [
@@ -186,7 +192,7 @@ def compare_boxes(
     return _compare_arrays(one, other, name, arrays, starts, tolerances)
 
 
-def log_prob_noise(rows: RecordRows) -> Pairwise | None:
+def log_prob_noise(rows: ContentsRows) -> Pairwise | None:
     """Compare the log-probs that a record holds twice; None if it does not."""
     one, other = rows.find("old_log_probs"), rows.find("recomputed_log_probs")
     if one is None or other is None or not np.array_equal(one.offsets, other.offsets):
@@ -200,8 +206,8 @@ def log_prob_noise(rows: RecordRows) -> Pairwise | None:
 class _RowComparer:
     """Compares row tensors of two records over the rows that pair."""
 
-    a: RecordRows
-    b: RecordRows
+    a: ContentsRows
+    b: ContentsRows
     pairing: RowPairing
     tolerances: Tolerances
     cache: ValueCache
@@ -306,7 +312,7 @@ def _row_values(tensors: RowTensorPair, pairing: RowPairing) -> Float64 | None:
 
 
 def _compare_whole(
-    one: Record, other: Record, name: str, tolerances: Tolerances
+    one: DumpContents, other: DumpContents, name: str, tolerances: Tolerances
 ) -> ShardComparison:
     """Compare a tensor without rows."""
     (_, shape_a, array_a, offsets_a), (_, shape_b, array_b, offsets_b) = (
@@ -324,8 +330,8 @@ def _compare_whole(
 
 
 def _compare_arrays(
-    one: Record,
-    other: Record,
+    one: DumpContents,
+    other: DumpContents,
     name: str,
     arrays: Sequence[Values],
     starts: Sequence[Shape],
@@ -354,7 +360,7 @@ def _compare_arrays(
 
 
 def _compare_number(
-    one: Record, other: Record, name: str, tolerances: Tolerances
+    one: DumpContents, other: DumpContents, name: str, tolerances: Tolerances
 ) -> ShardComparison:
     section, locations = one.entry.section, (one.entry.location, other.entry.location)
     x, y = (_as_array(record.numbers[name]) for record in (one, other))
@@ -382,5 +388,5 @@ def _as_array(value: Number) -> Values:
     return np.array([value], np.int64 if is_int64 else np.float64)
 
 
-def _dtypes(one: Record, other: Record, name: str) -> tuple[str, str]:
+def _dtypes(one: DumpContents, other: DumpContents, name: str) -> tuple[str, str]:
     return (one.tensors[name][0], other.tensors[name][0])

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final
 
-from stagescope_service.compare.pairing.record_rows import RecordRows
-from stagescope_service.dumps.records import DumpEntry, Location, Record
+from stagescope_service.compare.pairing.contents_rows import ContentsRows
+from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 
 BY_SAMPLE_ID: Final = "sample id"
 BY_GROUP_AND_RUN: Final = "group_id and run_id"
@@ -53,7 +53,7 @@ class ShardIndex:
     named: Mapping[str, NamedShard] = dataclasses.field(default_factory=dict)
 
 
-def describe(rows: RecordRows) -> ShardIndex:
+def describe(rows: ContentsRows) -> ShardIndex:
     """Return the index of a record."""
     record = rows.record
     keys: dict[str, tuple[str, ...]] = {}
@@ -78,7 +78,7 @@ def describe(rows: RecordRows) -> ShardIndex:
     )  # fmt: skip
 
 
-def named_shard(record: Record, name: str) -> NamedShard:
+def named_shard(record: DumpContents, name: str) -> NamedShard:
     """Read the offset of a shard from `about["shards"][name]`: {global_shape, offset}."""
     layout = as_mapping(as_mapping(record.about.get("shards")).get(name))
     shape = tuple(record.tensors[name][1])
@@ -96,12 +96,12 @@ def row_label(location: Location, row: int) -> str:
     return f"row {row}" if text == "one file" else f"{text}, row {row}"
 
 
-def sample_ids(record: Record) -> tuple[str, ...] | None:
+def sample_ids(record: DumpContents) -> tuple[str, ...] | None:
     """Return the sample id of each row, None if they are unknown."""
     return record.samples
 
 
-def group_and_run_ids(record: Record) -> tuple[str, ...] | None:
+def group_and_run_ids(record: DumpContents) -> tuple[str, ...] | None:
     """Return group_id and run_id of each row, joined; None if they are unknown."""
     groups, runs = record.groups, record.row_texts.get("run_id")
     if groups is None or runs is None:

@@ -15,8 +15,8 @@ import numpy as np
 
 from stagescope.wire.errors import ComparisonFailed, InvalidTensor, StagescopeError
 from stagescope_service.compare.flow import NAMED_SECTIONS
+from stagescope_service.compare.pairing.contents_rows import WHOLE_SEQUENCES, ContentsRows
 from stagescope_service.compare.pairing.rank_rows import mask_of_ranks
-from stagescope_service.compare.pairing.record_rows import WHOLE_SEQUENCES, RecordRows
 from stagescope_service.compare.pairing.shard_comparison import (
     Box,
     ShardComparison,
@@ -41,7 +41,7 @@ from stagescope_service.compare.pairing.shard_index import (
 )
 from stagescope_service.compare.pairing.token_alignment import RowPairing
 from stagescope_service.compare.tolerances import Tolerances
-from stagescope_service.dumps.records import Dump, DumpEntry, DumpProblem, Record
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, DumpProblem
 from stagescope_service.rows.positions import POSITION_TENSORS
 from stagescope_service.statistics.pairwise import Pairwise
 
@@ -124,7 +124,7 @@ class _FileCache:
         values: see `compare_rows`.
     """
 
-    records: list[Record | None] = dataclasses.field(default_factory=list)
+    records: list[DumpContents | None] = dataclasses.field(default_factory=list)
     files: set[Path] = dataclasses.field(default_factory=set)
     values: ValueCache = dataclasses.field(default_factory=dict)
 
@@ -195,7 +195,9 @@ def compare_pair(task: PairTask, cache: _FileCache) -> TaskOutcome:
         for name, why in as_mapping(record.about.get("left_out")).items()
     )
     if one is None or other is None:
-        described = tuple(None if each is None else describe(RecordRows(each)) for each in records)
+        described = tuple(
+            None if each is None else describe(ContentsRows(each)) for each in records
+        )
         return TaskOutcome(
             indexes=(described[0], described[1]), problems=tuple(problems), left_out=left_out,
             bytes=size,
@@ -251,7 +253,10 @@ def _of_section(
 
 
 def _compare_counterpart(
-    task: JoinTask, a: RecordRows, counterpart: Counterpart, problems: list[tuple[int, DumpProblem]]
+    task: JoinTask,
+    a: ContentsRows,
+    counterpart: Counterpart,
+    problems: list[tuple[int, DumpProblem]],
 ) -> list[ShardComparison]:
     """Compare with one counterpart, which is released before the next is read."""
     other = _read(task.dumps[1], counterpart.entry, 1, problems)
@@ -269,14 +274,14 @@ def _compare_counterpart(
     return comparisons
 
 
-def _rows_of(dump: Dump, record: Record) -> RecordRows:
+def _rows_of(dump: Dump, record: DumpContents) -> ContentsRows:
     """Return a record's rows; those of a whole step take the masks of its ranks if need be."""
     if record.entry.location.rank is not None:
-        return RecordRows(record)
-    return RecordRows(record, lambda rows: mask_of_ranks(dump, record.entry, rows))
+        return ContentsRows(record)
+    return ContentsRows(record, lambda rows: mask_of_ranks(dump, record.entry, rows))
 
 
-def pair_aligned_rows(a: RecordRows, b: RecordRows) -> RowPairing | None:
+def pair_aligned_rows(a: ContentsRows, b: ContentsRows) -> RowPairing | None:
     """Pair the rows of two records of one location.
 
     None where their rows are not the same samples, or the two records alone do not show it.
@@ -314,7 +319,7 @@ def pair_aligned_rows(a: RecordRows, b: RecordRows) -> RowPairing | None:
 
 def _read(
     dump: Dump, entry: DumpEntry, side: int, problems: list[tuple[int, DumpProblem]]
-) -> Record | None:
+) -> DumpContents | None:
     try:
         record = dump.read(entry)
     except (OSError, StagescopeError) as error:
@@ -324,7 +329,7 @@ def _read(
     return record
 
 
-def _check_offsets(record: Record) -> None:
+def _check_offsets(record: DumpContents) -> None:
     for name, (_, _, values, offsets) in record.tensors.items():
         if offsets is None:
             continue
@@ -336,7 +341,7 @@ def _check_offsets(record: Record) -> None:
 
 
 def _index_unpaired(
-    one: RecordRows, other: RecordRows, unequal_shapes: set[str]
+    one: ContentsRows, other: ContentsRows, unequal_shapes: set[str]
 ) -> ShardIndex | None:
     """Index the named tensors of a record that could not be compared with its counterpart's."""
     missing = [name for name in one.record.tensors if name not in other.record.tensors]
@@ -350,6 +355,6 @@ def _identity(count: int, labels: Sequence[str], kind: str) -> RowPairing:
     return RowPairing(every, every, tuple(labels), kind, in_order=True)
 
 
-def _has_same_values(a: RecordRows, b: RecordRows, name: str) -> bool:
+def _has_same_values(a: ContentsRows, b: ContentsRows, name: str) -> bool:
     one, other = a.tensor(name), b.tensor(name)
     return np.array_equal(one.offsets, other.offsets) and np.array_equal(one.flat, other.flat)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stagescope_service.compare.flow import is_structural
-from stagescope_service.compare.pairing.record_rows import RecordRows, RowExtent
+from stagescope_service.compare.pairing.contents_rows import ContentsRows, RowExtent
 from stagescope_service.dumps.records import Location
 from stagescope_service.rows.positions import TokenIndex, positions_of
 from stagescope_service.rows.ragged import (
@@ -96,14 +96,14 @@ class TokenAlignment:
 class _SelectedValues(NamedTuple):
     """Values of the paired rows of one side: their flat indexes, and bounds of each row."""
 
-    rows: RecordRows
+    rows: ContentsRows
     tensor: RowTensor
     flat_index: Int64
     edges: Int64
 
 
 def align_tokens(
-    a: RecordRows, b: RecordRows, name: str, pairing: RowPairing, excluded: Bools
+    a: ContentsRows, b: ContentsRows, name: str, pairing: RowPairing, excluded: Bools
 ) -> TokenAlignment:
     """Pair the values of a row tensor that both records have.
 
@@ -206,13 +206,13 @@ class ValueLocator:
         )  # fmt: skip
 
 
-def keeps_of(a: RecordRows, b: RecordRows, name: str) -> tuple[Bools | None, Bools | None]:
+def keeps_of(a: ContentsRows, b: ContentsRows, name: str) -> tuple[Bools | None, Bools | None]:
     """Return which values of a tensor count on each side, None = all."""
     _, extent_a, extent_b = _extents(a, b, name)
     return extent_a.keep, extent_b.keep
 
 
-def _extents(one: RecordRows, other: RecordRows, name: str) -> tuple[str, RowExtent, RowExtent]:
+def _extents(one: ContentsRows, other: ContentsRows, name: str) -> tuple[str, RowExtent, RowExtent]:
     """Return the most exact kind of extent that both sides have, and the extent of each.
 
     If the sides are padded to other widths, a side without a mask looks for one in other files.

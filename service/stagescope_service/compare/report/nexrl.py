@@ -24,7 +24,7 @@ from stagescope.render import counted
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import Part
-from stagescope_service.compare.pairing.record_rows import RecordRows
+from stagescope_service.compare.pairing.contents_rows import ContentsRows
 from stagescope_service.compare.plan import COUNTERPART_SECTIONS
 from stagescope_service.compare.report.as_json import (
     ComparisonReport,
@@ -34,7 +34,7 @@ from stagescope_service.compare.report.as_json import (
     TrajectoryReport,
 )
 from stagescope_service.dumps.formats.nexrl_rows import widened
-from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location
 from stagescope_service.statistics.pairwise import Pairwise, compare_values
 from stagescope_service.store.tensorfile import WireTensor
 
@@ -205,7 +205,7 @@ class _SectionTensors:
             for entry in dump.entries
             if entry.section in self._sections
         }
-        self._records: dict[DumpEntry, Record] = {}
+        self._records: dict[DumpEntry, DumpContents] = {}
 
     def tensor(self, name: str, place: ShardLocationReport) -> WireTensor | None:
         """Return the tensor of a location of the report, None if there is none."""
@@ -218,7 +218,7 @@ class _SectionTensors:
                 return record.tensors[name]
         return None
 
-    def _read(self, entry: DumpEntry) -> Record:
+    def _read(self, entry: DumpEntry) -> DumpContents:
         if entry not in self._records:
             if self._records and next(iter(self._records)).location != entry.location:
                 self._records.clear()
@@ -309,7 +309,7 @@ def _datums(dump: Dump | None) -> _Json:
     count, first = 0, dict[str, int]()
     try:
         for entry in entries:
-            rows = RecordRows(dump.read(entry))
+            rows = ContentsRows(dump.read(entry))
             if not count and rows.count:
                 first = {name: int(rows.tensor(name).lengths[0]) for name in rows.names}
             count += rows.count or 0

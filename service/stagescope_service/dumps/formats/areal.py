@@ -26,7 +26,7 @@ from stagescope_service.dumps.formats.listing import (
     unrecognized_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
-from stagescope_service.dumps.records import SHIFTED_BY_ONE, DumpEntry, Location, Record
+from stagescope_service.dumps.records import SHIFTED_BY_ONE, DumpContents, DumpEntry, Location
 
 KIND: Final = "areal"
 
@@ -99,7 +99,7 @@ def _sections_of(values: Sequence[str | int]) -> list[str]:
     return ["trajectories", *others]
 
 
-def read_entry(entry: DumpEntry) -> Record:
+def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one section of a batch; see `records.Dump.read`."""
     data = read_shared(entry.path)
     listed = data if isinstance(data, list) else [data]
@@ -122,7 +122,7 @@ def read_entry(entry: DumpEntry) -> Record:
             found.add(NAMES.get(name, name), data[name])
     found.about["alignment"] = _alignment(names)
     mask = "loss_mask" if "loss_mask" in found.tensors else None
-    return Record(
+    return DumpContents(
         entry,
         found.tensors,
         found.numbers,

@@ -30,7 +30,7 @@ class Columns:
     """Converted values, by name.
 
     Attributes:
-        tensors: see `records.Record`.
+        tensors: see `records.DumpContents`.
         numbers: single numbers.
         texts: a text for each row.
         about: plain values that are none of these.
@@ -46,7 +46,7 @@ class Columns:
     upcast: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def metadata(self) -> dict[str, object]:
-        """Return the metadata for `Record.about`."""
+        """Return the metadata for `DumpContents.about`."""
         conversions = {"left_out": self.left_out, "upcast": self.upcast}
         return {**self.about, **{name: value for name, value in conversions.items() if value}}
 

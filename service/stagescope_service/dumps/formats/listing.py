@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from stagescope.wire.errors import NotFound, StagescopeError, TooLarge
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.formats.content import damage_of
-from stagescope_service.dumps.records import SECTIONS, DumpEntry, DumpProblem, Record
+from stagescope_service.dumps.records import SECTIONS, DumpContents, DumpEntry, DumpProblem
 from stagescope_service.store.artifacts import confine
 from stagescope_service.store.tensorfile import disk_errors
 
@@ -37,10 +37,10 @@ class FileDump:
     kind: str
     entries: Sequence[DumpEntry]
     problems: Sequence[DumpProblem]
-    reader: Callable[[DumpEntry], Record]
+    reader: Callable[[DumpEntry], DumpContents]
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
-    def read(self, entry: DumpEntry) -> Record:
+    def read(self, entry: DumpEntry) -> DumpContents:
         """Read one entry; see `records.Dump.read`."""
         return self.reader(entry)
 

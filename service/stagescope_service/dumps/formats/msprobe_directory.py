@@ -26,7 +26,7 @@ from stagescope_service.dumps.formats.listing import (
     files_below,
     unknown_file,
 )
-from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location
 
 KIND: Final = "msprobe"
 DUMP_FILES: Final = ("dump.json", "debug.json")
@@ -148,8 +148,8 @@ def _place_of(directory: Path) -> Location:
     return Location(step, stage, None, int(rank[1]) if rank else None, part)
 
 
-def read_entry(entry: DumpEntry) -> Record:
+def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one tensor; see `records.Dump.read`."""
     found = Columns()
     found.add(entry.key, read_content(entry.path))
-    return Record(entry, found.tensors, found.numbers, about=found.metadata())
+    return DumpContents(entry, found.tensors, found.numbers, about=found.metadata())

@@ -40,7 +40,7 @@ from stagescope_service.dumps.formats.sequences import (
     row_values,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
-from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 
 KIND: Final = "nemo_rl"
 STAGE: Final = "actor_compute_log_prob"
@@ -110,7 +110,7 @@ def open_nemo_rl(path: Path, *, step: int | None = None) -> FileDump:
     return FileDump(str(path), KIND, sorted(chosen, key=entry_order), problems, read_entry)
 
 
-def read_entry(entry: DumpEntry) -> Record:
+def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one file; see `records.Dump.read`."""
     rows = [_unlisted(line) for line in read_objects(entry.path)]
     if any("token_ids" not in row for row in rows):
@@ -137,7 +137,7 @@ def read_entry(entry: DumpEntry) -> Record:
         "streams": {name: _PRODUCERS[name] for name in _PRODUCERS if _has(found, name)},
     }
     groups, samples = prompt_ids(sequences)
-    return Record(
+    return DumpContents(
         entry, found.tensors, {}, samples, groups, found.texts, "response_mask", found.metadata()
     )
 

@@ -40,7 +40,7 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
-from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 from stagescope_service.store.tensorfile import disk_errors
 
 KIND: Final = "nexrl"
@@ -232,7 +232,7 @@ def _missing(path: Path, kind: str, location: Location) -> DumpProblem:
     )
 
 
-def read_entry(entry: DumpEntry) -> Record:
+def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one file; see `records.Dump.read`."""
     data = read_content(entry.path)
     if entry.path.suffix == ".jsonl":
@@ -265,7 +265,7 @@ def _join_lines(lines: list[FileValue], path: Path) -> FileValue:
     return {**batches[0], "trajectories": rows, "num_trajectories": len(rows)}
 
 
-def _read_tensors(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> Record:
+def _read_tensors(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> DumpContents:
     metrics = data.pop("metrics", None)
     if isinstance(metrics, dict):
         data |= flatten(metrics, "metrics/")
@@ -274,7 +274,9 @@ def _read_tensors(entry: DumpEntry, data: dict[str, FileValue], found: Columns) 
     masks = _MASKS.get(entry.key, ())
     mask = next((name for name in masks if name in found.tensors), None)
     samples = _sample_ids(found)
-    return Record(entry, found.tensors, found.numbers, samples, mask=mask, about=found.metadata())
+    return DumpContents(
+        entry, found.tensors, found.numbers, samples, mask=mask, about=found.metadata()
+    )
 
 
 def _sample_ids(found: Columns) -> RowIds:
@@ -288,23 +290,23 @@ def _sample_ids(found: Columns) -> RowIds:
     return None
 
 
-def _read_metrics(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> Record:
+def _read_metrics(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> DumpContents:
     metrics = data.pop("metrics", None)
     for name, value in flatten(metrics if isinstance(metrics, dict) else {}).items():
         found.add(name, value)
-    return Record(entry, found.tensors, found.numbers, about=found.metadata())
+    return DumpContents(entry, found.tensors, found.numbers, about=found.metadata())
 
 
-def _read_parameter(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> Record:
+def _read_parameter(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> DumpContents:
     name = str(data.pop("param_name", entry.key))
     found.add(name, data.pop(entry.key, None))
     more = data.pop("more", None)  # of this project's exports: NexRL's files have one parameter
     for other, value in {**data, **(more if isinstance(more, dict) else {})}.items():
         found.add(other, value)
-    return Record(entry, found.tensors, found.numbers, about=found.metadata())
+    return DumpContents(entry, found.tensors, found.numbers, about=found.metadata())
 
 
-def _read_rows(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> Record:
+def _read_rows(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> DumpContents:
     is_datums = entry.key == "datums"
     rows = data.pop("datums" if is_datums else "trajectories", None)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -316,7 +318,7 @@ def _read_rows(entry: DumpEntry, data: dict[str, FileValue], found: Columns) -> 
             found.add(name, value)  # NexRL writes an empty list a row if there are no advantages
     mask = "loss_fn_inputs/loss_mask" if is_datums else "loss_mask"
     groups, samples = name_samples(flat, found)
-    return Record(
+    return DumpContents(
         entry, found.tensors, found.numbers, samples, groups, found.texts,
         mask if mask in found.tensors else None, found.metadata(),
     )  # fmt: skip
@@ -330,7 +332,7 @@ def _flat_row(row: dict[str, FileValue]) -> dict[str, FileValue]:
     return flatten({**row, **texts})
 
 
-_Reader: TypeAlias = Callable[[DumpEntry, dict[str, FileValue], Columns], Record]
+_Reader: TypeAlias = Callable[[DumpEntry, dict[str, FileValue], Columns], DumpContents]
 _READERS: Final[Mapping[str, _Reader]] = {
     "trajectory": _read_rows,
     "prepared_trajectories": _read_rows,

@@ -14,7 +14,7 @@ from stagescope.batch import Tensor
 from stagescope.batch import widened as widen
 from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
-from stagescope_service.dumps.records import Record
+from stagescope_service.dumps.records import DumpContents
 from stagescope_service.store.tensorfile import WireTensor
 
 RowValue: TypeAlias = "str | int | float | Array"
@@ -49,7 +49,7 @@ def values_of(tensor: WireTensor, *, exact: bool = True) -> Sequence[Array]:
     return [values[a:b] for a, b in itertools.pairwise(offsets)]
 
 
-def rows_of(record: Record) -> Iterator[dict[str, RowValue]]:
+def rows_of(record: DumpContents) -> Iterator[dict[str, RowValue]]:
     """Yield each row of a record: name -> array, number or text; `group_id` and `run_id` too."""
     columns: dict[str, Sequence[RowValue]] = {
         name: values_of(wire, exact=False) for name, wire in record.tensors.items()

@@ -16,7 +16,7 @@ from stagescope.wire.errors import InvalidTensor, StagescopeError
 from stagescope.wire.keep import family, sections_of
 from stagescope.wire.schema import PART_FIELDS, Part
 from stagescope_service.dumps.formats.columns import Columns, number_of, unique_samples
-from stagescope_service.dumps.records import SECTIONS, DumpEntry, Location, Record, mapping
+from stagescope_service.dumps.records import SECTIONS, DumpContents, DumpEntry, Location, mapping
 from stagescope_service.store.tensorfile import WireTensor, describe_file, map_tensors
 
 ROW_OFFSETS: Final = ".row_offsets"
@@ -32,7 +32,7 @@ _IDS: Final = ("sample_ids", "group_ids")
 _CU_SEQLENS: Final = "cu_seqlens"
 
 
-def read_section(entry: DumpEntry) -> Record:
+def read_section(entry: DumpEntry) -> DumpContents:
     """Read one section of one file; see `records.Dump.read`."""
     file = map_tensors(entry.path)
     tensors, metadata = _with_row_offsets(file.tensors), file.metadata
@@ -50,14 +50,14 @@ def read_section(entry: DumpEntry) -> Record:
     samples, groups = None, None
     if entry.section in ROW_SECTIONS:
         samples, groups = _ids(metadata, found)
-    return Record(
+    return DumpContents(
         entry, found.tensors, found.numbers, samples, groups,
         _texts(metadata, entry.section, sections), mask_in(entry.section, found.tensors),
         found.metadata(),
     )  # fmt: skip
 
 
-def read_payload(entry: DumpEntry) -> Record:
+def read_payload(entry: DumpEntry) -> DumpContents:
     """Read a complete file: every tensor under the name with which it was recorded.
 
     `about` holds its metadata `meta`, `job` and `settings`; see `records.Dump.read`.
@@ -66,7 +66,7 @@ def read_payload(entry: DumpEntry) -> Record:
     metadata, job = file.metadata, mapping(file.metadata, "job")
     strings = _strings(metadata)
     scalars = nonfinite.numbers(mapping(metadata, "scalars"))
-    return Record(
+    return DumpContents(
         entry,
         file.tensors,
         numbers={name: v for name, v in scalars.items() if type(v) in (int, float)},

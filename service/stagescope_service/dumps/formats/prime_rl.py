@@ -40,7 +40,7 @@ from stagescope_service.dumps.formats.sequences import (
     row_values,
 )
 from stagescope_service.dumps.pickles.torch_file import FileValue
-from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 
 KIND: Final = "prime_rl"
 STAGE: Final = "actor_update"
@@ -135,7 +135,7 @@ def _unstable(entries: Sequence[DumpEntry]) -> list[DumpProblem]:
     return found
 
 
-def read_entry(entry: DumpEntry) -> Record:
+def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one rank's file of a step; see `records.Dump.read`."""
     rows = read_objects(entry.path)
     versions = {str(row.get("schema_version")) for row in rows}
@@ -168,7 +168,7 @@ def read_entry(entry: DumpEntry) -> Record:
     groups, _ = prompt_ids(sequences)
     # The order of a prompt's sequences is that of packing, and differs from run to run: samples
     # pair by their content.
-    return Record(
+    return DumpContents(
         entry, found.tensors, {}, None, groups, found.texts, "response_mask", found.metadata()
     )
 

@@ -38,7 +38,7 @@ from stagescope_service.dumps.formats.sequences import (
     response_tensors,
     row_values,
 )
-from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 from stagescope_service.store.tensorfile import disk_errors
 
 KIND: Final = "prime_rl_traces"
@@ -270,7 +270,7 @@ def _number(update: Json, *path: str) -> int | None:
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
-def read_entry(entry: DumpEntry) -> Record:
+def read_entry(entry: DumpEntry) -> DumpContents:
     """Read the rows of a step; see `records.Dump.read`."""
     root = _root(entry.path)
     found_files, _ = files_of(root)
@@ -381,7 +381,7 @@ def _sequence(nodes: Sequence[Json], streams: Mapping[str, list[Any]]) -> tuple[
     ), nulls
 
 
-def _record(entry: DumpEntry, rows: Sequence[_Row]) -> Record:
+def _record(entry: DumpEntry, rows: Sequence[_Row]) -> DumpContents:
     sequences = [row.sequence for row in rows]
     found = Columns()
     found.tensors |= response_tensors(sequences)
@@ -406,6 +406,6 @@ def _record(entry: DumpEntry, rows: Sequence[_Row]) -> Record:
     }
     groups, _ = prompt_ids(sequences)
     # Traces are named anew in each run: samples pair by their content.
-    return Record(
+    return DumpContents(
         entry, found.tensors, {}, None, groups, found.texts, "response_mask", found.metadata()
     )

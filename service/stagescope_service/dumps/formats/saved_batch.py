@@ -27,7 +27,13 @@ from stagescope_service.dumps.formats.listing import (
     unknown_file,
 )
 from stagescope_service.dumps.formats.own_file import ROW_SECTIONS, mask_in, name_in_record
-from stagescope_service.dumps.records import SECTIONS, DumpEntry, DumpProblem, Location, Record
+from stagescope_service.dumps.records import (
+    SECTIONS,
+    DumpContents,
+    DumpEntry,
+    DumpProblem,
+    Location,
+)
 from stagescope_service.rows.ragged import unpadded
 from stagescope_service.store.tensorfile import describe_file
 
@@ -89,7 +95,7 @@ def open_batch(path: Path, *, step: int | None = None) -> FileDump:
     return FileDump(str(path), KIND, entries, problems, read_entry, about)
 
 
-def read_entry(entry: DumpEntry) -> Record:
+def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one section of one part; see `records.Dump.read`."""
     batch = _loaded(entry.path)
     micro, own = batch, dict[str, Tensor]()
@@ -108,7 +114,7 @@ def read_entry(entry: DumpEntry) -> Record:
         samples = None if ids is None else unique_samples(ids, found)
         groups = micro.strings.get("group_ids")
     texts = dict(micro.strings) if entry.section == "trajectories" and micro.rows else {}
-    return Record(
+    return DumpContents(
         entry, found.tensors, found.numbers, samples, groups if groups and all(groups) else None,
         {n: each for n, each in texts.items() if n not in ("sample_ids", "group_ids")},
         mask_in(entry.section, found.tensors), found.metadata(),

@@ -27,7 +27,7 @@ from stagescope_service.dumps.formats.listing import (
     unrecognized_file,
 )
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue
-from stagescope_service.dumps.records import DumpEntry, Location, Record
+from stagescope_service.dumps.records import DumpContents, DumpEntry, Location
 from stagescope_service.rows.ragged import cumulative, slice_indexes
 
 KIND: Final = "slime"
@@ -107,7 +107,7 @@ def _entries_of(found: ListedFile, values: Sequence[str | int]) -> list[DumpEntr
     return [DumpEntry(section, location, found.path, found.bytes, section) for section in sections]
 
 
-def read_entry(entry: DumpEntry) -> Record:
+def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one section of a file; see `records.Dump.read`."""
     data = read_shared(entry.path)
     samples = data.get("samples") if isinstance(data, dict) else None
@@ -143,7 +143,7 @@ def read_entry(entry: DumpEntry) -> Record:
     found.about["alignment"] = "responses alone, not shifted"
     mask = "response_mask" if "response_mask" in found.tensors else None
     groups, sample_uids = _row_ids(rows, found)
-    return Record(
+    return DumpContents(
         entry, found.tensors, {}, sample_uids, groups, found.texts, mask, found.metadata()
     )  # fmt: skip
 

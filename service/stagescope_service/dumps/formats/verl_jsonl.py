@@ -24,7 +24,7 @@ from stagescope_service.dumps.formats.listing import (
     files_of,
     unknown_file,
 )
-from stagescope_service.dumps.records import DumpEntry, DumpProblem, Location, Record
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, Location
 
 KIND: Final = "verl"
 
@@ -94,7 +94,7 @@ def _stage(found: ListedFile) -> str | None:
     return found.name.rpartition("/")[0] or None
 
 
-def read_entry(entry: DumpEntry) -> Record:
+def read_entry(entry: DumpEntry) -> DumpContents:
     """Read one file; see `records.Dump.read`."""
     lines = read_content(entry.path)
     assert isinstance(lines, list)
@@ -110,7 +110,7 @@ def read_entry(entry: DumpEntry) -> Record:
     for group in groups:
         samples.append(f"{group}_{seen[group]}")
         seen[group] += 1
-    return Record(
+    return DumpContents(
         entry, found.tensors, {}, tuple(samples), groups, found.texts, about=found.metadata()
     )
 

@@ -19,7 +19,7 @@ from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.joining.column import Allocate, Assembly, Column
 from stagescope_service.dumps.joining.parts import DumpParts, find_parts
 from stagescope_service.dumps.joining.rows import RecordedPart
-from stagescope_service.dumps.records import Dump, Record
+from stagescope_service.dumps.records import Dump, DumpContents
 from stagescope_service.rows.positions import POSITION_TENSORS, TokenPositions, token_positions
 from stagescope_service.rows.ragged import RowBlock, row_block
 
@@ -177,7 +177,7 @@ class _Joiner:
         is_of_tokens = mask is not None and mask[1][:2] == shape[:2]
         return (shape[0], part.span, *shape[2:]) if is_of_tokens else None
 
-    def _add(self, index: int, part: RecordedPart, record: Record) -> None:
+    def _add(self, index: int, part: RecordedPart, record: DumpContents) -> None:
         tensors = part.unpack(record)
         in_fragments = not part.is_whole and part.span is not None
         tokens = token_positions(tensors, part.count) if in_fragments else None

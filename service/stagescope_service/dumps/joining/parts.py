@@ -14,7 +14,7 @@ from stagescope.batch.data import flow_index
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope.wire.schema import STAGES, Part
 from stagescope_service.dumps.joining.rows import RecordedPart, RowIndex, rows_lacking_ranks
-from stagescope_service.dumps.records import Dump, DumpEntry, Record, mapping
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, mapping
 from stagescope_service.rows.positions import has_positions, token_positions
 from stagescope_service.rows.ragged import Bools
 from stagescope_service.store.tensorfile import WireTensor
@@ -178,7 +178,7 @@ class _Scanner:
                 "part": str(location.part),
             })  # fmt: skip
 
-    def _add_rows(self, part: RecordedPart, record: Record) -> None:
+    def _add_rows(self, part: RecordedPart, record: DumpContents) -> None:
         tensors = part.unpack(record)
         texts = dict(record.row_texts)
         if record.groups is not None:
@@ -289,7 +289,7 @@ def _missing_ranks(parts: Iterable[RecordedPart]) -> list[Gap]:
     ]
 
 
-def _count_rows(record: Record, tensors: Mapping[str, WireTensor]) -> int:
+def _count_rows(record: DumpContents, tensors: Mapping[str, WireTensor]) -> int:
     """Return the number of rows: that of the sample ids, unless no tensor has as many."""
     if record.samples is not None:
         count = len(record.samples)

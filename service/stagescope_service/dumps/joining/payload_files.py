@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.dumps.formats.own_file import place_of_job, read_payload
-from stagescope_service.dumps.records import DumpEntry, DumpProblem, Record, mapping
+from stagescope_service.dumps.records import DumpContents, DumpEntry, DumpProblem, mapping
 from stagescope_service.store.tensorfile import describe_file, disk_errors
 
 
@@ -51,7 +51,7 @@ class PayloadFiles:
         """Files that cannot be read."""
         return self._problems
 
-    def read(self, entry: DumpEntry) -> Record:
+    def read(self, entry: DumpEntry) -> DumpContents:
         """Read a file; see `records.Dump.read`."""
         file, record = self._files[entry.path], read_payload(entry)
         catalogued = {

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from stagescope.wire.schema import Part
-from stagescope_service.dumps.records import DumpEntry, Record, mapping
+from stagescope_service.dumps.records import DumpContents, DumpEntry, mapping
 from stagescope_service.rows.positions import has_positions
 from stagescope_service.rows.ragged import Int64
 from stagescope_service.store.tensorfile import WireTensor
@@ -28,7 +28,7 @@ class RecordedPart:
         count: number of its rows.
         texts: other texts of each row, by name.
         shapes: of its tensors that have rows, side by side.
-        about: `Record.about` of its entries.
+        about: `DumpContents.about` of its entries.
         rows: their indices among the step's rows; None if unknown.
         consumed: of a rollout that several steps consumed: the indices, in this part, of the rows
             that this step consumed; None: all.
@@ -80,7 +80,7 @@ class RecordedPart:
     def _layout(self) -> Mapping[str, object]:
         return mapping(mapping(self.about, "job"), "layout")
 
-    def unpack(self, record: Record) -> dict[str, WireTensor]:
+    def unpack(self, record: DumpContents) -> dict[str, WireTensor]:
         """Return a record's tensors; `cu_seqlens` becomes the row offsets of the others."""
         packed = record.tensors.get(_PACKED)
         if packed is None:

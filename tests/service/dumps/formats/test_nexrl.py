@@ -17,12 +17,12 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.nexrl import MICRO_TYPES, place_of_file
-from stagescope_service.dumps.records import Dump, DumpEntry, Location, Record, mapping
+from stagescope_service.dumps.records import Dump, DumpContents, DumpEntry, Location, mapping
 
 PARAMETER = "model.layers.0.self_attn.q_proj.weight"
 
 
-def one(dump: Dump, key: str, rank: int | None = None, micro: int = 0) -> Record:
+def one(dump: Dump, key: str, rank: int | None = None, micro: int = 0) -> DumpContents:
     location = (rank, Part(microbatch=micro))
     found = [
         e for e in dump.entries if e.key == key and (e.location.rank, e.location.part) == location

@@ -14,11 +14,11 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, NotFound
 from stagescope.wire.schema import Part
 from stagescope_service.dumps.discover import open_dump
 from stagescope_service.dumps.formats.own import open_files
-from stagescope_service.dumps.records import Dump, Location, Record
+from stagescope_service.dumps.records import Dump, DumpContents, Location
 from stagescope_service.store.artifacts import write_tensors
 
 
-def one(dump: Dump, section: str, rank: int = 0, micro: int = 0) -> Record:
+def one(dump: Dump, section: str, rank: int = 0, micro: int = 0) -> DumpContents:
     location = (section, rank, Part(microbatch=micro))
     found = [e for e in dump.entries if (e.section, e.location.rank, e.location.part) == location]
     assert len(found) == 1

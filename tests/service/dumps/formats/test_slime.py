@@ -10,16 +10,16 @@ from tests.support.dump_files import GROUP, Batch, make_batch, slime_rollout_fil
 
 from stagescope.wire.errors import InvalidTensor, NotFound
 from stagescope_service.dumps.discover import open_dump
-from stagescope_service.dumps.records import Dump, Record, mapping
+from stagescope_service.dumps.records import Dump, DumpContents, mapping
 
 
-def read(dump: Dump, section: str, stage: str) -> Record:
+def read(dump: Dump, section: str, stage: str) -> DumpContents:
     found = [e for e in dump.entries if (e.section, e.location.stage) == (section, stage)]
     assert len(found) == 1
     return dump.read(found[0])
 
 
-def rows_of(record: Record, name: str) -> list[list[object]]:
+def rows_of(record: DumpContents, name: str) -> list[list[object]]:
     _, _, values, offsets = record.tensors[name]
     assert offsets is not None
     return [values[a:b].tolist() for a, b in itertools.pairwise(offsets)]

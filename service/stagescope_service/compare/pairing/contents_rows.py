@@ -22,7 +22,7 @@ from stagescope_service.compare.flow import (
     TOKENS,
     is_structural,
 )
-from stagescope_service.dumps.records import SHIFTED_BY_ONE, Record
+from stagescope_service.dumps.records import SHIFTED_BY_ONE, DumpContents
 from stagescope_service.rows.positions import has_positions
 from stagescope_service.rows.ragged import (
     Bools,
@@ -65,11 +65,11 @@ class RowExtent(NamedTuple):
     keep: Bools | None
 
 
-class RecordRows:
+class ContentsRows:
     """The row tensors of a record; `count` is None where it has none."""
 
     def __init__(
-        self, record: Record, find_mask: Callable[[RecordRows], Bools | None] | None = None
+        self, record: DumpContents, find_mask: Callable[[ContentsRows], Bools | None] | None = None
     ) -> None:
         """Index a record.
 
@@ -121,7 +121,7 @@ class RecordRows:
             self._ones[name] = bits == one
         return self._ones[name]
 
-    def share_ones(self, other: RecordRows, name: str) -> None:
+    def share_ones(self, other: ContentsRows, name: str) -> None:
         """Reuse the cached bools of a mask that is equal in another record."""
         self._ones[name] = other.ones(name)
 
@@ -195,7 +195,7 @@ class RecordRows:
         ones[slice_indexes(starts, mask.lengths)] = self.ones("response_mask")
         return ones
 
-    def repeat_by_token(self, name: str, other: RecordRows) -> bool:
+    def repeat_by_token(self, name: str, other: ContentsRows) -> bool:
         """Repeat one value a row for each token, if another record has a value for each token."""
         own, of_other = self.tensor(name), other.tensor(name)
         mask = next((each for each in MASKS if each in self.names), None)
@@ -270,7 +270,7 @@ class RecordRows:
         return hash_rows(flat, tensor.offsets, keep)
 
 
-def _unshifted(record: Record) -> Record:
+def _unshifted(record: DumpContents) -> DumpContents:
     """Return a record in which index t of every tensor is token t; see `SHIFTED_BY_ONE`."""
     alignment = record.about.get("alignment")
     shifted = (
@@ -291,7 +291,7 @@ def _unshifted(record: Record) -> Record:
     return dataclasses.replace(record, tensors=tensors) if shifted else record
 
 
-def _with_texts_as_tokens(record: Record) -> Record:
+def _with_texts_as_tokens(record: DumpContents) -> DumpContents:
     """Return a record; if it has texts and no tokens, their UTF-8 bytes stand for tokens."""
     if not record.row_texts or any(name in TOKENS for name in record.tensors):
         return record
@@ -305,7 +305,7 @@ def _with_texts_as_tokens(record: Record) -> Record:
     return dataclasses.replace(record, tensors=tensors)
 
 
-def _row_count(record: Record) -> int | None:
+def _row_count(record: DumpContents) -> int | None:
     if record.entry.section in NAMED_SECTIONS:
         return None
     for texts in (record.samples, record.groups, *record.row_texts.values()):
