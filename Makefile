@@ -16,6 +16,9 @@ PYTHON_LOWEST ?= $(shell for python in python3.10 $(HOME)/.pyenv/versions/3.10.*
 LOWEST_INSTALL := $(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-lowest.txt
 LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 
+# Where the environment forbids bytecode, each of the tests' processes would compile every module anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo pictures test test-trackers test-verl test-lowest verl check check-fast bench bench-verl format clean help
 
 help:  ## list the targets

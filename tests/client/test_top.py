@@ -28,6 +28,7 @@ from tests.support.stores import eventually
 
 from stagescope.session import Session
 from stagescope.top import RunReader, RunSnapshot, screen
+from stagescope.wire.schema import BEGIN
 
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -329,11 +330,12 @@ def test_once_prints_one_screen(trained: Service) -> None:
 
 
 def test_1024_ranks_fit(live: Service) -> None:
-    ranks = [Rank(live, rank=rank, world_size=1024) for rank in range(1024)]
-    for rank in ranks:
-        rank.begin("rollout_generate", 1)
-    for rank in ranks[:1000]:
-        rank.end("rollout_generate", 1)
+    ranks = [Rank(live, rank=rank, world_size=1024, greets=False) for rank in range(1024)]
+    live.engine.take_together([rank.hello for rank in ranks])
+    live.engine.take_together([
+        *(rank.draft_stage("rollout_generate", 1) for rank in ranks[:1000]),
+        *(rank.draft(BEGIN, stage="rollout_generate", step=1) for rank in ranks[1000:]),
+    ])  # fmt: skip
     with top(live, "r") as terminal:
         frame = terminal.wait_for_text("1000/1024")
         assert fits(frame, 24, 80)

@@ -288,14 +288,20 @@ class Rank:
         world_size: int | None = 2,
         start: float = 1_000.0,
         incarnation: str | None = None,
+        greets: bool = True,
         **hello: object,
     ) -> None:
+        """Send its hello, or, unless it greets, leave `hello` to be sent with those of others."""
         self.service = service
         self.clock = start
         self.seq = 0
         name = incarnation or f"{run}-{key}-{role}-{rank}"
         self.sender = schema.Sender(name, run, key, role, rank, started=start)
-        self.say(schema.HELLO, **({"world_size": world_size} if world_size else {}), **hello)
+        if world_size:
+            hello["world_size"] = world_size
+        self.hello = self.draft(schema.HELLO, **hello)
+        if greets:
+            self._take(self.hello)
 
     def say(self, kind: str, handed: object = None, /, **fields: object) -> int:
         """Send one event straight to the engine; return its seq."""

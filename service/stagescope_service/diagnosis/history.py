@@ -358,8 +358,12 @@ class RunHistory:
     # --- the newest measured step ---------------------------------------------------------------
     @cached_property
     def newest(self) -> MeasuredStep | None:
-        """The newest step with numbers; None: no step has any, or only an older version's."""
-        found = (self._measured(step) for step in reversed(self.measured))
+        """The newest step with numbers; None: of the newest, none has any that can be read.
+
+        Where an older version wrote them, no step has: not every step of a long run is read to
+        find that out, each time that a rule asks.
+        """
+        found = (self._measured(step) for step in reversed(self.measured[-_CACHED:]))
         return next((each for each in found if each is not None), None)
 
     @cached_property

@@ -19,6 +19,7 @@ from tests.support.measure import payload
 from tests.support.shown_run import BROKEN, RUN, keep_tensors, shown
 from tests.support.shown_run import payload as shown_payload
 
+from stagescope.wire import schema
 from stagescope_service.api.report import routes
 from stagescope_service.api.report.parts import Section
 from stagescope_service.store.contract import Put
@@ -272,15 +273,24 @@ def test_a_long_run_of_many_ranks_stays_below_8_megabytes(tmp_path: Path) -> Non
     steps, ranks = 10_000, 1024
     with service(tmp_path / "home", recorded=False) as running:
         actors = [
-            Rank(running, run="r", rank=rank, world_size=ranks, layout={"host": f"n{rank // 8}"})
+            Rank(
+                running, rank=rank, world_size=ranks, layout={"host": f"n{rank // 8}"}, greets=False
+            )
             for rank in range(ranks)
         ]
+        running.engine.take_together([actor.hello for actor in actors])
         for step in (steps - 1, steps):
-            for rank, actor in enumerate(actors):
-                handed = shown_payload(step, rank, rows=1, rounds=16, tokens=16)
-                actor.stage("actor_compute_log_prob", step, handed)
-        for actor in actors:
-            actor.begin("actor_compute_log_prob", steps + 1)
+            running.engine.take_together([
+                actor.draft_stage(
+                    "actor_compute_log_prob", step,
+                    shown_payload(step, rank, rows=1, rounds=16, tokens=16),
+                )
+                for rank, actor in enumerate(actors)
+            ])  # fmt: skip
+        running.engine.take_together([
+            actor.draft(schema.BEGIN, stage="actor_compute_log_prob", step=steps + 1)
+            for actor in actors
+        ])  # fmt: skip
         fill(running, range(1, steps - 1))
         overview = running.get("/steps", run="r", limit=1000)
         assert len(overview["rows"]) == 1000
