@@ -19,7 +19,7 @@ LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 # Where the environment forbids bytecode, each of the tests' processes would compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo pictures test test-trackers test-verl test-lowest verl check check-fast bench bench-verl format clean help
+.PHONY: demo pictures test test-trainings test-trackers test-verl test-lowest verl check check-fast bench bench-verl format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -31,8 +31,11 @@ demo: $(VENV)/installed-demo  ## a service, a training that is killed and resume
 # than cores: many tests wait for processes, browsers and leases. Two clusters at a time, on whatever
 # machine: more on two cores, and Ray's own deadlines for a start pass.
 PARALLEL := -m "not ray" -n $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))) --dist loadfile
+# Whole trainings of the examples, of TRL, Lightning and Hugging Face's Trainer: as with verl, by themselves.
+TRAININGS := tests/examples/countdown/test_false_alarms.py tests/examples/attach \
+	$(wildcard tests/workers/integrations/test_trl*.py)
 # It takes longest: begun last, it would be alone on the machine in the end.
-LONGEST := tests/examples/countdown/test_false_alarms.py
+LONGEST := tests/service/api/test_page.py
 WITH_RAY := -m ray -n 2 --dist loadfile
 # Nothing runs beside it: it holds what is killed to the seconds after which it answers again.
 RAY_ALONE := tests/integration/test_faults.py
@@ -42,10 +45,13 @@ RAY_FIRST := $(addprefix tests/integration/test_,clusters.py compare_over_ray.py
 	$(addprefix tests/integration/test_,triggers_over_ray.py replay_over_ray.py captures_over_ray.py)
 RAY := $(RAY_FIRST) $(filter-out $(RAY_FIRST) $(RAY_ALONE),$(wildcard tests/integration/test_*.py tests/examples/*/test_*.py))
 
-test: $(VENV)/installed-dev  ## every test (a real Ray cluster, real msprobe, real databases)
-	$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder $(LONGEST) tests
+test: $(VENV)/installed-dev  ## every test but whole trainings (a real Ray cluster, real msprobe, real databases)
+	$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder $(addprefix --ignore=,$(TRAININGS)) $(LONGEST) tests
 	$(BIN)/python -m pytest $(WITH_RAY) --no-loadscope-reorder $(RAY)
 	$(BIN)/python -m pytest -m ray $(RAY_ALONE)
+
+test-trainings: $(VENV)/installed-dev  ## whole trainings of TRL, Lightning, Hugging Face's Trainer; 200 healthy steps without a false alarm
+	$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder $(TRAININGS)
 
 test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our numbers against its own, its tests with us
 	$(VERL)/bin/python -m pytest -n 2 --dist loadfile tests/verl
@@ -63,7 +69,7 @@ RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py writers.py c
 
 # What no version can break, at length: our own state machine, rules on numbers and tables, and what
 # a browser makes of a page that the other tests hold to be the same.
-PURE := tests/test_structure.py $(LONGEST) \
+PURE := tests/test_structure.py tests/examples/countdown/test_false_alarms.py \
 	tests/service/core tests/service/diagnosis tests/service/api/test_page.py \
 	tests/service/api/figures/test_in_browser.py \
 	$(addprefix tests/service/coordinator/test_,journal.py triggering.py weight_comparer.py) \
@@ -80,7 +86,7 @@ check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pyright
-	$(MAKE) test
+	$(MAKE) test test-trainings
 
 # What needs neither Ray, a database, a browser nor msprobe, but the longest searches of hypothesis.
 FAST := tests/test_structure.py tests/client $(addprefix tests/service/,core statistics triggers) \
