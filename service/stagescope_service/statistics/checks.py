@@ -5,6 +5,10 @@ either side leaves d almost uncorrelated with q, since E[d | context] is of seco
 temperature instead makes d proportional to q within a context: corr(d, q) is then the square root
 of the share of q's variance that is within contexts, at any temperature. Under truncation E[r] is
 the mass that was kept. The bounds were calibrated on the batches of `tests/support/sampler.py`.
+
+A check that tests noise (`temperature`, `calibration`) needs both: a number of standard errors that
+noise alone reaches with a stated probability, and a size that matters. Of differences that hardly
+exist even certain ones are of no consequence, and their noise is that of few tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Final, Literal, NamedTuple
 
 from stagescope_service.statistics.cell import Cell, Field
@@ -36,6 +41,9 @@ SHIFTED_RATIO: Final = 0.5
 """mean |d| at another lag over that at lag 0, below which the streams are shifted."""
 UNRELATED: Final = 0.75
 """Correlation of p and q below which they are different quantities."""
+DRIFTED_UNRELATED: Final = 0.2
+"""The same where older policy versions sampled the tokens: an update that goes far lowers the
+correlation of the same tokens, and only other tokens leave nearly none."""
 FLAT: Final = 0.1
 """Standard deviation of both streams, in nats, below which noise alone may decorrelate them."""
 FAR_TOKENS: Final = 8
@@ -51,8 +59,12 @@ FITS: Final = 0.5
 SCALED_CORRELATION: Final = 0.4
 """Minimum |corr(d, q)| of a temperature; noise alone stays below 0.2 in the smallest batches."""
 SCALED_SLOPE: Final = 0.02
-SCALED_Z: Final = 4.0
-"""Standard errors of corr(d, q), counting as many tokens as share d's variance."""
+SCALED_SIZE: Final = 1e-3
+"""Minimum mean |d| of a temperature, in nats: a smaller difference does not matter. A temperature
+of 0.98 makes 2e-3 where a model is sure of nearly every token, or of none."""
+SCALED_ALARMS: Final = 6.3e-5
+"""Probability with which independent noise makes a temperature of any of the slices that a check
+looks at: 4 standard errors on either side, and more where there are several slices."""
 NOISE_RATIO: Final = 1.3
 STRONG_RATIO: Final = 1.15
 """|cov(d, q)| / var(d): noise of q itself makes at most 1. The second of strong correlations."""
@@ -317,8 +329,12 @@ def fits(cell: Cell) -> bool:
     return cell.tokens >= MANY and correlation > UNRELATED
 
 
-def unrelated(cell: Cell, p: str, q: str) -> Check:
-    """Check whether p and q describe the same tokens."""
+def unrelated(cell: Cell, p: str, q: str, *, drifts: bool = False) -> Check:
+    """Check whether p and q describe the same tokens.
+
+    `drifts`: whether older policy versions sampled tokens of the cell. A trainer that moved far
+    since then scores the same tokens otherwise; other tokens have no correlation left.
+    """
     correlation = cell.correlation(Field.P_M2, Field.Q_M2, Field.PQ_C)
     values = {"correlation": correlation}
     if cell.tokens < MANY or math.isnan(correlation):
@@ -331,14 +347,18 @@ def unrelated(cell: Cell, p: str, q: str) -> Check:
     far = cell[Field.ABS_OVER_1]
     is_general = far >= max(FAR_TOKENS, FAR_SHARE * cell.tokens)
     is_cut = abs(cell[Field.D_SUM]) > ONE_SIGN * cell[Field.D_ABS_SUM]
-    least = CUT_UNRELATED if is_cut else UNRELATED
-    if correlation < least and spread > FLAT and is_general:
+    usual = CUT_UNRELATED if is_cut else UNRELATED
+    is_low = correlation < usual and spread > FLAT and is_general
+    text = f"correlation {correlation:.3f} token by token"
+    if is_low and drifts and correlation >= DRIFTED_UNRELATED:
+        text += ": older policy versions sampled them, and policy drift explains a low one"
+    elif is_low:
         text = (
             f"{p} correlates with {q} by {correlation:.3f} alone: rows in another order, other "
             "tokens, or another quantity (an entropy?)"
         )
         return Check("unrelated", "suspect", text, values)
-    return Check("unrelated", "ok", f"correlation {correlation:.3f} token by token", values)
+    return Check("unrelated", "ok", text, values)
 
 
 def rounded(cell: Cell, p: str, q: str) -> Check:
@@ -367,38 +387,82 @@ def held_by_bfloat16(cell: Cell, side: str) -> float:
     return (cell[Field[f"{side}_BF16"]] - zeros) / others if others >= ENOUGH else math.nan
 
 
-def scaled(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:
+def scaled(cell: Cell, p: str, q: str, sequences: Sequences, *, slices: int = 1) -> Check:
     """Check whether d grows with q, as it does between temperatures.
 
-    `sequences`: those that the tokens are of. The copies of one response, of a group that a sure
-    model answers alike, are evidence once.
+    With r = corr(d, q), the slope of d on q is b = cov(d, q) / var(q), and its z is r sqrt(m). Of
+    independent noise sum(q d) has the variance sum(q^2 d^2), by Cauchy and Schwarz at most
+    sum(q^2) sum(d^2) / m, where m is the geometric mean of how many tokens carry d and q: those of
+    (sum |x|)^2 / sum(x^2). So a few large d, or the few unsure tokens of a sure model, prove
+    nothing; m counts only the share of them that different responses have.
+    Noise of the trainer leaves b = 0. Noise of q is part of d, too, with the opposite sign: it
+    leaves k = -cov(d, q) / var(d) = 1 (errors in variables), less where the trainer has its own;
+    k has the standard error k sqrt((1 / r^2 - 1) / m).
+
+    Suspect are |r| >= `SCALED_CORRELATION`, |b| >= `SCALED_SLOPE`, |k| >= `NOISE_RATIO`, a mean |d|
+    of at least `SCALED_SIZE`, and a |z|, for b < 0 also a k above 1, of so many standard errors
+    that normal noise has them in any of the slices with a probability of `SCALED_ALARMS`.
+
+    Args:
+        cell: the tokens.
+        p, q: the names of the streams.
+        sequences: those that the tokens are of. The copies of one response, of a group that a sure
+            model answers alike, are evidence once.
+        slices: how many slices of their kind are checked, each of which may be suspect by chance.
     """
     variance, spread = cell[Field.Q_M2], cell[Field.D_M2]
     covariance = cell[Field.PQ_C] - variance
     if cell.tokens < MANY or not variance > 0.0 or not spread > 1e-18 * variance:
         return Check("temperature", "unknown", "too few tokens, or a constant stream")
     slope, correlation = covariance / variance, covariance / math.sqrt(variance * spread)
-    # (sum |d|)^2 / sum d^2: the effective number of tokens in d; a few large ones prove nothing.
-    squares = spread + cell[Field.D_SUM] ** 2 / cell.tokens
-    z = correlation * math.sqrt(cell[Field.D_ABS_SUM] ** 2 / squares)
-    values = {"slope": 1.0 + slope, "correlation": correlation}
+    carrying = math.sqrt(
+        _carrying(cell, Field.D_ABS_SUM, Field.D_SUM, Field.D_M2)
+        * _carrying(cell, Field.Q_SUM, Field.Q_SUM, Field.Q_M2)
+    )
+    z = correlation * math.sqrt(carrying * sequences.different_share)
+    size = cell.mean(Field.D_ABS_SUM)
+    values = {"slope": 1.0 + slope, "correlation": correlation, "z": z, "abs_diff": size}
     # Where noise of q is most of d, d falls with q by as much as it varies.
     is_strong = abs(correlation) > 0.6 and (slope > 0.0 or -covariance > STRONG_RATIO * spread)
+    bound = _normal_bound(SCALED_ALARMS / slices)
     if (
         abs(correlation) >= SCALED_CORRELATION
-        and abs(z) >= SCALED_Z
         and abs(slope) >= SCALED_SLOPE
+        and size >= SCALED_SIZE
         and (abs(covariance) >= NOISE_RATIO * spread or is_strong)
         and cell.tokens * sequences.different_share >= MANY
-        and abs(z) * math.sqrt(sequences.different_share) >= SCALED_Z
+        and abs(z) >= bound
+        and (slope > 0.0 or _beyond_one(-covariance / spread, correlation, z) >= bound)
     ):
         text = (
-            f"{p} grows by {1.0 + slope:.3f} for each nat of {q}, and {correlation**2:.0%} of "
-            "their difference follows from that: the streams were taken at different "
-            "temperatures, or one of them before and one after scaling"
+            f"{p} grows by {1.0 + slope:.3f} for each nat of {q} ({abs(z):.1f} standard errors "
+            f"from 1), and {correlation**2:.0%} of their difference follows from that: the streams "
+            "were taken at different temperatures, or one of them before and one after scaling"
         )
         return Check("temperature", "suspect", text, values)
     return Check("temperature", "ok", f"slope of {p} on {q} is {1.0 + slope:.3f}", values)
+
+
+def _carrying(cell: Cell, size: Field, total: Field, moment: Field) -> float:
+    """Return (sum |x|)^2 / (sum x^2): how many tokens of one size would have these sums.
+
+    Args:
+        cell: the tokens.
+        size, total, moment: sum of |x|, sum of x, and sum of squares around its mean.
+    """
+    squares = cell[moment] + cell[total] ** 2 / cell.tokens
+    return cell[size] ** 2 / squares if squares > 0.0 else 0.0
+
+
+def _beyond_one(ratio: float, correlation: float, z: float) -> float:
+    """Return the standard errors by which -cov(d, q) / var(d) is above 1; see `scaled`."""
+    rest = math.sqrt(max(1.0 - correlation * correlation, 0.0))
+    return (ratio - 1.0) * abs(z) / (ratio * rest) if rest else math.inf
+
+
+def _normal_bound(chance: float) -> float:
+    """Return the |z| that a normal number exceeds with a probability."""
+    return -NormalDist().inv_cdf(chance / 2.0)
 
 
 def biased(cell: Cell, p: str, q: str, sequences: Sequences) -> Check:

@@ -122,10 +122,12 @@ def examine(summary: Summary, ranks: Sequence[RankRow] = ()) -> Comparability:
     """
     pair, total = summary.pair, summary.total
     found = [bitwise_equal(total, pair, summary.produced, ranks)]
-    found += _check_cell(total, pair, summary.fresh, summary.sequences)
+    drifts = summary.has_stale_tokens
+    found += _check_cell(total, pair, summary.fresh, summary.sequences, drifts=drifts)
     found += [_missing_values(summary), _versions(summary)]
+    if drifts:  # the fresh ones among them need no allowance for it
+        found.append(unrelated(summary.fresh, *pair))
     scopes = [Scope(check, total.tokens, 0) for check in found]
-    drifts = _has_stale_tokens(summary)
     if len(ranks) > 1:
         of_ranks = [
             _Part(f"{row.role} {row.rank}", row.cell, row.produced or summary.produced)
@@ -150,7 +152,10 @@ def examine_ranks(summary: Summary, ranks: Sequence[RankRow]) -> list[Comparabil
     found = []
     for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
         own = [bitwise_equal(row.cell, summary.pair, row.produced or summary.produced)]
-        own += _check_cell(row.cell, summary.pair, row.cell, summary.sequences)
+        own += _check_cell(
+            row.cell, summary.pair, row.cell, summary.sequences,
+            slices=len(ranks), drifts=summary.has_stale_tokens,
+        )  # fmt: skip
         found.append(_rank_checks(row.cell, _of_rank(row, own, samples)))
     return found
 
@@ -254,11 +259,11 @@ def causes_of_ranks(
         besides: A cause that is already reported: ranks with it, or with a related check, are
             excluded.
     """
-    drifts = _has_stale_tokens(summary)
+    drifts = summary.has_stale_tokens
     found: dict[str, list[tuple[RankRow, Check]]] = {}
     for row, samples in zip(ranks, _samples_of_ranks(summary, ranks), strict=True):
         part = _Part("", row.cell, row.produced or summary.produced)
-        own = _check_slice(part, summary.pair, summary.sequences, drifts=drifts)
+        own = _check_slice(part, summary.pair, summary.sequences, slices=len(ranks), drifts=drifts)
         judged = _rank_checks(row.cell, _of_rank(row, own, samples))
         names = {check.name for check in judged.suspects}
         if not names or besides in names or {besides, judged.cause} <= _OF_RATIOS:
@@ -277,11 +282,6 @@ def causes_of_ranks(
     )
 
 
-def _has_stale_tokens(summary: Summary) -> bool:
-    """Return whether any tokens are stale; only the step summary has cells by staleness."""
-    return bool((summary.staleness.keys != 0).any())
-
-
 def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparability:
     """Run the checks that need one cell alone: of a rank, a round, a turn or a staleness.
 
@@ -290,7 +290,10 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
         summary: The statistics of all tokens, which the cell is of.
         produced: Who computed its tokens; of a round, a turn or a staleness, those of the step.
     """
-    checks = _check_cell(cell, summary.pair, cell, summary.sequences)
+    checks = _check_cell(
+        cell, summary.pair, cell, summary.sequences,
+        slices=max(len(summary.rounds.keys), 1), drifts=summary.has_stale_tokens,
+    )  # fmt: skip
     checks.append(bitwise_equal(cell, summary.pair, produced))
     scopes = _by_edge_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
     # Whose first and last tokens are far off the profiles of all tokens do not tell.
@@ -343,15 +346,32 @@ def _is_temperature(scaling: Check, cut: Check) -> bool:
 
 
 def _check_cell(
-    cell: Cell, pair: tuple[str, str], fresh: Cell, sequences: Sequences
+    cell: Cell,
+    pair: tuple[str, str],
+    fresh: Cell,
+    sequences: Sequences,
+    *,
+    slices: int = 1,
+    drifts: bool,
 ) -> list[Check]:
+    """Run the checks that need one cell.
+
+    Args:
+        cell: the tokens.
+        pair: the names of the streams.
+        fresh: those of them that the trainer's own version sampled.
+        sequences: those of the step.
+        slices: how many slices of the cell's kind are checked.
+        drifts: whether older versions sampled some of the step's tokens.
+    """
     checks: tuple[Callable[[Cell, str, str], Check], ...] = (
-        constant, probabilities, coverage, shifted, unrelated, rounded,
+        constant, probabilities, coverage, shifted, rounded,
     )  # fmt: skip
     return [
         *(check(cell, *pair) for check in checks),
+        unrelated(cell, *pair, drifts=drifts),
         padding(cell),
-        scaled(fresh, *pair, sequences),
+        scaled(fresh, *pair, sequences, slices=slices),
         biased(fresh, *pair, sequences),
     ]
 
@@ -367,7 +387,7 @@ def _check_slices(
     """Check each slice and report the ones that failed."""
     by_name: dict[str, dict[str, Check]] = {}
     for part in parts:
-        for check in _check_slice(part, pair, sequences, drifts=drifts):
+        for check in _check_slice(part, pair, sequences, slices=len(parts), drifts=drifts):
             if check.status == "suspect":
                 by_name.setdefault(check.name, {})[part.name] = check
     return [
@@ -383,11 +403,12 @@ def _check_slices(
 
 
 def _check_slice(
-    part: _Part, pair: tuple[str, str], sequences: Sequences, *, drifts: bool
+    part: _Part, pair: tuple[str, str], sequences: Sequences, *, slices: int, drifts: bool
 ) -> list[Check]:
     """Run the checks that the tokens of a slice allow."""
     cell = part.cell
-    found = _check_cell(cell, pair, Cell(empty()) if drifts else cell, sequences)
+    fresh = Cell(empty()) if drifts else cell
+    found = _check_cell(cell, pair, fresh, sequences, slices=slices, drifts=drifts)
     if cell.tokens >= ENOUGH and are_equal(cell) and cell[Field.BOTH_ZERO] < cell.tokens / 2:
         found.append(bitwise_equal(cell, pair, part.produced))
     return found

@@ -30,6 +30,9 @@ _RELATED: Final = 0.35
 _RELATED_Z: Final = 2.0
 """Correlation of a sample's own p and q, and its standard errors (of the same z), beyond which they
 are of the same tokens."""
+_DRIFTED_Z: Final = 5.0
+"""Standard errors below the median sample's correlation, beyond which a sample is unrelated where
+an update that went far, since older policy versions sampled, lowers that of all of them."""
 _R: Final = 0.999
 """Maximum |correlation|, where z is finite."""
 _OUTLIER: Final = 0.3
@@ -95,17 +98,23 @@ def check_samples(summary: Summary) -> SampleChecks:
         far = column["over_1"]
         strange = judged & ~moved & (far >= np.maximum(_SAMPLE_FAR, _SAMPLE_FAR_SHARE * n))
         strange &= own > 0.7 * least
-        correlation, is_cut, is_odd = _of_cut_vocabulary(column, judged)
+        correlation, below, is_cut, is_odd = _of_cut_vocabulary(column, judged)
         # Of one of many samples, each of few noisy tokens, a neighbour fits as well by chance.
         z = np.arctanh(np.clip(correlation, -_R, _R)) * np.sqrt(n - 3.0)
         strange &= ~((correlation > _RELATED) & (z > _RELATED_Z))
+        if summary.has_stale_tokens and _median(correlation[judged]) < UNRELATED:
+            strange &= (below > _DRIFTED_Z) & (correlation < _RELATED)
         strange = np.where(is_cut, is_odd, strange)
         fitting = judged & ((own < FITS * least) | (correlation > UNRELATED))
     return SampleChecks(summary.pair, names, n, judged, moved, strange, fitting)
 
 
-def _of_cut_vocabulary(column: Mapping[str, Float64], judged: Bool) -> tuple[Float64, Bool, Bool]:
-    """Return each sample's correlation, whether its vocabulary is cut, and whether it is then odd.
+def _of_cut_vocabulary(
+    column: Mapping[str, Float64], judged: Bool
+) -> tuple[Float64, Float64, Bool, Bool]:
+    """Return each sample's correlation, the standard errors by which it lies below the median
+    sample's (0 where one token alone decides), whether its vocabulary is cut, and whether it is
+    then odd.
 
     Of a cut vocabulary every d has one sign, in all samples: that is no sample's own fault. At any
     lag |p - q| is then the mass that was cut, and only the correlation of p and q tells whether
@@ -122,10 +131,11 @@ def _of_cut_vocabulary(column: Mapping[str, Float64], judged: Bool) -> tuple[Flo
     z, usual = (
         np.arctanh(np.clip(x, -_R, _R)) for x in (correlation, _median(correlation[judged]))
     )
-    is_odd = (usual - z) * np.sqrt(n - 3.0) > _CUT_Z
     # One token far off spoils any correlation, and says nothing about the others.
     has_outlier = (largest - size / n) ** 2 > _OUTLIER * (pp + qq - 2.0 * pq)
-    return correlation, is_cut, is_odd & (correlation < CUT_UNRELATED) & ~has_outlier
+    below = np.where(has_outlier, 0.0, (usual - z) * np.sqrt(n - 3.0))
+    is_odd = (below > _CUT_Z) & (correlation < CUT_UNRELATED)
+    return correlation, below, is_cut, is_odd
 
 
 def _median(values: Float64) -> float:

@@ -217,6 +217,11 @@ class Summary:
         return self.staleness.get(0) or Cell(cells.empty())
 
     @property
+    def has_stale_tokens(self) -> bool:
+        """Whether older policy versions sampled tokens; of a rank alone it is not known."""
+        return bool((self.staleness.keys != 0).any())
+
+    @property
     def empty_rows(self) -> int:
         """Number of samples (else rows) without a model token; they are in no sequence mean."""
         return self.unnamed_empty + len(set(self.empty_samples) - set(self.sequences.samples))
