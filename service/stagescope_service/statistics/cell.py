@@ -327,6 +327,21 @@ class Cell:
         """Maximum of |d|."""
         return max(abs(self[Field.D_MIN]), abs(self[Field.D_MAX])) if self.tokens else math.nan
 
+    def carrying(self, size: Field, total: Field, moment: Field) -> float:
+        """Return (sum |x|)^2 / (sum x^2): how many tokens of one size would have these sums.
+
+        Noise of a few large tokens is that of few, however many others there are.
+
+        Args:
+            size: the sum of |x|.
+            total: the sum of x.
+            moment: the sum of squares of x around its mean.
+        """
+        if not self.tokens:
+            return 0.0
+        squares = self[moment] + self[total] ** 2 / self.tokens
+        return self[size] ** 2 / squares if squares > 0.0 else 0.0
+
     def correlation(self, x2: Field, y2: Field, xy: Field) -> float:
         """Pearson's correlation; NaN where p or q is constant. That of e^p and e^q is also NaN
         where one of them never exceeds e^FAINT: e^p - 1 then has too few digits of e^p."""

@@ -416,8 +416,8 @@ def scaled(cell: Cell, p: str, q: str, sequences: Sequences, *, slices: int = 1)
         return Check("temperature", "unknown", "too few tokens, or a constant stream")
     slope, correlation = covariance / variance, covariance / math.sqrt(variance * spread)
     carrying = math.sqrt(
-        _carrying(cell, Field.D_ABS_SUM, Field.D_SUM, Field.D_M2)
-        * _carrying(cell, Field.Q_SUM, Field.Q_SUM, Field.Q_M2)
+        cell.carrying(Field.D_ABS_SUM, Field.D_SUM, Field.D_M2)
+        * cell.carrying(Field.Q_SUM, Field.Q_SUM, Field.Q_M2)
     )
     z = correlation * math.sqrt(carrying * sequences.different_share)
     size = cell.mean(Field.D_ABS_SUM)
@@ -441,17 +441,6 @@ def scaled(cell: Cell, p: str, q: str, sequences: Sequences, *, slices: int = 1)
         )
         return Check("temperature", "suspect", text, values)
     return Check("temperature", "ok", f"slope of {p} on {q} is {1.0 + slope:.3f}", values)
-
-
-def _carrying(cell: Cell, size: Field, total: Field, moment: Field) -> float:
-    """Return (sum |x|)^2 / (sum x^2): how many tokens of one size would have these sums.
-
-    Args:
-        cell: the tokens.
-        size, total, moment: sum of |x|, sum of x, and sum of squares around its mean.
-    """
-    squares = cell[moment] + cell[total] ** 2 / cell.tokens
-    return cell[size] ** 2 / squares if squares > 0.0 else 0.0
 
 
 def _beyond_one(ratio: float, correlation: float, z: float) -> float:

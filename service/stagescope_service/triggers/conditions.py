@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import Final
 
 import numpy as np
@@ -24,6 +25,8 @@ HISTORY: Final = 256
 """Maximum previous steps that a condition uses; the run's median is over as many."""
 MIN_FOR_MEDIAN: Final = 3
 MIN_FOR_Z: Final = 5
+MOST_ERRORS: Final = 30.0
+"""Standard errors beyond which a normal number's chance is 0 in float64."""
 
 COMPARISONS: Final[Mapping[str, Callable[[Float64, float], Bool]]] = {
     ">": lambda values, bound: values > bound,
@@ -33,7 +36,7 @@ COMPARISONS: Final[Mapping[str, Callable[[Float64, float], Bool]]] = {
 }
 EXPECTED: Final = (
     "'>', '<', '>=' or '<=' with a number, 'non_finite: true', 'median_ratio: k', "
-    "'noise_ratio: k', 'z_score: {over: k, steps: n}'; all of them must hold"
+    "'noise_ratio: k', 'z_score: {over: k, steps: n}', 'standard_errors: k'; all of them must hold"
 )
 
 
@@ -48,6 +51,10 @@ class When:
         noise_ratio: The value exceeds this multiple of the same metric of the noise floor.
         z_over: The value is more than this number of standard deviations (n - 1) of the last
             `z_steps` steps away from their mean, on either side.
+        standard_errors: The value exceeds the largest of the bounds above it ('>', the median's,
+            the noise floor's) by this number of standard errors of a mean that is equal to it.
+            Of several series in a step each is held to a number that normal noise of any of them
+            exceeds as seldom as that of one exceeds this.
     """
 
     bounds: tuple[tuple[str, float], ...] = ()
@@ -56,6 +63,7 @@ class When:
     noise_ratio: float | None = None
     z_over: float | None = None
     z_steps: int = 50
+    standard_errors: float | None = None
 
     @classmethod
     def parse(cls, value: object, field: str) -> When:
@@ -64,7 +72,9 @@ class When:
         Raises:
             InvalidPlan: with the field that is wrong.
         """
-        known = {*COMPARISONS, "non_finite", "median_ratio", "noise_ratio", "z_score"}
+        known = {
+            *COMPARISONS, "non_finite", "median_ratio", "noise_ratio", "z_score", "standard_errors",
+        }  # fmt: skip
         given = fields.mapping(value, field, known, EXPECTED)
         if not given:
             raise fields.wrong(field, value, EXPECTED)
@@ -83,7 +93,15 @@ class When:
             noise_ratio=fields.ratio(given.get("noise_ratio"), f"{field}.noise_ratio"),
             z_over=fields.ratio(z.get("over"), f"{field}.z_score.over"),
             z_steps=fields.count(z.get("steps", 50), f"{field}.z_score.steps", 2, HISTORY),
+            standard_errors=fields.ratio(given.get("standard_errors"), f"{field}.standard_errors"),
         )
+        if made.standard_errors is not None and not (
+            made.standard_errors <= MOST_ERRORS and made._has_bound_above
+        ):
+            raise fields.wrong(
+                f"{field}.standard_errors", made.standard_errors,
+                f"a number up to {MOST_ERRORS:g}, with '>', 'median_ratio' or 'noise_ratio'",
+            )  # fmt: skip
         if made == cls(z_steps=made.z_steps):
             raise fields.wrong(field, value, EXPECTED)
         return made
@@ -93,7 +111,7 @@ class When:
         document: dict[str, Json] = dict(self.bounds)
         if self.non_finite:
             document["non_finite"] = True
-        for name in ("median_ratio", "noise_ratio"):
+        for name in ("median_ratio", "noise_ratio", "standard_errors"):
             if getattr(self, name) is not None:
                 document[name] = getattr(self, name)
         if self.z_over is not None:
@@ -110,13 +128,23 @@ class When:
         """Whether a smaller value is the worse one."""
         return bool(self.bounds) and self.bounds[0][0] in ("<", "<=")
 
-    def evaluate(self, values: Float64, noise: Float64, history: Float64) -> ConditionResult:
+    @property
+    def _has_bound_above(self) -> bool:
+        """Whether a bound is given that the value must exceed."""
+        named = {name for name, _ in self.bounds}
+        ratios = (self.median_ratio, self.noise_ratio)
+        return bool(named & {">", ">="}) or any(ratio is not None for ratio in ratios)
+
+    def evaluate(
+        self, values: Float64, noise: Float64, history: Float64, errors: Float64 | None = None
+    ) -> ConditionResult:
         """Evaluate the conditions for each series.
 
         Args:
             values: [series].
             noise: [series], the same metric of the noise floor.
             history: [steps, series], the previous steps, the newest last.
+            errors: [series], the standard error of each value over the value; None: unknown.
         """
         numbers: dict[str, Float64] = {}
         holds = np.ones(values.shape, bool)
@@ -133,7 +161,31 @@ class When:
         if self.z_over is not None:
             z = numbers["z_score"] = _z_scores(values, history[-self.z_steps :])
             holds &= np.abs(z) > self.z_over
+        if self.standard_errors is not None:
+            relative = np.full(values.shape, np.nan) if errors is None else errors
+            reference = self._largest_bound(numbers, noise)
+            numbers["standard_error"] = reference * relative
+            beyond = _for_each_of(self.standard_errors, int(np.isfinite(values).sum()))
+            holds &= values > reference * (1.0 + beyond * relative)
         return ConditionResult(holds, numbers)
+
+    def _largest_bound(self, numbers: Mapping[str, Float64], noise: Float64) -> Float64:
+        """Return the largest number that the value of each series has to exceed."""
+        found = np.full(noise.shape, -np.inf)
+        for name, bound in self.bounds:
+            found = np.maximum(found, bound) if name in (">", ">=") else found
+        if self.median_ratio is not None:
+            found = np.maximum(found, self.median_ratio * numbers["median"])
+        if self.noise_ratio is not None:
+            found = np.maximum(found, self.noise_ratio * noise)
+        return found
+
+
+def _for_each_of(standard_errors: float, series: int) -> float:
+    """Return the standard errors that normal noise of any of several series exceeds as seldom as
+    that of one exceeds `standard_errors`."""
+    normal = NormalDist()
+    return -normal.inv_cdf(normal.cdf(-standard_errors) / max(series, 1))
 
 
 @dataclasses.dataclass(frozen=True)

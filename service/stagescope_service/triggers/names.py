@@ -6,13 +6,14 @@ import difflib
 import fnmatch
 import functools
 import re
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 
 from stagescope.wire.errors import InvalidPlan
 from stagescope_service.statistics import cell as cells
-from stagescope_service.statistics.cell import Cell
+from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.histogram import Histogram
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.mismatch import publish, publish_cell
@@ -30,6 +31,13 @@ OF_STAGES: Final = {
 NONFINITE_SCALAR: Final = "nonfinite_scalar/"
 """Prefix of metrics that count the NaN and infinite values of a scalar (a name, or a pattern of
 names)."""
+
+MEANS: Final[Mapping[str, tuple[Field, Field, Field]]] = {
+    "logprob_abs_diff/mean": (Field.D_ABS_SUM, Field.D_SUM, Field.D_M2),
+    "training/rollout_probs_diff_mean": (Field.A_SUM, Field.A_SUM, Field.A_M2),
+}
+"""Means of |x| over tokens, whose standard error a cell tells -> the fields of the sum of |x|, the
+sum of x, and the sum of squares around its mean."""
 
 _ROUND: Final = re.compile(r"^per_round/round_\d+_")
 _NAMED: Final = 5

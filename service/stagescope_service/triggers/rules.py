@@ -75,15 +75,19 @@ class Rule:
         metric = fields.text(given.get("metric"), f"{field}.metric", 200)
         names.check_metric(metric, by, f"{field}.metric")
         stage, age = given.get("stage"), given.get("staleness")
-        if age is not None and by != "whole":
-            raise fields.wrong(f"{field}.staleness", age, "only with by: whole")
+        if age is not None and by not in ("whole", "round"):
+            raise fields.wrong(f"{field}.staleness", age, "only with by: whole or by: round")
+        when = When.parse(given.get("when"), f"{field}.when")
+        if when.standard_errors is not None and metric not in names.MEANS:
+            expected = f"only with metric: {' or '.join(names.MEANS)}"
+            raise fields.wrong(f"{field}.when.standard_errors", when.standard_errors, expected)
         return cls(
             name=name,
             metric=metric,
             by=cast(By, by),
             stage=None if stage is None else fields.text(stage, f"{field}.stage", 200),
             staleness=None if age is None else fields.count(age, f"{field}.staleness", 0, 1 << 30),
-            when=When.parse(given.get("when"), f"{field}.when"),
+            when=when,
             consecutive=fields.count(given.get("for", 1), f"{field}.for", 1, HISTORY),
             cooldown=fields.count(
                 given.get("cooldown", DEFAULT_COOLDOWN), f"{field}.cooldown", 0, 1_000_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -23,6 +24,9 @@ NAMED: Final = "named"
 """Key of the packed series in the evidence of a stored firing, for a restarted coordinator; readers
 see the plain numbers."""
 
+FEW: Final = 4.0
+"""Tokens that carry a mean, below which its standard error is not known."""
+
 Float64 = npt.NDArray[np.float64]
 
 
@@ -38,17 +42,25 @@ class SeriesKey(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """The values of a rule in a step: [n] by series, and those of the noise floor (NaN if none)."""
+    """The values of a rule in a step: [n] by series, and those of the noise floor (NaN if none).
+
+    `errors` are the standard errors of the values over the values, NaN where they are unknown.
+    """
 
     series: tuple[SeriesKey, ...]
     values: Float64
     noise: Float64
+    errors: Float64
 
     def same_as(self, other: Values) -> bool:
         """Return whether the values are equal, after a step was aggregated again."""
         return self.series == other.series and all(
             np.array_equal(one, two, equal_nan=True)
-            for one, two in ((self.values, other.values), (self.noise, other.noise))
+            for one, two in (
+                (self.values, other.values),
+                (self.noise, other.noise),
+                (self.errors, other.errors),
+            )
         )
 
     def sharing(self, other: Values | None) -> Values:
@@ -71,7 +83,10 @@ class Publisher:
         found = dict(self._stages(rule) if rule.of_stages else self._measured(rule))
         series = tuple(sorted(found, key=lambda one: tuple(map(str, one))))
         pairs = np.array([found[one] for one in series], np.float64).reshape(-1, 2)
-        return Values(series, pairs[:, 0].copy(), pairs[:, 1].copy())
+        errors = np.full(len(series), np.nan)
+        if rule.when.standard_errors is not None:
+            errors = np.array([self._error(rule, one) for one in series], np.float64)
+        return Values(series, pairs[:, 0].copy(), pairs[:, 1].copy(), errors)
 
     # --- from the statistics ------------------------------------------------------------------
     def _measured(self, rule: Rule) -> Iterator[tuple[SeriesKey, tuple[float, float]]]:
@@ -87,6 +102,32 @@ class Publisher:
                     yield key, (published[metric], value)
             if rule.lists_only_bad:  # 0, so that a streak ends where no rank has any
                 yield SeriesKey(rule.metric), (0.0, np.nan)
+
+    def _error(self, rule: Rule, series: SeriesKey) -> float:
+        """Return the standard error of a mean of |x| over the mean; NaN where it is unknown.
+
+        Tokens are as many as carry the sum: a mean of few large ones is as uncertain as theirs.
+        """
+        step_summary = self._chosen(rule).get(rule.stage or series.stage)
+        if step_summary is None:
+            return math.nan
+        summary = step_summary.summary
+        cell: Cell | None
+        if series.round is not None:
+            cell = summary.rounds.get(series.round)
+        elif series.rank is not None:
+            of_rank = (
+                row.cell
+                for row in step_summary.ranks
+                if (row.role, row.rank) == (series.role, series.rank)
+            )
+            cell = next(of_rank, None)
+        elif rule.staleness is not None and summary.staleness.keys.size:
+            cell = summary.staleness.get(rule.staleness)
+        else:
+            cell = summary.total
+        tokens = 0.0 if cell is None else cell.carrying(*names.MEANS[series.metric])
+        return 1.0 / math.sqrt(tokens) if tokens >= FEW else math.nan
 
     def _chosen(self, rule: Rule) -> Mapping[str | None, StepSummary]:
         summaries = self.facts.summaries
@@ -106,6 +147,10 @@ class Publisher:
         """Yield ((role, rank, round), metrics) of the slices of a rule."""
         summary = step_summary.summary
         if rule.by == "round":
+            if rule.staleness is not None and any(
+                age != rule.staleness for age in summary.staleness.keys.tolist()
+            ):
+                return  # no cell holds the tokens of a round that have one staleness
             for number, cell in summary.rounds.items():
                 if cell.masked:
                     yield (None, None, number), self._cell_metrics(step_summary, number, cell)

@@ -223,7 +223,7 @@ class RuleWatch:
             rows = [self._row(rule, earlier, values.series) for earlier in reversed(preceding)]
             history = np.array([row for row in rows if row is not None], np.float64)
             history = history.reshape(-1, len(values.series))
-        return rule.when.evaluate(values.values, values.noise, history)
+        return rule.when.evaluate(values.values, values.noise, history, values.errors)
 
     def _row(self, rule: Rule, at: At, series: tuple[SeriesKey, ...]) -> Float64 | None:
         """Return the values of these series in a step, None if it has no value of the rule."""

@@ -21,6 +21,9 @@ from examples.countdown.collective import Collective
 from examples.countdown.config import Settings
 from examples.countdown.rollout import Rollout
 from examples.countdown.trainer import Trainer
+from stagescope_service.diagnosis.history import RunHistory
+from stagescope_service.triggers.replay import replay
+from stagescope_service.triggers.rules import defaults
 from stagescope_workers import Probe, init
 
 RANKS: Final = 4
@@ -171,3 +174,7 @@ def test_nothing_is_found_but_what_is_so(
         found = {row["rule"]: row["for"] for row in answer["rows"] if row["verdict"] == "found"}
         wrong = {rule: why for rule, why in found.items() if rule not in training.so(last)}
         assert not wrong, (last, wrong)
+    fired, steps = replay(live.catalogue, run, defaults(), most=STEPS)
+    assert (steps, [each.evidence.message for each in fired]) == (STEPS, [])
+    measured = RunHistory(live.catalogue, run).measured
+    assert {step.verdict for step in measured} == {"comparable"}, measured

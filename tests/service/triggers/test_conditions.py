@@ -76,3 +76,29 @@ def test_each_series_has_its_own_history() -> None:
     found = when.evaluate(np.array([3.0, 3.0, 3.0]), np.full(3, math.nan), history)
     assert found.holds.tolist() == [True, False, False]
     assert found.numbers["median"].tolist() == pytest.approx([1.0, 10.0, math.nan], nan_ok=True)
+
+
+@given(
+    st.floats(0.01, 10), st.floats(0.01, 5), st.integers(1, 500), st.floats(0.5, 8),
+    st.integers(1, 64),
+)  # fmt: skip
+def test_standard_errors(
+    value: float, bound: float, tokens: int, errors: float, series: int
+) -> None:
+    """A mean of `tokens` tokens against the larger of a bound and twice the median, 1."""
+    relative = 1.0 / math.sqrt(tokens)
+    when = When.parse({">": bound, "median_ratio": 2, "standard_errors": errors}, "when")
+    found = when.evaluate(
+        np.full(series, value), np.full(series, math.nan), np.ones((5, series)),
+        np.full(series, relative),
+    )  # fmt: skip
+    normal = statistics.NormalDist()
+    each = -normal.inv_cdf(normal.cdf(-errors) / series)
+    least = max(bound, 2.0) * (1.0 + each * relative)
+    assert found.holds.tolist() == [value > least] * series
+    assert found.numbers["standard_error"][0] == pytest.approx(max(bound, 2.0) * relative)
+
+
+def test_a_standard_error_that_is_not_known_holds_nothing() -> None:
+    assert not evaluate({">": 1, "standard_errors": 1}, 5.0, [])
+    assert evaluate({">": 1}, 5.0, [])

@@ -93,7 +93,20 @@ def test_a_document_is_written_as_it_is_read() -> None:
         ({"metric": "nonfinite_scalar/"}, r"rules\[0\].metric"),
         ({"metric": 3}, r"rules\[0\].metric is 3"),
         ({"by": "token"}, "whole, round, rank, stage"),
-        ({"by": "round", "metric": "logprob_abs_diff/mean", "staleness": 0}, "staleness"),
+        ({"by": "rank", "metric": "logprob_abs_diff/mean", "staleness": 0}, "staleness"),
+        ({"metric": "logprob_abs_diff/mean", "when": {"standard_errors": 4}}, "standard_errors"),
+        (
+            {"metric": "logprob_abs_diff/mean", "when": {"<": 1, "standard_errors": 4}},
+            "with '>', 'median_ratio' or 'noise_ratio'",
+        ),
+        (
+            {"metric": "logprob_abs_diff/mean", "when": {">": 1, "standard_errors": 31}},
+            "up to 30",
+        ),
+        (
+            {"metric": "rollout_corr/kl", "when": {">": 1, "standard_errors": 4}},
+            "only with metric: logprob_abs_diff/mean or",
+        ),
         ({"when": {}}, "median_ratio: k"),
         ({"when": {"=>": 1}}, r"rules\[0\].when has no field '=>'"),
         ({"when": {">": "0.1"}}, r"rules\[0\].when.> is '0.1'"),

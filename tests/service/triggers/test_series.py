@@ -81,6 +81,33 @@ def test_a_synchronous_step_is_looked_at_whole(ages: list[int] | None) -> None:
         assert math.isfinite(value)
 
 
+def test_a_mean_of_few_large_tokens_is_as_uncertain_as_they_are() -> None:
+    q = np.full((1, 41), -2.0)
+    p = q.copy()
+    p[0, :20] += 0.1 * np.where(np.arange(20) % 2, 1.0, -1.0)  # 20 of one size
+    p[0, 21] += 3.0  # one of the 20 of the second round, and most of the sum of all squares
+    mask = np.ones(q.shape, np.int64)
+    mask[0, 20] = 0
+    record = PartRecord("i:1", summarise(batch_of(p, q, mask)), "s", "actor", 0)
+    step_summary = assemble([record])
+    when = {">": 1, "standard_errors": 4}
+    for by, errors in (("round", [20**-0.5, math.nan]), ("whole", None), ("rank", None)):
+        rule = {"name": "r", "metric": "logprob_abs_diff/mean", "by": by, "when": when}
+        facts = Facts("r", 1, 1, 5, {None: step_summary}, {}, [], {})
+        found = Publisher(facts).values(Rules.parse({"rules": [rule]}).rules[0])
+        assert found.errors.tolist() == pytest.approx(errors or [math.nan], nan_ok=True)
+
+
+def test_rounds_are_looked_at_where_all_tokens_have_the_staleness() -> None:
+    metric = "logprob_abs_diff/mean"
+    fresh, mixed = step_summary_of([0, 0, 0, 0]), step_summary_of([0, 0, 1, 3])
+    rounds = values(fresh, metric=metric, by="round")
+    assert len(rounds) == 2
+    assert values(fresh, metric=metric, by="round", staleness=0) == rounds
+    assert values(mixed, metric=metric, by="round", staleness=0) == {}
+    assert len(values(mixed, metric=metric, by="round")) == 2
+
+
 def test_what_no_rule_asks_for_is_not_read() -> None:
     def needs(**rule: object) -> Needs:
         made = {"name": "r", "metric": MEAN, "when": {">": 1}, **rule}

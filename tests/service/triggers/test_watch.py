@@ -37,7 +37,8 @@ def rules_of(*rules: Mapping[str, object]) -> Rules:
 def values(*numbers: float) -> Values:
     """The values of one rule: one a round."""
     series = tuple(SeriesKey(METRIC, round=at) for at in range(len(numbers)))
-    return Values(series, np.array(numbers, np.float64), np.full(len(numbers), math.nan))
+    unknown = np.full(len(numbers), math.nan)
+    return Values(series, np.array(numbers, np.float64), unknown, unknown)
 
 
 def train(

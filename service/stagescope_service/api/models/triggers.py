@@ -48,6 +48,8 @@ class When(Model):
     """The value is over this factor times the median of the run's steps before."""
     noise_ratio: float = ABSENT
     """The value is over this factor times the same metric of the noise floor."""
+    standard_errors: float = ABSENT
+    """The value exceeds these bounds by so many standard errors of a mean that is equal to them."""
     z_score: ZScore = ABSENT
     """How far the value is from the last steps."""
 

@@ -85,6 +85,7 @@ function conditions(when_) {
     : name === "z_score" ? `over ${number(value.over)} σ of ${value.steps} steps`
     : name === "median_ratio" ? `over ${number(value)} × the median`
     : name === "noise_ratio" ? `over ${number(value)} × the noise floor`
+    : name === "standard_errors" ? `by ${number(value)} standard errors`
     : `${name} ${number(value)}`).join(" and ");
 }
 
