@@ -37,8 +37,8 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
 """Name in a rule -> the function."""
 _OF_THE_NEWEST: Final = frozenset(
     {
-        "rank_apart", "rounds_rise", "suspect", "rounded", "first_token", "engine_apart",
-        "lattice", "hidden_tails", "stale", "noise_floor", "groups", "straggler",
+        "rank_apart", "rounds_rise", "rounded", "first_token", "engine_apart", "lattice", "stale",
+        "noise_floor", "straggler",
     }
 )  # fmt: skip
 """Functions that look at the newest steps alone: the others know since when by themselves."""

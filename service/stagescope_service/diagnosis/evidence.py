@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from stagescope_service.statistics.cell import Float64
+from stagescope_service.statistics.cell import Bool, Float64
 
 Verdict = Literal["found", "not found", "not measured"]
 ABS_DIFF: Final = "logprob_abs_diff/mean"
@@ -72,6 +72,66 @@ def found(
 
 def _said(before: Before | None) -> tuple[str, ...]:
     return () if before is None else (before.text,)
+
+
+_SURE: Final = 2.0
+"""Standard errors of a rate: of Wilson's bounds (Probable Inference, 1927), 97.7 % on one side."""
+
+
+class Period(NamedTuple):
+    """A stretch of a series, up to its end, in which a symptom holds without a break."""
+
+    first: int
+    """Index of the first value that shows it."""
+    share: float
+    """Of the newest trials, how many show it, 0 to 1."""
+
+
+def rate_period(marked: Float64, trials: Float64, share: float, window: int) -> Period | None:
+    """Return the period for which a rate has been over a share; None: it is not now.
+
+    It begins where Wilson's lower bound of the rate over the newest `window` values exceeds the
+    share, and ends where the upper one is below it or nothing is marked any more: between the two
+    it goes on as it was, so that a rate at the share itself does not come and go. Its first value
+    is, of those in the window where it began, the one since which the marks exceed the share of
+    the trials by most. All of that depends on the values up to there alone: it stays where it is
+    while the period lasts, whatever comes.
+
+    Args:
+        marked: of each value, how many of its trials show the symptom.
+        trials: of each value.
+        share: the rate that is too high.
+        window: how many values a rate is taken over.
+    """
+    ends = np.arange(1, len(marked) + 1)
+    begins = np.maximum(ends - window, 0)
+    sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in (marked, trials)]
+    count, total = (each[ends] - each[begins] for each in sums)
+    excess = sums[0] - share * sums[1]
+    center, width = count + _SURE**2 / 2.0, total + _SURE**2
+    with np.errstate(invalid="ignore", divide="ignore"):
+        spread = count * (total - count) / total + _SURE**2 / 4.0
+    half = _SURE * np.sqrt(np.nan_to_num(spread))
+    is_over = (total > 0.0) & (center - half > share * width)
+    is_under = (count == 0.0) | (center + half < share * width)
+    first, over_from = None, 0
+    for at in range(len(marked)):
+        if first is None and is_over[at]:
+            begin = max(int(begins[at]), over_from)
+            first = at - int(np.argmin(excess[begin : at + 1][::-1]))
+        elif first is not None and is_under[at]:
+            first, over_from = None, at + 1
+    return None if first is None else Period(first, float(count[-1] / total[-1]))
+
+
+def event_period(marks: Bool, window: int) -> Period | None:
+    """Return the period in which each `window` values have an event; None: the newest have none."""
+    events = np.flatnonzero(marks)
+    if not len(events) or len(marks) - 1 - events[-1] >= window:
+        return None
+    breaks = np.flatnonzero(np.diff(events) > window)
+    first = int(events[breaks[-1] + 1] if len(breaks) else events[0])
+    return Period(first, float(marks[-window:].mean()))
 
 
 def kendall(values: Float64) -> float:

@@ -25,6 +25,7 @@ from stagescope_service.statistics.summary import Summary
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.columns import NON_FINITE_NAMES
 from stagescope_service.store.parts import pair_name, part_records
+from stagescope_service.store.queries.measurements import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow, SampleRow
 
 STEPS: Final = 2000
@@ -392,9 +393,15 @@ class RunHistory:
                 break
         return found
 
-    def reward_range(self) -> tuple[float, float] | None:
-        """Return the lowest and highest reward of all samples up to the last step; None: none."""
-        return self._catalogue.reward_range(self._ids, last=self._last)
+    @cached_property
+    def groups(self) -> list[RewardGroupsRow]:
+        """The groups of samples of each step that has some, ascending."""
+        if not self._ids:
+            return []
+        in_force = {(step.attempt_id, step.step) for step in self.steps}
+        rows = self._catalogue.reward_groups(self._ids, last=self._last)
+        found = [row for row in rows if (row["attempt_id"], row["step"]) in in_force]
+        return sorted(found, key=lambda row: row["step"])
 
     # --- what else the service knows --------------------------------------------------------------
     @cached_property

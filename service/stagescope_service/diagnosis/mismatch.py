@@ -16,12 +16,14 @@ from stagescope.wire.tensorfile import Array
 from stagescope_service.diagnosis.evidence import (
     ABS_DIFF,
     Evidence,
+    event_period,
     not_found,
     not_measured,
     short,
     spearman,
 )
 from stagescope_service.diagnosis.history import NEWEST, READ, RunHistory
+from stagescope_service.diagnosis.trends import of_rate
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.profiles import (
     COARSEST,
@@ -33,6 +35,8 @@ from stagescope_service.statistics.profiles import (
 
 _OF_THE_MEAN: Final = {"renormalised", "temperature", "calibration"}
 """Checks of whether another distribution sampled the tokens."""
+_LASTING: Final = 3
+"""Newest steps of which one has to be suspect."""
 _AT_EDGES: Final = ("first_token", "last_token")
 """Checks of the tokens at the edges of rounds, which alone can fail those."""
 _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
@@ -128,16 +132,18 @@ def _rises(numbers: Float64, factor: float) -> bool:
 
 
 def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> Evidence:
-    """Return whether the checks of a step's streams name one of these causes."""
-    newest = history.measured[-steps:]
+    """Return whether the checks of a step's streams name one of these causes, in one of the newest
+    three steps."""
+    measured = history.measured
+    newest = measured[-steps:]
     if history.newest is None or not newest:
         return not_measured("no step has both streams")
-    marks = [bool(set(checks) & set(step.suspects)) for step in newest]
-    count = sum(marks)
+    marks = np.array([bool(set(checks) & set(step.suspects)) for step in measured])
     at_edges = [each.text for each in history.newest.comparability.checks if each.name in _AT_EDGES]
     if at_edges and set(checks) <= _OF_THE_MEAN:
         return not_found(f"step {history.newest.step.step}: {at_edges[0]}")
-    if not count or not any(marks[-3:]):
+    period = event_period(marks, _LASTING)
+    if period is None:
         verdicts = Counter(step.verdict for step in newest)
         listed = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
         return not_found(f"the streams of the newest {len(newest)} steps: {listed}")
@@ -145,11 +151,12 @@ def suspect(history: RunHistory, *, checks: Sequence[str], steps: int = 20) -> E
     texts = [
         check.text for check in found.checks if check.name in checks and check.status == "suspect"
     ]
-    since = next(step.step for step, mark in zip(newest, marks, strict=True) if mark)
-    lines = (f"named in {count} of the newest {len(newest)} steps", *texts)
+    share = float(marks[-steps:].mean())
+    lines = (f"named in {int(marks[-steps:].sum())} of the newest {len(newest)} steps", *texts)
     likelier = [] if found.cause in (*checks, None) else [f"{found.cause} is the likelier cause"]
     where = ", ".join(sorted(set(_ranks_named(texts))))
-    return Evidence("found", count / len(newest), since, where, lines, tuple(likelier))
+    since = measured[period.first].step
+    return Evidence("found", share, since, where, lines, tuple(likelier))
 
 
 def _ranks_named(texts: Sequence[str]) -> list[str]:
@@ -282,7 +289,7 @@ def hidden_tails(history: RunHistory, *, mean: float = 0.01, tail: float = 5.0) 
     improbable tokens hardly move probabilities.
     """
     means, largest = (
-        history.metric(name).newest(NEWEST)
+        history.metric(name)
         for name in ("training/rollout_probs_diff_mean", "logprob_abs_diff/max")
     )
     if not len(means) or len(means) != len(largest):
@@ -290,13 +297,11 @@ def hidden_tails(history: RunHistory, *, mean: float = 0.01, tail: float = 5.0) 
     marks = (means.values < mean) & (largest.values > tail)
     share = history.metric("tail/abs_diff_over_1_share").newest(NEWEST)
     text = (
-        f"|d| is up to {short(float(np.nanmax(largest.values)))} nats while the mean of "
-        f"|e^p - e^q| is {short(float(np.nanmedian(means.values)))}; "
+        f"|d| is up to {short(float(np.nanmax(largest.newest(NEWEST).values)))} nats while the "
+        f"mean of |e^p - e^q| is {short(float(np.nanmedian(means.newest(NEWEST).values)))}; "
         f"{short(float(np.nanmedian(share.values)))} of the tokens are over 1 nat"
     )
-    if marks.mean() < 0.5:
-        return not_found(text)
-    return Evidence("found", float(marks.mean()), int(means.steps[marks][0]), "", (text,))
+    return of_rate(means.steps, marks, None, 0.5, NEWEST, text)
 
 
 def stale(history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 1.5) -> Evidence:

@@ -22,7 +22,9 @@ from stagescope_service.diagnosis.evidence import (
     short,
 )
 from stagescope_service.diagnosis.history import NEWEST, RunHistory
-from stagescope_service.diagnosis.trends import beyond, since_step
+from stagescope_service.diagnosis.trends import beyond, of_rate
+from stagescope_service.statistics.cell import Float64
+from stagescope_service.store.queries.measurements import RewardGroupsRow
 from stagescope_service.store.tables import FindingRow, LossRow
 
 _SHORT_GAP: Final = 3
@@ -37,52 +39,50 @@ def groups(
     Args:
         history: of the run.
         kind: 'equal': all rewards of a group are equal, so that its advantages are 0; 'low' or
-            'high': they are equal to the lowest or highest reward of all, in the newest steps, or
-            in the whole run where those have one reward alone; 'single': a group has one sample.
-        share: least share of the groups.
+            'high': they are equal to the lowest or highest reward of the steps up to there;
+            'single': a group has one sample.
+        share: of the groups, over which they are many.
     """
-    by_group: dict[tuple[int | None, str], list[float]] = defaultdict(list)
-    for row in history.samples:
-        if row["group_id"] is not None:
-            reward = row["reward"]
-            by_group[row["step"], row["group_id"]].append(math.nan if reward is None else reward)
-    if not by_group:
+    every = history.groups
+    if not every:
         return not_measured("samples have no group_id")
-    if kind == "single":
-        single = [key for key, rewards in by_group.items() if len(rewards) == 1]
-        text = f"{len(single)} of {len(by_group)} groups have one sample"
-        if len(single) < share * len(by_group):
-            return not_found(text)
-        return Evidence("found", len(single) / len(by_group), _first_step(single), "", (text,))
-    rewarded = {
-        key: rewards
-        for key, rewards in by_group.items()
-        if len(rewards) > 1 and not any(map(math.isnan, rewards))
-    }
-    if not rewarded:
+    single = kind == "single"
+    rows = every if single else [row for row in every if row["rewarded"]]
+    if not rows:
         return not_measured("samples have no rewards, or groups of one sample")
-    every = [reward for rewards in rewarded.values() for reward in rewards]
-    low, high = min(every), max(every)
-    if low == high and kind != "equal":
-        low, high = history.reward_range() or (low, high)
-        if low == high:
+    marked = np.array([row[kind] for row in rows], np.float64)
+    of = np.array([row["groups" if single else "rewarded"] for row in rows], np.float64)
+    edge = ""
+    if kind in ("low", "high"):
+        lows, highs = _reward_edges(rows)
+        if lows[-1] == highs[-1]:
             return not_measured(
-                f"every reward is {short(low)}: whether it is the lowest or the highest is unknown"
+                f"every reward is {short(lows[-1])}: whether it is the lowest or the highest is "
+                "unknown"
             )
-    edge = {"low": low, "high": high}.get(kind)
-    marked = [
-        key
-        for key, rewards in rewarded.items()
-        if min(rewards) == max(rewards) and edge in (None, rewards[0])
-    ]
+        edges, own = (lows, "lowest") if kind == "low" else (highs, "highest")
+        is_edge = np.array([row[own] for row in rows], np.float64) == edges
+        marked = np.where(is_edge & (lows < highs), marked, 0.0)
+        edge = f" ({short(edges[-1])})"
     what = {"equal": "have equal rewards", "low": "have the lowest reward alone",
-            "high": "have the highest reward alone"}[kind]  # fmt: skip
-    text = f"{len(marked)} of {len(rewarded)} groups {what}" + (
-        "" if edge is None else f" ({short(edge)})"
-    )
-    if len(marked) < share * len(rewarded):
-        return not_found(text)
-    return Evidence("found", len(marked) / len(rewarded), _first_step(marked), "", (text,))
+            "high": "have the highest reward alone", "single": "have one sample"}[kind]  # fmt: skip
+    count, total = int(marked[-NEWEST:].sum()), int(of[-NEWEST:].sum())
+    text = f"{count} of {total} groups {what}"
+    steps = np.array([row["step"] for row in rows], np.int64)
+    return of_rate(steps, marked, of, share, NEWEST, text + edge)
+
+
+def _reward_edges(rows: Sequence[RewardGroupsRow]) -> tuple[Float64, Float64]:
+    """Return the lowest and highest reward of the `NEWEST` steps up to each; of all steps up to it
+    where those have one reward alone."""
+    low = np.array([row["lowest"] for row in rows], np.float64)
+    high = np.array([row["highest"] for row in rows], np.float64)
+    begins = [max(0, at + 1 - NEWEST) for at in range(len(rows))]
+    lows = np.array([low[begin : at + 1].min() for at, begin in enumerate(begins)])
+    highs = np.array([high[begin : at + 1].max() for at, begin in enumerate(begins)])
+    alone = lows == highs
+    lows = np.where(alone, np.minimum.accumulate(low), lows)
+    return lows, np.where(alone, np.maximum.accumulate(high), highs)
 
 
 def truncated(
@@ -102,10 +102,6 @@ def truncated(
     if cut < share:
         return not_found(text)
     return Evidence("found", cut, None, "", (text,))
-
-
-def _first_step(keys: Sequence[tuple[int | None, str]]) -> int | None:
-    return min((step for step, _ in keys if step is not None), default=None)
 
 
 def finding(history: RunHistory, *, kinds: Sequence[str], open_only: bool = False) -> Evidence:
@@ -276,12 +272,8 @@ def partial(history: RunHistory, *, share: float = 0.1) -> Evidence:
         return not_measured("no step is closed")
     text = f"{int(series.values.sum())} of {len(series)} steps closed without some of their ranks"
     newest = series.newest(NEWEST)
-    sure = float(max(series.values.mean(), newest.values.mean()))
-    if sure < share:
-        return not_found(text)
-    since = since_step(series, series.values > 0)
     recent = f"{int(newest.values.sum())} of the newest {len(newest)}"
-    return Evidence("found", sure, since, "", (text, recent))
+    return of_rate(series.steps, series.values, None, share, NEWEST, text, recent)
 
 
 def unreported(history: RunHistory) -> Evidence:

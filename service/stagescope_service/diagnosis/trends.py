@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
+from stagescope.render import counted
 from stagescope_service.diagnosis.evidence import (
     ABS_DIFF,
     Evidence,
+    event_period,
     kendall,
     not_found,
     not_measured,
+    rate_period,
     short,
     spread,
     times,
@@ -217,7 +220,7 @@ def scalar_above(
 
 
 def beyond(series: Series, bound: float, steps: int, share: float) -> Evidence:
-    """Return whether a number is over a bound in at least a share of the newest steps."""
+    """Return whether a number is over a bound in more than a share of the newest steps."""
     finite = series.finite
     if not len(finite):
         return not_measured(f"no step has a finite {series.name}")
@@ -228,11 +231,35 @@ def beyond(series: Series, bound: float, steps: int, share: float) -> Evidence:
         f"steps (median {short(float(np.median(newest.values)))}, largest "
         f"{short(float(newest.values.max()))} in step {newest.steps[newest.values.argmax()]})"
     )
-    if over.mean() < share or not over.any():
-        return not_found(text)
-    return Evidence(
-        "found", float(over.mean()), since_step(finite, finite.values > bound), "", (text,)
-    )
+    return of_rate(finite.steps, finite.values > bound, None, share, steps, text)
+
+
+def of_rate(
+    steps: Int64,
+    marked: np.ndarray[tuple[int, ...], np.dtype[Any]],
+    trials: np.ndarray[tuple[int, ...], np.dtype[Any]] | None,
+    share: float,
+    window: int,
+    *texts: str,
+) -> Evidence:
+    """Return whether a rate is over a share, and since which step; see `rate_period`.
+
+    Args:
+        steps: the steps.
+        marked: of each step, how many of its trials show the symptom.
+        trials: of each step; None: one.
+        share: the rate that is too high.
+        window: how many of the newest steps a rate is taken over.
+        texts: what the newest of them show.
+    """
+    given = np.ones(len(steps)) if trials is None else trials.astype(np.float64)
+    period = rate_period(marked.astype(np.float64), given, share, window)
+    if period is None:
+        return not_found(*texts)
+    against = ()
+    if period.share < share:
+        against = (f"{period.share:.0%} of the newest are fewer than {share:.0%}, but not surely",)
+    return Evidence("found", period.share, int(steps[period.first]), "", texts, against)
 
 
 def scalar_falls(
@@ -245,14 +272,12 @@ def scalar_falls(
     series = found[0].finite
     if len(series) < steps:
         return not_measured(f"{series.name} has {len(series)} finite steps, {steps} are needed")
-    quarter = max(len(series) // 4, 3)
-    first = float(np.median(series.values[:quarter]))
-    last = float(np.median(series.values[-quarter:]))
+    first = float(np.median(series.values[:steps]))
+    last = float(np.median(series.values[-steps:]))
     text = f"{series.name} goes from {short(first)} to {short(last)} over {len(series)} steps"
-    low = series.values < share * first
-    if not (first > 0 and last < share * first):
+    if not first > 0:
         return not_found(text)
-    return Evidence("found", float(low[-quarter:].mean()), since_step(series, low), "", (text,))
+    return of_rate(series.steps, series.values < share * first, None, 0.5, steps, text)
 
 
 def scalar_flat(
@@ -287,54 +312,67 @@ def scalar_flat(
 def scalar_spike(
     history: RunHistory, *, names: Sequence[str], factor: float = 10.0, steps: int = 50
 ) -> Evidence:
-    """Return whether a scalar exceeds `factor` times its median in one of the newest steps.
+    """Return whether a scalar exceeded `factor` times the median of the `steps` steps up to there,
+    in one of the newest `steps`.
 
     Of several roles that log it the first one is told of which it is so.
     """
-    looked = [_spike(series.newest(steps), factor) for series in history.scalars(names)]
+    looked = [_spike(series, factor, steps) for series in history.scalars(names)]
     if not looked:
         return no_scalar(names)
     return next((each for each in looked if each.verdict == "found"), looked[0])
 
 
-def _spike(series: Series, factor: float) -> Evidence:
-    finite = series.finite
-    bad = len(series) - len(finite)
-    if len(finite) < 5 and not bad:
-        return not_measured(f"{series.name} has {len(finite)} steps, 5 are needed")
-    median = float(np.median(np.abs(finite.values))) if len(finite) else math.nan
-    over = np.abs(finite.values) > factor * median
-    where = [f"step {step}" for step in finite.steps[over][:5]]
-    lines = []
-    if bad:
-        first = int(series.steps[~np.isfinite(series.values)][0])
-        lines.append(f"{series.name} is not finite in {bad} of {len(series)} steps, from {first}")
-    if over.any():
-        largest = float(np.abs(finite.values).max())
-        lines.append(
-            f"{series.name} is up to {short(largest)}, {times(largest, median)} its median "
-            f"({', '.join(where)})"
-        )
-    if not lines:
+_FEW: Final = 5
+"""Finite values that a median is taken over at least."""
+
+
+def _spike(series: Series, factor: float, window: int) -> Evidence:
+    is_finite = np.isfinite(series.values)
+    if is_finite.sum() < _FEW and is_finite.all():
+        return not_measured(f"{series.name} has {len(series)} steps, {_FEW} are needed")
+    sizes = np.where(is_finite, np.abs(series.values), np.nan)
+    medians = _medians_up_to(sizes, window)
+    over = sizes > factor * medians
+    period = event_period(over | ~is_finite, window)
+    if period is None:
         return not_found(
-            f"{series.name} stays below {factor:g} times its median {short(median)} in the newest "
-            f"{len(series)} steps"
+            f"{series.name} stays below {factor:g} times its median {short(float(medians[-1]))} in "
+            f"the newest {min(window, len(series))} steps"
         )
-    marked = [*series.steps[~np.isfinite(series.values)].tolist(), *finite.steps[over].tolist()]
-    sure = min(1.0, (bad + int(over.sum())) / 3)
-    return Evidence("found", sure, min(marked), "", tuple(lines))
+    lines = []
+    own = np.arange(len(series)) >= period.first
+    bad, spikes = series.steps[own & ~is_finite], np.flatnonzero(own & over)
+    if len(bad):
+        lines.append(f"{series.name} is not finite in {len(bad)} steps, from {bad[0]}")
+    if len(spikes):
+        largest = spikes[sizes[spikes].argmax()]
+        listed = ", ".join(f"step {step}" for step in series.steps[spikes[:5]])
+        lines.append(
+            f"{series.name} is up to {short(float(sizes[largest]))}, "
+            f"{times(float(sizes[largest]), float(medians[largest]))} its median before "
+            f"({listed}{', ...' if len(spikes) > 5 else ''})"
+        )
+    last = int(np.flatnonzero(over | ~is_finite)[-1])
+    after = len(series) - 1 - last
+    against = (
+        (f"the last is of step {series.steps[last]}: {counted(after, 'step')} without one since",)
+        if after
+        else ()
+    )
+    sure = min(1.0, (len(bad) + len(spikes)) / 3)
+    return Evidence("found", sure, int(series.steps[period.first]), "", tuple(lines), against)
 
 
-def since_step(series: Series, marks: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:
-    """Return the first step of the last stretch of marked steps; of short gaps it goes on."""
-    steps: Int64 = series.steps
-    marked = np.flatnonzero(marks)
-    since = int(marked[-1])
-    for index in marked[::-1]:
-        if since - index > 3:
-            break
-        since = int(index)
-    return int(steps[since])
+def _medians_up_to(values: Float64, window: int) -> Float64:
+    """Return of each value the median of the newest `window` up to it; NaN, which is no value, for
+    those that have fewer than `_FEW` finite ones."""
+    found = np.full(len(values), np.nan)
+    for at in range(len(values)):
+        own = values[max(0, at + 1 - window) : at + 1]
+        own = own[~np.isnan(own)]
+        found[at] = np.median(own) if len(own) >= _FEW else np.nan
+    return found
 
 
 def no_scalar(names: Sequence[str]) -> Evidence:

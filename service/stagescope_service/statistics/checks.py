@@ -392,9 +392,9 @@ def scaled(cell: Cell, p: str, q: str, sequences: Sequences, *, slices: int = 1)
 
     With r = corr(d, q), the slope of d on q is b = cov(d, q) / var(q), and its z is r sqrt(m). Of
     independent noise sum(q d) has the variance sum(q^2 d^2), by Cauchy and Schwarz at most
-    sum(q^2) sum(d^2) / m, where m is the geometric mean of how many tokens carry d and q: those of
-    (sum |x|)^2 / sum(x^2). So a few large d, or the few unsure tokens of a sure model, prove
-    nothing; m counts only the share of them that different responses have.
+    sum(q^2) sum(d^2) / m, where m is the geometric mean of how many tokens carry d and q, those of
+    (sum |x|)^2 / sum(x^2), and no more than carry d. So a few large d, or the few unsure tokens of
+    a sure model, prove nothing; m counts only the share of them that different responses have.
     Noise of the trainer leaves b = 0. Noise of q is part of d, too, with the opposite sign: it
     leaves k = -cov(d, q) / var(d) = 1 (errors in variables), less where the trainer has its own;
     k has the standard error k sqrt((1 / r^2 - 1) / m).
@@ -415,10 +415,9 @@ def scaled(cell: Cell, p: str, q: str, sequences: Sequences, *, slices: int = 1)
     if cell.tokens < MANY or not variance > 0.0 or not spread > 1e-18 * variance:
         return Check("temperature", "unknown", "too few tokens, or a constant stream")
     slope, correlation = covariance / variance, covariance / math.sqrt(variance * spread)
-    carrying = math.sqrt(
-        cell.carrying(Field.D_ABS_SUM, Field.D_SUM, Field.D_M2)
-        * cell.carrying(Field.Q_SUM, Field.Q_SUM, Field.Q_M2)
-    )
+    of_d = cell.carrying(Field.D_ABS_SUM, Field.D_SUM, Field.D_M2)
+    of_q = cell.carrying(Field.Q_SUM, Field.Q_SUM, Field.Q_M2)
+    carrying = min(of_d, math.sqrt(of_d * of_q))
     z = correlation * math.sqrt(carrying * sequences.different_share)
     size = cell.mean(Field.D_ABS_SUM)
     values = {"slope": 1.0 + slope, "correlation": correlation, "z": z, "abs_diff": size}

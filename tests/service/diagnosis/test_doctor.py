@@ -653,7 +653,7 @@ def test_scalars_of_two_roles_are_not_averaged(live: Service) -> None:
         critic.stage("critic_update", step, scalars={"grad_norm": 0.01})
     row = rows_of(live, name)["gradient_spikes"]
     assert row["verdict"] == "found"
-    assert row["for"] == ["grad_norm of actor is up to 40, 40.0 times its median (step 17)"]
+    assert row["for"] == ["grad_norm of actor is up to 40, 40.0 times its median before (step 17)"]
 
 
 def test_missing_ranks_losses_and_hangs_are_found(live: Service) -> None:

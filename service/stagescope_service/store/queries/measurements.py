@@ -75,11 +75,24 @@ class ScalarValues(TypedDict):
     neginf: int
 
 
-class RewardRange(TypedDict):
-    """The lowest and highest reward of samples; null if none has one."""
+class RewardGroupsRow(TypedDict):
+    """How many groups of samples a step has, and of which rewards.
 
-    low: float | None
-    high: float | None
+    `rewarded` groups have two samples and more, each with a finite reward. Of them are `equal`
+    those with one reward alone, `low` and `high` those with the step's `lowest` or `highest` alone
+    (null: none is rewarded).
+    """
+
+    attempt_id: int
+    step: int
+    groups: int
+    single: int
+    rewarded: int
+    equal: int
+    low: int
+    high: int
+    lowest: float | None
+    highest: float | None
 
 
 class PayloadStates(TypedDict):
@@ -365,25 +378,12 @@ class MeasurementQueries(Reader):
         where = conditions("samples", attempt_id=attempt_id, step=step, sample_uid=sample_uid)
         return self._page(SampleRow, "samples", where, "step sample_uid clock", limit)
 
-    def reward_range(
+    def reward_groups(
         self, attempts: Sequence[int], *, last: int | None = None
-    ) -> tuple[float, float] | None:
-        """Return the lowest and highest reward of samples, of steps up to `last`; None: none."""
-        table = TABLES["samples"].c
-        where: list[sa.ColumnElement[bool]] = [
-            table.attempt_id.in_(attempts), table.reward.is_not(None),
-        ]  # fmt: skip
-        if last is not None:
-            where.append(table.step <= last)
-        found = self._first(
-            RewardRange,
-            sa.select(
-                sa.func.min(table.reward).label("low"), sa.func.max(table.reward).label("high")
-            ).where(*where),
-        )
-        if found is None or found["low"] is None or found["high"] is None:
-            return None
-        return found["low"], found["high"]
+    ) -> list[RewardGroupsRow]:
+        """Return what each step of some attempts, up to `last`, has of groups of samples; steps
+        whose samples name no group are left out."""
+        return self._rows(RewardGroupsRow, rollouts.reward_groups(attempts, last))
 
     def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:
         """Return the rows that other processes wrote for the samples that a step consumed."""

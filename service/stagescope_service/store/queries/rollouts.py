@@ -16,6 +16,8 @@ TRAINER_STAGES: Final = tuple(name for name in STEP_SUMMARY_STAGES if name != "r
 MAX_VERSIONS: Final = 100
 """Maximum policy versions of a step's samples; the newest are used."""
 
+_MOST: Final = 1.7e308
+"""Nearly the largest finite number: a NaN or an infinity is not between it and its negative."""
 REUSED_STEPS: Final = 8
 """Maximum distance in steps at which a consumed sample may be consumed again."""
 
@@ -78,3 +80,69 @@ def rollout_payloads(
     )
     found = sa.union_all(*(sa.select(payloads).where(chosen, case) for case in cases)).subquery()
     return sa.select(found).order_by(found.c.announced_wall, found.c.incarnation, found.c.seq)
+
+
+def reward_groups(attempt_ids: Sequence[int], last: int | None) -> Query:
+    """Select, by attempt and step, how many groups of samples there are, and of which rewards.
+
+    A group counts as rewarded if it has two samples and more, each with a finite reward.
+    """
+    reward = samples.c.reward
+    number = sa.func.count()
+    is_rewarded = (number > 1) & (
+        sa.func.count(sa.case((reward.between(-_MOST, _MOST), 1))) == number
+    )
+    where = [
+        samples.c.attempt_id.in_(attempt_ids),
+        samples.c.step.is_not(None),
+        samples.c.group_id.is_not(None),
+    ]
+    if last is not None:
+        where.append(samples.c.step <= last)
+    groups = (
+        sa.select(
+            samples.c.attempt_id,
+            samples.c.step,
+            sa.case((number == 1, 1), else_=0).label("single"),
+            sa.case((is_rewarded, 1), else_=0).label("rewarded"),
+            sa.case((is_rewarded, sa.func.min(reward))).label("low"),
+            sa.case((is_rewarded, sa.func.max(reward))).label("high"),
+        )
+        .where(*where)
+        .group_by(samples.c.attempt_id, samples.c.step, samples.c.group_id)
+        .cte("reward_groups")
+    )
+    steps = (
+        sa.select(
+            groups.c.attempt_id,
+            groups.c.step,
+            sa.func.min(groups.c.low).label("lowest"),
+            sa.func.max(groups.c.high).label("highest"),
+        )
+        .group_by(groups.c.attempt_id, groups.c.step)
+        .cte("reward_steps")
+    )
+
+    def many(condition: sa.ColumnElement[bool]) -> sa.Case[int]:
+        return sa.func.sum(sa.case((condition, 1), else_=0))  # type: ignore[return-value]
+
+    return (
+        sa.select(
+            groups.c.attempt_id,
+            groups.c.step,
+            sa.func.count().label("groups"),
+            sa.func.sum(groups.c.single).label("single"),
+            sa.func.sum(groups.c.rewarded).label("rewarded"),
+            many(groups.c.low == groups.c.high).label("equal"),
+            many(groups.c.high == steps.c.lowest).label("low"),
+            many(groups.c.low == steps.c.highest).label("high"),
+            steps.c.lowest,
+            steps.c.highest,
+        )
+        .join_from(
+            groups,
+            steps,
+            (groups.c.attempt_id == steps.c.attempt_id) & (groups.c.step == steps.c.step),
+        )
+        .group_by(groups.c.attempt_id, groups.c.step, steps.c.lowest, steps.c.highest)
+    )
