@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,39 +14,58 @@ from stagescope.table import Row, Table
 
 DIAGNOSIS_ORDER: Final = ("verdict", "sure", "rule", "since_step", "where", "title", "family")
 _COLOURS: Final = {"found": "#b3372b", "not measured": "#6e7278", "not found": "#2a8048"}
+_LOG: Final = re.compile(r"log it: stage\.log\((\w+)=\.\.\.\)$")
+_LOGGED: Final = "log it"
 
 
 class Diagnosis(Table):
     """Symptoms, one row each: what was found first, the surest first.
 
-    Text and HTML display what was found as paragraphs; what was not measured, with the line that
-    would record it, and what was not found follow in short.
+    Text and HTML display what was found as paragraphs; what was not measured and what was not found
+    follow in short. Text counts what was not measured by what would record it.
 
     Usage:
         >>> diagnosis = session.doctor()
         >>> diagnosis.where(verdict="found")["title"]
         >>> diagnosis.about["mismatch"]        # the mismatch taken apart
+        >>> diagnosis.all()                    # what was not measured, and why
     """
 
     __slots__ = ()
 
+    def all(self) -> Diagnosis:
+        """Return the same rows, displayed with what was not measured, and why."""
+        return _FullDiagnosis.from_table(self)
+
     def lines(self, *, width: int = 80, rows: int | None = None) -> list[str]:
-        """Return the diagnosis as lines of at most `width` columns; nothing is cut."""
+        """Return the diagnosis as lines of at most `width` columns; of what was found nothing is
+        cut."""
         lines = wrapped("", str(self.about.get("text") or ""), width)
         for row in self.found:
             lines += ["", *_paragraph(row, width)]
         lines += ["", *_parts(self.about.get("mismatch") or (), width)]
         if unknown := self._of("not measured"):
-            lines += ["", "not measured"]
-            for row in unknown:
-                reason = "; ".join(row["against"])
-                lines += wrapped("  ", f"{row['rule']}: {reason}", width)
-                if row["record"]:
-                    lines += wrapped("    -> ", str(row["record"]), width)
+            lines += ["", *self._not_measured(unknown, width)]
         if healthy := self._of("not found"):
             names = ", ".join(str(row["rule"]) for row in healthy)
             lines += ["", *wrapped("", f"not found: {names}", width)]
         return [line for at, line in enumerate(lines) if line or (at and lines[at - 1])]
+
+    def _not_measured(self, rows: Sequence[Row], width: int) -> list[str]:
+        """Return how many rows there are, and how many each thing to record would add."""
+        counts: Counter[str] = Counter()
+        scalars: dict[str, None] = {}
+        for row in rows:
+            record = str(row["record"] or "nothing that could be recorded")
+            if scalar := _LOG.match(record):
+                scalars[scalar[1]] = None
+            counts[_LOGGED if scalar else record] += 1
+        lines = [f"{len(rows)} not measured (doctor --all says why)"]
+        for record, count in counts.most_common():
+            text = f"log {', '.join(scalars)}" if record == _LOGGED else record
+            tail = f": {render.counted(count, 'rule')}"
+            lines.append(f"  {render.clip(text, max(width - 2 - len(tail), 20))}{tail}")
+        return lines
 
     @property
     def found(self) -> list[Row]:
@@ -81,6 +102,18 @@ class Diagnosis(Table):
                 f"</summary><ul>{items}</ul></details>"
             )
         return render.html_block(self.heading, "".join(body))
+
+
+class _FullDiagnosis(Diagnosis):
+    __slots__ = ()
+
+    def _not_measured(self, rows: Sequence[Row], width: int) -> list[str]:
+        lines = ["not measured"]
+        for row in rows:
+            lines += wrapped("  ", f"{row['rule']}: {'; '.join(row['against'])}", width)
+            if row["record"]:
+                lines += wrapped("    -> ", str(row["record"]), width)
+        return lines
 
 
 def _title(row: Row) -> str:

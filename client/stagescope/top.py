@@ -155,9 +155,10 @@ def screen(
         text = problem or "asking the service ..."
         lines = [Line(f"stagescope  {run}", "title"), *_wrapped(text, width, "bad")]
         return _fitted(lines, width, height)
+    ranks = _RankRows.of(snapshot, width)
     parts = [
         _step_lines(snapshot),
-        _progress_lines(snapshot, width),
+        ranks.lines(),
         _round_lines(snapshot),
         _finding_lines(snapshot),
         _capture_lines(snapshot),
@@ -168,7 +169,9 @@ def screen(
     foot = Line("q quits", "dim")
     room = height - len(head) - 1
     # The title of each part and its first row come before further rows of any.
-    shown = _shared([part for part in parts if part], room)
+    given = _shared([len(part) for part in parts], room)
+    parts[1] = ranks.lines(given[1])
+    shown = [line for part, most in zip(parts, given, strict=True) for line in part[:most]]
     return _fitted([*head, *shown, foot], width, height)
 
 
@@ -176,15 +179,15 @@ def _fitted(lines: Iterable[Line], width: int, height: int) -> list[Line]:
     return [Line(clip(printable(line.text.rstrip()), width), line.tone) for line in lines][:height]
 
 
-def _shared(parts: Sequence[Sequence[Line]], room: int) -> list[Line]:
-    """Return the parts one after the other; where room lacks, each gets some of its lines."""
-    given = [0] * len(parts)
-    while room > 0 and any(given[at] < len(part) for at, part in enumerate(parts)):
-        for at, part in enumerate(parts):
-            if room > 0 and given[at] < len(part):
+def _shared(lengths: Sequence[int], room: int) -> list[int]:
+    """Return how many lines each part gets; where room lacks, each gets some."""
+    given = [0] * len(lengths)
+    while room > 0 and any(each < length for each, length in zip(given, lengths, strict=True)):
+        for at, length in enumerate(lengths):
+            if room > 0 and given[at] < length:
                 given[at] += 1
                 room -= 1
-    return [line for at, part in enumerate(parts) for line in part[: given[at]]]
+    return given
 
 
 def _wrapped(text: str, width: int, tone: str) -> list[Line]:
@@ -225,34 +228,65 @@ def _step_lines(snapshot: RunSnapshot) -> list[Line]:
     return lines
 
 
-def _progress_lines(snapshot: RunSnapshot, width: int) -> list[Line]:
-    """Return a line for each stage: its ranks as marks, and who is waited for."""
-    progress = snapshot.progress
-    expected = progress.get("expected") or {}
-    if not expected:
-        return []
-    missing: dict[tuple[str, str], dict[int, JsonObject]] = {}
-    for each in progress.get("missing") or ():
-        missing.setdefault((each["role"], each["stage"]), {})[each["rank"]] = each
-    lines = [Line(f"RANKS in step {progress['step']}, {progress['complete']}   {_LEGEND}", "title")]
-    room = max(width // 4, 10)
-    for role, stages in expected.items():
-        for stage, ranks in sorted(stages.items(), key=lambda each: _place(each[0])):
-            late = missing.get((role, stage), {})
-            marks = "".join(
-                _DONE
-                if rank not in late
-                else _GONE
-                if (role, rank) in snapshot.gone
-                else _MARKS.get(late[rank]["status"], _INSIDE)
-                for rank in ranks
-            )
-            done = len(ranks) - len(late)
-            text = f"{clip(stage, 22):<23}{_folded(marks, room):<{room}} {done}/{len(ranks)}"
-            if late:
-                text += f"  {_waited(role, late, progress.get('wall'))}"
-            lines.append(Line(text, "bad" if _GONE in marks else ""))
-    return lines
+@dataclasses.dataclass(frozen=True)
+class _RankRows:
+    """A line for each role and stage: its ranks as marks, and who is waited for.
+
+    Attributes:
+        title: what the rows are of; empty: there are none.
+        rows: role, how many ranks are gone and late, and the line, in the order of the stages.
+    """
+
+    title: str
+    rows: Sequence[tuple[str, tuple[int, int], Line]]
+
+    @classmethod
+    def of(cls, snapshot: RunSnapshot, width: int) -> _RankRows:
+        """Return the rows of the newest step."""
+        progress = snapshot.progress
+        expected = progress.get("expected") or {}
+        missing: dict[tuple[str, str], dict[int, JsonObject]] = {}
+        for each in progress.get("missing") or ():
+            missing.setdefault((each["role"], each["stage"]), {})[each["rank"]] = each
+        rows = []
+        room = max(width // 4, 10)
+        for role, stages in expected.items():
+            for stage, ranks in sorted(stages.items(), key=lambda each: _place(each[0])):
+                late = missing.get((role, stage), {})
+                marks = "".join(
+                    _DONE
+                    if rank not in late
+                    else _GONE
+                    if (role, rank) in snapshot.gone
+                    else _MARKS.get(late[rank]["status"], _INSIDE)
+                    for rank in ranks
+                )
+                done = len(ranks) - len(late)
+                text = f"{clip(stage, 22):<23}{_folded(marks, room):<{room}} {done}/{len(ranks)}"
+                text += f"  {_waited(role, late, progress.get('wall'))}" if late else f"  {role}"
+                line = Line(text, "bad" if _GONE in marks else "")
+                rows.append((role, (marks.count(_GONE), len(late)), line))
+        title = f"RANKS in step {progress['step']}, {progress['complete']}" if rows else ""
+        return cls(title, rows)
+
+    def lines(self, most: int | None = None) -> list[Line]:
+        """Return the title and the rows; at most so many lines, the title says how many more.
+
+        The worst row of each role comes before any other: one whose ranks are gone, then the one
+        that most of them have not ended.
+        """
+        if not self.rows or most == 0:
+            return []
+        shown = len(self.rows) if most is None else min(most - 1, len(self.rows))
+        worst_first = sorted(range(len(self.rows)), key=lambda at: self.rows[at][1], reverse=True)
+        first_of: dict[str, int] = {}
+        for at in worst_first:
+            first_of.setdefault(self.rows[at][0], at)
+        kept = list(dict.fromkeys([*first_of.values(), *worst_first]))[:shown]
+        lacking = len(self.rows) - shown
+        more = f", {lacking} more" if lacking else ""
+        title = Line(f"{self.title}{more}   {_LEGEND}", "title")
+        return [title, *(self.rows[at][2] for at in sorted(kept))]
 
 
 def _place(stage: str) -> tuple[int, str]:

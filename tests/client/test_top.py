@@ -366,6 +366,49 @@ def test_a_rank_that_is_gone_is_marked_where_it_never_began() -> None:
     assert row.tone == "bad"
 
 
+def test_ranks_that_do_not_fit_are_counted_and_each_role_has_a_row() -> None:
+    stages = {
+        "actor": ["actor_compute_log_prob", "ref_compute_log_prob", "compute_rm_score",
+                  "actor_update", "weight_sync"],
+        "critic": ["compute_values", "critic_update"],
+        "rollout": ["rollout_generate", "weight_sync"],
+    }  # fmt: skip
+    late = {"role": "actor", "rank": 1, "status": "inside", "since": 1.0}
+    progress = {
+        "step": 3, "complete": "open", "wall": 9.0,
+        "expected": {role: {stage: [0, 1] for stage in own} for role, own in stages.items()},
+        "missing": [{**late, "stage": "actor_update"}, {**late, "stage": "weight_sync"},
+                    {**late, "role": "critic", "stage": "critic_update", "status": "not begun"}],
+    }  # fmt: skip
+    row = {"complete": "open", "measured": False, "gap": None, "superseded_by": None}
+    snapshot = RunSnapshot(
+        run="r", attempt={}, steps=[{**row, "step": step} for step in range(8)], verdicts={},
+        numbers={}, progress=progress, measured=None, wall=0.0,
+        rounds=[{"abs_diff_mean": 0.1, "abs_diff_max": 1.0, "round": 0, "tokens": 1}],
+        findings=[{"severity": "error", "step": 1, "message": "m"}] * 8,
+        captures=[{"capture_id": "c", "state": "armed"}] * 4, gone=[("actor", 1)],
+    )  # fmt: skip
+
+    def shown(height: int) -> list[str]:
+        lines = [line.text for line in screen(snapshot, width=80, height=height)]
+        assert len(lines) <= height
+        begin = next(at for at, line in enumerate(lines) if line.startswith("RANKS"))
+        end = next(at for at, line in enumerate(lines) if line.startswith("WORST"))
+        return lines[begin:end]
+
+    title, *rows = shown(24)
+    assert len(rows) == 4
+    assert title.startswith("RANKS in step 3, open, 5 more   # done")
+    assert [line.split()[0] for line in rows] == [
+        "actor_update", "weight_sync", "critic_update", "rollout_generate",
+    ]  # fmt: skip
+    assert [line.split()[2] for line in rows] == ["1/2", "1/2", "1/2", "2/2"]
+    assert rows[-1].endswith("rollout")
+    title, *rows = shown(60)
+    assert len(rows) == 9
+    assert "more" not in title
+
+
 def test_hostile_names_and_numbers_do_not_control_the_terminal() -> None:
     evil = "\x1b]0;owned\x07\n<b>\u202e" + "w" * 300
     snapshot = RunSnapshot(

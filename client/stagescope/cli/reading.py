@@ -52,24 +52,34 @@ def runs(session: Session, limit: int) -> Table:
     return session.runs(limit=limit)
 
 
-@question(RUN, LIMIT)
-def attempts(session: Session, run: str | None, limit: int) -> Table:
-    """A run's attempts; with --json their fingerprints."""
-    return session.attempts(run, limit=limit)
+_NAMED_RUN = click.argument("name", required=False, metavar="[RUN]")
 
 
-@question(RUN, ATTEMPT, LIMIT)
-def steps(session: Session, run: str | None, attempt: int | None, limit: int) -> Table:
-    """The steps, and how complete each is."""
-    return session.steps(run, attempt, limit=limit)
-
-
-@question(click.argument("name", required=False, metavar="[RUN]"), RUN, ATTEMPT)
-def exact(session: Session, name: str | None, run: str | None, attempt: int | None) -> Record:
-    """In which steps trainer and rollout are equal in every token, and where they first are not."""
+def _one_run(name: str | None, run: str | None) -> str | None:
+    """Return the run that is named by argument or by --run."""
     if name and run and name != run:
         raise InvalidInput(f"two runs are named: {name} and {run}", expected="one of them")
-    return session.exact(name or run, attempt)
+    return name or run
+
+
+@question(_NAMED_RUN, RUN, LIMIT)
+def attempts(session: Session, name: str | None, run: str | None, limit: int) -> Table:
+    """A run's attempts; with --json their fingerprints."""
+    return session.attempts(_one_run(name, run), limit=limit)
+
+
+@question(_NAMED_RUN, RUN, ATTEMPT, LIMIT)
+def steps(
+    session: Session, name: str | None, run: str | None, attempt: int | None, limit: int
+) -> Table:
+    """The steps, and how complete each is."""
+    return session.steps(_one_run(name, run), attempt, limit=limit)
+
+
+@question(_NAMED_RUN, RUN, ATTEMPT)
+def exact(session: Session, name: str | None, run: str | None, attempt: int | None) -> Record:
+    """In which steps trainer and rollout are equal in every token, and where they first are not."""
+    return session.exact(_one_run(name, run), attempt)
 
 
 @step_question(
@@ -237,19 +247,24 @@ def findings(
 
 
 @question(
-    click.argument("name", required=False, metavar="[RUN]"),
+    _NAMED_RUN,
     RUN,
     ATTEMPT,
     click.option("--step", type=int, help="Look at the steps up to this one alone."),
+    click.option("--all", "everything", is_flag=True, help="Say what was not measured, and why."),
 )
 def doctor(
-    session: Session, name: str | None, run: str | None, attempt: int | None, step: int | None
+    session: Session,
+    name: str | None,
+    run: str | None,
+    attempt: int | None,
+    step: int | None,
+    everything: bool,
 ) -> Table:
     """What is sick in a run, since when, how sure that is, and what to do next."""
-    if name and run and name != run:
-        raise InvalidInput(f"two runs are named: {name} and {run}", expected="one of them")
     with terminal.progress("doctor"):
-        return session.doctor(name or run, attempt, step=step)
+        found = session.doctor(_one_run(name, run), attempt, step=step)
+    return found.all() if everything else found
 
 
 @question(click.argument("finding_id", metavar="ID"))
