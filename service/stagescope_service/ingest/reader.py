@@ -196,7 +196,7 @@ class PayloadReader:
             str(error),
             **_location(job),
             severity="error",
-            advice=error.advice or "the stage event stands; its numbers are missing",
+            advice=error.advice or "the stage counts as done, without the numbers of this payload",
             see=error.see,
         )
 

@@ -225,18 +225,22 @@ def coverage(cell: Cell, p: str, q: str) -> Check:
     zeros = {side: max(cell[Field[f"{side}_LACKS"]] - missing[side], 0.0) for side in missing}
     found = []
     for side, other, stream in (("P", "Q", p), ("Q", "P", q)):
-        lacks = cell[Field[f"{side}_LACKS"]]
-        if zeros[side] < 3.0 * zeros[other] or not _filled(cell, side, zeros[side]):
-            lacks -= zeros[side]
+        lacks, filled = cell[Field[f"{side}_LACKS"]], zeros[side]
+        if filled < 3.0 * zeros[other] or not _filled(cell, side, filled):
+            lacks, filled = lacks - filled, 0.0
         if lacks >= LACKING_SHARE * cell.masked:
-            found.append(
-                f"{stream} is non-finite or exactly 0 in {lacks:.0f} tokens where the other "
-                "stream has a value"
-            )
+            kinds = (("not finite", lacks - filled), ("exactly 0", filled))
+            what = " and ".join(f"{kind} in {count:.0f}" for kind, count in kinds if count)
+            found.append((filled, f"{stream} is {what} tokens where the other stream has a value"))
     if found:
         if sum(missing.values()) >= LACKING_SHARE * cell.masked:
             values["explains"] = 1.0  # non-finite values are in no sum of differences
-        text = f"{' and '.join(found)}: the mask covers tokens that it lacks"
+        why = (
+            "the mask covers tokens that it lacks"
+            if any(filled for filled, _ in found)
+            else "NaN and infinities come from where it was computed, or stand for values it lacks"
+        )
+        text = f"{' and '.join(each for _, each in found)}: {why}"
         return Check("coverage", "suspect", text, values)
     return Check("coverage", "ok", "both streams cover the mask", values)
 

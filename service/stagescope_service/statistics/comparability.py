@@ -55,8 +55,8 @@ WHAT_TO_CHECK: Final = {
     "bitwise_equal": "whether the trainer copies the rollout's log-probs (a bypass mode)",
     "constant": "whether the stream is filled in at all, and by whom",
     "probabilities": "whether what is handed over is a log-prob, and of the token that was sampled",
-    "coverage": "which tokens the engine returns log-probs for, and what the trainer fills in for "
-    "the others",
+    "coverage": "where log-probs became NaN or infinite, if they are; else which tokens the engine "
+    "returns log-probs for, and what the trainer fills in for the others",
     "padding": "whether the mask ends where the response ends",
     "shifted": "whether both streams give token t the log-prob of token t: logits at t - 1 score "
     "token t",

@@ -174,6 +174,9 @@ def test_nothing_is_found_but_what_is_so(
         found = {row["rule"]: row["for"] for row in answer["rows"] if row["verdict"] == "found"}
         wrong = {rule: why for rule, why in found.items() if rule not in training.so(last)}
         assert not wrong, (last, wrong)
+    for by, key in (("engine", f"ctranslate2-{training.settings.engine}"), ("staleness", 0)):
+        answer = live.get(f"/steps/{STEPS}/anatomy", run=run, by=by)
+        assert [(row["label"], answer["left_out"]) for row in answer["rows"]] == [(str(key), 0)]
     fired, steps = replay(live.catalogue, run, defaults(), most=STEPS)
     assert (steps, [each.evidence.message for each in fired]) == (STEPS, [])
     measured = RunHistory(live.catalogue, run).measured

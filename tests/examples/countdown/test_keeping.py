@@ -84,7 +84,8 @@ def batch_of(kept: Kept) -> Batch:
         response_mask=arrays["response_mask"],
         turn_ids=arrays["turn_ids"],
         rollout_log_probs=arrays["rollout_log_probs"],
-        policy_version=int(arrays["versions"][0]),
+        policy_version=int(arrays["versions"][0, 0]),
+        engine=kept.strings["engine_ids"][0],
     )
 
 

@@ -489,10 +489,23 @@ def test_a_constant_offset_is_a_missing_mass() -> None:
     assert found(Q - 0.05, Q)[1] == {"renormalised"}
 
 
-def test_a_mask_over_tokens_that_one_stream_lacks() -> None:
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.nan, "rollout is not finite in 100 tokens where the other stream has a value: NaN and"),
+        (
+            -np.inf,
+            "rollout is not finite in 100 tokens where the other stream has a value: NaN and",
+        ),
+        (0.0, "rollout is exactly 0 in 100 tokens where the other stream has a value: the mask"),
+    ],
+)
+def test_a_mask_over_tokens_that_one_stream_lacks(value: float, text: str) -> None:
     q = Q.copy()
-    q[:, ::20] = -np.inf
-    assert "coverage" in found(P, q)[1]
+    q[:, ::20] = value
+    result = examine(summarise(batch_of(P, q, ON)))
+    (check,) = (check for check in result.suspects if check.name == "coverage")
+    assert check.text.startswith(text)
     assert {"constant", "coverage"} <= found(P, np.zeros_like(Q))[1]
 
 

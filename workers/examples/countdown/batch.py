@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,6 +36,8 @@ class Batch:
     policy_version: int
     columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """Added by later stages, [rows] or [rows, tokens] each."""
+    engine: str = ""
+    """The instance that sampled the rows; empty: none did."""
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -52,7 +55,7 @@ class Batch:
             "response_mask": self.response_mask,
             "turn_ids": self.turn_ids,
             "rollout_log_probs": self.rollout_log_probs,
-            "versions": np.full(len(self), self.policy_version),
+            **self.origins(),
             "sample_ids": list(self.sample_ids),
             "group_ids": list(self.group_ids),
             "run_ids": [uid.rpartition("-")[2] for uid in self.sample_ids],
@@ -62,6 +65,18 @@ class Batch:
             "answers": ["" if answer is None else str(answer) for answer in self.answers],
             "results": [np.array(found, np.int64) for found in self.results],
         }
+
+    def origins(self) -> dict[str, object]:
+        """Return by stagescope's names what sampled each row: the versions of its tokens, the
+        engine's instance, and a name of its prompt that does not depend on the step."""
+        found: dict[str, object] = {
+            "versions": np.full(self.responses.shape, self.policy_version),
+            "prompt_hashes": [
+                hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest()
+                for prompt in self.prompts
+            ],
+        }
+        return found | ({"engine_ids": [self.engine] * len(self)} if self.engine else {})
 
     def counts(self) -> dict[str, float]:
         """Rounds and tokens of a response, on average."""
@@ -114,7 +129,7 @@ class Batch:
         return np.concatenate([np.pad(p, ((0, 0), (0, width - p.shape[1]))) for p in parts])
 
 
-def make_batch(samples: Sequence[Sample], policy_version: int) -> Batch:
+def make_batch(samples: Sequence[Sample], policy_version: int, engine: str = "") -> Batch:
     """Pad finished samples into a batch; `uid` of a sample is `{group}-{index}`."""
     width = max(len(sample.tokens) for sample in samples)
 
@@ -136,4 +151,5 @@ def make_batch(samples: Sequence[Sample], policy_version: int) -> Batch:
         turn_ids=pad([s.turns for s in samples], -1, np.int64),
         rollout_log_probs=pad([s.log_probs for s in samples], 0.0, np.float32),
         policy_version=policy_version,
+        engine=engine,
     )

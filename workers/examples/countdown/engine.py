@@ -35,6 +35,11 @@ class Engine:
         self._generator: Any = None
         self._seed: int | None = None
 
+    @property
+    def name(self) -> str:
+        """The instance, by which its rows are told from another's."""
+        return f"ctranslate2-{self._compute_type}"
+
     def load(self, weights: Weights, seed: int) -> None:
         """Load the trainer's weights; later samples depend only on `seed`."""
         # The converter scales arrays in place: without copies, it would change the caller's.

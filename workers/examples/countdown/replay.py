@@ -61,7 +61,8 @@ class ReplayedRollout:
         samples = make_samples(self.settings, step)
         rounds = {sample.uid: self._rounds(step, sample) for sample in samples}
         play(samples, lambda playing: [next(rounds[s.uid], _NOTHING) for s in playing])
-        batch = make_batch(samples, self.policy_version)
+        engine = next(iter(self._stored[step].strings.get("engine_ids", ())), "")
+        batch = make_batch(samples, self.policy_version, engine)
         check_same(batch, self._stored[step])
         return batch
 

@@ -53,4 +53,4 @@ class RescoredRollout(ReplayedRollout):
         for row, scored in enumerate(self._engine.score(rows)):
             found[row, : lengths[row]] = scored[first:]
         found[batch.response_mask == 0] = 0.0
-        return dataclasses.replace(batch, rollout_log_probs=found)
+        return dataclasses.replace(batch, rollout_log_probs=found, engine=self._engine.name)

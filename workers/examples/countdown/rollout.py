@@ -45,7 +45,7 @@ class Rollout:
                 samples,
                 lambda playing: self._engine.generate([s.context for s in playing], budget),
             )
-            batch = make_batch(samples, self.policy_version)
+            batch = make_batch(samples, self.policy_version, self._engine.name)
             stage.record(batch.trajectories(), **self._engine.sampling(budget))
             stage.log(**batch.counts())
         return batch

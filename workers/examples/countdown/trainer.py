@@ -116,7 +116,9 @@ class Trainer:
     @torch.no_grad()
     def compute_log_prob(self, step: int, batch: Batch) -> np.ndarray:
         """Log-probabilities under the policy before the update; float32 [rows, tokens]."""
-        with self.probe.stage("actor_compute_log_prob", step=step, model=self.policy) as stage:
+        with self.probe.stage(
+            "actor_compute_log_prob", step=step, model=self.policy, policy_version=step - 1
+        ) as stage:
             self._maybe_pause(step, "actor_compute_log_prob")
             self._step = step
             log_probs, entropy = self._forward(self.policy, batch)
@@ -127,7 +129,7 @@ class Trainer:
                 response_mask=mask,
                 responses=batch.responses,
                 turn_ids=batch.turn_ids,
-                versions=np.full(len(batch), batch.policy_version),
+                **batch.origins(),
                 producers={"old_log_probs": "trainer", "rollout_log_probs": "sampler"},
                 rewards=batch.columns["rewards"],
                 sample_ids=list(batch.sample_ids),
