@@ -56,7 +56,7 @@ class Diagnosis(Table):
         counts: Counter[str] = Counter()
         scalars: dict[str, None] = {}
         for row in rows:
-            record = str(row["record"] or "nothing that could be recorded")
+            record = str(row["record"] or "more steps, or nothing that can be recorded")
             if scalar := _LOG.match(record):
                 scalars[scalar[1]] = None
             counts[_LOGGED if scalar else record] += 1

@@ -185,7 +185,9 @@ def _row(history: RunHistory, found: Diagnosis) -> JsonObject:
         "meaning": rule.meaning,
         "next": [_filled(text, words) for text in rule.next],
         "figure": None if rule.figure is None or step is None else _filled(rule.figure, words),
-        "record": rule.record if evidence.verdict == "not measured" else None,
+        "record": (
+            rule.record if evidence.verdict == "not measured" and not evidence.waits else None
+        ),
         "sources": list(rule.sources),
     }
 

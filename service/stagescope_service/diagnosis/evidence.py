@@ -51,11 +51,13 @@ class Evidence:
     supports: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
     before: Before | None = None
+    waits: bool = False
+    """Whether more steps are lacking alone, and nothing that could be recorded."""
 
 
-def not_measured(reason: str) -> Evidence:
-    """Return that the history lacks what is needed."""
-    return Evidence("not measured", against=(reason,))
+def not_measured(reason: str, *, waits: bool = False) -> Evidence:
+    """Return that the history lacks what is needed; `waits`: more steps alone."""
+    return Evidence("not measured", against=(reason,), waits=waits)
 
 
 def not_found(*against: str, before: Before | None = None) -> Evidence:

@@ -127,7 +127,9 @@ def step_change(
         return not_measured(f"no step has {metric}")
     own = series.of_attempt(int(series.attempts[-1])).newest(_MAX_SPLIT)
     if len(own) < steps:
-        return not_measured(f"attempt {own.attempts[-1]} has {len(own)} steps, {steps} are needed")
+        return not_measured(
+            f"attempt {own.attempts[-1]} has {len(own)} steps, {steps} are needed", waits=True
+        )
     at = _split(own.values)
     low, high = (float(np.median(part)) for part in (own.values[:at], own.values[at:]))
     near = [float(np.median(part)) for part in (own.values[at - 3 : at], own.values[at : at + 3])]
@@ -177,7 +179,9 @@ def growth(
         return not_measured(f"no step has {metric}")
     own = series.of_attempt(int(series.attempts[-1]))
     if len(own) < steps:
-        return not_measured(f"attempt {own.attempts[-1]} has {len(own)} steps, {steps} are needed")
+        return not_measured(
+            f"attempt {own.attempts[-1]} has {len(own)} steps, {steps} are needed", waits=True
+        )
     quarter = max(len(own) // 4, 1)
     first, last = (float(np.median(part)) for part in (own.values[:quarter], own.values[-quarter:]))
     tau = kendall(own.values)
@@ -256,7 +260,7 @@ def of_rate(
     period = rate_period(marked.astype(np.float64), given, share, window)
     if period is None:
         return not_found(*texts)
-    against = ()
+    against: tuple[str, ...] = ()
     if period.share < share:
         against = (f"{period.share:.0%} of the newest are fewer than {share:.0%}, but not surely",)
     return Evidence("found", period.share, int(steps[period.first]), "", texts, against)
@@ -271,7 +275,9 @@ def scalar_falls(
         return no_scalar(names)
     series = found[0].finite
     if len(series) < steps:
-        return not_measured(f"{series.name} has {len(series)} finite steps, {steps} are needed")
+        return not_measured(
+            f"{series.name} has {len(series)} finite steps, {steps} are needed", waits=True
+        )
     first = float(np.median(series.values[:steps]))
     last = float(np.median(series.values[-steps:]))
     text = f"{series.name} goes from {short(first)} to {short(last)} over {len(series)} steps"
@@ -293,7 +299,9 @@ def scalar_flat(
         return no_scalar(names)
     series = found[0].finite
     if len(series) < steps:
-        return not_measured(f"{series.name} has {len(series)} finite steps, {steps} are needed")
+        return not_measured(
+            f"{series.name} has {len(series)} finite steps, {steps} are needed", waits=True
+        )
     quarter = len(series) // 4
     first, last = (
         float(np.median(part)) for part in (series.values[:quarter], series.values[-quarter:])
@@ -330,7 +338,7 @@ _FEW: Final = 5
 def _spike(series: Series, factor: float, window: int) -> Evidence:
     is_finite = np.isfinite(series.values)
     if is_finite.sum() < _FEW and is_finite.all():
-        return not_measured(f"{series.name} has {len(series)} steps, {_FEW} are needed")
+        return not_measured(f"{series.name} has {len(series)} steps, {_FEW} are needed", waits=True)
     sizes = np.where(is_finite, np.abs(series.values), np.nan)
     medians = _medians_up_to(sizes, window)
     over = sizes > factor * medians

@@ -1068,6 +1068,24 @@ def test_notebook_and_terminal_show_the_same(live: Service) -> None:
     assert shown.exit_code == 0
     assert "actor rank 2" in " ".join(shown.stdout.split())
     assert all(len(line) <= 80 for line in shown.stdout.splitlines())
+    full = invoke("doctor", "shown", "--all", env=environment)
+    unknown = [row for row in table if row["verdict"] == "not measured"]
+    assert len(unknown) > 5
+    for row in unknown:
+        assert f"  {row['rule']}: " in full.stdout
+        assert f"  {row['rule']}: " not in shown.stdout
+    assert f"\n{len(unknown)} not measured (doctor --all says why)\n" in shown.stdout
+    (of_stages,) = (line for line in shown.stdout.splitlines() if line.startswith("  record vers"))
+    assert of_stages.endswith(": 1 rule")
+    assert repr(table.all()) == full.stdout.rstrip("\n")
+
+
+def test_what_lacks_steps_alone_names_nothing_to_record(live: Service) -> None:
+    train(live, "short", steps=range(1, 7))
+    rows = rows_of(live, "short")
+    assert rows["reward_flat"]["against"] == ["reward has 6 finite steps, 20 are needed"]
+    assert rows["reward_flat"]["record"] is None
+    assert rows["staleness"]["record"] is not None
 
 
 # --- statistics of the evidence ---------------------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from stagescope_service.diagnosis.evidence import Evidence, Period, event_period, rate_period
 from stagescope_service.diagnosis.history import Series
 from stagescope_service.diagnosis.trends import _spike, beyond
+from stagescope_service.statistics.cell import Float64
 
 WINDOW = 10
 
@@ -105,7 +106,7 @@ def test_a_rate_that_falls_again_is_over() -> None:
     assert ends[-1] == 37
 
 
-def series(values: Sequence[float]) -> Series:
+def series(values: Sequence[float] | Float64) -> Series:
     steps = np.arange(1, len(values) + 1)
     return Series("grad_norm", steps, np.ones(len(values), np.int64), np.array(values, np.float64))
 

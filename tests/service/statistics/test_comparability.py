@@ -778,8 +778,8 @@ def test_the_same_contexts_in_a_group_of_a_sure_model_are_no_temperature() -> No
         streams = [np.hstack([p, gap, noisy]), np.hstack([q, gap, later])]
         mask = np.ones((64, 51), np.int64)
         mask[:, 25] = 0
-        given = (np.minimum(stream, 0.0).astype(np.float32) for stream in streams)
-        result = examine(summarise(batch_of(*given, mask)))
+        p, q = (np.minimum(stream, 0.0).astype(np.float32) for stream in streams)
+        result = examine(summarise(batch_of(p, q, mask)))
         if result.verdict != "comparable":
             wrong.append((seed, result.suspects))
     assert not wrong

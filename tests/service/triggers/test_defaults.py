@@ -54,7 +54,7 @@ def fired(rules: Rules, change: Callable[[int, list[Array]], None]) -> list[tupl
             begin += of_d.shape[1] + 1
         rounds = np.cumsum([0, *(tokens + 1 for _, tokens in ROUNDS[:-1])])
         ids = np.searchsorted(rounds, np.arange(width), side="right") - 1
-        batch = batch_of(*streams, mask, round_ids=np.where(mask == 1, ids, -1))
+        batch = batch_of(streams[0], streams[1], mask, round_ids=np.where(mask == 1, ids, -1))
         summary = assemble([PartRecord("i:1", summarise(batch), "s", "actor", 0)])
         facts = Facts("r", 1, 1, step, {None: summary}, {}, [], {})
         publisher = Publisher(facts)
@@ -73,8 +73,8 @@ def worst_round() -> Rules:
 def test_of_1000_healthy_steps_none_fires() -> None:
     """Against the bound and the median alone rounds of few tokens fire in 95 of them."""
     assert fired(worst_round(), lambda step, d: None) == []
-    (rule,) = worst_round().wire()["rules"]  # type: ignore[misc]
-    loose = {**rule, "when": {">": 0.05, "median_ratio": 3}, "cooldown": 0}  # type: ignore[dict-item]
+    (rule,) = worst_round().wire()["rules"]
+    loose = {**rule, "when": {">": 0.05, "median_ratio": 3}, "cooldown": 0}
     assert len(fired(Rules.parse({"rules": [loose]}), lambda step, d: None)) > 50
 
 

@@ -92,7 +92,7 @@ def reward_groups(attempt_ids: Sequence[int], last: int | None) -> Query:
     is_rewarded = (number > 1) & (
         sa.func.count(sa.case((reward.between(-_MOST, _MOST), 1))) == number
     )
-    where = [
+    where: list[sa.ColumnElement[bool]] = [
         samples.c.attempt_id.in_(attempt_ids),
         samples.c.step.is_not(None),
         samples.c.group_id.is_not(None),
