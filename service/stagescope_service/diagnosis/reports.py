@@ -60,8 +60,9 @@ def groups(
                 f"every reward is {short(lows[-1])}: whether it is the lowest or the highest is "
                 "unknown"
             )
-        edges, own = (lows, "lowest") if kind == "low" else (highs, "highest")
-        is_edge = np.array([row[own] for row in rows], np.float64) == edges
+        edges = lows if kind == "low" else highs
+        own = [row["lowest"] if kind == "low" else row["highest"] for row in rows]
+        is_edge = np.array(own, np.float64) == edges
         marked = np.where(is_edge & (lows < highs), marked, 0.0)
         edge = f" ({short(edges[-1])})"
     what = {"equal": "have equal rewards", "low": "have the lowest reward alone",
