@@ -1,51 +1,7 @@
 """The published numbers: from a summary to a flat dict of floats.
 
-All are over the finite tokens under the mask; `nonfinite/*` counts the others. p is the trainer's
-log-prob, q the rollout's, d = p - q, all natural logarithms. If no token counts, means are NaN and
-counts 0. <> is a mean over tokens, [] one over sequences.
-
-| name | unit | formula |
-| --- | --- | --- |
-| `training/rollout_probs_diff_{valid,max,mean,std}` | 1 | of abs(e^p - e^q); std with n - 1; valid 0 if no token counts (verl) |
-| `training/rollout_actor_probs_pearson_corr` | 1 | of e^p and e^q (verl) |
-| `per_round/round_{i}_{abs_diff_mean,token_count}` | nat, tokens | mean of abs(d) over the i-th round's tokens in the whole batch |
-| `per_round/{total_rounds,max_round_diff,max_diff_value}` | rounds, index, nat | the highest round and 1, the one with the largest mean of abs(d) (ties: the lowest), that mean |
-| `rollout_corr/kl` | nat | <q - p> (verl; AReaL's has the other sign) |
-| `rollout_corr/k3_kl` | nat | <e^d - 1 - d>, not clamped (verl; prime-rl's mismatch_kl) |
-| `rollout_corr/{training,rollout}_ppl` | 1 | [e^-p'], [e^-q'] with p', q' the sequence's means (verl) |
-| `rollout_corr/{training,rollout}_log_ppl` | nat | [-p'], [-q'] |
-| `rollout_corr/log_ppl_{diff,abs_diff,diff_max,diff_min}` | nat | of q' - p': mean, mean of its absolute value, extremes (verl) |
-| `rollout_corr/ppl_ratio` | 1 | [e^(q' - p')] |
-| `rollout_corr/chi2_{token,seq}` | 1 | <e^(2 clamp(d, ±20)) - 1>, [e^(2 clamp(sum of d, ±20)) - 1] (verl) |
-| `rollout_corr/rollout_is_*` | 1 | of verl's weights, by the run's `rollout_is` and threshold; without them e^clamp(d, ±20) |
-| `train_rollout_logprob_abs_diff` | nat | [the sequence's mean of abs(d)] (slime, miles) |
-| `token_mult_prob_error` | 1 | <e^abs(d)> (NeMo-RL, whose alarm is at 1.05) |
-| `logprob/{stream}_{mean,std,min,max}` | nat | over tokens; std with n - 1 |
-| `logprob/{stream}_seq_{mean,max}` | nat | of the sequences' token means |
-| `logprob_abs_diff/{mean,max}` | nat | of abs(d) over tokens |
-| `logprob_abs_diff/{p50,p90,p99,p999}` | nat | quantiles by histogram, within 4.5 % |
-| `tail/abs_diff_over_{0.1,0.5,1,5}_count` | tokens | abs(d) > the bound |
-| `tail/ratio_outside_{0.9_1.1,0.5_2}_count` | tokens | e^d outside the interval |
-| `tail/..._share` | 1 | count over counted tokens |
-| `tail/..._seq_{mean,max}` | 1 | of the sequences' shares |
-| `nonfinite/{stream}_{nan,posinf,neginf}` | tokens | under the mask |
-| `counts/{tokens,masked_tokens,sequences,empty_rows}` | tokens, tokens, sequences, rows | counted tokens, all under the mask, samples with a counted token, rows without a model token |
-| `calibration/ratio_mean` | 1 | mean of e^clamp(d, ±20) before any rejection; 1 where q is the distribution that sampled (E_q[p/q] = 1) |
-| `calibration/z` | 1 | (that - 1) over its standard error: beyond ±6 q is another distribution (top-k, top-p, processed or raw log-probs, temperature, adapter) |
-| `calibration/tokens` | tokens | what both are over: those of staleness 0 where versions are known, else all |
-| `rounding/abs_diff_floor` | nat | about what rounding alone adds to the mean of abs(d), by the dtypes in which the streams arrived (bfloat16 is seen in values, too) |
-| `rollout_corr/rollout_is_truncated` | 0 or 1 | whether the weights are those of the run's settings; 0: untruncated e^clamp(d, ±20) |
-
-`{stream}` is the pair's own name, `old` and `rollout` by default. A sequence is a sample with
-at least one counted token: rows without one are in no mean (verl counts them as log-prob 0).
-
-A number is within 1e-9 of its definition for |d| <= 700, a mean of weights within 1e-12, however
-small it is: means of weights are stored beside those of weight - 1. A standard deviation, a
-correlation or a z of values that are the same but for their last digits has only those digits (of
-log-probs -5 ± 1e-9 the first 7 or 8). `inf` means that a number (or the sum
-behind a mean) exceeds float64's maximum of 1.8e308: e^abs(d) and k3 for abs(d) > 709, a perplexity
-for a mean log-prob below -709.
-"""  # noqa: E501
+`definitions` has their units, formulas and sources.
+"""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def check_metric(metric: str, by: str, field: str) -> None:
     raise InvalidPlan(
         f"{field}: there is no metric {metric!r:.100}{where}",
         expected=f"one of {', '.join(close[:_NAMED])}" if close else "a published metric's name",
-        advice="statistics/mismatch.py lists every name with its formula",
+        advice="docs/metrics.md lists every name with its formula",
     )
 
 

@@ -20,13 +20,13 @@ from stagescope_service.statistics import (
     Field,
     StatisticsSettings,
     Summary,
-    mismatch,
     publish,
     publish_cell,
     summarise,
 )
 from stagescope_service.statistics import cell as cells
 from stagescope_service.statistics.codec import summary_from_bytes, summary_to_bytes
+from stagescope_service.statistics.definitions import DEFINITIONS
 from stagescope_service.statistics.kernel import ROW
 
 CASES = st.tuples(
@@ -414,14 +414,13 @@ def test_rounds_turns_and_versions_without_end_are_bounded() -> None:
 
 def test_the_table_of_names_has_every_published_one() -> None:
     p, q, mask = random_streams(np.random.default_rng(0), 6, 40)
-    cells = re.findall(r"^\| (`.*?) \|", mismatch.__doc__ or "", re.MULTILINE)
 
     def pattern(name: str) -> str:
         name = re.escape(name.replace("{stream}", "{old,rollout}").replace("{i}", "*"))
         name = name.replace(r"\.\.\.", ".*").replace(r"\*", ".*")
         return re.sub(r"\\{(.*?)\\}", lambda of: f"({of[1].replace(',', '|')})", name)
 
-    patterns = [pattern(name) for cell in cells for name in re.findall(r"`(.*?)`", cell)]
+    patterns = [pattern(definition.names) for definition in DEFINITIONS]
     published = publish(summarise(batch_of(p, q, mask)))
     unnamed = [name for name in published if not any(re.fullmatch(one, name) for one in patterns)]
     assert unnamed == []
@@ -444,11 +443,15 @@ def test_the_page_of_metrics_is_that_of_the_code() -> None:
     assert PAGE.read_text() == metrics_page(), "run python -m tests.support.metrics_page"
 
 
+def test_every_metric_says_where_it_is_from() -> None:
+    assert len(DEFINITIONS) > 25
+    lacking = [one.names for one in DEFINITIONS if not all(part.strip() for part in one)]
+    assert lacking == []
+
+
 def test_units_are_those_of_the_documented_table() -> None:
-    rows = re.findall(r"^\| `(\S+)` \| (.*?) \|", mismatch.__doc__ or "", re.MULTILINE)
-    assert len(rows) > 25
     units: list[tuple[str, str]] = []
-    for name, unit in rows:
+    for name, unit, *_ in DEFINITIONS:
         name = name.replace("...", "{stream}").replace("*", "{stream}")
         name = re.sub(r"\{(stream|i)\}", r"<\1>", name)
         names = list(_expanded(name))
