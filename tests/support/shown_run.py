@@ -6,6 +6,7 @@ The mismatch grows with the round; rank 3 is apart from the restart on; rank 5 h
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from typing import Any, Final
@@ -114,7 +115,8 @@ class ShownRun:
                     "tp_size": 2, "framework": "verl", "framework_version": "0.9.1",
                 },
                 fingerprint={
-                    "git": {"commit": key * 10}, "packages": {"torch": "2.13.0"},
+                    "git": {"commit": hashlib.sha1(key.encode()).hexdigest()},
+                    "packages": {"torch": "2.13.0"},
                     "config": {"lr": 1e-6 if key == "one" else 2e-6},
                 },
                 **fields,
