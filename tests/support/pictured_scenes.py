@@ -136,8 +136,9 @@ def captured(training: ShownRun, first: int) -> str:
     """Request a capture from step `first` on; one rank failed and one is still to come."""
     live, capture_id = training.live, training.capture()
     training.acknowledge(capture_id, range(training.ranks))
-    agreement = eventually(lambda: live.get(f"/captures/{capture_id}")["agreement"])
-    start = int(agreement["start"])
+    start: int = eventually(lambda: live.get(f"/captures/{capture_id}")["agreement"]["start"])
+    for actor in training.actors:
+        actor.acknowledge()  # the plan with the agreed step
     for step in range(first, start + 1):
         training.do(step)
     for rank in range(training.ranks - 1):

@@ -53,7 +53,7 @@ VIEWS: Final = {
     "page-sample": (f"{STEP}/samples/g{STEPS}-{HOT_RANK}-0%2F1?at=247", 760),
     "page-doctor": (f"{OF_RUN}/doctor", 700),
     "page-operators": (f"{OF_RUN}/steps/{BROKEN}/operators?role=actor&rank={NAN_RANK}", 900),
-    "page-triggers": (f"{OF_RUN}/triggers", 800),
+    "page-triggers": (f"{OF_RUN}/triggers", 820),
 }
 """Name -> the view's address, and the height in pixels."""
 SCENES: Final = {
@@ -161,6 +161,7 @@ def pictured_evidence(visit: Visit, pictures: Pictures) -> None:
             const figure = document.querySelector("main .plot").closest("section, figure");
             const view = document.querySelector("main .view");
             view.replaceChildren(article, figure);
+            window.scrollTo(0, 0);
             return view.getBoundingClientRect().bottom;
         }""",
         article.element_handle(),
