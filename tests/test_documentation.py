@@ -206,8 +206,15 @@ def test_links_and_pictures_exist_and_the_readme_is_short() -> None:
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
     for picture in (ROOT / "docs/pictures").iterdir():
-        assert picture.stat().st_size < 250_000, picture.name
+        assert picture.stat().st_size < 200_000, picture.name
     assert len(PAGES[0].read_text("utf-8").splitlines()) < 150
+
+
+def test_every_picture_is_shown_and_described() -> None:
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    for picture in (ROOT / "docs/pictures").iterdir():
+        markdown = rf"!\[[^\]]{{10,}}\]\([^)]*{picture.name}\)"
+        assert re.search(rf'{markdown}|{picture.name}"[^>]* alt="[^"]{{10,}}"', text), picture.name
 
 
 def test_every_exception_is_needed() -> None:

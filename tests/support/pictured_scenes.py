@@ -30,20 +30,16 @@ _TENSORS: Final = (
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
 _COLLECTIVE: Final = """\
-  File "torch/distributed/distributed_c10d.py", line 3121, in all_reduce
+  File "torch/distributed/distributed_c10d.py", in all_reduce
     work.wait()
-  File "verl/workers/actor/dp_actor.py", line 512, in _optimizer_step
-    grad_norm = self.actor_module.clip_grad_norm_(max_norm=self.config.grad_clip)
-  File "verl/workers/actor/dp_actor.py", line 604, in update_policy
-    grad_norm = self._optimizer_step()
+  File "train.py", line 512, in update
+    grad_norm = clip_grad_norm(model)
 """
 _LOADER: Final = """\
-  File "datasets/utils/file_utils.py", line 1364, in read
-    return self._handle.read(size)
-  File "recipe/math/reward.py", line 71, in load_references
+  File "train.py", line 71, in load_references
     references = json.load(opened)
-  File "verl/workers/actor/dp_actor.py", line 561, in update_policy
-    batch = self.select(data, self.references())
+  File "train.py", line 498, in update
+    batch = select(data, load_references())
 """
 
 
@@ -69,13 +65,13 @@ def hanging(live: Service, ranks: int = 4) -> None:
     actors = [
         Rank(
             live, run=HANGING, rank=rank, world_size=ranks, start=start,
-            layout={"host": f"gpu-{rank // 2}", "pid": 4711 + rank, "framework": "verl"},
+            layout={"host": f"gpu-{rank // 2}"}, pid=4711 + rank,
         )
         for rank in range(ranks)
     ]  # fmt: skip
     for step in range(first, STUCK_STEP + 1):
         for actor in actors:
-            actor.clock = start + 60.0 * (step - first)
+            actor.clock = start + 60.0 * (step - first) + 0.9 * float(actor.sender.rank)
             actor.stage("rollout_generate", step, seconds=21.0)
             actor.stage("actor_compute_log_prob", step, seconds=6.0)
             if step < STUCK_STEP:
@@ -153,7 +149,7 @@ def consistency_text(folder: Path, columns: int) -> str:
 
     from stagescope_workers.consistency.command import consistency
 
-    model = write_llama(folder / "qwen3-8b")
+    model = write_llama(folder / "tiny-llama")
     ctranslate2.converters.TransformersConverter(str(model)).convert(
         str(folder / "int8"), quantization="int8"
     )

@@ -57,8 +57,8 @@ VIEWS: Final = {
 }
 """Name -> the view's address, and the height in pixels."""
 SCENES: Final = {
-    "page-hangs": (f"#/runs/{HANGING}/hangs", 760),
-    "page-weights": (f"#/runs/{SYNCED}/weights/{NEWEST_VERSION}", 520),
+    "page-hangs": (f"#/runs/{HANGING}/hangs", 700),
+    "page-weights": (f"#/runs/{SYNCED}/weights/{NEWEST_VERSION}", 420),
 }
 """The same of the runs in a service of their own."""
 EVIDENCE: Final = ("page-doctor-evidence", "One rank's mismatch stands apart")
@@ -263,7 +263,7 @@ def pictured_scenes(browser: Browser, pictures: Pictures, home: Path) -> None:
         with entered(browser, live) as visit:
             pictured_views(visit, pictures, SCENES)
         if pictures.wants("terminal-consistency"):
-            command = "consistency --model ./qwen3-8b --engine ctranslate2:./int8"
+            command = "consistency --model ./tiny-llama --engine ctranslate2:./int8"
             lines = consistency_text(home, COLUMNS).splitlines()[:30]
             with browser.new_context() as context:
                 terminal(context.new_page(), pictures, "terminal-consistency", command, lines)
