@@ -289,7 +289,7 @@ def test_a_run_that_ends_says_why(live: Service) -> None:
 
 def test_a_service_that_goes_is_said(live: Service) -> None:
     Rank(live, world_size=1).begin("rollout_generate", 1)
-    with top(live, "r", "--timeout", "1") as terminal:
+    with top(live, "r", "--timeout", "10") as terminal:
         terminal.wait_for_text("RANKS in step 1")
         port = int(live.server.url.rpartition(":")[2])
         live.server.stop()
