@@ -42,8 +42,8 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
         "role rank:int parts:int parts_counted:int"
     ),
     "tokens": _read(
-        "kind abs_diff:float p:float q:float round:int turn:int? token_id:int? sample_uid row:int "
-        "position:int role rank:int?"
+        "kind abs_diff:float p:float q:float round:int turn:int? token_id:int? text sample_uid "
+        "row:int position:int role rank:int?"
     ),
     "metric_names": _read("name kind unit"),
     "samples": _read(

@@ -27,6 +27,7 @@ _MAX_WIDTH: Final = 48
 _PICTURE_WIDTH: Final = 480
 _PICTURE_HEIGHT: Final = 48
 _MARGIN: Final = 4
+_LEAST_PERCENT: Final = 1e-6
 _MAX_RANGES: Final = 6
 """Most ranges of numbers that are listed."""
 WIDE_ENOUGH: Final = 1000
@@ -98,6 +99,20 @@ def _format_number(value: float, unit: str) -> str:
     if unit == "B":
         return format_bytes(value)
     return str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+def format_share(value: float) -> str:
+    """Return a share of 1 as per cent: three digits, and never in powers of ten."""
+    percent = 100.0 * value
+    size = abs(percent)
+    if not math.isfinite(percent):
+        return "nan" if math.isnan(percent) else f"{percent} %"
+    if 0.0 < size < _LEAST_PERCENT:
+        return f"below {_LEAST_PERCENT:.6f} %"
+    digits = 2 if size < 0.01 else 3
+    decimals = max(digits - 1 - math.floor(math.log10(size)), 0) if size else 0
+    text = f"{percent:.{decimals}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} %"
 
 
 def format_bytes(count: float) -> str:

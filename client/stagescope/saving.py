@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from stagescope.answers import Record
 from stagescope.batch.file import atomic_file
@@ -14,7 +14,13 @@ from stagescope.transport import Params
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import Json
 
-FORMATS: Final = {".html": "html", ".htm": "html", ".json": "json", ".md": "md"}
+ReportFormat = Literal["html", "json", "md"]
+FORMATS: Final[Mapping[str, ReportFormat]] = {
+    ".html": "html",
+    ".htm": "html",
+    ".json": "json",
+    ".md": "md",
+}
 """Ending of a file -> format of the report."""
 
 OnProgress = Callable[[int, int], object]
@@ -35,6 +41,7 @@ class FileRequests(Connection):
         *,
         step: int | None = None,
         attempt: int | None = None,
+        format: ReportFormat | None = None,
         timeout: float = 120.0,
         on_progress: OnProgress = _ignore,
     ) -> Record:
@@ -45,21 +52,25 @@ class FileRequests(Connection):
             >>> session.save_report("step5.md", "qwen3-8b", step=5)     # for a pull request
 
         Args:
-            path: ends in .html, .json or .md.
+            path: ends in .html, .json or .md, or `format` is given.
             run: its name.
             step: that step in detail; default: the whole run.
             attempt: only this attempt; default: the attempts in force.
+            format: html, json or md; default: the one that the path's ending names.
             timeout: seconds in which the service may make it.
             on_progress: called as bytes arrive.
 
         Raises:
-            InvalidInput: the path has another ending.
+            InvalidInput: the path has another ending, or that of another format.
             NotFound: there is no such run or step.
         """
         path = Path(path)
-        kind = FORMATS.get(path.suffix.lower())
+        named = FORMATS.get(path.suffix.lower())
+        kind = format or named
         if kind is None:
             raise InvalidInput(f"{str(path)!r} names no format", expected=".html, .json or .md")
+        if named not in (None, kind):
+            raise InvalidInput(f"{str(path)!r} is no name of {kind}", expected=f"an ending .{kind}")
         params: dict[str, str | int | None] = {"step": step, "attempt": attempt, "format": kind}
         size = self._save(f"/runs/{segment(run, 'run')}/report", params, path, timeout, on_progress)
         return _saved(f"report of {run}", run, attempt, step, format=kind, path=path, bytes=size)

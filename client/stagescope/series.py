@@ -194,11 +194,20 @@ def _series_fields(one: JsonObject) -> Row:
     }
 
 
-def sparkline(values: Sequence[Value], width: int, *, bars: str = "") -> str:
+def sparkline(
+    values: Sequence[Value], width: int, *, bars: str = "", extremes: bool = False
+) -> str:
     """Return the values as a line of at most `width` bars; each bar is the maximum of its steps.
 
-    A space is a gap, `!` a value that is not finite.
+    A space is a gap, `!` a value that is not finite. With `extremes`, where there are more steps
+    than bars, two bars stand for a stretch: its minimum and its maximum, in their order. A drop is
+    then seen as well as a spike.
     """
+    if extremes and len(values) > width:
+        stretches = [
+            _extremes(values[begin:end]) for begin, end in _step_ranges(len(values), width // 2)
+        ]
+        return sparkline([value for both in stretches for value in both], width, bars=bars)
     bars = bars or (_BARS if _can_encode(_BARS) else _PLAIN)
     finite = [value for value in values if value is not None and math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
@@ -213,6 +222,21 @@ def sparkline(values: Sequence[Value], width: int, *, bars: str = "") -> str:
             share = (max(present) - low) / (high - low) if high > low else 0.0
             line += bars[min(int(share * len(bars)), len(bars) - 1)]
     return line
+
+
+def _extremes(values: Sequence[Value]) -> tuple[Value, Value]:
+    """Return the smallest and the largest value in their order; twice the one not finite, if any.
+
+    None twice where there is no value.
+    """
+    present = [(at, value) for at, value in enumerate(values) if value is not None]
+    bad = [value for _, value in present if not math.isfinite(value)]
+    if bad or not present:
+        return (bad[0], bad[0]) if bad else (None, None)
+    low = min(present, key=lambda each: each[1])
+    high = max(present, key=lambda each: each[1])
+    (_, first), (_, second) = sorted((low, high))
+    return first, second
 
 
 def _step_ranges(count: int, width: int) -> Iterator[tuple[int, int]]:

@@ -37,7 +37,9 @@ _RANK_ORDER: Final = (
     "role", "rank", "tokens", "abs_diff_mean", "abs_diff_max", "k3_kl", "comparable", "cause",
     "parts", "nonfinite",
 )  # fmt: skip
-_TOKEN_ORDER: Final = ("abs_diff", "p", "q", "round", "token_id", "sample_uid", "position", "rank")
+_TOKEN_ORDER: Final = (
+    "text", "token_id", "abs_diff", "p", "q", "round", "sample_uid", "position", "rank",
+)  # fmt: skip
 _SAMPLE_ORDER: Final = (
     "sample_uid", "max_abs", "mean_abs", "tokens", "rounds", "reward", "rank", "nonfinite",
 )  # fmt: skip
@@ -294,7 +296,10 @@ class Step:
         round: int | None = None,
         limit: int = LIMIT,
     ) -> BarTable:
-        """Return the worst tokens, the largest |p - q| first, then the non-finite ones."""
+        """Return the worst tokens, the largest |p - q| first, then the non-finite ones.
+
+        `text` is None where no tokenizer is known: `about["texts_reason"]` says how to name one.
+        """
         filters = {"kind": kind, "stage": stage, "role": role, "rank": rank, "round": round}
         return BarTable.with_bars(
             self._table("tokens", _TOKEN_ORDER, limit, **filters),

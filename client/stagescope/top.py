@@ -323,7 +323,7 @@ def _round_lines(snapshot: RunSnapshot) -> list[Line]:
         Line(
             f"WORST of {len(snapshot.rounds)} ROUNDS of step {snapshot.measured}: "
             f"round {worst['round']}, "
-            f"mean |d| {_number(worst['abs_diff_mean']):.4g} nats, max "
+            f"mean |d| {_number(worst['abs_diff_mean']):.4g} nat, max "
             f"{format_value(_number(worst['abs_diff_max']))}, {worst['tokens']} tokens",
             "title",
         )

@@ -41,8 +41,14 @@ Those of M. Okabe and K. Ito ("Color Universal Design", 2008), which people with
 cones can tell apart; orange, sky blue and purple are darker, as the originals fade on white.
 """
 DASHES: Final = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-SCALE: Final = "Viridis"
-"""Of heat maps: its lightness rises evenly, for all kinds of colour vision and in grey."""
+SCALE: Final = (
+    (0.0, "#2f6c8e"), (1 / 6, "#25858d"), (1 / 3, "#21a087"), (0.5, "#39b977"), (2 / 3, "#72cf56"),
+    (5 / 6, "#b7de2b"), (1.0, "#fde725"),
+)  # fmt: skip
+"""Of heat maps: Viridis, whose lightness rises evenly, for all kinds of colour vision and in grey.
+
+Its darkest third is left out: a cell of it cannot be told from a dark page, that is from a gap.
+"""
 
 INK: Final = GREY
 """Colour of texts where no page sets one: readable on white and on black."""

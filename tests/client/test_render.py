@@ -93,3 +93,15 @@ def test_html_has_no_colour_of_its_own() -> None:
     assert "color:inherit" in text
     assert "background:transparent" in text
     assert "#" not in text.replace("&#", "")
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0.0, "0 %"), (1.0, "100 %"), (0.12345, "12.3 %"), (0.5, "50 %"), (0.0261, "2.61 %"),
+        (0.0001, "0.01 %"), (5.294e-7, "0.000053 %"), (-2e-6, "-0.0002 %"),
+        (1e-12, "below 0.000001 %"), (math.nan, "nan"), (1234.5, "123450 %"),
+    ],
+)  # fmt: skip
+def test_a_share_is_never_written_in_powers_of_ten(share: float, text: str) -> None:
+    assert render.format_share(share) == text

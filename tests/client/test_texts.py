@@ -13,7 +13,7 @@ from stagescope.changes import Changes
 from stagescope.connection import segment, step_segment
 from stagescope.findings import Finding
 from stagescope.hangs import STUCK_ORDER, Stuck
-from stagescope.series import Series
+from stagescope.series import Series, sparkline
 from stagescope.step import Steps
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.nonfinite import Json
@@ -211,3 +211,16 @@ def test_the_line_of_a_series_hides_no_peak_and_shows_gaps_restarts_and_what_is_
     assert page.count("<polyline") == 2
     assert "it had no streams" in page
     assert "value: last 5" in page
+
+
+def test_a_short_line_shows_a_drop_as_well_as_a_spike() -> None:
+    values: list[float | None] = [5.0] * 200
+    values[61], values[63], values[150] = 0.0, 9.0, None
+    bars = "12345"
+    line = sparkline(values, 20, bars=bars, extremes=True)
+    assert len(line) == 20
+    assert line[6:8] == "15"  # the smallest and the largest of the steps 60 to 79, in their order
+    assert set(line[:6] + line[8:]) == {"3"}
+    assert sparkline(values, 20, bars=bars)[6] == "5"  # where the drop is lost
+    assert sparkline([1.0, math.nan, *[1.0] * 98, None], 10, bars=bars, extremes=True)[:2] == "!!"
+    assert sparkline([1.0, None, 2.0], 10, bars=bars, extremes=True) == "1 5"

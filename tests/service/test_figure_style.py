@@ -133,3 +133,15 @@ def test_powers_are_for_positive_numbers_far_apart() -> None:
     assert not style.spans_decades([-1.0, 100.0])
     assert not style.spans_decades([])
     assert style.spans_decades([0.001, None, math.nan, 1.0])
+
+
+def test_the_scale_of_heat_maps_begins_visibly_off_both_pages() -> None:
+    """A cell of one token in the darkest of Viridis cannot be told from a dark page."""
+    places, colours = zip(*style.SCALE, strict=True)
+    assert (places[0], places[-1]) == (0.0, 1.0)
+    assert contrast(colours[0], WHITE) >= 3.0
+    assert contrast(colours[0], DARK) >= 3.0
+    # In grey, and for every kind of colour vision, more is lighter.
+    for matrix in (np.eye(3), NO_RED, NO_GREEN):
+        lightness = [float(lab(matrix @ linear(colour))[0]) for colour in colours]
+        assert all(b - a > 4.0 for a, b in itertools.pairwise(lightness))

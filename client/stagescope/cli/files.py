@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 from pathlib import Path
 from types import FrameType
@@ -14,10 +15,12 @@ from stagescope import terminal
 from stagescope.answers import Record
 from stagescope.cli.common import ATTEMPT, RUN, question
 from stagescope.forwarding import forwarder
+from stagescope.saving import ReportFormat
 from stagescope.session import Session
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
 from stagescope.wire.errors import InvalidInput
+from stagescope.wire.names import safe_name
 
 _WAIT = click.option(
     "--wait", type=FiniteFloat(min=1), default=300.0, show_default=True, metavar="SECONDS",
@@ -31,8 +34,12 @@ _WAIT = click.option(
     click.option("--step", type=click.IntRange(min=0), help="That step in detail."),
     ATTEMPT,
     click.option(
-        "--output", "-o", type=click.Path(path_type=Path), required=True,
-        metavar="FILE.html|.json|.md", help="Its ending says which.",
+        "--output", "-o", type=click.Path(path_type=Path), metavar="FILE.html|.json|.md",
+        help="Its ending says which; - prints it [default: RUN.html or RUN-stepN.html, here].",
+    ),
+    click.option(
+        "--format", "kind", type=click.Choice(["html", "json", "md"]),
+        help="Instead of an ending; of - Markdown is the default.",
     ),
     _WAIT,
 )  # fmt: skip
@@ -42,15 +49,34 @@ def report(
     run: str | None,
     step: int | None,
     attempt: int | None,
-    output: Path,
+    output: Path | None,
+    kind: ReportFormat | None,
     wait: float,
 ) -> Record:
     """Save what is known of a run, or of a step, as one file: verdicts, tables, figures, advice."""
-    with terminal.progress("report") as update:
-        return session.save_report(
-            output, _run(session, name, run), step=step, attempt=attempt, timeout=wait,
-            on_progress=update,
-        )  # fmt: skip
+    named = _run(session, name, run)
+
+    def save(path: Path, kind: ReportFormat | None) -> Record:
+        with terminal.progress("report") as update:
+            return session.save_report(
+                path, named, step=step, attempt=attempt, format=kind, timeout=wait,
+                on_progress=update,
+            )  # fmt: skip
+
+    if output == Path("-"):
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "report")
+            save(path, kind or "md")
+            click.echo(path.read_text("utf-8"), nl=False)
+        click.get_current_context().exit()
+    return save(output or _default_name(named, attempt, step, kind or "html"), kind)
+
+
+def _default_name(run: str, attempt: int | None, step: int | None, ending: str) -> Path:
+    """Return a name in the working directory, as the service gives to what a browser saves."""
+    of_attempt = "" if attempt is None else f"-{attempt}"
+    of_step = "" if step is None else f"-step{step}"
+    return Path(f"{safe_name(run)}{of_attempt}{of_step}.{ending}")
 
 
 @question(

@@ -133,11 +133,13 @@ class _KeptTensors:
                 f"the tensors of step {step.step} are {size >> 20} MiB, too many for a diagnosis",
                 advice=f"stagescope loss {step.step}",
             )
-        fields, rows = loss_of(self._deps, target)
-        unrecorded = cast("Sequence[JsonObject]", fields["unrecorded"])
+        found = loss_of(self._deps, target)
+        unrecorded = cast("Sequence[JsonObject]", found.fields["unrecorded"])
         return LossOfStep(
-            tokens=cast("int", fields["tokens"]),
-            shares={str(row["fate"]): cast("float", row["share_of_mismatch"]) for row in rows},
+            tokens=cast("int", found.fields["tokens"]),
+            shares={
+                str(row["fate"]): cast("float", row["share_of_mismatch"]) for row in found.rows
+            },
             unrecorded={str(each["name"]): str(each["record"]) for each in unrecorded},
         )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Final, Literal, TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Final, Literal, TypedDict, cast
 
 from fastapi import APIRouter, Query
 
@@ -26,6 +26,7 @@ from stagescope_service.api.rows import layout_of, matching
 from stagescope_service.api.step_summaries import MeasuredSummary, Slice
 from stagescope_service.api.steps import begun_again_in, gap_of, progress_of
 from stagescope_service.api.target import Target
+from stagescope_service.api.tokenizers import Tokenizers
 from stagescope_service.statistics.cell import Cell, Field
 from stagescope_service.statistics.checks import calibration
 from stagescope_service.statistics.comparability import Comparability, examine_cell, examine_ranks
@@ -183,7 +184,24 @@ def tokens(
         rows = [row for row in rows if row["kind"] == kind]
     if round is not None:
         rows = [row for row in rows if row["round"] == round]
-    return Answer({**_heading(deps, target), **_context(measured, step), **page.cut(rows)})
+    shown = page.cut(rows)
+    reason = _add_texts(deps, target, cast("list[JsonObject]", shown["rows"]))
+    return Answer(
+        {**_heading(deps, target), **_context(measured, step), "texts_reason": reason, **shown}
+    )
+
+
+def _add_texts(deps: Dependencies, target: Target, rows: Sequence[JsonObject]) -> str | None:
+    """Give rows of tokens their texts; return why they have none."""
+    ids = [cast("int", row["token_id"]) for row in rows if row["token_id"] is not None]
+    tokenizer = Tokenizers.of_attempt(deps, target.attempt_id) if ids else None
+    texts = None if tokenizer is None else tokenizer.texts(ids)
+    by_id = dict(zip(ids, texts or (), strict=False))
+    for row in rows:
+        row["text"] = by_id.get(cast("int", row["token_id"]))
+    if tokenizer is None:
+        return "token ids were not recorded: record responses" if rows else None
+    return tokenizer.reason
 
 
 def metrics_of(

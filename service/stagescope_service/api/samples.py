@@ -15,8 +15,9 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from fastapi import APIRouter, Path, Query
 
-from stagescope.batch import Batch, BatchPart, widened
-from stagescope.wire.errors import NotFound, StagescopeError
+from stagescope.batch import Batch
+from stagescope.render import counted, format_share
+from stagescope.wire.errors import NotFound
 from stagescope.wire.links import Link
 from stagescope_service.api.batches import batch_of
 from stagescope_service.api.completeness import ALL_ROWS
@@ -27,15 +28,23 @@ from stagescope_service.api.models import samples as models
 from stagescope_service.api.numbers import comparability_fields
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.rows import matching
+from stagescope_service.api.step_tokens import (
+    StepTokens,
+    clipped_passes,
+    loss_masks,
+    of_model,
+    rounds_of,
+    shown_of,
+    update_ratios,
+)
 from stagescope_service.api.target import Target
 from stagescope_service.api.tokenizers import Tokenizers
 from stagescope_service.core.instructions import PayloadKey
 from stagescope_service.dumps.joining.join import Selection
 from stagescope_service.statistics import loss_fate
-from stagescope_service.statistics.cell import Bool, Float64, Int64
+from stagescope_service.statistics.cell import Bool
 from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.loss_fate import NAMES, Fate, Int8, LossTokens
-from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.statistics.summary import Sequences
 from stagescope_service.store.parts import incarnation_of, part_key
 
@@ -43,13 +52,6 @@ router = APIRouter(prefix="/steps/{step}", tags=["steps"])
 
 SortBy = Literal["max_abs", "mean_abs", "tokens", "sample_uid"]
 
-_LOSS_STAGES: Final = ("actor_update", "compute_advantage")
-"""Stages whose mask is that of the update, the decisive one first."""
-_NAMES: Final = (
-    "response_mask", "responses", "positions", "round_ids", "turn_ids", "rollout_log_probs",
-    "old_log_probs", "log_probs", "advantages", "rollout_is_weights", "clipped", "effective_valid",
-)  # fmt: skip
-_P_STREAMS: Final = ("old_log_probs", "log_probs")
 _TOKENS, _ABS_SUM, _ABS_MAX, _NON_FINITE = map(
     ROW.index, ("tokens", "d_abs_sum", "d_abs_max", "non_finite")
 )
@@ -258,15 +260,16 @@ def _tokens_of_row(
 
 def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes: str) -> JsonObject:
     rows = np.array([row], np.int64)
-    passes = [each[rows] for each in _passes(batch)]
-    one = StepTokens.from_batch(batch.take(rows), _loss_masks(batch, rows), passes)
+    passes = clipped_passes(batch, rows)
+    one = StepTokens.from_batch(batch.take(rows), loss_masks(batch, rows), list(passes.values()))
     shown = one.extent(row=0)
     fates = one.loss.fates()[0, shown]
     d = one.d[0, shown]
     ids = one.column("responses", shown)
     mask = one.loss.mask[0, shown]
     tokenizer = Tokenizers.from_settings(deps.settings, batch.meta)
-    clipped = None if one.loss.clipped is None else one.loss.clipped[0, shown]
+    clipped = None if one.loss.clipped is None else _sides(one.loss.clipped[0, shown])
+    ratios = update_ratios(batch, rows, one, list(passes))
     comparability = None
     with contextlib.suppress(NotFound):  # the tensors are kept of a step without numbers
         measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
@@ -281,17 +284,20 @@ def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes:
         "texts": None if ids is None else tokenizer.texts(ids),
         "texts_reason": None if ids is not None and tokenizer.reason is None
         else tokenizer.reason or "token ids were not recorded: record responses",
-        "round": _rounds(one.column("round_ids", shown), mask),
+        "round": rounds_of(one.column("round_ids", shown), mask),
         "turn": one.column("turn_ids", shown),
         "p": one.stream("p", shown),
         "q": one.stream("q", shown),
         "p_stream": one.p_name,
         "d": d,
-        "advantage": _optional(one.loss.advantage, shown),
-        "weight_raw": _where(mask, one.raw_weight[0, shown]),
-        "weight": None if one.loss.weight is None else _where(mask, one.loss.weight[0, shown]),
-        "clipped": None if clipped is None
-        else ["low" if side < 0 else "high" if side > 0 else None for side in clipped.tolist()],
+        "advantage": shown_of(one.loss.advantage, shown),
+        "weight_raw": of_model(mask, one.raw_weight[0, shown]),
+        "weight": None if one.loss.weight is None else of_model(mask, one.loss.weight[0, shown]),
+        "clipped": clipped,
+        "clipped_passes": None if clipped is None
+        else [_sides(each[0, shown]) for each in passes.values()],
+        "update_ratios": None if ratios is None
+        else [of_model(mask, each[0, shown]) for each in ratios],
         "rejected": None if one.loss.in_loss is None
         else (mask & ~one.loss.in_loss[0, shown]).tolist(),
         "masked_why": [None if is_model else ENVIRONMENT for is_model in mask.tolist()],
@@ -299,7 +305,7 @@ def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes:
         "loss_note": "; ".join(f"not recorded: {RECORD[name]}" for name in one.loss.unrecorded())
         or None,
         "unrecorded": _unrecorded(one.loss),
-        "notes": [*notes, *one.notes, *(f"{gap.kind}: {gap.message}" for gap in batch.gaps)],
+        "notes": [*notes, *one.notes, *_gap_texts(batch)],
     }  # fmt: skip
 
 
@@ -313,17 +319,33 @@ async def loss(deps: Deps, target: StepTarget, page: PageOf) -> Answer:
     `trained`. What is not recorded excludes nothing: `unrecorded` names it. Computed from what the
     ring and the kept files hold of the step: `tokens` of `tokens_counted`.
     """
-    found, rows = await deps.computations.run(loss_of, deps, target)
-    return Answer({**target.heading(), **found, **page.cut(rows)})
+    found = await deps.computations.run(loss_of, deps, target)
+    notes = [*found.derived, *found.gaps]
+    return Answer({**target.heading(), **found.fields, "notes": notes, **page.cut(found.rows)})
 
 
-def loss_of(deps: Dependencies, target: Target) -> tuple[JsonObject, list[JsonObject]]:
-    """Return the fields of the answer, and its rows."""
+@dataclasses.dataclass(frozen=True)
+class StepLoss:
+    """What the loss did with a step's tokens, as `/loss` answers it."""
+
+    fields: JsonObject
+    rows: list[JsonObject]
+    derived: Sequence[str]
+    """How columns were derived."""
+    gaps: Sequence[str]
+    """What is missing or disagrees in what is kept."""
+
+
+def loss_of(deps: Dependencies, target: Target) -> StepLoss:
+    """Return what the loss did with a step's tokens, as far as they are kept."""
     measured = deps.step_summaries.measure(target.attempt_id, target.step_row)
     batch = batch_of(deps, target, Selection(None, None))
-    step = StepTokens.from_batch(batch, _loss_masks(batch, np.arange(batch.rows)), _passes(batch))
+    every = np.arange(batch.rows)
+    passes = list(clipped_passes(batch, every).values())
+    step = StepTokens.from_batch(batch, loss_masks(batch, every), passes)
     found = loss_fate.sums(step.loss.fates(), step.d)
     tokens, mismatch = sum(each.tokens for each in found), sum(each.abs_diff_sum for each in found)
+    by_passes = _by_passes(passes, step.loss.mask) if passes else None
     rows: list[JsonObject] = [
         {
             "fate": NAMES[each.fate],
@@ -340,16 +362,44 @@ def loss_of(deps: Dependencies, target: Target) -> tuple[JsonObject, list[JsonOb
         **comparability_fields(measured.comparability),
         "tokens": tokens,
         "tokens_counted": measured.summary.total.masked,
+        "clipped_in": by_passes,
         "unrecorded": _unrecorded(step.loss),
-        "note": _loss_note(rows, step.loss.unrecorded()),
-        "notes": [*step.notes, *(f"{gap.kind}: {gap.message}" for gap in batch.gaps)],
+        "note": _loss_note(rows, step.loss.unrecorded(), by_passes),
     }
-    return fields, rows
+    return StepLoss(fields, rows, step.notes, _gap_texts(batch))
 
 
-def _loss_note(rows: Sequence[Mapping[str, object]], unrecorded: Sequence[str]) -> str:
+def _by_passes(passes: Sequence[Int8], mask: Bool) -> list[int]:
+    """Return how many model tokens 0, 1, ... of the passes clip."""
+    times = np.zeros(mask.shape, np.int64)
+    for each in passes:
+        width = min(mask.shape[1], each.shape[1])
+        times[:, :width] += each[:, :width] != 0
+    return [int(count) for count in np.bincount(times[mask], minlength=len(passes) + 1)]
+
+
+def _clipped_note(by_passes: Sequence[int]) -> str:
+    """Say how many tokens are clipped in any pass, in every one, and in a pass on average."""
+    passes, tokens = len(by_passes) - 1, sum(by_passes)
+    if passes < 2 or not tokens:
+        return ""
+    some = sum(by_passes[1:])
+    mean = sum(times * count for times, count in enumerate(by_passes)) / passes
+    return (
+        f"; clipped in at least one of {passes} passes: {counted(some, 'token')} "
+        f"({format_share(some / tokens)}), in every pass: {by_passes[-1]} "
+        f"({format_share(by_passes[-1] / tokens)}); on average a pass clips "
+        f"{format_share(mean / tokens)}, which is what a logged clip fraction says"
+    )
+
+
+def _loss_note(
+    rows: Sequence[Mapping[str, object]], unrecorded: Sequence[str], by_passes: Sequence[int] | None
+) -> str:
     if not rows:
         return "no model token is kept of this step"
+    times = len(by_passes or ()) - 1
+    clipped = f"clipped in every one of {times} passes" if times > 1 else "clipped"
     hidden = [row for row in rows if not row["gradient"]]
     tokens = sum(float(str(row["share_of_tokens"])) for row in hidden)
     mismatch = sum(float(str(row["share_of_mismatch"])) for row in hidden)
@@ -363,194 +413,22 @@ def _loss_note(rows: Sequence[Mapping[str, object]], unrecorded: Sequence[str]) 
     else:
         text = (
             f"{at_least}{mismatch:.1%} of the mismatch (sum of |p - q|) sits in tokens that no "
-            f"gradient sees (rejected, of weight or advantage 0, or clipped), {at_least}"
+            f"gradient sees (rejected, of weight or advantage 0, or {clipped}), {at_least}"
             f"{tokens:.1%} of all"
         )
+    text += _clipped_note(by_passes or ())
     if not unrecorded:
         return text
     return f"{text}; not recorded: {', '.join(RECORD[name].split(':')[0] for name in unrecorded)}"
 
 
-# --- reading a batch ------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class StepTokens:
-    """Rows of a batch as the loss sees them, [rows, tokens] each.
-
-    Attributes:
-        batch: the rows.
-        p_name: the tensor of p.
-        p, q: log-probs, float64; NaN where they are missing.
-        d: p - q in nats.
-        raw_weight: the importance weights before they are cut.
-        loss: what is known of the loss.
-        notes: how something was derived.
-    """
-
-    batch: Batch
-    p_name: str
-    p: Float64
-    q: Float64
-    d: Float64
-    raw_weight: Float64
-    loss: LossTokens
-    notes: Sequence[str]
-
-    @classmethod
-    def from_batch(cls, batch: Batch, masks: Bool | None, passes: Sequence[Int8]) -> StepTokens:
-        """Read the rows of a batch.
-
-        Args:
-            batch: the rows.
-            masks: bool [rows, tokens], under the mask of the update; None: not recorded.
-            passes: `clipped` of each pass of the update.
-
-        Raises:
-            NotFound: both streams and the mask are not kept.
-        """
-        p_name = next((name for name in _P_STREAMS if name in batch), None)
-        if p_name is None or "rollout_log_probs" not in batch or "response_mask" not in batch:
-            raise NotFound(
-                f"what is kept of step {batch.step} has no two streams: "
-                f"{', '.join(batch.tensors) or 'nothing'}",
-                expected="rollout_log_probs, old_log_probs (or log_probs) and response_mask",
-            )
-        mask = batch["response_mask"] != 0
-        width = mask.shape[1]
-        p, q = (_floats(batch, name, width) for name in (p_name, "rollout_log_probs"))
-        notes: list[str] = []
-        with np.errstate(invalid="ignore"):
-            d = p - q
-        settings = _settings(batch, notes)
-        raw = loss_fate.raw_weights(np.where(mask, d, 0.0), mask, settings)
-        weight = None
-        if "rollout_is_weights" in batch:
-            weight = _floats(batch, "rollout_is_weights", width)
-        elif settings.rollout_is is not None and not settings.rollout_is_batch_normalize:
-            weight = settings.apply(raw)
-            notes.append("weights are computed from the run's settings, as verl does")
-        advantage = _floats(batch, "advantages", width) if "advantages" in batch else None
-        in_loss = masks
-        if "effective_valid" in batch:
-            valid = _floats(batch, "effective_valid", width) != 0
-            in_loss = valid if in_loss is None else in_loss & valid
-        clipped = _clipped_always(passes, mask.shape) if passes else None
-        if len(passes) > 1:
-            notes.append(f"clipped: in each of {len(passes)} passes")
-        loss = LossTokens(mask, in_loss, weight, advantage, clipped)
-        return cls(batch, p_name, p, q, d, raw, loss, notes)
-
-    def extent(self, row: int) -> slice:
-        """Return the positions of a row that are known: of the ragged row, else of the mask."""
-        on = np.flatnonzero(self.loss.mask[row])
-        end = int(on[-1]) + 1 if len(on) else 0
-        length = self.batch.lengths.get("response_mask")
-        if length is not None:
-            return slice(0, int(length[row]))
-        begin = int(on[0]) if len(on) and self.batch.side("response_mask") == "left" else 0
-        return slice(begin, end)
-
-    def column(self, name: str, shown: slice) -> Int64 | None:
-        """Return integers of the only row; None: not recorded as wide as the mask."""
-        width = self.loss.mask.shape[1]
-        if name not in self.batch or self.batch[name].shape[1:] != (width,):
-            return None
-        return self.batch[name][0, shown].astype(np.int64)
-
-    def positions(self, shown: slice) -> Int64:
-        """Return each token's position in its sample."""
-        found = self.column("positions", shown)
-        return np.arange(shown.start, shown.stop, dtype=np.int64) if found is None else found
-
-    def stream(self, name: Literal["p", "q"], shown: slice) -> list[float | None]:
-        """Return log-probs of the only row; null where the token is not the model's."""
-        values = (self.p if name == "p" else self.q)[0, shown]
-        return _where(self.loss.mask[0, shown], values)
+# --- parts of answers -----------------------------------------------------------------------
+def _sides(clipped: Int8) -> list[str | None]:
+    return ["low" if side < 0 else "high" if side > 0 else None for side in clipped.tolist()]
 
 
-def _settings(batch: Batch, notes: list[str]) -> StatisticsSettings:
-    try:
-        return StatisticsSettings.of_run(batch.meta.get("settings") or {})
-    except StagescopeError as error:
-        notes.append(f"the run's settings of weights are not used: {error}")
-        return StatisticsSettings()
-
-
-def _floats(batch: Batch, name: str, width: int) -> Float64:
-    """Return a tensor as float64 [rows, width]; NaN where it has no value."""
-    values = widened(batch.tensor(name)).astype(np.float64)
-    if values.ndim == 1:
-        values = np.broadcast_to(values[:, None], (len(values), width))
-    found = np.full((len(values), width), np.nan)
-    cut = values[:, :width]
-    found[:, : cut.shape[1]] = cut
-    return found
-
-
-def _parts_with(batch: Batch, name: str, stages: Sequence[str]) -> list[BatchPart]:
-    return [part for part in batch.parts if part.stage in stages and name in part.names]
-
-
-def _loss_masks(batch: Batch, rows: Int64) -> Bool | None:
-    """Return bool [rows, tokens]: under the mask of the update; None where no stage recorded it."""
-    if "response_mask" not in batch:
-        return None
-    masks = batch["response_mask"][rows] != 0
-    place = {int(row): at for at, row in enumerate(rows)}
-    known = np.zeros(len(rows), bool)
-    for stage in reversed(_LOSS_STAGES):
-        for part in _parts_with(batch, "response_mask", [stage]):
-            own = part.own.get("response_mask")
-            for index, row in enumerate(part.rows.tolist()):
-                if row not in place:
-                    continue
-                known[place[row]] = True
-                if own is not None and own.values.ndim == 2:
-                    width = min(own.values.shape[1], masks.shape[1])
-                    masks[place[row], :width] = own.values[index, :width] != 0
-    return masks if known.all() and len(rows) else None
-
-
-def _passes(batch: Batch) -> list[Int8]:
-    """Return `clipped` int8 [rows, tokens] of each pass of the update, the recorded ones."""
-    if "clipped" not in batch:
-        return []
-    passes: dict[int, Int8] = {}
-    for part in _parts_with(batch, "clipped", ["actor_update"]):
-        own = part.own.get("clipped")
-        number = part.part.epoch
-        values = batch["clipped"][part.rows] if own is None else own.values
-        if values.ndim == 2:
-            found = passes.setdefault(number, np.zeros(batch["clipped"].shape, np.int8))
-            found[part.rows, : values.shape[1]] = values
-    return list(passes.values())
-
-
-def _clipped_always(passes: Sequence[Int8], shape: tuple[int, ...]) -> Int8:
-    """Return the side on which a token is clipped in every pass, else 0; int8 of `shape`."""
-    found = np.zeros(shape, np.int8)
-    width = min(shape[1], *(each.shape[1] for each in passes))
-    stacked = np.stack([each[:, :width] for each in passes])
-    always = (stacked != 0).all(axis=0)
-    found[:, :width] = np.where(always, stacked[0], 0)
-    return found
-
-
-def _rounds(round_ids: Int64 | None, mask: Bool) -> list[int | None]:
-    """Return each model token's round: given, else the number of its run in the mask."""
-    if round_ids is None:
-        starts = mask & ~np.concatenate([[False], mask[:-1]])
-        round_ids = starts.cumsum() - 1
-    pairs = zip(round_ids.tolist(), mask.tolist(), strict=True)
-    return [number if is_model else None for number, is_model in pairs]
-
-
-def _optional(values: Float64 | None, shown: slice) -> Float64 | None:
-    return None if values is None else values[0, shown]
-
-
-def _where(mask: Bool, values: Float64) -> list[float | None]:
-    pairs = zip(mask.tolist(), values.tolist(), strict=True)
-    return [value if is_model else None for is_model, value in pairs]
+def _gap_texts(batch: Batch) -> list[str]:
+    return [f"{gap.kind}: {gap.message}" for gap in batch.gaps]
 
 
 def _unrecorded(loss: LossTokens) -> list[JsonObject]:

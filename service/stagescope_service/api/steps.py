@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Query
 
+from stagescope.wire.schema import STEP_BOUND
 from stagescope_service.api.completeness import (
     ALL_ROWS,
     BegunAgain,
@@ -60,6 +61,9 @@ def steps(
     attempt: Annotated[
         int | None, Query(ge=1, lt=1 << 31, description="Only this attempt; default: all.")
     ] = None,
+    to: Annotated[
+        int | None, Query(ge=0, lt=STEP_BOUND, description="No step after this one.")
+    ] = None,
 ) -> Answer:
     """List a run's steps, newest first: whether each is complete, and which ranks are missing.
 
@@ -71,7 +75,7 @@ def steps(
     passes count in their numbers. `note` names steps that no attempt reported.
     """
     target = deps.finder.attempt(run, attempt)
-    step_rows, next_cursor = _page_of_steps(deps, target, page, attempt)
+    step_rows, next_cursor = _page_of_steps(deps, target, page, attempt, to)
     attempts = deps.catalogue.attempts(target.run)
     lineage, by_id = Lineage(attempts), {row["attempt_id"]: row for row in attempts}
     gap_texts = gaps(deps.catalogue, step_rows)
@@ -96,7 +100,7 @@ def steps(
 
 
 def _page_of_steps(
-    deps: Dependencies, target: Target, page: Page, attempt: int | None
+    deps: Dependencies, target: Target, page: Page, attempt: int | None, to: int | None
 ) -> tuple[list[ListedStep], str | None]:
     """Return a page of steps and the cursor of the next.
 
@@ -104,7 +108,7 @@ def _page_of_steps(
     begin in between move nothing.
     """
     only = None if attempt is None else target.attempt_id
-    before = page.position[0] if page.position else None
+    before = page.position[0] if page.position else None if to is None else to + 1
     skip = page.position[1] if len(page.position) > 1 else 0
     rows = deps.catalogue.steps(only, run=target.run, before=before, limit=page.limit + skip + 1)[
         skip:

@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders
 
 from stagescope.wire.errors import StagescopeError
+from stagescope_service.api.dependencies import Dependencies
 from stagescope_service.settings import Settings
 from stagescope_service.statistics.cell import Int64
 from stagescope_service.store.artifacts import confine
@@ -55,6 +56,15 @@ class Tokenizers:
             return cls(None, f"the tokenizer cannot be read: {error}")
         except Exception as error:  # the library raises Exception itself for a malformed file
             return cls(None, f"the tokenizer of {named or settings.tokenizer} is damaged: {error}")
+
+    @classmethod
+    def of_attempt(cls, deps: Dependencies, attempt_id: int) -> Tokenizers:
+        """Return the tokenizer that an attempt's processes name, else the service's."""
+        found = deps.catalogue.settings_with(attempt_id, "tokenizer")
+        # A bundle holds the run's tokenizer, and names its path on another machine.
+        is_bundle = isinstance(getattr(deps.commands, "bundle", None), str)
+        named = None if is_bundle else next((each["tokenizer"] for each in found), None)
+        return cls.from_settings(deps.settings, {"settings": {"tokenizer": named}})
 
     def texts(self, ids: Int64 | Sequence[int]) -> list[str] | None:
         """Return the text of each id, spaces included; None without a tokenizer.

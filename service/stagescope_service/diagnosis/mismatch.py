@@ -274,7 +274,7 @@ def lattice(history: RunHistory, *, share: float = 0.5, tokens: int = 64) -> Evi
                 break
         text = (
             f"step {step.step}: {on / count:.0%} of the {count} differences other than 0 are a "
-            f"multiple of 2^{exponent(power)} = {2.0 ** exponent(power):g} nats"
+            f"multiple of 2^{exponent(power)} = {2.0 ** exponent(power):g} nat"
         )
         if on < share * count:
             return not_found(text)
@@ -297,7 +297,7 @@ def hidden_tails(history: RunHistory, *, mean: float = 0.01, tail: float = 5.0) 
     marks = (means.values < mean) & (largest.values > tail)
     share = history.metric("tail/abs_diff_over_1_share").newest(NEWEST)
     text = (
-        f"|d| is up to {short(float(np.nanmax(largest.newest(NEWEST).values)))} nats while the "
+        f"|d| is up to {short(float(np.nanmax(largest.newest(NEWEST).values)))} nat while the "
         f"mean of |e^p - e^q| is {short(float(np.nanmedian(means.newest(NEWEST).values)))}; "
         f"{short(float(np.nanmedian(share.values)))} of the tokens are over 1 nat"
     )

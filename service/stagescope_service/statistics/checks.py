@@ -307,11 +307,11 @@ def shifted(cell: Cell, p: str, q: str) -> Check:
     smallest, where = min(others)
     if smallest < SHIFTED_RATIO * own:
         text = (
-            f"{p} of a token lies {smallest:.3g} nats from {q} of the token {where} and {own:.3g} "
+            f"{p} of a token lies {smallest:.3g} nat from {q} of the token {where} and {own:.3g} "
             f"from its own: one stream lies {where} the other"
         )
         return Check("shifted", "suspect", text, values)
-    return Check("shifted", "ok", f"aligned: {own:.3g} nats apart token by token", values)
+    return Check("shifted", "ok", f"aligned: {own:.3g} nat apart token by token", values)
 
 
 def lag_means(cell: Cell) -> tuple[float, list[tuple[float, str]]]:
@@ -510,7 +510,7 @@ def edge_token(edge: Edge, found: Bin, others: Bin) -> Check | None:
     if not (of_edge > EDGE_RATIO * size and is_noise):
         return None
     text = (
-        f"the {found.tokens} {edge} tokens of rounds are {of_edge:.3g} nats apart, all others "
+        f"the {found.tokens} {edge} tokens of rounds are {of_edge:.3g} nat apart, all others "
         f"{size:.3g} with a mean of {mean:.2g}, as noise has it: another distribution would show "
         "in all tokens"
     )

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.browser import chromium
 from tests.support.investigated_run import STEPS, investigated
+from tests.support.measure import Handed
 from tests.support.page import Visit, visiting
 from tests.support.shown_run import (
     BROKEN,
@@ -27,10 +29,14 @@ from tests.support.shown_run import (
 )
 from tests.support.stores import eventually
 
+from stagescope.wire.tensorfile import WireTensor
+
 if TYPE_CHECKING:
     from playwright.sync_api import APIResponse, Browser, Route
 
 TOKENS: Final = 32_768
+PASSES: Final = ((0.25, [0, 1, 0, 1, 0, 0, 0, 0]), (0.5, [0, 1, 0, 0, 0, 0, 0, 0]))
+"""Of each pass over the rows: what it adds to the log-probs in nats, and the tokens it clips."""
 OF_RUN: Final = f"#/runs/{RUN}"
 STEP: Final = f"{OF_RUN}/steps/{STEPS}"
 VIEWS: Final = {
@@ -75,7 +81,35 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         rank = Rank(running, run="long", world_size=1)
         rank.stage(LOG_PROB, 1, payload(1, 0, rows=1, rounds=8, tokens=TOKENS // 8))
         rank.begin(LOG_PROB, 2)
+        _two_passes(running)
         yield running
+
+
+def _two_passes(running: Service) -> None:
+    """A run whose update goes twice over its rows: each clips tokens of its own."""
+    rank = Rank(running, run="passes", world_size=1)
+    streams = payload(1, 0, rows=1, rounds=1, tokens=8)
+    rank.stage(LOG_PROB, 1, streams)
+    old, mask = (streams["tensors"][name] for name in ("old_log_probs", "response_mask"))
+    for epoch, (moved, clipped) in enumerate(PASSES):
+        tensors: dict[str, WireTensor] = {
+            "response_mask": mask,
+            "log_probs": ("float32", old[1], old[2] + np.float32(moved), None),
+            "clipped": ("int8", mask[1], np.array([clipped], np.int8), None),
+        }
+        handed: Handed = {
+            "schema": 1, "tensors": tensors, "strings": streams["strings"], "meta": {},
+        }  # fmt: skip
+        rank.begin("actor_update", 1, epoch=epoch)
+        rank.say(
+            "end", handed, stage="actor_update", step=1, epoch=epoch, payload=described(handed)
+        )
+    rank.begin(LOG_PROB, 2)
+
+
+def described(handed: Handed) -> dict[str, object]:
+    specs = {name: [tag, [*shape], None] for name, (tag, shape, *_) in handed["tensors"].items()}
+    return {"tensors": specs, "bytes": 1, "meta": {}}
 
 
 @pytest.fixture
@@ -90,6 +124,15 @@ def training(live: Service) -> ShownRun:
 def operator(live: Service) -> str:
     assert live.tokens is not None
     return live.tokens.operate
+
+
+def links(visit: Visit) -> dict[str, str]:
+    """The links of the view: text -> address."""
+    found: dict[str, str] = visit.page.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('main a')]"
+        ".map(e => [e.textContent, decodeURIComponent(e.getAttribute('href'))]))"
+    )
+    return found
 
 
 def text(visit: Visit, selector: str = "main") -> str:
@@ -276,16 +319,124 @@ def test_an_address_of_nothing_says_what_there_is(browser: Browser, shared: Serv
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")
         visit.log_in(operator(shared))
-        visit.go(f"{OF_RUN}/steps/999")
-        visit.page.wait_for_selector(".problem")
-        assert f"run {RUN} has no step 999" in text(visit)
-        visit.go("#/runs/none")
-        visit.page.wait_for_selector(".problem")
-        assert "there is no run 'none'" in text(visit)
-        visit.settle()
-        visit.wait_until("document.querySelectorAll('.problem:not([hidden] *)').length === 1")
+        del visit.messages[:]
+        for view in ("", "/samples", "/ranks/actor/0", "/samples/g%2F0", "/operators"):
+            visit.go(f"{OF_RUN}/steps/999{view}")
+            assert text(visit, "h1") == f"Run {RUN} has no step 999"
+            assert links(visit) == {
+                "first: step 1": f"{OF_RUN}/steps/1", f"last: step {STEPS + 1}":
+                f"{OF_RUN}/steps/{STEPS + 1}", "all its steps": f"{OF_RUN}/steps",
+            }  # fmt: skip
+        visit.go(f"{OF_RUN}/steps/abc")
+        assert text(visit, "h1") == f"Run {RUN} has no step abc"
+        visit.go(f"{OF_RUN}/steps/30?attempt=1")
+        assert text(visit, "h1") == f"Attempt 1 of run {RUN} has no step 30"
+        assert f"{OF_RUN}/steps/{RESTART}?attempt=1" in links(visit).values()
+        visit.go(f"{OF_RUN}/steps/3?attempt=7")
+        assert text(visit, "h1") == f"Run {RUN} has no attempt 7"
+        for view in ("", "/captures", "/steps/3"):
+            visit.go(f"#/runs/none{view}")
+            assert text(visit, "h1") == "There is no run none in this service"
+            assert links(visit).items() >= {"All runs": "#/", RUN: OF_RUN}.items()
+            assert not visit.page.is_visible("#tabs")
+        assert visit.messages == []  # nothing was asked that the service answers with an error
         visit.go("#/nonsense/x")
         assert text(visit, "h1") == "No such view"
+
+
+def test_a_step_that_was_not_there_is_shown_as_soon_as_it_is(
+    browser: Browser, live: Service, training: ShownRun
+) -> None:
+    with visiting(browser, live) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(live))
+        visit.go(f"{OF_RUN}/steps/4")
+        assert text(visit, "h1") == f"Run {RUN} has no step 4"
+        visit.wait_until("document.querySelector('#session').textContent.includes('live')")
+        training.train(3, 4)
+        visit.wait_until(f"document.querySelector('h1').textContent === 'Step 4 of {RUN}'")
+
+
+def test_a_point_of_the_course_leads_to_its_step(browser: Browser, shared: Service) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        for step, attempt, address in (
+            (30, 2, f"{OF_RUN}/steps/30"),
+            (22, 1, f"{OF_RUN}/steps/22?attempt=1"),  # which attempt 2 repeats
+        ):
+            visit.go(OF_RUN)
+            visit.page.wait_for_selector(".plot .xtick text")
+            x, y = visit.page.evaluate(
+                "([step, attempt]) => { const plot = document.querySelector('.plot');"
+                "const { xaxis, yaxis3: yaxis } = plot._fullLayout;"
+                "const line = plot.data.find(e => e.meta?.attempt === attempt"
+                " && [...e.x].includes(step) && e.yaxis === 'y3');"
+                "const { left, top } = plot.getBoundingClientRect();"
+                "return [left + xaxis._offset + xaxis.d2p(step),"
+                "top + yaxis._offset + yaxis.d2p(line.y[[...line.x].indexOf(step)])] }",
+                [step, attempt],
+            )
+            visit.page.mouse.move(x, y)
+            visit.page.wait_for_selector(".plot.opens")
+            visit.page.mouse.click(x, y)
+            visit.wait_until(f"location.hash === '{address}'")
+        # By keyboard: the numbers of the figure are links.
+        visit.go(OF_RUN)
+        visit.page.wait_for_selector(".plot .xtick text")
+        visit.page.focus("figure summary")
+        visit.page.keyboard.press("Enter")
+        visit.page.focus(f"figure details td a[href='{OF_RUN}/steps/30']")
+        visit.page.keyboard.press("Enter")
+        visit.wait_until(f"location.hash === '{OF_RUN}/steps/30'")
+
+
+def test_the_worst_round_is_said_and_marked(entered: Visit, shared: Service) -> None:
+    entered.go(STEP)
+    metrics = shared.get(f"/steps/{STEPS}/metrics", run=RUN)["metrics"]
+    worst = metrics["per_round/max_round_diff"]
+    entered.wait_until("document.querySelector('tr.marked')")
+    assert text(entered, "tr.marked").split()[0] == f"{worst}"
+    sentence = text(entered, "section:has(h2:text-is('Rounds')) p")
+    assert sentence.startswith(f"Of 4 rounds, round {worst} is the worst: mean |d| ")
+    assert f"{metrics['per_round/max_diff_value']:.4g}" in sentence
+
+
+OUT_OF_SIGHT: Final = (
+    "[...document.querySelectorAll('table.stacks td, table.stacks th')].filter(e => "
+    "e.getClientRects().length && (e.getBoundingClientRect().right > innerWidth "
+    "|| e.scrollWidth > e.clientWidth + 1)).map(e => e.textContent)"
+)
+
+
+@pytest.mark.parametrize("entered", ["narrow dark"], indirect=True)
+def test_the_reasons_of_the_doctor_fit_a_narrow_page(entered: Visit) -> None:
+    entered.go(f"{OF_RUN}/doctor")
+    entered.wait_until("document.querySelector('table.stacks td')")
+    entered.page.click("details summary")
+    assert entered.page.evaluate(OUT_OF_SIGHT) == []
+
+
+def test_the_dumps_of_a_capture_fit_a_narrow_page(
+    browser: Browser, live: Service, training: ShownRun
+) -> None:
+    capture_id = training.capture()
+    training.acknowledge(capture_id, range(4))
+    start = eventually(lambda: live.get(f"/captures/{capture_id}")["agreement"]["start"])
+    for step in range(3, start + 1):
+        training.do(step)
+    training.dump(capture_id, start, 0)
+    with visiting(browser, live, width=400) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(live))
+        visit.go(f"{OF_RUN}/captures/{capture_id}")
+        row = visit.page.wait_for_selector("table.stacks tbody tr")
+        assert row is not None
+        box = row.bounding_box()
+        assert box is not None
+        assert box["height"] < 110.0
+        assert f"/data/dumps/step_{start}/" in row.inner_text()
+        assert visit.page.evaluate(OUT_OF_SIGHT) == []
 
 
 def test_other_numbers_and_their_average_are_drawn_by_the_address(
@@ -627,8 +778,11 @@ def test_tokens_by_keyboard(browser: Browser, shared: Service) -> None:
         visit.go(f"{STEP}/samples/g36-3-0%2F0")
         visit.page.focus(".tokens")
         at = "document.querySelector('.tokens').getAttribute('aria-activedescendant')"
-        d = shared.get(f"/steps/{STEPS}/samples/g36-3-0%2F0", run=RUN)["d"]
-        size = [math.inf if isinstance(each, str) else abs(each or 0.0) for each in d]
+        found = shared.get(f"/steps/{STEPS}/samples/g36-3-0%2F0", run=RUN)
+        size = [
+            math.inf if isinstance(each, str) else abs(each or 0.0) if is_model else -1.0
+            for each, is_model in zip(found["d"], found["mask"], strict=True)
+        ]
         assert visit.page.evaluate(at) == f"token-{size.index(max(size))}"  # its worst
         visit.page.keyboard.press("Home")
         assert visit.page.evaluate(at) == "token-0"
@@ -676,6 +830,56 @@ def test_what_the_loss_did_with_a_token(browser: Browser, shared: Service) -> No
         token.hover()
         pointed = token.get_attribute("data-at")
         visit.wait_until(f"document.querySelector('.panel h2').textContent.includes('{pointed}')")
+
+
+def test_the_ratio_that_is_clipped_is_shown_with_the_passes_that_clip_it(
+    entered: Visit,
+) -> None:
+    for at, clipped, fate in (
+        (1, "in 2 of 2 passes, on the high side", "clipped high in every one of 2 passes"),
+        (3, "in 1 of 2 passes, on the high side", "trained"),
+        (5, "in none of 2 passes", "trained"),
+    ):
+        entered.go(f"#/runs/passes/steps/1/samples/g1-0-0%2F0?at={at}")
+        facts = dict(
+            each.inner_text().split("\n", 1)
+            for each in entered.page.query_selector_all(".panel .facts > div")
+        )
+        assert facts["the update's own ratio"] == "1.284, then 1.649"  # e^0.25 and e^0.5
+        assert facts["that ratio is clipped"] == clipped
+        assert facts["the loss"] == fate
+    entered.go("#/runs/passes/steps/1")
+    entered.page.locator("h2:text-is('What the loss did with it')").scroll_into_view_if_needed()
+    entered.settle()
+    section = "section:has(h2:text-is('What the loss did with it'))"
+    assert "on average a pass clips 18.8 %" in text(entered, section)
+    assert "clipped high in every one of 2 passes" in text(entered, f"{section} table >> nth=0")
+    rows = [row.split("\t") for row in text(entered, f"{section} tbody >> nth=1").split("\n")]
+    assert rows == [
+        ["at least 1 of 2 passes", "2", "25 %"], ["1 of 2 passes", "1", "12.5 %"],
+        ["2 of 2 passes", "1", "12.5 %"],
+    ]  # fmt: skip
+    entered.go(f"{STEP}/samples/g36-3-0%2F0?at=0")
+    assert re.search(r"the update's own ratio\W*not recorded", text(entered, ".panel"))
+
+
+def test_dumps_without_a_finding_are_one_line(entered: Visit) -> None:
+    entered.go(f"{OF_RUN}/steps/{BROKEN}/operators")
+    section = "section:has(h2:has-text('First result'))"
+    assert "2 dumps: no non-finite value (in actor_update of actor 0-1)." in text(entered, section)
+    rows = entered.page.query_selector_all(f"{section} tbody tr")
+    assert [row.inner_text().split("\t")[0] for row in rows] == [f"actor {NAN_RANK}"]
+
+
+def test_shares_and_parts_are_written_for_readers(entered: Visit) -> None:
+    shares, parts = entered.page.evaluate(
+        "import('/static/format.js').then(({ share, partOf }) => ["
+        "[0, 1, 0.12345, 5.294e-7, 0.0001, 1e-12].map(share),"
+        "[['0.0.0.0', '0.0.0.0'], ['0.0.0.0', '0.1.3.0']].map(all => {"
+        "const rows = all.map(part => ({ part })); return rows.map(partOf(rows)) })])"
+    )
+    assert shares == ["0 %", "100 %", "12.3 %", "0.000053 %", "0.01 %", "below 0.000001 %"]
+    assert parts == [["", ""], ["epoch 0, mini-batch 0", "epoch 1, mini-batch 3"]]
 
 
 def test_only_the_tokens_in_sight_are_elements(browser: Browser, shared: Service) -> None:

@@ -28,6 +28,7 @@ ADDED = frozenset(
         "see",
         "step_cause",
         "step_comparable",
+        "texts_reason",
         "units",
     }
 )

@@ -38,6 +38,8 @@ REJECTED: Final = (2, 1)
 CLIPPED: Final = np.zeros((2, 4, 5), np.int8)
 CLIPPED[0, 0, 1], CLIPPED[1, 0, 1] = 1, 1  # in both passes
 CLIPPED[0, 2, 0] = -1  # in one alone
+MOVED: Final = (0.25, -0.5)
+"""What each pass over the rows adds to every log-prob of the policy, in nats."""
 
 
 def tensors(rows: slice, **values: Any) -> dict[str, object]:
@@ -88,7 +90,10 @@ def running(tmp_path: Path) -> Iterator[Service]:
             rank.begin("compute_advantage", 5)
             rank.say("end", loss, stage="compute_advantage", step=5, payload=describe(loss))
             for epoch in (0, 1):
-                each = tensors(rows, response_mask=update_mask, clipped=CLIPPED[epoch])
+                each = tensors(
+                    rows, response_mask=update_mask, clipped=CLIPPED[epoch],
+                    log_probs=Q + D + np.float32(MOVED[epoch]),
+                )  # fmt: skip
                 rank.begin("actor_update", 5, epoch=epoch)
                 rank.say(
                     "end", each, stage="actor_update", step=5, epoch=epoch, payload=describe(each)
@@ -142,7 +147,36 @@ def test_the_tokens_of_a_sample_say_what_the_loss_did(step: stagescope.Step) -> 
     assert found["weight"][0] == pytest.approx(math.exp(0.5), rel=1e-6)
     assert list(found["clipped"]) == [None, "high", None, None, None]
     assert found.about["unrecorded"] == []
-    assert "clipped: in each of 2 passes" in found.about["notes"]
+    text = "a token counts as clipped where every one of 2 passes clips it"
+    assert text in found.about["notes"]
+
+
+def test_the_ratio_that_is_clipped_is_the_updates_own_of_each_pass(
+    step: stagescope.Step, running: Service
+) -> None:
+    found = step.sample("g0/0").about
+    # Not e^d, the trainer's over the rollout's, which the importance weight is made of.
+    for moved, ratios in zip(MOVED, found["update_ratios"], strict=True):
+        assert ratios == [
+            pytest.approx(math.exp(moved)) if on else None for on in MASKS[0].tolist()
+        ]
+    assert found["clipped_passes"] == [[None, "high", None, None, None]] * 2
+    in_one = running.get("/steps/5/samples/g1/0")
+    assert in_one["clipped"] == [None] * 5
+    assert in_one["clipped_passes"] == [["low", None, None, None, None], [None] * 5]
+
+
+def test_a_passs_clip_fraction_can_be_told_from_what_every_pass_clips(
+    step: stagescope.Step,
+) -> None:
+    table = step.loss()
+    assert table.about["clipped_in"] == [10, 1, 1]
+    assert (
+        "; clipped in at least one of 2 passes: 2 tokens (16.7 %), in every pass: 1 (8.33 %); on "
+        "average a pass clips 12.5 %, which is what a logged clip fraction says"
+    ) in table.about["note"]
+    assert "or clipped in every one of 2 passes" in table.about["note"]
+    assert table.about["note"] in table._repr_html_()
 
 
 def test_what_excludes_a_token_first_is_its_fate(step: stagescope.Step) -> None:
@@ -154,6 +188,13 @@ def test_what_excludes_a_token_first_is_its_fate(step: stagescope.Step) -> None:
     flat = step.sample("g0/1")
     # e^-1.5 = 0.22 is below 0.3; the others have an advantage of 0. What is padded is left out.
     assert list(flat["fate"]) == ["zero weight", "environment", "zero advantage"]
+
+
+def test_the_worst_tokens_have_their_text_before_their_id(step: stagescope.Step) -> None:
+    table = step.tokens(kind="worst")
+    assert list(table.names)[:2] == ["text", "token_id"]
+    assert (table[0]["text"], table[0]["token_id"]) == (" b", 1)  # of g1/0, where |d| is 3
+    assert table.about["texts_reason"] is None
 
 
 def test_the_table_says_what_no_gradient_sees(step: stagescope.Step) -> None:

@@ -103,6 +103,8 @@ def newest_attempts(deps: Dependencies, run: str | None, step: int | None) -> tu
 
 
 _PANEL: Final = 170
+_DASHED: Final = 30
+"""Most steps of a line that is told apart by its dashes."""
 _GAP: Final = 34
 
 
@@ -115,7 +117,12 @@ def figure(found: ComparisonInfo) -> go.Figure:
     drawn = go.Figure()
     heights = [_PANEL] * len(found.panels)
     domains = style.panels(heights, gap=_GAP)
-    looks = ((found.a, style.BLUE, "solid"), (found.b, style.VERMILLION, "dash"))
+    # Of a jagged line of many steps dashes leave no line: labels at the ends tell the sides apart.
+    is_long = max(len(line.steps) for line in lines) > _DASHED
+    width = 1.1 if is_long else 1.6
+    names = (f"A: {found.a}", f"B: {found.b}") if is_long else (found.a, found.b)
+    looks = ((names[0], style.BLUE, "solid"),
+             (names[1], style.VERMILLION, "solid" if is_long else "dash"))  # fmt: skip
     for at, panel in enumerate(found.panels):
         axis = f"y{at + 1}" if at else "y"
         shown: set[str] = set()
@@ -123,9 +130,11 @@ def figure(found: ComparisonInfo) -> go.Figure:
             for line in own:
                 draw_line(
                     drawn, line, axis, panel.unit,
-                    LineStyle(name, colour, dash, legend=not at and name not in shown),
+                    LineStyle(name, colour, dash, not at and name not in shown, width),
                 )  # fmt: skip
                 shown.add(name)
+        if is_long:
+            _label_ends(drawn, panel, axis)
         draw_not_finite(drawn, panel.not_finite, [*panel.a, *panel.b], axis, first=not at)
         layout = axis_of(panel.unit, [*panel.a, *panel.b], domains[at])
         drawn.update_layout({f"yaxis{at + 1}" if at else "yaxis": layout})
@@ -133,10 +142,35 @@ def figure(found: ComparisonInfo) -> go.Figure:
     low, high = min(line.steps[0] for line in lines), max(line.steps[-1] for line in lines)
     last = f"y{len(heights)}" if len(heights) > 1 else "y"
     drawn.update_xaxes(
-        title={"text": "step"}, anchor=last, tickformat="d", range=[low - 0.6, high + 0.6]
-    )
+        title={"text": "step"}, anchor=last, tickformat="d",
+        range=[low - 0.6, high + (0.04 * (high - low) if is_long else 0.6)],
+    )  # fmt: skip
     height = sum(heights) + _GAP * (len(heights) - 1) + 90
     return style.legend_below(style.finished(drawn, title, height))
+
+
+def _label_ends(drawn: go.Figure, panel: SidePanel, axis: str) -> None:
+    """Write A and B beside the ends of their lines, apart where these are close."""
+    ends: list[tuple[float, int, str, str]] = []
+    for name, colour, own in (("A", style.BLUE, panel.a), ("B", style.VERMILLION, panel.b)):
+        known = [
+            (step, value)
+            for line in own
+            for step, value in zip(line.steps, line.values, strict=True)
+            if value is not None
+        ]
+        if known:
+            step, value = max(known)
+            ends.append((value, step, name, colour))
+    for place, (value, step, name, colour) in zip(
+        ("bottom right", "top right"), sorted(ends), strict=False
+    ):
+        drawn.add_scatter(
+            x=[step], y=[value], yaxis=axis, mode="text", text=[f"<b>{name}</b>"],
+            textposition=place if len(ends) > 1 else "middle right", name=f"label {name}",
+            textfont={"color": colour, "size": 12}, showlegend=False, hoverinfo="skip",
+            cliponaxis=False,
+        )  # fmt: skip
 
 
 def tensors_figure(report: Mapping[str, Any], at: int) -> tuple[go.Figure, str | None]:

@@ -76,6 +76,8 @@ class LineStyle(NamedTuple):
     dash: str
     legend: bool
     """Whether the legend names it."""
+    width: float = 1.6
+    """In pixels."""
 
 
 def draw_line(drawn: go.Figure, line: Line, axis: str, unit: str, line_style: LineStyle) -> None:
@@ -83,7 +85,7 @@ def draw_line(drawn: go.Figure, line: Line, axis: str, unit: str, line_style: Li
 
     Its traces have the same `uid` in every range of steps, by which a page adds new steps to them.
     """
-    name, colour, dash, legend = line_style
+    name, colour, dash, legend, width = line_style
     uid = trace_id(axis, name, line.attempt)
     values, steps = array_of(line.values), np.array(line.steps)
     kept = style.thinned(values)
@@ -92,7 +94,8 @@ def draw_line(drawn: go.Figure, line: Line, axis: str, unit: str, line_style: Li
     hover = f"step %{{x}}, attempt {line.attempt}: %{{y:.4g}} {unit}<extra>{name}</extra>"
     drawn.add_scatter(
         uid=uid, x=steps, y=values, yaxis=axis, mode="lines+markers" if few else "lines",
-        line={"color": colour, "width": 1.6, "dash": dash}, marker={"size": 4, "color": colour},
+        meta={"attempt": line.attempt, "superseded": line.superseded},
+        line={"color": colour, "width": width, "dash": dash}, marker={"size": 4, "color": colour},
         name=name, legendgroup=name, showlegend=legend, hovertemplate=hover,
         connectgaps=False,
     )  # fmt: skip
@@ -100,7 +103,7 @@ def draw_line(drawn: go.Figure, line: Line, axis: str, unit: str, line_style: Li
     if not few and alone.any():  # a line through one point draws nothing
         drawn.add_scatter(
             uid=f"{uid}-alone", x=steps[alone], y=values[alone], yaxis=axis, mode="markers",
-            legendgroup=name,
+            legendgroup=name, meta={"attempt": line.attempt, "superseded": line.superseded},
             marker={"size": 4, "color": colour}, name=name, showlegend=False,
             hovertemplate=hover,
         )  # fmt: skip

@@ -76,7 +76,11 @@ class OperatorsInfo:
 
 
 def info(deps: Dependencies, target: Target, filters: TableFilters) -> OperatorsInfo:
-    """Read the results of a dump: of the rank with the earliest non-finite one, else the first."""
+    """Read the results of the dump that says most.
+
+    That is the one with the earliest non-finite result, else the largest of a forward or backward
+    pass: a weight sync has operators too, and says little by them.
+    """
     heading = (target.run, target.number, target.step_number)
     nothing = OperatorsInfo(*heading, None, (), 0, 0, None, False, None, None)
     try:
@@ -113,7 +117,9 @@ def info(deps: Dependencies, target: Target, filters: TableFilters) -> Operators
 
 def _chosen(tables: Sequence[OperatorTable]) -> OperatorTable:
     bad = [row for row in tables if row["first_non_finite"] is not None]
-    return min(bad, key=lambda row: (row["first_non_finite"] or {})["order"]) if bad else tables[0]
+    if bad:
+        return min(bad, key=lambda row: (row["first_non_finite"] or {})["order"])
+    return max(tables, key=lambda row: (row["stage"] != "weight_sync", row["rows"] or 0))
 
 
 class _Results:

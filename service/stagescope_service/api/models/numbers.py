@@ -310,6 +310,8 @@ class TokenRow(Model):
     """Number of its true turn, as given in `turn_ids`; null: the caller gave no turns."""
     token_id: int | None
     """Its id in the tokenizer's vocabulary; null: no responses were handed over."""
+    text: str | None
+    """Its text, spaces included; null: see `texts_reason`."""
     sample_uid: str | None
     """Its sample: group_id + sample_index; null: the payload names no samples."""
     row: int
@@ -324,3 +326,6 @@ class TokenRow(Model):
 
 class Tokens(Numbers, Page[TokenRow]):
     """The worst tokens, then those that are not finite."""
+
+    texts_reason: str | None
+    """Why the tokens have no texts; null: they have."""

@@ -105,6 +105,12 @@ class Sample(StepHeading, Streams):
     token."""
     clipped: list[Literal["low", "high"] | None] | None
     """The bound at which the loss cuts the ratio in every pass; null: not recorded."""
+    clipped_passes: list[list[Literal["low", "high"] | None]] | None
+    """The bound at which each pass of the update cuts the ratio, in their order; null: not
+    recorded."""
+    update_ratios: list[list[Number | None]] | None
+    """The ratio that each pass of the update clips, exp(log_probs - old_log_probs), in their order;
+    null: not recorded; of a token: no model token."""
     rejected: list[bool] | None
     """Whether the trainer left a model token out of the update; null: not recorded."""
     masked_why: list[str | None]
@@ -144,6 +150,8 @@ class Loss(StepHeading, Streams, Page[LossRow]):
     """Number of model tokens that are kept: what the rows rest on."""
     tokens_counted: int
     """Number of tokens under the mask that the step's numbers rest on."""
+    clipped_in: Annotated[list[int] | None, Field(examples=[[980, 14, 6]])]
+    """Model tokens that 0, 1, ... of the update's passes clip; null: not recorded."""
     unrecorded: list[Unrecorded]
     """What is not recorded of the loss, so that it excludes nothing from `trained`."""
     note: str

@@ -6,6 +6,7 @@ the routes' own functions, so that it cannot say anything else than the page or 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, cast
 
@@ -38,6 +39,7 @@ from stagescope_service.api.report.parts import (
     Section,
     body_of,
     rows_of,
+    short,
     shortened,
     table_of,
 )
@@ -182,8 +184,9 @@ def _metrics(scope: ReportScope) -> Section:
     gaps += [f"missing: {_names(missing)}"] if missing else []
     worst = published.get("per_round/max_round_diff")
     if worst is not None:
-        value = format_value(parse_nonfinite(published.get("per_round/max_diff_value")))
-        scope.say("worst round", f"round {format_value(worst)}", f"mean |d| {value} nats", bad=None)
+        value = cast("float", parse_nonfinite(published.get("per_round/max_diff_value", "nan")))
+        text = f"mean |d| {short(value)} nat"
+        scope.say("worst round", f"round {format_value(worst)}", text, bad=None)
     return Section("", "", texts=texts, table=ReportTable(("metric", "value"), rows), gaps=gaps)
 
 
@@ -230,18 +233,23 @@ def _size(value: object) -> float:
 
 def _tokens(scope: ReportScope) -> Section:
     answer = body_of(numbers.tokens(scope.deps, scope.measured_step, Page(200), ALL_RANKS))
-    columns = "kind abs_diff p q round position sample_uid token_id role rank"
-    return Section("", "", table=table_of(answer, columns))
+    rows = rows_of(answer)
+    for row in rows:  # as a literal: most texts begin with a space
+        row["text"] = None if row["text"] is None else json.dumps(row["text"], ensure_ascii=False)
+    columns = "token_id kind abs_diff p q round position sample_uid role rank"
+    has_texts = any(row["text"] is not None for row in rows)
+    table = table_of(answer, f"text {columns}" if has_texts else columns)
+    return Section("", "", table=table)
 
 
 def _loss(scope: ReportScope) -> Section:
-    fields, rows = samples.loss_of(scope.deps, scope.measured_step)
-    rows = cast("list[JsonObject]", decode(encode(rows)))
+    found = samples.loss_of(scope.deps, scope.measured_step)
+    rows = cast("list[JsonObject]", decode(encode(found.rows)))
     columns = "fate tokens share_of_tokens sum_abs share_of_mismatch"
-    notes = cast("list[str]", fields["notes"])
     return Section(
-        "", "", texts=[str(fields["note"])], table=table_of({"rows": rows}, columns),
-        gaps=[shortened(text) for text in notes[:MAX_ROWS]],
+        "", "", texts=[str(found.fields["note"]), *found.derived],
+        table=table_of({"rows": rows}, columns),
+        gaps=[shortened(text) for text in found.gaps[:MAX_ROWS]],
     )  # fmt: skip
 
 
@@ -314,7 +322,10 @@ def _course(scope: ReportScope) -> Section:
             continue
         rows += _trends(metric, body_of(found))
     columns = ("metric", "course", "last", "min", "max", "steps")
-    text = "each bar is the largest value of its steps; a space is a gap, ! is not finite"
+    text = (
+        "a bar is a step; where there are more steps than bars, two bars are a stretch of steps: "
+        "its smallest and its largest value; a space is a gap, ! is not finite"
+    )
     return Section("", "", texts=[text], table=ReportTable(columns, rows), figures=drawn)
 
 
@@ -332,7 +343,7 @@ def _trends(metric: str, answer: Mapping[str, object]) -> Iterator[JsonObject]:
         stage = f" ({each['stage']})" if len(several) > 1 else ""
         yield {
             "metric": f"{metric}{stage}",
-            "course": sparkline(values, _TREND, bars="▁▂▃▄▅▆▇█"),
+            "course": sparkline(values, _TREND, bars="▁▂▃▄▅▆▇█", extremes=True),
             "last": known[-1],
             "min": min(finite, default=None),
             "max": max(finite, default=None),
@@ -504,11 +515,11 @@ _Makers = Mapping[str, tuple[str, Callable[[ReportScope], Section | None]]]
 
 OF_RUN: Final[_Makers] = {
     "doctor": ("What the doctor finds", _doctor),
-    "course": ("Over the steps", _course),
+    "course": ("The course of the run", _course),
     "attempts": ("Attempts and restarts", _attempts),
     "steps": ("Steps that lack something", _steps),
     "metrics": ("The newest step with numbers", _metrics),
-    "rounds": ("Its rounds", _rounds),
+    "rounds": ("Its mismatch, round by round", _rounds),
     "anatomy": ("Where its mismatch sits", _anatomy),
     "ranks": ("Its ranks", _ranks),
     "tokens": ("Its worst tokens", _tokens),
@@ -521,7 +532,7 @@ OF_RUN: Final[_Makers] = {
 OF_STEP: Final[_Makers] = {
     "step": ("The step", _step),
     "metrics": ("Rollout against training", _metrics),
-    "rounds": ("Rounds", _rounds),
+    "rounds": ("The mismatch, round by round", _rounds),
     "ranks": ("Ranks", _ranks),
     "spread": ("How far the tokens are apart", _spread),
     "anatomy": ("Where the mismatch sits", _anatomy),

@@ -200,6 +200,11 @@ def rows_of(answer: Mapping[str, object], name: str = "rows") -> list[JsonObject
     return cast("list[JsonObject]", answer[name])
 
 
+def short(value: float) -> str:
+    """Return a number with the digits that every table and sentence of a report gives it."""
+    return f"{value:.4g}"
+
+
 def shortened(text: str) -> str:
     """Return a text of at most `LONGEST` characters and an ellipsis."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -7,9 +7,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from stagescope.render import format_value, printable, unit_of
+from stagescope.render import format_share, format_value, printable, unit_of
 from stagescope_service.api.encoding import parse_nonfinite
-from stagescope_service.api.report.parts import Item, Report, ReportTable, ReportVerdict, Section
+from stagescope_service.api.report.parts import (
+    Item,
+    Report,
+    ReportTable,
+    ReportVerdict,
+    Section,
+    short,
+)
 from stagescope_service.compare.report.html import PageFigures, as_page, html_table
 from stagescope_service.figure_style import COLOURS
 
@@ -190,9 +197,9 @@ def _cell(name: str, value: object) -> str:
     if isinstance(number, bool) or value is None:
         return format_value(number)
     if isinstance(number, float) and name in _SHARES:
-        return f"{number:.1%}" if number == number else "nan"
+        return format_share(number)
     if isinstance(number, float) and unit_of(name) in ("", "s"):
-        return f"{number:.4g}" if abs(number) < 1e4 or not unit_of(name) else f"{number:.0f}"
+        return short(number) if abs(number) < 1e4 or not unit_of(name) else f"{number:.0f}"
     text = format_value(number, unit_of(name))
     return text if name in _NOT_SHORT or len(text) <= 300 else f"{text[:300]}..."
 

@@ -14,7 +14,7 @@ import { operators } from "./operators.js";
 import { run, runs, steps } from "./runs.js";
 import { sample } from "./sample.js";
 import { engines, losses } from "./service_views.js";
-import { forget, get, send, Stream, whenLoggedOut } from "./service.js";
+import { all, forget, get, part, send, Stream, url, whenLoggedOut } from "./service.js";
 import { rank, round, samples, step } from "./step.js";
 import { triggers } from "./triggers.js";
 import { devices, version, weights } from "./weights.js";
@@ -54,7 +54,7 @@ const TABS = [
 
 const PATIENCE_MS = 1500;
 const place = (id) => document.getElementById(id);
-const state = { view: null, user: null, stream: "connecting", hash: null };
+const state = { view: null, user: null, archive: null, stream: "connecting", hash: null };
 
 // --- views ------------------------------------------------------------------------------------
 function find(parts) {
@@ -68,7 +68,10 @@ function find(parts) {
   return null;
 }
 
-/** Show the view of the address; of the same view what is shown stays until the new is there. */
+/**
+ * Show the view of the address. What is shown stays until it is known that there is such a run and
+ * step, and of the same view until the new is there.
+ */
 function show() {
   const { parts, query } = parse(location.hash);
   const found = find(parts);
@@ -81,9 +84,7 @@ function show() {
   const view = new View(root);
   state.view = view;
   drawWhere(parts, query);
-  if (found) found.show(view, { ...query, ...found.params }, state.user);
-  else view.add(h("h1", {}, "No such view"), h("p", {}, "The address names no view of this page. ",
-    h("a", { href: "#/" }, "All runs")));
+  const params = { ...query, ...found?.params };
   const put = () => {
     old?.close();
     if (state.view !== view) return;
@@ -97,8 +98,76 @@ function show() {
     heading?.setAttribute("tabindex", "-1");
     if (before !== null) heading?.focus({ preventScroll: true });
   };
-  if (!isSame) put();
-  else Promise.race([view.ready, new Promise((done) => setTimeout(done, PATIENCE_MS))]).then(put);
+  const draw = (lacking) => {
+    if (state.view !== view) return; // somebody went elsewhere meanwhile
+    if (lacking) sayWhatIsThere(view, params, lacking);
+    else if (found) found.show(view, params, state.user);
+    else view.add(h("h1", {}, "No such view"), h("p", {}, "The address names no view of this page. ",
+      h("a", { href: "#/" }, "All runs")));
+    if (lacking) place("tabs").hidden ||= lacking.isRun;
+    if (!isSame) put();
+    else Promise.race([view.ready, new Promise((done) => setTimeout(done, PATIENCE_MS))]).then(put);
+  };
+  if (isKnown(params)) draw();
+  else lackingOf(params).then(draw, () => draw()); // the view itself says what is wrong
+}
+
+// --- what an address names and is not there ---------------------------------------------------
+const MOST_NAMED = 8;
+const there = new Set(); // runs and steps that were seen
+const keyOf = ({ run, attempt = "", step }) => (step === undefined ? run : `${run}/${attempt}/${step}`);
+const isKnown = (params) => params.run === undefined
+  || (there.has(params.run) && (params.step === undefined || params.step === "latest"
+    || there.has(keyOf(params))));
+
+/**
+ * What to say of a run, attempt or step that is not there; null where it is. It asks for lists
+ * alone, which are there in any case: a browser reports every answer that is an error.
+ */
+async function lackingOf(params, since = 0) {
+  const { run, attempt, step } = params;
+  const runs_ = await all(url("/runs", { limit: 200 }), since);
+  if (!runs_.rows.some((row) => row.run === run)) {
+    return { isRun: true, sentence: `There is no run ${run} in this service.`, links: [
+      ["All runs", "#/"], ...runs_.rows.slice(0, MOST_NAMED).map((row) => [row.run, ofRun(row.run)])] };
+  }
+  there.add(run);
+  if (isKnown(params)) return null;
+  const { rows: attempts } = await get(`/runs/${part(run)}/attempts`, since);
+  const own = attempts.find((row) => String(row.attempt) === attempt);
+  if (attempt !== undefined && !own) {
+    return { sentence: `Run ${run} has no attempt ${attempt}.`,
+      links: [[`run ${run}, attempts 1 to ${attempts[0].attempt}`, ofRun(run)]] };
+  }
+  const isNumber = /^\d{1,18}$/.test(step);
+  const asked = { run, attempt, limit: 1 };
+  const near = isNumber ? (await get(url("/steps", { ...asked, to: step }), since)).rows[0] : null;
+  if (near && String(near.step) === String(Number(step))) {
+    there.add(keyOf(params));
+    return null;
+  }
+  const newest = (await get(url("/steps", asked), since)).rows[0];
+  const firsts = (own ? [own] : attempts).map((row) => row.first_step).filter((each) => each !== null);
+  const of = attempt === undefined ? `Run ${run}` : `Attempt ${attempt} of run ${run}`;
+  if (!newest) return { sentence: `${of} has no step yet.`, links: [[run, ofRun(run)]] };
+  const named = new Map([["first", Math.min(...firsts)], ["last", newest.step]]);
+  if (near && near.step !== newest.step) named.set("the one before", near.step);
+  return { sentence: `${of} has no step ${step}.`, links: [
+    ...[...named].map(([what, each]) => [`${what}: step ${each}`, ofStep(run, each, attempt)]),
+    ["all its steps", ofRun(run, "steps")]] };
+}
+
+/** Say that something is not there and lead to what is; it is shown as soon as it is there. */
+function sayWhatIsThere(view, params, { sentence, links }) {
+  const begins = ({ event, run }) => ["step", "attempt"].includes(event) && run === params.run;
+  view.add(h("h1", {}, sentence.replace(/\.$/, "")), h("p.row", {}, "There is:",
+    links.map(([text, href]) => h("a", { href }, text))));
+  view.place({
+    element: h("div"), concerns: begins,
+    load: async (since, events) => {
+      if (events.length && await lackingOf(params, since) === null) dispatchEvent(new Event(AGAIN));
+    },
+  });
 }
 
 /** The way to the view: runs, run, step, ... */
@@ -133,12 +202,16 @@ function drawWhere(parts, query) {
 // --- session ----------------------------------------------------------------------------------
 function drawSession() {
   const isLive = state.stream === "live";
+  const { archive } = state; // what is shown in place of a service
+  document.body.classList.toggle("archive", Boolean(archive));
   patch(place("session"), nodes(
-    h("span.stream", { class: isLive ? "good" : "quiet", title: "whether the page follows the service" },
+    archive ? h("span.stream.quiet", { title: "nothing changes in it, and no training can be reached from it" },
+      `read-only archive: ${archive}`)
+    : h("span.stream", { class: isLive ? "good" : "quiet", title: "whether the page follows the service" },
       h("span", { "aria-hidden": "true" }, isLive ? "● " : "○ "), state.stream),
-    h("a", { href: "#/engines" }, "engines"),
+    !archive && h("a", { href: "#/engines" }, "engines"),
     h("a", { href: "/docs" }, "API"),
-    state.user && h("span.quiet", {}, `may ${state.user.grade}`),
+    state.user && !archive && h("span.quiet", {}, `may ${state.user.grade}`),
     state.user && h("button", { type: "button", onclick: leave }, "Log out")));
 }
 
@@ -150,13 +223,15 @@ async function enter() {
     setTimeout(enter, 2000);
     return;
   }
+  state.archive = state.user.bundle;
   if (state.user.grade === null) {
     askForLogin();
     return;
   }
+  if (state.archive) state.user.grade = "read"; // whichever its token is of: nothing can be operated
   show();
   drawSession();
-  stream.open();
+  if (!state.archive) stream.open(); // nothing changes in an archive
   // It is needed by most views, and takes a second to read.
   (window.requestIdleCallback ?? setTimeout)(() => plotly().catch(() => {}));
 }
@@ -177,7 +252,7 @@ function askForLogin() {
   state.stream = "not logged in";
   drawSession();
   document.title = "Log in · stagescope";
-  place("main").replaceChildren(login(enter));
+  place("main").replaceChildren(login(enter, state.archive));
   place("main").querySelector("input").focus();
 }
 

@@ -3,7 +3,7 @@
 import { address, ofRun } from "./address.js";
 import { once } from "./blocks.js";
 import { badge, facts, gap, h, nodes, patch, problem, quantity, table, when } from "./dom.js";
-import { bytes, count, plural, ranges, seconds } from "./format.js";
+import { bytes, count, partOf, plural, ranges, seconds } from "./format.js";
 import { get, part, send, url } from "./service.js";
 
 const TASKS = ["statistics", "tensor", "structure", "nan_check"];
@@ -14,7 +14,7 @@ const NAME = "stagescope user"; // localStorage: the name that the audit has, no
 /** Every capture of a run. */
 export function list(view, { run }, user) {
   view.add(h("h1", {}, `Captures of ${run}`));
-  view.add(h("p", {}, h("a", { href: ofRun(run, "captures", "new") }, "Arm a capture"),
+  view.add(h("p.operates", {}, h("a", { href: ofRun(run, "captures", "new") }, "Arm a capture"),
     user?.grade === "read" && h("span.quiet", {}, " (needs the operate token)")));
   view.block({
     path: url("/captures", { run, limit: 100 }),
@@ -124,15 +124,16 @@ function arrived(run, { steps, dumps, agreement }) {
         { wide: true }],
     ], steps, { key: (row) => `${row.attempt}/${row.step}`, empty: "No step of it has begun." }),
     dumps.length > 0 && table("Dumps", [
-      ["rank", (row) => `${row.role} ${row.rank}`, { head: true }],
+      ["dump of", (row) => `${row.role} ${row.rank}`, { head: true }],
       ["step", (row) => row.step, { right: true }],
       ["stage", (row) => row.stage],
+      ["part", partOf(dumps)],
       ["", (row) => badge(row.state ?? "unknown")],
       ["size", (row) => quantity(row.bytes, "", "unknown", bytes), { right: true }],
       ["took", (row) => quantity(row.seconds, "", "unknown", seconds), { right: true }],
       ["where", (row) => (row.path ? h("code", {}, row.path) : gap("")), { wide: true }],
       ["error", (row) => row.error ?? "", { wide: true }],
-    ], dumps, { key: (row) => `${row.attempt}/${row.step}/${row.stage}/${row.role}/${row.rank}/${row.part}` }),
+    ], dumps, { stacks: true, key: (row) => `${row.attempt}/${row.step}/${row.stage}/${row.role}/${row.rank}/${row.part}` }),
     estimates(agreement.estimates),
   ];
 }
@@ -157,12 +158,12 @@ const estimates = (rows) => rows.length > 0 && h("details", {},
 // --- arming -----------------------------------------------------------------------------------
 /** The form of a new capture; its fields may come with the address. */
 export function arm(view, { run, stages = "", ranks = "all", roles = "", steps = "next", task = "statistics" }, user) {
-  view.add(h("h1", {}, `Arm a capture of ${run}`));
+  view.add(h("h1", {}, user?.bundle ? `No capture of ${run} can be armed here` : `Arm a capture of ${run}`));
   if (user?.grade !== "operate") {
     view.add(h("div.problem", { role: "note" }, !user?.bundle
       ? [h("p", {}, "The read token looks and arms nothing."),
         h("p.quiet", {}, "Log out, and log in with the content of operate.token.")]
-      : h("p", {}, `This is ${user.bundle}, which is read only: no training can be reached from it.`)));
+      : h("p", {}, `This is ${user.bundle}, a read-only archive: no training can be reached from it.`)));
     return;
   }
   const given = new Set(stages.split(",").filter(Boolean));

@@ -34,7 +34,7 @@ export function doctor(view, { run, step = "" }) {
           ["part", (row) => row.name, { head: true }],
           ["share", (row) => quantity(row.share, "", "not measured", share), { right: true }],
           ["because", (row) => row.text, { wide: true }],
-        ], mismatch, { key: (row) => row.name }),
+        ], mismatch, { stacks: true, key: (row) => row.name }),
         found.length === 0 && h("p.lead", {}, badge("ok", "nothing found"), " by the rules whose data is there"),
         found.map((row) => h("article.symptom", { "data-key": row.rule }, symptom(view, figures, row))),
         h("details", {}, h("summary", {}, `${plural(rest.length, "rule")} more: nothing found, or not measured`),
@@ -44,7 +44,7 @@ export function doctor(view, { run, step = "" }) {
             ["because", (row) => [...row.against, ...(row.verdict === "not measured" ? row.for : [])].join("; "),
               { wide: true }],
             ["to record it", (row) => (row.record ? h("code", {}, row.record) : ""), { wide: true }],
-          ], rest, { key: (row) => row.rule })),
+          ], rest, { stacks: true, key: (row) => row.rule })),
       ];
     },
   });

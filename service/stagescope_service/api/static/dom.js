@@ -144,19 +144,21 @@ export function refreshTimes() {
 /**
  * A table that scrolls on its own. Columns are [heading, cell(row) -> node or text, options] with
  * options `right` (numbers), `head` (the cell names its row) and `wide` (wraps). A column whose
- * cells are all "" is left out.
+ * cells are all "" is left out. With `stacks` the rows of a narrow page are blocks, each cell with
+ * its heading, so that nothing has to be scrolled into sight.
  */
-export function table(caption, columns, rows, { key, empty = "none", rowClass } = {}) {
+export function table(caption, columns, rows, { key, empty = "none", rowClass, stacks = false } = {}) {
   if (!rows.length) return h("p.quiet", {}, empty);
   const shown = columns.map(([heading, cell, options = {}]) => [heading, rows.map(cell), options])
     .filter(([, cells]) => cells.some((cell) => cell !== ""));
-  const cells = (at) => shown.map(([, own, options]) =>
+  const cells = (at) => shown.map(([heading, own, options]) =>
     h(options.head ? "th" : "td", {
       scope: options.head ? "row" : null,
+      "data-heading": stacks && !options.head && heading && own[at] !== "" ? heading : null,
       class: [options.right ? "right" : "", options.wide ? "wrap" : ""].join(" "),
     }, own[at]));
   return h("div.scroll", { tabindex: 0, role: "region", "aria-label": caption },
-    h("table", {},
+    h("table", { class: stacks ? "stacks" : "" },
       h("caption.hidden", {}, caption),
       h("thead", {}, h("tr", {}, shown.map(([heading, , options]) =>
         h("th", { scope: "col", class: options.right ? "right" : "" }, heading)))),

@@ -80,17 +80,21 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
  * @param title stands until the service's own is known.
  * @param concerns (event) -> whether an event makes it old.
  * @param grows whether its x axis are steps: of a new step only that is asked for.
+ * @param opens (x, meta) -> the address that a point leads to, of the `meta` of its trace.
  * @param height pixels that it is expected to take: what stands below is then not asked for as if
  *     it were in sight, and does not move.
  */
 export class Figure {
-  constructor({ name, params, title, concerns = () => false, lazy = true, grows = false, height = 0 }) {
+  constructor({
+    name, params, title, concerns = () => false, lazy = true, grows = false, opens = null, height = 0,
+  }) {
     this.path = url(`/figures/${name}`, params);
     this.name = name;
     this.params = params;
     this.concerns = concerns;
     this.isLazy = lazy;
     this.grows = grows;
+    this.opens = opens;
     this.caption = h("figcaption", {}, h("strong", {}, title));
     this.note = h("div");
     this.plot = h("div.plot", { role: "img", "aria-label": title });
@@ -137,7 +141,10 @@ export class Figure {
 
   async #show(answer) {
     // An empty figure says it itself.
-    patch(this.note, nodes(answer.note && answer.figure.data.length > 0 && h("p.quiet", {}, answer.note)));
+    const isDrawn_ = answer.figure.data.length > 0;
+    patch(this.note, nodes(answer.note && isDrawn_ && h("p.quiet", {}, answer.note),
+      this.opens && isDrawn_ && h("p.quiet", {}, "A click on a point opens its step; so do the steps in "
+        + "“as numbers”.")));
     if (answer === this.shown) return;
     this.shown = answer;
     patch(this.caption, nodes(h("strong", {}, answer.title)));
@@ -156,6 +163,22 @@ export class Figure {
     const { figure } = this.shown;
     const { data, layout } = innerWidth < NARROW ? narrowed(figure) : figure;
     await Plotly.react(this.plot, data, themed(layout), CONFIG);
+    if (this.opens && !this.isFollowed) this.#follow();
+  }
+
+  /** Let a click on a point lead to where it is from; the table of numbers has links. */
+  #follow() {
+    this.isFollowed = true;
+    this.plot.on("plotly_click", ({ points: [point] }) => {
+      const to = point && this.#addressOf(point.x, point.data);
+      if (to) location.hash = to;
+    });
+    this.plot.on("plotly_hover", () => this.plot.classList.add("opens"));
+    this.plot.on("plotly_unhover", () => this.plot.classList.remove("opens"));
+  }
+
+  #addressOf(x, trace) {
+    return this.opens && Number.isInteger(x) ? this.opens(x, trace.meta) : null;
   }
 
   /** Take the room that there is: a view may have been drawn before it stood in the page. */
@@ -166,7 +189,8 @@ export class Figure {
   #list() {
     if (!this.numbers.open || !this.shown) return;
     const [summary] = this.numbers.children;
-    const lists = this.shown.figure.data.map((trace, at) => listed(trace, at));
+    const lists = this.shown.figure.data.map((trace, at) =>
+      listed(trace, at, (x) => this.#addressOf(x, trace)));
     this.numbers.replaceChildren(summary, ...lists);
   }
 
@@ -237,27 +261,33 @@ function grownTrace(trace, more, step) {
   return grow(trace, more);
 }
 
-/** A trace as a table. */
-function listed(trace, at) {
+/**
+ * A trace as a table.
+ * @param link (x) -> the address of what x names, or null.
+ */
+function listed(trace, at, link) {
   const name = trace.name || `series ${at + 1}`;
   const columns = ["x", "y", "text", "hovertext"].filter((each) => isColumn(trace[each]));
   const read = columns.map((each) => values(trace[each]));
-  if (isColumn(trace.z)) return listedMatrix(name, trace);
+  if (isColumn(trace.z)) return listedMatrix(name, trace, link);
+  const shown = (column, value) => (column === "x" && link(value)
+    ? h("a", { href: link(value) }, cell(value)) : cell(value));
   const length = Math.max(0, ...read.map((each) => each.length));
   const rows = Array.from({ length: Math.min(length, MAX_ROWS) }, (_, row) => row);
   return h("div.scroll", { tabindex: 0, role: "region", "aria-label": name },
     h("table", {},
       h("caption", {}, length > MAX_ROWS ? `${name}: the last ${MAX_ROWS} of ${length}` : name),
       h("thead", {}, h("tr", {}, columns.map((each) => h("th", { scope: "col" }, each)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, read.map((each) =>
-        h("td", {}, cell(each[row + Math.max(0, length - MAX_ROWS)]))))))));
+      h("tbody", {}, rows.map((row) => h("tr", {}, read.map((each, of) =>
+        h("td", {}, shown(columns[of], each[row + Math.max(0, length - MAX_ROWS)]))))))));
 }
 
-function listedMatrix(name, { x, y, z }) {
+function listedMatrix(name, { x, y, z }, link) {
   const [across, down, matrix] = [values(x), values(y), values(z)];
   return h("div.scroll", { tabindex: 0, role: "region", "aria-label": name },
     h("table", {}, h("caption", {}, name),
-      h("thead", {}, h("tr", {}, h("td"), across.map((each) => h("th", { scope: "col" }, cell(each))))),
+      h("thead", {}, h("tr", {}, h("td"), across.map((each) => h("th", { scope: "col" },
+        link(each) ? h("a", { href: link(each) }, cell(each)) : cell(each))))),
       h("tbody", {}, matrix.slice(0, MAX_ROWS).map((row, at) =>
         h("tr", {}, h("th", { scope: "row" }, cell(down[at] ?? at)),
           values(row).map((each) => h("td", {}, cell(each))))))));

@@ -69,7 +69,7 @@ export function finding(view, { run, finding: id }) {
         ["findings of this cause", count(row.group.findings)],
       ].map(([name, value]) => [name, value === false ? null : value])),
       row.evidence && [h("h2", {}, "Evidence"), tree(row.evidence)],
-      row.step !== null && h("p", {}, h("a", {
+      row.step !== null && h("p.operates", {}, h("a", {
         href: ofRun(run, "captures", "new") + captureQuery(row),
       }, "Arm a capture of this stage and rank")),
     ],

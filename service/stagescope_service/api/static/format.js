@@ -3,6 +3,7 @@
 
 const SPELLED = { nan: "NaN", inf: "∞", "-inf": "−∞" };
 const DIGITS = 4;
+const LEAST_PERCENT = 1e-6;
 
 /** Whether an answer's number is there and finite. */
 export const isFinite = (value) => typeof value === "number" && Number.isFinite(value);
@@ -28,8 +29,14 @@ export const count = (value) =>
 export function share(value) {
   if (!isFinite(value)) return number(value);
   const percent = 100 * value;
-  return value !== 0 && Math.abs(percent) < 0.01 ? `${number(percent)} %`
-    : `${minus(String(Number(percent.toPrecision(3))))} %`;
+  const size = Math.abs(percent);
+  if (size > 0 && size < LEAST_PERCENT) return `below ${LEAST_PERCENT.toFixed(6)} %`;
+  if (size > 0 && size < 0.01) {
+    // Two digits, and no power of ten: those are read as larger than they are.
+    const decimals = 1 - Math.floor(Math.log10(size));
+    return `${minus(percent.toFixed(decimals).replace(/0+$/, ""))} %`;
+  }
+  return `${minus(String(Number(percent.toPrecision(3))))} %`;
 }
 
 /** Seconds as the two largest units that say something. */
@@ -81,6 +88,16 @@ export function ranges(numbers, most = 8) {
   const texts = found.slice(0, most).map(([from, to]) => (from === to ? `${from}` : `${from}-${to}`));
   const left = found.slice(most).reduce((sum, [from, to]) => sum + to - from + 1, 0);
   return texts.join(", ") + (left ? ` and ${left} more` : "");
+}
+
+const PARTS = ["occurrence", "epoch", "mini-batch", "micro-batch"];
+
+/** (row) -> its `part`, "0.1.3.0", as "epoch 1, mini-batch 3": what is alike in all rows is left out. */
+export function partOf(rows) {
+  const all = rows.map(({ part }) => (part ?? "").split("."));
+  const told = PARTS.map((_, at) => new Set(all.map((each) => each[at])).size > 1);
+  return ({ part }) => (part ?? "").split(".").map((each, at) => told[at] && `${PARTS[at]} ${each}`)
+    .filter(Boolean).join(", ");
 }
 
 /** "1 rank", "2 ranks". */

@@ -40,7 +40,7 @@ export function hangs(view, { run, role, rank }, user) {
         "Stacks of every rank")),
       user?.grade === "operate" ? h("p", {}, h("button", { type: "button", onclick: take }, "Take stacks now"),
         h("span.quiet", {}, " of every thread; a rank that is blocked answers too"))
-        : h("p.quiet", {}, "The operate token may take stacks."),
+        : h("p.quiet.operates", {}, "The operate token may take stacks."),
       rows.length === 0 && h("p.quiet", {}, "None were taken."),
       rows.map((row) => h("details", { "data-key": `${row.request_id}/${row.incarnation}` },
         h("summary", {}, `${row.role} ${row.rank}`, row.step !== null && `, step ${row.step}`,

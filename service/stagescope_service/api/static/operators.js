@@ -3,11 +3,25 @@
 import { choose, ofRun } from "./address.js";
 import { badge, h, quantity, table } from "./dom.js";
 import { Figure } from "./figure.js";
-import { bytes, count, plural } from "./format.js";
+import { bytes, count, partOf, plural, ranges } from "./format.js";
 import { get, part, url } from "./service.js";
 
 /** The last two parts of a path: "/a/b/model/block.py:23 in forward" is "model/block.py:23 in forward". */
 const shortPath = (source) => source.replace(/^\S*\/(?=[^/\s]+\/[^/\s]+)/, "");
+/** Whether a dump was read and all of it is finite: such dumps are one line together. */
+const isFine = (row) => !row.name && !row.reason && row.state !== "announced";
+
+/** "27 dumps: no non-finite value (actor 0-1 in actor_update)". */
+function allFine(rows) {
+  const places = new Map();
+  for (const { role, stage, rank } of rows) {
+    const key = `in ${stage} of ${role}`;
+    places.set(key, [...(places.get(key) ?? []), rank]);
+  }
+  const named = [...places].map(([key, found]) => `${key} ${ranges(found)}`).join("; ");
+  return [badge("ok", plural(rows.length, "dump")), `: no non-finite value (${named}).`];
+}
+
 const NOTHING = { earliest: null, tables: [], rows: [], next: null };
 
 /** Operators of a step, perhaps of one rank and stage. */
@@ -28,17 +42,21 @@ export function operators(view, params) {
         h("code", {}, earliest.name), ` has ${earliest.non_finite} in its ${earliest.section}`,
         ` on ${plural(earliest.together.length, "rank")}`, earliest.source && [", at ", h("code", {}, earliest.source)])
         : rows.length > 0 && h("p.lead", {}, badge("not found"), " All results that were read are finite, or masks."),
-      table("By rank", [
+      rows.length > 0 && table("By rank", [
         ["rank", (row) => `${row.role} ${row.rank}`, { head: true }],
         ["stage", (row) => row.stage],
+        ["part", partOf(rows)],
         ["first operator", (row) => (row.name ? h("code", {}, row.name)
           : row.reason ?? (row.state === "announced" ? "being read" : "none")), { wide: true }],
         ["holds", (row) => row.non_finite ?? ""],
         ["inputs before it", (row) => (row.bad_inputs ?? []).map((each) =>
           `${each.section} ${each.index ?? ""}: ${each.non_finite}`).join("; ") || "finite", { wide: true }],
-      ], rows, { key: (row) => `${row.stage}/${row.role}/${row.rank}/${row.part}`,
-        empty: "Nothing was captured at this step." }),
-      !rows.length && h("p", {}, h("a", { href: ofRun(run, "captures", "new") }, "Arm a capture")),
+      ], rows.filter((row) => !isFine(row)), {
+        key: (row) => `${row.stage}/${row.role}/${row.rank}/${row.part}/${row.capture_id}`, empty: "" }),
+      rows.some(isFine) && h("p", {}, allFine(rows.filter(isFine))),
+      !rows.length && h("p.quiet", {}, "Nothing was captured at this step."),
+      !rows.length && h("p.operates", {},
+        h("a", { href: ofRun(run, "captures", "new") }, "Arm a capture")),
     ],
   });
   view.place(new Figure({
@@ -60,6 +78,7 @@ export function operators(view, params) {
     draw: ({ tables, rows, next }) => [
       table("Dumps", [
         ["dump", (row) => `${row.role} ${row.rank}, ${row.stage}`, { head: true }],
+        ["part", partOf(tables)],
         ["", (row) => [row.state, row.truncated ? ", cut off" : ""]],
         ["calls", (row) => count(row.calls) ?? "–", { right: true }],
         ["not finite", (row) => count(row.non_finite_rows) ?? "–", { right: true }],

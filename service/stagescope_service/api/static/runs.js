@@ -70,6 +70,7 @@ export function run(view, { run: name, metrics = "", smooth = "" }, user) {
   view.place(new Figure({
     name: "overview", params: { run: name, metric: chosen, smooth },
     title: chosen.join(", ") || "Over the steps", lazy: false, height: chosen.length ? 0 : OVERVIEW,
+    opens: (at, meta) => ofStep(name, at, meta?.superseded ? meta.attempt : null),
     grows: !smooth, // an average over new steps alone would begin anew
     concerns: (event) => own(event)
       && ((event.event === "step" && event.closed && event.measured) || event.event === "attempt"),
@@ -100,6 +101,7 @@ export function run(view, { run: name, metrics = "", smooth = "" }, user) {
   for (const [figure, title] of Object.entries(figures)) {
     view.place(new Figure({
       name: figure, title, params: { run: name },
+      opens: figure === "rank-steps" ? (at) => ofStep(name, at) : null,
       concerns: (event) => own(event) && event.event === "step" && event.measured,
     }));
   }
@@ -122,7 +124,7 @@ export function run(view, { run: name, metrics = "", smooth = "" }, user) {
         ["requested by", (row) => row.by],
         ["when", (row) => when(row.created_wall)],
       ], rows, { key: (row) => row.capture_id, empty: "None was requested." }),
-      h("p", {}, h("a", { href: ofRun(name, "captures", "new") }, "Arm a capture")),
+      h("p.operates", {}, h("a", { href: ofRun(name, "captures", "new") }, "Arm a capture")),
     ],
   });
 }

@@ -26,7 +26,7 @@ export function sample(view, params) {
         if (isChosen) note({ at: found.positions[index] });
       });
       const named = at === undefined ? -1 : found.positions.indexOf(Number(at));
-      const start = named >= 0 ? named : worst(found.d);
+      const start = named >= 0 ? named : worst(found);
       text.choose(start, { isQuiet: at === undefined });
       patch(panel, nodes(describe(found, start, params)));
       return [
@@ -46,16 +46,20 @@ export function sample(view, params) {
   block.close = () => text?.close();
 }
 
-/** Where |d| is largest: 0 of equal streams, the first that is not finite where one is not. */
-function worst(d) {
-  const size = (each) => (typeof each === "string" ? Infinity : Math.abs(each ?? 0));
-  return d.reduce((best, each, at) => (size(each) > size(d[best]) ? at : best), 0);
+/** The model's token whose |d| is largest: the first of equal ones, and the first not finite. */
+function worst({ d, mask }) {
+  const size = (at) => (!mask[at] ? -1 : typeof d[at] === "string" ? Infinity : Math.abs(d[at] ?? 0));
+  return d.reduce((best, _, at) => (size(at) > size(best) ? at : best), 0);
 }
 
 function summary(found) {
   const inRounds = segments(found).filter(({ round }) => round !== null);
   const environment = found.mask.filter((each) => !each).length;
-  const missing = [...found.unrecorded.map((each) => each.record), ...found.notes];
+  const missing = found.unrecorded.map((each) => each.record);
+  if (found.clipped && !found.update_ratios) {
+    missing.push("the update's own ratio, which the loss clips: record log_probs of each pass in "
+      + "actor_update, beside old_log_probs");
+  }
   return [
     facts([
       ["tokens", [count(found.positions.length), environment ? `, ${count(environment)} of the environment` : ""]],
@@ -65,8 +69,22 @@ function summary(found) {
     ]),
     missing.length > 0 && h("details", {}, h("summary", {}, "What is not recorded of it"),
       h("ul", {}, missing.map((each) => h("li", {}, each)))),
+    found.notes.length > 0 && h("details", {}, h("summary", {}, "How this was read"),
+      h("ul", {}, found.notes.map((each) => h("li", {}, each)))),
   ];
 }
+
+/** The passes of the update that clip a token: "in 1 of 2 passes, on the high side". */
+function clippedIn(passes, at) {
+  const sides = passes.map((each) => each[at]);
+  const clipping = sides.filter(Boolean);
+  if (!clipping.length) return passes.length > 1 ? `in none of ${passes.length} passes` : "no";
+  const times = passes.length > 1 ? `in ${clipping.length} of ${passes.length} passes, ` : "";
+  return `${times}on the ${[...new Set(clipping)].join(" and the ")} side`;
+}
+
+/** The ratio that the policy loss clips, of each pass over the token. */
+const ownRatios = (ratios, at) => ratios.map((each, pass) => [pass > 0 && ", then ", quantity(each[at])]);
 
 function legend(found) {
   const fates = new Set(found.fate);
@@ -74,7 +92,13 @@ function legend(found) {
   return h("p.legend", {}, "|d| in nat: ",
     SHADES.map(([at, text]) => [h("span.t", { class: `s${at}` }, text), " "]),
     h("span.t", { class: "environment" }, "environment"), " ",
-    marks.map(([text, kind]) => [h("span.t", { class: kind }, text), " "]));
+    marks.map(([text, kind]) => [h("span.t", { class: kind }, fateText(text, found)), " "]));
+}
+
+/** What the loss did; a token counts as clipped where every pass clips it. */
+function fateText(fate, { clipped_passes: passes }) {
+  const several = fate?.startsWith("clipped") && passes?.length > 1;
+  return several ? `${fate} in every one of ${passes.length} passes` : fate;
 }
 
 /** Everything that is known of a token. */
@@ -102,14 +126,17 @@ function describe(found, at, { run, step, attempt, role, rank }) {
       ["advantage", quantity(column("advantage"), "", why)],
       ["importance weight", weightRaw === null && weight === null ? gap(why)
         : [quantity(weightRaw, "", "not recorded"), " raw, ", quantity(weight, "", "not recorded"), " applied"]],
-      ["clipped", found.clipped ? (column("clipped") ? `on the ${column("clipped")} side, of the update's own ratio, in each of its passes` : "no") : gap(why)],
-      ["the loss", column("fate")],
+      ["the update's own ratio", found.mask[at] && found.update_ratios
+        ? ownRatios(found.update_ratios, at) : gap(why)],
+      ["that ratio is clipped", found.mask[at] && found.clipped_passes
+        ? clippedIn(found.clipped_passes, at) : gap(why)],
+      ["the loss", fateText(column("fate"), found)],
     ]),
     rank !== undefined && h("p.row", {},
       h("a", { href: address(["runs", run, "steps", step, "operators"], { attempt, ...own }) },
         "Operators of its rank"),
       h("a", { href: ofRank(run, step, attempt, own.role, own.rank) }, `${own.role} ${own.rank}`),
-      h("a", { href: `${ofRun(run, "captures", "new")}?${new URLSearchParams({ ranks: own.rank, roles: own.role })}` },
+      h("a.operates", { href: `${ofRun(run, "captures", "new")}?${new URLSearchParams({ ranks: own.rank, roles: own.role })}` },
         "Arm a capture there")),
   ];
 }

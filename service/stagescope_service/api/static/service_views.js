@@ -33,7 +33,7 @@ export function losses(view, { run, attempt, cursor }) {
 
 /** The registered engines. */
 export function engines(view, { check }) {
-  view.add(h("h1", {}, "Engines"), h("p", {},
+  view.add(h("h1", {}, "Engines"), h("p.operates", {},
     h("button", { type: "button", onclick: () => choose({ check: "1" }) }, "Ask each for its health now")));
   view.block({
     path: url("/engines", { limit: 200, check: check ? true : null }),

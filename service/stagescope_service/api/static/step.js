@@ -5,7 +5,7 @@ import { address, AGAIN, choose, ofRank, ofRun, ofSample, ofStep } from "./addre
 import { badge, facts, gap, h, quantity, table, when } from "./dom.js";
 import { Figure } from "./figure.js";
 import { findingsTable } from "./findings.js";
-import { bytes, count, isFinite, number, plural, seconds, share } from "./format.js";
+import { bytes, count, isFinite, number, partOf, plural, seconds, share } from "./format.js";
 import { filesToSend, missingText } from "./runs.js";
 import { all, get, part, send, url } from "./service.js";
 
@@ -270,10 +270,11 @@ function lossTable(view, path, concerns) {
       const found = await measured(path, "samples", { limit: 1 })(since);
       return found.none ? found : found.rows.some((row) => row.kept) ? get(path("loss"), since) : GONE;
     },
-    draw: orNothing(({ rows, note, unrecorded }) => [
+    draw: orNothing(({ rows, note, unrecorded, clipped_in: passes }) => [
       h("p", {}, note),
       rows.length > 0 && table("Mismatch by what the loss did", [
-        ["tokens that were", (row) => row.fate, { head: true }],
+        ["tokens that were", (row) => row.fate.startsWith("clipped") && passes?.length > 2
+          ? `${row.fate} in every one of ${passes.length - 1} passes` : row.fate, { head: true }],
         ["gradient", (row) => (row.gradient ? "yes" : h("span.quiet", {}, "none"))],
         ["tokens", (row) => quantity(row.tokens, "", "", count), { right: true }],
         ["share of tokens", (row) => quantity(row.share_of_tokens, "", "", share), { right: true }],
@@ -281,10 +282,24 @@ function lossTable(view, path, concerns) {
         ["mean |d|", (row) => quantity(row.mean_abs, "nat"), { right: true }],
         ["share of the mismatch", (row) => quantity(row.share_of_mismatch, "", "", share), { right: true }],
       ], rows, { key: (row) => row.fate }),
+      passes?.length > 2 && clippedTable(passes),
       unrecorded.length > 0 && h("details", {}, h("summary", {}, "What is not recorded"),
         h("ul", {}, unrecorded.map((each) => h("li", {}, each.record)))),
     ]),
   });
+}
+
+/** How many tokens so many passes of the update clip: a logged clip fraction is of each pass. */
+function clippedTable(passes) {
+  const tokens = passes.reduce((sum, each) => sum + each, 0);
+  const most = passes.length - 1;
+  const some = { name: "at least 1", tokens: tokens - passes[0] };
+  const rows = passes.map((each, times) => ({ name: `${times}`, tokens: each })).slice(1);
+  return table("Tokens by the passes that clip them", [
+    ["clipped in", (row) => `${row.name} of ${most} passes`, { head: true }],
+    ["tokens", (row) => quantity(row.tokens, "", "", count), { right: true }],
+    ["share of tokens", (row) => quantity(row.tokens / tokens, "", "", share), { right: true }],
+  ], [some, ...rows], { key: (row) => row.name });
 }
 
 /** The columns of the numbers of some tokens; every one comes with the verdict on them. */
@@ -300,13 +315,28 @@ const MISMATCH = [
   ["not finite", (row) => row.nonfinite ? h("span.bad", {}, count(row.nonfinite)) : "0", { right: true }],
 ];
 
+/** The round whose mean |d| is largest, as `per_round/max_round_diff` has it; null: none is apart. */
+function worstRound(rows) {
+  const known = rows.filter((row) => row.round !== undefined && isFinite(row.abs_diff_mean));
+  if (known.length < 2) return null;
+  return known.reduce((most, row) => (row.abs_diff_mean > most.abs_diff_mean ? row : most));
+}
+
 function roundsTable({ run, step: at, attempt, rows, whole }) {
-  return table("Rounds", [
+  const worst = worstRound(rows);
+  const times = worst && whole.abs_diff_mean > 0 ? worst.abs_diff_mean / whole.abs_diff_mean : null;
+  return [worst && h("p", {}, `Of ${plural(rows.length, "round")}, round ${worst.round} is the worst: mean |d| `,
+    quantity(worst.abs_diff_mean, "nat"),
+    isFinite(times) && `, ${number(times)} times that of the whole step`, "."),
+  table("Rounds", [
     ["round", (row) => row.round === undefined ? "all"
       : h("a", { href: ofStep(run, at, attempt, "rounds", row.round) }, row.round),
     { head: true, right: true }],
+    ["", (row) => (row === worst ? badge("warning", "worst") : "")],
     ...MISMATCH,
-  ], [...rows, whole], { key: (row) => row.round ?? "all" });
+  ], [...rows, whole], {
+    key: (row) => row.round ?? "all", rowClass: (row) => (row === worst ? "marked" : ""),
+  })];
 }
 
 const asNumber = (value) =>
@@ -334,6 +364,13 @@ function ranksTable({ run, step: at, attempt, rows }, isAll) {
   ];
 }
 
+/** A token's text, its id after it; the id alone where no tokenizer is known. */
+function tokenText({ text, token_id: id }) {
+  if (id === null) return gap("no responses");
+  if (text === null) return h("code", {}, id);
+  return [h("code", {}, JSON.stringify(text)), " ", h("span.quiet", {}, id)];
+}
+
 function tokensTable(found, isAll) {
   const { run, step: at, attempt, rows } = found;
   const broken = rows.filter((row) => row.kind === "nonfinite");
@@ -341,14 +378,14 @@ function tokensTable(found, isAll) {
   const shown = isAll ? ordered : ordered.slice(0, WORST_TOKENS);
   return [
     h("p.quiet", {}, broken.length > 0 && `${plural(broken.length, "token")} not finite, first. `,
+      found.texts_reason && rows.length > 0 && `Ids for texts: ${found.texts_reason}. `,
       shown.length < rows.length && h("button", { type: "button", onclick: () => choose({ tokens: "all" }) },
         `Show all ${rows.length} that are kept`)),
     table("Worst tokens", [
       ["sample", (row) => h("a", { href: ofSample(run, at, attempt, { ...row, at: row.position }) },
         row.sample_uid ?? `row ${row.row}`), { head: true }],
       ["position", (row) => count(row.position), { right: true }],
-      ["token", (row) => (row.token_id === null ? gap("no responses") : h("code", {}, row.token_id)),
-        { right: true }],
+      ["token", (row) => tokenText(row)],
       ["round", (row) => count(row.round), { right: true }],
       ["|d|", (row) => quantity(row.abs_diff, "nat", "not finite"), { right: true }],
       ["p (trainer)", (row) => quantity(row.p), { right: true }],
@@ -453,6 +490,7 @@ function kept(view, { run, step: at, attempt }, path, concerns, user) {
         ["capture", (row) => row.capture_id === "local" ? "local"
           : h("a", { href: ofRun(run, "captures", row.capture_id) }, row.capture_id), { head: true }],
         ["stage", (row) => row.stage],
+        ["part", partOf(dumps.rows)],
         ["rank", (row) => `${row.role} ${row.rank}`],
         ["", (row) => badge(row.state ?? "unknown")],
         ["size", (row) => quantity(row.bytes, "", "unknown", bytes), { right: true }],
@@ -461,7 +499,7 @@ function kept(view, { run, step: at, attempt }, path, concerns, user) {
         ["error", (row) => row.error ?? "", { wide: true }],
       ], dumps.rows, { key: (row) => `${row.capture_id}/${row.stage}/${row.role}/${row.rank}/${row.part}`,
         empty: "Nothing was captured at this step." }),
-      h("p", {}, h("a", { href: ofRun(run, "captures", "new") }, "Arm a capture")),
+      h("p.operates", {}, h("a", { href: ofRun(run, "captures", "new") }, "Arm a capture")),
     ],
   });
 }
@@ -490,7 +528,7 @@ export function rank(view, params) {
     title: "Stages", path: path("stages", { ...slice, limit: 200 }), concerns, lazy: true,
     draw: ({ rows }) => table("Stages of the rank", [
       ["stage", (row) => row.stage, { head: true }],
-      ["part", (row) => row.part ?? ""],
+      ["part", partOf(rows)],
       ["", (row) => badge(row.status)],
       ["took", (row) => quantity(row.seconds, "", row.open_seconds === null ? "" : "open", seconds), { right: true }],
       ["begun", (row) => when(row.begin_wall)],
@@ -510,7 +548,7 @@ export function rank(view, params) {
   view.add(h("p.row", {},
     h("a", { href: address(["runs", run, "steps", at, "operators"], { attempt, ...slice }) },
       "Operators of this rank"),
-    h("a", { href: `${ofRun(run, "captures", "new")}?${new URLSearchParams({ ranks: own, roles: role })}` },
+    h("a.operates", { href: `${ofRun(run, "captures", "new")}?${new URLSearchParams({ ranks: own, roles: role })}` },
       "Arm a capture of this rank"),
     h("a", { href: `${ofRun(run, "hangs")}?${new URLSearchParams({ role, rank: own })}` },
       "Stacks of this rank")));

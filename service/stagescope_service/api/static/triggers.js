@@ -74,8 +74,8 @@ export function triggers(view, { run }) {
         h("a", { href: ofStep(each.run, each.step, each.attempt) }, `step ${each.step}`)])),
     ],
   });
-  view.add(h("form", { onsubmit: tryRules }, h("button", {}, "Try the rules on the stored steps")), result,
-    h("p.quiet", {}, "Rules are set by ", h("code", {}, "stagescope triggers set"), "; the service's API has them at ",
+  view.add(h("form.operates", { onsubmit: tryRules }, h("button", {}, "Try the rules on the stored steps")), result,
+    h("p.quiet.operates", {}, "Rules are set by ", h("code", {}, "stagescope triggers set"), "; the service's API has them at ",
       h("a", { href: "/docs" }, "PUT /triggers"), "."));
 }
 

@@ -582,10 +582,26 @@ def look_at_the_page(browser: Browser, url: str, token: str) -> None:
     try:
         visit = Visit(context.new_page(), url)
         visit.page.on("pageerror", lambda error: visit.messages.append(str(error)))
+        visit.page.on("console", lambda message: visit.messages.append(message.text))
         visit.page.goto(url)
+        visit.page.wait_for_selector("#login")
+        shown = visit.page.inner_text("main")
+        assert "the bundle step.tar.gz, a read-only archive" in shown
+        assert "stagescope attach" in shown  # which printed the token
+        assert "read.token" not in shown
         visit.log_in(token)
         visit.go(f"#/runs/{RUN}/steps/{BROKEN}")
         assert "suspect" in visit.page.inner_text("main")
+        header = visit.page.inner_text("#session")
+        assert "read-only archive: the bundle step.tar.gz" in header
+        assert "live" not in header
+        assert "operate" not in header
+        for address in ("", f"/runs/{RUN}", f"/runs/{RUN}/captures", f"/runs/{RUN}/triggers",
+                        f"/runs/{RUN}/captures/new", f"/runs/{RUN}/hangs"):  # fmt: skip
+            visit.go(f"#{address}")
+            offered = visit.page.inner_text("main")
+            assert not re.search("Arm a|Withdraw|Try the rules|Take stacks|operate.token", offered)
+            assert not visit.page.is_visible("form.form")
         assert visit.messages == []
     finally:
         context.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.support.api import Service
 from tests.support.figures import layout_of, streams
@@ -9,6 +11,7 @@ from tests.support.figures import layout_of, streams
 from stagescope.wire.errors import NotFound
 from stagescope_service.api.dependencies import Dependencies, Window
 from stagescope_service.api.figures import comparison
+from stagescope_service.api.figures.lines import Line
 from stagescope_service.figure_style import traces
 
 MEAN = "logprob_abs_diff/mean"
@@ -61,3 +64,27 @@ def test_equal_sides_are_said_to_be_the_same(trained: Service) -> None:
 def test_a_side_alone_is_held_against_the_run(trained: Service) -> None:
     answer = trained.get("/figures/comparison", run="r", a="r@1", metric=MEAN)
     assert answer["title"] == "r@1 against r"
+
+
+def test_many_steps_are_two_solid_lines_with_a_name_at_their_ends() -> None:
+    def side(at: int, steps: int) -> tuple[Line, ...]:
+        values = tuple(float(at + (step % 7)) for step in range(steps))
+        return (Line(at, superseded=False, steps=tuple(range(steps)), values=values),)
+
+    def drawn(steps: int) -> dict[str, Any]:
+        panel = comparison.SidePanel(MEAN, "nat", side(1, steps), side(2, steps), ())
+        found = comparison.ComparisonInfo("r@1", "r@2", "r", 1, (panel,), None)
+        return {str(trace.name): trace for trace in traces(comparison.figure(found))}
+
+    long = drawn(300)
+    assert [*long] == ["A: r@1", "B: r@2", "label A", "label B"]
+    one, other = long["A: r@1"], long["B: r@2"]
+    assert (one.line.dash, other.line.dash) == ("solid", "solid")
+    assert one.line.color != other.line.color
+    assert one.line.width < drawn(20)["r@1"].line.width
+    for name, line in (("label A", one), ("label B", other)):
+        label = long[name]
+        assert (label.x[0], label.y[0]) == (line.x[-1], line.y[-1])
+        assert label.textfont.color == line.line.color
+    assert long["label A"].textposition != long["label B"].textposition  # they do not overlap
+    assert [trace.line.dash for trace in drawn(20).values()] == ["solid", "dash"]

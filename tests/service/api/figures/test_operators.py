@@ -33,6 +33,8 @@ def dumps_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]
         for step, other in ((5, "nan"), (6, "changed")):
             dumped(running, ranks[0], files["plain"], step)
             dumped(running, ranks[1], files[other], step)
+        for stage in ("weight_sync", "actor_compute_log_prob"):
+            dumped(running, ranks[0], files["plain"], 7, part=stage, stage=stage)
         yield running
 
 
@@ -50,6 +52,15 @@ def test_the_dump_with_the_first_non_finite_result_is_drawn(dumps_service: Servi
     assert (found.first.order, found.first.name) == (earliest["order"], earliest["name"])
     assert found.certain
     assert all(p.non_finite is None for p in found.points if p.order < found.first.order)
+
+
+def test_without_a_finding_a_pass_is_drawn_and_no_weight_sync(dumps_service: Service) -> None:
+    found = info(dumps_service, 7)
+    assert found.table is not None
+    assert found.table.stage == "actor_compute_log_prob"
+    chosen = info(dumps_service, 7, stage="weight_sync")
+    assert chosen.table is not None
+    assert chosen.table.stage == "weight_sync"
 
 
 def test_each_result_has_its_largest_magnitude(dumps_service: Service) -> None:

@@ -376,9 +376,57 @@ def test_the_command_saves_each_format(live: Service, tmp_path: Path) -> None:
     result = invoke("report", RUN, "-o", str(tmp_path / "r.pdf"), *where, env=env)
     assert result.exit_code == 2
     assert ".html, .json or .md" in result.stderr
+    # The format may be named beside the ending, not against it.
+    result = invoke(
+        "report", RUN, "-o", str(tmp_path / "r.md"), "--format", "md", *where, "--json", env=env
+    )
+    assert json.loads(result.stdout)["format"] == "md"
+    result = invoke(
+        "report", RUN, "-o", str(tmp_path / "r.md"), "--format", "json", *where, env=env
+    )
+    assert result.exit_code == 2
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         "r.html",
         "r.json",
         "r.md",
         "step.md",
     ]
+
+
+def test_the_command_without_a_file_names_one_itself_and_says_where(
+    live: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert live.tokens is not None
+    where = ["--url", live.server.url]
+    env = {"STAGESCOPE_TOKEN": live.tokens.read}
+    monkeypatch.chdir(tmp_path)
+    for arguments, name in (
+        ([], f"{RUN}.html"),
+        (["--step", "33"], f"{RUN}-step33.html"),
+        (["--step", "33", "--format", "md"], f"{RUN}-step33.md"),
+    ):
+        result = invoke("report", RUN, *arguments, *where, env=env)
+        assert result.exit_code == 0
+        assert name in result.stdout
+        assert (tmp_path / name).is_file()
+    assert len([*tmp_path.iterdir()]) == 3
+    printed = invoke("report", RUN, "-o", "-", *where, env=env)
+    assert (printed.exit_code, printed.stderr) == (0, "")
+    assert printed.stdout.startswith(f"## stagescope: {RUN}")
+    printed = invoke("report", RUN, "-o", "-", "--format", "json", *where, env=env)
+    assert json.loads(printed.stdout)["run"] == RUN
+    assert len([*tmp_path.iterdir()]) == 3
+
+
+def test_a_sentence_has_the_digits_and_the_unit_of_the_tables(live: Service) -> None:
+    answer = live.get(f"/runs/{RUN}/report", step=33)
+    (worst,) = [each for each in answer["verdicts"] if each["name"] == "worst round"]
+    found = sections(answer)["metrics"]["table"]["rows"]
+    (value,) = [row["value"] for row in found if row["metric"] == "per_round/max_diff_value"]
+    assert worst["text"] == f"mean |d| {value:.4g} nat"
+    assert not re.search(r"\bnats\b", live_text(live))
+
+
+def live_text(live: Service) -> str:
+    answer = live.get(f"/runs/{RUN}/report", step=33)
+    return json.dumps([{**each, "figures": []} for each in answer["sections"]])
