@@ -238,7 +238,7 @@ def coverage(cell: Cell, p: str, q: str) -> Check:
         why = (
             "the mask covers tokens that it lacks"
             if any(filled for filled, _ in found)
-            else "NaN and infinities come from where it was computed, or stand for values it lacks"
+            else "such values come from where it was computed, or stand for what it lacks"
         )
         text = f"{' and '.join(each for _, each in found)}: {why}"
         return Check("coverage", "suspect", text, values)
