@@ -492,10 +492,10 @@ def test_a_constant_offset_is_a_missing_mass() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (np.nan, "rollout is not finite in 100 tokens where the other stream has a value: NaN and"),
+        (np.nan, "rollout is not finite in 100 tokens where the other stream has a value: such"),
         (
             -np.inf,
-            "rollout is not finite in 100 tokens where the other stream has a value: NaN and",
+            "rollout is not finite in 100 tokens where the other stream has a value: such",
         ),
         (0.0, "rollout is exactly 0 in 100 tokens where the other stream has a value: the mask"),
     ],
