@@ -21,8 +21,9 @@ export function triggers(view, { run }) {
       ["under way", (row) => row.under_way.map((id, at) => [at > 0 && ", ",
         h("a", { href: ofRun(row.run, "captures", id) }, id)])],
       ["", (row) => (row.refusal ? badge("refused", row.refusal) : "there is room"), { wide: true }],
-    ], budgets, { key: (row) => row.run, empty: "No run may be captured by triggers: rules make "
-      + "findings and pin steps. `runs` in the rules, or the training's settings, give a budget." }),
+    ], budgets, { key: (row) => row.run, empty: ["No run may be captured by triggers: rules make "
+      + "findings and pin steps. ", h("code", {}, "runs"), " in the rules, or the training's settings, ",
+      "give a budget."] }),
   });
   view.block({
     title: "What fired", path: url("/triggers/firings/groups", { run, limit: 50 }),
