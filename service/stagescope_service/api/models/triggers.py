@@ -49,7 +49,7 @@ class When(Model):
     noise_ratio: float = ABSENT
     """The value is over this factor times the same metric of the noise floor."""
     standard_errors: float = ABSENT
-    """The value exceeds these bounds by so many standard errors of a mean that is equal to them."""
+    """The value exceeds these bounds by this factor times the standard error of its mean."""
     z_score: ZScore = ABSENT
     """How far the value is from the last steps."""
 
