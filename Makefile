@@ -19,7 +19,7 @@ LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 # Where the environment forbids bytecode, each of the tests' processes would compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo pictures test test-trainings test-trackers test-verl test-lowest verl check check-fast bench bench-verl format clean help
+.PHONY: demo pictures test test-ray test-trainings test-trackers test-verl test-lowest verl check check-fast bench bench-verl format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -45,8 +45,10 @@ RAY_FIRST := $(addprefix tests/integration/test_,clusters.py compare_over_ray.py
 	$(addprefix tests/integration/test_,triggers_over_ray.py replay_over_ray.py captures_over_ray.py)
 RAY := $(RAY_FIRST) $(filter-out $(RAY_FIRST) $(RAY_ALONE),$(wildcard tests/integration/test_*.py tests/examples/*/test_*.py))
 
-test: $(VENV)/installed-dev  ## every test but whole trainings (a real Ray cluster, real msprobe, real databases)
+test: $(VENV)/installed-dev  ## every test but those of the next targets: no cluster, no whole training
 	$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder $(addprefix --ignore=,$(TRAININGS)) $(LONGEST) tests
+
+test-ray: $(VENV)/installed-dev  ## the tests that start a Ray cluster, and what survives the kill of each process
 	$(BIN)/python -m pytest $(WITH_RAY) --no-loadscope-reorder $(RAY)
 	$(BIN)/python -m pytest -m ray $(RAY_ALONE)
 
@@ -86,7 +88,7 @@ check: $(VENV)/installed-dev  ## format, lint, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pyright
-	$(MAKE) test test-trainings
+	$(MAKE) test test-ray test-trainings
 
 # What needs neither Ray, a database, a browser nor msprobe, but the longest searches of hypothesis.
 FAST := tests/test_structure.py tests/client $(addprefix tests/service/,core statistics triggers) \

@@ -360,7 +360,7 @@ def repacked(bundled: Path, path: Path, change: Change) -> Path:
     """The archive after `change(name, TarInfo, bytes)`, which returns what to add."""
     with (
         tarfile.open(bundled) as old,
-        tarfile.open(path, "w:gz", format=tarfile.USTAR_FORMAT) as new,
+        tarfile.open(path, "w:gz", compresslevel=1, format=tarfile.USTAR_FORMAT) as new,
     ):
         for member in old.getmembers():
             file = old.extractfile(member)
