@@ -46,7 +46,7 @@ EXTRAS: Final[Mapping[str, tuple[str, str]]] = {
     "service": ("fastapi", "the service itself (`serve`, `stop`, `attach`), and files of dumps "
                            "(`compare`, `import`, `export`, `convert`)"),
     "workers": ("ray", "in trainings that report over Ray; those that report over HTTP need none"),
-    "notebook": ("plotly", "figures, and answers as pandas, polars and Arrow"),
+    "notebook": ("polars", "figures, and answers as pandas, polars and Arrow"),
     "msprobe": ("msprobe", "in trainings: captures of operators"),
     "trackers": ("mlflow", "`forward` into TensorBoard, MLflow and OpenTelemetry"),
 }  # fmt: skip
