@@ -19,7 +19,7 @@ LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 # Where the environment forbids bytecode, each of the tests' processes would compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo pictures test test-ray test-trainings test-trackers test-verl test-lowest verl check check-fast bench bench-verl format clean help
+.PHONY: demo dist pictures test test-ray test-trainings test-trackers test-verl test-lowest verl check check-fast bench bench-verl format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -109,12 +109,15 @@ bench-verl: $(VERL)/installed-dev  ## what the plugin costs a step of verl, and 
 pictures: $(VENV)/installed-dev  ## draw docs/pictures/ anew: the page, a terminal, a notebook
 	$(BIN)/python -m tests.support.pictures
 
+dist: $(VENV)/installed-dev  ## the wheel and the source archive of a release, in dist/
+	$(BIN)/python -m hatchling build --clean
+
 format: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(VERL) $(LOWEST) $(TRACKERS) .demo
+	rm -rf $(VENV) $(VERL) $(LOWEST) $(TRACKERS) .demo dist
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

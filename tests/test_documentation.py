@@ -201,7 +201,7 @@ def test_what_is_installed_made_and_asked_for_exists() -> None:
 
 
 def test_links_and_pictures_exist_and_the_readme_is_short() -> None:
-    for page in PAGES:
+    for page in {*PAGES, *ROOT.glob("*.md")}:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -60,6 +60,9 @@ ONLY_IN: Final = {
                "service/stagescope_service/compare/report/figures.py",
                "service/stagescope_service/compare/report/html.py"),
     "numba": ("service/stagescope_service/statistics/",),
+    # Of the extra `service`; elsewhere it is imported for types alone.
+    "typing_extensions": tuple(f"service/stagescope_service/{package}/"
+                               for package in ("store", "triggers", "core", "coordinator", "api")),
     **dict.fromkeys(
         ("mlflow", "opentelemetry", "swanlab", "tensorboard", "trackio", "wandb"),
         ("client/stagescope/forwarding/",),

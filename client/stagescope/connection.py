@@ -11,8 +11,6 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-from typing_extensions import Self
-
 from stagescope import discovery
 from stagescope.columns import COLUMNS, Kinds
 from stagescope.findings import GROUP_ORDER, FindingRows
@@ -34,6 +32,7 @@ from stagescope.wire.schema import STEP_BOUND
 
 if TYPE_CHECKING:
     import plotly.graph_objects
+    from typing_extensions import Self
 
 LIMIT: Final = 1000
 """Most rows of a table unless `limit` is given."""

@@ -11,8 +11,6 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from typing_extensions import Self
-
 from stagescope import render
 from stagescope.table import Table
 from stagescope.wire.errors import InvalidInput, MissingExtra
@@ -20,6 +18,7 @@ from stagescope.wire.nonfinite import JsonObject
 
 if TYPE_CHECKING:
     import plotly.graph_objects
+    from typing_extensions import Self
 
 _WRAPPED: Final = 90
 """Characters of a line of a title or note."""

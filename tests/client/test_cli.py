@@ -226,6 +226,19 @@ def test_help_lists_the_exit_codes_and_every_command() -> None:
         assert invoke(args[0], "--help").exit_code == 0
 
 
+def test_help_says_what_else_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert all(f"\n{extra} = [" in pyproject for extra in common.EXTRAS)
+    extras = {"service": ("json", "is here"), "notebook": ("not_here", "draws")}
+    monkeypatch.setattr(common, "EXTRAS", extras)
+    text = invoke("--help").stdout
+    assert "pip install 'stagescope[NAME,...]'" in text
+    assert re.search(r"^  stagescope\[notebook\] +draws$", text, re.M)
+    assert "is here" not in text
+    monkeypatch.setattr(common, "EXTRAS", {"service": extras["service"]})
+    assert "Not installed" not in invoke("--help").stdout
+
+
 class OtherPoint:
     """An entry point whose package lacks a library, as `metadata.EntryPoint` behaves then."""
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from typing_extensions import Self
-
 from stagescope import render
 from stagescope.batch import converters, file
 from stagescope.batch.data import (
@@ -39,6 +37,7 @@ from stagescope.wire.tensorfile import Array
 if TYPE_CHECKING:
     import tensordict
     import torch
+    from typing_extensions import Self
 
     from verl import DataProto  # pyright: ignore[reportMissingImports]
 

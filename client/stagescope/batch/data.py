@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import numpy as np
-from typing_extensions import Self
 
 from stagescope.table import unknown_name
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import STAGES, Part
 from stagescope.wire.tensorfile import Array
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T", bound="BatchData")
 

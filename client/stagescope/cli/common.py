@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -41,6 +42,16 @@ TASKS: Final[Mapping[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """Section of the help -> its commands."""
 
+EXTRAS: Final[Mapping[str, tuple[str, str]]] = {
+    "service": ("fastapi", "the service itself (`serve`, `stop`, `attach`), and files of dumps "
+                           "(`compare`, `import`, `export`, `convert`)"),
+    "workers": ("ray", "in trainings that report over Ray; those that report over HTTP need none"),
+    "notebook": ("polars", "figures, and answers as pandas, polars and Arrow"),
+    "msprobe": ("msprobe", "in trainings: captures of operators"),
+    "trackers": ("mlflow", "`forward` into TensorBoard, MLflow and OpenTelemetry"),
+}  # fmt: skip
+"""Extra -> a module that it brings, by which it is found, and what it is for."""
+
 
 class CommandGroup(click.Group):
     """This package's commands and those of other packages; errors print as text, not tracebacks."""
@@ -73,6 +84,14 @@ class CommandGroup(click.Group):
             for name in names:
                 rest.pop(name, None)
         self._write(ctx, formatter, "More", [*rest])
+        missing = [
+            (f"stagescope[{extra}]", text)
+            for extra, (module, text) in EXTRAS.items()
+            if importlib.util.find_spec(module) is None
+        ]
+        if missing:
+            with formatter.section("Not installed here (pip install 'stagescope[NAME,...]')"):
+                formatter.write_dl(missing)
 
     def _write(
         self, ctx: click.Context, formatter: click.HelpFormatter, task: str, names: list[str]

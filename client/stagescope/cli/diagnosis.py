@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
-from typing_extensions import Unpack
 
 from stagescope.answers import Record
 from stagescope.cli.common import (
@@ -29,6 +30,9 @@ from stagescope.step import Step
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
 from stagescope.wire.captures import read_ranks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @step_question(STEP, STAGE, ROLE, RANK, LIMIT)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from typing_extensions import Unpack
 
 from stagescope import terminal
 from stagescope.answers import Metrics, Record
@@ -35,6 +35,9 @@ from stagescope.table import Table, unknown_name
 from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.keep import SECTIONS
 from stagescope.wire.nonfinite import Json
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @question()

@@ -67,6 +67,9 @@ that a later attempt repeats.
 
 **Lists** hold `rows` and `next`: give that as `cursor` for the next page, `null` ends it.
 
+**Versions.** Every path also answers below `/v1`, as `/v1/runs`; both stay what they are while
+there is a version 1. Later releases add fields to answers: pass over those that you do not know.
+
 **Errors** are `application/problem+json` (RFC 9457) with `code`, `wrong`, `expected`, `advice`;
 `see` lists the paths in `advice` as data, as it does in findings.
 """

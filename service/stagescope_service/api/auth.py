@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 Grade = Literal["read", "operate"]
 
+PREFIX: Final = "/v1"
+"""The version of the API: below it every path is the one without it, see docs/api.md."""
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/login", "/logout", "/", "/docs"})
 """Need no token: a supervisor checks the first two, and the others come before a login."""
 WHOAMI: Final = "/whoami"
@@ -161,7 +163,8 @@ def check_bind(settings: Settings, tokens: AccessTokens | None) -> None:
 class Guard:
     """ASGI middleware that checks Host, Origin, token and declared size of every request.
 
-    As a middleware no route can forget it, and it runs before any body is read.
+    As a middleware no route can forget it, and it runs before any body is read. It takes `/v1` off
+    the path first: nothing behind it knows the prefix.
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings, tokens: AccessTokens | None) -> None:
@@ -178,6 +181,9 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
+        if scope["path"].startswith(f"{PREFIX}/"):
+            # Not in a copy: a server that stops looks for the path of `/stream` in its own scope.
+            scope["path"] = scope["path"].removeprefix(PREFIX)
         try:
             scope.setdefault("state", {})["caller"] = self.check(scope)
         except StagescopeError as error:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
 
 import click
-from typing_extensions import NotRequired, Unpack
 
 from stagescope import discovery, terminal
 from stagescope.comparison_report import as_lines
@@ -32,6 +31,8 @@ from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import read_target
 
 if TYPE_CHECKING:
+    from typing_extensions import NotRequired, Unpack
+
     from stagescope_service.dumps.records import Dump
 
 _SECONDS: Final = 30.0

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict
 
 import click
-from typing_extensions import Unpack
 
 from stagescope import terminal, versions
 from stagescope.wire.errors import InvalidInput
@@ -22,6 +21,8 @@ from stagescope.wire.names import closest_field
 from stagescope.wire.nonfinite import Json
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from stagescope_service.serve import ServiceInfo
     from stagescope_service.settings import Settings
 

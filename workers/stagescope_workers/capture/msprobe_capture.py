@@ -15,9 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, TypedDict
-
-from typing_extensions import Unpack
+from typing import TYPE_CHECKING, Final, TypedDict
 
 from stagescope.wire.errors import CaptureError, Conflict, InvalidPlan, StagescopeError
 from stagescope.wire.nonfinite import Json
@@ -32,6 +30,9 @@ from stagescope_workers.capture.msprobe_config import (
     with_baseline,
 )
 from stagescope_workers.capture.msprobe_session import LimitMonitor, MsprobeSession, free_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ArmedCapture", "Capturer", "save"]
 
