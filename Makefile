@@ -71,7 +71,7 @@ RAY_LOWEST := $(addprefix tests/integration/test_,probe_over_ray.py writers.py c
 
 # What no version can break, at length: our own state machine, rules on numbers and tables, and what
 # a browser makes of a page that the other tests hold to be the same.
-PURE := tests/test_structure.py tests/examples/countdown/test_false_alarms.py \
+PURE := tests/test_structure.py tests/deploy tests/examples/countdown/test_false_alarms.py \
 	tests/service/core tests/service/diagnosis tests/service/api/test_page.py \
 	tests/service/api/figures/test_in_browser.py \
 	$(addprefix tests/service/coordinator/test_,journal.py triggering.py weight_comparer.py) \
