@@ -161,7 +161,7 @@ def test_overlays_render_to_valid_resources_that_find_each_other(overlay: Path) 
     (values,) = (d["data"] for d in rendered if d["metadata"]["name"] == "stagescope-settings")
     settings = settings_of(values)
     namespace = rendered[0]["metadata"]["namespace"]
-    assert f"stagescope.{namespace}.svc" in settings.allowed_hosts
+    assert f"stagescope-api.{namespace}.svc" in settings.allowed_hosts
     assert settings.host == "0.0.0.0"
 
 
@@ -248,6 +248,14 @@ def test_services_and_policies_select_pods_that_exist() -> None:
         assert any(chosen.items() <= each.items() for each in labels), document["metadata"]
 
 
+def test_no_service_gives_pods_a_variable_that_is_a_setting() -> None:
+    settings = {f"STAGESCOPE_{name.upper()}" for name in Settings.model_fields}
+    for document in every_document():
+        if document["kind"] == "Service":
+            prefix = document["metadata"]["name"].upper().replace("-", "_")
+            assert not {f"{prefix}_PORT", f"{prefix}_SERVICE_HOST"} & settings
+
+
 def test_ray_is_the_version_of_the_constraints() -> None:
     version = re.search(r"^ray==(\S+)", read(DEPLOY / "constraints.txt"), re.M)
     assert version is not None
@@ -281,7 +289,7 @@ def test_the_proxy_lets_through_what_the_service_takes() -> None:
         if line[0] in "+-" and not line[1:].strip().startswith("#")
     ]  # fmt: skip
     assert [line.split() for line in changed] == [
-        ["-", "server", "127.0.0.1:8700;"], ["+", "server", "stagescope:8700;"],
+        ["-", "server", "127.0.0.1:8700;"], ["+", "server", "stagescope-api:8700;"],
     ]  # fmt: skip
 
 
@@ -358,7 +366,7 @@ def commands() -> list[tuple[str, str, str, str]]:
     for path in TEXTS:
         # One line for each command: YAML folds them, the shell continues them.
         text = re.sub(r"\\?\n\s+(?=--)", " ", read(path))
-        found += [(path.name, *match.groups()) for match in COMMAND.finditer(text)]
+        found += [(path.name, m[1], m[2], m[3]) for m in COMMAND.finditer(text)]
     return found
 
 
