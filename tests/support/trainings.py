@@ -354,7 +354,11 @@ def check_who_answers(attempt: Attempt, step: Step) -> None:
     for location, spans in stages.items():
         ages = {name: _age(attempt, name) for name in {span.incarnation for span in spans}}
         for span in spans:
-            alike = [s for s in spans if s.incarnation == span.incarnation and s.work == span.work]
+            # By its step, where it has one: whichever policy version either begin named.
+            alike = [
+                s for s in spans
+                if s.incarnation == span.incarnation and s.work.part == span.work.part
+            ]  # fmt: skip
             newer = [s for s in spans if ages[s.incarnation] > ages[span.incarnation]]
             answers = span.revision == max(s.revision for s in alike) and not any(
                 s.work.part <= span.work.part for s in newer
