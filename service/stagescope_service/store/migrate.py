@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,9 @@ HEAD: Final = "0010"
 """The newest revision in migrations/versions; a test keeps the two equal."""
 
 _FOLDER: Final = Path(__file__).parent / "migrations"
+_ALEMBIC: Final = threading.Lock()
+"""Alembic's `op` and `context` are of the process: two upgrades at once, as of two bundles that are
+packed, would run in each other's catalogue."""
 
 
 def current(connection: sa.Connection) -> str | None:
@@ -50,4 +54,5 @@ def upgrade(connection: sa.Connection) -> None:
             expected=f"one of {', '.join(sorted(revisions))}",
             advice="install the stagescope that wrote it, or give another catalogue",
         )
-    command.upgrade(config, HEAD)
+    with _ALEMBIC:
+        command.upgrade(config, HEAD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Delete, Put
+from stagescope_service.store.extract import make_empty
 from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.sql import SqlStore
 from stagescope_service.store.tables import TABLES
@@ -366,3 +368,12 @@ def test_names_of_scalars_are_looked_up_and_not_counted(
     assert catalogue.scalar_names([1]) == {"a": None, "loss": 3}
     store.submit([Delete("scalars", {"attempt_id": 1})]).result(30)
     assert catalogue.scalar_names([1, 2]) == {"loss": 4}
+
+
+def test_catalogues_that_are_made_at_once_do_not_meet(tmp_path: Path) -> None:
+    """As where the bundle of an attempt that died is packed beside one that a user asked for."""
+    paths = [tmp_path / str(at) for at in range(12)]
+    for path in paths:
+        path.mkdir()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(make_empty, paths))
