@@ -595,6 +595,22 @@ def test_an_open_step_fills_while_it_is_looked_at(
         visit.wait_until("document.querySelector('main').textContent.includes('stay at step')")
 
 
+def test_the_newest_step_is_followed_while_it_is_scrolled_down(
+    browser: Browser, live: Service, training: ShownRun
+) -> None:
+    training.train(3, 3)
+    with visiting(browser, live) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(live))
+        visit.go(f"{OF_RUN}/steps/latest")
+        visit.wait_until("document.querySelector('main').textContent.includes('Step 3')")
+        visit.settle()
+        visit.page.evaluate("scrollTo(0, 1500)")
+        visit.wait_until("scrollY > 1000")
+        training.train(4, 4)
+        visit.wait_until("document.querySelector('main').textContent.includes('Step 4')")
+
+
 def test_what_has_not_changed_is_not_sent_again(browser: Browser, shared: Service) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")

@@ -111,7 +111,7 @@ export class View {
       block.since = performance.now();
       block.events.push(event);
       clearTimeout(block.timer);
-      if (block.isLazy || !isNear(block.element)) {
+      if (block.isLazy || !(block.leads || isNear(block.element))) {
         this.#await(block);
       } else {
         block.timer = setTimeout(() => {
@@ -141,9 +141,10 @@ export class View {
  * @param draw (data, ...) -> children for the section.
  * @param concerns (event) -> whether an event of the stream makes the answer old.
  * @param lazy whether it is asked for when it is nearly in sight.
+ * @param leads whether it is kept up to date out of sight, too: the rest of the view follows it.
  */
 export class Block {
-  constructor({ title = null, path, draw, concerns = () => false, lazy = false, id = null, level = 2 }) {
+  constructor({ title = null, path, draw, concerns = () => false, lazy = false, leads = false, id = null, level = 2 }) {
     const label = `block-${++unique}`;
     this.note = h("div");
     this.body = h("div.body", { "aria-busy": "true", class: lazy ? "awaited" : "" },
@@ -156,6 +157,7 @@ export class Block {
     this.draw = draw;
     this.concerns = concerns;
     this.isLazy = lazy;
+    this.leads = leads;
     this.shown = null;
     const before = this.paths?.map(known);
     if (before?.length && before.every((each) => each !== undefined)) this.#show(before);

@@ -62,7 +62,7 @@ export function step(view, params, user) {
   let shown;
   view.add(h("h1", {}, `Newest step of ${params.run}`));
   view.block({
-    path: (since) => newestMeasured(params, since),
+    path: (since) => newestMeasured(params, since), leads: true,
     concerns: ({ event, run, measured }) => event === "step" && run === params.run && measured,
     draw: (own) => {
       if (own === null) return h("p", {}, "No step is measured yet.");
