@@ -222,7 +222,7 @@ def plotly_script() -> str:
     """Return Plotly without the style sheet of its maps, which no figure has.
 
     plotly 5 loads it from the network, later ones add it to the page: the policy of pages forbids
-    both.
+    both. A link without an address loads nothing.
     """
-    script = re.sub(r"https://unpkg\.com/[^\"]*", "data:text/css,", get_plotlyjs())
+    script = re.sub(r"https://unpkg\.com/[^\"]*", "", get_plotlyjs())
     return re.sub(r'if\(!document\.getElementById\("[0-9a-f]{64}"\)\)', "if(!1)", script)
