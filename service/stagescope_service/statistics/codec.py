@@ -1,11 +1,12 @@
-"""Summaries as bytes: a safetensors file whose metadata is one JSON document.
+"""Summaries as bytes: a compressed safetensors file whose metadata is one JSON document.
 
-Input is untrusted: names, dtypes, shapes and indexes are validated before use.
+Input is untrusted: sizes, names, dtypes, shapes and indexes are validated before use.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeVar, cast
 
@@ -31,6 +32,10 @@ from stagescope_service.statistics.summary import (
 
 VERSION: Final = 1
 _KEY: Final = "stagescope"
+_LEVEL: Final = 1
+"""Of compression: most of a summary are empty cells, of which higher levels save little more."""
+_MOST_BYTES: Final = 1 << 30
+"""A summary that decompresses to more is refused."""
 
 Arrays = dict[str, Array]
 Document = dict[str, Json]
@@ -38,15 +43,34 @@ Document = dict[str, Json]
 
 
 def save(arrays: Arrays, document: Document) -> bytes:
-    """Return arrays and a JSON document as the bytes of a safetensors file."""
+    """Return arrays and a JSON document as the compressed bytes of a safetensors file."""
     from safetensors.numpy import save as save_tensors
 
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     # Imported here: the workers' drop-in runs without safetensors, and stores nothing.
-    return save_tensors(
+    plain = save_tensors(
         {name: np.ascontiguousarray(array) for name, array in arrays.items()},
         metadata={_KEY: text},
     )
+    return zlib.compress(plain, _LEVEL)
+
+
+def _decompress(data: bytes) -> bytes:
+    """Return the safetensors file in bytes of `save`; those of earlier releases are one.
+
+    Raises:
+        ValueError: not compressed as a whole, or to more than `_MOST_BYTES`.
+    """
+    if not any(data[3:8]):  # the high bytes of a header's length
+        return bytes(data)
+    stream = zlib.decompressobj()
+    try:
+        plain = stream.decompress(data, _MOST_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if not stream.eof or stream.unused_data:
+        raise ValueError(f"cut off, or more than {_MOST_BYTES} bytes")
+    return plain
 
 
 def load(data: bytes, kind: str, version: int) -> tuple[Arrays, Document]:
@@ -59,9 +83,10 @@ def load(data: bytes, kind: str, version: int) -> tuple[Arrays, Document]:
     from safetensors.numpy import load as load_tensors
 
     try:
-        arrays = load_tensors(bytes(data))
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(bytes(data[8 : 8 + length]))
+        plain = _decompress(data)
+        arrays = load_tensors(plain)
+        length = int.from_bytes(plain[:8], "little")
+        header = json.loads(plain[8 : 8 + length])
         document = json.loads(header["__metadata__"][_KEY])
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise _unreadable(kind, f"{type(error).__name__}: {error}") from error
@@ -81,7 +106,7 @@ def _unreadable(kind: str, why: str) -> InvalidInput:
 
 
 def summary_to_bytes(summary: Summary) -> bytes:
-    """Return a summary as the bytes of a safetensors file with JSON metadata."""
+    """Return a summary as the compressed bytes of a safetensors file with JSON metadata."""
     arrays, document = flatten(summary)
     return save(arrays, document)
 
@@ -103,16 +128,17 @@ def rounds_from_bytes(data: bytes) -> Slices:
     Raises:
         InvalidInput: malformed bytes, or another version.
     """
-    length = int.from_bytes(data[:8], "little")
     try:
-        header = json.loads(bytes(data[8 : 8 + length]))
+        plain = _decompress(data)
+        length = int.from_bytes(plain[:8], "little")
+        header = json.loads(plain[8 : 8 + length])
         document = json.loads(header["__metadata__"][_KEY])
         if document["kind"] != "summary" or document["version"] != VERSION:
             raise ValueError(f"{document['kind']} of version {document['version']}")
         arrays: Arrays = {}
         for name, dtype in (("rounds_keys", np.int64), ("rounds_cells", np.float64)):
             begin, end = (8 + length + int(offset) for offset in header[name]["data_offsets"])
-            arrays[name] = np.frombuffer(data[begin:end], dtype).reshape(header[name]["shape"])
+            arrays[name] = np.frombuffer(plain[begin:end], dtype).reshape(header[name]["shape"])
         return _slices(_Checked(arrays), "rounds", document["cell"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _unreadable("summary", f"{type(error).__name__}: {error}") from error

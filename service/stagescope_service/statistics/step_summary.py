@@ -121,7 +121,7 @@ class StepSummary:
         )
 
     def to_bytes(self) -> bytes:
-        """Return the step summary as the bytes of a safetensors file with JSON metadata."""
+        """Return the step summary as the compressed bytes of a safetensors file."""
         arrays, document = codec.flatten(self.summary)
         vectors = [row.cell.vector for row in self.ranks]
         arrays["rank_cells"] = np.stack(vectors) if vectors else cells.empty(0)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -95,10 +96,29 @@ def test_what_an_earlier_version_wrote_is_read(version: int, far: float) -> None
     assert publish(merged) == pytest.approx(publish(twice), nan_ok=True)
 
 
+def test_bytes_that_an_earlier_release_did_not_compress_are_read() -> None:
+    data = summary_to_bytes(SUMMARY)
+    plain = zlib.decompress(data)
+    assert len(data) < len(plain) / 2
+    assert summary_to_bytes(summary_from_bytes(plain)) == data
+    old, new = (codec.rounds_from_bytes(each).cells for each in (plain, data))
+    np.testing.assert_array_equal(old, new)
+
+
+def test_bytes_that_decompress_to_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = summary_to_bytes(SUMMARY)
+    monkeypatch.setattr(codec, "_MOST_BYTES", len(zlib.decompress(data)) - 1)
+    with pytest.raises(InvalidInput, match="more than"):
+        summary_from_bytes(data)
+    with pytest.raises(InvalidInput, match="more than"):
+        codec.rounds_from_bytes(data)
+
+
 def test_other_bytes_are_refused() -> None:
     data = summary_to_bytes(SUMMARY)
     header = json.dumps({"__metadata__": {"stagescope": "[]"}}).encode()
-    for bad in (b"", b"\x80\x04junk", data[: len(data) // 2],
+    for bad in (b"", b"\x80\x04junk", data[: len(data) // 2], data[:-1], data + b"x",
+                zlib.decompress(data)[:-1],
                 len(header).to_bytes(8, "little") + header):  # fmt: skip
         with pytest.raises(InvalidInput, match="no summary"):
             summary_from_bytes(bad)
