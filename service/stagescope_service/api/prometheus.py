@@ -173,6 +173,13 @@ def _families(sources: Sources, now: float) -> Iterator[Metric]:
                 if row["run"] in names:
                     family.add_metric([str(row["run"])], float(row.get("bytes") or 0))
             yield family
+        if key == "files":
+            family = _gauge("file_bytes", "Bytes of tensors on disk: kept, ring.", "run", "kind")
+            for row in rows:
+                if row["run"] in names:
+                    labels = [str(row["run"]), str(row.get("kind"))]
+                    family.add_metric(labels, float(row.get("bytes") or 0))
+            yield family
     size = sources.catalogue.bytes_on_disk()
     if size is not None:
         family = _gauge("catalogue_bytes", "Bytes of the catalogue's files.")
@@ -193,6 +200,11 @@ def _run_families(sources: Sources, runs: list[ListedRun], now: float) -> Iterat
         "1 where that step's streams can be compared, 0 where not, with verdict and cause.",
         "run", "verdict", "cause",
     )  # fmt: skip
+    complete = _gauge(
+        "step_complete",
+        "1 where all that was expected of the newest closed step arrived, 0 where not.",
+        "run", "completeness",
+    )  # fmt: skip
     metric = _gauge("step_metric", "Main metrics of that step.", "run", "metric")
     for row in runs:
         run = row["run"]
@@ -206,6 +218,9 @@ def _run_families(sources: Sources, runs: list[ListedRun], now: float) -> Iterat
         measured = next((item for item in steps if item["has_summary"]), None)
         if steps:
             newest.add_metric([run], float(steps[0]["step"]))
+        closed = next((item["completeness"] for item in steps if item["completeness"]), None)
+        if closed is not None:
+            complete.add_metric([run, closed], float(closed == "complete"))
         if measured is not None:
             step.add_metric([run], float(measured["step"]))
             lag.add_metric([run], float(steps[0]["step"] - measured["step"]))
@@ -218,7 +233,7 @@ def _run_families(sources: Sources, runs: list[ListedRun], now: float) -> Iterat
             for name in MAIN_METRICS:
                 if name in published:
                     metric.add_metric([run, name], float(published[name]))
-    yield from (live, silence, newest, lag, number, step, comparable, metric)
+    yield from (live, silence, newest, lag, number, step, comparable, complete, metric)
 
 
 def _count_metric(gauge: _Gauge, rows: list[Count], runs: set[str]) -> Metric:

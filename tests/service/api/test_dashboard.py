@@ -13,6 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.api import Rank, service
 from tests.support.measure import payload
+from tests.support.shown_run import keep_tensors
 
 from stagescope_service.api import prometheus
 
@@ -38,6 +39,7 @@ def alerts() -> list[dict[str, Any]]:
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Metric -> its labels, in the answer about a run to which everything has happened."""
     with service(tmp_path_factory.mktemp("home")) as live:
+        keep_tensors(live)
         rank = Rank(live, world_size=1)
         rank.stage("actor_compute_log_prob", 5, payload())
         rank.say("refused", what="record", message="no such tensor", step=5)

@@ -16,6 +16,7 @@ from stagescope_service.store.tables import (
     RunRow,
     StepColumns,
     StepState,
+    artifacts,
     dumps,
     findings,
     losses,
@@ -311,6 +312,7 @@ def counts() -> dict[str, Query]:
     * `processes_live` (run, role), `stages_open` (run, stage), `steps_open` (run)
     * `payloads_announced` (run): announced and not yet ingested or lost; also `bytes`
     * `losses` (run, kind), `findings` (run, kind, severity), `dumps` (run, state), `attempts` (run)
+    * `files` (run, kind): kept files and those of the ring; also `bytes`
     """
     count = sa.func.count().label("count")
     run = tables.attempts.c.run
@@ -334,6 +336,8 @@ def counts() -> dict[str, Query]:
             .order_by(run, *names)
         )
 
+    there = artifacts.c.kind.in_(("kept", "ring")) & artifacts.c.deleted_wall.is_(None)
+    size = sa.func.coalesce(sa.func.sum(artifacts.c.bytes), 0).label("bytes")
     is_open = stages.c.end_wall.is_(None) & (sa.func.coalesce(stages.c.status, "open") == "open")
     lost = sa.func.sum(sa.func.coalesce(losses.c.count, 1)).label("count")
     seen = sa.func.sum(sa.func.coalesce(findings.c.count, 1)).label("count")
@@ -351,5 +355,6 @@ def counts() -> dict[str, Query]:
             findings.c.run, findings.c.kind, findings.c.severity
         ),
         "dumps": by_run(dumps, dumps.c.state),
+        "files": by_run(artifacts, artifacts.c.kind, where=there, sums=(size,)),
         "attempts": sa.select(run, count).group_by(run).order_by(run),
     }
