@@ -30,11 +30,13 @@ from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.rows import matching
 from stagescope_service.api.step_tokens import (
     StepTokens,
+    Update,
     clipped_passes,
     loss_masks,
     of_model,
     rounds_of,
     shown_of,
+    update_of,
     update_ratios,
 )
 from stagescope_service.api.target import Target
@@ -63,6 +65,7 @@ RECORD: Final[Mapping[str, str]] = {
     "advantage": "the advantages: record advantages",
     "clipped": "whether the loss clipped them: record clipped (-1 at the lower bound, 1 at the "
     "upper, 0 not) in actor_update",
+    "update": "whether the tokens were trained on: ",
 }
 """Field of `LossTokens` -> what is not known without it, and how to record it."""
 ENVIRONMENT: Final = "environment or padding"
@@ -261,7 +264,11 @@ def _tokens_of_row(
 def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes: str) -> JsonObject:
     rows = np.array([row], np.int64)
     passes = clipped_passes(batch, rows)
-    one = StepTokens.from_batch(batch.take(rows), loss_masks(batch, rows), list(passes.values()))
+    update = update_of(deps.catalogue, target.attempt_id, target.step_number)
+    one = StepTokens.from_batch(
+        batch.take(rows), loss_masks(batch, rows), list(passes.values()), update
+    )
+    unrecorded = _unrecorded(one.loss, update)
     shown = one.extent(row=0)
     fates = one.loss.fates()[0, shown]
     d = one.d[0, shown]
@@ -302,9 +309,8 @@ def _columns(deps: Dependencies, target: Target, batch: Batch, row: int, *notes:
         else (mask & ~one.loss.in_loss[0, shown]).tolist(),
         "masked_why": [None if is_model else ENVIRONMENT for is_model in mask.tolist()],
         "fate": [NAMES[Fate(code)] for code in fates.tolist()],
-        "loss_note": "; ".join(f"not recorded: {RECORD[name]}" for name in one.loss.unrecorded())
-        or None,
-        "unrecorded": _unrecorded(one.loss),
+        "loss_note": "; ".join(f"not recorded: {each['record']}" for each in unrecorded) or None,
+        "unrecorded": unrecorded,
         "notes": [*notes, *one.notes, *_gap_texts(batch)],
     }  # fmt: skip
 
@@ -316,7 +322,8 @@ async def loss(deps: Deps, target: StepTarget, page: PageOf) -> Answer:
 
     Rows are fates of the model's tokens, the trained ones first; each token has the first that
     applies of `rejected`, `zero weight`, `zero advantage`, `clipped low`, `clipped high`,
-    `trained`. What is not recorded excludes nothing: `unrecorded` names it. Computed from what the
+    `trained` (`unknown` where no update of the step is known to have ended). What is not recorded
+    excludes nothing: `unrecorded` names it. Computed from what the
     ring and the kept files hold of the step: `tokens` of `tokens_counted`.
     """
     found = await deps.computations.run(loss_of, deps, target)
@@ -342,14 +349,15 @@ def loss_of(deps: Dependencies, target: Target) -> StepLoss:
     batch = batch_of(deps, target, Selection(None, None))
     every = np.arange(batch.rows)
     passes = list(clipped_passes(batch, every).values())
-    step = StepTokens.from_batch(batch, loss_masks(batch, every), passes)
+    update = update_of(deps.catalogue, target.attempt_id, target.step_number)
+    step = StepTokens.from_batch(batch, loss_masks(batch, every), passes, update)
     found = loss_fate.sums(step.loss.fates(), step.d)
     tokens, mismatch = sum(each.tokens for each in found), sum(each.abs_diff_sum for each in found)
     by_passes = _by_passes(passes, step.loss.mask) if passes else None
     rows: list[JsonObject] = [
         {
             "fate": NAMES[each.fate],
-            "gradient": each.fate is Fate.TRAINED,
+            "gradient": None if each.fate is Fate.UNKNOWN else each.fate is Fate.TRAINED,
             "tokens": each.tokens,
             "share_of_tokens": each.tokens / tokens,
             "sum_abs": each.abs_diff_sum,
@@ -363,8 +371,8 @@ def loss_of(deps: Dependencies, target: Target) -> StepLoss:
         "tokens": tokens,
         "tokens_counted": measured.summary.total.masked,
         "clipped_in": by_passes,
-        "unrecorded": _unrecorded(step.loss),
-        "note": _loss_note(rows, step.loss.unrecorded(), by_passes),
+        "unrecorded": _unrecorded(step.loss, update),
+        "note": _loss_note(rows, step.loss.unrecorded(), by_passes, update.reason(step.loss)),
     }
     return StepLoss(fields, rows, step.notes, _gap_texts(batch))
 
@@ -394,17 +402,30 @@ def _clipped_note(by_passes: Sequence[int]) -> str:
 
 
 def _loss_note(
-    rows: Sequence[Mapping[str, object]], unrecorded: Sequence[str], by_passes: Sequence[int] | None
+    rows: Sequence[Mapping[str, object]],
+    unrecorded: Sequence[str],
+    by_passes: Sequence[int] | None,
+    no_update: str | None,
 ) -> str:
+    """Say how much of the mismatch no gradient sees.
+
+    Args:
+        rows: by fate.
+        unrecorded: fields of the loss.
+        by_passes: model tokens that 0, 1, ... passes clip.
+        no_update: why no update is known to have ended; None: one is.
+    """
     if not rows:
         return "no model token is kept of this step"
     times = len(by_passes or ()) - 1
     clipped = f"clipped in every one of {times} passes" if times > 1 else "clipped"
-    hidden = [row for row in rows if not row["gradient"]]
+    hidden = [row for row in rows if row["gradient"] is False]
     tokens = sum(float(str(row["share_of_tokens"])) for row in hidden)
     mismatch = sum(float(str(row["share_of_mismatch"])) for row in hidden)
     at_least = "at least " if unrecorded else ""
-    if not hidden:
+    if no_update and not hidden:
+        text = "whether any token was trained on is not known"
+    elif not hidden:
         text = (
             "no token is known to have no gradient" if unrecorded else "each token has a gradient"
         )
@@ -416,6 +437,8 @@ def _loss_note(
             f"gradient sees (rejected, of weight or advantage 0, or {clipped}), {at_least}"
             f"{tokens:.1%} of all"
         )
+    if no_update:
+        text += f"; {no_update}: its tokens may have seen no gradient at all"
     text += _clipped_note(by_passes or ())
     if not unrecorded:
         return text
@@ -431,5 +454,9 @@ def _gap_texts(batch: Batch) -> list[str]:
     return [f"{gap.kind}: {gap.message}" for gap in batch.gaps]
 
 
-def _unrecorded(loss: LossTokens) -> list[JsonObject]:
-    return [{"name": name, "record": RECORD[name]} for name in loss.unrecorded()]
+def _unrecorded(loss: LossTokens, update: Update) -> list[JsonObject]:
+    """Return what is not known of the loss, and what would record it."""
+    found = {name: RECORD[name] for name in loss.unrecorded()}
+    if (reason := update.reason(loss)) is not None:
+        found = {"update": RECORD["update"] + reason, **found}
+    return [{"name": name, "record": record} for name, record in found.items()]

@@ -14,14 +14,38 @@ from stagescope.batch import Batch, BatchPart, widened
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.statistics import loss_fate
 from stagescope_service.statistics.cell import Bool, Float64, Int64
-from stagescope_service.statistics.loss_fate import Int8, LossTokens
+from stagescope_service.statistics.loss_fate import LOSS_FIELDS, Int8, LossTokens
 from stagescope_service.statistics.settings import StatisticsSettings
+from stagescope_service.store.catalogue import Catalogue
 
 N = TypeVar("N", np.int8, np.float64)
 
-_LOSS_STAGES: Final = ("actor_update", "compute_advantage")
+_UPDATE: Final = "actor_update"
+_LOSS_STAGES: Final = (_UPDATE, "compute_advantage")
 """Stages whose mask is that of the update, the decisive one first."""
 _P_STREAMS: Final = ("old_log_probs", "log_probs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The update of a step, as far as the ranks reported it.
+
+    Attributes:
+        statuses: of its parts, `open` of those that have not ended; empty: none was reported.
+    """
+
+    statuses: frozenset[str]
+
+    def reason(self, loss: LossTokens) -> str | None:
+        """Return why it is not known that the step's tokens were trained on; None: it is.
+
+        A trainer that reports no such stage, but what its loss did, has made an update.
+        """
+        if self.statuses:
+            other = sorted(self.statuses - {"ok"})
+            return f"{_UPDATE} of this step is {' and '.join(other)} on a rank" if other else None
+        recorded = len(loss.unrecorded()) < len(LOSS_FIELDS)
+        return None if recorded else f"no {_UPDATE} of this step was reported"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +72,16 @@ class StepTokens:
     notes: Sequence[str]
 
     @classmethod
-    def from_batch(cls, batch: Batch, masks: Bool | None, passes: Sequence[Int8]) -> StepTokens:
+    def from_batch(
+        cls, batch: Batch, masks: Bool | None, passes: Sequence[Int8], update: Update
+    ) -> StepTokens:
         """Read the rows of a batch.
 
         Args:
             batch: the rows.
             masks: bool [rows, tokens], under the mask of the update; None: not recorded.
             passes: `clipped` of each pass of the update.
+            update: of the step.
 
         Raises:
             NotFound: both streams and the mask are not kept.
@@ -91,6 +118,8 @@ class StepTokens:
                 f"a token counts as clipped where every one of {len(passes)} passes clips it"
             )
         loss = LossTokens(mask, in_loss, weight, advantage, clipped)
+        if update.reason(loss) is not None:
+            loss = dataclasses.replace(loss, updated=False)
         return cls(batch, p_name, p, q, d, raw, loss, notes)
 
     def extent(self, row: int) -> slice:
@@ -149,6 +178,11 @@ def _parts_with(batch: Batch, name: str, stages: Sequence[str]) -> list[BatchPar
     return [part for part in batch.parts if part.stage in stages and name in part.names]
 
 
+def update_of(catalogue: Catalogue, attempt_id: int, step: int) -> Update:
+    """Return what is known of the update of a step."""
+    return Update(frozenset(catalogue.stage_statuses(attempt_id, step, _UPDATE)))
+
+
 def loss_masks(batch: Batch, rows: Int64) -> Bool | None:
     """Return bool [rows, tokens]: under the mask of the update; None where no stage recorded it."""
     if "response_mask" not in batch:
@@ -179,7 +213,7 @@ def _passes(batch: Batch, name: str, rows: Int64, empty: N) -> dict[int, npt.NDA
     place = np.full(batch.rows, -1, np.int64)
     place[rows] = np.arange(len(rows))
     passes: dict[int, npt.NDArray[N]] = {}
-    for part in _parts_with(batch, name, ["actor_update"]):
+    for part in _parts_with(batch, name, [_UPDATE]):
         own = part.own.get(name)
         at = place[part.rows]
         chosen = at >= 0

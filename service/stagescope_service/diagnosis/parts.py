@@ -178,7 +178,8 @@ def _rejected(history: RunHistory, newest: MeasuredStep) -> MismatchPart:
     if len(lacking) == len(_REJECTED):
         return MismatchPart(name, None, "not recorded: " + "; ".join(lacking), counted=False)
     share = sum(loss.shares.get(NAMES[fate], 0.0) for fate in _REJECTED)
-    hidden = sum(part for fate, part in loss.shares.items() if fate != NAMES[Fate.TRAINED])
+    seen = {NAMES[Fate.TRAINED], NAMES[Fate.UNKNOWN]}
+    hidden = sum(part for fate, part in loss.shares.items() if fate not in seen)
     text = (
         f"share of the sum of |d| over the {counted(loss.tokens, 'token')} whose tensors are kept: "
         f"rejected, masked, or with an importance weight of 0; {hidden:.1%} with those that were "

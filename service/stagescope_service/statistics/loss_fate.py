@@ -32,7 +32,9 @@ class Fate(enum.IntEnum):
     """The ratio of the policy loss is cut at its lower bound in every pass: no gradient."""
     CLIPPED_HIGH = 5
     """The same at its upper bound, that of dual clipping included."""
-    TRAINED = 6
+    UNKNOWN = 6
+    """No reason against it is recorded, but neither that the update of the step ended."""
+    TRAINED = 7
 
 
 NAMES: Final[dict[Fate, str]] = {
@@ -42,8 +44,13 @@ NAMES: Final[dict[Fate, str]] = {
     Fate.ZERO_ADVANTAGE: "zero advantage",
     Fate.CLIPPED_LOW: "clipped low",
     Fate.CLIPPED_HIGH: "clipped high",
+    Fate.UNKNOWN: "unknown",
     Fate.TRAINED: "trained",
 }
+
+
+LOSS_FIELDS: Final = ("in_loss", "weight", "advantage", "clipped")
+"""The fields of `LossTokens` that a trainer may not record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +63,7 @@ class LossTokens:
         weight: the importance weight that the loss applies.
         advantage: the token's advantage.
         clipped: -1, 1: cut at the lower, upper bound in every pass over the row; 0: not.
+        updated: whether the update of the step is known to have ended.
     """
 
     mask: Bool
@@ -63,15 +71,16 @@ class LossTokens:
     weight: Float64 | None = None
     advantage: Float64 | None = None
     clipped: Int8 | None = None
+    updated: bool = True
 
     def unrecorded(self) -> list[str]:
         """Return the names of the fields that are not recorded."""
-        names = ("in_loss", "weight", "advantage", "clipped")
-        return [name for name in names if getattr(self, name) is None]
+        return [name for name in LOSS_FIELDS if getattr(self, name) is None]
 
     def fates(self) -> UInt8:
         """Return the `Fate` of each token; what is not recorded excludes nothing."""
-        fates = np.full(self.mask.shape, Fate.TRAINED, np.uint8)
+        rest = Fate.TRAINED if self.updated else Fate.UNKNOWN
+        fates = np.full(self.mask.shape, rest, np.uint8)
         # The last assignment wins: from the last fate to the first.
         if self.clipped is not None:
             fates[self.clipped > 0] = Fate.CLIPPED_HIGH

@@ -225,12 +225,13 @@ def test_what_is_not_recorded_excludes_nothing_and_is_named(
     rank.say("end", only, stage=STAGE, step=9, payload=describe(only))
     rank.stage(STAGE, 10)
     answer = running.get("/steps/9/loss")
-    assert [row["fate"] for row in answer["rows"]] == ["trained"]
+    assert [(row["fate"], row["gradient"]) for row in answer["rows"]] == [("unknown", None)]
     names = [each["name"] for each in answer["unrecorded"]]
-    assert names == ["in_loss", "weight", "advantage", "clipped"]
+    assert names == ["update", "in_loss", "weight", "advantage", "clipped"]
     assert answer["note"] == (
-        "no token is known to have no gradient; not recorded: whether the trainer rejected them, "
-        "the weights that the loss applies, the advantages, whether the loss clipped them"
+        "whether any token was trained on is not known; no actor_update of this step was reported: "
+        "its tokens may have seen no gradient at all; not recorded: whether the trainer rejected "
+        "them, the weights that the loss applies, the advantages, whether the loss clipped them"
     )
     found = running.get("/steps/9/samples/g0/0")
     assert (found["token_ids"], found["texts"]) == (None, None)
@@ -240,6 +241,35 @@ def test_what_is_not_recorded_excludes_nothing_and_is_named(
     )
     assert found["weight"] is None
     assert found["advantage"] is None
+
+
+@pytest.mark.parametrize("status", ["ok", "failed", None])
+def test_what_an_update_did_that_did_not_end_is_unknown(
+    running: Service, status: str | None
+) -> None:
+    ranks = [Rank(running, rank=n, key="a4", world_size=2, start=9000.0) for n in (0, 1)]
+    for number, rank in enumerate(ranks):
+        rows = slice(2 * number, 2 * number + 2)
+        both = tensors(
+            rows, rollout_log_probs=Q, old_log_probs=Q + D, response_mask=MASKS,
+            advantages=ADVANTAGES,
+        )  # fmt: skip
+        rank.begin(STAGE, 30)
+        rank.say("end", both, stage=STAGE, step=30, payload=describe(both))
+        rank.begin("actor_update", 30)
+    ranks[0].end("actor_update", 30)
+    if status is not None:  # the other rank died in it
+        ranks[1].end("actor_update", 30, status=status)
+    answer = running.get("/steps/30/loss")
+    rest = ("trained", True) if status == "ok" else ("unknown", None)
+    found = {(row["fate"], row["gradient"]): row["tokens"] for row in answer["rows"]}
+    assert found == {rest: 10, ("zero advantage", False): 2}
+    names = [each["name"] for each in answer["unrecorded"]]
+    assert ("update" in names) == (status != "ok")
+    said = f"actor_update of this step is {status or 'open'} on a rank"
+    assert (said in answer["note"]) == (status != "ok")
+    fates = running.get("/steps/30/samples/g0/0")["fate"]
+    assert fates == [rest[0], rest[0], "environment", rest[0], rest[0]]
 
 
 def test_a_sample_that_is_not_kept_says_so(running: Service, step: stagescope.Step) -> None:

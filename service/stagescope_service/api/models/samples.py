@@ -12,11 +12,12 @@ from stagescope_service.api.models.numbers import Streams
 FateName = Annotated[
     Literal[
         "environment", "rejected", "zero weight", "zero advantage", "clipped low", "clipped high",
-        "trained",
+        "unknown", "trained",
     ],
     Field(
         description="What the loss did: `trained` where nothing that is recorded says otherwise, "
-        "`environment` where the mask is 0."
+        "`unknown` where moreover no update of the step is known to have ended, `environment` "
+        "where the mask is 0."
     ),
 ]  # fmt: skip
 
@@ -25,7 +26,7 @@ class Unrecorded(Model):
     """Something that is not known of the loss."""
 
     name: Annotated[str, Field(examples=["clipped"])]
-    """`in_loss`, `weight`, `advantage` or `clipped`."""
+    """`in_loss`, `weight`, `advantage`, `clipped` or `update`."""
     record: str
     """What is not known without it, and how to record it."""
 
@@ -129,8 +130,8 @@ class LossRow(Model):
     """The tokens of one fate."""
 
     fate: FateName
-    gradient: bool
-    """Whether these tokens have a gradient, as far as that is recorded."""
+    gradient: bool | None
+    """Whether these tokens have a gradient, as far as that is recorded; null: of fate `unknown`."""
     tokens: int
     """Number of model tokens."""
     share_of_tokens: Number

@@ -29,6 +29,7 @@ export const SHADES = [...BOUNDS.map((bound, at) => [at, `< ${bound}`]),
 export const FATES = {
   "clipped low": "clipped-low", "clipped high": "clipped-high", rejected: "rejected",
   "zero weight": "no-gradient", "zero advantage": "no-gradient",
+  unknown: "unknown",
 };
 
 /** Segments of a row: rounds, and the environment's tokens between them. */

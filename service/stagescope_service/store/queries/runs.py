@@ -269,6 +269,16 @@ class RunQueries(Reader):
         order = "begin_wall rank work_key"
         return self._page(StageRow, "stages", where, order, limit)
 
+    def stage_statuses(self, attempt_id: int, step: int, stage: str) -> set[str]:
+        """Return the statuses of a stage's parts in a step, of all ranks; `open`: not ended."""
+        table = TABLES["stages"].c
+        query = (
+            sa.select(sa.func.coalesce(table.status, "open"))
+            .where(table.attempt_id == attempt_id, table.step == step, table.stage == stage)
+            .distinct()
+        )
+        return {*self._values(query)}
+
     def count_stages(
         self, attempt_id: int, step: int | None, *, stage: Filter = None
     ) -> dict[tuple[str, str, int], int]:
