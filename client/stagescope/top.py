@@ -9,7 +9,7 @@ from typing import Final
 
 from stagescope import render
 from stagescope.connection import segment
-from stagescope.render import clip, format_value, printable, stretches
+from stagescope.render import clip, printable, stretches
 from stagescope.session import Session
 from stagescope.wire import nonfinite
 from stagescope.wire.errors import NotFound, StagescopeError
@@ -319,12 +319,13 @@ def _round_lines(snapshot: RunSnapshot) -> list[Line]:
     if not rows:
         return []
     worst = max(rows, key=lambda row: _number(row["abs_diff_mean"]) or 0.0)
+    few = ", too few to judge" if worst.get("comparable") == "unknown" else ""
     return [
         Line(
             f"WORST of {len(snapshot.rounds)} ROUNDS of step {snapshot.measured}: "
-            f"round {worst['round']}, "
-            f"mean |d| {_number(worst['abs_diff_mean']):.4g} nat, max "
-            f"{format_value(_number(worst['abs_diff_max']))}, {worst['tokens']} tokens",
+            f"{worst['round']}, {worst['tokens']} tokens{few}, "
+            f"mean |d| {_number(worst['abs_diff_mean']):.4g}, "
+            f"max {_number(worst['abs_diff_max']):.4g} nat",
             "title",
         )
     ]

@@ -175,7 +175,7 @@ def test_a_run_on_80_by_24(trained: Service) -> None:
         assert frame[ranks + 2].split()[:3] == ["actor_compute_log_prob", ">.......", "0/8"]
         rounds = trained.get("/steps/34/rounds", run=RUN)["rows"]
         worst = max(rounds, key=lambda each: each["abs_diff_mean"])
-        assert f"WORST of 4 ROUNDS of step 34: round {worst['round']}" in text
+        assert f"WORST of 4 ROUNDS of step 34: {worst['round']}, {worst['tokens']} tokens" in text
         assert f"mean |d| {worst['abs_diff_mean']:.4g}" in text
         assert "error   step 33" in text
         assert "asked     actor_update" in text

@@ -13,10 +13,10 @@ import click
 
 from stagescope import terminal
 from stagescope.answers import Record
-from stagescope.cli.common import ATTEMPT, RUN, question
+from stagescope.cli.common import ATTEMPT, RUN, question, read_step
 from stagescope.forwarding import forwarder
 from stagescope.saving import ReportFormat
-from stagescope.session import Session
+from stagescope.session import Session, StepName
 from stagescope.table import Table
 from stagescope.terminal import FiniteFloat
 from stagescope.wire.errors import InvalidInput
@@ -81,7 +81,7 @@ def _default_name(run: str, attempt: int | None, step: int | None, ending: str) 
 
 @question(
     click.argument("run", metavar="RUN"),
-    click.argument("step", type=click.IntRange(min=0)),
+    click.argument("step", callback=read_step, metavar="[STEP|latest|measured|captured]"),
     ATTEMPT,
     click.option(
         "--output", "-o", type=click.Path(path_type=Path), required=True, metavar="FILE.tar.gz",
@@ -100,7 +100,7 @@ def _default_name(run: str, attempt: int | None, step: int | None, ending: str) 
 def bundle(
     session: Session,
     run: str,
-    step: int,
+    step: StepName,
     attempt: int | None,
     output: Path,
     without_tensors: bool,
@@ -108,6 +108,9 @@ def bundle(
     wait: float,
 ) -> Record:
     """Save a step as one archive without secrets, to be opened elsewhere by `stagescope attach`."""
+    if not isinstance(step, int):
+        chosen = session.step(step, run=run, attempt=attempt)
+        step, attempt = chosen.step, chosen.attempt
     with terminal.progress("bundle") as update:
         return session.save_bundle(
             output, run, step, attempt=attempt, tensors=not without_tensors,

@@ -20,7 +20,7 @@ from stagescope_service.api.models import diagnosis as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.samples import loss_of
 from stagescope_service.api.target import Target
-from stagescope_service.diagnosis.doctor import Diagnosis, diagnose
+from stagescope_service.diagnosis.doctor import Diagnosis, SymptomRule, diagnose
 from stagescope_service.diagnosis.history import LossOfStep, RunHistory, StepInForce
 from stagescope_service.diagnosis.parts import mismatch_parts
 from stagescope_service.dumps.joining.join import Selection
@@ -173,6 +173,7 @@ def _row(history: RunHistory, found: Diagnosis) -> JsonObject:
         "{previous}": str(earlier[-1]) if earlier else "STEP",
         "{attempt}": str(attempt),
         "{before}": str(max(attempt - 1, 1)),
+        "{scalar}": _scalar(history, rule),
     }
     return {
         "rule": rule.name,
@@ -192,6 +193,13 @@ def _row(history: RunHistory, found: Diagnosis) -> JsonObject:
         ),
         "sources": list(rule.sources),
     }
+
+
+def _scalar(history: RunHistory, rule: SymptomRule) -> str:
+    """Return the run's name of the number that a rule looks at: the first that matches."""
+    names = rule.parameters.get("names") or ["NAME"]
+    found = history.scalars(names)
+    return found[0].name if found else str(names[0])
 
 
 def _filled(text: str, words: dict[str, str]) -> str:

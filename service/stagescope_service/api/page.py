@@ -75,12 +75,14 @@ async def logout(request: Request) -> Response:
 async def whoami(request: Request, deps: Deps) -> Answer:
     """Return what the sender of this request may do, and under which name it is audited."""
     caller = caller_of(request)
-    bundle = getattr(deps.commands, "bundle", None)  # of `BundleCommands` alone
+    # Of `BundleCommands` alone.
+    bundle, opens = (getattr(deps.commands, name, None) for name in ("bundle", "opens"))
     return Answer(
         {
             "grade": None if caller.grade == "open" else caller.grade,
             "user": caller.user,
             "bundle": bundle if isinstance(bundle, str) else None,
+            "opens": opens if opens and isinstance(opens, str) else None,
         }
     )
 

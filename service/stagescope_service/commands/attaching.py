@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from urllib.parse import quote
 
 import click
 
@@ -43,7 +44,9 @@ def attach(bundle: Path, port: int, as_json: bool, until_eof: bool) -> None:
         root = Path(name)
         with terminal.progress("unpacking", hidden=as_json) as update:
             manifest = unpack(bundle, root, on_progress=update)
-        opened = open_unpacked(root, f"the bundle {bundle.name}")
+        opens = f"#/runs/{quote(manifest.run, safe='')}/steps/{manifest.step}"
+        opens += f"?attempt={manifest.attempt}"
+        opened = open_unpacked(root, f"the bundle {bundle.name}", opens)
         app = make_app(
             catalogue=opened.catalogue, commands=opened.commands, settings=opened.settings,
             tokens=opened.tokens,
@@ -62,6 +65,7 @@ def attach(bundle: Path, port: int, as_json: bool, until_eof: bool) -> None:
                 click.echo(f"token          {opened.tokens.read}")
                 click.echo(f'notebook       stagescope.attach("{server.url}", '
                            f'token="{opened.tokens.operate}")')  # fmt: skip
+                click.echo(f"its step       {server.url}/{opens}")
                 click.echo("Ctrl-C ends it")
             sys.stdout.flush()
             ended.wait()

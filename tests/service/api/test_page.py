@@ -315,6 +315,25 @@ def test_what_is_not_measured_is_a_gap(entered: Visit) -> None:
     assert "repeated by 2" in old[0].inner_text()
 
 
+def test_the_steps_of_an_attempt_lead_on_over_the_restart(
+    browser: Browser, shared: Service
+) -> None:
+    with visiting(browser, shared) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(shared))
+        visit.go(f"{OF_RUN}/steps/21?attempt=2")
+        assert links(visit)["← step 20"] == f"{OF_RUN}/steps/20"  # of attempt 1
+        assert links(visit)["step 22 →"] == f"{OF_RUN}/steps/22?attempt=2"
+        visit.go(f"{OF_RUN}/steps/20?attempt=1")
+        assert links(visit)["← step 19"] == f"{OF_RUN}/steps/19?attempt=1"
+        visit.go(OF_RUN)
+        visit.page.click("tr[data-key='1'] >> text=ask the doctor")
+        visit.wait_until("document.querySelector('h1').textContent.startsWith('Doctor')")
+        visit.settle()
+        assert text(visit, "h1") == f"Doctor: {RUN}, attempt 1"
+        assert visit.messages == []
+
+
 def test_an_address_of_nothing_says_what_there_is(browser: Browser, shared: Service) -> None:
     with visiting(browser, shared) as visit:
         visit.page.wait_for_selector("#login")

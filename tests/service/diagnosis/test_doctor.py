@@ -414,6 +414,9 @@ def test_a_planted_fault_is_found(rule: str, live: Service) -> None:
     }
     assert row["for"]
     assert row["next"]
+    assert not [line for line in row["next"] if "{" in line]
+    if rule == "entropy_collapse":  # the run's own name of it
+        assert f"stagescope series entropy --run sick-{rule}" in row["next"]
     assert 0.0 < row["sure"] <= 1.0
 
 
@@ -836,7 +839,7 @@ def test_the_rulebook_is_complete() -> None:
 
 
 def test_what_to_do_next_are_commands_that_exist() -> None:
-    values = {"run": "r", "step": 5, "attempt": 2, "before": 1, "previous": 4}
+    values = {"run": "r", "step": 5, "attempt": 2, "before": 1, "previous": 4, "scalar": "entropy"}
     commands = [
         line.partition(" #")[0].format(**values)
         for rule in rulebook()

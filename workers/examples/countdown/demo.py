@@ -358,8 +358,12 @@ def service() -> Iterator[dict[str, Any]]:
             home, program = ROOT / "home", Path(sys.executable).with_name("stagescope")
             print(f"\nThe service is left up: open {info['url']} and paste what {home} holds in")
             print("read.token (to look), or operate.token (to arm captures, too).")
+            print("Ask it in a terminal, after these two lines:")
+            print(f"  export STAGESCOPE_HOME={home}")
+            print(f"  export PATH={program.parent}:$PATH")
+            print("  stagescope doctor; stagescope top; stagescope report")
             print("The training goes on, too, a step every three seconds. To stop both:")
-            print(f"  STAGESCOPE_HOME={home} {program} stop")
+            print("  stagescope stop")
 
 
 def main() -> int:

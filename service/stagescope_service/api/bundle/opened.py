@@ -20,8 +20,10 @@ from stagescope_service.store.extract import PlacedFile, make_empty, place_files
 class BundleCommands:
     """`Commands` of a bundle: every one but the state's is refused."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, opens: str = "") -> None:
         self._what = what
+        self.opens = opens
+        """The page's address of the step that the bundle is of; empty: not known."""
 
     @property
     def bundle(self) -> str:
@@ -70,12 +72,13 @@ class OpenedBundle:
     tokens: AccessTokens
 
 
-def open_unpacked(root: Path, what: str) -> OpenedBundle:
+def open_unpacked(root: Path, what: str, opens: str = "") -> OpenedBundle:
     """Open a directory with a bundle.
 
     Args:
         root: the directory; its catalogue gets the paths of this machine.
         what: it is, for messages: `the bundle x.tar.gz`.
+        opens: the page's address of its step, `#/runs/...`.
 
     Raises:
         InvalidInput: its catalogue is of another version, or declares something of its own.
@@ -99,7 +102,7 @@ def open_unpacked(root: Path, what: str) -> OpenedBundle:
     found = Catalogue(settings.catalogue_url)
     _place(found, catalogue, root)
     tokens = AccessTokens(*(secrets.token_urlsafe(TOKEN_BYTES) for _ in range(2)))
-    commands = cast("Commands", BundleCommands(what))
+    commands = cast("Commands", BundleCommands(what, opens))
     return OpenedBundle(settings, found, commands, tokens)
 
 

@@ -50,6 +50,8 @@ class Whoami(Model):
     """The name that the audit has for it: of the header `X-Stagescope-User`, else `unknown`."""
     bundle: str | None
     """What is shown in place of a service: `the bundle x.tar.gz`; null: this is a service."""
+    opens: str | None
+    """The page's address of the step that the bundle is of; null: this is a service."""
 
 
 class Load(Model):

@@ -185,9 +185,20 @@ def _metrics(scope: ReportScope) -> Section:
     worst = published.get("per_round/max_round_diff")
     if worst is not None:
         value = cast("float", parse_nonfinite(published.get("per_round/max_diff_value", "nan")))
-        text = f"mean |d| {short(value)} nat"
+        text = f"mean |d| {short(value)} nat{_few_tokens(scope, published)}"
         scope.say("worst round", f"round {format_value(worst)}", text, bad=None)
     return Section("", "", texts=texts, table=ReportTable(("metric", "value"), rows), gaps=gaps)
+
+
+def _few_tokens(scope: ReportScope, published: JsonObject) -> str:
+    """Return how many tokens the worst round has, where they are too few for a verdict."""
+    answer = body_of(numbers.rounds(scope.deps, scope.measured_step, Page(MAX_ROWS), ALL_RANKS))
+    worst = parse_nonfinite(published["per_round/max_round_diff"])
+    return "".join(
+        f", of {counted(cast('int', row['tokens']), 'token')}: too few to judge"
+        for row in rows_of(answer, "rows")
+        if row["round"] == worst and row["comparable"] == "unknown"
+    )
 
 
 def _names(missing: Sequence[Mapping[str, object]]) -> str:

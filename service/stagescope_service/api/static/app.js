@@ -206,7 +206,7 @@ function drawSession() {
   document.body.classList.toggle("archive", Boolean(archive));
   patch(place("session"), nodes(
     archive ? h("span.stream.quiet", { title: "nothing changes in it, and no training can be reached from it" },
-      `read-only archive: ${archive}`)
+      h("a", { href: state.user?.opens ?? "#/" }, `read-only archive: ${archive}`))
     : h("span.stream", { class: isLive ? "good" : "quiet", title: "whether the page follows the service" },
       h("span", { "aria-hidden": "true" }, isLive ? "● " : "○ "), state.stream),
     !archive && h("a", { href: "#/engines" }, "engines"),
@@ -229,6 +229,7 @@ async function enter() {
     return;
   }
   if (state.archive) state.user.grade = "read"; // whichever its token is of: nothing can be operated
+  if (state.archive && !location.hash) location.replace(state.user.opens); // what it was made for
   show();
   drawSession();
   if (!state.archive) stream.open(); // nothing changes in an archive

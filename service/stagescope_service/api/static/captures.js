@@ -49,6 +49,16 @@ function wanted(value) {
 // --- one capture ------------------------------------------------------------------------------
 const remarks = new Map(); // capture -> what the service noted when this page armed it
 
+/** States that stay: nothing is left to withdraw. */
+const OVER = new Set(["complete", "partial", "empty", "given up", "too late", "refused", "withdrawn"]);
+
+/** The step from which on the ranks collect; of an order for steps by number none is agreed on. */
+function begins({ order, agreement }) {
+  if (agreement.start !== null) return `step ${agreement.start}`;
+  if (Array.isArray(order.steps)) return `step ${Math.min(...order.steps)}`;
+  return gap("not agreed on yet");
+}
+
 /** The progress of a capture. */
 export function one(view, { run, capture: id }, user) {
   view.add(h("h1", {}, `Capture ${id}`));
@@ -64,14 +74,14 @@ export function one(view, { run, capture: id }, user) {
       facts([
         ["stages", listed(found.order.stages)], ["ranks", wanted(found.order.ranks)],
         ["steps", wanted(found.order.steps)],
-        ["begins at", found.agreement.start === null ? gap("not agreed on yet") : `step ${found.agreement.start}`],
+        ["begins at", begins(found)],
         ["task", found.order.config?.task], ["level", found.order.config?.level],
         ["keeps", [...found.order.keep, ...found.order.parameters, ...found.order.gradients].join(", ")],
         ["requested by", found.order.by], ["when", when(found.created_wall)],
         ["removed", found.removed_wall === null ? null : [when(found.removed_wall), ` by ${found.removed_by}`]],
         ["late ranks", LATE[found.order.late]],
       ]),
-      found.removed_wall === null && user?.grade === "operate" && h("p", {},
+      found.removed_wall === null && !OVER.has(found.state) && user?.grade === "operate" && h("p", {},
         h("button", { type: "button", onclick: async () => {
           try {
             await send("DELETE", path, null, localStorage.getItem(NAME));

@@ -9,8 +9,8 @@ import { part, url } from "./service.js";
 const ORDER = ["found", "not measured", "not found"];
 
 /** The diagnosis of a run, perhaps of one step. */
-export function doctor(view, { run, step = "" }) {
-  view.add(h("h1", {}, `Doctor: ${run}`), h("form.row", {
+export function doctor(view, { run, step = "", attempt }) {
+  view.add(h("h1", {}, `Doctor: ${run}${attempt ? `, attempt ${attempt}` : ""}`), h("form.row", {
     onsubmit: (event) => {
       event.preventDefault();
       choose({ step: event.target.step.value });
@@ -20,7 +20,7 @@ export function doctor(view, { run, step = "" }) {
   h("button", {}, "Ask")));
   const figures = h("div");
   view.block({
-    path: url(`/runs/${part(run)}/diagnosis`, { step, limit: 200 }),
+    path: url(`/runs/${part(run)}/diagnosis`, { step, attempt, limit: 200 }),
     concerns: (event) => event.run === run && event.event === "step" && event.closed && event.measured,
     draw: ({ rows, text, mismatch, measured_step: at }) => {
       const sorted = [...rows].sort((a, b) =>

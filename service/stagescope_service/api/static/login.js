@@ -38,8 +38,8 @@ export function login(done, bundle) {
         "; it holds until that command ends.")
       : [h("p", {}, "Paste the content of ", h("code", {}, "read.token"), " to look, or of ",
         h("code", {}, "operate.token"), " to arm captures too. Both files are in the service's home, "
-        + "on the machine where it was started:"),
-      h("pre", {}, "cat ${STAGESCOPE_HOME:-~/.stagescope}/read.token")],
+        + "on the machine where it was started; without another STAGESCOPE_HOME that is:"),
+      h("pre", {}, "cat ~/.stagescope/read.token")],
       h("p.quiet", {}, "The token becomes a cookie of this service alone, which no script can read, "
         + "for a week. It is never part of an address.")));
 }

@@ -182,8 +182,10 @@ function attemptsTable(name, rows, user) {
     ["repeated since", (row) => row.superseded.map((each) =>
       `from step ${each.from_step} by attempt ${each.by}`).join("; ") || "nothing"],
     ["begun", (row) => when(row.begun)],
-    ["ended", (row) => row.ended === null ? "no" : [when(row.ended), ` ${row.end_reason ?? ""}`]],
+    ["ended", (row) => row.ended === null ? "no" : [when(row.ended),
+      row.end_reason && `: ${row.end_reason}`]],
     ["processes", (row) => count(row.processes), { right: true }],
+    ["", (row) => h("a", { href: address(["runs", name, "doctor"], { attempt: row.attempt }) }, "ask the doctor")],
     ["", (row) => before.get(row.attempt) === undefined ? "" : h("a", {
       href: address(["runs", name, "comparisons"],
         { a: `${name}@${before.get(row.attempt)}`, b: `${name}@${row.attempt}` }),

@@ -241,19 +241,30 @@ async function neighbours({ run, step: own, attempt }, since) {
   const window = { from: Math.max(0, Number(own) - 50), to: Number(own) + 50 };
   const found = await get(url("/series", { metric: "counts/tokens", run, attempt, ...window }), since)
     .catch(() => ({ steps: [] }));
-  const earlier = found.steps.filter((each) => each < own).at(-1);
-  const later = found.steps.find((each) => each > own);
+  let { earlier, later } = around(found.steps, own);
+  const others = {}; // that are of another attempt: the one in force
+  if (attempt && (earlier === undefined || later === undefined)) {
+    const inForce = await get(url("/series", { metric: "counts/tokens", run, ...window }), since)
+      .catch(() => ({ steps: [] }));
+    const near = around(inForce.steps, own);
+    if (earlier === undefined) earlier = others.earlier = near.earlier;
+    if (later === undefined) later = others.later = near.later;
+  }
   const key = [run, earlier, later, own, attempt].join();
   // What has not changed is the same object, so that nothing is drawn again.
-  if (key !== lastNeighbours.key) lastNeighbours = { key, earlier, later };
+  if (key !== lastNeighbours.key) lastNeighbours = { key, earlier, later, others };
   return lastNeighbours;
 }
 
-const neighbourLinks = ({ run, step: own, attempt, isLatest }, { earlier, later }) => h("p.row", {},
+const around = (steps, own) => ({
+  earlier: steps.filter((each) => each < own).at(-1), later: steps.find((each) => each > own),
+});
+
+const neighbourLinks = ({ run, step: own, attempt, isLatest }, { earlier, later, others }) => h("p.row", {},
   earlier === undefined ? h("span.quiet", {}, "no earlier step")
-    : h("a", { href: ofStep(run, earlier, attempt), rel: "prev" }, `← step ${earlier}`),
+    : h("a", { href: ofStep(run, earlier, others.earlier === undefined ? attempt : null), rel: "prev" }, `← step ${earlier}`),
   later === undefined ? h("span.quiet", {}, "no later step")
-    : h("a", { href: ofStep(run, later, attempt), rel: "next" }, `step ${later} →`),
+    : h("a", { href: ofStep(run, later, others.later === undefined ? attempt : null), rel: "next" }, `step ${later} →`),
   isLatest ? h("a", { href: ofStep(run, own, attempt) }, `stay at step ${own}`)
     : h("a", { href: ofStep(run, "latest") }, "follow the newest step"));
 
@@ -275,7 +286,7 @@ function lossTable(view, path, concerns) {
       rows.length > 0 && table("Mismatch by what the loss did", [
         ["tokens that were", (row) => row.fate.startsWith("clipped") && passes?.length > 2
           ? `${row.fate} in every one of ${passes.length - 1} passes` : row.fate, { head: true }],
-        ["gradient", (row) => (row.gradient ? "yes" : h("span.quiet", {}, "none"))],
+        ["gradient", (row) => (row.gradient ? "yes" : h("span.quiet", {}, row.gradient === null ? "unknown" : "none"))],
         ["tokens", (row) => quantity(row.tokens, "", "", count), { right: true }],
         ["share of tokens", (row) => quantity(row.share_of_tokens, "", "", share), { right: true }],
         ["sum of |d|", (row) => quantity(row.sum_abs, "nat"), { right: true }],
@@ -327,7 +338,8 @@ function roundsTable({ run, step: at, attempt, rows, whole }) {
   const times = worst && whole.abs_diff_mean > 0 ? worst.abs_diff_mean / whole.abs_diff_mean : null;
   return [worst && h("p", {}, `Of ${plural(rows.length, "round")}, round ${worst.round} is the worst: mean |d| `,
     quantity(worst.abs_diff_mean, "nat"),
-    isFinite(times) && `, ${number(times)} times that of the whole step`, "."),
+    isFinite(times) && `, ${number(times)} times that of the whole step`,
+    worst.comparable === "unknown" ? ` (of ${plural(worst.tokens, "token")}: too few to judge).` : "."),
   table("Rounds", [
     ["round", (row) => row.round === undefined ? "all"
       : h("a", { href: ofStep(run, at, attempt, "rounds", row.round) }, row.round),

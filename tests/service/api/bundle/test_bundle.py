@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from tests.support.api import Rank, Service, service
 from tests.support.browser import chromium
+from tests.support.command_line import invoke
 from tests.support.measure import payload
 from tests.support.page import Visit
 from tests.support.shown_run import BROKEN, RUN, keep_tensors, shown
@@ -173,6 +174,18 @@ def test_the_manifest_lists_every_file_with_its_checksum(bundled: Path) -> None:
     # The tensors of the step's 8 ranks in two stages.
     assert sum(name.startswith("data/payloads/") for name in listed) == 16
     assert {"what": "stacks", "reason": manifest["left_out"][-1]["reason"]} in manifest["left_out"]
+
+
+def test_the_command_takes_a_word_for_the_step(live: Service, tmp_path: Path) -> None:
+    assert live.tokens is not None
+    environment = {"STAGESCOPE_URL": live.server.url, "STAGESCOPE_TOKEN": live.tokens.read}
+    path = tmp_path / "step.tar.gz"
+    done = invoke("bundle", RUN, "measured", "-o", str(path), env=environment)
+    assert done.exit_code == 0, done.output
+    series = live.get("/series", run=RUN, metric="counts/tokens")
+    values = series["series"][0]["values"]
+    measured = [step for step, value in zip(series["steps"], values, strict=True) if value]
+    assert manifest_of(path)["step"] == measured[-1]
 
 
 def test_an_opened_bundle_answers_as_the_service_did(
@@ -563,6 +576,7 @@ def test_the_command_serves_it_until_ctrl_c(
         # The notebook's token may order, so that it is told why nothing can be.
         (operate,) = re.findall(r'token="(\S+)"', lines[3])
         assert lines[3].endswith(f'stagescope.attach("{url}", token="{operate}")')
+        assert lines[4].split()[-1] == f"{url}/#/runs/{RUN}/steps/{BROKEN}?attempt=2"
         with stagescope.attach(url, token=operate) as session:
             assert session.step(BROKEN).metrics()["per_round/total_rounds"] == 4
             assert "read only" in " ".join(session.status().lines(width=1000))
@@ -590,6 +604,8 @@ def look_at_the_page(browser: Browser, url: str, token: str) -> None:
         assert "stagescope attach" in shown  # which printed the token
         assert "read.token" not in shown
         visit.log_in(token)
+        visit.settle()  # it opens on what the bundle is of
+        assert visit.page.url.endswith(f"#/runs/{RUN}/steps/{BROKEN}?attempt=2")
         visit.go(f"#/runs/{RUN}/steps/{BROKEN}")
         assert "suspect" in visit.page.inner_text("main")
         header = visit.page.inner_text("#session")
