@@ -438,7 +438,7 @@ def _loss_note(
             f"{tokens:.1%} of all"
         )
     if no_update:
-        text += f"; {no_update}: its tokens may have seen no gradient at all"
+        text += f"; {no_update}: the tokens may have seen no gradient at all"
     text += _clipped_note(by_passes or ())
     if not unrecorded:
         return text

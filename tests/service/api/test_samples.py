@@ -230,7 +230,7 @@ def test_what_is_not_recorded_excludes_nothing_and_is_named(
     assert names == ["update", "in_loss", "weight", "advantage", "clipped"]
     assert answer["note"] == (
         "whether any token was trained on is not known; no actor_update of this step was reported: "
-        "its tokens may have seen no gradient at all; not recorded: whether the trainer rejected "
+        "the tokens may have seen no gradient at all; not recorded: whether the trainer rejected "
         "them, the weights that the loss applies, the advantages, whether the loss clipped them"
     )
     found = running.get("/steps/9/samples/g0/0")

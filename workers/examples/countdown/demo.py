@@ -360,7 +360,7 @@ def service() -> Iterator[dict[str, Any]]:
             print("read.token (to look), or operate.token (to arm captures, too).")
             print("Ask it in a terminal, after these two lines:")
             print(f"  export STAGESCOPE_HOME={home}")
-            print(f"  export PATH={program.parent}:$PATH")
+            print(f"  export PATH={os.path.abspath(program.parent)}:$PATH")
             print("  stagescope doctor; stagescope top; stagescope report")
             print("The training goes on, too, a step every three seconds. To stop both:")
             print("  stagescope stop")
