@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 GIB = 1 << 30
@@ -46,6 +46,13 @@ class Settings(BaseSettings):
     database_url: str | None = Field(
         default=None,
         description="SQLAlchemy URL of the catalogue; default SQLite at data_dir/catalogue.db.",
+    )
+
+    database_schema: str | None = Field(
+        default=None,
+        pattern=r"^[a-z_][a-z0-9_]{0,62}$",  # needs no quotes
+        description="Schema of a PostgreSQL catalogue, made if missing: one for each service that "
+        "shares a database.",
     )
 
     host: str = Field(default="127.0.0.1", description="Address that the API binds.")
@@ -261,6 +268,18 @@ class Settings(BaseSettings):
                 raise ValueError("a rule is `pattern -> replacement`")
         return value
 
+    @model_validator(mode="after")
+    def _check_schema(self) -> Settings:
+        url = self.database_url or ""
+        if self.database_schema is not None and (
+            not url.startswith("postgresql") or "options=" in url
+        ):
+            raise ValueError(
+                f"database_schema {self.database_schema!r} needs a database_url of PostgreSQL "
+                "without options"
+            )
+        return self
+
     @property
     def data_path(self) -> Path:
         """The data directory, absolute."""
@@ -269,7 +288,10 @@ class Settings(BaseSettings):
     @property
     def catalogue_url(self) -> str:
         """The catalogue's SQLAlchemy URL."""
-        return self.database_url or f"sqlite:///{self.data_path / 'catalogue.db'}"
+        url = self.database_url or f"sqlite:///{self.data_path / 'catalogue.db'}"
+        if self.database_schema is None:
+            return url
+        return f"{url}{'&' if '?' in url else '?'}options=-csearch_path%3D{self.database_schema}"
 
     @property
     def roots(self) -> tuple[Path, ...]:

@@ -47,7 +47,7 @@ COMMAND: Final = re.compile(
     r"((?: [^`;\n|]*)?)",
     re.M,
 )
-NOT_THERE: Final = ("import --follow", "migrate-catalogue")
+NOT_THERE: Final = ("import --follow",)
 """Commands of which the README says that they are not there."""
 OF_RAY: Final = {
     "RAY_ADDRESS": "_private/worker.py", "RAY_AUTH_MODE": "exceptions.py",

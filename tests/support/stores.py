@@ -39,9 +39,19 @@ def url_of(directory: Path) -> str:
 
 @contextlib.contextmanager
 def postgresql() -> Iterator[str]:
-    """The URL of a PostgreSQL server of its own, where there is one to start.
+    """The URL of a PostgreSQL server of its own; see `postgresql_server`."""
+    with postgresql_server() as (url, _):
+        yield url
+
+
+@contextlib.contextmanager
+def postgresql_server() -> Iterator[tuple[str, Callable[..., None]]]:
+    """A PostgreSQL server of its own, where there is one to start.
 
     It answers on a Unix socket in its directory alone, and does not flush to the disk.
+
+    Yields:
+        Its URL, and what ends it at once, or starts it again: `control("stop")`.
     """
     tools = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     as_root = os.getuid() == 0
@@ -61,9 +71,16 @@ def postgresql() -> Iterator[str]:
             shutil.chown(data, "postgres")
         run("initdb", "-U", "tester", "-A", "trust", "-E", "UTF8", "--no-sync")
         options = f"-k {data} -c listen_addresses='' -c fsync=off"
-        run("pg_ctl", "-w", "-o", options, "-l", f"{data}/log", "start")
+
+        def control(action: str) -> None:
+            own = (
+                ("-w", "-o", options, "-l", f"{data}/log") if action == "start" else ("-m", "fast")
+            )
+            run("pg_ctl", *own, action)
+
+        control("start")
         try:
-            yield f"postgresql+psycopg://tester@/postgres?host={data}"
+            yield f"postgresql+psycopg://tester@/postgres?host={data}", control
         finally:
             run("pg_ctl", "-m", "immediate", "stop")
 
@@ -75,14 +92,15 @@ _NUMBERS: Final = itertools.count(1)
 def database(server: str, template: str = "template1") -> Iterator[str]:
     """The URL of a new database of a PostgreSQL server."""
     name = f"catalogue_{next(_NUMBERS)}"
-    engine = sa.create_engine(server, isolation_level="AUTOCOMMIT")
+    # A connection for each: the server may be started again in between.
+    engine = sa.create_engine(server, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
     with engine.connect() as connection:
         connection.exec_driver_sql(f"CREATE DATABASE {name} TEMPLATE {template}")
-        try:
-            yield server.replace("/postgres?", f"/{name}?")
-        finally:
+    try:
+        yield server.replace("/postgres?", f"/{name}?")
+    finally:
+        with engine.connect() as connection:
             connection.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
-    engine.dispose()
 
 
 @contextlib.contextmanager

@@ -63,6 +63,7 @@ class ServeOptions(TypedDict, total=False):
     port: int | None
     data_dir: Path | None
     database_url: str | None
+    database_schema: str | None
     ring_bytes: int | None
 
 
@@ -78,6 +79,7 @@ class ServeOptions(TypedDict, total=False):
     help="Directory of the catalogue and the kept files [default: ~/.stagescope/data].",
 )
 @click.option("--database-url", help="Catalogue elsewhere, without a password in it.")
+@click.option("--database-schema", help="PostgreSQL's schema of this service's catalogue.")
 @click.option(
     "--ring-bytes", type=click.IntRange(min=0), help="Disk for the last steps' tensors, a node."
 )

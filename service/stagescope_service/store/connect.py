@@ -3,6 +3,10 @@
 SQLite is opened in WAL mode with `synchronous=FULL`: a commit is on disk when it returns, and
 readers in other processes never wait for the writer. WAL needs shared memory between those
 processes, so the file must be on a local filesystem.
+
+A PostgreSQL database may hold the catalogues of several services, each in a schema of its own. The
+writer's connection holds an advisory lock on its schema: a second service is refused, and the lock
+goes with the connection.
 """
 
 from __future__ import annotations
@@ -10,16 +14,20 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
+import time
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
 
 from stagescope.wire.errors import CatalogueUnavailable
+
+if TYPE_CHECKING:
+    import psycopg
 
 BUSY_SECONDS: Final = 5.0
 """How long a statement waits for another process's lock before it fails."""
@@ -36,6 +44,14 @@ def catalogue_url(data_dir: str | Path) -> str:
     """Return the URL of the SQLite catalogue in a data directory."""
     path = Path(data_dir).absolute() / "catalogue.db"
     return f"sqlite:///{urllib.parse.quote(str(path))}"
+
+
+def _schema_of(url: str) -> str | None:
+    """Return the schema that a URL names, as `Settings.catalogue_url` does; None: it names none."""
+    options = sa.engine.make_url(url).query.get("options", ())
+    text = options if isinstance(options, str) else " ".join(options)
+    found = re.search(r"-csearch_path=([a-z_][a-z0-9_]*)(?:\s|$)", text)
+    return found[1] if found else None
 
 
 def sqlite_path(url: str) -> Path | None:
@@ -105,7 +121,7 @@ def writer_engine(url: str) -> sa.Engine:
     """Return the engine of the single writer; creates SQLite's file and its directory."""
     path = sqlite_path(url)
     if path is None:
-        return _server_engine(url)
+        return _server_writer(url)
     if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
         raise CatalogueUnavailable(
             f"SQLite is {sqlite3.sqlite_version}", expected="3.37 or later", advice=_MOVE
@@ -128,6 +144,42 @@ def writer_engine(url: str) -> sa.Engine:
     return engine
 
 
+def _server_writer(url: str) -> sa.Engine:
+    """Return an engine with one connection, which holds the lock of the catalogue's only writer."""
+    schema = _schema_of(url)
+    engine = _server_engine(url, pool_size=1, max_overflow=0)
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: psycopg.Connection, record: object) -> None:
+        deadline = time.monotonic() + BUSY_SECONDS  # a killed writer's lock goes with its socket
+        with connection.cursor() as cursor:
+            if schema is not None:
+                cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
+            # A lost host's connection is found dead within a minute, and its lock is free.
+            cursor.execute(b"SET tcp_keepalives_idle = 20")
+            cursor.execute(b"SET tcp_keepalives_interval = 10")
+            cursor.execute(b"SET tcp_keepalives_count = 3")
+            while True:
+                cursor.execute(
+                    b"SELECT pg_try_advisory_lock(hashtextextended('stagescope ' || "
+                    b"current_schema(), 0))"
+                )
+                (locked,) = cursor.fetchone() or (False,)
+                connection.commit()
+                if locked:
+                    return
+                if time.monotonic() > deadline:
+                    raise CatalogueUnavailable(
+                        f"another service writes to catalogue {url_without_password(url)}",
+                        expected="one service for each catalogue",
+                        advice="stop that service, or give this one a schema of its own "
+                        "(STAGESCOPE_DATABASE_SCHEMA)",
+                    )
+                time.sleep(0.05)
+
+    return engine
+
+
 def reader_engine(url: str) -> sa.Engine:
     """Return a read-only engine, for any process; creates nothing."""
     path = sqlite_path(url)
@@ -143,9 +195,9 @@ def reader_engine(url: str) -> sa.Engine:
     return engine
 
 
-def _server_engine(url: str) -> sa.Engine:
+def _server_engine(url: str, **pool: int) -> sa.Engine:
     try:
-        return sa.create_engine(url, pool_pre_ping=True)
+        return sa.create_engine(url, pool_pre_ping=True, **pool)
     except (exc.ArgumentError, ImportError) as error:
         raise CatalogueUnavailable(
             f"no driver for catalogue {url.partition('://')[0]!r}: {error}",

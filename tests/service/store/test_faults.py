@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from tests.support.stores import eventually, fill, rows_of, stage_row, url_of, write
+from tests.support.stores import (
+    database,
+    eventually,
+    fill,
+    postgresql_server,
+    rows_of,
+    stage_row,
+    url_of,
+    write,
+)
 
 from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect
@@ -95,6 +104,29 @@ def test_a_server_that_ends_its_connections_gets_every_row(store: SqlStore) -> N
         written = connection.exec_driver_sql("SELECT count(*) FROM meta WHERE key ~ '^[0-9]+$'")
         assert written.scalar() == 2000
     engine.dispose()
+
+
+def test_a_server_that_is_stopped_and_started_under_load_gets_every_row() -> None:
+    with postgresql_server() as (server, control), database(server) as url:
+        store = SqlStore(url)
+        store.open()
+        submitted = []
+        for outage in range(3):
+            for number in range(300):
+                row = Put("meta", {"key": f"{outage}-{number}", "value": number})
+                submitted.append(store.submit([row]))
+                if number == 150:
+                    control("stop")
+            eventually(lambda: not store.health().healthy)
+            with pytest.raises(CatalogueUnavailable):
+                store.snapshot()
+            control("start")
+            for each in submitted:
+                each.result(60)
+        keys = {row["key"] for row in rows_of(store, "meta")}
+        assert keys >= {f"{outage}-{number}" for outage in range(3) for number in range(300)}
+        assert store.health().healthy
+        store.close()
 
 
 def test_a_full_disk_holds_writes_back_until_there_is_space(

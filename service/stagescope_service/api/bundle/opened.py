@@ -95,8 +95,8 @@ def open_unpacked(root: Path, what: str, opens: str = "") -> OpenedBundle:
         )
     tokenizer = root / TOKENIZER
     settings = Settings(
-        home=root / "home", data_dir=catalogue.parent, database_url=None, host="127.0.0.1",
-        port=0, auth=True, allowed_roots=(), allowed_hosts=(), allowed_origins=(),
+        home=root / "home", data_dir=catalogue.parent, database_url=None, database_schema=None,
+        host="127.0.0.1", port=0, auth=True, allowed_roots=(), allowed_hosts=(), allowed_origins=(),
         tokenizer=tokenizer if tokenizer.is_file() else None, triggers=None, keep=None,
     )  # fmt: skip
     found = Catalogue(settings.catalogue_url)

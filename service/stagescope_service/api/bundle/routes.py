@@ -142,7 +142,12 @@ def _add_reports(deps: Dependencies, bundle: Bundle) -> None:
     """
     catalogue = bundle.root / CATALOGUE
     settings = deps.settings.model_copy(
-        update={"data_dir": catalogue.parent, "database_url": None, "allowed_roots": ()}
+        update={
+            "data_dir": catalogue.parent,
+            "database_url": None,
+            "database_schema": None,
+            "allowed_roots": (),
+        }
     )
     found = Catalogue(settings.catalogue_url)
     try:
