@@ -474,9 +474,16 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         Raises:
             Unauthorized: it needs the operate token.
         """
-        body = pack_batch(sender, events, payloads or {})
+        return self.send_packed(pack_batch(sender, events, payloads or {}))
+
+    def send_packed(self, body: bytes) -> SendResult:
+        """Send a batch that another process packed; see `send` and `stagescope.wire.framing`."""
         answer = self._transport.post_events("/events", body, MEDIA_TYPE)
         return SendResult.from_answer(answer)
+
+    def renew(self, sender: Sequence[Json]) -> None:
+        """Tell the service that a process is alive, on its behalf; needs the operate token."""
+        self._transport.change("POST", "/poll", {"sender": [*sender], "wait": 0})
 
     def settled(self, sender: Sequence[Json], seqs: Sequence[int]) -> dict[int, str]:
         """Return seq -> state of those payloads that the service has ingested, after a short wait.

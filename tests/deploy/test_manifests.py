@@ -47,8 +47,6 @@ COMMAND: Final = re.compile(
     r"((?: [^`;\n|]*)?)",
     re.M,
 )
-NOT_THERE: Final = ("import --follow",)
-"""Commands of which the README says that they are not there."""
 OF_RAY: Final = {
     "RAY_ADDRESS": "_private/worker.py", "RAY_AUTH_MODE": "exceptions.py",
     "RAY_AUTH_TOKEN": "exceptions.py", "RAY_HEAD_IP": "autoscaler/_private/util.py",
@@ -374,8 +372,6 @@ def test_commands_and_their_options_exist() -> None:
     programs = {"stagescope": cli.main, "ray": ray_scripts.cli}
     seen = set()
     for file, program, name, arguments in commands():
-        if f"{name}{arguments}".startswith(NOT_THERE):
-            continue
         command = programs[program].get_command(click.Context(programs[program]), name)
         assert command is not None, f"{file}: {program} {name}"
         options = {each for option in command.params for each in option.opts}
@@ -388,15 +384,6 @@ def test_commands_and_their_options_exist() -> None:
         ("raycluster.yaml", "stagescope", "serve"), ("raycluster.yaml", "stagescope", "stop"),
         ("README.md", "stagescope", "import"), ("README.md", "ray", "up"),
     } <= seen  # fmt: skip
-
-
-def test_what_the_readme_says_is_missing_is_missing() -> None:
-    text = read(DEPLOY / "README.md")
-    for words in NOT_THERE:
-        assert words in text
-        name, *options = words.split()
-        command = cli.main.get_command(click.Context(cli.main), name)
-        assert command is None or not {o for p in command.params for o in p.opts} & set(options)
 
 
 def test_variables_exist() -> None:

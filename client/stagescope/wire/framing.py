@@ -19,10 +19,11 @@ import dataclasses
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Final, TypedDict
+from typing import Final, NamedTuple, TypedDict
 
 import numpy as np
 
+from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import Json, JsonObject, spell
 from stagescope.wire.tensorfile import CODES, Array, WireTensor
 
@@ -51,6 +52,8 @@ class SendResult:
 
     refused: Mapping[int, str]
     refused_in_part: Mapping[int, str]
+    pause: float = 0.0
+    """Seconds for which a service that is behind asks to wait before the next batch."""
 
     def __bool__(self) -> bool:
         return bool(self.refused or self.refused_in_part)
@@ -62,7 +65,32 @@ class SendResult:
             {int(seq): str(text) for seq, text in (answer.get(name) or {}).items()}
             for name in ("refused", "refused_in_part")
         )
-        return cls(refused, in_part)
+        return cls(refused, in_part, float(answer.get("pause") or 0.0))
+
+
+class BatchHeader(NamedTuple):
+    """Whose batch a body is, and which of its events have a payload."""
+
+    sender: tuple[Json, ...]
+    payloads: tuple[int, ...]
+
+
+def read_header(body: bytes) -> BatchHeader:
+    """Read the header of a body of `pack_batch`, which is untrusted.
+
+    Raises:
+        InvalidInput: it is none, or is cut off.
+    """
+    try:
+        (length,) = struct.unpack_from("<Q", body)
+        header = json.loads(body[8 : 8 + length])
+        found = BatchHeader(tuple(header["sender"]), tuple(int(seq) for seq in header["payloads"]))
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(
+            f"this is no batch of events: {type(error).__name__}: {error!s:.200}",
+            expected=f"a body of {MEDIA_TYPE}",
+        ) from error
+    return found
 
 
 def pack_batch(

@@ -12,8 +12,10 @@ import click
 
 from stagescope import discovery, render, terminal
 from stagescope.session import Session, attach
+from stagescope.wire import spool
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound, NotReady
 from stagescope.wire.schema import check_run_name
+from stagescope_service.commands.spooled import take_in
 
 if TYPE_CHECKING:
     from stagescope_service.dumps.records import Dump, DumpProblem
@@ -84,6 +86,10 @@ class ImportReport(TypedDict):
     is_flag=True,
     help="Into a run that is there, of a training or of another directory, as its next attempt.",
 )
+@click.option("--follow", is_flag=True, help="Of a spool: go on as it grows, until interrupted.")
+@click.option(
+    "--delete", is_flag=True, help="Of a spool: remove each file once the service has stored it."
+)
 @click.option("--url", help="The service, such as http://head:8700.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File with the operate token.")
 @click.option(
@@ -103,6 +109,8 @@ def import_directory(
     step: int | None,
     kind: str | None,
     new_attempt: bool,
+    follow: bool,
+    delete: bool,
     url: str | None,
     token_file: Path | None,
     timeout: float,
@@ -117,13 +125,34 @@ def import_directory(
     next attempt. A run that is not of this directory is left alone, unless --new-attempt is given:
     the newest attempt answers for the run. Exit status 1 where that refuses, or where a file could
     not be read: the others are there.
+
+    A spool (what processes wrote whose STAGESCOPE_URL is file:///DIRECTORY) holds their own runs:
+    it is sent as they would have sent it, again and again without counting twice, and with
+    --follow while they train.
     """
+    token = None if token_file is None else discovery.read_token(token_file)
+    if spool.folders(directory) if directory.is_dir() else False:
+        if run is not None or step is not None or kind is not None or new_attempt:
+            raise InvalidInput(
+                f"{directory} is a spool, which names its runs itself",
+                expected="no --run, --step, --format or --new-attempt with it",
+            )
+        with attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session:
+            taken = take_in(session, directory, follow=follow, delete=delete, show=not as_json)
+        if as_json:
+            terminal.show_json(taken)
+        ctx.exit(1 if taken["refused"] or taken["unread"] else 0)
+    if follow or delete:
+        raise InvalidInput(
+            f"{directory} is no spool: --follow and --delete are for one",
+            expected="the directory of STAGESCOPE_URL=file:///DIRECTORY of a training",
+            advice="one that grew becomes the run's next attempt: import it again",
+        )
     try:
         from stagescope_service.dumps.discover import open_dump
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
     name = check_run_name(run or _name_of(directory))
-    token = None if token_file is None else discovery.read_token(token_file)
     dump = open_dump(directory.resolve(), step=step, kind=kind)
     with (
         attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session,

@@ -17,6 +17,7 @@ from typing import Final, NoReturn
 import click
 
 from stagescope import discovery
+from stagescope.wire import spool
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import check_run_name
 from stagescope_workers.integrations.registry import environment
@@ -57,6 +58,8 @@ def run(run: str | None, attempt: str | None, command: tuple[str, ...]) -> NoRet
 
 def service_line() -> str:
     """Return one line: which service the processes will find, or what to do about none."""
+    if (directory := spool.directory_of(os.environ.get("STAGESCOPE_URL"))) is not None:
+        return f"writes into the spool {directory}, for `stagescope import --follow`"
     try:
         location = discovery.find()
     except StagescopeError:

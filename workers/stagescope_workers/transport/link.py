@@ -1,4 +1,4 @@
-"""Links to the service: Ray actor calls, or HTTP where the process's Ray has no service.
+"""Links to the service: Ray actor calls, HTTP where the process's Ray has no service, or a spool.
 
 Every call returns at once with a `concurrent.futures.Future`; nothing here waits for the service,
 except `drain`. ray is used only where the process imported it itself, and called only once it is
@@ -15,16 +15,19 @@ import os
 import sys
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
 from stagescope import discovery
 from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE
+from stagescope.wire import spool
 from stagescope.wire.errors import StagescopeError, Unreachable
 from stagescope.wire.framing import WirePayload
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_workers.transport.calls import Reply, in_thread
 from stagescope_workers.transport.http_link import HttpLink
+from stagescope_workers.transport.spool_link import SpoolLink
 
 _JOIN_SECONDS: Final = 5.0
 _READ_SECONDS: Final = 30.0
@@ -259,8 +262,8 @@ def find_link(
 
     Where the caller gives a `url`, only that is used. Otherwise the order is: the coordinator of
     the Ray cluster that this process has joined, STAGESCOPE_URL, service.json; the last two as
-    `stagescope.attach` reads them. A process that imported ray gets some seconds (`waited` so far)
-    to join a cluster.
+    `stagescope.attach` reads them; a `file://` URL names a spool. A process that imported ray gets
+    some seconds (`waited` so far) to join a cluster.
 
     Raises:
         InvalidInput: an invalid URL.
@@ -271,6 +274,8 @@ def find_link(
     may_join = "ray" in sys.modules and url is None
     if may_join and waited < _JOIN_SECONDS:
         return None
+    if (directory := _spool(url)) is not None:
+        return SpoolLink(directory)
     try:
         service = discovery.find(url, token)
     except Unreachable:
@@ -278,9 +283,15 @@ def find_link(
     return HttpLink(service.url, service.operate_token, found=service.found)
 
 
+def _spool(url: str | None) -> Path | None:
+    return spool.directory_of(url or os.environ.get("STAGESCOPE_URL"))
+
+
 def describe_search(url: str | None, namespace: str) -> str:
     """Return a description of where `find_link` searches, and what it finds there."""
     try:
+        if (directory := _spool(url)) is not None:
+            return f"the spool {directory}"
         service = discovery.find(url)
         http = f"{service.url}, from {service.found}"
     except StagescopeError as error:

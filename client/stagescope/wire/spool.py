@@ -1,0 +1,72 @@
+"""A spool: batches of events as files, for processes that cannot reach the service.
+
+`STAGESCOPE_URL=file:///shared/spool` names the directory. Each process has a folder in it, named by
+its incarnation, with the body of each batch (`stagescope.wire.framing`) as `00000001.events`, ...,
+and `sender.json`, its newest sender, written again as long as the process is alive. Every file is
+renamed into its place, so that a reader sees whole files only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+SENDER: Final = "sender.json"
+ALIVE_SECONDS: Final = 5.0
+"""How often a process writes its `sender.json`."""
+_BATCH: Final = re.compile(r"(\d{8,18})\.events")
+_FOLDER: Final = re.compile(r"[0-9a-f]{8,64}")
+
+
+def directory_of(url: str | None) -> Path | None:
+    """Return the directory that a `file://` URL names, absolute; None: another URL."""
+    if not url or not url.startswith("file://"):
+        return None
+    return Path(unquote(urlsplit(url).path)).absolute()
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file at once, with mode 0600: it may hold tokens of prompts.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is there.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(draft, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def batch_path(directory: Path, incarnation: str, number: int) -> Path:
+    """Return the file of a process's batch; the first has number 1."""
+    return directory / incarnation / f"{number:08}.events"
+
+
+def batches(folder: Path, after: int = 0) -> Iterator[tuple[int, Path]]:
+    """Yield number and path of a process's batches after the batch of a number, in order."""
+    names = os.listdir(folder)
+    found = [(int(match[1]), name) for name in names if (match := _BATCH.fullmatch(name))]
+    for number, name in sorted(found):
+        if number > after:
+            yield number, folder / name
+
+
+def folders(directory: Path) -> list[Path]:
+    """Return the folders of processes in a spool, none if it is something else."""
+    with os.scandir(directory) as entries:
+        return sorted(
+            Path(entry.path)
+            for entry in entries
+            if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        )

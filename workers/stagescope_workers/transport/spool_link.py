@@ -1,0 +1,111 @@
+"""The link to a spool: batches become files, which `stagescope import --follow` takes in."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Final, cast
+
+from stagescope.wire import spool
+from stagescope.wire.errors import Unreachable
+from stagescope.wire.framing import WirePayload, pack_batch
+from stagescope.wire.nonfinite import JsonObject, spell
+from stagescope.wire.schema import Sender
+from stagescope_workers.transport.calls import Reply, in_thread
+
+_ADVICE: Final = "check that the directory of STAGESCOPE_URL may be written here, and its disk"
+
+
+class SpoolLink:
+    """Writes what a probe would send into a directory; nothing comes back from there.
+
+    A batch counts as accepted, and its payloads as settled, once its file is there. No capture can
+    be requested over a spool: `init(plan=...)` names those of a file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.address = f"the spool {directory}"
+        self._directory = directory
+        self._numbers: dict[str, int] = {}
+        self._closed = threading.Event()
+
+    def pack(self, payload: WirePayload) -> object:
+        """Return `payload` unchanged: it is written with its batch."""
+        return payload
+
+    def record(
+        self,
+        sender: tuple[object, ...],
+        events: list[tuple[object, ...]],
+        payloads: dict[int, object],
+    ) -> Future[Reply]:
+        """Write a batch."""
+        packed = cast("dict[int, WirePayload]", payloads)  # by `pack`
+        return in_thread(lambda: self._written(lambda: self._record(sender, events, packed)))
+
+    def _record(
+        self,
+        sender: tuple[object, ...],
+        events: list[tuple[object, ...]],
+        payloads: dict[int, WirePayload],
+    ) -> Reply:
+        incarnation = Sender.parse(sender).incarnation
+        number = self._number(incarnation)
+        path = spool.batch_path(self._directory, incarnation, number)
+        spool.write(path, pack_batch(sender, events, payloads))
+        self._numbers[incarnation] = number
+        return {**self._reply(), "receipts": dict.fromkeys(payloads, "spooled")}
+
+    def _number(self, incarnation: str) -> int:
+        """Return the number of the next batch; an earlier link may have written some."""
+        last = self._numbers.get(incarnation)
+        if last is None:
+            folder = spool.batch_path(self._directory, incarnation, 1).parent
+            there = [number for number, _ in spool.batches(folder)] if folder.is_dir() else []
+            last = max(there, default=0)
+        return last + 1
+
+    def poll(
+        self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
+    ) -> Future[Reply]:
+        """Write that the process is alive, and wait."""
+        return in_thread(lambda: self._written(lambda: self._poll(sender, wait)))
+
+    def _poll(self, sender: tuple[object, ...], wait: float) -> Reply:
+        path = self._directory / Sender.parse(sender).incarnation / spool.SENDER
+        spool.write(path, json.dumps(spell(list(sender)), allow_nan=False).encode())
+        self._closed.wait(wait)
+        return {**self._reply(), "poll_seconds": spool.ALIVE_SECONDS}
+
+    def _reply(self) -> Reply:
+        # No `wall`: the offset of the service's clock is not known here.
+        return {"coordinator": f"spool:{self._directory}", "plan": None, "receipts": {}}
+
+    def _written(self, call: Callable[[], Reply]) -> Reply:
+        try:
+            return call()
+        except OSError as error:
+            raise Unreachable(
+                f"{self.address}: {error.strerror or error}", advice=_ADVICE
+            ) from error
+
+    def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
+        """Fail: a spool holds no numbers."""
+        future: Future[Reply] = Future()
+        future.set_exception(Unreachable(f"{self.address} answers no questions"))
+        return future
+
+    def moved(self) -> bool:
+        """Return False: a directory stays."""
+        return False
+
+    def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
+        """Return at once: what this process has sent is there, and no other can be asked."""
+        return {"drained": True, "known": True}
+
+    def close(self) -> None:
+        """End the waits."""
+        self._closed.set()
