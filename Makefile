@@ -19,7 +19,7 @@ LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 # Where the environment forbids bytecode, each of the tests' processes would compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo dist pictures test test-ray test-trainings test-trackers test-verl test-lowest verl check check-fast bench bench-verl format clean help
+.PHONY: demo dist pictures test test-ray test-trainings test-trackers test-verl test-lowest verl check check-fast bench bench-verl soak format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -102,6 +102,10 @@ check-fast: $(VENV)/installed-dev  ## while editing: format, lint, mypy, the tes
 
 bench: $(VENV)/installed-dev  ## every benchmark; ratios against a reference of the same run
 	@for file in $(filter-out %/bench_verl.py,$(wildcard tests/benchmarks/bench_*.py)); do echo "== $$file"; $(BIN)/python -m "tests.benchmarks.$$(basename $$file .py)" || exit 1; done
+
+MINUTES := 60
+soak: $(VENV)/installed-dev  ## an hour of load with kills (MINUTES=60): nothing lost, nothing twice, nothing grows
+	$(BIN)/python -m tests.support.soak $(MINUTES)
 
 bench-verl: $(VERL)/installed-dev  ## what the plugin costs a step of verl, and what the noise is
 	$(VERL)/bin/python -m tests.benchmarks.bench_verl
