@@ -65,8 +65,9 @@ def batches(folder: Path, after: int = 0) -> Iterator[tuple[int, Path]]:
 def folders(directory: Path) -> list[Path]:
     """Return the folders of processes in a spool, none if it is something else."""
     with os.scandir(directory) as entries:
-        return sorted(
+        found = [
             Path(entry.path)
             for entry in entries
             if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-        )
+        ]
+    return sorted(each for each in found if (each / SENDER).is_file() or any(batches(each)))
