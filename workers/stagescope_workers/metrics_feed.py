@@ -63,7 +63,7 @@ class _StepMetrics(TypedDict):
 class MetricsFeed:
     """Fetches the service's numbers of a run's steps in the background.
 
-    No method waits, and none raises. An answer is used only when it covers everything that was
+    No method but `wait` waits, and none raises. An answer is used only when it covers everything that was
     announced of the step, and all rows that `want` named: a number in a trainer's log is never
     corrected. After `close`, in a forked child and where no service runs, there are no numbers.
 
@@ -140,6 +140,18 @@ class MetricsFeed:
         except TypeError:  # not even hashable
             return _NOTHING
 
+    def wait(self, timeout: float) -> None:
+        """Wait until every requested step has arrived: for the end of a training alone.
+
+        It returns at once where no service is connected.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._condition:
+            self._condition.wait_for(
+                lambda: not self._requests or self._is_over or self._probe.service is None, timeout
+            )
+
     def close(self) -> None:
         """Stop the requests; does not wait."""
         if os.getpid() == self._pid:
@@ -215,6 +227,7 @@ class MetricsFeed:
             self._arrived[step] = numbers
             while len(self._arrived) > KEPT_STEPS:
                 self._arrived.popitem(last=False)
+            self._condition.notify_all()
 
     def _wake(self) -> None:
         with self._condition:

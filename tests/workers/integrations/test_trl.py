@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.support.api import Service, service
 from tests.workers.integrations.test_launcher import LAUNCH
 
@@ -124,6 +125,17 @@ def test_a_training_is_reported_exactly_and_stays_as_it_was(live: Service, tmp_p
         assert stages == {
             "rollout_generate", "compute_rm_score", "ref_compute_log_prob", "actor_update"
         }  # fmt: skip
+    # However late they came, every step's numbers are in TRL's TensorBoard, once and at its step.
+    board = EventAccumulator(str(next((tmp_path / "with").rglob("events.out.tfevents*")).parent))
+    board.Reload()
+    written = board.Scalars("train/stagescope/rollout_corr/k3_kl")
+    answers = {
+        step: live.get(f"/steps/{step}/metrics", run="r")["metrics"]["rollout_corr/k3_kl"]
+        for step in (1, 2, 3)
+    }
+    assert sorted(each.step for each in written) == [1, 2, 3]
+    assert {each.step: each.value for each in written} == pytest.approx(answers, rel=1e-6)
+    assert not any("stagescope" in name for name in had["log"][-1])
     scalars = live.get("/steps/2/scalars", run="r")["rows"]
     logged = {row["name"]: row["value"] for row in scalars if row["stage"] is None}
     theirs = next(row for row in had["log"] if row.get("step") == 2)

@@ -19,6 +19,8 @@ FINISH_SECONDS: Final = 30.0
 """How long the end of a training waits for the run's receipts."""
 FAILED_SECONDS: Final = 3.0
 """How long a training that failed waits for its own."""
+NUMBERS_SECONDS: Final = 3.0
+"""How long the last line of a training's log waits for the service's numbers."""
 PREFIX: Final = "stagescope/"
 """What the service's numbers begin with in a trainer's log."""
 
@@ -79,6 +81,11 @@ class ReportedTraining(abc.ABC, Generic[_Trainer]):
         """Return the service's numbers of a step by their names in the log, as far as they came."""
         found = {} if self._feed is None else self._feed.take(step)
         return {f"{PREFIX}{name}": value for name, value in found.items()}
+
+    def wait_for_numbers(self) -> None:
+        """Wait a little for the numbers of the last steps: the training is over, its log is not."""
+        if self._feed is not None:
+            self._feed.wait(NUMBERS_SECONDS)
 
     def close(self, error: BaseException | None) -> None:
         """Send what waits: the training is over, or ends with `error`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import functools
 import math
 import os
@@ -14,6 +15,7 @@ from stagescope_workers.integrations.configuration import named_run, visible_lea
 from stagescope_workers.integrations.guard import ending, guarded
 from stagescope_workers.integrations.patches import Function, Patch
 from stagescope_workers.integrations.training import ReportedTraining, alive, closed_at_end, scalars
+from stagescope_workers.metrics_feed import KEPT_STEPS
 from stagescope_workers.probe.lifecycle import init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
@@ -21,6 +23,12 @@ from stagescope_workers.probe.stage import Stage
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_LAST_LINE: Final = "train_runtime"
+"""Stands in what Hugging Face's trainer logs once, when the training is over."""
+_TRACKERS: Final = frozenset(
+    f"{name}Callback" for name in ("TensorBoard", "Wandb", "MLflow", "SwanLab", "Trackio")
+)
+"""Callbacks of `report_to` that write to a step which is given, also after later ones."""
 _MAY_BE_NAN: Final = "rewards/"
 """A reward function that returns None for every completion of a batch has the mean nan."""
 
@@ -43,10 +51,20 @@ class _Accelerator(Protocol):
     is_main_process: bool
 
 
+class _Callback(Protocol):
+    on_log: Function
+
+
+class _CallbackHandler(Protocol):
+    callbacks: list[_Callback]
+
+
 class Trainer(Protocol):
     """What is read of both of TRL's GRPO trainers."""
 
     state: _State
+    control: object
+    callback_handler: _CallbackHandler
     accelerator: _Accelerator
     model: nn.Module
     train: Function
@@ -67,6 +85,7 @@ class TrlTraining(ReportedTraining[_Trainer]):
     def __init__(self, trainer: _Trainer) -> None:
         super().__init__(trainer)
         self._microbatches: tuple[int, int] = (-1, 0)
+        self._unlogged: dict[int, None] = {}  # an ordered set: steps whose numbers may still come
         self.update: Stage | None = None
         """`actor_update`, from the loss of a micro-batch until its backward pass is done."""
 
@@ -150,6 +169,45 @@ class TrlTraining(ReportedTraining[_Trainer]):
             if error is None and self.measures_update:
                 self.want(self.step)
 
+    # --- numbers in TRL's log -------------------------------------------------------------
+
+    def want(self, step: int, rows: int | None = None) -> None:
+        """Request a step's numbers for TRL's log."""
+        super().want(step, rows)
+        self._unlogged[step] = None
+        while len(self._unlogged) > KEPT_STEPS:
+            del self._unlogged[next(iter(self._unlogged))]
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """Return the service's numbers of a step, once: as far as they came."""
+        if step not in self._unlogged:
+            return {}
+        found = super().numbers(step)
+        if found:
+            del self._unlogged[step]
+        return found
+
+    def log_late(self) -> None:
+        """Write what came after its step was logged into the trackers of `report_to`, at that step.
+
+        No other callback is called: a user's own expects each line to be one of TRL's.
+        """
+        trainer = self.trainer
+        trackers = [
+            callback
+            for callback in trainer.callback_handler.callbacks
+            if type(callback).__name__ in _TRACKERS
+        ]
+        for step in list(self._unlogged) if trackers else ():
+            found = self.numbers(step) if step < self.step else {}
+            if found:
+                state = copy.copy(trainer.state)
+                state.global_step = step
+                for tracker in trackers:
+                    tracker.on_log(
+                        trainer.args, state, trainer.control, logs=found, model=trainer.model
+                    )
+
 
 Find = Callable[[_Trainer], TrlTraining[_Trainer]]
 """Returns what a trainer reports."""
@@ -228,12 +286,18 @@ def _wrap_log(find: Find[_Trainer], function: Function) -> Function:
             if is_training:
                 held = {name: [*values] for name, values in trainer._metrics["train"].items()}
                 step = int(trainer.state.global_step)
-                for name, value in find(trainer).numbers(step).items():
-                    logs.setdefault(name, value)
+                if _LAST_LINE in logs:  # a line of the whole training, not of its last step
+                    find(trainer).wait_for_numbers()
+                else:
+                    for name, value in find(trainer).numbers(step).items():
+                        logs.setdefault(name, value)
         result = function(trainer, logs, *args, **kwargs)
         with guarded("scalars"):
             if is_training and trainer.accelerator.is_main_process:
                 _report(find(trainer), int(trainer.state.global_step), logs, held)
+        with guarded("numbers in TRL's log"):
+            if is_training:
+                find(trainer).log_late()
         return result
 
     return run
