@@ -164,7 +164,8 @@ def import_directory(
     if as_json:
         terminal.show_json(report)
     else:
-        _show(report)
+        has_steps = not dump.entries or any(each.location.step is not None for each in dump.entries)
+        _show(report, None if has_steps else directory)
     ctx.exit(1 if report["problems"] or report["refused"] else 0)
 
 
@@ -193,7 +194,12 @@ def import_dump(
         StagescopeError: the service cannot be reached, or the token may not operate.
     """
     from stagescope_service.dumps.formats.msprobe_directory import rank_dumps
-    from stagescope_service.dumps.importing import copy_operator_dumps, import_events, import_key
+    from stagescope_service.dumps.importing import (
+        copy_operator_dumps,
+        import_events,
+        import_key,
+        is_of_no_step,
+    )
     from stagescope_service.dumps.records import mapping
 
     found = rank_dumps(dump, step=step)
@@ -206,11 +212,15 @@ def import_dump(
     key = import_key(dump, run)
     nothing_new = _is_complete(session, dump, run, key, new_attempt=new_attempt)
     events = payloads = 0
-    parts = len({each.location for each in dump.entries})
+    passed_over = [each for each in dump.entries if is_of_no_step(each)]
+    parts = len({each.location for each in dump.entries if each not in passed_over})
     senders: set[tuple[object, ...]] = set()
     problems = [_unread(each) for each in dump.problems]
     refused: list[Refusal] = []
-    left_out: dict[str, str] = {}
+    left_out = {
+        f"{each.path.parent.name}/{each.path.name}": f"of step {each.location.step}, which is none"
+        for each in passed_over
+    }
     operators = copy_operator_dumps(found, run, key, _data_dir(session) if found else None)
     for batch in import_events(dump, run, key, keep=KEEP, operators=operators):
         senders.add(batch.sender)
@@ -326,7 +336,8 @@ def _name_of(directory: Path) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "-" for c in directory.resolve().name)
 
 
-def _show(report: ImportReport) -> None:
+def _show(report: ImportReport, stepless: Path | None) -> None:
+    """Print a report; `stepless` is the directory where its files name no step."""
     wrong = [each["message"] for each in report["problems"]]
     wrong += [each["reason"] for each in report["refused"]]
     counts = [render.counted(report["payloads"], "payload")]
@@ -345,5 +356,11 @@ def _show(report: ImportReport) -> None:
         click.echo(f"  left out: {render.printable(f'{name}: {why}')}")
     if len(wrong) > _SHOWN:
         click.echo(f"  ... {len(wrong) - _SHOWN} more (--json lists all)")
+    if stepless is not None and not report["operators"]:
+        click.echo(
+            "its files name no step, and metrics and rounds are of steps: they can be compared"
+        )
+        click.echo(f"try  stagescope compare {render.printable(str(stepless))} ANOTHER")
+        return
     what = "operators captured" if report["operators"] else "steps"
     click.echo(f"try  stagescope {what} --run {report['run']}")

@@ -100,6 +100,14 @@ def import_key(dump: Dump, run: str) -> str:
     return f"{KEY_PREFIX}{digest.hexdigest()[:16]}"
 
 
+def is_of_no_step(entry: DumpEntry) -> bool:
+    """Return whether a file is of a step below 0, which no run has.
+
+    NexRL's `compute_log_prob` is told no step: what it dumps of its forward passes is of step -1.
+    """
+    return entry.location.step is not None and entry.location.step < 0
+
+
 def import_events(
     dump: Dump,
     run: str,
@@ -118,8 +126,10 @@ def import_events(
         operators: operator dumps in directories that the service reads.
 
     A file that cannot be read becomes a problem of its events; the other files are still imported.
+    Entries that `is_of_no_step` are passed over.
     """
-    entries = [*dump.entries, *(each.entry for each in operators)]
+    tensors = (entry for entry in dump.entries if not is_of_no_step(entry))
+    entries = [*tensors, *(each.entry for each in operators)]
     items = sorted(((_complete_location(entry), entry) for entry in entries), key=_sort_key)
     processes = sorted({_process(location) for location, _ in items})
     started = min((modified_at(entry.path) for _, entry in items), default=0.0)

@@ -112,6 +112,27 @@ def test_another_loss_in_an_export_is_a_difference(
     assert session.compare("trained@1", one).exit_status == 0
 
 
+def test_what_nexrl_dumps_of_no_step_is_left_out(
+    running: Service, session: stagescope.Session, export: Path
+) -> None:
+    """NexRL tells `compute_log_prob` no step: what its forward passes dump is of step -1."""
+    loss = export / "loss"
+    shutil.copy(loss / "step_000001_rank0_micro1.pt", loss / "step_-00001_rank0_micro0.pt")
+    told = take_in(running, str(export), "--run", "no-step")
+    assert "left out: loss/step_-00001_rank0_micro0.pt: of step -1, which is none" in told
+    assert [step["step"] for step in session.steps("no-step")] == [1]
+    assert "nothing new" in take_in(running, str(export), "--run", "no-step")
+
+
+def test_files_without_a_step_are_for_comparison_alone(running: Service, tmp_path: Path) -> None:
+    names = ("input_ids", "loss_mask", "versions")
+    batch = {name: torch.ones(2, 3, dtype=torch.int64) for name in names}
+    torch.save({**batch, "logprobs": torch.zeros(2, 3)}, tmp_path / "batch_data.pt")
+    told = take_in(running, str(tmp_path), "--run", "areal-batch")
+    assert "its files name no step" in told
+    assert f"try stagescope compare {tmp_path} ANOTHER" in told
+
+
 def test_another_loss_in_a_step_without_tensors_is_a_difference(
     running: Service, session: stagescope.Session, export: Path, tmp_path: Path
 ) -> None:
