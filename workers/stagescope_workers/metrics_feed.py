@@ -63,9 +63,9 @@ class _StepMetrics(TypedDict):
 class MetricsFeed:
     """Fetches the service's numbers of a run's steps in the background.
 
-    No method but `wait` waits, and none raises. An answer is used only when it covers everything that was
-    announced of the step, and all rows that `want` named: a number in a trainer's log is never
-    corrected. After `close`, in a forked child and where no service runs, there are no numbers.
+    No method but `wait` waits, and none raises. An answer is used only when it covers everything
+    that was announced of the step, and all rows that `want` named: a number in a trainer's log is
+    never corrected. After `close`, in a forked child and where no service runs, there are none.
 
     Usage:
         >>> feed = MetricsFeed(probe)

@@ -128,8 +128,8 @@ def import_events(
     A file that cannot be read becomes a problem of its events; the other files are still imported.
     Entries that `is_of_no_step` are passed over.
     """
-    tensors = (entry for entry in dump.entries if not is_of_no_step(entry))
-    entries = [*tensors, *(each.entry for each in operators)]
+    entries = [entry for entry in dump.entries if not is_of_no_step(entry)]
+    entries += [each.entry for each in operators]
     items = sorted(((_complete_location(entry), entry) for entry in entries), key=_sort_key)
     processes = sorted({_process(location) for location, _ in items})
     started = min((modified_at(entry.path) for _, entry in items), default=0.0)

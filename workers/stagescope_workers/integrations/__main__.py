@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 import click
 
@@ -24,8 +25,7 @@ def main(name: str | None) -> None:
     if name is None:
         for each in INTEGRATIONS:
             door = "by itself" if each.attaches_itself else "stagescope run"
-            version = versions.installed(each.distribution) or "not installed"
-            click.echo(f"{each.name:10} {version:16} {door}")
+            click.echo(f"{each.name:10} {_version(each):16} {door}")
         return
     found = integration(name)
     if found is None:
@@ -36,7 +36,7 @@ def main(name: str | None) -> None:
 
 def show(found: Integration) -> None:
     """Print each patch of a trainer, and its state in the version that is installed."""
-    click.echo(f"{found.distribution} {versions.installed(found.distribution)}")
+    click.echo(f"{found.distribution} {_version(found)}")
     for remark in remarks([found]):
         click.echo(remark)
     if found.attaches_itself:
@@ -47,6 +47,14 @@ def show(found: Integration) -> None:
     for patch in patches:
         since = f", since {patch.since}" if patch.since else ""
         click.echo(f"{_state(patch):10} {patch.module}:{patch.path}  ({patch.purpose}{since})")
+
+
+def _version(found: Integration) -> str:
+    """Return the installed version, or how else the trainer is found: many run from a checkout."""
+    version = versions.installed(found.distribution)
+    if version is not None:
+        return version
+    return "not installed" if importlib.util.find_spec(found.package) is None else "a checkout"
 
 
 def _state(patch: Patch) -> str:

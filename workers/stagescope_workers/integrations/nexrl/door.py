@@ -5,9 +5,9 @@
     # recipe/my_task/trainer.py
     from stagescope_workers.integrations.nexrl.door import SelfHostedGrpoTrainer as CustomTrainer
 
-    # the configuration
+    # recipe/my_task/my_task.yaml
     trainer:
-      custom_trainer_module_path: "recipe/my_task/trainer.py"
+      custom_trainer_module_path: "trainer.py"  # beside the recipe
 
 A process that gets such a class from another one (a Ray actor) imports this module, too, and is
 attached by that. The ranks of the train service are not: they load no class of the configuration.

@@ -187,10 +187,14 @@ class TrlTraining(ReportedTraining[_Trainer]):
             del self._unlogged[step]
         return found
 
-    def log_late(self) -> None:
+    def log_late(self, before: int) -> None:
         """Write what came after its step was logged into the trackers of `report_to`, at that step.
 
-        No other callback is called: a user's own expects each line to be one of TRL's.
+        No other callback is called: a user's own expects each line to be one of TRL's. TRL's next
+        line follows at once, by which W&B knows again which step it is.
+
+        Args:
+            before: The first step that is left out.
         """
         trainer = self.trainer
         trackers = [
@@ -199,7 +203,7 @@ class TrlTraining(ReportedTraining[_Trainer]):
             if type(callback).__name__ in _TRACKERS
         ]
         for step in list(self._unlogged) if trackers else ():
-            found = self.numbers(step) if step < self.step else {}
+            found = self.numbers(step) if step < before else {}
             if found:
                 state = copy.copy(trainer.state)
                 state.global_step = step
@@ -286,18 +290,16 @@ def _wrap_log(find: Find[_Trainer], function: Function) -> Function:
             if is_training:
                 held = {name: [*values] for name, values in trainer._metrics["train"].items()}
                 step = int(trainer.state.global_step)
-                if _LAST_LINE in logs:  # a line of the whole training, not of its last step
+                is_last = _LAST_LINE in logs  # a line of the whole training, of no step
+                if is_last:
                     find(trainer).wait_for_numbers()
-                else:
-                    for name, value in find(trainer).numbers(step).items():
-                        logs.setdefault(name, value)
+                find(trainer).log_late(step + 1 if is_last else step)
+                for name, value in find(trainer).numbers(step).items():
+                    logs.setdefault(name, value)
         result = function(trainer, logs, *args, **kwargs)
         with guarded("scalars"):
             if is_training and trainer.accelerator.is_main_process:
                 _report(find(trainer), int(trainer.state.global_step), logs, held)
-        with guarded("numbers in TRL's log"):
-            if is_training:
-                find(trainer).log_late()
         return result
 
     return run
