@@ -37,7 +37,7 @@ NOT_RUN: Final = {
     r"^stagescope attach ": "serves until it is interrupted: tests/service/api/bundle",
     r"stagescope run ": "runs a trainer: tests/workers/integrations",
     r"^python -m stagescope_workers\.integrations": "is of those that are installed: likewise",
-    r"nexrl|STAGESCOPE_TOKEN_FILE=/shared": "needs NexRL: tests/workers/integrations/test_nexrl.py",
+    r"(?i)nexrl|TRAIN_CONFIG|STAGESCOPE_TOKEN_FILE=/shared": "needs NexRL: test_nexrl.py",
     r"^stagescope (import|compare) (logs|outputs)/": "needs a trainer's files: tests/service/dumps",
     r"^stagescope forward .*(mlflow|trackio|swanlab|otlp):": "needs one: tests/client/forwarding",
     r"ray\.get_actor": "needs a Ray cluster: tests/integration/test_conformance_over_ray.py",
