@@ -81,6 +81,7 @@ class Ingestor:
             [Path(root) for root in roots],
             ring_bytes=ring_bytes,
             reserve_bytes=reserve_bytes,
+            alive=_living_nodes,
         )
         self._memory = _MemoryLimit(most_bytes)
         # One thread: two payloads at once would only alternate, and hold twice the memory.
@@ -215,6 +216,11 @@ def _start_worker(node_id: str) -> None:
         logger.warning("node %s has compiled, in %.0f s", node_id, time.monotonic() - began)
 
 
+def _living_nodes() -> set[str]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"] for node in nodes if node["Alive"]}
+
+
 def _nothing() -> None:
     """Start the worker's thread."""
 
@@ -308,8 +314,7 @@ class Ingestors:
         # The list of nodes is a call to the cluster: not one for each payload.
         now = time.monotonic()
         if now - self._looked > _NODES_SECONDS:
-            nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-            self._alive = {node["NodeID"] for node in nodes if node["Alive"]}
+            self._alive = _living_nodes()
             self._looked = now
         return node_id in self._alive
 
