@@ -60,6 +60,10 @@ class IngestorClient(abc.ABC):
     def node_of(self, node_id: str | None) -> str:
         """Return the node whose ingestor serves calls for `node_id`."""
 
+    def lost_nodes(self) -> Mapping[str, str]:
+        """Return the nodes that the cluster lost, as far as is known, and why each."""
+        return {}
+
     @abc.abstractmethod
     async def ingest(
         self, node_id: str | None, key: PayloadKey, job: IngestJob, payload: object
