@@ -67,11 +67,12 @@ def running(clusters: contextlib.ExitStack) -> Iterator[Running]:
                 )
                 head = ray.get_runtime_context().get_node_id()
                 keep = {"what": ["old_log_probs"], "every_n_steps": 2}
-                ranks = tuple(
-                    Rank(RUN, number, ids[ip], world_size=2, keep=keep)
-                    for number, ip in enumerate((OWN_DISK, SHARED_DISK))
+                own, shared = ids[OWN_DISK], ids[SHARED_DISK]
+                ranks = (
+                    Rank(RUN, 0, own, world_size=2, keep=keep),
+                    Rank(RUN, 1, shared, world_size=2, keep=keep),
                 )
-                yield Running(service, nodes, head, ids[OWN_DISK], ids[SHARED_DISK], ranks)
+                yield Running(service, nodes, head, own, shared, ranks)
                 service.stop()
         finally:
             nodes.kill()
@@ -149,7 +150,8 @@ def test_a_lost_node_is_listed_with_what_it_took_along(running: Running) -> None
         assert row["evidence"]["open_stages"] == ["actor_update"]
         assert row["step"] == step
 
-        losses = eventually(lambda: len(rows := service.losses(RUN)) == 2 and rows)
+        eventually(lambda: len(service.losses(RUN)) == 2)
+        losses = service.losses(RUN)
         by_kind = {row["kind"]: row for row in losses}
         assert {(row["step"], row["rank"]) for row in losses} == {(step, 0)}
         stage, unread = by_kind["stage"], by_kind["payload"]
@@ -177,14 +179,12 @@ def test_a_lost_node_is_listed_with_what_it_took_along(running: Running) -> None
 
 def created_bytes() -> dict[str, int]:
     """Return node id -> bytes of all objects that were ever made or copied in its store."""
-    return {
-        node["NodeID"]: int(
-            node_stats(
-                node["NodeManagerAddress"], node["NodeManagerPort"], False
-            ).store_stats.cumulative_created_bytes
-        )
-        for node in ray.nodes()
-    }
+    stats: Any = node_stats
+    found = {}
+    for node in ray.nodes():
+        address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+        found[node["NodeID"]] = int(stats(*address, False).store_stats.cumulative_created_bytes)
+    return found
 
 
 def closed(step: Any) -> Any:
