@@ -134,7 +134,11 @@ class Cluster:
                 raise RuntimeError(f"the training {run} ended with {code}")
             return self.acknowledged(run) >= count
 
-        eventually(done, 90.0)
+        try:
+            eventually(done, 90.0)
+        except AssertionError as error:
+            last = [lines[-1:] for lines in self.ranks(run)]
+            raise AssertionError(f"{run} has not {count} steps acknowledged: {last}") from error
 
     def session(self) -> Session:
         token = (self._home / "operate.token").read_text().strip()

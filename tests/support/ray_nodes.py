@@ -128,17 +128,16 @@ class RayNodes:
         (self._directory / "ray_current_cluster").unlink(missing_ok=True)
         self._start("head", [*words, f"--temp-dir={self._directory}"], environment)
 
-    def start(self, name: str, ip: str, resources: str = "{}", prefix: Sequence[str] = ()) -> None:
+    def start(self, name: str, ip: str, prefix: Sequence[str] = ()) -> None:
         """Start another node.
 
         Args:
             name: of the node, for `kill`.
             ip: of the loopback interface, 127.0.0.2 for example.
-            resources: of the node, as JSON.
             prefix: words of a command that runs `ray start`.
         """
         words = [f"--address={self.address}", f"--node-ip-address={ip}", "--num-cpus=2"]
-        self._start(name, [*words, f"--resources={resources}"], {}, prefix)
+        self._start(name, words, {}, prefix)
 
     def _start(
         self,
