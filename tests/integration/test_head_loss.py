@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("ray")
 from tests.support.head_loss import OUTSIDE, STEPS, lose_head
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 
 
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server")

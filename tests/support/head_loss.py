@@ -33,6 +33,8 @@ AFTERWARDS: Final = "afterwards"
 WORKER: Final = "127.0.0.2"
 STEPS: Final = 30
 """Acknowledged steps of each training before the loss, at least; and after it."""
+WAIT_SECONDS: Final = 150.0
+"""Deadline of every wait; only a failure takes so long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Cluster:
             return self.acknowledged(run) >= count
 
         try:
-            eventually(done, 90.0)
+            eventually(done, WAIT_SECONDS)
         except AssertionError as error:
             last = [lines[-1:] for lines in self.ranks(run)]
             raise AssertionError(f"{run} has not {count} steps acknowledged: {last}") from error
@@ -207,7 +209,7 @@ def lose_head(*, with_redis: bool, with_worker: bool) -> Figures:
         started = time.time()
         if not with_redis:
             made.serve()
-        eventually(made.is_back, 90.0)
+        eventually(made.is_back, WAIT_SECONDS)
         answered = time.time()
         for run, count in acknowledged.items():
             made.await_steps(run, count + STEPS)
