@@ -221,8 +221,8 @@ class IngestWorker:
         try:
             alive = {ring_directory(self._data_dir, node).name for node in self._alive()}
             return rings_left(own.parent, own.name, alive)
-        except OSError as error:  # the ring itself says what is wrong with the disk
-            logger.warning("the rings of gone nodes are not taken over: %s", error)
+        except Exception as error:  # neither the disk's nor Ray's refuses a payload
+            logger.warning("the rings of gone nodes are not taken over: %s", describe(error))
             return []
 
     def ingest(self, key: PayloadKey, job: IngestJob, value: object) -> Outcome:

@@ -69,6 +69,12 @@ def test_what_a_gone_node_left_on_the_disk_is_read_again_and_told_to_the_catalog
     new = IngestWorker("new", tmp_path, [tmp_path], ring_bytes=1 << 20, alive=lambda: ("new",))
     assert new.samples(key, JOB) == [f"sample-{number}" for number in range(4)]
     rows = new.ingest(PayloadKey("incarnation", 2), JOB, payload(seed=2)).rows
+
+    def nobody_knows() -> list[str]:
+        raise RuntimeError("the GCS is away")
+
+    third = IngestWorker("third", tmp_path, [tmp_path], ring_bytes=1 << 20, alive=nobody_knows)
+    assert third.ingest(PayloadKey("incarnation", 3), JOB, payload()).state == "ingested"
     moved = [put.row for put in rows if put.table == "artifacts" and "kind" not in put.row]
     assert moved == [{"artifact_id": row["artifact_id"], "node_id": "new"}]
     assert Path(str(row["path"])).exists()
