@@ -19,7 +19,7 @@ LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 # Where the environment forbids bytecode, each of the tests' processes would compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo dist pictures test test-ray test-trainings test-trackers test-verl test-lowest verl check check-fast bench bench-verl soak format clean help
+.PHONY: demo dist pictures test test-ray test-trainings test-trackers test-verl test-lowest verl check check-fast bench bench-verl soak trial-head-loss format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -41,6 +41,7 @@ WITH_RAY := -m ray -n 2 --dist loadfile
 RAY_ALONE := tests/integration/test_faults.py
 # The longest come first, so that none of them is left when the others are done.
 RAY_FIRST := $(addprefix tests/integration/test_,clusters.py compare_over_ray.py keeping_over_ray.py) \
+	$(addprefix tests/integration/test_,nodes_over_ray.py head_loss.py) \
 	tests/examples/countdown/test_train_on_ray.py \
 	$(addprefix tests/integration/test_,triggers_over_ray.py replay_over_ray.py captures_over_ray.py)
 RAY := $(RAY_FIRST) $(filter-out $(RAY_FIRST) $(RAY_ALONE),$(wildcard tests/integration/test_*.py tests/examples/*/test_*.py))
@@ -109,6 +110,9 @@ soak: $(VENV)/installed-dev  ## an hour of load with kills (MINUTES=60): nothing
 
 bench-verl: $(VERL)/installed-dev  ## what the plugin costs a step of verl, and what the noise is
 	$(VERL)/bin/python -m tests.benchmarks.bench_verl
+
+trial-head-loss: $(VENV)/installed-dev  ## kill every Ray process of a head, start it again: what is back, how soon
+	$(BIN)/python -m tests.support.head_loss
 
 pictures: $(VENV)/installed-dev  ## draw docs/pictures/ anew: the page, a terminal, a notebook
 	$(BIN)/python -m tests.support.pictures

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tests.support.cluster import SECONDS, answer, kill
 from tests.support.measure import Handed
 
@@ -68,6 +69,12 @@ def _rank_class() -> Any:
                     span.record(**tensors, **payload["strings"])
                 span.log(loss=float(step))
 
+        def report_own(self, step: int, rows: int, tokens: int, seed: int) -> None:
+            """Do one stage whose payload is made here: nothing of it comes from the caller."""
+            from tests.support.measure import payload
+
+            self.report(step, payload(rows, tokens, seed=seed, first_sample=rows * seed))
+
         def flood(self, step: int) -> None:
             """Do one stage that hands over a thousand scalars."""
             with self.probe.stage("actor_update", step=step) as span:
@@ -123,9 +130,18 @@ def _rank_class() -> Any:
 class Rank:
     """A rank in a process of its own; calls wait for their answer."""
 
-    def __init__(self, run: str, rank: int = 0, **options: object) -> None:
+    def __init__(
+        self, run: str, rank: int = 0, node_id: str | None = None, **options: object
+    ) -> None:
         self.run = run
-        made = ray.remote(_rank_class()).options(num_cpus=0, max_restarts=0, max_task_retries=0)
+        made = ray.remote(_rank_class()).options(
+            num_cpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=None
+            if node_id is None
+            else NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
         self.handle = made.remote(run, rank, options)
         self.pid = self.ask("pid")
 

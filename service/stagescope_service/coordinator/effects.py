@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import NotReady, StagescopeError, StoreError, Unreachable
@@ -21,6 +21,7 @@ from stagescope.wire.links import Link
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.hang_watch import HangWatch
+from stagescope_service.coordinator.node_watch import NodeWatch
 from stagescope_service.coordinator.retention import Limits, Retention
 from stagescope_service.coordinator.retries import RetriedWork
 from stagescope_service.coordinator.trigger_actions import (
@@ -169,6 +170,7 @@ class Effects:
         self.wall = clock.wall
         rules = StuckRules(min_seconds=settings.stuck_seconds, factor=settings.stuck_factor)
         self.hangs = HangWatch(commits.state, rules, late_seconds=1.5 * settings.poll_seconds)
+        self.nodes = NodeWatch(commits.state)
         limits = Limits(
             settings.kept_bytes, settings.kept_days, settings.kept_steps, settings.keep_row_steps
         )
@@ -453,6 +455,11 @@ class Effects:
         return await asyncio.to_thread(
             self.catalogue.oldest_but, attempt_id, step, self._settings.keep_steps
         )
+
+    # --- nodes ------------------------------------------------------------------------------
+    def lost_nodes(self) -> Mapping[str, str]:
+        """Return the nodes that the cluster lost, and why each."""
+        return self._ingestors.lost_nodes()
 
     # --- kept files -------------------------------------------------------------------------
     def retire_files(self) -> None:

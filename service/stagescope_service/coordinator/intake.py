@@ -281,7 +281,9 @@ class Intake:
         if held_up or self._load.is_late(now):
             self._renew_all(now)
         else:
-            await self._carry_out(self._state.expire(now, wall))
+            lost = self._effects.lost_nodes()
+            await self._carry_out(self._state.expire(now, wall, lost))
+            await self._carry_out(self._effects.nodes.check(lost, wall))
             await self._carry_out(self._hangs.check(now, wall))
         await self.check_requests()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from stagescope.wire.schema import Work
@@ -45,10 +46,12 @@ def leave(
     *,
     finished: bool,
     own: float | None = None,
+    lost_nodes: Collection[str] = (),
 ) -> list[Instruction]:
     """Mark a process as gone: it finished (`finished`) or its lease lapsed.
 
-    `wall` is the service's clock, `own` that of the process where it said so itself.
+    `wall` is the service's clock, `own` that of the process where it said so itself; `lost_nodes`
+    are those that the Ray cluster lost.
     """
     attempt = registry.attempt_of(process)
     steps.retire(attempt, process)
@@ -59,11 +62,11 @@ def leave(
         process.lapsed = True
     column = "finished_wall" if finished else "lapsed_wall"
     out: list[Instruction] = [process_row(process, **{column: process.left_wall})]
-    why = "its process reported its end" if finished else "its process stopped reporting"
+    why = "its process reported its end" if finished else _silence(process, lost_nodes)
     out += abandon(attempt, process, wall, why)
     out += operator_tables.cut_off(attempt, process, wall, why)
     if not finished:
-        out += lose_unread(registry, process, wall)
+        out += lose_unread(registry, process, wall, lost_nodes)
     out += steps.end_if_left(attempt) + steps.close_due(attempt, wall)
     out += steps.end_silence(attempt, wall)
     # Of an earlier attempt, processes may have left memory.
@@ -102,15 +105,22 @@ def abandon(attempt: Attempt, process: Process, wall: float, why: str) -> list[I
     return out
 
 
-def lose_unread(registry: Registry, process: Process, wall: float) -> list[Instruction]:
+def lose_unread(
+    registry: Registry, process: Process, wall: float, lost_nodes: Collection[str] = ()
+) -> list[Instruction]:
     """Mark the payloads that no ingestor reads as lost; their holder may still offer them."""
     out: list[Instruction] = []
     for payload in [*process.payloads.values()]:
         if not payload.in_flight:
-            reason = "its process stopped reporting before the payload was read"
+            reason = f"{_silence(process, lost_nodes)} before the payload was read"
             attempt = registry.attempts[payload.attempt_id]
             out += payloads.settle(attempt, process, payload, LOST, reason, wall)
     return out
+
+
+def _silence(process: Process, lost_nodes: Collection[str]) -> str:
+    lost = process.node_id is not None and process.node_id in lost_nodes
+    return f"its process stopped reporting{f', lost with node {process.node_id},' if lost else ''}"
 
 
 def stage_loss(attempt: Attempt, process: Process, work: Work, reason: str, wall: float) -> Put:

@@ -29,6 +29,9 @@ BEGUN_AGAIN: Final = "step_begun_again"
 ATTEMPT_BUNDLED: Final = "attempt_bundled"
 """Of an attempt that died: where its last step lies as a bundle, or why there is none."""
 
+NODE_LOST: Final = "node_lost"
+"""Of an attempt: the Ray cluster lost a node on which ranks of it reported."""
+
 REFUSED_CALL: Final = "refused_call"
 """Of a raw call of which nothing was taken."""
 

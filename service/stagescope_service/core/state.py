@@ -7,7 +7,7 @@ Only `handle`, `settle`, `expire` and `restore` change the state, in one thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent
@@ -381,16 +381,23 @@ class State:
         for process in self.registry.processes.values():
             process.lease_until = max(process.lease_until, now + self.lease_seconds)
 
-    def expire(self, now: float, wall: float) -> list[Instruction]:
-        """Mark the processes whose lease has expired as lapsed."""
+    def expire(
+        self, now: float, wall: float, lost_nodes: Collection[str] = ()
+    ) -> list[Instruction]:
+        """Mark the processes whose lease has expired as lapsed.
+
+        Losses name the node of those that were on one that the Ray cluster lost.
+        """
         out: list[Instruction] = []
         for process in [*self.registry.processes.values()]:
             if process.lease_until >= now:
                 continue
             if not (process.finished or process.lapsed):
-                out += departures.leave(self.registry, process, wall, finished=False)
+                out += departures.leave(
+                    self.registry, process, wall, finished=False, lost_nodes=lost_nodes
+                )
             elif process.payloads:
-                out += departures.lose_unread(self.registry, process, wall)
+                out += departures.lose_unread(self.registry, process, wall, lost_nodes)
         for attempt in self.registry.attempts.values():
             departures.release(attempt, wall)
             self.registry.forget(attempt, now)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +55,12 @@ T = TypeVar("T")
 _NICE: Final = 10
 _NODES_SECONDS: Final = 2.0
 _READ_SECONDS: Final = 120.0
+_UNREACHABLE_SECONDS: Final = 60.0
+"""How long a payload waits for a node that may be lost; Ray knows after about 15."""
+_PLANNED_DEATHS: Final = (1, 4)
+"""Ray's EXPECTED_TERMINATION and AUTOSCALER_DRAIN_IDLE."""
+_UNAVAILABLE: Final = (exceptions.ActorUnavailableError, exceptions.ActorUnschedulableError)
+"""Its node does not answer, and: it is known to be lost."""
 _GONE: Final = (
     exceptions.ObjectLostError,  # OwnerDiedError, ReferenceCountingAssertionError, ...
     exceptions.ObjectFetchTimedOutError,
@@ -81,6 +89,7 @@ class Ingestor:
             [Path(root) for root in roots],
             ring_bytes=ring_bytes,
             reserve_bytes=reserve_bytes,
+            alive=_living_nodes,
         )
         self._memory = _MemoryLimit(most_bytes)
         # One thread: two payloads at once would only alternate, and hold twice the memory.
@@ -215,6 +224,20 @@ def _start_worker(node_id: str) -> None:
         logger.warning("node %s has compiled, in %.0f s", node_id, time.monotonic() - began)
 
 
+def _is_lost(node: Mapping[str, Any]) -> bool:
+    return not node["Alive"] and node.get("DeathReason") not in _PLANNED_DEATHS
+
+
+def _death(node: Mapping[str, Any]) -> str:
+    """Return why a node of Ray's list is dead."""
+    return str(node.get("DeathReasonMessage") or "Ray does not say why")
+
+
+def _living_nodes() -> set[str]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"] for node in nodes if node["Alive"]}
+
+
 def _nothing() -> None:
     """Start the worker's thread."""
 
@@ -264,7 +287,10 @@ class Ingestors:
         self._handles: dict[str, object] = {}
         self._home = ray.get_runtime_context().get_node_id()
         self._alive: set[str] = set()
-        self._looked = 0.0
+        self.lost: dict[str, str] = {}
+        """The nodes that the cluster lost, and why each."""
+        self._looked = -math.inf
+        self._looking = threading.Lock()
 
     @property
     def home(self) -> str:
@@ -302,15 +328,27 @@ class Ingestors:
     def forget(self, node_id: str | None) -> None:
         """Look the ingestor of a node up again next time."""
         self._handles.pop(node_id or self.home, None)
-        self._looked = 0.0
+        self._looked = -math.inf
 
-    def _is_alive(self, node_id: str) -> bool:
-        # The list of nodes is a call to the cluster: not one for each payload.
-        now = time.monotonic()
-        if now - self._looked > _NODES_SECONDS:
+    def is_due(self) -> bool:
+        """Return whether the list of nodes is old; it is a call to the cluster."""
+        return time.monotonic() - self._looked > _NODES_SECONDS
+
+    def look(self) -> None:
+        """Read the list of nodes, unless another thread does so."""
+        if not self._looking.acquire(blocking=False):
+            return
+        try:
             nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
             self._alive = {node["NodeID"] for node in nodes if node["Alive"]}
-            self._looked = now
+            self.lost = {node["NodeID"]: _death(node) for node in nodes if _is_lost(node)}
+            self._looked = time.monotonic()
+        finally:
+            self._looking.release()
+
+    def _is_alive(self, node_id: str) -> bool:
+        if self.is_due():
+            self.look()
         return node_id in self._alive
 
     def all(self) -> dict[str, Any]:
@@ -324,22 +362,49 @@ class RayIngestors(IngestorClient):
     def __init__(self, settings: Settings) -> None:
         self._actors = Ingestors(settings)
         self.home = self._actors.home
+        self._tasks: set[asyncio.Future[None]] = set()
 
     def node_of(self, node_id: str | None) -> str:
         """Return the node whose ingestor serves calls for `node_id`."""
         return self._actors.place(node_id)
 
+    def lost_nodes(self) -> Mapping[str, str]:
+        """Return the nodes that the cluster lost, as of some seconds ago, and why each.
+
+        The list is read in a thread: while the GCS is away, that call waits for it.
+        """
+        if self._actors.is_due() and not self._tasks:
+            task = asyncio.ensure_future(asyncio.to_thread(self._actors.look))
+            self._tasks.add(task)
+            task.add_done_callback(self._looked)
+        return self._actors.lost
+
+    def _looked(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("the list of nodes cannot be read: %s", describe(error))
+
     async def ingest(
         self, node_id: str | None, key: PayloadKey, job: IngestJob, payload: object
     ) -> Outcome:
-        """Read a payload; once more where the ingestor died over it."""
+        """Read a payload; once more where the ingestor died over it.
+
+        While its node cannot be reached, it is tried again until Ray knows whether the node is
+        lost: then the home node's ingestor learns what became of the payload.
+        """
         reason = ""
-        for _ in range(2):
+        deadline = time.monotonic() + _UNREACHABLE_SECONDS
+        tries = 0
+        while tries < 2:
             try:
                 return await self._actors.handle_for(node_id).ingest.remote(key, job, payload)  # type: ignore[no-any-return]
-            except exceptions.RayActorError as error:  # noqa: PERF203
+            except (exceptions.RayActorError, *_UNAVAILABLE) as error:  # noqa: PERF203
                 reason = f"its ingestor died while reading it: {describe(error)}"
                 self._actors.forget(node_id)
+                if isinstance(error, _UNAVAILABLE) and time.monotonic() < deadline:
+                    await asyncio.sleep(_NODES_SECONDS)
+                else:
+                    tries += 1
             except Exception as error:  # any other error is final for this payload
                 reason = f"it could not be handed to an ingestor: {describe(error)}"
                 break

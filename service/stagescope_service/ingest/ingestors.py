@@ -10,7 +10,7 @@ import abc
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ from stagescope_service.ingest.rollout_join import RolloutRows
 from stagescope_service.store.artifacts import confine, read_piece, ring_directory
 from stagescope_service.store.contract import Put
 from stagescope_service.store.pins import Pinned
-from stagescope_service.store.ring import DEFAULT_RESERVE, Ring
+from stagescope_service.store.ring import DEFAULT_RESERVE, Ring, rings_left
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,10 @@ class IngestorClient(abc.ABC):
     @abc.abstractmethod
     def node_of(self, node_id: str | None) -> str:
         """Return the node whose ingestor serves calls for `node_id`."""
+
+    def lost_nodes(self) -> Mapping[str, str]:
+        """Return the nodes that the cluster lost, as far as is known, and why each."""
+        return {}
 
     @abc.abstractmethod
     async def ingest(
@@ -94,7 +98,14 @@ class IngestorClient(abc.ABC):
     async def join(
         self, node_id: str | None, key: PayloadKey, job: PayloadJob, sources: Sequence[Source]
     ) -> JoinAnswer | None:
-        """Join a trainer's payload with rollouts; None as in `recompute`."""
+        """Join a trainer's payload with rollouts; None as in `recompute`.
+
+        The rollouts of a gone node are where its ring was taken over, if anywhere.
+        """
+        sources = [
+            each if each.node_id is None else each._replace(node_id=self.node_of(each.node_id))
+            for each in sources
+        ]
         try:
             return await self._call(node_id, "join", key, job, sources)  # type: ignore[no-any-return]
         except Unreachable:
@@ -159,7 +170,17 @@ class IngestorClient(abc.ABC):
 
 
 class IngestWorker:
-    """The work of one node's ingestor; one call at a time, except calls on files."""
+    """The work of one node's ingestor; one call at a time, except calls on files.
+
+    Args:
+        node_id: of the node.
+        data_dir: of the service, on this node.
+        roots: directories whose files it may read.
+        ring_bytes: of the ring.
+        reserve_bytes: what it leaves free on the disk.
+        alive: returns the ids of the nodes that live; the rings of others are taken over. None:
+            no ring is.
+    """
 
     def __init__(
         self,
@@ -169,12 +190,14 @@ class IngestWorker:
         *,
         ring_bytes: int,
         reserve_bytes: int = DEFAULT_RESERVE,
+        alive: Callable[[], Collection[str]] | None = None,
     ) -> None:
         self.node_id = node_id
         self._data_dir = data_dir
         self._roots = roots
         self._ring_bytes = ring_bytes
         self._reserve_bytes = reserve_bytes
+        self._alive = alive
         self._reader: PayloadReader | None = None
 
     @property
@@ -182,10 +205,25 @@ class IngestWorker:
         """Its reader of payloads, opened with the first call."""
         if self._reader is None:
             directory = ring_directory(self._data_dir, self.node_id)
-            ring = Ring(directory, self._ring_bytes, reserve_bytes=self._reserve_bytes)
+            ring = Ring(
+                directory,
+                self._ring_bytes,
+                reserve_bytes=self._reserve_bytes,
+                left=self._rings_left(directory),
+            )
             keeper = Keeper(self._data_dir, self.node_id, self._reserve_bytes)
             self._reader = PayloadReader(self._data_dir, self.node_id, ring, keeper)
         return self._reader
+
+    def _rings_left(self, own: Path) -> list[Path]:
+        if self._alive is None:
+            return []
+        try:
+            alive = {ring_directory(self._data_dir, node).name for node in self._alive()}
+            return rings_left(own.parent, own.name, alive)
+        except Exception as error:  # neither the disk's nor Ray's refuses a payload
+            logger.warning("the rings of gone nodes are not taken over: %s", describe(error))
+            return []
 
     def ingest(self, key: PayloadKey, job: IngestJob, value: object) -> Outcome:
         """Read a payload whose tensors are in memory."""

@@ -185,6 +185,9 @@ class PayloadReader:
                 evidence={"node_id": self.node_id, "share": self.ring.max_pinned},
                 advice="unpin steps (stagescope unpin STEP), or raise STAGESCOPE_RING_BYTES",
             )
+        for taken in self.ring.take_taken_over():
+            name = f"ring/{taken.key.incarnation}/{taken.key.seq}"
+            yield Put("artifacts", {"artifact_id": name, "node_id": self.node_id})
         for evicted in self.ring.take_evicted():
             name = f"ring/{evicted.key.incarnation}/{evicted.key.seq}"
             yield Put("artifacts", {"artifact_id": name, "deleted_wall": time.time()})

@@ -35,7 +35,9 @@ class Pins:
         return len(self._names)
 
     def found(self, marker: Path) -> None:
-        """Register a marker found in the directory."""
+        """Register a marker found in the directory, or move it there from a gone node's."""
+        if marker.parent != self._directory:
+            marker.replace(self._directory / marker.name)
         self._names.add(marker.stem)
 
     def holds(self, *names: str) -> bool:

@@ -7,6 +7,10 @@ never raises into ingestion: payloads that could not be kept are counted and rep
 All state is in the names of its files, so a new process continues with the files it finds:
 `{attempt_id}~{step}~{seq}~{incarnation}.safetensors`, and `{attempt_id}~{step}.pin` or
 `{name}.pin` for what is pinned.
+
+A machine whose Ray begins anew is a new node, and so is the head of the next cluster on the same
+disk: a ring takes over the directories that gone nodes left there (`rings_left`). Their payloads
+stay where they are, since the catalogue has their paths, and count as its own.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import shutil
 import threading
 import urllib.parse
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -41,6 +45,8 @@ DEFAULT_RESERVE: Final = 512 << 20
 DEFAULT_PIN_SHARE: Final = 0.5
 
 _SUFFIX: Final = ".safetensors"
+_OWNER: Final = "owner"
+"""Name of the file that says which node has taken a directory over."""
 
 
 class RingKey(NamedTuple):
@@ -102,6 +108,7 @@ class Ring:
         max_bytes: maximum bytes of all files, including pinned ones. 0 keeps nothing.
         reserve_bytes: bytes that the ring leaves free on its disk for the catalogue and others.
         pin_share: maximum share of `max_bytes` for pinned files, 0 to 1.
+        left: directories of gone nodes to take over.
     """
 
     def __init__(
@@ -111,8 +118,10 @@ class Ring:
         *,
         reserve_bytes: int = DEFAULT_RESERVE,
         pin_share: float = DEFAULT_PIN_SHARE,
+        left: Sequence[Path] = (),
     ) -> None:
         self.directory = directory
+        self._left = tuple(left)
         self.max_bytes = max_bytes
         self.reserve_bytes = reserve_bytes
         self.max_pinned = int(max_bytes * pin_share)
@@ -125,6 +134,7 @@ class Ring:
         self._health = Health(True)
         self._evicted: deque[RingEntry] = deque(maxlen=10_000)
         self._unpinned: deque[RingEntry] = deque(maxlen=1000)
+        self._taken_over: list[RingEntry] = []
         self._scanned = False
         try:
             self._scan()
@@ -151,6 +161,12 @@ class Ring:
             evicted = list(self._evicted)
             self._evicted.clear()
             return evicted
+
+    def take_taken_over(self) -> list[RingEntry]:
+        """Return the payloads of gone nodes taken over since the last call, for the catalogue."""
+        with self._lock:
+            taken, self._taken_over = self._taken_over, []
+            return taken
 
     def keep(
         self,
@@ -231,8 +247,33 @@ class Ring:
 
     def _scan(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        found = self._found_in(self.directory)
+        for left in self._left:
+            try:
+                theirs = self._found_in(left)
+            except OSError as error:  # its own payloads are worth more
+                logger.warning("the ring of a gone node cannot be taken over: %s", error)
+                continue
+            found += theirs
+            if not theirs:
+                shutil.rmtree(left, ignore_errors=True)
+        for wall, key, path, size in sorted(found):
+            entry = RingEntry(key, path, size, wall, self._may_pin(key, size))
+            self._entries[key] = entry
+            self._bytes += size
+            if path.parent != self.directory:
+                self._taken_over.append(entry)
+        self._scanned = True
+        with contextlib.suppress(_NoRoom):  # max_bytes may be smaller than before
+            self._evict_to(self.max_bytes)
+
+    def _found_in(self, directory: Path) -> list[tuple[float, RingKey, Path, int]]:
+        """Return the payloads in a directory: when written, key, path, size; pins are registered.
+
+        Incomplete and damaged files are removed.
+        """
         found: list[tuple[float, RingKey, Path, int]] = []
-        for path in self.directory.iterdir():
+        for path in directory.iterdir():
             if path.suffix == SUFFIX:
                 self._pins.found(path)
             elif path.suffix == ".tmp":
@@ -242,15 +283,12 @@ class Ring:
                     key = RingKey.parse(path.stem)
                     if size := _checked_size(path):
                         found.append((path.stat().st_mtime, key, path, size))
-        for wall, key, path, size in sorted(found):
-            self._entries[key] = RingEntry(key, path, size, wall, self._may_pin(key, size))
-            self._bytes += size
-        self._scanned = True
-        with contextlib.suppress(_NoRoom):  # max_bytes may be smaller than before
-            self._evict_to(self.max_bytes)
+        return found
 
     def _enter(self, key: RingKey, path: Path, size: int) -> RingEntry:
         before = self._entries.pop(key, None)
+        if before is not None and before.path != path:
+            before.path.unlink(missing_ok=True)
         self._bytes += size - (before.bytes if before else 0)
         entry = RingEntry(key, path, size, path.stat().st_mtime, self._may_pin(key, size))
         self._entries[key] = entry
@@ -329,6 +367,35 @@ class Ring:
             for key, entry in self._entries.items():
                 if name in (key.name, key.step_name):
                     self._entries[key] = entry._replace(pinned=self._is_pinned(key))
+
+
+def rings_left(rings: Path, own: str, alive: Collection[str]) -> list[Path]:
+    """Return the directories below `rings` that gone nodes left, claimed for the node `own`.
+
+    On a disk that nodes share, the first node that asks has them.
+
+    Args:
+        rings: the directory of all rings of a data directory.
+        own: name of the directory of the node that asks.
+        alive: names of those of living nodes, `own` among them.
+    """
+    if own not in alive or not rings.is_dir():
+        return []
+    left = (path for path in rings.iterdir() if path.is_dir() and path.name not in alive)
+    return sorted(path for path in left if _claim(path, own, alive))
+
+
+def _claim(directory: Path, own: str, alive: Collection[str]) -> bool:
+    marker = directory / _OWNER
+    try:
+        with marker.open("x") as written:
+            written.write(own)
+    except FileExistsError:
+        owner = marker.read_text()
+        if owner != own and owner in alive:
+            return False
+        marker.write_text(own)
+    return True
 
 
 class _NoRoom(StagescopeError):

@@ -21,6 +21,7 @@ from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.findings import FindingLocation
 from stagescope_service.core.handshakes import reading_settings
 from stagescope_service.core.instructions import PayloadKey, Put
+from stagescope_service.ingest.ingestors import IngestWorker
 from stagescope_service.ingest.reader import Outcome, PayloadReader, sample_rows
 from stagescope_service.ingest.recompute import Recomputer
 from stagescope_service.statistics import PartRecord, assemble
@@ -54,6 +55,29 @@ def test_ids_of_prompts_taken_for_ids_of_samples_lose_no_token(tmp_path: Path) -
     found = [put.row for put in assembly.findings(whole, place) if isinstance(put, Put)]
     assert [row["kind"] for row in found] == ["sample_ids_contradict"]
     assert "group_ids" in found[0]["advice"]
+
+
+def test_what_a_gone_node_left_on_the_disk_is_read_again_and_told_to_the_catalogue(
+    tmp_path: Path,
+) -> None:
+    old = IngestWorker("old", tmp_path, [tmp_path], ring_bytes=1 << 20)
+    key = PayloadKey("incarnation", 1)
+    outcome = old.ingest(key, JOB, payload())
+    (row,) = [put.row for put in outcome.rows if put.table == "artifacts"]
+    beside = IngestWorker("b", tmp_path, [tmp_path], ring_bytes=1 << 20, alive=lambda: ("old", "b"))
+    assert beside.samples(key, JOB) is None  # it is the other's while that lives
+    new = IngestWorker("new", tmp_path, [tmp_path], ring_bytes=1 << 20, alive=lambda: ("new",))
+    assert new.samples(key, JOB) == [f"sample-{number}" for number in range(4)]
+    rows = new.ingest(PayloadKey("incarnation", 2), JOB, payload(seed=2)).rows
+
+    def nobody_knows() -> list[str]:
+        raise RuntimeError("the GCS is away")
+
+    third = IngestWorker("third", tmp_path, [tmp_path], ring_bytes=1 << 20, alive=nobody_knows)
+    assert third.ingest(PayloadKey("incarnation", 3), JOB, payload()).state == "ingested"
+    moved = [put.row for put in rows if put.table == "artifacts" and "kind" not in put.row]
+    assert moved == [{"artifact_id": row["artifact_id"], "node_id": "new"}]
+    assert Path(str(row["path"])).exists()
 
 
 @pytest.mark.parametrize(

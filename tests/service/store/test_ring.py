@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.support.stores import fill
 
 from stagescope.wire.errors import NotFound
-from stagescope_service.store.ring import Ring, RingKey
+from stagescope_service.store.ring import Ring, RingKey, rings_left
 from stagescope_service.store.tensorfile import WireTensor, size_of
 
 
@@ -195,6 +195,57 @@ def test_a_directory_that_cannot_be_used_is_tried_again(tmp_path: Path) -> None:
     (tmp_path / "ring").unlink()
     assert ring.keep(key(0), tensors()) is not None
     assert ring.health().healthy
+
+
+def test_the_ring_of_a_gone_node_is_taken_over_with_its_pins(tmp_path: Path) -> None:
+    old, own = tmp_path / "old", tmp_path / "own"
+    ring = ring_of(old)
+    for seq in range(3):
+        ring.keep(key(seq), tensors(value=seq), {"seq": seq})
+    ring.pin(key(1))
+    left = rings_left(tmp_path, "own", {"own"})
+    assert left == [old]
+    again = Ring(own, 55_000, reserve_bytes=0, pin_share=1.0, left=left)
+    assert held(again) == [0, 1, 2]
+    assert {entry.path.parent for entry in again.entries()} == {old}  # as the catalogue has them
+    assert [entry.key.seq for entry in again.take_taken_over()] == [0, 1, 2]
+    assert again.take_taken_over() == []
+    assert set(again.read(key(2)).tensors["p"][2]) == {2}
+    again.keep(key(2), tensors(value=9))  # a joined payload: now in its own directory alone
+    assert not (old / f"{key(2).name}.safetensors").exists()
+    for seq in range(3, 9):
+        again.keep(key(seq), tensors())
+    assert held(again) == [1, 5, 6, 7, 8]
+    assert [entry.key.seq for entry in again.take_evicted()] == [0, 2, 3, 4]
+    # The next node has both directories, and the pin.
+    third = Ring(
+        tmp_path / "third", 55_000, reserve_bytes=0, pin_share=1.0,
+        left=rings_left(tmp_path, "third", {"third"}),
+    )  # fmt: skip
+    assert sorted(held(third)) == [1, 5, 6, 7, 8]
+    third.unpin(key(1))
+    for seq in range(9, 15):
+        third.keep(key(seq), tensors())
+    assert held(third) == [10, 11, 12, 13, 14]
+    # Nothing is left in them: the next start removes them.
+    left = rings_left(tmp_path, "third", {"third"})
+    assert left == [old, own]
+    assert held(Ring(tmp_path / "third", 55_000, reserve_bytes=0, left=left)) == held(third)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["third"]
+
+
+def test_on_a_shared_disk_one_living_node_takes_a_ring_over(tmp_path: Path) -> None:
+    for name in ("gone", "a", "b"):
+        ring_of(tmp_path / name).keep(key(1), tensors())
+    alive = {"a", "b"}
+    assert rings_left(tmp_path, "a", alive) == [tmp_path / "gone"]
+    assert rings_left(tmp_path, "b", alive) == []
+    assert rings_left(tmp_path, "a", alive) == [tmp_path / "gone"]  # its next process
+    # With the node that took it over, that one's ring is left, too.
+    assert rings_left(tmp_path, "b", {"b"}) == [tmp_path / "a", tmp_path / "gone"]
+    # A list without the node that asks is not believed.
+    assert rings_left(tmp_path, "c", {"b"}) == []
+    assert rings_left(tmp_path / "nowhere", "a", alive) == []
 
 
 def test_a_full_disk_stops_keeping_and_says_so(small_disk: Path) -> None:
