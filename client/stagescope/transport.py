@@ -1,8 +1,8 @@
 """HTTP calls to the service: tokens, retries within a deadline, and answers or typed errors.
 
-Every call is retried on 503 "not ready", because the service did nothing. Reading calls are also
-retried on a broken connection, 502, 503 and 504, so that a notebook survives a restart of the
-service. A call that changes something is never retried once it may have arrived.
+Every call is retried on 503 "not ready" and on 429, because the service did nothing. Reading calls
+are also retried on a broken connection, 502, 503 and 504, so that a notebook survives a restart of
+the service. A call that changes something is never retried once it may have arrived.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from stagescope.wire.errors import (
     NotFound,
     NotReady,
     StagescopeError,
+    TooManyRequests,
     Unauthorized,
     Unreachable,
     error_of_code,
@@ -51,6 +52,7 @@ _BY_STATUS: Final[Mapping[int, type[StagescopeError]]] = {
     409: Conflict,
     413: InvalidInput,
     422: InvalidInput,
+    429: TooManyRequests,
     502: Unreachable,
     503: NotReady,
     504: Unreachable,
@@ -302,11 +304,11 @@ def _never(problem: StagescopeError, status: int | None) -> bool:
 
 
 def _if_not_ready(problem: StagescopeError, status: int | None) -> bool:
-    return status == 503 and type(problem) is NotReady
+    return status == 429 or (status == 503 and type(problem) is NotReady)
 
 
 def _if_unavailable(problem: StagescopeError, status: int | None) -> bool:
-    return status in (None, 502, 503, 504)
+    return status in (None, 429, 502, 503, 504)
 
 
 def _retry_after(response: httpx.Response, backoff: float) -> float:

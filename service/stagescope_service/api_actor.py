@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stagescope.wire.framing import WirePayload
-    from stagescope_service.api.auth import AccessTokens
     from stagescope_service.api.dependencies import Commands, Dependencies, Reply
     from stagescope_service.api.server import ApiServer
+    from stagescope_service.api.tokens import AccessTokens
     from stagescope_service.settings import Settings
     from stagescope_service.store.queries.runs import DiedAttempt
 
@@ -188,8 +188,8 @@ class ApiActor:
     def _serve(self) -> ApiServer:
         from stagescope_service import service_file
         from stagescope_service.api.app import make_app
-        from stagescope_service.api.auth import AccessTokens
         from stagescope_service.api.server import ApiServer, raise_file_limit
+        from stagescope_service.api.tokens import AccessTokens
         from stagescope_service.store.catalogue import Catalogue
 
         settings = self._settings

@@ -19,8 +19,9 @@ from ray import exceptions
 from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE, ingestor_name
 from stagescope.wire.errors import Conflict, InvalidInput, NotReady, Unreachable
 from stagescope_service import clusters, embedded, service_file
-from stagescope_service.api.auth import AccessTokens, check_bind, token_path
+from stagescope_service.api.auth import check_bind
 from stagescope_service.api.server import bind
+from stagescope_service.api.tokens import AccessTokens, token_path
 from stagescope_service.settings import Settings
 
 if TYPE_CHECKING:

@@ -6,11 +6,12 @@ settings.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -20,13 +21,14 @@ MIB = 1 << 20
 _ADDRESS = re.compile(
     r"(?=.{1,500}$)https?://([\w.-]+|\[[0-9A-Fa-f:]+\])(:\d+)?(/[\w.~%/-]*)?", re.ASCII
 )
+_OWN_HEADERS = frozenset({"authorization", "cookie", "host", "origin", "x-stagescope-user"})
 
 
 class Settings(BaseSettings):
     """The configuration of one service, read once at its start.
 
     In the environment, lists are paths joined by `:` (`allowed_roots`) or names joined
-    by `,` (`allowed_hosts`, `allowed_origins`, `webhook_hosts`).
+    by `,` (`allowed_hosts`, `allowed_origins`, `trusted_proxies`, `webhook_hosts`).
 
     Usage:
         >>> Settings(data_dir="/data/stagescope", port=0)   # everything else by default
@@ -37,7 +39,7 @@ class Settings(BaseSettings):
 
     home: Path = Field(
         default=Path("~/.stagescope"),
-        description="Directory of the two tokens and of service.json (made with mode 0700).",
+        description="Directory of the tokens and of service.json (made with mode 0700).",
     )
     data_dir: Path | None = Field(
         default=None,
@@ -78,6 +80,20 @@ class Settings(BaseSettings):
         default=(),
         description="Directories in which a capture's data_dir and config_path may lie, beside "
         "the service's data_dir.",
+    )
+
+    trusted_proxy_header: str | None = Field(
+        default=None,
+        description="Header by which a reverse proxy says who logged in to it (X-Forwarded-Email, "
+        "say). Default: none is believed. The proxy must remove it from what browsers send.",
+    )
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Addresses or networks from which that header is believed; default: loopback.",
+    )
+    trusted_proxy_role: Literal["none", "read", "operate"] = Field(
+        default="read",
+        description="What people may do whom the proxy names and `stagescope token` does not.",
     )
 
     public_url: str | None = Field(
@@ -225,12 +241,28 @@ class Settings(BaseSettings):
             value = [part for part in value.split(os.pathsep) if part]
         return tuple(Path(part).expanduser().absolute() for part in value)
 
-    @field_validator("allowed_hosts", "allowed_origins", "webhook_hosts", mode="before")
+    @field_validator(
+        "allowed_hosts", "allowed_origins", "webhook_hosts", "trusted_proxies", mode="before"
+    )
     @classmethod
     def _split_names(cls, value: str | Iterable[str]) -> tuple[str, ...]:
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(value)
+
+    @field_validator("trusted_proxies", mode="after")
+    @classmethod
+    def _check_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(ipaddress.ip_network(each, strict=False)) for each in value)
+
+    @field_validator("trusted_proxy_header", mode="after")
+    @classmethod
+    def _check_header(cls, value: str | None) -> str | None:
+        if not value:
+            return None
+        if not re.fullmatch(r"[A-Za-z0-9-]{1,100}", value) or value.lower() in _OWN_HEADERS:
+            raise ValueError("a header of the proxy's own, such as X-Forwarded-Email")
+        return value
 
     @field_validator("webhook_hosts", mode="after")
     @classmethod
@@ -284,6 +316,11 @@ class Settings(BaseSettings):
     def data_path(self) -> Path:
         """The data directory, absolute."""
         return self.data_dir or self.home / "data"
+
+    @property
+    def proxy_networks(self) -> tuple[str, ...]:
+        """The networks from which the proxy's header is believed."""
+        return self.trusted_proxies or ("127.0.0.0/8", "::1/128")
 
     @property
     def catalogue_url(self) -> str:

@@ -18,9 +18,9 @@ from tests.support.stores import rows_of
 from stagescope.wire import schema
 from stagescope.wire.errors import Unreachable
 from stagescope_service.api.app import make_app
-from stagescope_service.api.auth import AccessTokens
 from stagescope_service.api.dependencies import Commands
 from stagescope_service.api.server import ApiServer
+from stagescope_service.api.tokens import AccessTokens
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.effects import Clock, Effects
 from stagescope_service.core.instructions import Ingest

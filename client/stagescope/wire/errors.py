@@ -11,6 +11,7 @@
     * `Unauthorized` - no token, or a wrong one (401)
     * `Forbidden` - a token that may read but not operate, or a path outside the allowed roots (403)
     * `Conflict` - the request contradicts what is in force (409)
+    * `TooManyRequests` - a token has sent as many as it may in a minute: retry (429)
     * `NotReady` - the service is starting, or its catalogue cannot be opened: retry (503)
     * `Unreachable` - the service, a node or an artifact cannot be reached (502)
     * `StoreError` - an operation on the catalogue or the data directory failed (500)
@@ -52,6 +53,7 @@ __all__ = [
     "StagescopeError",
     "StoreError",
     "TooLarge",
+    "TooManyRequests",
     "Unauthorized",
     "UnknownName",
     "Unreachable",
@@ -180,6 +182,13 @@ class Conflict(StagescopeError):
 
     status = 409
     code = "conflict"
+
+
+class TooManyRequests(StagescopeError):
+    """Raised when a token has sent as many requests as it may in a minute; nothing was done."""
+
+    status = 429
+    code = "too_many_requests"
 
 
 class NotReady(StagescopeError):

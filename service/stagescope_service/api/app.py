@@ -39,22 +39,27 @@ from stagescope_service.api import (
     triggers,
     weights,
 )
-from stagescope_service.api.auth import OPEN_PATHS, WHOAMI, AccessTokens, Guard, check_bind
+from stagescope_service.api.auth import OPEN_PATHS, WHOAMI, Guard, check_bind
 from stagescope_service.api.bundle import routes as bundle
 from stagescope_service.api.dependencies import Commands, Dependencies
 from stagescope_service.api.figures import routes as figures
 from stagescope_service.api.models.comparisons import comparison_schemas
 from stagescope_service.api.report import routes as report
 from stagescope_service.api.requests import Answer, BodyReaders, check_query
+from stagescope_service.api.restricted import DependenciesOf, check_route
+from stagescope_service.api.token_file import TokenFile
+from stagescope_service.api.tokens import Access, AccessTokens
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 
 DESCRIPTION: Final = """\
 Which round, which token, which rank, which operator went wrong.
 
-**Tokens.** `Authorization: Bearer <token>`. The read token answers GET; the operate token also
-POST, PUT and DELETE, `/events` and `/poll` included. `/healthz` and `/readyz` need none. A browser
-trades a token for a cookie: `POST /login`.
+**Tokens.** `Authorization: Bearer <token>`. A token of the role read answers GET; one of operate
+also POST, PUT and DELETE, `/events` and `/poll` included; an admin's also `/audit`. `/healthz` and
+`/readyz` need none. A browser trades a token for a cookie: `POST /login`. A token that sees some
+runs only gets answers in which there are no others, and 403 from what is about all of them. One
+that has sent as many requests as it may in a minute gets 429, with `Retry-After`.
 
 **Numbers.** A number that is not finite is the string `"nan"`, `"inf"` or `"-inf"`: JSON has no
 such numbers. `null` means unknown. Times that end in `_wall` are Unix seconds of the service's
@@ -102,7 +107,7 @@ def make_app(
         openapi_url=None,  # FastAPI would build the document on the event loop, for seconds
         docs_url=None,  # both load their scripts from elsewhere; see `page.docs`
         redoc_url=None,
-        dependencies=[Depends(check_query)],
+        dependencies=[Depends(check_route), Depends(check_query)],
         default_response_class=Answer,
         responses={
             "4XX": {"description": "A problem", "content": {problems.MEDIA_TYPE: _PROBLEM}},
@@ -112,6 +117,10 @@ def make_app(
     )
     app.state.settings = settings
     app.state.tokens = tokens
+    access = None
+    if tokens is not None:
+        access = Access(tokens, TokenFile(settings.home, tokens.operate))
+    app.state.access = access
     app.state.watcher = stream.Watcher(catalogue, clock)
     app.state.bodies = BodyReaders(settings)
     app.state.event_slots = asyncio.Semaphore(settings.max_bodies)
@@ -120,9 +129,10 @@ def make_app(
     app.state.deps = Dependencies.build(
         catalogue=catalogue, commands=commands, settings=settings, clock=clock
     )
+    app.state.deps_of = DependenciesOf(app.state.deps)
     problems.add_handlers(app)
     app.add_middleware(page.EntityTags)
-    app.add_middleware(Guard, settings=settings, tokens=tokens)
+    app.add_middleware(Guard, settings=settings, access=access)
     for router in _ROUTERS:
         app.include_router(router, dependencies=[Depends(_BEARER)])
     app.openapi = lambda: _make_document(app)  # type: ignore[method-assign]
@@ -161,7 +171,7 @@ _ROUTERS: Final = (
 _PROBLEM: Final = {"schema": {"$ref": "#/components/schemas/Problem"}}
 
 # Only for the document: the guard checks the token before a route is found.
-_BEARER: Final = HTTPBearer(auto_error=False, description="The read or the operate token.")
+_BEARER: Final = HTTPBearer(auto_error=False, description="A token of the service.")
 
 
 def _operation_id(route: APIRoute) -> str:

@@ -1,26 +1,20 @@
-"""Authentication: two bearer tokens, the cookie of a login, and the checks of Host and Origin.
+"""Authentication: bearer tokens, the cookie of a login, a proxy's header, and Host and Origin.
 
-The read token allows GET and the POST routes of `READ_POSTS`. The operate token allows everything,
-`POST /events` and `POST /poll` included: a client that may send numbers may mislead their readers.
+A token of the role read may GET, and POST what `READ_POSTS` names. One of the role operate may do
+everything but read the audit, `POST /events` and `POST /poll` included: a client that may send
+numbers may mislead their readers. An admin may read the audit, too.
 
 A browser trades a token for a cookie (`POST /login`), because it can neither keep a token safely
-nor send one with every request. The cookie holds an HMAC of the token, never the token.
+nor send one with every request. The cookie holds an HMAC, never the token. Where the settings name
+a header by which a reverse proxy says who logged in to it, that is believed of this proxy alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import hmac
 import ipaddress
-import logging
-import os
-import secrets
 import socket
-import stat
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
@@ -28,13 +22,18 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stagescope.wire.errors import Forbidden, InvalidInput, StagescopeError, TooLarge, Unauthorized
+from stagescope.wire.errors import (
+    Forbidden,
+    InvalidInput,
+    StagescopeError,
+    TooLarge,
+    TooManyRequests,
+    Unauthorized,
+)
 from stagescope_service.api.problems import error_response
+from stagescope_service.api.token_file import PERSON, RateLimits, Role, RunPatterns, Token
+from stagescope_service.api.tokens import Access, AccessTokens
 from stagescope_service.settings import Settings
-
-log = logging.getLogger(__name__)
-
-Grade = Literal["read", "operate"]
 
 PREFIX: Final = "/v1"
 """The version of the API: below it every path is the one without it, see docs/api.md."""
@@ -49,101 +48,40 @@ READ_POSTS: Final = frozenset(
     {"/comparisons", "/operators/divergence", "/operators/tensors", "/triggers/test"}
 )
 """POST routes that change nothing (their arguments are too long for a query): read is enough."""
+REPORTS: Final = frozenset({"/events", "/poll", "/drain"})
+"""What trainings send: asking must not slow them, so these have a limit of their own."""
 USER_HEADER: Final = "x-stagescope-user"
-TOKEN_BYTES: Final = 32
 COOKIE: Final = "stagescope"
 COOKIE_SECONDS: Final = 7 * 24 * 3600
-_MAX_LOGINS: Final = 8
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AccessTokens:
-    """The two tokens of a service, left out of every repr and log."""
-
-    read: str = dataclasses.field(repr=False)
-    operate: str = dataclasses.field(repr=False)
-
-    @classmethod
-    def load(cls, settings: Settings) -> AccessTokens:
-        """Read the tokens from the settings or from their files, which are created if missing.
-
-        Raises:
-            Forbidden: a token's file is not a plain file of this user.
-            InvalidInput: a token is too short, or both are equal.
-        """
-        given = {"read": settings.read_token, "operate": settings.operate_token}
-        tokens = {
-            grade: secret.get_secret_value() if secret else _read_token_file(settings.home, grade)
-            for grade, secret in given.items()
-        }
-        for grade, token in tokens.items():
-            if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
-                raise InvalidInput(
-                    f"the {grade} token cannot be used",
-                    expected="16 or more printable ASCII characters without spaces",
-                    advice=f"delete {token_path(settings.home, grade)} to have a new one made",
-                )
-        if hmac.compare_digest(tokens["read"], tokens["operate"]):
-            raise InvalidInput("the read and the operate token are one", expected="two tokens")
-        return cls(**tokens)
-
-    def grade(self, token: str) -> Grade | None:
-        """Return what `token` allows, in constant time."""
-        encoded = token.encode("utf-8", "surrogateescape")
-        may_operate = hmac.compare_digest(encoded, self.operate.encode())
-        may_read = hmac.compare_digest(encoded, self.read.encode())
-        return "operate" if may_operate else "read" if may_read else None
-
-    def login(self, grade: Grade, cookie: str = "") -> str:
-        """Return the cookie of a browser that presented the token of `grade`.
-
-        Browsers send a host's cookies to all of its ports, where tunnels may lead to several
-        services. The logins of others that `cookie` (the one so far) holds are kept.
-        """
-        own = self._keys[grade]
-        return ".".join([own, *self._others(cookie)][:_MAX_LOGINS])
-
-    def logout(self, cookie: str) -> str:
-        """Return a cookie without the logins of this service; empty where none is left."""
-        return ".".join(self._others(cookie))
-
-    def grade_of(self, cookie: str) -> Grade | None:
-        """Return what the logins of a cookie allow, in constant time."""
-        logins = [login.encode("utf-8", "surrogateescape") for login in cookie.split(".")]
-        found: Grade | None = None
-        for grade, key in self._keys.items():
-            same = [hmac.compare_digest(login, key.encode()) for login in logins[:_MAX_LOGINS]]
-            found = grade if any(same) else found
-        return found
-
-    def _others(self, cookie: str) -> list[str]:
-        return [login for login in cookie.split(".") if login and login not in self._keys.values()]
-
-    @property
-    def _keys(self) -> dict[Grade, str]:
-        """What a cookie holds for each grade, the higher one last."""
-        tokens: dict[Grade, str] = {"read": self.read, "operate": self.operate}
-        return {
-            grade: hmac.new(token.encode(), f"login {grade}".encode(), hashlib.sha256).hexdigest()
-            for grade, token in tokens.items()
-        }
+_SAID: Final = str.maketrans("", "", "()")
+"""Removes what ends the service's own part of a name in the audit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request, for the audit."""
+    """The sender of a request; its text is what the audit has."""
 
     user: str
-    grade: Grade | Literal["open"]
+    """What it calls itself."""
+    grade: Role | Literal["open"]
     address: str
+    token: Token | None = None
+    """None: without any, or one of the two of the home."""
+    person: str | None = None
+    """Whom the proxy named."""
+
+    @property
+    def runs(self) -> RunPatterns | None:
+        """The runs that it may see; None: every run."""
+        return None if self.token is None else self.token.runs
 
     def __str__(self) -> str:
-        return f"{self.user} ({self.grade} token, {self.address})"
-
-
-def token_path(home: Path, grade: str) -> Path:
-    """Return the file of the token of `grade`."""
-    return home / f"{grade}.token"
+        if self.token is None and self.person is None:
+            return f"{self.user} ({self.grade} token, {self.address})"
+        also = "" if self.user == "unknown" else f", as {self.user.translate(_SAID)}"
+        if self.person is None and self.token is not None:
+            return f"token {self.token.name} ({self.grade}{also}, {self.address})"
+        return f"person {self.person} ({self.grade} by proxy{also}, {self.address})"
 
 
 def check_bind(settings: Settings, tokens: AccessTokens | None) -> None:
@@ -167,9 +105,11 @@ class Guard:
     the path first: nothing behind it knows the prefix.
     """
 
-    def __init__(self, app: ASGIApp, *, settings: Settings, tokens: AccessTokens | None) -> None:
+    def __init__(self, app: ASGIApp, *, settings: Settings, access: Access | None) -> None:
         self.app = app
-        self.tokens = tokens
+        self.access = access
+        self.limits = RateLimits()
+        self.proxy = None if settings.trusted_proxy_header is None else _Proxy(settings)
         self.max_body_bytes = settings.max_body_bytes
         self.hosts = _own_names(settings)
         self.origins = {origin.rstrip("/").lower() for origin in settings.allowed_origins}
@@ -187,7 +127,8 @@ class Guard:
         try:
             scope.setdefault("state", {})["caller"] = self.check(scope)
         except StagescopeError as error:
-            await error_response(error, scope["path"])(scope, receive, send)
+            seconds = error.seconds if isinstance(error, _OverLimit) else None
+            await error_response(error, scope["path"], seconds)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -198,6 +139,7 @@ class Guard:
             Forbidden: a foreign Host or Origin, or a token that may not do this.
             Unauthorized: no token, or a wrong one.
             TooLarge: a declared body over the limit.
+            TooManyRequests: the token has sent as many as it may.
         """
         headers = Headers(scope=scope)
         self._check_host(headers.get("host", ""))
@@ -241,59 +183,145 @@ class Guard:
         address = (scope.get("client") or ("local", 0))[0]
         if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FOLDER):
             return Caller(user, "open", address)
-        if self.tokens is None:
+        if self.access is None:
             return Caller(user, "operate", address)
-        cookie = Request(scope).cookies.get(COOKIE, "")
         try:
-            if "authorization" in headers or not cookie:
-                grade = self._grade(headers.get("authorization", ""))
-            else:
-                grade = self._grade_of_login(scope["method"], headers, cookie)
+            caller = self._authenticate(scope, headers, self.access, user, address)
         except Unauthorized:
             if scope["path"] != WHOAMI:
                 raise
             return Caller(user, "open", address)
         is_read = scope["method"] in READ_METHODS or scope["path"] in READ_POSTS
-        if grade == "read" and not is_read:
+        if caller.grade == "read" and not is_read:
             raise Forbidden(
                 f"the read token may not {scope['method']} {scope['path']:.100}",
-                expected="the operate token (home/operate.token)",
+                expected="the operate token (home/operate.token), or another of this role",
             )
-        return Caller(user, grade, address)
+        if caller.token is not None:
+            self._count(caller.token, is_report=scope["path"] in REPORTS)
+        return caller
 
-    def _grade(self, authorization: str) -> Grade:
-        assert self.tokens is not None
-        scheme, _, token = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not token.strip():
-            raise Unauthorized(
-                "the request has no bearer token",
-                expected="Authorization: Bearer <token>, or the cookie of a login on the page",
-                advice="the tokens are in read.token and operate.token of the service's home",
-            )
-        grade = self.tokens.grade(token.strip())
-        if grade is None:
-            raise Unauthorized(
-                "the bearer token is not one of this service",
-                expected="the content of read.token or operate.token of the service's home",
-            )
-        return grade
-
-    def _grade_of_login(self, method: str, headers: Headers, cookie: str) -> Grade:
-        assert self.tokens is not None
-        grade = self.tokens.grade_of(cookie)
-        if grade is None:
-            raise Unauthorized(
-                "the login is not one of this service, or its token was replaced",
-                expected="a login with a token of today",
-                advice="log in again with the content of read.token or operate.token",
-            )
-        if method not in READ_METHODS and not _is_own_page(headers):
+    def _authenticate(
+        self, scope: Scope, headers: Headers, access: Access, user: str, address: str
+    ) -> Caller:
+        """Return the sender by its bearer token, else by the proxy's header, else by its cookie."""
+        person = self.proxy.person(headers, address) if self.proxy else None
+        cookie = Request(scope).cookies.get(COOKIE, "")
+        if "authorization" in headers or (person is None and not cookie):
+            token = _of_bearer(access, headers.get("authorization", ""))
+            return _caller(user, token, address)
+        if person is not None and self.proxy is not None:
+            own = access.of_person(person)
+            grade = self.proxy.role if own is None else own.role
+            if grade is None:
+                raise Forbidden(
+                    f"{person} may not use this service",
+                    expected="a person of `stagescope token add NAME --proxy-user PERSON`",
+                )
+            caller = Caller(user, grade, address, own, person)
+        else:
+            caller = _caller(user, _of_cookie(access, cookie), address)
+        # The browser sends both by itself, whichever page asks it to.
+        if scope["method"] not in READ_METHODS and not _is_own_page(headers):
             raise Forbidden(
                 "a login changes nothing on request of another page",
                 expected="Sec-Fetch-Site: same-origin, or an Origin of this service",
                 advice="programs send a bearer token instead of the cookie",
             )
-        return grade
+        return caller
+
+    def _count(self, token: Token, *, is_report: bool) -> None:
+        seconds = self.limits.wait(token, is_report=is_report)
+        if seconds:
+            limit = token.reports_per_minute if is_report else token.per_minute
+            what = "reports of a training" if is_report else "requests"
+            raise _OverLimit(token.name, f"{limit} {what}", seconds)
+
+
+class _OverLimit(TooManyRequests):
+    """That a token is over its limit, with the seconds after which it may send again."""
+
+    def __init__(self, name: str, limit: str, seconds: int) -> None:
+        super().__init__(
+            f"{name} has sent more than the {limit} that it may in a minute",
+            advice=f"nothing was done; send the same again in {seconds} s",
+        )
+        self.seconds = seconds
+
+
+class _Proxy:
+    """Says whom a trusted reverse proxy names."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.header = (settings.trusted_proxy_header or "").lower()
+        role = settings.trusted_proxy_role
+        self.role: Role | None = None if role == "none" else role
+        """Of people who are in no file."""
+        self._networks = [ipaddress.ip_network(each) for each in settings.proxy_networks]
+
+    def person(self, headers: Headers, address: str) -> str | None:
+        """Return whom the header names; None where the request has none.
+
+        Raises:
+            Forbidden: it does not come from the proxy.
+            InvalidInput: it names several people, or nobody who can be named.
+        """
+        names = [name.strip() for name in headers.getlist(self.header)]
+        if not any(names):
+            return None
+        if not self._is_trusted(address):
+            raise Forbidden(
+                f"{self.header} is not believed of {address}",
+                expected="the address of the proxy, as STAGESCOPE_TRUSTED_PROXIES has it",
+                advice="send a bearer token instead, and not this header",
+            )
+        if len(names) > 1 or not PERSON.fullmatch(names[0]):
+            raise InvalidInput(
+                f"{self.header} is {', '.join(names)!r:.200}", expected="the name of one person"
+            )
+        return names[0]
+
+    def _is_trusted(self, address: str) -> bool:
+        try:
+            found = ipaddress.ip_address(address)
+        except ValueError:
+            return False
+        if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+            found = found.ipv4_mapped
+        return any(found in network for network in self._networks)
+
+
+def _caller(user: str, token: Token, address: str) -> Caller:
+    return Caller(user, token.role, address, token if token.name else None)
+
+
+def _of_bearer(access: Access, authorization: str) -> Token:
+    scheme, _, text = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not text.strip():
+        raise Unauthorized(
+            "the request has no bearer token",
+            expected="Authorization: Bearer <token>, or the cookie of a login on the page",
+            advice="the tokens are in read.token and operate.token of the service's home",
+        )
+    token = access.of_bearer(text.strip())
+    if token is None:
+        raise Unauthorized(
+            "the bearer token is not one of this service",
+            expected="the content of read.token or operate.token of the service's home, or a "
+            "token of `stagescope token add` that was neither rotated nor removed",
+        )
+    return token
+
+
+def _of_cookie(access: Access, cookie: str) -> Token:
+    token = access.of_cookie(cookie)
+    if token is None:
+        raise Unauthorized(
+            "the login is not one of this service, or its token was replaced",
+            expected="a login with a token of today",
+            advice="log in again with the content of read.token or operate.token",
+        )
+    return token
 
 
 def _is_own_page(headers: Headers) -> bool:
@@ -303,45 +331,6 @@ def _is_own_page(headers: Headers) -> bool:
         return site == "same-origin"
     host = headers.get("origin", "").lower().partition("://")[2]
     return bool(host) and host == headers.get("host", "").lower()
-
-
-def _read_token_file(home: Path, grade: str) -> str:
-    """Return the content of a token's file, which is created if missing."""
-    path = token_path(home, grade)
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not path.is_symlink() and not path.exists():
-        _create_token_file(path)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise Forbidden(
-            f"the token file {path} cannot be read ({error.strerror})",
-            expected="a plain file of the service's user",
-        ) from error
-    with os.fdopen(descriptor, "r", encoding="ascii", errors="replace") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise Forbidden(
-                f"the token file {path} is not a plain file of this user",
-                expected=f"a file of user {os.geteuid()}",
-            )
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            log.warning("token file %s was readable by others: its mode is now 0600", path)
-            os.fchmod(file.fileno(), 0o600)
-        return file.read(1000).strip()
-
-
-def _create_token_file(path: Path) -> None:
-    # Linked when complete: another service that starts now cannot read a part of a token.
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        draft.unlink()
 
 
 def _own_names(settings: Settings) -> frozenset[str]:

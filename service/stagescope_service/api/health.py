@@ -1,4 +1,4 @@
-"""Routes about the service itself: liveness, readiness, status, and metrics for Prometheus."""
+"""Routes about the service itself: liveness, readiness, status, audit, metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import importlib.metadata
 from typing import Final
 
 import anyio
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from stagescope.wire.errors import NotReady, StagescopeError
+from stagescope.wire.errors import Forbidden, NotReady, StagescopeError
 from stagescope.wire.links import Link
 from stagescope_service.api import prometheus
+from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Dependencies, Deps
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.models import service as models
-from stagescope_service.api.requests import Answer
+from stagescope_service.api.requests import Answer, PageOf
 
 router = APIRouter(tags=["service"])
 
@@ -60,6 +61,24 @@ async def status(deps: Deps) -> Answer:
     except (StagescopeError, OSError):
         answer["catalogue_bytes"] = None
     return Answer(answer)
+
+
+@router.get("/audit", response_model=models.Audit)
+def audit(request: Request, deps: Deps, page: PageOf) -> Answer:
+    """List who changed what, the newest first; needs the token of an admin.
+
+    `by` names the token, what its sender calls itself, and its address. `detail` is what was
+    requested; of the webhooks of rules only host and format are shown.
+    """
+    has_tokens = request.app.state.access is not None  # else everybody here may do everything
+    if has_tokens and caller_of(request).grade != "admin":
+        raise Forbidden(
+            "the audit says who did what in every run",
+            expected="the token of an admin",
+            advice="`stagescope token add NAME --role admin`, where the service's home is",
+        )
+    rows = deps.catalogue.audit(limit=page.limit + 1, offset=page.offset)
+    return Answer(page.first_of([{**row} for row in rows]))
 
 
 @router.get(

@@ -21,11 +21,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagescope.wire.errors import NotFound, Unauthorized
-from stagescope_service.api.auth import COOKIE, COOKIE_SECONDS, AccessTokens, caller_of
+from stagescope_service.api.auth import COOKIE, COOKIE_SECONDS, caller_of
 from stagescope_service.api.dependencies import Deps
 from stagescope_service.api.models import service as models
 from stagescope_service.api.models.bodies import LoginRequest
 from stagescope_service.api.requests import Answer, read_json
+from stagescope_service.api.tokens import Access
 from stagescope_service.figure_style import plotly_script
 
 router = APIRouter(tags=["page"])
@@ -47,27 +48,28 @@ async def login(request: Request, deps: Deps) -> Response:
     """
     fields = await read_json(request, deps.settings, limit=_MAX_LOGIN_BYTES)
     body = LoginRequest.parse(fields)
-    tokens: AccessTokens | None = request.app.state.tokens
+    access: Access | None = request.app.state.access
     answer = Response(status_code=204)
-    if tokens is None:
+    if access is None:
         return answer
-    grade = tokens.grade(body.token.strip())
-    if grade is None:
+    token = access.of_bearer(body.token.strip())
+    if token is None:
         raise Unauthorized(
             "this is not a token of this service",
-            expected="the content of read.token or operate.token of the service's home",
+            expected="a token of your own, or the content of read.token or operate.token of the "
+            "service's home",
         )
-    _set_cookie(request, answer, tokens.login(grade, request.cookies.get(COOKIE, "")))
+    _set_cookie(request, answer, access.login(token, request.cookies.get(COOKIE, "")))
     return answer
 
 
 @router.post("/logout", status_code=204, response_class=Response)
 async def logout(request: Request) -> Response:
     """Remove the login of this service from the browser's cookie."""
-    tokens: AccessTokens | None = request.app.state.tokens
+    access: Access | None = request.app.state.access
     answer = Response(status_code=204)
-    if tokens is not None and COOKIE in request.cookies:
-        _set_cookie(request, answer, tokens.logout(request.cookies[COOKIE]))
+    if access is not None and COOKIE in request.cookies:
+        _set_cookie(request, answer, access.logout(request.cookies[COOKIE]))
     return answer
 
 
@@ -77,10 +79,16 @@ async def whoami(request: Request, deps: Deps) -> Answer:
     caller = caller_of(request)
     # Of `BundleCommands` alone.
     bundle, opens = (getattr(deps.commands, name, None) for name in ("bundle", "opens"))
+    role = None if caller.grade == "open" else caller.grade
     return Answer(
         {
-            "grade": None if caller.grade == "open" else caller.grade,
+            "grade": "operate" if role == "admin" else role,
+            # Without tokens everybody on this machine may do everything.
+            "role": "admin" if request.app.state.access is None else role,
             "user": caller.user,
+            "token": caller.token.name if caller.token and not caller.person else None,
+            "person": caller.person,
+            "runs": None if caller.runs is None else [*caller.runs],
             "bundle": bundle if isinstance(bundle, str) else None,
             "opens": opens if opens and isinstance(opens, str) else None,
         }

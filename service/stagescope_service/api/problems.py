@@ -70,12 +70,14 @@ def problem(error: StagescopeError, path: str, status: int, code: str) -> JsonOb
     }
 
 
-def error_response(error: StagescopeError, path: str) -> Response:
-    """Return the answer to a request that failed with `error`."""
+def error_response(error: StagescopeError, path: str, seconds: int | None = None) -> Response:
+    """Return the answer to a request that failed with `error`; `seconds`: when to ask again."""
     body = problem(error, path, error.status, error.code)
     headers = {}
     if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        headers["Retry-After"] = str(RETRY_SECONDS)
+        seconds = seconds or RETRY_SECONDS
+    if seconds is not None:
+        headers["Retry-After"] = str(seconds)
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = 'Bearer realm="stagescope"'
     return Response(encode(body), error.status, headers, MEDIA_TYPE)

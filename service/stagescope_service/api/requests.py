@@ -29,9 +29,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from stagescope.wire.errors import InvalidInput, NotReady, TooLarge
-from stagescope_service.api.auth import Grade, caller_of
+from stagescope_service.api.auth import caller_of
 from stagescope_service.api.encoding import JsonObject, decode, encode
 from stagescope_service.api.models.bodies import RequestBody
+from stagescope_service.api.tokens import Grade
 from stagescope_service.settings import Settings
 
 
@@ -187,7 +188,9 @@ class BodyReaders:
 
     def for_request(self, request: Request) -> BodyReader:
         """Return the reader for the token that `request` carries."""
-        return self._readers["operate" if caller_of(request).grade == "operate" else "read"]
+        return self._readers[
+            "operate" if caller_of(request).grade in ("operate", "admin") else "read"
+        ]
 
 
 async def read_json(

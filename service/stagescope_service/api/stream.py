@@ -14,7 +14,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import anyio
 from fastapi import APIRouter, Header, Request, Response
@@ -22,8 +22,11 @@ from starlette.types import Receive, Scope, Send
 
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope.wire.links import Link
+from stagescope_service.api.auth import caller_of
 from stagescope_service.api.dependencies import Deps, Run
 from stagescope_service.api.encoding import JsonObject, encode
+from stagescope_service.api.token_file import RunPatterns, sees
+from stagescope_service.api.tokens import Access
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.changes import ChangedRow, Recent
 
@@ -72,8 +75,15 @@ async def stream(
     """
     if run is not None:
         await asyncio.to_thread(deps.finder.attempt, run)
-    watcher: Watcher = request.app.state.watcher
-    return _EventStream(watcher, run, last_event_id)
+    state, caller = request.app.state, caller_of(request)
+    watcher: Watcher = state.watcher
+    access: Access | None = state.access
+
+    def is_allowed() -> bool:
+        return access is None or caller.token is None or access.is_valid(caller.token)
+
+    wanted = Wanted(run, caller.runs)
+    return _EventStream(watcher, wanted, last_event_id, is_allowed)
 
 
 # --- changes --------------------------------------------------------------------------------
@@ -162,19 +172,33 @@ class _Sent:
         self.text = text
 
 
+class Wanted(NamedTuple):
+    """The runs whose events a listener gets."""
+
+    run: str | None = None
+    """The one that it asks for, and what is of no run; None: of all."""
+    seen: RunPatterns | None = None
+    """Those that it may see, and nothing that is of no run; None: every one."""
+
+    def has(self, run: str | None) -> bool:
+        """Return whether it gets events of a run."""
+        return (self.run is None or run in (None, self.run)) and sees(self.seen, run)
+
+
 class _Listener:
     """A client, and the events that wait for it."""
 
-    def __init__(self, run: str | None, scope: anyio.CancelScope) -> None:
-        self.run = run
+    def __init__(self, wanted: Wanted, scope: anyio.CancelScope) -> None:
+        self._wanted = wanted
         self._scope = scope
         self._waiting: list[bytes] = []
         self._behind = 0
         self._has_some = asyncio.Event()
 
-    def put(self, events: Iterable[_Sent]) -> None:
+    def put(self, events: Iterable[_Sent], greeting: bytes = b"") -> None:
         """Add the events of a reading that are of its run, unless so many readings wait."""
-        texts = [each.text for each in events if self.run is None or each.run in (None, self.run)]
+        texts = [greeting] if greeting else []
+        texts += [each.text for each in events if self._wanted.has(each.run)]
         if not texts:
             return
         if self._behind >= _MAX_BEHIND:
@@ -223,12 +247,12 @@ class Watcher:
 
     @contextlib.contextmanager
     def listening(
-        self, run: str | None, last_id: str | None, scope: anyio.CancelScope
+        self, wanted: Wanted, last_id: str | None, scope: anyio.CancelScope
     ) -> Iterator[_Listener]:
         """Be a listener.
 
         Args:
-            run: only events of this run; None: of all.
+            wanted: the runs whose events it gets.
             last_id: the id of the last event that the client received.
             scope: is cancelled where the client reads too slowly.
 
@@ -241,7 +265,7 @@ class Watcher:
                 advice="close other pages, or ask for the steps now and then instead",
                 see=(Link("steps"),),
             )
-        listener = _Listener(run, scope)
+        listener = _Listener(wanted, scope)
         self._listeners.add(listener)
         if self._recent is None:
             self._waiting.append((listener, last_id))
@@ -264,7 +288,7 @@ class Watcher:
         number = self._number - len(missed or ())
         hello: JsonObject = {"resumed": missed is not None, "wall": self._clock()}
         text = f"retry: {_RETRY}\n".encode() + self._text("hello", number, hello)
-        listener.put([_Sent(number, None, text), *(missed or ())])
+        listener.put(missed or (), greeting=text)
 
     def _missed(self, last_id: str | None) -> list[_Sent] | None:
         """Return the events after one; None where some of them are forgotten."""
@@ -317,17 +341,24 @@ class _EventStream(Response):
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, watcher: Watcher, run: str | None, last_id: str | None) -> None:
+    def __init__(
+        self,
+        watcher: Watcher,
+        wanted: Wanted,
+        last_id: str | None,
+        is_allowed: Callable[[], bool],
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._watcher = watcher
-        self._run = run
+        self._wanted = wanted
+        self._is_allowed = is_allowed
         self._last_id = last_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with (
             anyio.CancelScope() as until,
-            self._watcher.listening(self._run, self._last_id, until) as listener,
+            self._watcher.listening(self._wanted, self._last_id, until) as listener,
         ):
             start = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **start})
@@ -337,6 +368,8 @@ class _EventStream(Response):
                     text = b":\n\n"
                     with anyio.move_on_after(HEARTBEAT_SECONDS):
                         text = await listener.take()
+                    if not self._is_allowed():  # its token was removed meanwhile
+                        until.cancel()
                     body = {"body": text, "more_body": True}
                     await send({"type": "http.response.body", **body})
 

@@ -11,7 +11,8 @@ import httpx
 import pytest
 from tests.support.api import Rank, Service, service
 
-from stagescope_service.api.auth import COOKIE, AccessTokens
+from stagescope_service.api.auth import COOKIE
+from stagescope_service.api.tokens import AccessTokens
 
 CAPTURE = {"stages": "all", "steps": [1], "keep": ["old_log_probs"]}
 

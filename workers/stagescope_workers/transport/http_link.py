@@ -11,7 +11,14 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from stagescope.discovery import is_loopback
-from stagescope.wire.errors import NotFound, NotReady, StagescopeError, Unauthorized, Unreachable
+from stagescope.wire.errors import (
+    NotFound,
+    NotReady,
+    StagescopeError,
+    TooManyRequests,
+    Unauthorized,
+    Unreachable,
+)
 from stagescope.wire.framing import MEDIA_TYPE, WirePayload, pack_batch
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_workers.transport.calls import Reply, in_thread
@@ -138,13 +145,13 @@ class HttpLink:
         response = self._send("GET", f"/steps/{step}/metrics", params=params)
         if response.status_code == NotFound.status and _code(response) == NotFound.code:
             raise NotFound(str(response.json().get("wrong")))
-        if response.status_code == NotReady.status:
+        if response.status_code in (NotReady.status, TooManyRequests.status):
             raise NotReady(f"the service is not ready: {_wrong(response)}")
         return self._checked(response)
 
     def _answer(self, path: str, **options: object) -> Reply:  # httpx's keywords
         response = self._send("POST", path, **options)
-        if response.status_code == NotReady.status:
+        if response.status_code in (NotReady.status, TooManyRequests.status):
             return {"coordinator": None, "not_ready": _wrong(response)}
         answer = self._checked(response)
         for name in ("receipts", "refused"):
@@ -176,7 +183,7 @@ class HttpLink:
                 "STAGESCOPE_TOKEN_FILE (a path that this process can read) or STAGESCOPE_TOKEN in "
                 "the environment of this process: on Ray, where `ray start` runs on each node",
             )
-        if status >= 500 or status == 404:
+        if status >= 500 or status in {404, TooManyRequests.status}:
             raise Unreachable(f"{call} was answered with {status}")
         if status >= 400:
             raise StagescopeError(f"{call} was refused: {response.text[:500]}")

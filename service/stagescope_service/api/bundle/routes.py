@@ -14,7 +14,6 @@ from fastapi.responses import StreamingResponse
 from stagescope.wire.errors import StoreError
 from stagescope.wire.names import safe_name
 from stagescope.wire.schema import STEP_BOUND
-from stagescope_service.api.auth import AccessTokens
 from stagescope_service.api.bundle.archive import write_archive
 from stagescope_service.api.bundle.contents import CATALOGUE, Bundle, collect, finish
 from stagescope_service.api.bundle.opened import BundleCommands
@@ -28,6 +27,7 @@ from stagescope_service.api.dependencies import (
 from stagescope_service.api.report.rendering import as_html, as_markdown
 from stagescope_service.api.report.routes import make_report
 from stagescope_service.api.target import Target
+from stagescope_service.api.tokens import AccessTokens
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.tensorfile import disk_errors
 

@@ -46,12 +46,39 @@ class Whoami(Model):
     grade: Literal["read", "operate"] | None
     """`read`: everything that changes nothing; `operate`: everything; null: nothing, for want of a
     token or login."""
+    role: Literal["read", "operate", "admin"] | None
+    """As `grade`, but `admin`: it may read the audit, too."""
     user: str
-    """The name that the audit has for it: of the header `X-Stagescope-User`, else `unknown`."""
+    """What it calls itself, by the header `X-Stagescope-User`, else `unknown`."""
+    token: str | None
+    """The name of its token; null: one of the two of the home, or none."""
+    person: str | None
+    """Whom a trusted proxy says that it is; null: none does."""
+    runs: list[str] | None
+    """Patterns of the runs that it may see; null: every run."""
     bundle: str | None
     """What is shown in place of a service: `the bundle x.tar.gz`; null: this is a service."""
     opens: str | None
     """The page's address of the step that the bundle is of; null: this is a service."""
+
+
+class AuditEntry(Model):
+    """Something that somebody did."""
+
+    audit_id: int
+    """Number of the entry, from 1."""
+    wall: float | None
+    """When, in Unix seconds."""
+    by: str | None
+    """Who: the name of the token, what its sender calls itself, and the address it came from."""
+    action: str | None
+    """What, such as `add_capture`, `remove_capture`, `set_triggers`, `pin`, `ask_stacks`."""
+    detail: JsonObject | None
+    """What was requested."""
+
+
+class Audit(Model, Page[AuditEntry]):
+    """Who did what, the newest first."""
 
 
 class Load(Model):

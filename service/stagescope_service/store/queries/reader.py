@@ -44,11 +44,13 @@ _AT_ONCE: Final = 200
 class Reader:
     """Opens the catalogue at a URL read-only; reopens it if its file was replaced."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, runs: Sequence[str] | None = None) -> None:
+        """Open the catalogue at `url`; with `runs`, patterns, only the rows of these are there."""
+        self._url = url
         self._where = connect.url_without_password(url)
         self._path: Path | None = connect.sqlite_path(url)
         self._file = connect.file_id(self._path) if self._path else None
-        self._engine = connect.reader_engine(url)
+        self._engine = connect.reader_engine(url, runs)
 
     def close(self) -> None:
         """Close every connection."""

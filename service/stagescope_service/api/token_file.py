@@ -1,0 +1,371 @@
+"""The tokens of people, teams and programs: `tokens.json` of the home.
+
+The file holds no token, but the SHA-256 of each, its name, its role, the runs that it may see and
+how many requests it may send. `stagescope token` changes it; a service that runs reads it again
+when it has changed. A file that cannot be read allows nothing: the two tokens of the home remain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import fnmatch
+import hashlib
+import hmac
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal, cast, get_args
+
+from stagescope.wire.errors import Conflict, Forbidden, InvalidInput, NotFound, StagescopeError
+from stagescope.wire.nonfinite import JsonObject
+
+log = logging.getLogger(__name__)
+
+Role = Literal["read", "operate", "admin"]
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
+"""The roles, each allows what those before it do."""
+RunPatterns = tuple[str, ...]
+"""Names of runs, in which `*` stands for any characters and `?` for one."""
+
+TOKEN_BYTES: Final = 32
+CHECK_SECONDS: Final = 1.0
+"""How often the file is looked at."""
+_MAX_BYTES: Final = 16 << 20
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+PATTERN: Final = re.compile(r"[A-Za-z0-9._*?-]{1,100}")
+PERSON: Final = re.compile(r"[A-Za-z0-9._%+@\\|:-]{1,200}")
+"""What a proxy may call a person: an address, a name, a subject of OpenID Connect."""
+_MINUTE: Final = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Token:
+    """What is known of a token, or of a person whom a proxy names."""
+
+    name: str
+    """Of the person, team or program; "" for a token of the home."""
+    role: Role
+    sha256: str | None = dataclasses.field(default=None, repr=False)
+    proxy_user: str | None = None
+    """Whom a trusted proxy calls so is this one."""
+    runs: RunPatterns | None = None
+    """What it may see; None: every run."""
+    per_minute: int | None = None
+    """Most requests a minute, without those of trainings; None: any number."""
+    reports_per_minute: int | None = None
+    """Most requests a minute with which a training reports; None: any number."""
+    created: float | None = None
+    """Unix seconds."""
+
+    def check(self) -> Token:
+        """Return it.
+
+        Raises:
+            InvalidInput: it cannot be used.
+        """
+        if not _NAME.fullmatch(self.name):
+            raise InvalidInput(
+                f"name is {self.name!r:.100}", expected="up to 64 letters, digits, '.', '_', '-'"
+            )
+        if self.role not in ROLES:
+            raise InvalidInput(
+                f"role of {self.name} is {self.role!r:.100}", expected=f"one of {', '.join(ROLES)}"
+            )
+        for pattern in self.runs or ():
+            if not PATTERN.fullmatch(pattern):
+                raise InvalidInput(
+                    f"runs of {self.name} has {pattern!r:.200}",
+                    expected="names of runs, with * and ? for other characters",
+                )
+        if self.runs is not None and (not self.runs or self.role == "admin"):
+            raise InvalidInput(
+                f"runs of {self.name} is {[*self.runs]} for the role {self.role}",
+                expected="patterns, and the role read or operate: an admin sees every run",
+            )
+        if self.proxy_user is not None and not PERSON.fullmatch(self.proxy_user):
+            raise InvalidInput(
+                f"proxy_user of {self.name} is {self.proxy_user!r:.200}",
+                expected="letters, digits and any of . _ % + @ \\ | : -",
+            )
+        for limit in (self.per_minute, self.reports_per_minute):
+            if limit is not None and not 1 <= limit <= 1_000_000:
+                raise InvalidInput(
+                    f"{self.name} may send {limit} requests a minute", expected="1 to 1000000"
+                )
+        return self
+
+
+def sees(runs: RunPatterns | None, run: str | None) -> bool:
+    """Return whether whoever may see `runs` may see a run; what is of no run needs all of them."""
+    if runs is None:
+        return True
+    return run is not None and any(fnmatch.fnmatchcase(run, pattern) for pattern in runs)
+
+
+def token_file(home: Path) -> Path:
+    """Return the path of the file."""
+    return home / "tokens.json"
+
+
+# --- the file ---------------------------------------------------------------------------------
+def read_tokens(home: Path) -> list[Token]:
+    """Return what the file of a home holds, in its order; none where there is no file.
+
+    Raises:
+        Forbidden: it is not a plain file of this user.
+        InvalidInput: it is not such a file.
+    """
+    path = token_file(home)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise Forbidden(
+            f"{path} cannot be read ({error.strerror})", expected="a plain file of this user"
+        ) from error
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise Forbidden(
+                f"{path} is not a plain file of this user",
+                expected=f"a file of user {os.geteuid()}",
+            )
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            log.warning("%s was readable by others: its mode is now 0600", path)
+            os.fchmod(file.fileno(), 0o600)
+        content = file.read(_MAX_BYTES)
+    try:
+        tokens = [_parse(fields) for fields in json.loads(content)["tokens"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidInput(
+            f"{path} is not a file of tokens ({type(error).__name__})",
+            expected="what `stagescope token` writes",
+        ) from error
+    for names in ([each.name for each in tokens], [each.proxy_user for each in tokens]):
+        named = [name for name in names if name is not None]
+        if len(named) != len(set(named)):
+            raise InvalidInput(f"{path} names a token or a person twice", expected="each once")
+    return tokens
+
+
+def _parse(fields: Mapping[str, object]) -> Token:
+    """Return a token; a field that this version does not know might restrict it, and is refused."""
+    known = {field.name: fields.get(field.name) for field in dataclasses.fields(Token)}
+    if unknown := fields.keys() - known.keys():
+        raise InvalidInput(f"a token has the unknown fields {sorted(unknown)!r:.200}")
+    runs = known["runs"]
+    if runs is not None:
+        if not isinstance(runs, list) or not all(isinstance(each, str) for each in runs):
+            raise TypeError("runs")
+        known["runs"] = tuple(runs)
+    texts, numbers = ("sha256", "proxy_user"), ("per_minute", "reports_per_minute")
+    if not isinstance(known["name"], str) or not isinstance(known["role"], str):
+        raise TypeError("name")
+    if any(not isinstance(known[name], str | None) for name in texts):
+        raise TypeError("sha256")
+    if any(not isinstance(known[name], int | None) for name in numbers):
+        raise TypeError("per_minute")
+    return Token(**cast("dict[str, object]", known)).check()  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _changed(home: Path) -> Iterator[list[Token]]:
+    """Yield the tokens, and write what the block makes of them; one process at a time."""
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = token_file(home)
+    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        tokens = read_tokens(home)
+        yield tokens
+        rows = [dataclasses.asdict(token.check()) for token in tokens]
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            json.dump({"tokens": rows}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        os.close(lock)
+
+
+def add_token(home: Path, token: Token) -> str | None:
+    """Add a token and return it; None for a person whom a proxy names, who needs none.
+
+    Raises:
+        Conflict: there is one of this name, or for this person.
+        InvalidInput: it cannot be used.
+    """
+    text = None if token.proxy_user is not None else secrets.token_urlsafe(TOKEN_BYTES)
+    with _changed(home) as tokens:
+        for other in tokens:
+            is_same_person = token.proxy_user is not None and other.proxy_user == token.proxy_user
+            if other.name == token.name or is_same_person:
+                raise Conflict(
+                    f"there is a token {other.name} already",
+                    advice="`stagescope token rotate` replaces it, `token remove` removes it",
+                )
+        hashed = None if text is None else _sha256(text)
+        tokens.append(dataclasses.replace(token, sha256=hashed, created=time.time()))
+    return text
+
+
+def rotate_token(home: Path, name: str) -> str:
+    """Replace a token by another with the same rights, and return that.
+
+    Raises:
+        NotFound: there is none of this name.
+        InvalidInput: it is a person whom a proxy names.
+    """
+    text = secrets.token_urlsafe(TOKEN_BYTES)
+    with _changed(home) as tokens:
+        at = _find(tokens, name)
+        if tokens[at].proxy_user is not None:
+            raise InvalidInput(
+                f"{name} is a person whom a proxy names", expected="a name that has a token"
+            )
+        tokens[at] = dataclasses.replace(tokens[at], sha256=_sha256(text), created=time.time())
+    return text
+
+
+def remove_token(home: Path, name: str) -> None:
+    """Remove a token.
+
+    Raises:
+        NotFound: there is none of this name.
+    """
+    with _changed(home) as tokens:
+        del tokens[_find(tokens, name)]
+
+
+def _find(tokens: Sequence[Token], name: str) -> int:
+    names = [token.name for token in tokens]
+    if name not in names:
+        expected = f"one of {', '.join(names)}" if names else "none is there yet"
+        raise NotFound(f"there is no token {name!r:.100}", expected=expected)
+    return names.index(name)
+
+
+# --- in a service -----------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenTable:
+    """The tokens of a file, by what a request has of them."""
+
+    by_name: Mapping[str, Token]
+    by_sha256: Mapping[str, Token]
+    by_person: Mapping[str, Token]
+    by_login: Mapping[str, Token]
+    """By the SHA-256 of what a cookie holds: a lookup then tells nothing about it by its time."""
+
+
+class TokenFile:
+    """The tokens of a home in a service that runs; reads them again when the file has changed.
+
+    Args:
+        home: of the service.
+        login_key: makes what cookies hold: the file alone lets nobody make one.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, home: Path, login_key: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._home = home
+        self._path = str(token_file(home))
+        self._key = login_key.encode()
+        self._clock = clock
+        self._checked = -math.inf
+        self._mark: tuple[int, ...] | None = None
+        self._table = self._index([])
+
+    def table(self) -> TokenTable:
+        """Return the tokens as they were at most `CHECK_SECONDS` ago."""
+        now = self._clock()
+        if now - self._checked >= CHECK_SECONDS:
+            self._checked = now
+            mark = self._look()
+            if mark != self._mark:
+                self._table = self._read()
+                self._mark = mark
+        return self._table
+
+    def login(self, token: Token) -> str:
+        """Return what the cookie of a browser holds that presented a token."""
+        text = f"login {token.name} {token.sha256}"
+        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+
+    def _look(self) -> tuple[int, ...] | None:
+        try:
+            found = os.stat(self._path, follow_symlinks=False)
+        except OSError:
+            return None
+        return (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
+
+    def _read(self) -> TokenTable:
+        try:
+            return self._index(read_tokens(self._home))
+        except (StagescopeError, OSError) as error:
+            log.error("no token of %s is valid: %s", self._path, error)
+            return self._index([])
+
+    def _index(self, tokens: Sequence[Token]) -> TokenTable:
+        own = [token for token in tokens if token.sha256 is not None]
+        return TokenTable(
+            by_name={token.name: token for token in tokens},
+            by_sha256={token.sha256 or "": token for token in own},
+            by_person={token.proxy_user: token for token in tokens if token.proxy_user},
+            by_login={_sha256(self.login(token)): token for token in own},
+        )
+
+
+def of_secret(table: Mapping[str, Token], text: str) -> Token | None:
+    """Return the token that is stored under the SHA-256 of a text."""
+    return table.get(_sha256(text))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+# --- limits -----------------------------------------------------------------------------------
+class RateLimits:
+    """Counts the requests of tokens that have a limit; for one event loop.
+
+    A token may send as many at once as in a minute: then each minute's share comes back evenly.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._free: dict[tuple[str, bool], float] = {}
+        """Name, and whether of reports -> when all requests so far are worked off."""
+
+    def wait(self, token: Token, *, is_report: bool) -> int:
+        """Count a request; return 0, or the seconds after which it may be sent again."""
+        limit = token.reports_per_minute if is_report else token.per_minute
+        if limit is None:
+            return 0
+        now, share = self._clock(), _MINUTE / limit
+        free = max(now, self._free.get((token.name, is_report), now))
+        over = free + share - now - _MINUTE
+        if over > 1e-9:
+            return math.ceil(over)
+        self._free[token.name, is_report] = free + share
+        return 0
+
+
+def describe(token: Token) -> JsonObject:
+    """Return a token for its list: without its hash."""
+    fields = dataclasses.asdict(token)
+    del fields["sha256"]
+    return {**fields, "runs": None if token.runs is None else [*token.runs]}
