@@ -19,6 +19,7 @@ from stagescope.wire import errors
 from stagescope.wire.links import Link
 
 NOT_READY = (503, {"code": "not_ready", "wrong": "the catalogue is being opened"})
+TOO_MANY = (429, {"code": "too_many_requests", "wrong": "more than the 2 requests"})
 UNAVAILABLE = (503, {"code": "catalogue_unavailable", "wrong": "the disk is full"})
 
 
@@ -74,6 +75,19 @@ def test_a_service_that_is_not_ready_is_waited_for(service: Answering, session: 
     service.refusals += [NOT_READY, NOT_READY, UNAVAILABLE]
     assert len(session.runs()) == 2
     assert len(service.seen) == 4
+
+
+def test_one_request_too_many_is_sent_again(service: Answering, session: Session) -> None:
+    service.refusals += [TOO_MANY]
+    assert len(session.runs()) == 2
+    service.refusals += [TOO_MANY]
+    session.capture(steps=[5])
+    assert len(service.captures) == 1
+    service.refusals += [TOO_MANY] * 50
+    transport = Transport(ServiceLocation(service.url, "the test", READ), timeout=0.3)
+    with pytest.raises(errors.TooManyRequests, match="more than the 2 requests"):
+        transport.get("/runs")
+    transport.close()
 
 
 def test_the_wait_ends_at_the_deadline_with_the_reason(service: Answering) -> None:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from tests.support.command_line import invoke
 
 from stagescope.wire.errors import InvalidPlan
 from stagescope_service import serve
+from stagescope_service.commands import tokens
 from stagescope_service.settings import Settings
 
 
@@ -85,3 +88,35 @@ def test_a_port_that_is_none() -> None:
     result = invoke("serve", "--port", "70000")
     assert result.exit_code == 2
     assert "--port" in result.stderr
+
+
+def test_tokens_are_added_listed_rotated_and_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(tokens.token, arguments, catch_exceptions=False)
+
+    def stored() -> str:
+        return (tmp_path / "tokens.json").read_text()
+
+    made = run("add", "ada", "--role", "operate", "--runs", "qwen3-*, x", "--per-minute", "60")
+    text = made.stdout.strip()
+    assert len(text) >= 40
+    assert text not in stored()
+    person = run("add", "eve", "--role", "admin", "--proxy-user", "eve@x.org", "--json")
+    assert json.loads(person.stdout) == {"name": "eve", "token": None}
+    listed = json.loads(run("list", "--json").stdout)["tokens"]
+    assert [(row["name"], row["runs"]) for row in listed] == [
+        ("ada", ["qwen3-*", "x"]),
+        ("eve", None),
+    ]
+    assert "qwen3-*,x" in run("list").stdout
+    rotated = json.loads(run("rotate", "ada", "--json").stdout)["token"]
+    assert rotated != text
+    assert run("remove", "ada").stdout == "removed ada\n"
+    run("remove", "eve", "--json")
+    assert "none but" in run("list").stdout
+    for arguments in (("add", "ada"), ("add", "ada", "--role", "root")):
+        assert run(*arguments).exit_code == 2

@@ -225,8 +225,9 @@ def test_which_token_was_sent_is_said(
     link.close()
 
 
-def test_service_unavailable_is_not_ready(server: Service) -> None:
-    server.status = 503
+@pytest.mark.parametrize("status", [429, 503])
+def test_service_unavailable_is_not_ready(server: Service, status: int) -> None:
+    server.status = status
     link = HttpLink(server.url, "right")
     assert "as the test said" in link.record(SENDER, [], {}).result(10)["not_ready"]
     link.close()

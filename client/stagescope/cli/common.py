@@ -27,7 +27,7 @@ SERVICE_COMMANDS: Final = ("serve", "stop")
 """Listed in the help even if the service's extra is not installed."""
 
 TASKS: Final[Mapping[str, tuple[str, ...]]] = {
-    "Start and stop": ("serve", "stop", "status", "run", "migrate-catalogue"),
+    "Start and stop": ("serve", "stop", "status", "token", "run", "migrate-catalogue"),
     "What went wrong": ("doctor", "findings", "finding", "losses", "stuck", "stacks", "triggers"),
     "What has reported": ("top", "runs", "attempts", "steps", "stages", "scalars"),
     "Rollout against training": ("metrics", "series", "rounds", "anatomy", "ranks", "tokens",

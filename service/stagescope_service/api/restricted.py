@@ -91,7 +91,7 @@ ROUTES: Final = frozenset(
     GET /steps/{step}/operators/non-finite
     GET /steps/{step}/weights
     GET /steps/{step}/samples
-    GET /steps/{step}/samples/{sample_uid:path}
+    GET /steps/{step}/samples/{sample_uid}
     GET /steps/{step}/row
     GET /steps/{step}/loss
     GET /steps/{step}/batch

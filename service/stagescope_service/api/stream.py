@@ -368,10 +368,12 @@ class _EventStream(Response):
                     text = b":\n\n"
                     with anyio.move_on_after(HEARTBEAT_SECONDS):
                         text = await listener.take()
-                    if not self._is_allowed():  # its token was removed meanwhile
-                        until.cancel()
-                    body = {"body": text, "more_body": True}
+                    is_allowed = self._is_allowed()  # its token may have been removed meanwhile
+                    body = {"body": text if is_allowed else b"", "more_body": is_allowed}
                     await send({"type": "http.response.body", **body})
+                    if not is_allowed:
+                        until.cancel()
+                        break
 
 
 async def _leave(receive: Receive, until: anyio.CancelScope) -> None:

@@ -23,7 +23,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal, cast, get_args
+from typing import Final, Literal, get_args
 
 from stagescope.wire.errors import Conflict, Forbidden, InvalidInput, NotFound, StagescopeError
 from stagescope.wire.nonfinite import JsonObject
@@ -175,7 +175,7 @@ def _parse(fields: Mapping[str, object]) -> Token:
         raise TypeError("sha256")
     if any(not isinstance(known[name], int | None) for name in numbers):
         raise TypeError("per_minute")
-    return Token(**cast("dict[str, object]", known)).check()  # type: ignore[arg-type]
+    return Token(**known).check()  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

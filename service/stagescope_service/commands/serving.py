@@ -95,7 +95,7 @@ def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -
     """
     for remark in versions.remarks(versions.SERVICE):
         click.echo(f"note: {remark}", err=True)
-    settings = _settings(options)
+    settings = settings_of(options)
     try:
         from stagescope_service.serve import start_service
     except ImportError as error:
@@ -134,7 +134,7 @@ def stop(address: str | None, as_json: bool) -> None:
 
     The service of another home (STAGESCOPE_HOME) is stopped only by its --address.
     """
-    settings = _settings({})
+    settings = settings_of({})
     try:
         from stagescope_service.serve import stop_service
     except ImportError as error:
@@ -155,7 +155,8 @@ def _others_mode(directory: Path) -> int | None:
     return mode if mode & (stat.S_IRGRP | stat.S_IROTH) else None
 
 
-def _settings(options: ServeOptions) -> Settings:
+def settings_of(options: ServeOptions) -> Settings:
+    """Return the settings of the environment and of options; names misspelt variables."""
     try:
         from pydantic import ValidationError
 

@@ -193,6 +193,7 @@ def reader_engine(url: str, runs: Sequence[str] | None = None) -> sa.Engine:
         engine = _server_engine(url)
         if runs is not None:
             _hide_on_server(engine, runs)
+            engine = engine.execution_options(schema_translate_map={None: "pg_temp"})
         return engine.execution_options(postgresql_readonly=True)
     engine = _sqlite_engine(path, mode="rw")  # a WAL cannot always be read with mode=ro
 
@@ -203,7 +204,7 @@ def reader_engine(url: str, runs: Sequence[str] | None = None) -> sa.Engine:
                 connection.execute(statement)
         connection.execute("PRAGMA query_only=ON")
 
-    return engine
+    return engine if runs is None else engine.execution_options(schema_translate_map={None: "temp"})
 
 
 def _hide_on_server(engine: sa.Engine, runs: Sequence[str]) -> None:

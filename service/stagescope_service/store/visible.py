@@ -1,9 +1,9 @@
 """What a reader sees that may see some runs only: the database itself hides the rest.
 
-In each connection of such a reader a temporary view stands before every table and view of the
-catalogue, under the same name, with the rows of these runs alone. So no query can forget to ask,
-and the queries are the same. A table that belongs to no run is empty unless it is in `_SHARED`, and
-so is one that is new.
+Each connection of such a reader has a temporary view for every table and view of the catalogue,
+under the same name, with the rows of these runs alone, and its queries look among those only. So no
+query can forget to ask, and one that finds no such view fails. A table that belongs to no run is
+empty unless it is in `_SHARED`, and so is one that is new.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ PATTERN: Final = re.compile(r"[A-Za-z0-9._*?-]{1,100}")
 _SHARED: Final = frozenset({"texts", "clocks", "weight_manifests", "trigger_rules"})
 """Tables without a run: the first three are found from rows of a run alone, and rules are needed to
 say what fired."""
+_VERSION: Final = "alembic_version"
 
 
 def hiding_views(patterns: Sequence[str], *, schema: str, is_sqlite: bool) -> Iterator[str]:
@@ -33,6 +34,7 @@ def hiding_views(patterns: Sequence[str], *, schema: str, is_sqlite: bool) -> It
     """
     matches = _matches(patterns, is_sqlite=is_sqlite)
     attempts = f"SELECT attempt_id FROM {schema}.attempts WHERE {matches}"
+    yield f"CREATE TEMP VIEW {_VERSION} AS SELECT * FROM {schema}.{_VERSION}"
     for table in (*metadata.tables.values(), *views.tables.values()):
         where = _condition(table, matches, f"attempt_id IN ({attempts})")
         yield f"CREATE TEMP VIEW {table.name} AS SELECT * FROM {schema}.{table.name} WHERE {where}"

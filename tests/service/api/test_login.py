@@ -45,6 +45,7 @@ class TestLogin:
         assert client.get("/runs").status_code == 200
         assert client.get("/whoami").json() == {
             "grade": "read", "user": "unknown", "bundle": None, "opens": None,
+            "role": "read", "token": None, "person": None, "runs": None,
         }  # fmt: skip
 
     def test_the_cookie_is_not_the_token_and_closed_to_scripts_and_sites(
@@ -118,7 +119,10 @@ class TestLogin:
         assert answer.status_code == 401
 
     def test_whoami_without_one_says_so(self, shared: Service) -> None:
-        expected = {"grade": None, "user": "unknown", "bundle": None, "opens": None}
+        expected = {
+            "grade": None, "user": "unknown", "bundle": None, "opens": None,
+            "role": None, "token": None, "person": None, "runs": None,
+        }  # fmt: skip
         assert shared.client(None).get("/whoami").json() == expected
         stale = shared.client(None).get("/whoami", headers={"cookie": f"{COOKIE}=abc"})
         assert stale.json() == expected

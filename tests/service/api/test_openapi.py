@@ -46,7 +46,7 @@ ROUTES = {
     "/figures/anatomy", "/figures/offenders",
     "/figures/operators", "/figures/operator-divergence", "/figures/comparison",
     "/steps/{step}/timeline", "/steps/{step}/anatomy",
-    "/login", "/logout", "/whoami", "/stream",
+    "/login", "/logout", "/whoami", "/stream", "/audit",
 }  # fmt: skip
 
 OPEN = {"/healthz", "/readyz", "/login", "/logout", "/whoami"}

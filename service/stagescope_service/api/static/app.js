@@ -13,7 +13,7 @@ import { login } from "./login.js";
 import { operators } from "./operators.js";
 import { run, runs, steps } from "./runs.js";
 import { sample } from "./sample.js";
-import { engines, losses } from "./service_views.js";
+import { audit, engines, losses } from "./service_views.js";
 import { all, forget, get, part, send, Stream, url, whenLoggedOut } from "./service.js";
 import { rank, round, samples, step } from "./step.js";
 import { triggers } from "./triggers.js";
@@ -23,6 +23,7 @@ const ROUTES = [
   ["", runs],
   ["runs", runs],
   ["engines", engines],
+  ["audit", audit],
   ["devices", devices],
   ["runs/:run", run],
   ["runs/:run/steps", steps],
@@ -210,9 +211,13 @@ function drawSession() {
     : h("span.stream", { class: isLive ? "good" : "quiet", title: "whether the page follows the service" },
       h("span", { "aria-hidden": "true" }, isLive ? "● " : "○ "), state.stream),
     !archive && h("a", { href: "#/engines" }, "engines"),
+    state.user?.role === "admin" && !archive && h("a", { href: "#/audit" }, "audit"),
     h("a", { href: "/docs" }, "API"),
-    state.user && !archive && h("span.quiet", {}, `may ${state.user.grade}`),
-    state.user && h("button", { type: "button", onclick: leave }, "Log out")));
+    state.user && !archive && h("span.quiet", {
+      title: state.user.runs && `sees the runs ${state.user.runs.join(", ")}`,
+    }, [state.user.person ?? state.user.token, `may ${state.user.grade}`].filter(Boolean).join(", ")),
+    // Whom the proxy names logs out there.
+    state.user && !state.user.person && h("button", { type: "button", onclick: leave }, "Log out")));
 }
 
 async function enter() {

@@ -11,7 +11,7 @@ export class ServiceError extends Error {
 
 const MAX_KEPT = 300;
 const FRESH_MS = 1000;
-const BUSY = 503;
+const LATER = new Set([429, 503]); // over the token's limit, busy: the service says when to ask again
 const MAX_TIMES = 20; // an answer that is computed for long is asked for again
 const kept = new Map(); // path -> { data, tag, began }
 const asking = new Map(); // path -> { began, answer }
@@ -65,7 +65,7 @@ async function ask(path, began) {
   const before = kept.get(path);
   const headers = before?.tag ? { "If-None-Match": before.tag } : {};
   let response = await reach(path, { headers, cache: "no-store" });
-  for (let times = 0; response.status === BUSY && times < MAX_TIMES; times++) {
+  for (let times = 0; LATER.has(response.status) && times < MAX_TIMES; times++) {
     const seconds = Number(response.headers.get("Retry-After")) || 1;
     await new Promise((done) => setTimeout(done, 1000 * seconds));
     response = await reach(path, { headers, cache: "no-store" });

@@ -1,4 +1,4 @@
-// Losses of a run, and the engines that the service knows.
+// Losses of a run, the engines that the service knows, and who did what.
 
 import { choose, ofRank, ofRun, ofStep } from "./address.js";
 import { badge, h, quantity, table, when } from "./dom.js";
@@ -49,5 +49,27 @@ export function engines(view, { check }) {
       ["note", (row) => row.note ?? "", { wide: true }],
       ["registered by", (row) => row.by],
     ], rows, { key: (row) => row.name, empty: "None is registered: stagescope engines add URL." }),
+  });
+}
+
+const RUN_OF = ({ detail }) => detail?.run ?? null;
+
+/** Who changed what; for admins. */
+export function audit(view, { cursor }) {
+  view.add(h("h1", {}, "Audit"), h("p.quiet", {}, "Who changed what, the newest first: the name of the "
+    + "token, or of the person whom the proxy names, and what the sender called itself."));
+  view.block({
+    path: url("/audit", { cursor, limit: 100 }),
+    draw: ({ rows, next }) => [
+      table("Audit", [
+        ["when", (row) => when(row.wall)],
+        ["who", (row) => row.by ?? "", { head: true }],
+        ["what", (row) => row.action ?? ""],
+        ["run", (row) => RUN_OF(row) && h("a", { href: ofRun(RUN_OF(row)) }, RUN_OF(row))],
+        ["in full", (row) => h("details", {}, h("summary", {}, "show"),
+          h("pre", {}, JSON.stringify(row.detail, null, 1))), { wide: true }],
+      ], rows, { key: (row) => String(row.audit_id), empty: "Nobody changed anything yet." }),
+      next && h("button", { type: "button", onclick: () => choose({ cursor: next }) }, "More"),
+    ],
   });
 }
