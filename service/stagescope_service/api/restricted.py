@@ -130,7 +130,7 @@ async def check_route(request: Request) -> None:
     """
     if caller_of(request).runs is None:
         return
-    route = f"{request.method} {request.scope['route'].path}"
+    route = f"{request.method} {request.scope['route'].path_format}"
     if route not in ROUTES:
         raise _forbidden(f"{request.method} {request.url.path:.200} is about every run")
 
