@@ -74,9 +74,10 @@ class Access:
     def __init__(self, tokens: AccessTokens, file: TokenFile) -> None:
         self._tokens = tokens
         self._file = file
-        self._logins: dict[Grade, str] = {
-            grade: hmac.new(token.encode(), f"login {grade}".encode(), hashlib.sha256).hexdigest()
-            for grade, token in (("read", tokens.read), ("operate", tokens.operate))
+        texts: dict[Grade, str] = {"read": tokens.read, "operate": tokens.operate}
+        self._logins = {
+            grade: hmac.new(text.encode(), f"login {grade}".encode(), hashlib.sha256).hexdigest()
+            for grade, text in texts.items()
         }
         """What a cookie holds for each token of the home."""
 

@@ -12,7 +12,8 @@ import pytest
 from tests.support.api import Rank, Service, service
 
 from stagescope_service.api.auth import COOKIE
-from stagescope_service.api.tokens import AccessTokens
+from stagescope_service.api.token_file import TokenFile
+from stagescope_service.api.tokens import Access, AccessTokens
 
 CAPTURE = {"stages": "all", "steps": [1], "keep": ["old_log_probs"]}
 
@@ -109,8 +110,11 @@ class TestLogin:
         assert live.tokens is not None
         other = AccessTokens(read="n" * 40, operate="o" * 40)
         cookie = client.cookies[COOKIE]
-        assert live.tokens.grade_of(cookie) == "read"
-        assert other.grade_of(cookie) is None
+        file = TokenFile(live.settings.home, "key")
+        found = Access(live.tokens, file).of_cookie(cookie)
+        assert found is not None
+        assert found.role == "read"
+        assert Access(other, file).of_cookie(cookie) is None
 
     @pytest.mark.parametrize("cookie", ["", "x", "a.b.c", "\xff", "x" * 5000])
     def test_other_cookies_allow_nothing(self, shared: Service, cookie: str) -> None:

@@ -30,6 +30,7 @@ from tests.support.shown_run import (
 from tests.support.stores import eventually
 
 from stagescope.wire.tensorfile import WireTensor
+from stagescope_service.api.token_file import Token, add_token
 
 if TYPE_CHECKING:
     from playwright.sync_api import APIResponse, Browser, Route
@@ -182,6 +183,40 @@ def test_a_login_shows_the_view_of_its_address(browser: Browser, shared: Service
         visit.log_in(operator(shared))
         visit.settle()
         assert text(visit, "h1") == f"Step {STEPS} of {RUN}"
+
+
+def test_an_admin_sees_who_is_logged_in_and_who_did_what(browser: Browser, live: Service) -> None:
+    home = live.settings.home
+    boss = add_token(home, Token("boss", "admin"))
+    ada = add_token(home, Token("ada", "operate", runs=("seen-*",)))
+    assert boss is not None
+    assert ada is not None
+    Rank(live, run="seen-1", world_size=1).stage(LOG_PROB, 1)
+    Rank(live, run="hidden", world_size=1).stage(LOG_PROB, 1)
+    eventually(lambda: live.client(ada).get("/runs").is_success)
+    body = {"stages": "all", "steps": [900], "keep": ["old_log_probs"], "run": "seen-1"}
+    assert live.client(ada).post("/captures", json=body).status_code == 201
+    with visiting(browser, live) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(boss)
+        visit.settle()
+        assert "boss, may operate" in text(visit, "#session")
+        visit.page.click("#session >> text=audit")
+        visit.wait_until("document.querySelector('main table')")
+        visit.settle()
+        assert "token ada (operate" in text(visit)
+        assert "add_capture" in text(visit)
+        assert visit.problems() == []
+        visit.go("#/")
+        visit.page.click("text=Log out")
+        visit.page.wait_for_selector("#login")
+        visit.log_in(ada)
+        visit.settle()
+        assert "ada, may operate" in text(visit, "#session")
+        assert "audit" not in text(visit, "#session")
+        assert "seen-1" in text(visit)
+        assert "hidden" not in text(visit)
+        assert visit.messages == []
 
 
 def test_without_tokens_there_is_no_login(browser: Browser, tmp_path: Path) -> None:

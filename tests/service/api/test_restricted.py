@@ -23,7 +23,7 @@ MARK = "xyzzy"
 """Is in everything that the hidden run is called by or holds."""
 HIDDEN = f"hidden-{MARK}"
 SEEN = "seen-1"
-ASKED = {
+ASKED: dict[str, object] = {
     "step": "5", "attempt": 1, "role": f"actor-{MARK}", "rank": 0, "stage": LOG_PROB,
     "sample_uid": f"{MARK}-0", "name": f"engine-{MARK}", "version": "1", "rule": "any",
     "metric": "counts/tokens", "a": f"{HIDDEN}@1:5", "b": f"{HIDDEN}@1", "names": "counts/tokens",
@@ -85,7 +85,7 @@ def clients(shared: Service) -> dict[str, httpx.Client]:
     home = shared.settings.home
     found = {}
     for role in ("read", "operate"):
-        text = add_token(home, Token(role, role, runs=("seen-*",)))  # type: ignore[arg-type]
+        text = add_token(home, Token(role, role, runs=("seen-*",)))
         found[role] = shared.client(text)
     time.sleep(1.1)  # the service looks at the file once a second
     assert found["read"].get("/whoami").json()["runs"] == ["seen-*"]
@@ -105,12 +105,11 @@ def ask(
     query: dict[str, Any] = {}
     for parameter in operation.get("parameters", []):
         name = parameter["name"]
+        value: object = None
         if name == "run":
             value = run
         elif parameter.get("required") or (run and name in ("attempt", "capture_id")):
             value = ASKED.get(name, "1")
-        else:
-            value = None
         if parameter["in"] == "path":
             path = path.replace(f"{{{name}}}", str(value if value is not None else HIDDEN))
         elif parameter["in"] == "query" and value is not None:
@@ -195,7 +194,7 @@ def test_the_run_that_it_may_see_is_all_there(
             continue
         with pytest.MonkeyPatch.context() as patched:
             for name, value in own.items():
-                patched.setitem(ASKED, name, value)  # type: ignore[arg-type]
+                patched.setitem(ASKED, name, value)
             answers = [
                 ask(client, method, path, operation, SEEN)
                 for client in (shared.read, clients["read"])
@@ -283,7 +282,7 @@ def test_the_stream_has_its_runs_alone(shared: Service, clients: dict[str, httpx
         }
         for rank in ranks.values():
             rank.stage(LOG_PROB, 7)
-        heard = []
+        heard: list[str] = []
         while not any(SEEN in line and '"step":7' in line for line in heard):
             heard.append(next(lines))
     assert MARK not in "".join(heard)

@@ -54,7 +54,7 @@ class TestFile:
         assert text not in path.read_text()
         (token,) = read_tokens(tmp_path)
         assert (token.name, token.role, token.runs) == ("ada", "operate", ("qwen3-*",))
-        assert token.sha256 not in repr(token)
+        assert str(token.sha256) not in repr(token)
 
     def test_of_several_writers_at_a_time_loses_none(self, tmp_path: Path) -> None:
         names = [f"t{number}" for number in range(20)]
@@ -121,10 +121,15 @@ class TestFile:
         monkeypatch.setattr(token_file, "CHECK_SECONDS", 1.0)
         looked: list[object] = []
         real = os.stat
+
+        def counted(*arguments: Any, **options: Any) -> os.stat_result:
+            looked.append(arguments)
+            return real(*arguments, **options)
+
         found = TokenFile(tmp_path, "key", clock=lambda: now)
         now = 5.0
         with monkeypatch.context() as patched:
-            patched.setattr(os, "stat", lambda *a, **k: (looked.append(a), real(*a, **k))[1])
+            patched.setattr(os, "stat", counted)
             for now in (5.0, 5.5, 5.9, 6.0, 6.5):  # noqa: B007 - the clock's
                 found.table()
         assert len(looked) == 2

@@ -11,7 +11,8 @@ from typing import cast
 from stagescope.wire.errors import Forbidden, InvalidInput, NotFound
 from stagescope_service.api.bundle.contents import CATALOGUE, ROOT, TOKENIZER
 from stagescope_service.api.dependencies import Commands, Reply
-from stagescope_service.api.tokens import TOKEN_BYTES, AccessTokens
+from stagescope_service.api.token_file import TOKEN_BYTES
+from stagescope_service.api.tokens import AccessTokens
 from stagescope_service.settings import Settings
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.extract import PlacedFile, make_empty, place_files, schema_of
