@@ -34,6 +34,7 @@ NOT_RUN: Final = {
     r"^stagescope tensors ": "msprobe compares in a task of Ray: test_operators_over_ray.py",
     r"^stagescope weights 3": "is of the example: tests/service/api/test_weights.py",
     r"^stagescope triggers test rank-off": "calls a webhook: tests/client/test_triggers.py",
+    r"^stagescope token ": "changes the service's home: tests/service/test_commands.py",
     r"^stagescope attach ": "serves until it is interrupted: tests/service/api/bundle",
     r"stagescope run ": "runs a trainer: tests/workers/integrations",
     r"^python -m stagescope_workers\.integrations": "is of those that are installed: likewise",
