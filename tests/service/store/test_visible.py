@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import sqlalchemy as sa
-from tests.support.stores import stage_row, training, write
+from tests.support.stores import database, stage_row, training, write
 
 from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store.catalogue import Catalogue
@@ -121,6 +121,20 @@ def test_does_not_fall_back_to_the_tables(store: SqlStore) -> None:
         found.runs()
     engine.dispose()
     plain.close()
+
+
+def test_of_a_schema_of_its_own(server: str) -> None:
+    with database(server) as url:
+        own = f"{url}&options=-csearch_path%3Dof_team"
+        store = SqlStore(own)
+        store.open()
+        write(store, *training(1, "a"), *training(2, "b"))
+        whole = Catalogue(own)
+        seen = whole.of_runs(("a",))
+        assert {row["run"] for row in whole.runs()} == {"a", "b"}
+        assert {row["run"] for row in seen.runs()} == {"a"}
+        for each in (seen, whole, store):
+            each.close()
 
 
 def test_cannot_be_asked_for_more(seen: Catalogue) -> None:
