@@ -2,14 +2,14 @@
 
     python tests/own_tests/compare.py NAME [--checkout DIRECTORY] [--installed] [tests/trainer ...]
 
-The tests are the trainer's, and no part of stagescope. verl's come from the source distribution of
-the verl that is installed; the others', and more of verl's, from a checkout of the repository, where
-they try the package beside them, or with `--installed` the one that is installed. Without targets
-those of TRAINERS run. What this Python lacks of what a trainer's tests need fails alike in each run.
+The tests are the trainer's, and no part of stagescope. verl's come from the source distribution
+of the verl that is installed; the others', and more of verl's, from a checkout of the repository,
+where they try the package beside them, or with `--installed` the one that is installed. Without
+targets those of TRAINERS run. What this Python lacks of what they need fails alike in each run.
 
-verl's plugin is switched by its variable, the others are attached by `stagescope run --`, exactly as
-in a training. Printed are the outcomes of each run, what of stagescope was called in it, and what
-the integration logged. Exits with 1 where an outcome differs, or where nothing was called.
+verl's plugin is switched by its variable, the others are attached by `stagescope run --`, as in a
+training. Printed are the outcomes of each run, what of stagescope was called in it, and what the
+integration logged. Exits with 1 where an outcome differs, or where nothing was called.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ TRAINERS: Final = {
             "tiny-GptOssForCausalLM", "tiny-LlamaForCausalLM-3.2",
             "tiny-LlamaForSequenceClassification-3.2", "tiny-MistralForCausalLM-0.2",
             "tiny-Qwen2ForCausalLM-2.5", "tiny-Qwen2ForSequenceClassification-2.5",
-            "tiny-Qwen3ForCausalLM", "small-Qwen3ForCausalLM", "tiny-Qwen3ForSequenceClassification",
-            "tiny-Qwen3MoeForCausalLM",
+            "tiny-Qwen3ForCausalLM", "small-Qwen3ForCausalLM", "tiny-Qwen3MoeForCausalLM",
+            "tiny-Qwen3ForSequenceClassification",
         ),
         # Images: the models that see them, and what makes their inputs, are not made here.
         arguments=("-k", "not VLM and not multimodal"),
@@ -204,7 +204,11 @@ def run(trainer: Trainer, folder: Path, targets: list[str], way: Way, home: Path
         f"--junitxml={report}", *plugins, *trainer.arguments, *targets,
     ]  # fmt: skip
     begun = time.monotonic()
-    env = {**_environ(trainer, folder, home), "STAGESCOPE_OWN_TESTS_REPORT": str(attached), **way.environ}
+    env = {
+        **_environ(trainer, folder, home),
+        "STAGESCOPE_OWN_TESTS_REPORT": str(attached),
+        **way.environ,
+    }
     subprocess.run(command, cwd=folder, env=env, stdout=sys.stderr, check=False)
     cases = ET.parse(report).getroot().iter("testcase")
     outcomes = {

@@ -63,6 +63,16 @@ def _count_calls() -> None:
         setattr(holder, name, patch.replacement)
 
 
+def _wait_less() -> None:
+    """Let the end of a training wait a second for receipts, not half a minute.
+
+    A service that never answers sends none, and dozens of a trainer's tests train.
+    """
+    training = sys.modules.get("stagescope_workers.integrations.training")
+    if training is not None:
+        training.FINISH_SECONDS = 1.0  # type: ignore[attr-defined]
+
+
 def pytest_configure() -> None:
     logging.getLogger("stagescope.integrations").addHandler(_Keep(logging.WARNING))
 
@@ -71,6 +81,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     global _current
     _current = item.nodeid
     _count_calls()  # a test may be the first that imports a module
+    _wait_less()
 
 
 def pytest_sessionfinish() -> None:

@@ -12,6 +12,7 @@ folder of its own on PYTHONPATH: TRL has a package `tests`, too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -24,7 +25,9 @@ import transformers
 
 OWNER: Final = "trl-internal-testing"
 _REVISION: Final = "0" * 40
-_NAME: Final = re.compile(r"(?:tiny|small)-(?P<kind>\w+?)For(?P<head>CausalLM|SequenceClassification)")
+_NAME: Final = re.compile(
+    r"(?:tiny|small)-(?P<kind>\w+?)For(?P<head>CausalLM|SequenceClassification)"
+)
 _SIZES: Final = {
     "hidden_size": 8, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 2, "max_position_embeddings": 32_768,
@@ -50,7 +53,7 @@ _PAIRS: Final = (
 
 
 def rows(config: str, split: str) -> datasets.Dataset:
-    """Return a dataset of TRL's tests by the kind of its columns, such as `standard_prompt_only`."""
+    """Return a dataset by the kind of its columns, such as `standard_prompt_only`."""
     pairs = _PAIRS[-2:] if split == "test" else _PAIRS[:-2]
 
     def message(role: str, text: str) -> object:
@@ -137,7 +140,5 @@ def write(name: str, home: Path) -> None:
 
 if __name__ == "__main__":
     for each in sys.argv[1:]:
-        try:
+        with contextlib.suppress(AttributeError):  # transformers has no such model
             write(each, Path(os.environ["HF_HOME"]))
-        except Exception as error:  # a model that this transformers does not have
-            print(f"{each}: {error!r:.300}", file=sys.stderr)
