@@ -9,7 +9,7 @@ targets those of TRAINERS run. What this Python lacks of what they need fails al
 
 verl's plugin is switched by its variable, the others are attached by `stagescope run --`, as in a
 training. Printed are the outcomes of each run, what of stagescope was called in it, and what the
-integration logged. Exits with 1 where an outcome differs, or where nothing was called.
+integration logged. Exits with 1 where an outcome differs, or where nothing was replaced.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def compare(trainer: Trainer, folder: Path, targets: list[str]) -> bool:
             same = same and _same(expected.outcomes, found.outcomes)
         for name, count in sorted(found.attached["calls"].items()):
             click.echo(f"  {name} was called {count} times")
-        return same and bool(expected and expected.outcomes) and bool(found.attached["calls"])
+        return same and bool(expected and expected.outcomes) and bool(found.attached["applied"])
 
 
 def _same(expected: Mapping[str, str], found: Mapping[str, str]) -> bool:

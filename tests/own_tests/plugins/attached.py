@@ -2,7 +2,7 @@
 
 Equal outcomes prove nothing where nothing was attached. So it counts how often each replaced
 function was called, and in how many tests, and keeps what the integration logged: an exception of
-ours that `guarded` caught changes no outcome. It imports nothing of stagescope, whose bootstrap is
+ours that `guarded` caught changes no outcome. Calls by a name that was imported are not counted. It imports nothing of stagescope, whose bootstrap is
 tried, too, and it runs in a folder of its own on PYTHONPATH: a trainer has a package `tests`.
 """
 
