@@ -1,9 +1,10 @@
 """A pytest plugin: what of stagescope was at work while a trainer's own tests ran, as JSON.
 
 Equal outcomes prove nothing where nothing was attached. So it counts how often each replaced
-function was called, and in how many tests, and keeps what the integration logged: an exception of
-ours that `guarded` caught changes no outcome. Calls by a name that was imported are not counted. It imports nothing of stagescope, whose bootstrap is
-tried, too, and it runs in a folder of its own on PYTHONPATH: a trainer has a package `tests`.
+function was called, and in how many tests, but for calls by a name that was imported, and keeps
+what the integration logged: an exception of ours that `guarded` caught changes no outcome. It
+imports nothing of stagescope, whose bootstrap is tried, too, and it runs in a folder of its own on
+PYTHONPATH: a trainer has a package `tests`.
 """
 
 from __future__ import annotations
