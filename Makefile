@@ -9,6 +9,8 @@ VERL := .venv-verl
 VERL_INSTALL := $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints-verl.txt
 VERL_NEEDS := pyproject.toml deploy/constraints-verl.txt
 TRACKERS := .venv-trackers
+# As .venv, with what the tests of other trainers import.
+OWN := .venv-own
 # The lowest versions that pyproject.toml names, on the lowest Python that is found here.
 LOWEST := .venv-lowest
 PYTHON_LOWEST ?= $(shell for python in python3.10 $(HOME)/.pyenv/versions/3.10.*/bin/python $(PYTHON); \
@@ -19,7 +21,7 @@ LOWEST_NEEDS := pyproject.toml deploy/constraints-lowest.txt
 # Where the environment forbids bytecode, each of the tests' processes would compile every module anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo dist pictures test test-ray test-trainings test-trackers test-verl test-lowest verl check check-fast bench bench-verl soak trial-head-loss format clean help
+.PHONY: demo dist pictures test test-ray test-trainings test-trackers test-verl test-own test-lowest verl check check-fast bench bench-verl soak trial-head-loss format clean help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -58,7 +60,13 @@ test-trainings: $(VENV)/installed-dev  ## whole trainings of TRL, Lightning, Hug
 
 test-verl: $(VERL)/installed-dev  ## whole trainings of real verl on CPU, our numbers against its own, its tests with us
 	$(VERL)/bin/python -m pytest -n 2 --dist loadfile tests/verl
-	$(VERL)/bin/python tests/verl/own_tests.py
+	$(VERL)/bin/python tests/own_tests/compare.py verl
+
+# make test-own SOURCES=FOLDER: checkouts of their repositories, by these names, as far as they are there.
+test-own: $(OWN)/installed  ## the own CPU tests of TRL, slime and SkyRL (SOURCES=FOLDER of checkouts), without us and with us
+	@test -d "$(SOURCES)" || { echo 'make test-own SOURCES=FOLDER, a folder with checkouts: trl, slime, SkyRL'; exit 2; }
+	@for name in trl slime SkyRL; do test ! -d "$(SOURCES)/$$name" || \
+		{ echo "== $$name"; $(OWN)/bin/python tests/own_tests/compare.py $$name --checkout "$(SOURCES)/$$name"; } || exit 1; done
 
 # By itself: Trackio and SwanLab exclude versions that the others are tried with.
 test-trackers: $(TRACKERS)/installed  ## forwarding into six real trackers
@@ -125,7 +133,7 @@ format: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(VERL) $(LOWEST) $(TRACKERS) .demo dist
+	rm -rf $(VENV) $(VERL) $(LOWEST) $(TRACKERS) $(OWN) .demo dist
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -147,6 +155,11 @@ $(VERL)/installed: $(VERL_NEEDS) | $(VERL)/bin/python
 
 $(VERL)/installed-dev: $(VERL)/installed
 	$(VERL_INSTALL) -e '.[service,workers,msprobe,verl,dev]' pytest-asyncio  # verl's own tests need it
+	@touch $@
+
+$(OWN)/installed: $(NEEDS) tests/own_tests/requirements.txt
+	$(PYTHON) -m venv $(OWN)
+	$(OWN)/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints.txt -e '.[service,workers,example,notebook,trl,trackers,wandb,dev]' -r tests/own_tests/requirements.txt
 	@touch $@
 
 $(TRACKERS)/installed: pyproject.toml

@@ -85,6 +85,7 @@ def train(
         command, env=environ, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert "was skipped" not in done.stderr  # an exception of ours that was caught
     return json.loads((directory / "seen.json").read_text()), done
 
 
@@ -172,6 +173,17 @@ def test_generation_without_log_probs_is_not_measured_and_why(
     problem = live.problem(404, "/steps/1/metrics", run="hf")
     assert "log_probs, response_mask, responses" in problem["detail"]
     assert "rollout_log_probs" in problem["expected"]
+
+
+def test_an_update_is_reported_that_has_the_trainers_log_probs_alone(
+    live: Service, tmp_path: Path
+) -> None:
+    """The pass before the update is made, and generation by transformers has no log-probs."""
+    options = ("--steps", "2", "--generate", "transformers", "--steps-per-generation", "4")
+    train(tmp_path, live, *options, "--report-to", "", run="alone")
+    for step in (1, 2):
+        rows = live.get(f"/steps/{step}/scalars", run="alone")["rows"]
+        assert "loss" in {row["name"] for row in rows if row["stage"] == "actor_update"}
 
 
 def test_a_restart_is_the_next_attempt_and_says_where_it_resumed(

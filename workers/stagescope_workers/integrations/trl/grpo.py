@@ -402,7 +402,7 @@ def _update(
         recorded["log_probs"] = current
         return recorded
     # The streams were recorded before the update; this pass is of weights that may have changed.
-    del recorded["rollout_log_probs"]
+    recorded.pop("rollout_log_probs", None)  # generation by transformers has none
     if trainer.loss_type in _CLIPPED_LOSSES:
         mask, log_ratio = recorded["response_mask"], current - old
         if trainer.importance_sampling_level == "sequence":
