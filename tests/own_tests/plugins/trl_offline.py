@@ -100,7 +100,8 @@ def tokenizer(kind: str) -> Any:
     )
     built.train_from_iterator((" ".join(pair) for pair in _PAIRS), trainer)
     folder = Path(trl.__path__[0]) / "chat_templates"
-    return transformers.PreTrainedTokenizerFast(
+    made: Any = transformers.PreTrainedTokenizerFast
+    return made(
         tokenizer_object=built,
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
