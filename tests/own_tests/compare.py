@@ -268,7 +268,7 @@ def tests_alone(checkout: Path) -> Iterator[Path]:
 
 def compare(trainer: Trainer, folder: Path, targets: list[str]) -> bool:
     """Print what differs; return whether nothing does."""
-    expected: Run | None = None
+    runs: list[Run] = []
     same = True
     with tempfile.TemporaryDirectory() as name, ways(trainer) as all_ways:
         home = Path(name)
@@ -280,11 +280,11 @@ def compare(trainer: Trainer, folder: Path, targets: list[str]) -> bool:
             click.echo(f"{way.name}: {found}")
             for line in found.attached["logged"]:
                 click.echo(f"  logged in {line}")
-            expected = expected or found
-            same = same and _same(expected.outcomes, found.outcomes)
-        for name, count in sorted(found.attached["calls"].items()):
+            runs.append(found)
+            same = same and _same(runs[0].outcomes, found.outcomes)
+        for name, count in sorted(runs[-1].attached["calls"].items()):
             click.echo(f"  {name} was called {count} times")
-        return same and bool(expected and expected.outcomes) and bool(found.attached["applied"])
+        return same and bool(runs[0].outcomes) and bool(runs[-1].attached["applied"])
 
 
 def _same(expected: Mapping[str, str], found: Mapping[str, str]) -> bool:

@@ -72,9 +72,11 @@ def _load(function: Any, path: str, name: str = "", *args: Any, **kwargs: Any) -
     if path != f"{OWNER}/zen":
         return function(path, *([name] if name else []), *args, **kwargs)
     split, is_streamed = kwargs.get("split"), kwargs.get("streaming", False)
-    found = {each: rows(name, each) for each in ("train", "test")}
+    found: dict[Any, Any] = {each: rows(name, each) for each in ("train", "test")}
     if is_streamed:
-        streams = {each: dataset.to_iterable_dataset() for each, dataset in found.items()}
+        streams: dict[Any, Any] = {
+            each: dataset.to_iterable_dataset() for each, dataset in found.items()
+        }
         return streams[split] if split else datasets.IterableDatasetDict(streams)
     return found[split] if split else datasets.DatasetDict(found)
 

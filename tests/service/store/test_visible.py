@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 
 import pytest
-import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
 from tests.support.stores import database, stage_row, training, write
 
 from stagescope.wire.errors import CatalogueUnavailable
@@ -117,7 +117,7 @@ def test_does_not_fall_back_to_the_tables(store: SqlStore) -> None:
     engine = found._engine
     plain = Catalogue(store.url)
     found._engine = plain._engine.execution_options(**engine.get_execution_options())
-    with pytest.raises((CatalogueUnavailable, sa.exc.DBAPIError)):
+    with pytest.raises((CatalogueUnavailable, DBAPIError)):
         found.runs()
     engine.dispose()
     plain.close()
@@ -138,14 +138,14 @@ def test_of_a_schema_of_its_own(server: str) -> None:
 
 
 def test_cannot_be_asked_for_more(seen: Catalogue) -> None:
-    with seen._connect() as connection, pytest.raises(sa.exc.DBAPIError):
+    with seen._connect() as connection, pytest.raises(DBAPIError):
         connection.exec_driver_sql("DROP VIEW runs")
 
 
 @pytest.mark.parametrize("pattern", ["x' OR '1'='1", "", "a" * 101, "[a-z]", "é"])
 def test_a_pattern_is_no_sql(pattern: str) -> None:
     with pytest.raises(ValueError, match="no pattern"):
-        [*hiding_views([pattern], schema="main", is_sqlite=True)]
+        list(hiding_views([pattern], schema="main", is_sqlite=True))
 
 
 def test_no_pattern_sees_no_run(filled: SqlStore) -> None:
