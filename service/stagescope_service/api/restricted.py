@@ -152,12 +152,6 @@ class DependenciesOf:
             self._kept.pop(next(iter(self._kept))).catalogue.close()
         return found
 
-    def close(self) -> None:
-        """Close the catalogues of those that see some runs."""
-        for each in self._kept.values():
-            each.catalogue.close()
-        self._kept.clear()
-
     def _make(self, runs: RunPatterns) -> Dependencies:
         every = self._every
         catalogue = every.catalogue.of_runs(runs)
