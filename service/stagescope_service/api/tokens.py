@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from stagescope.wire.errors import Forbidden, InvalidInput
-from stagescope_service.api.token_file import ROLES, TOKEN_BYTES, Token, TokenFile, of_secret
+from stagescope_service.api.token_file import ROLES, TOKEN_BYTES, Role, Token, TokenFile, of_secret
 from stagescope_service.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 Grade = Literal["read", "operate"]
 
 _MAX_LOGINS: Final = 8
-_HOME: Final[dict[Grade, Token]] = {"read": Token("", "read"), "operate": Token("", "operate")}
+_HOME: Final[dict[Role, Token]] = {"read": Token("", "read"), "operate": Token("", "operate")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Access:
     def __init__(self, tokens: AccessTokens, file: TokenFile) -> None:
         self._tokens = tokens
         self._file = file
-        texts: dict[Grade, str] = {"read": tokens.read, "operate": tokens.operate}
-        self._logins = {
+        texts: dict[Role, str] = {"read": tokens.read, "operate": tokens.operate}
+        self._logins: dict[Role, str] = {
             grade: hmac.new(text.encode(), f"login {grade}".encode(), hashlib.sha256).hexdigest()
             for grade, text in texts.items()
         }
@@ -106,8 +106,7 @@ class Access:
         Browsers send a host's cookies to all of its ports, where tunnels may lead to several
         services. The logins of others that `cookie` (the one so far) holds are kept.
         """
-        grades = [grade for grade, home in _HOME.items() if home is token]
-        own = self._logins[grades[0]] if grades else self._file.login(token)
+        own = self._file.login(token) if token.name else self._logins[token.role]
         return ".".join([own, *self._others(cookie)][:_MAX_LOGINS])
 
     def logout(self, cookie: str) -> str:
