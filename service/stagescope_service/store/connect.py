@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 BUSY_SECONDS: Final = 5.0
 """How long a statement waits for another process's lock before it fails."""
 
+_WAL_BYTES: Final = 64 << 20
 _OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables; upserts are older
 _SHARED_FILESYSTEMS: Final = re.compile(
     r"nfs\d?|lustre|gpfs|cifs|smb\w*|9p|afs|beegfs|ceph|wekafs|ocfs2|gfs2?|glusterfs|pvfs2|orangefs"
@@ -141,6 +142,8 @@ def writer_engine(url: str) -> sa.Engine:
                 f"SQLite refused WAL for {path} (it stays in mode {mode!r})", advice=_MOVE
             )
         connection.execute("PRAGMA synchronous=FULL")
+        # A reader that lasts lets the WAL grow; it gets as small again once it is written back.
+        connection.execute(f"PRAGMA journal_size_limit={_WAL_BYTES}")
 
     return engine
 

@@ -20,6 +20,7 @@ from tests.support.stores import (
 )
 
 from stagescope.wire.errors import CatalogueUnavailable, StoreError
+from stagescope_service.store import connect
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import Delete, Put
 from stagescope_service.store.sql import SqlStore
@@ -223,3 +224,24 @@ def test_readers_see_whole_submissions_while_the_writer_writes(
     reader.join()
     assert all(count % 10 == 0 for count in seen)
     assert seen == sorted(seen)
+
+
+@ON_SQLITE
+def test_a_wal_that_grew_under_a_reader_gets_small_again(store: SqlStore, tmp_path: Path) -> None:
+    wal = tmp_path / "catalogue.db-wal"
+
+    def put(name: str) -> None:
+        rows = [Put("meta", {"key": f"{name}-{n}", "value": "x" * 5000}) for n in range(250)]
+        store.submit(rows).result(10)
+
+    reader = connect.reader_engine(store.url)
+    with reader.connect() as connection:
+        connection.exec_driver_sql("SELECT count(*) FROM meta").scalar()
+        for number in range(80):
+            put(f"held-{number}")
+        grown = wal.stat().st_size
+        assert grown > 80 << 20
+    reader.dispose()
+    for number in range(5):
+        put(f"free-{number}")
+    assert wal.stat().st_size <= 64 << 20
