@@ -51,7 +51,7 @@ COLUMNS: Final[Mapping[str, Kinds]] = {
         "mean_abs:float max_abs:float nonfinite:int reward:float kept:bool reason"
     ),
     "loss": _read(
-        "fate gradient:bool tokens:int share_of_tokens:float sum_abs:float mean_abs:float "
+        "fate gradient:bool? tokens:int share_of_tokens:float sum_abs:float mean_abs:float "
         "share_of_mismatch:float"
     ),
     "diagnosis": _read(

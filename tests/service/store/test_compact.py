@@ -223,13 +223,8 @@ def test_an_upgraded_catalogue_has_every_row(seed: int, url: str, tmp_path: Path
             writes.append(Put("stages", {**key, **clock}))
     random.Random(seed).shuffle(writes)
     old, more = writes[: len(writes) * 2 // 3], writes[len(writes) // 2 :]
-    if not url.startswith("sqlite"):
-        fresh = connect.writer_engine(url)
-        with fresh.begin() as connection:
-            connection.exec_driver_sql("DROP SCHEMA public CASCADE")
-            connection.exec_driver_sql("CREATE SCHEMA public")
-        fresh.dispose()
-    own = url_of(tmp_path) if url.startswith("sqlite") else url
+    is_sqlite = url.startswith("sqlite")
+    own = url_of(tmp_path) if is_sqlite else f"{url}&options=-csearch_path%3Dupgraded_{seed}"
     _old_catalogue(own, old)
     store = SqlStore(own)
     store.open()
