@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import io
 import os
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,9 +144,21 @@ class TensorBoard(Tracker):
 
     def _add(self, step: int, wall: float, values: Sequence[Any]) -> None:
         if self._writer is None:
+            self._await_next_second()
             self._writer = self._make_writer(str(self._directory), filename_suffix=_OWN_FILE)
         summary = self._summaries.Summary(value=values)
         self._writer.add_event(self._events.Event(wall_time=wall, step=step, summary=summary))
+
+    def _await_next_second(self) -> None:
+        """Wait until a new file comes after those that are there.
+
+        TensorBoard reads files by their names, which begin with the second in which each was made.
+        """
+        found = self._directory.glob(f"events.out.tfevents.*{_OWN_FILE}")
+        newest = max((path.name.split(".")[3] for path in found), default="")
+        deadline = time.monotonic() + 1.0  # a clock may have been set back
+        while newest == str(int(time.time())) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _flush(self) -> None:
         if self._writer is not None:
