@@ -126,7 +126,7 @@ def _copy(
                 what = f"{_BLOBS[name][1]} of steps more than {NEAR} before or after step {step}"
                 reason = f"all have {size} bytes, more than {MAX_BLOB_BYTES}"
                 omissions.append(Omission(what, reason))
-        for rows in _batches(reading, query):
+        for rows in batches(reading, query):
             found = [{key: redact(value, key) for key, value in row.items()} for row in rows]
             if name == "texts":  # the first are in every catalogue
                 found = [row for row in found if row["text_id"] >= len(KNOWN_TEXTS)]
@@ -205,9 +205,8 @@ def _conditions(
     return found
 
 
-def _batches(
-    connection: sa.Connection, query: sa.Select[object]
-) -> Iterator[list[dict[str, object]]]:
+def batches(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of a query, some at a time."""
     streaming = connection.execution_options(yield_per=_AT_ONCE)
     with streaming.execute(query) as rows:
         for part in rows.mappings().partitions():

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable
 
 import sqlalchemy as sa
 
 from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store import connect, migrate
+from stagescope_service.store.extract import batches
 from stagescope_service.store.tables import metadata
 from stagescope_service.store.tables.compact import KNOWN_TEXTS
-
-_AT_ONCE: Final = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +93,7 @@ def _copy(
         query = sa.select(table)
         if name == "texts":  # the first are in every catalogue
             query = query.where(table.c.text_id >= len(KNOWN_TEXTS))
-        for rows in _batches(old, query):
+        for rows in batches(old, query):
             new.execute(table.insert(), rows)
             done += len(rows)
             on_rows(done, total)
@@ -111,13 +109,6 @@ def _advance_sequence(connection: sa.Connection, table: sa.Table) -> None:
             last = sa.select(sa.func.max(column)).scalar_subquery()
             own = sa.func.pg_get_serial_sequence(table.name, column.name)
             connection.execute(sa.select(sa.func.setval(own, last)).where(last.is_not(None)))
-
-
-def _batches(connection: sa.Connection, query: sa.Select[Any]) -> Iterator[list[dict[str, Any]]]:
-    streaming = connection.execution_options(yield_per=_AT_ONCE)
-    with streaming.execute(query) as found:
-        for part in found.mappings().partitions():
-            yield [dict(row) for row in part]
 
 
 def _count(connection: sa.Connection, table: sa.Table) -> int:

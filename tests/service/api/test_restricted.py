@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from starlette.routing import Route
 from tests.support.api import Rank, Service, service
 from tests.support.measure import payload
+from tests.support.stores import eventually
 
 from stagescope.wire import schema
 from stagescope_service.api import restricted
@@ -80,6 +80,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
+def await_token(client: httpx.Client) -> None:
+    """Wait until the service knows a new token."""
+    eventually(lambda: client.get("/whoami").json()["grade"] is not None, 10.0)
+
+
 @pytest.fixture(scope="module")
 def clients(shared: Service) -> dict[str, httpx.Client]:
     home = shared.settings.home
@@ -87,7 +92,8 @@ def clients(shared: Service) -> dict[str, httpx.Client]:
     for role in ("read", "operate"):
         text = add_token(home, Token(role, role, runs=("seen-*",)))
         found[role] = shared.client(text)
-    time.sleep(1.1)  # the service looks at the file once a second
+    for client in found.values():  # the service looks at the file once a second
+        await_token(client)
     assert found["read"].get("/whoami").json()["runs"] == ["seen-*"]
     return found
 
@@ -295,7 +301,7 @@ def test_a_route_that_nobody_thought_of_is_refused(tmp_path: Path) -> None:
         running.app.add_api_route("/secrets", lambda: {"secret": MARK})
         add = {"runs": ("seen-*",)}
         client = running.client(add_token(tmp_path, Token("ada", "operate", **add)))  # type: ignore[arg-type]
-        time.sleep(1.1)
+        await_token(client)
         assert running.read.get("/secrets").status_code == 200
         refused = client.get("/secrets")
         assert refused.status_code == 403
