@@ -134,11 +134,12 @@ def rounds(
 
     A row's `comparable` is of its own tokens: read it with the row's `step_comparable`.
     """
+    heading = _heading(deps, target)
     measured, step = measure(deps, target, Slice(**ranks))
     summary = measured.summary.summary
     return Answer(
         {
-            **_heading(deps, target),
+            **heading,
             **_context(measured, step),
             "by": by,
             "whole": cell_row(summary.total, summary, step),
@@ -159,10 +160,11 @@ def ranks(
     The numbers of a rank are its own, even if a replica counts in its place (`parts_counted` 0),
     and so is its verdict: read `comparable` with the row's `step_comparable`.
     """
+    heading = _heading(deps, target)
     measured, step = measure(deps, target, Slice(ranks["stage"]))
     rows = rank_rows(measured, step, deps.catalogue.processes(target.attempt_id))
     rows = matching(rows, f"step {target.step_number}", role=ranks["role"], rank=ranks["rank"])
-    return Answer({**_heading(deps, target), **_context(measured, step), **page.cut(rows)})
+    return Answer({**heading, **_context(measured, step), **page.cut(rows)})
 
 
 @router.get("/tokens", response_model=models.Tokens)
@@ -178,6 +180,7 @@ def tokens(
 
     As many of each as a summary keeps (64): of the step, or of the requested rank.
     """
+    heading = _heading(deps, target)
     measured, step = measure(deps, target, Slice(**ranks))
     rows = token_rows(measured, deps.catalogue.processes(target.attempt_id))
     if kind is not None:
@@ -186,9 +189,7 @@ def tokens(
         rows = [row for row in rows if row["round"] == round]
     shown = page.cut(rows)
     reason = _add_texts(deps, target, cast("list[JsonObject]", shown["rows"]))
-    return Answer(
-        {**_heading(deps, target), **_context(measured, step), "texts_reason": reason, **shown}
-    )
+    return Answer({**heading, **_context(measured, step), "texts_reason": reason, **shown})
 
 
 def _add_texts(deps: Dependencies, target: Target, rows: Sequence[JsonObject]) -> str | None:
@@ -215,8 +216,9 @@ def metrics_of(
     Raises:
         NotFound: nothing of that stage, role, rank or round was measured (yet).
     """
+    heading = _heading(deps, target)
     measured, step = measure(deps, target, part)
-    return {**_heading(deps, target), **metrics_fields(measured, step, round)}
+    return {**heading, **metrics_fields(measured, step, round)}
 
 
 def measure(
@@ -231,7 +233,11 @@ def measure(
 
 
 def _heading(deps: Dependencies, target: Target) -> JsonObject:
-    """Return the first fields of answers about numbers: of which step, and how complete it is."""
+    """Return the first fields of answers about numbers: of which step, and how complete it is.
+
+    It is read before the numbers: a rank that arrives between the two reads is missing in an answer
+    that has its tokens, never present in one that lacks them.
+    """
     step = target.step_row
     complete, missing = step["completeness"] or "unknown", []
     if step["closed_wall"] is None or step["missing"]:

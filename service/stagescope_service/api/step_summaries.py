@@ -19,7 +19,7 @@ from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope.wire.links import Link
 from stagescope.wire.names import misspelt
 from stagescope.wire.schema import STEP_SUMMARY_STAGES, STREAM_TENSORS
-from stagescope_service.api.completeness import ALL_ROWS, ROWS_REMOVED, missing_payloads
+from stagescope_service.api.completeness import ROWS_REMOVED, missing_payloads
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.statistics.comparability import Comparability, examine
 from stagescope_service.statistics.mismatch import publish
@@ -144,18 +144,20 @@ class StepSummaries:
 
     def _read(self, version: StepVersion, part: Slice) -> MeasuredSummary:
         """Return the stored summary, or assemble it where that is of other tokens."""
+        if part.role is not None or part.rank is not None:
+            return self._assemble(version, part)
+        states = self._payload_states(version)
         row = self._catalogue.step(version.attempt_id, version.step)
         if row is None or row["whole"] is None:
             return self._assemble(version, part)
         summary = StepSummary.from_bytes(row["whole"])
-        if part.role is not None or part.rank is not None:
-            return self._assemble(version, part)
         if part.stage not in (None, summary.stage):
             return self._assemble(version, part)
         noise = self._parts(version, pair=NOISE_PAIR)
-        return self._with_context(version, summary, noise)
+        return self._with_context(version, summary, noise, states)
 
     def _assemble(self, version: StepVersion, part: Slice) -> MeasuredSummary:
+        states = self._payload_states(version)
         every = self._parts(version)
         parts = every
         if part.stage is None and (part.role is not None or part.rank is not None):
@@ -169,15 +171,28 @@ class StepSummaries:
         except InvalidInput as error:
             raise self._unmeasured(version, every) from error
         noise = [each for each in parts if each.summary.pair == NOISE_PAIR]
-        return self._with_context(version, summary, noise)
+        return self._with_context(version, summary, noise, states)
+
+    def _payload_states(self, version: StepVersion) -> Mapping[str, int]:
+        """Return state -> number of the step's payloads.
+
+        It is read before the summaries: a payload that is ingested between the two reads counts as
+        pending in an answer that has its tokens, never as ingested in one that lacks them.
+        """
+        states: Counter[str] = Counter()
+        for row in self._catalogue.payload_states([version.attempt_id], [version.step]):
+            states[row["state"]] += row["count"]
+        return states
 
     def _with_context(
-        self, version: StepVersion, summary: StepSummary, noise: Sequence[PartRecord]
+        self,
+        version: StepVersion,
+        summary: StepSummary,
+        noise: Sequence[PartRecord],
+        states: Mapping[str, int],
     ) -> MeasuredSummary:
         """Return a summary with its noise floor, the states of payloads and the streams."""
         floor = noise_floor(noise, summary.stage)
-        payloads = self._catalogue.payloads(version.attempt_id, version.step, limit=ALL_ROWS)
-        states = Counter(row["state"] for row in payloads)
         streams = self._streams(version.attempt_id, summary)
         return MeasuredSummary(summary, floor, dict(states), streams)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.support.measure import payload
 import stagescope
 from stagescope.wire import schema
 from stagescope.wire.errors import Forbidden, NotFound, Unauthorized, Unreachable
+from stagescope_service.store.tables import SummaryRow
 from stagescope_workers.transport.http_link import HttpLink
 
 STAGE = "actor_compute_log_prob"
@@ -111,6 +113,31 @@ def test_metrics_of_an_open_step_over_a_worker_s_link(
     answer = link.metrics("r", "first", 5).result(30)
     assert (answer["attempt"], answer["complete"]) == (1, "open")
     assert answer["coverage"]["payloads_pending"] == 0
+
+
+def test_a_rank_that_arrives_while_a_step_is_read_is_not_counted_without_its_tokens(
+    live: Service, make_link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [Rank(live, rank=rank, world_size=2) for rank in (0, 1)]
+    ranks[0].stage(STAGE, 5, payload(seed=0))
+    read = live.catalogue.summaries
+
+    def summaries(*args: Any, **kwargs: Any) -> list[SummaryRow]:
+        rows = read(*args, **kwargs)
+        if len(rows) == 1:
+            ranks[1].stage(STAGE, 5, payload(seed=1, first_sample=4))
+        return rows
+
+    monkeypatch.setattr(live.catalogue, "summaries", summaries)
+    link = make_link("read")
+    before, after = (link.metrics("r", None, 5).result(30) for _ in range(2))
+    assert [(row["rank"], row["status"]) for row in before["missing"]] == [(1, "not begun")]
+    assert after["missing"] == []
+    counts = [
+        (each["coverage"]["tokens"], each["coverage"]["payloads_ingested"])
+        for each in (before, after)
+    ]
+    assert counts == [(44, 1), (88, 2)]
 
 
 def test_what_is_not_measured_fails_the_future(live: Service, make_link: Link) -> None:
