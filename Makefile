@@ -101,7 +101,7 @@ check: $(VENV)/installed-dev  ## format, lint, types, tests
 
 # What needs neither Ray, a database, a browser nor msprobe, but the longest searches of hypothesis.
 FAST := tests/test_structure.py tests/client $(addprefix tests/service/,core statistics triggers) \
-	$(addprefix --ignore=tests/,client/engines client/forwarding client/test_against_the_service.py client/test_cli.py client/test_notebooks.py \
+	$(addprefix --ignore=tests/,client/engines client/forwarding client/test_against_the_service.py client/test_cli.py client/test_notebooks.py client/test_top.py \
 	service/core/test_any_order.py service/triggers/test_watch.py)
 
 check-fast: $(VENV)/installed-dev  ## while editing: format, lint, mypy, the tests of pure code
