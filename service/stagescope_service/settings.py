@@ -151,6 +151,12 @@ class Settings(BaseSettings):
         default=45.0, gt=0, description="A process that has not polled for so long is gone."
     )
 
+    relay_ranks: int = Field(
+        default=512,
+        ge=0,
+        description="From so many live ranks on they call through the ingestor of their node.",
+    )
+
     stuck_seconds: float = Field(
         default=30.0, gt=0, description="A rank that is quiet for less is never stuck."
     )

@@ -198,7 +198,7 @@ def _method(name: str, *, answers_not_ready: bool = False) -> Callable[..., Awai
     return call
 
 
-for _name in COMMANDS:
+for _name in (*COMMANDS, "record_together", "poll_together"):  # `NotReady` is raised to a relay
     setattr(DebugCoordinator, _name, _method(_name))
 for _name in ("record_events", "poll"):  # a probe reads `not_ready`
     setattr(DebugCoordinator, _name, _method(_name, answers_not_ready=True))

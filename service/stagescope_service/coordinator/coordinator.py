@@ -48,6 +48,7 @@ from stagescope_service.core.instructions import Aggregate, Instruction, Put
 from stagescope_service.core.stack_requests import choose
 from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestorClient
+from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll
 from stagescope_service.settings import Settings
 from stagescope_service.store.contract import Delete, Snapshot, Store
 from stagescope_service.triggers.rules import Rules
@@ -99,7 +100,7 @@ class Coordinator:
         self.state, self.plan_in_force = restored
         self.capture_requests = CaptureRequests(self.plan_in_force, self.state)
         self.commits = Commits(self.state, store)
-        self.load = Load(self.state)
+        self.load = Load(self.state, relay_ranks=settings.relay_ranks)
         self.effects = self.effects_type(
             settings,
             self.commits,
@@ -120,6 +121,7 @@ class Coordinator:
             poll_seconds=poll_seconds,
         )
         self.raw_calls = RawCalls(self.effects, poll_seconds=poll_seconds)
+        self._ingestors = ingestors
         self._settings = settings
         self._catalogue = self.effects.catalogue
         self._wall, self._mono = clock
@@ -164,6 +166,7 @@ class Coordinator:
         """Expire leases, check requests and files; to be called several times a lease."""
         await self.intake.expire()
         self.effects.retire_files()
+        self._ingestors.start(self.load.relay_nodes)
 
     # --- events -----------------------------------------------------------------------------
     @names_checked
@@ -189,6 +192,16 @@ class Coordinator:
     ) -> JsonObject:
         """Renew the lease; returns news of the plan and receipts, after `wait` at most."""
         return await self.intake.poll(sender, revision, unreceipted, wait)
+
+    @names_checked
+    async def record_together(self, *, batches: Sequence[Batch]) -> RelayAnswer:
+        """Take in the batches that a relay collected; see `Intake.record_together`."""
+        return await self.intake.record_together(batches)
+
+    @names_checked
+    async def poll_together(self, *, polls: Sequence[RelayedPoll], wait: float) -> RelayAnswer:
+        """Answer the polls that wait at a relay; see `Intake.poll_together`."""
+        return await self.intake.poll_together(polls, wait)
 
     @checked
     async def drain(

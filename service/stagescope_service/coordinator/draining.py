@@ -107,7 +107,7 @@ class Draining:
             if left <= 0 or nobody or (attempts and not waited and not may_come):
                 break
             name = waited[0].incarnation if waited else attempt_key
-            await self._commits.wait(name, min(left, 0.2))
+            await self._commits.wait([name], min(left, 0.2))
         out: list[Instruction] = []
         for process in present:
             if self._does_not_answer(process):

@@ -107,17 +107,19 @@ class Commits:
             if seq in process.settled and PayloadKey(incarnation, seq) not in self.uncommitted
         }
 
-    async def wait(self, name: str, seconds: float) -> None:
-        """Wait until `name` (an incarnation, or a capture) is notified, at most `seconds`."""
+    async def wait(self, names: Sequence[str], seconds: float) -> None:
+        """Wait until an incarnation or a capture of `names` is notified, at most `seconds`."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[name].add(future)
+        for name in names:
+            self._waiting[name].add(future)
         try:
             await asyncio.wait({future}, timeout=seconds)
         finally:
-            waiting = self._waiting[name]
-            waiting.discard(future)
-            if not waiting:
-                del self._waiting[name]
+            for name in names:
+                waiting = self._waiting[name]
+                waiting.discard(future)
+                if not waiting:
+                    del self._waiting[name]
 
     def notify(self, names: Iterable[str]) -> None:
         """Wake the calls that wait for one of these names."""

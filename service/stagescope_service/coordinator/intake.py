@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, TypedDict
+from typing import Final, NamedTuple, TypedDict
 
 from typing_extensions import NotRequired
 
-from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.errors import InvalidEvent, StagescopeError
 from stagescope.wire.plan import SentPlan
 from stagescope.wire.schema import FINISH, Event, Sender
+from stagescope_service.coordinator.arguments import check_batch
 from stagescope_service.coordinator.draining import Draining
 from stagescope_service.coordinator.effects import Effects
 from stagescope_service.coordinator.load import Load
@@ -26,6 +27,7 @@ from stagescope_service.core.captures.requests import CaptureRequests
 from stagescope_service.core.findings import REFUSED_EVENT, finding
 from stagescope_service.core.instructions import DumpReported, Instruction, Put, Settled
 from stagescope_service.core.state import Arrival
+from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class BatchAnswer(TypedDict):
     """The plan, where the sender said a revision and it is another."""
     pause: NotRequired[float]
     """Seconds to wait before the next batch."""
+    relay: NotRequired[bool]
+    """Present where ranks are to call through the ingestor of their node."""
 
 
 class PollAnswer(TypedDict):
@@ -65,6 +69,36 @@ class PollAnswer(TypedDict):
     requests: list[dict[str, str]]
     """For stacks, or to leave."""
     poll_seconds: float
+    relay: NotRequired[bool]
+
+
+class InvalidCall(TypedDict):
+    """What a relayed call is answered that cannot be read: its rank gets it as an error."""
+
+    invalid: str
+
+
+class _ReadBatch(NamedTuple):
+    sender: Sender
+    events: Sequence[object]
+    payloads: Mapping[int, object]
+
+
+class _Taken(NamedTuple):
+    """What came of a batch, before the commit."""
+
+    batch: _ReadBatch
+    instructions: list[Instruction]
+    refused: dict[int, str]
+    in_part: dict[int, str]
+
+
+class _Poll(NamedTuple):
+    sender: Sender
+    revision: int
+    unreceipted: list[int]
+    until: float
+    """Monotonic clock, seconds."""
 
 
 class Intake:
@@ -125,16 +159,44 @@ class Intake:
             NotReady: the catalogue cannot be written now, or too much waits; nothing was taken in.
         """
         self._commits.check_ready()
-        sender = Sender.parse(sender_wire)
-        async with self._load.admit(len(events)):
-            answer = await self._record(sender, events, payloads or {})
-        if pause := self._load.pause:
-            answer["pause"] = pause
+        batch = _ReadBatch(Sender.parse(sender_wire), events, payloads or {})
+        [answer] = await self._record([batch])
         return answer
 
-    async def _record(
-        self, sender: Sender, events: Sequence[object], payloads: Mapping[int, object]
-    ) -> BatchAnswer:
+    async def record_together(self, batches: Sequence[Batch]) -> RelayAnswer:
+        """Take in the batches of several ranks, each as `record` does, in one commit.
+
+        A batch that cannot be read is refused alone.
+
+        Args:
+            batches: (sender, events, payloads) of each.
+
+        Raises:
+            NotReady: as of `record`.
+        """
+        self._commits.check_ready()
+        answers: dict[int, BatchAnswer | InvalidCall] = {}
+        valid: dict[int, _ReadBatch] = {}
+        for number, (sender_wire, events, payloads) in enumerate(batches):
+            try:
+                check_batch(events, payloads)
+                valid[number] = _ReadBatch(Sender.parse(sender_wire), events, payloads or {})
+            except StagescopeError as error:  # noqa: PERF203
+                answers[number] = {"invalid": str(error)}
+        answers |= zip(valid, await self._record([*valid.values()]), strict=True)
+        return self._relay_answer([answers[number] for number in range(len(batches))])
+
+    def _relay_answer(self, answers: Sequence[Mapping[str, object] | None]) -> RelayAnswer:
+        return {"answers": answers, "gather_seconds": self._load.gather_seconds}
+
+    async def _record(self, batches: Sequence[_ReadBatch]) -> list[BatchAnswer]:
+        async with self._load.admit(sum(len(batch.events) for batch in batches)):
+            taken = [self._take(batch) for batch in batches]
+            await self._carry_out([each for one in taken for each in one.instructions])
+        return [self._batch_answer(one) for one in taken]
+
+    def _take(self, batch: _ReadBatch) -> _Taken:
+        sender, events, payloads = batch
         refused: dict[int, str] = {}
         in_part: dict[int, str] = {}
         out: list[Instruction] = []
@@ -163,26 +225,33 @@ class Intake:
         self.events_taken += len(events) - len(refused)
         if newest is not None and sender.clock_offset is not None:
             self._load.arrived(self._wall() - sender.clock_offset - newest)
-        await self._carry_out(out)
+        return _Taken(batch, out, refused, in_part)
+
+    def _batch_answer(self, taken: _Taken) -> BatchAnswer:
+        sender, events, _ = taken.batch
         uncommitted = self._commits.uncommitted
         receipts = {
             each.key.seq: each.state
-            for each in out
+            for each in taken.instructions
             if type(each) is Settled and each.key not in uncommitted
         }
         answer: BatchAnswer = {
             "coordinator": self.coordinator,
             "wall": self._wall(),
-            "received": len(events) - len(refused),
-            "refused": refused,
+            "received": len(events) - len(taken.refused),
+            "refused": taken.refused,
             "receipts": receipts,
             "revision": self._plan.revision,
         }
-        if in_part:
-            answer["refused_in_part"] = in_part
+        if taken.in_part:
+            answer["refused_in_part"] = taken.in_part
         # A rank whose poll waits behind the events of others learns of a capture request here.
         if sender.plan_revision not in (None, self._plan.revision):
             answer["plan"] = self._plan.wire(sender.run)
+        if pause := self._load.pause:
+            answer["pause"] = pause
+        if self._load.relays:
+            answer["relay"] = True
         return answer
 
     async def _carry_out(self, instructions: Sequence[Instruction]) -> None:
@@ -218,38 +287,99 @@ class Intake:
     ) -> PollAnswer:
         """Renew a lease; answer when the plan changed, a payload settled or a request waits."""
         self._commits.check_ready()
-        sender = Sender.parse(sender_wire)
-        incarnation = sender.incarnation
-        renewed = self._state.renew(incarnation, self._mono(), self._wall())
-        renewed += self._acknowledge(incarnation, revision)
-        await self._effects.carry_out(renewed)
-        if renewed:
-            self._check_requests_soon()
-        seqs = [seq for seq in unreceipted if isinstance(seq, int)]
-        # While too many calls come, each is to wait longer; news end the wait at once.
-        poll_seconds = self.poll_seconds + self._load.pause
-        deadline = self._mono() + max(0.0, min(wait, poll_seconds))
-        while True:
-            receipts = self._commits.receipts(incarnation, seqs)
-            left = deadline - self._mono()
-            requested = self._state.stack_requests.is_news(incarnation)
-            requested = requested or self._draining.has_news(incarnation)
-            if receipts or requested or revision != self._plan.revision or left <= 0:
+        poll = self._poll(Sender.parse(sender_wire), revision, unreceipted, wait)
+        await self._renew([poll], [0.0])
+        while not (self._has_news(poll) or self._mono() >= poll.until):
+            await self._commits.wait([poll.sender.incarnation], poll.until - self._mono())
+        return self._poll_answer(poll)
+
+    async def poll_together(self, polls: Sequence[RelayedPoll], wait: float) -> RelayAnswer:
+        """Answer the polls of several ranks as soon as one of them has news, or its wait is over.
+
+        Args:
+            polls: of the ranks that wait.
+            wait: seconds after which all that have no news are answered with None: they wait on.
+
+        Raises:
+            NotReady: the catalogue cannot be written.
+        """
+        self._commits.check_ready()
+        answers: dict[int, PollAnswer | InvalidCall] = {}
+        waiting: dict[int, _Poll] = {}
+        new: list[tuple[_Poll, float]] = []
+        for number, each in enumerate(polls):
+            try:
+                sender = Sender.parse(each["sender"])
+            except StagescopeError as error:
+                answers[number] = {"invalid": str(error)}
+                continue
+            poll = self._poll(sender, each["revision"], each["unreceipted"], each["wait"])
+            waiting[number] = poll
+            if (ago := each["called_ago"]) is not None:
+                new.append((poll, ago))
+        await self._renew([poll for poll, _ in new], [ago for _, ago in new])
+        until = min([self._mono() + wait, *(poll.until for poll in waiting.values())])
+        names = [poll.sender.incarnation for poll in waiting.values()]
+        while not (answers or any(map(self._has_news, waiting.values()))):
+            if (left := until - self._mono()) <= 0:
                 break
-            await self._commits.wait(incarnation, left)
-        changed = revision != self._plan.revision
-        return {
+            await self._commits.wait(names, left)
+        now = self._mono()
+        for number, poll in waiting.items():
+            if now >= poll.until or self._has_news(poll):
+                answers[number] = self._poll_answer(poll)
+        return self._relay_answer([answers.get(number) for number in range(len(polls))])
+
+    def _poll(
+        self, sender: Sender, revision: int, unreceipted: Iterable[object], wait: float
+    ) -> _Poll:
+        seqs = [seq for seq in unreceipted if isinstance(seq, int)]
+        until = self._mono() + max(0.0, min(wait, self._wait_seconds))
+        return _Poll(sender, revision, seqs, until)
+
+    @property
+    def _wait_seconds(self) -> float:
+        # While too many calls come, each is to wait longer; news end the wait at once.
+        return self.poll_seconds + self._load.pause
+
+    async def _renew(self, polls: Sequence[_Poll], called_ago: Sequence[float]) -> None:
+        """Renew the leases of processes, each from when it called, seconds ago."""
+        out: list[Instruction] = []
+        for poll, ago in zip(polls, called_ago, strict=True):
+            incarnation = poll.sender.incarnation
+            out += self._state.renew(incarnation, self._mono() - ago, self._wall() - ago)
+            out += self._acknowledge(incarnation, poll.revision)
+        await self._effects.carry_out(out)
+        if out:
+            self._check_requests_soon()
+
+    def _has_news(self, poll: _Poll) -> bool:
+        incarnation = poll.sender.incarnation
+        return bool(
+            poll.revision != self._plan.revision
+            or self._commits.receipts(incarnation, poll.unreceipted)
+            or self._state.stack_requests.is_news(incarnation)
+            or self._draining.has_news(incarnation)
+        )
+
+    def _poll_answer(self, poll: _Poll) -> PollAnswer:
+        incarnation = poll.sender.incarnation
+        changed = poll.revision != self._plan.revision
+        answer: PollAnswer = {
             "coordinator": self.coordinator,
             "wall": self._wall(),
             "revision": self._plan.revision,
-            "plan": self._plan.wire(sender.run) if changed else None,
-            "receipts": receipts,
+            "plan": self._plan.wire(poll.sender.run) if changed else None,
+            "receipts": self._commits.receipts(incarnation, poll.unreceipted),
             "requests": [
                 *self._state.stack_requests.hand_out(incarnation),
                 *self._draining.hand_out(incarnation),
             ],
-            "poll_seconds": poll_seconds,
+            "poll_seconds": self._wait_seconds,
         }
+        if self._load.relays:
+            answer["relay"] = True
+        return answer
 
     def _acknowledge(self, incarnation: str, revision: int | None) -> list[Instruction]:
         """Note the plan's revision that a process has in force; capture requests wait for it."""
@@ -325,7 +455,7 @@ class Intake:
             left = deadline - self._mono()
             if entry.agreement.phase != ASKED or left <= 0:
                 break
-            await self._commits.wait(f"capture/{capture_id}", left)
+            await self._commits.wait([f"capture/{capture_id}"], left)
         return entry
 
 

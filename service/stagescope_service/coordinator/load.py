@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import math
 import resource
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Set
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
@@ -38,6 +38,9 @@ MIN_CALLS: Final = 100
 """With fewer calls, a window describes the ranks and not the service."""
 CALLS_PER_SECOND: Final = 250.0
 """The rate that is requested of all ranks together while the service is behind."""
+RELAY_CALLS_PER_SECOND: Final = 250.0
+"""The rate of the calls of all relays together."""
+MAX_GATHER_SECONDS: Final = 0.5
 TRIM_SECONDS: Final = 30.0
 GROWN_BYTES: Final = 16 << 20
 MAX_PAUSE: Final = 40.0
@@ -53,9 +56,17 @@ class LoadStatus(TypedDict):
 
 
 class Load:
-    """Uncommitted events and their lag; used from the coordinator's loop only."""
+    """Uncommitted events and their lag; used from the coordinator's loop only.
 
-    def __init__(self, state: State, *, most_events: int = MAX_EVENTS) -> None:
+    Args:
+        state: counts the live ranks.
+        most_events: the bound on uncommitted events.
+        relay_ranks: how many live ranks are to call through relays; None: none ever.
+    """
+
+    def __init__(
+        self, state: State, *, most_events: int = MAX_EVENTS, relay_ranks: int | None = None
+    ) -> None:
         self._state = state
         self._most = most_events
         self._slots = asyncio.Semaphore(SLOTS)
@@ -66,7 +77,9 @@ class Load:
         self._ages = 0.0
         self._late_windows = 0
         self._late_until = -math.inf
+        self._relay_ranks = math.inf if relay_ranks is None else relay_ranks
         self._live_ranks = 0
+        self._nodes: set[str] = set()
         self._lag: float | None = None
         self._open: dict[int, str] = {}
 
@@ -76,6 +89,21 @@ class Load:
         if not self._late_windows and self._waiting < self._most / 2:
             return 0.0
         return min(max(self._live_ranks / CALLS_PER_SECOND, 0.5), MAX_PAUSE)
+
+    @property
+    def relays(self) -> bool:
+        """Whether ranks are to call through the ingestor of their node."""
+        return self._live_ranks >= self._relay_ranks
+
+    @property
+    def relay_nodes(self) -> Set[str]:
+        """The nodes whose ingestors are to relay; empty where none is."""
+        return self._nodes if self.relays else frozenset()
+
+    @property
+    def gather_seconds(self) -> float:
+        """Seconds for which a relay is to collect calls."""
+        return min(len(self._nodes) / RELAY_CALLS_PER_SECOND, MAX_GATHER_SECONDS)
 
     def is_late(self, now: float) -> bool:
         """Return whether events arrive late, or did until a pause ago: recent ones are unknown.
@@ -140,7 +168,9 @@ class Load:
         self._calls, self._ages = 0, 0.0
         self._lag = ages / calls if calls else None
         # Not for every batch: with many ranks that would cost the most.
-        self._live_ranks = sum(process.live for process in self._state.registry.processes.values())
+        live = [each for each in self._state.registry.processes.values() if each.live]
+        self._live_ranks = len(live)
+        self._nodes = {each.node_id for each in live if each.node_id is not None}
         is_late = calls >= MIN_CALLS and ages > BEHIND_SECONDS * calls
         self._late_windows = self._late_windows + 1 if is_late else 0
         if is_late:

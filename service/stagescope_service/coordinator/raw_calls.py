@@ -293,7 +293,7 @@ class RawCalls:
 
     async def _settled(self, key: PayloadKey) -> str:
         while not (receipts := self._commits.receipts(key.incarnation, [key.seq])):
-            await self._commits.wait(key.incarnation, self._poll_seconds)
+            await self._commits.wait([key.incarnation], self._poll_seconds)
         return receipts[key.seq]
 
 

@@ -10,7 +10,7 @@ import abc
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,6 +63,9 @@ class IngestorClient(abc.ABC):
     def lost_nodes(self) -> Mapping[str, str]:
         """Return the nodes that the cluster lost, as far as is known, and why each."""
         return {}
+
+    def start(self, nodes: Set[str]) -> None:  # noqa: B027 - in one process there is none to start
+        """Let the ingestors of these nodes be there; to be called often."""
 
     @abc.abstractmethod
     async def ingest(

@@ -13,11 +13,12 @@ import logging
 import math
 import os
 import sys
+import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 from stagescope import discovery
 from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE
@@ -31,6 +32,11 @@ from stagescope_workers.transport.spool_link import SpoolLink
 
 _JOIN_SECONDS: Final = 5.0
 _READ_SECONDS: Final = 30.0
+_DIRECT_SECONDS: Final = 30.0
+"""How long the coordinator is called directly after a relay failed."""
+_NO_RELAY_SECONDS: Final = 2.0
+_RELAY_SECONDS: Final = 1.0
+"""How long a relay that has not answered a call may take to say that it is there."""
 
 _log = logging.getLogger("stagescope.workers")
 _forked_from_ray = False
@@ -168,12 +174,23 @@ def ray_directory() -> str | None:
 
 
 class RayLink:
-    """Calls to the detached coordinator of the cluster that this process has joined."""
+    """Calls to the detached coordinator of the cluster that this process has joined.
+
+    Where the service has many ranks it requests that they call through a relay, the ingestor of
+    their node, whose methods are the coordinator's. Where that fails they call directly again, for
+    a while.
+    """
+
+    _relays_after: ClassVar[float] = -math.inf
+    """No relay is called before; monotonic clock, seconds. Of the process: a link that fails is
+    followed by another."""
 
     def __init__(self, ray: ModuleType, handle: Any, namespace: str) -> None:
         self._ray = ray
         self._handle = handle
         self._namespace = namespace
+        self._relay: Any = None
+        self._is_relay_requested = False
         self._answers: dict[Future[Reply], object] = {}
         self.address = f"the Ray cluster at {_cluster_address(ray)}"
 
@@ -200,17 +217,43 @@ class RayLink:
         payloads: dict[int, object],
     ) -> Future[Reply]:
         """Send a batch; refs inside `payloads` are passed on, not read, by the coordinator."""
-        call = self._handle.record_events.remote
+        call = self._actor().record_events.remote
         return self._future(call(sender=sender, events=events, payloads=payloads or None))
 
     def poll(
         self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
     ) -> Future[Reply]:
         """Request the plan and receipts, and renew the lease."""
-        call = self._handle.poll.remote
+        call = self._actor().poll.remote
         return self._future(
             call(sender=sender, revision=revision, unreceipted=unreceipted, wait=wait)
         )
+
+    def _actor(self) -> Any:
+        """Return the handle of the actor that takes the next call."""
+        if not self._is_relay_requested or time.monotonic() < RayLink._relays_after:
+            self._relay = None
+        elif self._relay is None:
+            name = discovery.ingestor_name(self._ray.get_runtime_context().get_node_id())
+            try:
+                self._relay = self._ray.get_actor(name, namespace=self._namespace)
+            except ValueError:  # it is being started
+                RayLink._relays_after = time.monotonic() + _NO_RELAY_SECONDS
+        return self._handle if self._relay is None else self._relay
+
+    def _leave_relay(self) -> None:
+        self._relay = None
+        RayLink._relays_after = time.monotonic() + _DIRECT_SECONDS
+
+    def _is_relay_silent(self) -> bool:
+        """Return whether the relay in use does not answer; waits a second for it."""
+        if self._relay is None:
+            return False
+        try:
+            self._ray.get(self._relay.pid.remote(), timeout=_RELAY_SECONDS)
+        except Exception:
+            return True
+        return False
 
     def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
         """Request metrics from the API's actor: its HTTP address may be local to the head node."""
@@ -231,7 +274,13 @@ class RayLink:
         return answer
 
     def moved(self) -> bool:
-        """Return whether the name is free, or belongs to another actor than the one in use."""
+        """Return whether the name is free, or belongs to another actor than the one in use.
+
+        A relay in use that does not answer has moved, too.
+        """
+        if self._is_relay_silent():
+            self._leave_relay()
+            return True
         try:
             handle = self._ray.get_actor(COORDINATOR_NAME, namespace=self._namespace)
         except Exception:
@@ -251,8 +300,15 @@ class RayLink:
         future: Future[Reply] = ref.future()
         # The ref must live as long as its future, or Ray discards the answer.
         self._answers[future] = ref
-        future.add_done_callback(self._answers.pop)
+        future.add_done_callback(self._done)
         return future
+
+    def _done(self, future: Future[Reply]) -> None:
+        self._answers.pop(future)
+        if future.cancelled() or future.exception() is not None:
+            self._leave_relay()
+        elif "not_ready" not in (answer := future.result()):
+            self._is_relay_requested = answer.get("relay") is True
 
 
 def find_link(

@@ -292,7 +292,7 @@ class EventSender:
     # --- answers --------------------------------------------------------------------------
 
     def _handle_answers(self) -> None:
-        self._check_slow_call()
+        self._check_slow_calls()
         if self._sending is not None and self._sending.future.done():
             call, self._sending = self._sending, None
             self._handle_batch_answer(call)
@@ -304,19 +304,27 @@ class EventSender:
             self._polled_receipts = set()
             self._handle_poll_answer(call)
 
-    def _check_slow_call(self) -> None:
-        """Look up the coordinator's name again where a batch has had no answer for long."""
-        call, now = self._sending, time.monotonic()
-        if call is None or call.future.done() or now - call.checked_at < CALL_SECONDS:
-            return
-        call.checked_at = now
-        self._warn("slow", "the service has not answered for %.0f s", now - call.mono)
-        if self._link is None:
-            return
-        if self._link is not self._sending_by or self._link.moved():
-            self._lose_link()
-            self._sending = None
-            self._outbox.put_back()
+    def _check_slow_calls(self) -> None:
+        """Look up who takes the calls again where one has had no answer for long."""
+        now = time.monotonic()
+        limits = (
+            (self._sending, 0.0),
+            (self._polling, self._poll_seconds),
+            (self._receipts, RECEIPT_POLL_SECONDS),
+        )
+        for call, wait in limits:
+            if call is None or call.future.done() or now - call.checked_at < CALL_SECONDS + wait:
+                continue
+            call.checked_at = now
+            if call is self._sending:
+                self._warn("slow", "the service has not answered for %.0f s", now - call.mono)
+            if self._link is None:
+                continue
+            if self._link.moved() or (call is self._sending and self._link is not self._sending_by):
+                self._lose_link()
+                if self._sending is not None:
+                    self._sending = None
+                    self._outbox.put_back()
 
     def _lose_link(self) -> None:
         if self._link is not None:
