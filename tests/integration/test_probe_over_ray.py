@@ -228,3 +228,34 @@ def test_init_before_ray_starts_no_cluster() -> None:
     assert probe.outbox.waiting == 3
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=100)
+
+
+def test_a_probe_that_outlives_ray_starts_no_cluster(coordinator: Handle, address: str) -> None:
+    program = """
+    import time
+    import numpy as np
+    import ray
+    from stagescope_workers import init
+
+    def wait_for(condition):
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, probe
+            time.sleep(0.01)
+
+    ray.init(log_to_driver=False)
+    probe = init("left", rank=0)
+    wait_for(lambda: "connected to" in repr(probe) and probe.outbox.is_empty)
+    ray.shutdown()
+    with probe.stage("actor_update", step=5) as stage:
+        stage.record(old_log_probs=np.zeros((4, 1000)), sample_ids=list("abcd"))
+    wait_for(lambda: "not connected" in repr(probe))
+    assert not ray.is_initialized()
+    assert probe.outbox.waiting == 2
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        check=True,
+        timeout=100,
+        env={**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"},
+    )

@@ -210,6 +210,10 @@ class FakeLink:
     def metrics(self, run: str, attempt_key: str | None, step: int) -> Future[Reply]:
         return self._place.api.metrics(run, attempt_key, step)
 
+    @property
+    def is_open(self) -> bool:
+        return True
+
     def moved(self) -> bool:
         return self._place.coordinator is not self._coordinator
 

@@ -129,7 +129,7 @@ def test_while_the_coordinator_is_away_ranks_are_to_call_again(target: Target) -
 def test_a_receipt_ends_the_poll_of_its_rank_alone(target: Target) -> None:
     async def settle() -> None:
         relay, coordinator = Relay(target), target.coordinator
-        payloads = {2: {}}
+        payloads: dict[int, object] = {2: {}}
         for rank in range(3):
             await relay.record(sender(rank), [event("end", 2, **PAYLOAD)], payloads)
         polls = [asyncio.create_task(relay.poll(sender(rank), 0, [2], 20.0)) for rank in range(3)]

@@ -190,6 +190,11 @@ class HttpLink:
         answer: Reply = response.json()
         return answer
 
+    @property
+    def is_open(self) -> bool:
+        """True."""
+        return True
+
     def moved(self) -> bool:
         """Return False: an address does not change."""
         return False

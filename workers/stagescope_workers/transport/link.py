@@ -52,6 +52,11 @@ class ServiceLink(Protocol):
         """A description of the address."""
         ...
 
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be made: not once this process has left the service's Ray cluster."""
+        ...
+
     def pack(self, payload: WirePayload) -> object:
         """Return `payload` in the form in which `record` sends it."""
         ...
@@ -192,7 +197,18 @@ class RayLink:
         self._relay: Any = None
         self._is_relay_requested = False
         self._answers: dict[Future[Reply], object] = {}
-        self.address = f"the Ray cluster at {_cluster_address(ray)}"
+        self._address = f"the Ray cluster at {_cluster_address(ray)}"
+
+    @property
+    def address(self) -> str:
+        """A description of the address."""
+        through = "" if self._relay is None else ", through the ingestor of this node"
+        return self._address + through
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process is in its cluster; if not, a call would start another cluster."""
+        return bool(self._ray.is_initialized())
 
     @classmethod
     def find(cls, namespace: str = NAMESPACE) -> RayLink | None:
@@ -217,17 +233,30 @@ class RayLink:
         payloads: dict[int, object],
     ) -> Future[Reply]:
         """Send a batch; refs inside `payloads` are passed on, not read, by the coordinator."""
-        call = self._actor().record_events.remote
-        return self._future(call(sender=sender, events=events, payloads=payloads or None))
+        return self._call("record_events", sender=sender, events=events, payloads=payloads or None)
 
     def poll(
         self, sender: tuple[object, ...], revision: int, unreceipted: list[int], wait: float
     ) -> Future[Reply]:
         """Request the plan and receipts, and renew the lease."""
-        call = self._actor().poll.remote
-        return self._future(
-            call(sender=sender, revision=revision, unreceipted=unreceipted, wait=wait)
+        return self._call(
+            "poll", sender=sender, revision=revision, unreceipted=unreceipted, wait=wait
         )
+
+    def _call(self, method: str, **arguments: object) -> Future[Reply]:
+        ref = getattr(self._actor(), method).remote(**arguments)
+        future: Future[Reply] = ref.future()
+        # The ref must live as long as its future, or Ray discards the answer.
+        self._answers[future] = ref
+        future.add_done_callback(self._done)
+        return future
+
+    def _done(self, future: Future[Reply]) -> None:
+        self._answers.pop(future)
+        if future.cancelled() or future.exception() is not None:
+            self._leave_relay()
+        elif "not_ready" not in (answer := future.result()):
+            self._is_relay_requested = answer.get("relay") is True
 
     def _actor(self) -> Any:
         """Return the handle of the actor that takes the next call."""
@@ -295,20 +324,6 @@ class RayLink:
 
     def close(self) -> None:
         """Do nothing: the actor is detached."""
-
-    def _future(self, ref: Any) -> Future[Reply]:
-        future: Future[Reply] = ref.future()
-        # The ref must live as long as its future, or Ray discards the answer.
-        self._answers[future] = ref
-        future.add_done_callback(self._done)
-        return future
-
-    def _done(self, future: Future[Reply]) -> None:
-        self._answers.pop(future)
-        if future.cancelled() or future.exception() is not None:
-            self._leave_relay()
-        elif "not_ready" not in (answer := future.result()):
-            self._is_relay_requested = answer.get("relay") is True
 
 
 def find_link(

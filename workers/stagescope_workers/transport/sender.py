@@ -241,6 +241,8 @@ class EventSender:
         elif self._unconnected_at is not None and time.monotonic() >= self._unconnected_at:
             self._unconnected_at = None
             self._hooks.on_unconnected(self.problem)
+        if self._link is not None and not self._link.is_open:
+            self._put_back_and_lose_link()
         if self._link is None and not self._find_link():
             return
         self._handle_answers()
@@ -321,10 +323,13 @@ class EventSender:
             if self._link is None:
                 continue
             if self._link.moved() or (call is self._sending and self._link is not self._sending_by):
-                self._lose_link()
-                if self._sending is not None:
-                    self._sending = None
-                    self._outbox.put_back()
+                self._put_back_and_lose_link()
+
+    def _put_back_and_lose_link(self) -> None:
+        if self._sending is not None:
+            self._sending = None
+            self._outbox.put_back()
+        self._lose_link()
 
     def _lose_link(self) -> None:
         if self._link is not None:

@@ -98,6 +98,11 @@ class SpoolLink:
         future.set_exception(Unreachable(f"{self.address} answers no questions"))
         return future
 
+    @property
+    def is_open(self) -> bool:
+        """True."""
+        return True
+
     def moved(self) -> bool:
         """Return False: a directory stays."""
         return False
