@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 CONCURRENCY: Final = 20_000
 """Pending calls of the coordinator: every process has a poll pending."""
-_HEAD: Final = "node:__internal_head__"
 _CALL_SECONDS: Final = 15.0
 _PORT_SECONDS: Final = 2.0
 """How long to wait for the port of a service that has just stopped."""
@@ -84,7 +83,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
         running = _actor(API_NAME) is not None
         if not running:
             _check_no_other(settings, previous, cluster)
-            if _is_head_here():
+            if _may_run_here(settings):
                 _check_port(settings)
             _write_service_file(settings, cluster, {"url": None, "started": time.time()})
         with _ended_on_failure():
@@ -210,12 +209,24 @@ def _check_port(settings: Settings) -> None:
         time.sleep(0.1)
 
 
-def _is_head_here() -> bool:
-    """Return whether this machine is the cluster's head node, where the API runs."""
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    head = [node for node in nodes if _HEAD in node.get("Resources", {}) and node["Alive"]]
+def _may_run_here(settings: Settings) -> bool:
+    """Return whether the API may run on this machine, with the port that it is to have.
+
+    Raises:
+        InvalidInput: it may run nowhere: no node has the resource.
+    """
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    resource = settings.service_resource
+    chosen = [node for node in nodes if node["Alive"] and resource in node.get("Resources", {})]
+    if not chosen:
+        raise InvalidInput(
+            f"no node of the Ray cluster has the resource {resource}",
+            expected="a node that was started with it",
+            advice=f"`ray start --resources '{{\"{resource}\": 1}}'` on the nodes that may run the "
+            "service; see STAGESCOPE_SERVICE_RESOURCE",
+        )
     here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return any(node["NodeManagerAddress"] == here for node in head)
+    return any(node["NodeManagerAddress"] == here for node in chosen)
 
 
 def _check_own(settings: Settings, address: str, home: Path | None) -> None:
@@ -262,16 +273,16 @@ def _start_actors(settings: Settings, running: bool) -> tuple[str, ApiLocation]:
     )
     # Both import for seconds: side by side.
     coordinator = _create_actor(
-        COORDINATOR_NAME, DebugCoordinator, options, max_concurrency=CONCURRENCY
+        settings, COORDINATOR_NAME, DebugCoordinator, options, max_concurrency=CONCURRENCY
     )
-    api = _create_actor(API_NAME, ApiActor, options, max_concurrency=16)
+    api = _create_actor(settings, API_NAME, ApiActor, options, max_concurrency=16)
     ray.get(coordinator.status.remote(), timeout=_START_SECONDS)
     advice = "`stagescope stop` ends it" if running else "choose another with --port (0 = any)"
     return _await_url(api, advice)
 
 
 def _create_actor(
-    name: str, kind: type, settings: dict[str, object], *, max_concurrency: int
+    settings: Settings, name: str, kind: type, argument: dict[str, object], *, max_concurrency: int
 ) -> ActorHandle:
     return (
         ray.remote(kind)
@@ -284,11 +295,11 @@ def _create_actor(
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=max_concurrency,
-            # On the head node, where the catalogue is; not inside a caller's placement group.
-            resources={_HEAD: 0.001},
+            # Where the catalogue is, the head node by default; not in a caller's placement group.
+            resources={settings.service_resource: 0.001},
             scheduling_strategy="DEFAULT",
         )
-        .remote(settings)
+        .remote(argument)
     )
 
 

@@ -151,6 +151,12 @@ class Settings(BaseSettings):
         default=45.0, gt=0, description="A process that has not polled for so long is gone."
     )
 
+    service_resource: str = Field(
+        default="node:__internal_head__",
+        min_length=1,
+        description="Ray resource of the nodes on which coordinator and API may run; default: the "
+        "head node's. Where several nodes have it, the catalogue is to be in PostgreSQL.",
+    )
     relay_ranks: int = Field(
         default=512,
         ge=0,

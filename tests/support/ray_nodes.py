@@ -7,6 +7,7 @@ processes that have it, never by a name.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -128,15 +129,20 @@ class RayNodes:
         (self._directory / "ray_current_cluster").unlink(missing_ok=True)
         self._start("head", [*words, f"--temp-dir={self._directory}"], environment)
 
-    def start(self, name: str, ip: str, prefix: Sequence[str] = ()) -> None:
+    def start(
+        self, name: str, ip: str, prefix: Sequence[str] = (), resource: str | None = None
+    ) -> None:
         """Start another node.
 
         Args:
             name: of the node, for `kill`.
             ip: of the loopback interface, 127.0.0.2 for example.
             prefix: words of a command that runs `ray start`.
+            resource: that the node has one of.
         """
         words = [f"--address={self.address}", f"--node-ip-address={ip}", "--num-cpus=2"]
+        if resource is not None:
+            words.append(f"--resources={json.dumps({resource: 1})}")
         self._start(name, words, {}, prefix)
 
     def _start(
