@@ -53,7 +53,8 @@ class Trainer:
         plugins: Of pytest, from PLUGINS, beside `attached`.
         models: What TRL's plugin writes into a hub's cache.
         paths: Folders of the checkout, or others, that belong on PYTHONPATH.
-        arguments: Of pytest.
+        without: Expression for pytest's -k: what cannot run here.
+        chosen: Expression for pytest's -k: what runs unless everything is to.
         environ: Variables of each run.
         attaches_itself: Its plugin is loaded without `stagescope run`.
     """
@@ -64,9 +65,16 @@ class Trainer:
     plugins: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
+    without: str = ""
+    chosen: str = ""
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attaches_itself: bool = False
+
+    def selection(self, everything: bool) -> list[str]:
+        """Return the arguments of pytest that select tests."""
+        parts = [self.without and f"not ({self.without})", "" if everything else self.chosen]
+        expression = " and ".join(f"({part})" for part in parts if part)
+        return ["-k", expression] if expression else []
 
     def targets(self, folder: Path, with_ray: bool) -> list[str]:
         """Return the files of `folder` that run."""
@@ -79,6 +87,7 @@ class Trainer:
         return sorted(found(self.tests) - found(self.left_out) - slow)
 
 
+# What takes four minutes: a training of each kind that touches what is replaced.
 _OF_TRL: Final = (
     "test_async_grpo_trainer or GMPO or RolloutDispatch or test_train_multiple_iterations or "
     "test_train_peft_config or with_None_output or test_train_beta_non_zero or "
@@ -109,9 +118,9 @@ TRAINERS: Final = {
             "tiny-Qwen3ForCausalLM", "small-Qwen3ForCausalLM", "tiny-Qwen3MoeForCausalLM",
             "tiny-Qwen3ForSequenceClassification",
         ),
-        # What takes four minutes: a training of each kind that touches what is replaced. Images are
-        # left out: the models that see them, and what makes their inputs, are not made here.
-        arguments=("-k", f"not VLM and not multimodal and not liger and not vllm and ({_OF_TRL})"),
+        # Images are left out: the models that see them, and their inputs, are not made here.
+        without="VLM or multimodal or liger or vllm",
+        chosen=_OF_TRL,
         environ={"TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"},
     ),
     "slime": Trainer(
@@ -192,13 +201,13 @@ def ways(trainer: Trainer) -> Iterator[list[Way]]:
         ]
 
 
-def run(trainer: Trainer, folder: Path, targets: list[str], way: Way, home: Path) -> Run:
+def run(trainer: Trainer, folder: Path, arguments: list[str], way: Way, home: Path) -> Run:
     """Run tests in one way.
 
     Args:
         trainer: Whose.
         folder: In which they run.
-        targets: Of pytest.
+        arguments: Of pytest: which tests.
         way: Whether and how stagescope is there.
         home: An empty folder, but for a hub's cache.
     """
@@ -207,7 +216,7 @@ def run(trainer: Trainer, folder: Path, targets: list[str], way: Way, home: Path
     command = [
         *way.launcher, sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors",
         "--tb=no", "--no-summary", "-p", "no:cacheprovider", f"--timeout={SECONDS}",
-        f"--junitxml={report}", *plugins, *trainer.arguments, *targets,
+        f"--junitxml={report}", *plugins, *arguments,
     ]  # fmt: skip
     begun = time.monotonic()
     env = {
@@ -266,7 +275,7 @@ def tests_alone(checkout: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def compare(trainer: Trainer, folder: Path, targets: list[str]) -> bool:
+def compare(trainer: Trainer, folder: Path, arguments: list[str]) -> bool:
     """Print what differs; return whether nothing does."""
     runs: list[Run] = []
     same = True
@@ -276,7 +285,7 @@ def compare(trainer: Trainer, folder: Path, targets: list[str]) -> bool:
             command = [sys.executable, "-m", "trl_offline", *trainer.models]
             subprocess.run(command, cwd=folder, env=_environ(trainer, folder, home), check=True)
         for way in all_ways:
-            found = run(trainer, folder, targets, way, home)
+            found = run(trainer, folder, arguments, way, home)
             click.echo(f"{way.name}: {found}")
             for line in found.attached["logged"]:
                 click.echo(f"  logged in {line}")
@@ -303,9 +312,15 @@ def _same(expected: Mapping[str, str], found: Mapping[str, str]) -> bool:
 @click.option("--checkout", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--installed", is_flag=True, help="Try the installed package by a checkout's tests.")
 @click.option("--with-ray", is_flag=True, help="Also the tests that start Ray's workers for long.")
+@click.option("--everything", is_flag=True, help="Also tests like others, for the time they take.")
 @click.argument("targets", nargs=-1)
 def main(
-    name: str, checkout: Path | None, installed: bool, with_ray: bool, targets: tuple[str, ...]
+    name: str,
+    checkout: Path | None,
+    installed: bool,
+    with_ray: bool,
+    everything: bool,
+    targets: tuple[str, ...],
 ) -> None:
     """Compare the outcomes of a trainer's own tests with stagescope to those without it."""
     trainer = TRAINERS[name]
@@ -316,7 +331,7 @@ def main(
     with source as folder:
         chosen = list(targets) or trainer.targets(folder, with_ray)
         assert chosen, f"{folder} has none of {trainer.tests}"
-        same = compare(trainer, folder, chosen)
+        same = compare(trainer, folder, [*trainer.selection(everything), *chosen])
     sys.exit(0 if same else 1)
 
 
