@@ -42,9 +42,10 @@ from stagescope_service.core import operator_tables
 from stagescope_service.core.captures.keep_policy import KeepPolicy, read_keep_policy
 from stagescope_service.core.captures.plan import Plan
 from stagescope_service.core.captures.requests import CaptureRequests
+from stagescope_service.core.completeness import PARTIAL
 from stagescope_service.core.entities import ANNOUNCED
 from stagescope_service.core.findings import ATTEMPT_BUNDLED, finding
-from stagescope_service.core.instructions import Aggregate, Instruction, Put
+from stagescope_service.core.instructions import Aggregate, Instruction, Put, Rejudge
 from stagescope_service.core.stack_requests import choose
 from stagescope_service.core.state import State
 from stagescope_service.ingest.ingestors import IngestorClient
@@ -148,6 +149,9 @@ class Coordinator:
         effects.open()
         for step in steps_to_aggregate(snapshot):
             effects.start(step)
+        for judged in snapshot.steps:  # by an earlier coordinator, which may have been about to
+            if judged["completeness"] == PARTIAL:
+                effects.start(Rejudge(judged["attempt_id"], judged["step"]))
         runs = {row["attempt_id"]: row["run"] for row in snapshot.attempts}
         for row in snapshot.undigested:
             effects.start(operator_tables.again(row, runs[row["attempt_id"]]))
@@ -166,6 +170,7 @@ class Coordinator:
         """Expire leases, check requests and files; to be called several times a lease."""
         await self.intake.expire()
         self.effects.retire_files()
+        await self.effects.rejudge()
         self._ingestors.start(self.load.relay_nodes)
 
     # --- events -----------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from stagescope_service.core.instructions import (
     PayloadKey,
     Put,
     ReadWatchdogs,
+    Rejudge,
     Settled,
 )
 from stagescope_service.core.operator_tables import refusal
@@ -61,6 +62,9 @@ from stagescope_service.store.contract import Store, Write
 from stagescope_service.triggers.watch import REACH
 
 logger = logging.getLogger(__name__)
+
+_REJUDGE_SECONDS: Final = 1.0
+_REJUDGE_AT_LATEST: Final = 10.0
 
 
 class Commits:
@@ -204,6 +208,8 @@ class Effects:
             # with it the reading of payloads.
             costly=(IngestorDied,),
         )
+        self._rejudged: dict[Rejudge, tuple[float, float]] = {}
+        """Steps to judge anew -> when that was first and last asked for; monotonic seconds."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
@@ -272,8 +278,24 @@ class Effects:
                 self._run(self._weight_comparer.compare(instruction))
         elif isinstance(instruction, NonFiniteScalars):
             self._run(self.triggers.warn_non_finite(instruction))
+        elif isinstance(instruction, Rejudge):
+            now = self.clock.mono()
+            first, _ = self._rejudged.get(instruction, (now, now))
+            self._rejudged[instruction] = first, now
         elif isinstance(instruction, ReadWatchdogs):
             self._run(self._read_watchdogs(instruction))
+
+    async def rejudge(self) -> None:
+        """Write the verdicts that events have changed, once no more come; to be called often."""
+        now = self.clock.mono()
+        due = [
+            step
+            for step, (first, last) in self._rejudged.items()
+            if now - last >= _REJUDGE_SECONDS or now - first >= _REJUDGE_AT_LATEST
+        ]
+        for step in due:
+            del self._rejudged[step]
+            await self.carry_out(self._state.rejudge(*step))
 
     async def settled(self) -> None:
         """Wait until nothing that was started is under way (for tests)."""

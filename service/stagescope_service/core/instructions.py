@@ -159,6 +159,13 @@ class Aggregate(NamedTuple):
     step: int
 
 
+class Rejudge(NamedTuple):
+    """The verdict on a closed step has changed, and is too long to be written with every event."""
+
+    attempt_id: int
+    step: int
+
+
 class NonFiniteScalars(NamedTuple):
     """Scalars of an open step are NaN or infinite; rules are held against it when it closes."""
 
@@ -187,4 +194,5 @@ Instruction = (
     | NonFiniteScalars
     | DumpReported
     | ReadWatchdogs
+    | Rejudge
 )

@@ -403,6 +403,11 @@ class State:
             self.registry.forget(attempt, now)
         return out
 
+    def rejudge(self, attempt_id: int, step: int) -> list[Instruction]:
+        """Return the present verdict on a closed step that is in memory."""
+        attempt = self.attempt(attempt_id)
+        return [] if attempt is None else steps.rejudge_now(attempt, step)
+
     # --- asking -----------------------------------------------------------------------------
     def pending(self, run: str | None) -> list[PayloadKey]:
         """Return the unsettled payloads of a run (None: of every run)."""

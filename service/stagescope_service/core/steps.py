@@ -35,6 +35,7 @@ from stagescope_service.core.instructions import (
     Instruction,
     PayloadKey,
     Put,
+    Rejudge,
 )
 
 WENT_ON: Final = "everyone went on"
@@ -43,6 +44,9 @@ SAID: Final = "end_step"
 LEFT_BEHIND: Final = "left behind"
 """Closed with processes still in it: the others are too many steps ahead."""
 
+_LONG_VERDICT: Final = 200
+"""A verdict with more missing ranks is judged anew later, once for many events: with every event it
+would take time in the square of the ranks."""
 RANKS_SECONDS: Final = 30.0
 """How long after its start an attempt waits for the first event of each expected rank."""
 
@@ -305,7 +309,7 @@ def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
         return []
     stage = (span.role, span.work.stage)
     if span.rank not in step.expected.get(stage, ()):
-        return [*_judged(attempt, step), *_update_next_verdict(attempt, step)]
+        return [*_rejudged(attempt, step), *_update_next_verdict(attempt, step)]
     key = (*stage, span.rank)
     first_of_it = step.missing.get(key) == NOT_BEGUN
     status = status_of(step.ranks[stage][span.rank])
@@ -315,7 +319,10 @@ def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
         del step.missing[key]
     else:
         step.missing[key] = status
-    out: list[Instruction] = [_verdict_row(attempt, step)]
+    is_long = len(step.missing) > _LONG_VERDICT
+    out: list[Instruction] = [
+        Rejudge(attempt.attempt_id, step.step) if is_long else _verdict_row(attempt, step)
+    ]
     # The participants of this step are expected in the next.
     return out + _update_next_verdict(attempt, step) if first_of_it else out
 
@@ -323,7 +330,15 @@ def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
 def rejudge_number(attempt: Attempt, number: int) -> list[Instruction]:
     """Update the verdict of a step that is closed and in memory."""
     step = attempt.steps.get(number)
-    return [] if step is None or step.closed_wall is None else _judged(attempt, step)
+    return [] if step is None or step.closed_wall is None else _rejudged(attempt, step)
+
+
+def rejudge_now(attempt: Attempt, number: int) -> list[Instruction]:
+    """Return the verdict of a step that is closed and in memory."""
+    step = attempt.steps.get(number)
+    if step is None or step.closed_wall is None or step.evicted:
+        return []
+    return _judged(attempt, step)
 
 
 def rejudge_all(attempt: Attempt) -> list[Instruction]:
@@ -365,6 +380,12 @@ def judge_in_memory(attempt: Attempt, step: Step) -> None:
         step.unknown = True
 
 
+def _rejudged(attempt: Attempt, step: Step) -> list[Instruction]:
+    if len(step.missing) > _LONG_VERDICT:
+        return [Rejudge(attempt.attempt_id, step.step)]
+    return _judged(attempt, step)
+
+
 def _judged(attempt: Attempt, step: Step, **columns: object) -> list[Instruction]:
     judge_in_memory(attempt, step)
     return [_verdict_row(attempt, step, **columns)]
@@ -376,7 +397,10 @@ def _verdict_row(attempt: Attempt, step: Step, **columns: object) -> Put:
         **_key(attempt, step.step),
         "completeness": verdict.verdict,
         "expected": verdict.expected,
-        "missing": [missing._asdict() for missing in verdict.missing],
+        "missing": [
+            {"role": role, "rank": rank, "stage": stage, "status": status}
+            for role, rank, stage, status in verdict.missing
+        ],
     }
     return Put("steps", {**row, **columns})
 

@@ -23,6 +23,7 @@ from stagescope.wire.schema import Sender
 from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.draining import DrainAnswer
+from stagescope_service.coordinator.effects import Clock
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.instructions import (
     Aggregate,
@@ -555,6 +556,55 @@ def test_batches_bring_a_plan_and_acknowledge_it(made: Clocked) -> None:
             assert process["plan_revision"] == said
 
     made.run(train())
+
+
+def test_verdicts_of_many_ranks_are_written_once_for_all_their_late_events(made: Clocked) -> None:
+    """As of ranks that were there before the service, and then send all that they did."""
+    ranks, stages = 60, ("rollout", "reward", "old_log_prob", "actor_update")
+
+    def events(rank: int) -> list[object]:
+        kinds = [
+            (kind, step, stage)
+            for step in (1, 2)
+            for stage in stages
+            for kind in ("begin", "end")
+            if (step, stage, kind) != (2, "actor_update", "end")
+        ]
+        hello = (1, "hello", 1, 1.0, 1.0, {"world_size": ranks})
+        return [hello] + [
+            (1, kind, seq, 1.0, 1.0, {"step": step, "stage": stage, "status": "ok"})
+            for seq, (kind, step, stage) in enumerate(kinds, 2)
+        ]
+
+    async def send(coordinator: Coordinator, first: int, last: int) -> None:
+        for rank in range(first, last):
+            sender = Sender(f"i{rank}", "r", "a", "actor", rank).wire()
+            await coordinator.intake.record(sender, events(rank))
+
+    def verdict() -> tuple[str, int]:
+        [row] = [row for row in rows_of(made.store, "steps") if row["step"] == 1]
+        return row["completeness"], len(row["missing"])
+
+    made.run(send(made.coordinator, 0, 5))
+    before = verdict()
+    assert before[0] == "partial"
+    assert before[1] > 200
+    # Nothing is written while more comes; then once, by a coordinator that was started anew, too.
+    made.pass_time(0.5, every=0.5)
+    assert verdict() == before
+    again = made.run(
+        Coordinator.open(
+            made.coordinator._settings, made.store, made.coordinator._ingestors, name="c2"
+        )
+    )
+    time_then = time.monotonic()
+    again.effects.clock = Clock(time.time, lambda: time_then + 2.0)
+    made.run(again.check())
+    assert verdict() == ("partial", (ranks - 5) * len(stages))
+    made.run(send(again, 5, ranks))
+    again.effects.clock = Clock(time.time, lambda: time_then + 20.0)
+    made.run(again.check())
+    assert verdict() == ("complete", 0)
 
 
 class Trainer:
