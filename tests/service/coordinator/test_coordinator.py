@@ -669,7 +669,7 @@ def test_the_driver_hears_of_ranks_that_never_came(made: Clocked) -> None:
         rank = Trainer(made, 1)
         await rank.say("hello", world_size=3)
         answer, _ = await asyncio.gather(
-            made.coordinator.draining.drain("r", 0.5, "a"), rank.obey(1)
+            made.coordinator.draining.drain("r", 2.0, "a"), rank.obey(1)
         )
         other = await made.coordinator.draining.drain("r", 0.05, "of another job")
         return nothing, answer, other
