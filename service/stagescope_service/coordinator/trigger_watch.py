@@ -11,10 +11,11 @@ import asyncio
 import bisect
 import dataclasses
 import functools
+import itertools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -122,6 +123,8 @@ class TriggerWatch:
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
         self._non_finite: OrderedDict[int, set[str]] = OrderedDict()
         """Attempt -> its scalars that a finding reports as not finite."""
+        self._waiting: dict[int, list[int]] = {}
+        """Attempt whose steps are being evaluated -> its next ones."""
         self._reading_found = asyncio.Lock()
         self._lock = asyncio.Lock()
 
@@ -250,32 +253,63 @@ class TriggerWatch:
         return set(filter(None, (scalar_of(series.metric) for series in fired)))
 
     async def aggregated(self, attempt_id: int, step: int) -> None:
-        """Evaluate the rules for a step that was aggregated (again); never raises."""
-        what = f"holding the rules against step {step} of attempt {attempt_id}"
+        """Evaluate the rules for a step that was aggregated (again); never raises.
+
+        Steps of an attempt that come while others of it are evaluated wait, and are then evaluated
+        together: with a transaction for each, a service under load never caught up.
+        """
+        if (waiting := self._waiting.get(attempt_id)) is not None:
+            waiting.append(step)
+            return
+        self._waiting[attempt_id] = due = [step]
+        acting: set[asyncio.Task[None]] = set()
+        while due:
+            steps = due[:REACH]  # as many as are found again where this fails
+            del due[:REACH]
+            acts, rules = await self._hold(attempt_id, steps)
+            # What a webhook or a node takes its time for delays no other step.
+            for _, of_step in itertools.groupby(acts, lambda act: act.row["step"]):
+                task = asyncio.get_running_loop().create_task(self._act([*of_step], rules))
+                acting.add(task)
+                task.add_done_callback(acting.discard)
+        del self._waiting[attempt_id]
+        await asyncio.gather(*acting)
+
+    async def _act(self, acts: Sequence[Act], rules: Rules) -> None:
+        """Take the actions of a step's firings; never raises."""
         try:
-            acts, rules = await retried(functools.partial(self._hold, attempt_id, step), what)
             for act in acts:
                 await self._write(await self._acting.carry_out(act, rules))
         except Exception:
-            # The next step that loads this run finds the firings of this one again.
+            # The next step that loads this run takes those that are still owed.
+            self._followed.clear()
+            logger.exception("the actions of %s failed", [act.key for act in acts])
+
+    async def _hold(self, attempt_id: int, steps: Sequence[int]) -> tuple[list[Act], Rules]:
+        """Write the changes of steps; return the actions to take, and the rules; never raises."""
+        what = f"holding the rules against steps {steps} of attempt {attempt_id}"
+        try:
+            return await retried(functools.partial(self._try, attempt_id, steps), what)
+        except Exception:
+            # The next step that loads this run finds the firings of these again.
             self._followed.clear()
             logger.exception("%s failed", what)
+            return [], self._rules
 
-    async def _hold(self, attempt_id: int, step: int) -> tuple[list[Act], Rules]:
-        """Write the changes of a step; return the actions to take, and the rules."""
+    async def _try(self, attempt_id: int, steps: Sequence[int]) -> tuple[list[Act], Rules]:
         async with self._lock:
             rules = self._rules
             try:
-                acts, rows = await asyncio.to_thread(self._evaluate, rules, attempt_id, step)
+                acts, rows = await asyncio.to_thread(self._evaluate, rules, attempt_id, steps)
                 if rows:
                     await self._write(rows)
             except Exception:
-                self._followed.clear()  # it may hold half of the step's changes
+                self._followed.clear()  # it may hold half of the steps' changes
                 raise
         return acts, rules
 
     def _evaluate(
-        self, rules: Rules, attempt_id: int, step: int
+        self, rules: Rules, attempt_id: int, steps: Sequence[int]
     ) -> tuple[list[Act], list[Put | Delete]]:
         attempt = self._catalogue.attempt(attempt_id)
         if attempt is None or not rules.rules:
@@ -285,15 +319,17 @@ class TriggerWatch:
         rows: list[Put | Delete] = []
         followed = self._followed.get(run)
         if followed is None:
-            due = (attempt_id, step)
+            due = (attempt_id, steps[0])
             followed = _Followed(self._catalogue, run, rules, self._since, due)
             self._followed[run] = followed
             acts += followed.owed
             while len(self._followed) > RUNS_FOLLOWED:
                 self._followed.popitem(last=False)
         self._followed.move_to_end(run)
-        for changes in followed.evaluate(attempt_id, step):
-            self._change(followed, changes, acts, rows)
+        for step in steps:
+            for changes in followed.evaluate(attempt_id, step):
+                self._change(followed, changes, acts, rows)
+        followed.forget()
         return acts, rows
 
     def _change(
@@ -305,7 +341,7 @@ class TriggerWatch:
             if fired is None:
                 continue
             act = Act(fired.rule, self._row(fired))
-            key = (act.rule.name, fired.facts.attempt_id, fired.facts.step)
+            key = (act.rule.name, firing.at)
             taken: dict[str, Json] = {}
             if key in followed.acted:
                 pass  # it names more series than before: its actions were taken
@@ -416,8 +452,12 @@ class _Followed:
         numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
         known = [r for r in catalogue.firings(run=run, limit=_ALL) if r["attempt_id"] in numbers]
         by_name = {rule.name: rule for rule in rules.rules}
-        self.acted = {(r["rule"], r["attempt_id"], r["step"]) for r in known if _acted(r)}
-        """Firings whose actions were or will be taken."""
+        self.acted = {
+            (row["rule"], At(numbers[row["attempt_id"]], row["step"]))
+            for row in known
+            if _acted(row)
+        }
+        """Firings of steps that may be evaluated again whose actions were or will be taken."""
         in_force = [row for row in known if row["withdrawn_wall"] is None]
         self.owed = [
             Act(by_name[row["rule"]], row)
@@ -470,6 +510,12 @@ class _Followed:
         fires = self._since.admits(facts.attempt_id, facts.step)
         at = At(facts.attempt, facts.step)
         return self._watch.evaluate(at, self._reader.values(facts), fires=fires)
+
+    def forget(self) -> None:
+        """Drop what is known of the firings of steps that are never evaluated again."""
+        oldest = self._watch.reach
+        if oldest is not None:
+            self.acted = {(rule, at) for rule, at in self.acted if at >= oldest}
 
     def explain(self, firing: Firing) -> Fired | None:
         """Describe a firing; None if its step is gone."""

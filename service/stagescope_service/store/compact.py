@@ -177,7 +177,7 @@ def remove_works(connection: sa.Connection, ids: Ids, attempt_id: int, step: int
     ]
     own = (works.c.attempt_id == attempt_id) & (works.c.step == step)
     connection.execute(sa.delete(works).where(own, ~sa.or_(*used)))
-    ids.clear()
+    ids.forget_works()
 
 
 # --- rows whose ids may differ from those of the stored row ---------------------------------------
@@ -385,15 +385,13 @@ def _shared(
 ) -> tuple[Sequence[int | None], Sequence[str | None]]:
     """Return (id of the JSON, the JSON itself) of values, one of which is None."""
     documents = [None if value is None else dump_json(value) for value in values]
-    counts = Counter(documents)
+    counts = Counter(text for text in documents if text is not None and len(text) <= _JSON_MOST)
     shared = {
         text
         for text, count in counts.items()
-        if text is not None
-        and len(text) <= _JSON_MOST
-        and (count > 1 or text in ids.texts or text in ids.seen)
+        if count > 1 or text in ids.texts or hash(text) in ids.seen
     }
-    ids.seen.update(dict.fromkeys(text for text in counts if text is not None))
+    ids.seen.update(map(hash, counts))
     found = ids.of_texts(connection, [text if text in shared else None for text in documents])
     return found, [None if text in shared else text for text in documents]
 

@@ -18,8 +18,9 @@ from stagescope_service.store.tables.compact import KNOWN_TEXTS, clocks, senders
 
 Key = tuple[Any, ...]
 
-_MOST: Final = 200_000
-"""Maximum entries of a kind in memory; beyond that all are read again when they are needed."""
+_MOST: Final = 20_000
+"""Maximum entries of a kind in memory; beyond that those of the kind are read again when they are
+needed. A work takes 0.6 KB, a sender 0.4 KB, a text or a clock mostly 0.2 KB."""
 _CHUNK: Final = 400
 
 
@@ -38,32 +39,54 @@ class Ids:
 
     def clear(self) -> None:
         """Forget everything that was read or created."""
-        self.texts: dict[str | None, int | None] = {None: None}
-        self.texts |= {text: at for at, text in enumerate(KNOWN_TEXTS)}
-        self.works: dict[Key, int] = {}
-        """(attempt_id, step, policy_version, stage, part, work_key) -> id"""
-        self.places: dict[Key, int] = {}
-        """The same without a work_key -> id of one of these works."""
-        self.senders: dict[Key, int] = {}
-        """(incarnation, attempt_id, role, rank) -> id"""
-        self.clocks: dict[Key, int | None] = {(None, None): None}
-        self.works_of_key: dict[str, list[Owned]] = {}
-        self.senders_of: dict[str, list[Owned]] = {}
+        self.forget_works()
+        self._forget_texts()
+        self._forget_clocks()
+        self._forget_senders()
         self.last_steps: dict[tuple[int, str], int | None] = {}
         """(attempt_id, name) -> the last step that the catalogue knows of a scalar"""
         self.last_begun: dict[int, float] = {}
         """attempt_id -> when the last training stage began that the catalogue knows"""
-        self.seen: dict[str, None] = {}
-        """JSON that was written once: written again, it gets an id."""
-        self._steps: set[Key] = set()
+        self.seen: set[int] = set()
+        """Hashes of JSON that was written once: written again, it gets an id."""
         self._next: dict[str, int] = {}
+
+    def forget_works(self) -> None:
+        """Forget the works; to be called where some were deleted."""
+        self.works: dict[Key, int] = {}
+        """(attempt_id, step, policy_version, stage, part, work_key) -> id"""
+        self.places: dict[Key, int] = {}
+        """The same without a work_key -> id of one of these works."""
+        self.works_of_key: dict[str, list[Owned]] = {}
+        self._steps: set[Key] = set()
+        """(attempt_id, step, policy_version) whose works were read"""
+
+    def _forget_texts(self) -> None:
+        self.texts: dict[str | None, int | None] = {None: None}
+        self.texts |= {text: at for at, text in enumerate(KNOWN_TEXTS)}
+
+    def _forget_clocks(self) -> None:
+        self.clocks: dict[Key, int | None] = {(None, None): None}
+
+    def _forget_senders(self) -> None:
+        self.senders: dict[Key, int] = {}
+        """(incarnation, attempt_id, role, rank) -> id"""
+        self.senders_of: dict[str, list[Owned]] = {}
 
     def forget_many(self) -> None:
         """Bound the memory; to be called between transactions or groups of rows."""
-        sizes = (self.texts, self.works, self.places, self.senders, self.clocks, self.last_steps)
-        if any(len(each) > _MOST for each in sizes):
-            self.clear()
-        if len(self.seen) > _MOST // 20:
+        if max(len(self.works), len(self.places), len(self._steps)) > _MOST:
+            self.forget_works()
+        if len(self.texts) > _MOST:
+            self._forget_texts()
+        if len(self.clocks) > _MOST:
+            self._forget_clocks()
+        if len(self.senders) > _MOST:
+            self._forget_senders()
+        for rest in (self.last_steps, self.last_begun):
+            if len(rest) > _MOST:
+                rest.clear()
+        if len(self.seen) > _MOST:
             self.seen.clear()
 
     # --- looking up ---------------------------------------------------------------------------
@@ -119,11 +142,12 @@ class Ids:
         self._new_works(connection, [(*key, None) for key in missing if key not in self.places])
 
     def _read_steps(self, connection: sa.Connection, keys: Iterable[Key]) -> None:
-        for attempt_id, step in {key[:2] for key in keys} - self._steps:
-            self._steps.add((attempt_id, step))
-            of_step = works.c.attempt_id.is_not_distinct_from(attempt_id)
-            query = sa.select(works).where(of_step, works.c.step.is_not_distinct_from(step))
-            for row in connection.execute(query):
+        # By version, too: work without a step becomes more and more.
+        for own in {key[:3] for key in keys} - self._steps:
+            self._steps.add(own)
+            columns = (works.c.attempt_id, works.c.step, works.c.policy_version)
+            same = (each.is_not_distinct_from(key) for each, key in zip(columns, own, strict=True))
+            for row in connection.execute(sa.select(works).where(*same)):
                 key = tuple(row[1:])
                 self.places[key[:-1]] = row[0]
                 if key[-1] is None:  # another is found by its key, together with its like

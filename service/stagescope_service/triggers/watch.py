@@ -121,6 +121,11 @@ class RuleWatch:
         """Return the steps at which a rule fired, in order."""
         return list(self._fired.get(rule, ()))
 
+    @property
+    def reach(self) -> At | None:
+        """The oldest step that may be evaluated again; None: every one may."""
+        return self._order[-REACH] if len(self._order) >= REACH else None
+
     def remember(self, at: At, values: Mapping[str, Values]) -> None:
         """Add a step as history only; before any `take`."""
         bisect.insort(self._order, at)
@@ -193,7 +198,7 @@ class RuleWatch:
                 changes.withdrawn.append((rule.name, at))
 
     def _record(self, rule: str, at: At, record: FiringRecord) -> None:
-        """Record a firing; drop the series of firings that are too old to be checked."""
+        """Record a firing; drop those that are too old to be checked."""
         fired = self._fired[rule]
         index = bisect.bisect_left(fired, at)
         if fired[index : index + 1] != [at]:
@@ -202,9 +207,9 @@ class RuleWatch:
         if before is not None and before.series == record.series:
             record = dataclasses.replace(record, series=before.series)  # one set for both
         self._records[rule, at] = record
-        if len(fired) > _COOLING + REACH:
-            old = fired[-_COOLING - REACH - 1]
-            self._records[rule, old] = FiringRecord(frozenset(), self._records[rule, old].acts)
+        for old in fired[: -_COOLING - REACH]:
+            del self._records[rule, old]
+        del fired[: -_COOLING - REACH]
 
     def _preceding(self, at: At) -> Iterator[At]:
         """Yield the preceding steps of the run, the nearest first."""
