@@ -6,6 +6,7 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import sqlalchemy as sa
 
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.store.contract import Snapshot
 from stagescope_service.store.tables import (
     AttemptRow,
@@ -46,15 +47,22 @@ ANNOUNCED: Final = sa.text(f"payloads.state_id = {compact.ANNOUNCED}")
 _STEP_COLUMNS: Final = [column for column in steps.columns if column.name != "whole"]
 
 
-def rows(row: type[R], connection: sa.Connection, query: Query) -> list[R]:
+def rows(
+    row: type[R],
+    connection: sa.Connection,
+    query: Query,
+    parameters: JsonObject | None = None,
+) -> list[R]:
     """Return a query's rows as plain dicts.
 
     Args:
         row: their type, a TypedDict with the columns that are selected.
         connection: in a transaction.
         query: the query.
+        parameters: its values, where it is made without them.
     """
-    return [cast("R", dict(mapping)) for mapping in connection.execute(query).mappings()]
+    found = connection.execute(query, parameters).mappings()
+    return [cast("R", dict(mapping)) for mapping in found]
 
 
 def newest_attempts() -> Query:

@@ -387,7 +387,8 @@ class MeasurementQueries(Reader):
 
     def consumed(self, attempts: Sequence[int], attempt_id: int, step: int) -> list[SampleRow]:
         """Return the rows that other processes wrote for the samples that a step consumed."""
-        return self._rows(SampleRow, rollouts.consumed_samples(attempts, attempt_id, step))
+        parameters = rollouts.of_consumed(attempts, attempt_id, step)
+        return self._rows(SampleRow, rollouts.consumed_samples(), parameters)
 
     def rollout_payloads(
         self, attempts: Sequence[int], step: int, versions: Collection[int | None]

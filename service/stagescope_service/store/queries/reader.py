@@ -10,6 +10,7 @@ from typing import Final, TypeAlias, TypedDict, TypeVar, cast
 
 import sqlalchemy as sa
 
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.store import connect
 from stagescope_service.store.snapshot import Query, rows
 from stagescope_service.store.tables import TABLES
@@ -62,9 +63,9 @@ class Reader:
             self._file = found
         return self._engine.begin()
 
-    def _rows(self, row: type[R], query: Query) -> list[R]:
+    def _rows(self, row: type[R], query: Query, parameters: JsonObject | None = None) -> list[R]:
         with connect.catalogue_errors(self._where), self._connect() as connection:
-            return rows(row, connection, query)
+            return rows(row, connection, query, parameters)
 
     def _values(self, query: sa.Select[T]) -> list[T]:
         """Return the values of a query's only column."""

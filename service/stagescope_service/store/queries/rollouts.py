@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Final
 
 import sqlalchemy as sa
 
+from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import STEP_SUMMARY_STAGES
 from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.snapshot import Query
@@ -34,27 +36,46 @@ def side_by_side(attempts: Sequence[ListedAttempt], attempt_id: int) -> list[int
     ]
 
 
-def consumed_samples(attempt_ids: Sequence[int], attempt_id: int, step: int) -> Query:
-    """Select the rows that other processes' rollouts wrote for the samples that a step consumed."""
+@functools.cache
+def consumed_samples() -> Query:
+    """Select the rows that other processes' rollouts wrote for the samples that a step consumed.
+
+    Made once, since it runs for each step, and one that is made anew leaves 500 objects in cycles;
+    `of_consumed` returns its parameters.
+    """
+    attempt_id, step, clock = map(sa.bindparam, ("attempt_id", "step", "clock"))
     consumed = sa.select(samples.c.sample_uid).where(
         samples.c.attempt_id == attempt_id,
         samples.c.step == step,
-        samples.c.clock == f"s{step}",
+        samples.c.clock == clock,
         samples.c.consumed_step == step,
     )
     # Three selects instead of one OR: each then uses an index. Consumed samples have their step
     # filled in, so few are without one.
-    numbers = (step - REUSED_STEPS, step + REUSED_STEPS)
+    near = samples.c.step.between(sa.bindparam("from_step"), sa.bindparam("to_step"))
     cases = (
         samples.c.clock.like("v%") & samples.c.step.is_(None),
-        samples.c.clock.like("v%") & samples.c.step.between(*numbers),
+        samples.c.clock.like("v%") & near,
         (samples.c.attempt_id != attempt_id)
         & (samples.c.step == step)
-        & (samples.c.clock == f"s{step}"),
+        & (samples.c.clock == clock),
     )
-    chosen = samples.c.attempt_id.in_(attempt_ids) & samples.c.sample_uid.in_(consumed)
+    attempts = sa.bindparam("attempt_ids", expanding=True)
+    chosen = samples.c.attempt_id.in_(attempts) & samples.c.sample_uid.in_(consumed)
     found = sa.union_all(*(sa.select(samples).where(chosen, case) for case in cases))
     return sa.select(found.subquery())
+
+
+def of_consumed(attempt_ids: Sequence[int], attempt_id: int, step: int) -> JsonObject:
+    """Return the parameters of `consumed_samples`."""
+    return {
+        "attempt_ids": list(attempt_ids),
+        "attempt_id": attempt_id,
+        "step": step,
+        "clock": f"s{step}",
+        "from_step": step - REUSED_STEPS,
+        "to_step": step + REUSED_STEPS,
+    }
 
 
 def rollout_payloads(
