@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import dataclasses
 import functools
 import itertools
 import logging
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import CatalogueUnavailable, InvalidPlan, NotFound, StagescopeError
 from stagescope.wire.names import closest_by_words
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.nonfinite import Json
 from stagescope_service.coordinator.firings import Act, FiringKey, finding_of, finding_of_firing
+from stagescope_service.coordinator.followed_run import FollowedRun, Since, series_state
 from stagescope_service.coordinator.retries import retried
 from stagescope_service.coordinator.trigger_actions import Acting, WebhookTest
 from stagescope_service.core.catalogue_rows import row_id
@@ -30,22 +30,13 @@ from stagescope_service.core.findings import NON_FINITE_SCALARS
 from stagescope_service.core.instructions import Delete, NonFiniteScalars, Put
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.contract import WriteRows
-from stagescope_service.store.tables import FiringRow, TriggerRulesRow
+from stagescope_service.store.tables import TriggerRulesRow
 from stagescope_service.store.tables.findings import FiringColumns
-from stagescope_service.triggers.conditions import HISTORY
-from stagescope_service.triggers.facts import Facts
 from stagescope_service.triggers.names import NONFINITE_SCALAR, scalar_of
-from stagescope_service.triggers.replay import Fired, StepReader
+from stagescope_service.triggers.replay import Fired
 from stagescope_service.triggers.rules import Rule, Rules, defaults, read_yaml
-from stagescope_service.triggers.series import NAMED, pack, unpack
-from stagescope_service.triggers.watch import (
-    REACH,
-    At,
-    Firing,
-    FiringChanges,
-    FiringRecord,
-    RuleWatch,
-)
+from stagescope_service.triggers.series import NAMED, pack
+from stagescope_service.triggers.watch import REACH, FiringChanges
 
 
 class StepOrdering:
@@ -120,7 +111,7 @@ class TriggerWatch:
         self._rules = Rules(())
         self.revision = 0
         self._since = Since()
-        self._followed: OrderedDict[str, _Followed] = OrderedDict()
+        self._followed: OrderedDict[str, FollowedRun] = OrderedDict()
         self._non_finite: OrderedDict[int, set[str]] = OrderedDict()
         """Attempt -> its scalars that a finding reports as not finite."""
         self._waiting: dict[int, list[int]] = {}
@@ -249,7 +240,7 @@ class TriggerWatch:
         except StagescopeError:
             logger.exception("the firings of attempt %s cannot be read", attempt_id)
             return set()
-        fired = (series for row in rows for series in _series_state(row).series or ())
+        fired = (series for row in rows for series in series_state(row).series or ())
         return set(filter(None, (scalar_of(series.metric) for series in fired)))
 
     async def aggregated(self, attempt_id: int, step: int) -> None:
@@ -320,7 +311,7 @@ class TriggerWatch:
         followed = self._followed.get(run)
         if followed is None:
             due = (attempt_id, steps[0])
-            followed = _Followed(self._catalogue, run, rules, self._since, due)
+            followed = FollowedRun(self._catalogue, run, rules, self._since, due)
             self._followed[run] = followed
             acts += followed.owed
             while len(self._followed) > RUNS_FOLLOWED:
@@ -333,7 +324,11 @@ class TriggerWatch:
         return acts, rows
 
     def _change(
-        self, followed: _Followed, changes: FiringChanges, acts: list[Act], rows: list[Put | Delete]
+        self,
+        followed: FollowedRun,
+        changes: FiringChanges,
+        acts: list[Act],
+        rows: list[Put | Delete],
     ) -> None:
         """Collect the rows and actions of a step's changes."""
         for firing in changes.fired:
@@ -392,147 +387,6 @@ class TriggerWatch:
 def _finds_non_finite(rule: Rule) -> bool:
     """Return whether a rule makes findings of scalars that are not finite."""
     return rule.metric.startswith(NONFINITE_SCALAR) and rule.actions.severity is not None
-
-
-@dataclasses.dataclass(frozen=True)
-class Since:
-    """The steps that were closed when the rules were set: they fire nothing.
-
-    Identified by number, since the clocks of trainings differ from the service's.
-    """
-
-    attempt_id: int = 0
-    """The highest attempt at that time."""
-    closed: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
-    """Live attempt -> its last closed step, None if it had none."""
-
-    @classmethod
-    def now(cls, catalogue: Catalogue) -> Since:
-        """Return the steps that are closed now."""
-        attempts = catalogue.attempts()
-        live = {
-            row["attempt_id"]: row["last_closed_step"]
-            for row in attempts
-            if row["ended_wall"] is None
-        }
-        return cls(max((row["attempt_id"] for row in attempts), default=0), live)
-
-    @classmethod
-    def parse(cls, fields: JsonObject) -> Since:
-        """Read the result of `wire`."""
-        return cls(fields["attempt_id"], {int(key): step for key, step in fields["closed"].items()})
-
-    def wire(self) -> JsonObject:
-        """Return built-in types."""
-        closed = {str(attempt_id): step for attempt_id, step in self.closed.items()}
-        return {"attempt_id": self.attempt_id, "closed": closed}
-
-    def admits(self, attempt_id: int, step: int) -> bool:
-        """Return whether a step closed afterwards."""
-        if attempt_id not in self.closed:
-            return attempt_id > self.attempt_id
-        last = self.closed[attempt_id]
-        return last is None or step > last
-
-
-class _Followed:
-    """A run whose steps are in memory.
-
-    Args:
-        catalogue, run, rules, since: what is evaluated.
-        due: (attempt id, step) of the step whose turn it is.
-    """
-
-    def __init__(
-        self, catalogue: Catalogue, run: str, rules: Rules, since: Since, due: tuple[int, int]
-    ) -> None:
-        self._since = since
-        self._reader = StepReader(catalogue, run, rules)
-        self.ids = {r["number"]: r["attempt_id"] for r in catalogue.attempts(run)}
-        numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
-        known = [r for r in catalogue.firings(run=run, limit=_ALL) if r["attempt_id"] in numbers]
-        by_name = {rule.name: rule for rule in rules.rules}
-        self.acted = {
-            (row["rule"], At(numbers[row["attempt_id"]], row["step"]))
-            for row in known
-            if _acted(row)
-        }
-        """Firings of steps that may be evaluated again whose actions were or will be taken."""
-        in_force = [row for row in known if row["withdrawn_wall"] is None]
-        self.owed = [
-            Act(by_name[row["rule"]], row)
-            for row in in_force
-            if row["acted_wall"] is None and row["rule"] in by_name
-        ]
-        """Firings whose coordinator ended before all their actions were taken."""
-        fired = {
-            (row["rule"], At(numbers[row["attempt_id"]], row["step"])): _series_state(row)
-            for row in in_force
-        }
-        self._watch = RuleWatch(rules.rules, fired=fired)
-
-        self._ahead = self._load(due)
-
-    def _load(self, due: tuple[int, int]) -> deque[At]:
-        """Read the run's newest steps; return those to evaluate, in order.
-
-        Each waits for its turn: a stored step may still lack a payload. The steps after `due`
-        were never evaluated, however many were stored while it waited; of those before it, a
-        coordinator that ended may have left the last `REACH`.
-        """
-        places = self._reader.steps(HISTORY + REACH)
-        turn = places.index(due) if due in places else 0
-        begin = max(turn - REACH, 0)
-        for attempt_id, step in places[:begin]:
-            facts = self._reader.facts(attempt_id, step)
-            if facts is not None:
-                at = At(facts.attempt, step)
-                self._watch.remember(at, self._reader.values(facts))
-        numbers = {attempt_id: number for number, attempt_id in self.ids.items()}
-        ahead = places[begin:]
-        return deque(sorted(At(numbers[attempt_id], step) for attempt_id, step in ahead))
-
-    def evaluate(self, attempt_id: int, step: int) -> Iterator[FiringChanges]:
-        """Evaluate a step whose turn it is, after the stored steps before it; yield the changes."""
-        facts = self._reader.facts(attempt_id, step)
-        if facts is None:
-            return
-        self.ids[facts.attempt] = attempt_id
-        at = At(facts.attempt, step)
-        while self._ahead and self._ahead[0] <= at:
-            earlier = self._ahead.popleft()
-            before = self._reader.facts(self.ids[earlier.attempt], earlier.step)
-            if before is not None and earlier != at:
-                yield self._changes_of(before)
-        yield self._changes_of(facts)
-
-    def _changes_of(self, facts: Facts) -> FiringChanges:
-        fires = self._since.admits(facts.attempt_id, facts.step)
-        at = At(facts.attempt, facts.step)
-        return self._watch.evaluate(at, self._reader.values(facts), fires=fires)
-
-    def forget(self) -> None:
-        """Drop what is known of the firings of steps that are never evaluated again."""
-        oldest = self._watch.reach
-        if oldest is not None:
-            self.acted = {(rule, at) for rule, at in self.acted if at >= oldest}
-
-    def explain(self, firing: Firing) -> Fired | None:
-        """Describe a firing; None if its step is gone."""
-        facts = self._reader.facts(self.ids[firing.at.attempt], firing.at.step)
-        return None if facts is None else self._reader.explain(firing, facts)
-
-
-def _series_state(row: FiringRow) -> FiringRecord:
-    evidence = row["evidence"]
-    named = evidence.get(NAMED)  # None in rows of an earlier version
-    series = None if named is None else unpack(named)
-    return FiringRecord(series, acts=evidence.get("cools_since") is None)
-
-
-def _acted(row: FiringRow) -> bool:
-    """Return whether the actions of a stored firing were or will be taken."""
-    return _series_state(row).acts or bool((row["actions"] or {}).keys() - {"cools_since"})
 
 
 def _readable(document: Json) -> Rules:

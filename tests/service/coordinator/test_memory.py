@@ -16,7 +16,7 @@ from tests.support.stores import opened
 from tests.support.triggering import rule, rules_of
 
 from stagescope.wire import schema
-from stagescope_service.coordinator import trigger_watch
+from stagescope_service.coordinator import followed_run, trigger_watch
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core import entities, state
 from stagescope_service.core.instructions import IngestJob, PayloadKey, Put
@@ -45,8 +45,8 @@ class NoTensors(IngestorClient):
     async def ingest(
         self, node_id: str | None, key: PayloadKey, job: IngestJob, payload: object
     ) -> Outcome:
-        work = {name: job[name] for name in ("step", "policy_version", "stage")}  # type: ignore[literal-required]
-        work |= {name: job[name] for name in schema.PART_FIELDS}  # type: ignore[literal-required]
+        work = {name: job[name] for name in ("step", "policy_version", "stage")}
+        work |= {name: job[name] for name in schema.PART_FIELDS}
         row = {
             "artifact_id": f"ring/{key.incarnation}/{key.seq}", "kind": "ring", "node_id": "n",
             "attempt_id": job["attempt_id"], "role": job["role"], "rank": job["rank"], **work,
@@ -126,7 +126,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entities, "SETTLED_REMEMBERED", 20)
     monkeypatch.setattr(state, "FINDINGS_REMEMBERED", 20)
     monkeypatch.setattr(watch, "_COOLING", 10)
-    for module in (watch, trigger_watch):
+    monkeypatch.setattr(trigger_watch, "REACH", 10)
+    for module in (watch, followed_run):
         monkeypatch.setattr(module, "HISTORY", 10)
         monkeypatch.setattr(module, "REACH", 10)
 

@@ -576,6 +576,38 @@ def test_steps_that_are_aggregated_before_the_first_has_its_turn_are_no_history(
     assert bench.fired() == [(1, 6, "mean")]
 
 
+def test_steps_that_wait_are_evaluated_together(
+    bench: RuleBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where steps come faster than each could be evaluated alone."""
+    evaluated: list[list[int]] = []
+    evaluate = TriggerWatch._evaluate
+
+    def evaluate_slowly(
+        self: TriggerWatch, rules: Rules, attempt_id: int, steps: list[int]
+    ) -> object:
+        evaluated.append(steps)
+        return evaluate(self, rules, attempt_id, steps)
+
+    async def work() -> None:
+        await bench.triggers.put(rules_of(rule(actions=PIN)), by="me")
+        for step in range(1, REACH + 10):
+            await bench.step(step, 1.0 if step in (3, 70) else 0.0, hold=True)
+        tasks = [
+            asyncio.create_task(bench.triggers.aggregated(1, step)) for step in range(1, REACH + 10)
+        ]
+        await asyncio.sleep(0.0)
+        assert sum(not task.done() for task in tasks) == 1  # a task for each would pile up
+        await asyncio.gather(*tasks)
+
+    monkeypatch.setattr(TriggerWatch, "_evaluate", evaluate_slowly)
+    run(work)
+    assert evaluated == [[1], [*range(2, REACH + 2)], [*range(REACH + 2, REACH + 10)]]
+    assert bench.fired() == [(1, 3, "mean"), (1, 70, "mean")]
+    assert {entry.key.step for entry in pinned(bench)} == {2, 3, 69, 70}
+    assert bench.actions(70)["pin"]
+
+
 def test_a_step_of_history_that_cannot_be_read_ends_nothing(bench: RuleBench) -> None:
     async def work() -> None:
         await bench.triggers.put(rules_of(rule(when={">": 0.5, "median_ratio": 2})), by="me")

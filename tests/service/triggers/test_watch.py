@@ -348,3 +348,14 @@ def test_what_is_remembered_is_bounded_and_a_very_late_step_is_let_go() -> None:
     assert not watch.evaluate(At(1, 0), {"rule-0": values(9.0)}).fired
     late = At(1, count - REACH + 1)
     assert watch.evaluate(late, {"rule-0": values(9.0)}).fired
+
+
+def test_only_the_firings_that_may_be_checked_are_remembered() -> None:
+    steps = {At(1, step): [2.0] for step in range(1000)}
+    watch = train(rules_of({}, {"cooldown": 5}), steps, list(steps))
+    for name in ("rule-0", "rule-1"):
+        kept = watch.fired(name)
+        assert 100 < len(kept) <= 320
+        assert kept[-1].step >= 995
+    assert watch.reach == At(1, 1000 - REACH)
+    assert len(watch._records) <= 640

@@ -43,7 +43,9 @@ def consumed_samples() -> Query:
     Made once, since it runs for each step, and one that is made anew leaves 500 objects in cycles;
     `of_consumed` returns its parameters.
     """
-    attempt_id, step, clock = map(sa.bindparam, ("attempt_id", "step", "clock"))
+    attempt_id: sa.BindParameter[int] = sa.bindparam("attempt_id")
+    step: sa.BindParameter[int] = sa.bindparam("step")
+    clock: sa.BindParameter[str] = sa.bindparam("clock")
     consumed = sa.select(samples.c.sample_uid).where(
         samples.c.attempt_id == attempt_id,
         samples.c.step == step,
@@ -60,7 +62,7 @@ def consumed_samples() -> Query:
         & (samples.c.step == step)
         & (samples.c.clock == clock),
     )
-    attempts = sa.bindparam("attempt_ids", expanding=True)
+    attempts: sa.BindParameter[int] = sa.bindparam("attempt_ids", expanding=True)
     chosen = samples.c.attempt_id.in_(attempts) & samples.c.sample_uid.in_(consumed)
     found = sa.union_all(*(sa.select(samples).where(chosen, case) for case in cases))
     return sa.select(found.subquery())
