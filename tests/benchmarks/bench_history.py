@@ -41,8 +41,8 @@ from stagescope_service.store.sql import SqlStore
 SHORT: Final = 100
 """Steps of the run that the long one is compared with."""
 OLD: Final = 10
-ROUNDS: Final = 100
-RESTARTS: Final = 5
+ROUNDS: Final = 30
+RESTARTS: Final = 3
 STREAM: Final = "a reading of /stream"
 """Of the catalogue alone: once a second, for all listeners."""
 K3: Final = "rollout_corr/k3_kl"
@@ -278,7 +278,7 @@ class Training:
 
 async def remove_old(settings: Settings, run: LongRun, steps: int) -> None:
     """Remove rows of old steps while ranks go on; print waits, rows and bytes."""
-    over = min(500, steps // 5)
+    over = min(500, steps // 10)
     path, training = settings.data_path / "catalogue.db", Training(run, steps + 1)
     limits = {"keep_row_steps": steps - over, "keep_steps": over}
     async with coordinator_on(settings.model_copy(update=limits)) as coordinator:
@@ -359,4 +359,4 @@ def measure(homes: Mapping[int, Path], runs: Mapping[int, LongRun], steps: int) 
 
 if __name__ == "__main__":
     given = [int(text) for text in sys.argv[1:]]
-    main(*(given + [1000, 64][len(given) :]))
+    main(*(given + [500, 64][len(given) :]))
