@@ -50,9 +50,15 @@ class ApiCoordinator(Coordinator):
 
 
 class LocalEngine:
-    """The coordinator in a thread of its own, called as the API calls its actor."""
+    """The coordinator in a thread of its own, called as the API calls its actor.
 
-    def __init__(self, store: SqlStore, settings: Settings) -> None:
+    Args:
+        store: the catalogue, open.
+        settings: of the service.
+        resumes: whether it goes on where an earlier coordinator of the catalogue ended.
+    """
+
+    def __init__(self, store: SqlStore, settings: Settings, *, resumes: bool = False) -> None:
         self.not_ready: str | None = None
         self.nodes: dict[str, Path] = {}
         self.now: float | None = None
@@ -61,17 +67,18 @@ class LocalEngine:
         self.ingestors = LocalIngestors(
             lambda node: IngestWorker(node, data, roots, ring_bytes=0), home="here"
         )
-        self.coordinator = ApiCoordinator(
-            settings,
-            store,
-            self.ingestors,
-            name="c1",
-            clock=Clock(self._clock, self._clock),
-        )
         self._store = store
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+        self.coordinator = (
+            self._wait(ApiCoordinator.open(settings, store, self.ingestors, name="c1"))
+            if resumes
+            else ApiCoordinator(
+                settings, store, self.ingestors, name="c1", clock=Clock(self._clock, self._clock)
+            )
+        )
+        self._wait(self.coordinator.effects.settled())
 
     def _clock(self) -> float:
         return time.time() if self.now is None else self.now
@@ -178,15 +185,18 @@ class Service:
     Args:
         home: of the service.
         recorded: whether answers are held to the document at the end; a benchmark's are not.
+        resumes: whether its coordinator goes on where an earlier one of the home ended.
         settings: of the service.
     """
 
-    def __init__(self, home: Path, *, recorded: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, home: Path, *, recorded: bool = True, resumes: bool = False, **settings: Any
+    ) -> None:
         self.settings = Settings(home=home, port=0, **settings)
         self.store = SqlStore(self.settings.catalogue_url)
         self.store.open()
         self.catalogue = Catalogue(self.settings.catalogue_url)
-        self.engine = LocalEngine(self.store, self.settings)
+        self.engine = LocalEngine(self.store, self.settings, resumes=resumes)
         self.tokens = AccessTokens.load(self.settings) if self.settings.auth else None
         self.now: float | None = None
         self.app = make_app(
@@ -275,11 +285,11 @@ class Report(NamedTuple):
 
 
 class Rank:
-    """One process of a training, as its probe would speak."""
+    """One process of a training, as its probe would speak; without a service it only drafts."""
 
     def __init__(
         self,
-        service: Service,
+        service: Service | None,
         *,
         run: str = "r",
         rank: int = 0,
@@ -317,10 +327,12 @@ class Rank:
         return Report(self.sender, [event], payloads, self.clock)
 
     def _take(self, report: Report) -> None:
+        assert self.service is not None
         self.service.engine.take_together([report])
 
     def acknowledge(self) -> None:
         """Have the plan of now in force: what it says next tells so."""
+        assert self.service is not None
         revision = self.service.get("/plan")["revision"]
         self.sender = dataclasses.replace(self.sender, plan_revision=revision)
 

@@ -177,6 +177,43 @@ def training(attempt_id: int = 1, run: str = "r", number: int = 1) -> list[Put]:
     ]
 
 
+_WORK: Final = {
+    "policy_version": None,
+    "occurrence": 0,
+    "epoch": 0,
+    "minibatch": 0,
+    "microbatch": 0,
+}
+
+
+def rows_of_step(attempt_id: int, step: int, ranks: int = 3) -> list[Put]:
+    """A closed step of some ranks, with a row of each kind that grows."""
+    rows = [
+        Put("steps", {"attempt_id": attempt_id, "step": step, "closed_wall": 1.0 + step,
+                      "completeness": "complete", "whole": b"w", "parts_mark": 2, "whole_mark": 1})
+    ]  # fmt: skip
+    for rank in range(ranks):
+        incarnation = f"{attempt_id}-{rank}"
+        place = {"attempt_id": attempt_id, "role": "actor", "rank": rank, "step": step, **_WORK}
+        place |= {"incarnation": incarnation, "stage": "actor_update"}
+        work = {**place, "work_key": f"{step}||actor_update|0.0.0.0"}
+        file = {**place, "artifact_id": f"ring/{incarnation}/{step}", "seq": step, "kind": "ring"}
+        rows += [
+            Put("stages", {**work, "revision": step, "begin_wall": 1.0, "end_wall": 2.0}),
+            Put("scalars", {**work, "name": "loss", "value": 1.0}),
+            Put("payloads", {**work, "seq": step, "state": "ingested", "tensors": {"a": [1]}}),
+            Put("summaries", {**place, "seq": step, "pair": "old/rollout", "summary": b"s"}),
+            Put("artifacts", {**file, "deleted_wall": 3.0 if rank else None}),
+            Put("samples", {"attempt_id": attempt_id, "clock": f"s{step}", "step": step,
+                            "sample_uid": f"{rank}"}),
+        ]  # fmt: skip
+    rows.append(
+        Put("findings", {"finding_id": f"{attempt_id}/{step}", "run": "r",
+                         "attempt_id": attempt_id, "step": step, "kind": "k"})
+    )  # fmt: skip
+    return rows
+
+
 def rows_of(store: SqlStore, table: str) -> list[dict[str, Any]]:
     """All rows of a table, read on the store's own reader."""
     assert store._reader is not None

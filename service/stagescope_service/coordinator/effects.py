@@ -400,7 +400,8 @@ class Effects:
             forgotten = attempt is None or step.step not in attempt.steps
             await self._aggregator.aggregate(step, run, forgotten=forgotten)
             key = {"finding_id": self._not_aggregated(step).row["finding_id"]}
-            await self.write([*await self._retired(step), Delete("findings", key)])
+            await self.write([Delete("findings", key)])
+            await self._retire(step)
         self._check_rules(step)
 
     async def _too_late(self, step: Aggregate) -> Sequence[Put | Delete] | None:
@@ -461,18 +462,19 @@ class Effects:
         aggregating = {*self._aggregating, *self._due} - {step}
         return closed + [each.step for each in aggregating if each.attempt_id == step.attempt_id]
 
-    async def _retired(self, step: Aggregate) -> list[Delete]:
-        """Return the deletion of the parts and weight records of steps that are too old now.
+    async def _retire(self, step: Aggregate) -> None:
+        """Delete the parts and weight records of steps that are too old now, a step at a time.
 
-        Their step summaries and the verdicts on their weights stay.
+        Their step summaries and the verdicts on their weights stay. Mostly it is one step; where
+        fewer are kept than before, one transaction of all of them would hold up others for seconds.
         """
         oldest = await self._newest_retired(step.attempt_id, step.step)
         if oldest is None:
-            return []
+            return
         summarised = functools.partial(self.catalogue.summarised_steps, through=oldest)
-        steps = {oldest, *await asyncio.to_thread(summarised, step.attempt_id)}
-        keys = [{"attempt_id": step.attempt_id, "step": number} for number in sorted(steps)]
-        return [Delete(table, key) for key in keys for table in ("summaries", "weights")]
+        for number in sorted({oldest, *await asyncio.to_thread(summarised, step.attempt_id)}):
+            key = {"attempt_id": step.attempt_id, "step": number}
+            await self.write([Delete("summaries", key), Delete("weights", key)])
 
     async def _newest_retired(self, attempt_id: int, step: int) -> int | None:
         """Return the newest step whose parts are not kept where `step` is the newest closed."""

@@ -89,14 +89,13 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
         attempts.c.ended_wall.is_(None) | attempts.c.attempt_id.in_(newest)
     )
     chosen = _chosen_steps(closed_steps).subquery()
-    at_chosen = sa.and_(stages.c.attempt_id == chosen.c.attempt_id, stages.c.step == chosen.c.step)
+    # By IN: in a join, SQLite reads all stages of an attempt to find those of a few steps.
+    kept = sa.select(chosen).where(chosen.c.attempt_id.in_(live))
     is_open = stages.c.end_wall.is_(None) & sa.func.coalesce(stages.c.status, "open").in_(["open"])
     kept_stages = [
         # Separate selects instead of one OR: each then uses an index.
         sa.select(stages).where(is_open),
-        sa.select(stages)
-        .join(chosen, at_chosen)
-        .where(chosen.c.attempt_id.in_(live), sa.not_(is_open)),
+        sa.select(stages).where(_of_step(stages).in_(kept), sa.not_(is_open)),
         # Work without a step is in no chosen step; its process may merely have been inactive.
         sa.select(stages).where(
             stages.c.end_wall.is_(None),
@@ -107,12 +106,7 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
     ]
     kept_payloads = [
         sa.select(payloads).where(ANNOUNCED),
-        sa.select(payloads)
-        .join(
-            chosen,
-            sa.and_(payloads.c.attempt_id == chosen.c.attempt_id, payloads.c.step == chosen.c.step),
-        )
-        .where(chosen.c.attempt_id.in_(live), payloads.c.state != "announced"),
+        sa.select(payloads).where(_of_step(payloads).in_(kept), payloads.c.state != "announced"),
     ]
     return Snapshot(
         runs=rows(RunRow, connection, sa.select(runs)),
@@ -121,10 +115,7 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
         steps=rows(
             StepColumns,
             connection,
-            sa.select(*_STEP_COLUMNS).join(
-                chosen,
-                sa.and_(steps.c.attempt_id == chosen.c.attempt_id, steps.c.step == chosen.c.step),
-            ),
+            sa.select(*_STEP_COLUMNS).where(_of_step(steps).in_(sa.select(chosen))),
         ),
         stages=[row for query in kept_stages for row in rows(StageRow, connection, query)],
         payloads=[row for query in kept_payloads for row in rows(PayloadRow, connection, query)],
@@ -153,6 +144,10 @@ def read_snapshot(connection: sa.Connection, closed_steps: int) -> Snapshot:
 def _text(condition: str) -> sa.TextClause:
     """Return the condition of a partial index, which must match the index's text exactly."""
     return sa.text(condition)  # a literal column of this type would end in "= 1"
+
+
+def _of_step(table: sa.Table) -> sa.Tuple:
+    return sa.tuple_(table.c.attempt_id, table.c.step)
 
 
 def _not_aggregated() -> Query:

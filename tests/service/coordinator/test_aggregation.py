@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from stagescope_service.core.instructions import Aggregate, Instruction, Put
 from stagescope_service.core.operator_tables import again
 from stagescope_service.ingest.ingestors import IngestorDied
 from stagescope_service.ingest.operator_tables import TABLE
+from stagescope_service.store.contract import Delete, Write
 from stagescope_service.store.tables import FindingRow
 
 STEP = Aggregate(1, 1)
@@ -182,6 +183,35 @@ def test_steps_whose_numbers_lie_far_apart_are_aggregated_and_kept(broken: Broke
         assert broken.catalogue.steps(1, before=2)[0]["has_summary"]
 
     run(work)
+
+
+def test_where_fewer_steps_are_kept_than_before_each_goes_in_a_transaction_of_its_own(
+    broken: Broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, write = broken.bench, broken.effects.write
+    removed: list[set[object]] = []
+
+    async def noted(rows: Sequence[Write], *settled: Any) -> None:
+        of_steps = {
+            row.where["step"] for row in rows if isinstance(row, Delete) and "step" in row.where
+        }
+        removed.extend([of_steps] if of_steps else [])
+        await write(rows, *settled)
+
+    monkeypatch.setattr(broken.effects, "write", noted)
+
+    async def work() -> None:
+        for step in range(1, 8):
+            if step == 6:
+                assert not removed
+                broken.keep_steps(2)
+            await bench.step(step, hold=True)
+            await broken.settled()
+
+    run(work)
+    assert {row["step"] for row in broken.catalogue.summaries(1)} == {6, 7}
+    assert all(len(steps) == 1 for steps in removed)
+    assert {step for steps in removed for step in steps} == {1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize("measured", [True, False], ids=["with numbers", "without numbers"])

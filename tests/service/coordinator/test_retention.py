@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 from tests.support.measure import ingest_job, payload
-from tests.support.stores import url_of
+from tests.support.stores import rows_of_step, url_of
 
 from stagescope.wire.errors import Unreachable
 from stagescope_service.api.completeness import ROWS_REMOVED, gaps, is_behind
@@ -331,37 +331,6 @@ def test_only_kept_files_below_the_data_directory_are_deleted(tmp_path: Path) ->
 
 
 # --- rows of old steps ------------------------------------------------------------------------
-_WORK = {"policy_version": None, "occurrence": 0, "epoch": 0, "minibatch": 0, "microbatch": 0}
-
-
-def rows_of_step(attempt_id: int, step: int, ranks: int = 3) -> list[Put]:
-    """A closed step of some ranks, with a row of each kind that grows."""
-    rows = [
-        Put("steps", {"attempt_id": attempt_id, "step": step, "closed_wall": 1.0 + step,
-                      "completeness": "complete", "whole": b"w", "parts_mark": 2, "whole_mark": 1})
-    ]  # fmt: skip
-    for rank in range(ranks):
-        incarnation = f"{attempt_id}-{rank}"
-        place = {"attempt_id": attempt_id, "role": "actor", "rank": rank, "step": step, **_WORK}
-        place |= {"incarnation": incarnation, "stage": "actor_update"}
-        work = {**place, "work_key": f"{step}||actor_update|0.0.0.0"}
-        file = {**place, "artifact_id": f"ring/{incarnation}/{step}", "seq": step, "kind": "ring"}
-        rows += [
-            Put("stages", {**work, "revision": step, "begin_wall": 1.0, "end_wall": 2.0}),
-            Put("scalars", {**work, "name": "loss", "value": 1.0}),
-            Put("payloads", {**work, "seq": step, "state": "ingested", "tensors": {"a": [1]}}),
-            Put("summaries", {**place, "seq": step, "pair": "old/rollout", "summary": b"s"}),
-            Put("artifacts", {**file, "deleted_wall": 3.0 if rank else None}),
-            Put("samples", {"attempt_id": attempt_id, "clock": f"s{step}", "step": step,
-                            "sample_uid": f"{rank}"}),
-        ]  # fmt: skip
-    rows.append(
-        Put("findings", {"finding_id": f"{attempt_id}/{step}", "run": "r",
-                         "attempt_id": attempt_id, "step": step, "kind": "k"})
-    )  # fmt: skip
-    return rows
-
-
 def attempts_with_steps(node: Node, *steps: int) -> None:
     for number, count in enumerate(steps, 1):
         row = {"attempt_id": number, "run": "r", "number": number, "key": f"k{number}"}

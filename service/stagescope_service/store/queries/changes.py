@@ -63,9 +63,11 @@ class ChangeQueries(Reader):
                 known = rows(dict[str, Any], connection, _revisions(ids))
                 made = rows(dict[str, Any], connection, _dumps(ids, [row["step"] for row in found]))
                 _add_progress(requested, running, known, made)
-            return Recent(
-                running, found, rows(dict[str, Any], connection, _findings(ids)), requested
-            )
+            # One query an attempt: those of several at once would all be sorted.
+            by_attempt = (rows(dict[str, Any], connection, _findings(each)) for each in ids)
+            seen = [row for each in by_attempt for row in each]
+            seen.sort(key=lambda row: (-(row["last_wall"] or 0.0), row["finding_id"]))
+            return Recent(running, found, seen[:_MAX_FINDINGS], requested)
 
     def change_mark(self, attempt_ids: Sequence[int]) -> str:
         """Return a text that changes when closed steps, findings or losses of attempts do.
@@ -123,7 +125,7 @@ def _steps(attempt_id: int) -> Query:
     )  # fmt: skip
 
 
-def _findings(ids: list[int]) -> Query:
+def _findings(attempt_id: int) -> Query:
     table = findings.c
     chosen = [table[name] for name in (
         "finding_id", "run", "attempt_id", "step", "kind", "severity", "message", "last_wall",
@@ -131,7 +133,7 @@ def _findings(ids: list[int]) -> Query:
     )]  # fmt: skip
     return (
         sa.select(*chosen)
-        .where(table.attempt_id.in_(ids))
+        .where(table.attempt_id == attempt_id)
         .order_by(table.last_wall.desc(), table.finding_id)
         .limit(_MAX_FINDINGS)
     )

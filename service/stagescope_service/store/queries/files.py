@@ -7,7 +7,7 @@ from typing import TypedDict
 import sqlalchemy as sa
 
 from stagescope_service.store.queries import overview
-from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions
+from stagescope_service.store.queries.reader import LIMIT, Filter, Reader, conditions, of_few
 from stagescope_service.store.snapshot import Query
 from stagescope_service.store.tables import TABLES, ArtifactRow, OperatorTableRow, artifacts, steps
 
@@ -84,7 +84,7 @@ def kept_files(
     if before_wall is not None:
         where.append(artifacts.c.wall < before_wall)
     if attempt_id is not None:
-        where.append(artifacts.c.attempt_id == attempt_id)
+        where += of_few("artifacts", attempt_id)
     if before_step is not None:
         where.append(artifacts.c.step < before_step)
     of_step = (steps.c.attempt_id == artifacts.c.attempt_id) & (steps.c.step == artifacts.c.step)
@@ -102,7 +102,7 @@ def newest_kept_steps(attempt_id: int) -> sa.Select[int]:
     """Select the steps of an attempt that have kept files, the newest first."""
     return (
         sa.select(artifacts.c.step)
-        .where(_THERE, artifacts.c.attempt_id == attempt_id, artifacts.c.step.is_not(None))
+        .where(_THERE, *of_few("artifacts", attempt_id), artifacts.c.step.is_not(None))
         .distinct()
         .order_by(artifacts.c.step.desc())
     )
@@ -148,7 +148,7 @@ class FileQueries(Reader):
         table = TABLES["artifacts"].c
         query = (
             sa.select(table.step)
-            .where(table.attempt_id == attempt_id, table.step.is_not(None))
+            .where(*of_few("artifacts", attempt_id), table.step.is_not(None))
             .where(table.kind.in_(("kept", "ring")), table.deleted_wall.is_(None))
             .distinct()
             .order_by(table.step.desc())

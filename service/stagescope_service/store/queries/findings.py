@@ -248,8 +248,8 @@ class FindingQueries(Reader):
         """
         table = TABLES["findings"]
         columns = [table.c[name] for name in ("attempt_id", "step", "role", "stage", "rank")]
-        where = [table.c.kind == kind, columns[0].in_(list(attempts)), columns[1].is_not(None)]
-        where += [columns[1].in_(list(steps))] if steps is not None else []
+        where = [table.c.kind == kind, columns[0].in_(list(attempts))]
+        where.append(columns[1].is_not(None) if steps is None else columns[1].in_(list(steps)))
         where += [columns[1] >= first] if first is not None else []
         where += [columns[1] <= last] if last is not None else []
         return self._rows(FindingPlace, sa.select(*columns).where(*where).order_by(*columns))

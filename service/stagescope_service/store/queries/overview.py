@@ -170,17 +170,24 @@ def _live(activity: sa.Subquery) -> sa.ColumnElement[bool]:
 
 def newest_summary(run: str | None) -> Query:
     """Select the step with the newest step summary of a run, or of any run."""
-    table, attempt = tables.steps, tables.attempts
-    chosen: list[sa.ColumnElement[bool]] = [table.c.whole.is_not(None)]
-    if run is not None:
-        chosen.append(attempt.c.run == run)
-    order = (attempt.c.number.desc(),) if run is not None else (table.c.opened_wall.desc(),)
-    return (
-        sa.select(table)
-        .join(attempt, attempt.c.attempt_id == table.c.attempt_id)
-        .where(*chosen)
-        .order_by(*order, table.c.step.desc())
+    table, attempt, other = tables.steps, tables.attempts, tables.steps.alias()
+    newest = (
+        sa.select(other.c.step)
+        .where(other.c.attempt_id == attempt.c.attempt_id, other.c.whole.is_not(None))
+        .order_by(other.c.step.desc())
+        .limit(1)
+        .scalar_subquery()
     )
+    # Its key first: the blobs of all that are sorted would be read.
+    key = (
+        sa.select(table.c.attempt_id, table.c.step)
+        .join(attempt, attempt.c.attempt_id == table.c.attempt_id)
+        .where(table.c.step == newest)
+        .order_by(table.c.opened_wall.desc() if run is None else attempt.c.number.desc())
+        .limit(1)
+    )
+    key = key if run is None else key.where(attempt.c.run == run)
+    return sa.select(table).where(sa.tuple_(table.c.attempt_id, table.c.step).in_(key))
 
 
 def runs(run: str | None = None) -> Query:

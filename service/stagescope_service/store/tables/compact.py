@@ -118,6 +118,7 @@ payload_rows = _compact(
     Column("reserved", Blob),
     Index(None, "work_id"),
     partial_index("ix_payload_rows_announced", "work_id", where=f"state_id = {ANNOUNCED}"),
+    partial_index("ix_payload_rows_consumed", "consumed_step", where="consumed_step IS NOT NULL"),
 )
 
 artifact_rows = _compact(

@@ -33,8 +33,14 @@ findings = table(
     Column("over_wall", Real),
     # What to look at: a list of `Link.to_json`; null: nothing, or it stands in the advice.
     Column("see", StrictJson()),
-    Index(None, "attempt_id", "step"),
-    Index(None, "run"),
+    # A run may have some in each of its steps. Lists are in the order of `last_wall`: without it
+    # in the index of steps, SQLite takes the other one, and reads all findings for those of a step.
+    Index(None, "attempt_id", "last_wall"),
+    Index(None, "attempt_id", "step", "last_wall"),
+    Index(None, "attempt_id", "kind", "last_wall"),
+    Index(None, "run", "last_wall"),
+    Index(None, "run", "step", "last_wall"),
+    Index(None, "run", "kind", "severity", "count"),
 )
 
 
