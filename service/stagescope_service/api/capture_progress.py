@@ -150,6 +150,7 @@ def _requested_ranks(
     requested = {(each["role"], each["rank"]) for each in (*agreement.members, *agreement.without)}
     roles = {role for role, _ in requested} or set(spec["roles"] or ())
     newest: dict[RankKey, ProcessRow] = {}
+    sizes: dict[str, int] = {}
     processes = [] if attempt is None else catalogue.processes_with_settings(attempt["attempt_id"])
     for process in processes:
         role, rank = process["role"], process["rank"]
@@ -160,8 +161,14 @@ def _requested_ranks(
         earlier = newest.get((role, rank))
         if earlier is None or (earlier["first_wall"] or 0.0) < (process["first_wall"] or 0.0):
             newest[role, rank] = process
-        absent = range(process["world_size"] or 0)
-        requested |= {(role, each) for each in absent if matches_rank(spec["ranks"], each)}
+        sizes[role] = max(sizes.get(role, 0), process["world_size"] or 0)
+    # Once a role: for each of its processes it would be the square of the ranks.
+    requested |= {
+        (role, rank)
+        for role, size in sizes.items()
+        for rank in range(size)
+        if matches_rank(spec["ranks"], rank)
+    }
     return [
         _requested_rank(role, rank, newest.get((role, rank)), agreement)
         for role, rank in sorted({*newest, *requested})
@@ -317,6 +324,7 @@ class _Step:
         self._before = [row["step"] for row in earlier[:_STEPS_BEFORE]]
         self._parts_by_step: dict[int, dict[RankKey, set[PartKey]]] = {}
         self._parts: dict[RankKey, int] | None = None
+        self._roles: set[str] | None = None
         self._newest_steps: dict[RankKey, int] | None = None
 
     def parts(self) -> Mapping[RankKey, int]:
@@ -352,7 +360,9 @@ class _Step:
 
     def has_parts(self, role: str) -> bool:
         """Return whether a rank of a role did a part of the requested stages."""
-        return any(role == each for each, _ in self.parts())
+        if self._roles is None:
+            self._roles = {each for each, _ in self.parts()}
+        return role in self._roles
 
     def is_over(self, rank: RankKey) -> bool:
         """Return whether a rank will do nothing more in the step."""
