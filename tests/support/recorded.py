@@ -2,14 +2,20 @@
 
     python -m tests.support.recorded
 
-writes both anew; do so only where answers are to change, and say why in the commit.
+writes both anew; do so only where answers are to change, and say why in the commit. With `upgrade`
+(`make trial-upgrade`) it opens the catalogue with this version, and prints what that changes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import lzma
+import math
+import sqlite3
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +23,28 @@ from typing import Any
 import httpx
 from tests.support.api import Rank, Service, service
 from tests.support.measure import payload
+
+from stagescope_service.settings import Settings
+
+PROSE = frozenset({"text", "detail", "message", "advice", "expected"})
+"""Sentences may be worded better."""
+ADDED = frozenset(
+    {
+        "cause",
+        "comparability",
+        "comparable",
+        "gap",
+        "note",
+        "see",
+        "step_cause",
+        "step_comparable",
+        "texts_reason",
+        "units",
+    }
+)
+"""Fields that answers have now, and did not have when they were recorded."""
+NAMED = frozenset({"metrics", "series", "units"})
+"""Fields that hold numbers by name: a metric that is published since then is added to them."""
 
 FOLDER = Path(__file__).parents[1] / "service" / "api" / "recorded"
 CATALOGUE, ANSWERS = FOLDER / "catalogue.db.xz", FOLDER / "answers.json.xz"
@@ -108,8 +136,66 @@ def ask(live: Service) -> dict[str, Any]:
     return answers
 
 
-def main() -> None:
-    """Record."""
+def unpack(home: Path) -> Path:
+    """Put the recorded catalogue into a home; return its file."""
+    file = Path(Settings(home=home).catalogue_url.partition("///")[2])
+    file.parent.mkdir(parents=True)
+    file.write_bytes(lzma.decompress(CATALOGUE.read_bytes()))
+    return file
+
+
+def differences(
+    found: object, answer: object, apart: frozenset[str], at: str = "", relative: float = 0.0
+) -> Iterator[tuple[str, object, object]]:
+    """Yield where two answers differ: path in the answer, the value found, the one recorded."""
+    field = at.rpartition(".")[2]
+    if field == "series" and isinstance(found, list) and isinstance(answer, list):
+        found, answer = ({each["name"]: each for each in every} for every in (found, answer))
+    if isinstance(found, dict) and isinstance(answer, dict):
+        for key in sorted((found.keys() | answer.keys()) - apart):
+            if (key in ADDED or field in NAMED) and key not in answer:
+                continue
+            one, other = found.get(key, "absent"), answer.get(key, "absent")
+            yield from differences(one, other, apart, f"{at}.{key}", relative)
+    elif isinstance(found, list) and isinstance(answer, list) and len(found) == len(answer):
+        for index, (one, other) in enumerate(zip(found, answer, strict=True)):
+            yield from differences(one, other, apart, f"{at}[{index}]", relative)
+    elif isinstance(found, float) and isinstance(answer, float):
+        if not math.isclose(found, answer, rel_tol=relative, abs_tol=relative):
+            yield at, found, answer
+    elif found != answer:
+        yield at, found, answer
+
+
+def upgrade() -> None:
+    """Open the recorded catalogue with this version, and print what became of it."""
+    expected: dict[str, Any] = json.loads(lzma.decompress(ANSWERS.read_bytes()))
+    with tempfile.TemporaryDirectory() as folder:
+        file = unpack(Path(folder))
+        before, size = _revision(file), file.stat().st_size
+        began = time.perf_counter()
+        with service(Path(folder), recorded=False) as live:
+            opened = time.perf_counter() - began
+            found = ask(live)
+        differing = [
+            path
+            for path, answer in expected.items()
+            if any(differences(found[path], answer, PROSE, relative=1e-15))
+        ]
+        print(  # noqa: T201
+            f"revision {before} -> {_revision(file)}, {size} -> {file.stat().st_size} bytes; the "
+            f"service answers {opened:.2f} s after it began\n"
+            f"{len(expected)} answers, {len(differing)} of them different {differing[:5]}"
+        )
+
+
+def _revision(file: Path) -> str:
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        return str(connection.execute("SELECT version_num FROM alembic_version").fetchone()[0])
+
+
+def record() -> None:
+    """Record both anew."""
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         with service(Path(folder), recorded=False) as live:
@@ -123,4 +209,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    upgrade() if sys.argv[1:] == ["upgrade"] else record()

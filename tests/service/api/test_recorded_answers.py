@@ -4,37 +4,15 @@ from __future__ import annotations
 
 import json
 import lzma
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support import recorded
 from tests.support.api import Service, service
+from tests.support.recorded import PROSE, differences
 from tests.support.stores import database, postgresql
-
-from stagescope_service.settings import Settings
-
-PROSE = frozenset({"text", "detail", "message", "advice", "expected"})
-"""Sentences may be worded better."""
-ADDED = frozenset(
-    {
-        "cause",
-        "comparability",
-        "comparable",
-        "gap",
-        "note",
-        "see",
-        "step_cause",
-        "step_comparable",
-        "texts_reason",
-        "units",
-    }
-)
-"""Fields that answers have now, and did not have when they were recorded."""
-NAMED = frozenset({"metrics", "series", "units"})
-"""Fields that hold numbers by name: a metric that is published since then is added to them."""
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +23,7 @@ def answers() -> dict[str, object]:
 
 def test_a_recorded_catalogue_answers_as_before(tmp_path: Path, answers: dict[str, Any]) -> None:
     home = tmp_path / "home"
-    database = Path(Settings(home=home).catalogue_url.partition("///")[2])
-    database.parent.mkdir(parents=True)
-    database.write_bytes(lzma.decompress(recorded.CATALOGUE.read_bytes()))
+    recorded.unpack(home)
     with service(home) as live:
         found = recorded.ask(live)
     assert found.keys() == answers.keys()
@@ -117,26 +93,3 @@ def _compare_numbers(live: Service, answers: Mapping[str, object]) -> None:
     for path in numbers:
         apart = PROSE | {"streams"}
         assert list(differences(found[path], answers[path], apart, relative=1e-12)) == [], path
-
-
-def differences(
-    found: object, answer: object, apart: frozenset[str], at: str = "", relative: float = 0.0
-) -> Iterator[tuple[str, object, object]]:
-    """Yield where two answers differ: path in the answer, the value found, the one recorded."""
-    field = at.rpartition(".")[2]
-    if field == "series" and isinstance(found, list) and isinstance(answer, list):
-        found, answer = ({each["name"]: each for each in every} for every in (found, answer))
-    if isinstance(found, dict) and isinstance(answer, dict):
-        for key in sorted((found.keys() | answer.keys()) - apart):
-            if (key in ADDED or field in NAMED) and key not in answer:
-                continue
-            one, other = found.get(key, "absent"), answer.get(key, "absent")
-            yield from differences(one, other, apart, f"{at}.{key}", relative)
-    elif isinstance(found, list) and isinstance(answer, list) and len(found) == len(answer):
-        for index, (one, other) in enumerate(zip(found, answer, strict=True)):
-            yield from differences(one, other, apart, f"{at}[{index}]", relative)
-    elif isinstance(found, float) and isinstance(answer, float):
-        if not math.isclose(found, answer, rel_tol=relative, abs_tol=relative):
-            yield at, found, answer
-    elif found != answer:
-        yield at, found, answer
