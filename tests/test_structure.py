@@ -27,6 +27,7 @@ TOP: Final = (
 ONLY_IN: Final = {
     "ray": ("service/stagescope_service/coordinator/actor.py",
             "service/stagescope_service/ingest/actor.py",
+            "service/stagescope_service/ingest/relay_actor.py",
             "service/stagescope_service/serve.py",
             "service/stagescope_service/clusters.py",
             "service/stagescope_service/api_actor.py",

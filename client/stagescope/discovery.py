@@ -58,6 +58,11 @@ def ingestor_name(node_id: str) -> str:
     return f"ingestor-{node_id}"
 
 
+def relay_name(node_id: str) -> str:
+    """Return the name of a node's relay, an actor."""
+    return f"relay-{node_id}"
+
+
 def find(url: str | None = None, token: str | None = None) -> ServiceLocation:
     """Return the URL and the tokens of the service to connect to.
 

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import ray
 from ray import exceptions
 
-from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE, ingestor_name
+from stagescope.discovery import (
+    API_NAME,
+    COORDINATOR_NAME,
+    NAMESPACE,
+    ingestor_name,
+    relay_name,
+)
 from stagescope.wire.errors import Conflict, InvalidInput, NotReady, Unreachable
 from stagescope_service import clusters, embedded, service_file
 from stagescope_service.api.auth import check_bind
@@ -330,7 +336,8 @@ def _ended_on_failure() -> Iterator[None]:
 
 def _names() -> list[str]:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return [API_NAME, COORDINATOR_NAME, *(ingestor_name(node["NodeID"]) for node in nodes)]
+    of_node = (name(node["NodeID"]) for node in nodes for name in (ingestor_name, relay_name))
+    return [API_NAME, COORDINATOR_NAME, *of_node]
 
 
 def _end_actors(names: list[str]) -> bool:

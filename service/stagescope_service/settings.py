@@ -160,7 +160,7 @@ class Settings(BaseSettings):
     relay_ranks: int = Field(
         default=512,
         ge=0,
-        description="From so many live ranks on they call through the ingestor of their node.",
+        description="From so many live ranks on they call through a relay on their node.",
     )
 
     stuck_seconds: float = Field(

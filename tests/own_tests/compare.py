@@ -142,6 +142,11 @@ TRAINERS: Final = {
         ),
         paths=("skyrl-gym", PYTHON312),
     ),
+    # Needs a transformers of 5.8: NeMo-RL names what later ones lack.
+    "RL": Trainer(
+        tests=("tests/unit/algorithms/test_grpo.py", "tests/unit/utils/test_logger.py"),
+        paths=(PYTHON312,),
+    ),
 }  # fmt: skip
 
 

@@ -19,7 +19,13 @@ import ray
 from ray import exceptions
 
 import stagescope
-from stagescope.discovery import API_NAME, COORDINATOR_NAME, NAMESPACE, ingestor_name
+from stagescope.discovery import (
+    API_NAME,
+    COORDINATOR_NAME,
+    NAMESPACE,
+    ingestor_name,
+    relay_name,
+)
 from stagescope.session import Session
 from stagescope.wire.errors import NotReady, StagescopeError
 from stagescope_service.serve import ServiceInfo, start_service, stop_service
@@ -120,13 +126,14 @@ class Service:
         return status
 
     def pid(self, which: str) -> int:
-        """Return the process id of the "coordinator", the "api" or the "ingestor"."""
+        """Return the process id of "coordinator", "api", or this node's "ingestor" or "relay"."""
         if which == "coordinator":
             return int(self.status()["pid"])
         if which == "api":
             actor = ray.get_actor(API_NAME, namespace=NAMESPACE)
             return int(answer(actor.where.remote())["pid"])
-        name = ingestor_name(ray.get_runtime_context().get_node_id())
+        of_node = {"ingestor": ingestor_name, "relay": relay_name}[which]
+        name = of_node(ray.get_runtime_context().get_node_id())
         actor = ray.get_actor(name, namespace=NAMESPACE)
         return int(answer(actor.pid.remote()))
 

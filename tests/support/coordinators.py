@@ -214,6 +214,9 @@ class FakeLink:
     def is_open(self) -> bool:
         return True
 
+    def is_silent(self) -> bool:
+        return self._place.silent
+
     def moved(self) -> bool:
         return self._place.coordinator is not self._coordinator
 
@@ -234,6 +237,7 @@ class FakeService:
         self.packed = 0
         self.closed = 0
         self.looked = 0
+        self.silent = False
 
     def find(self, *_: object, **__: object) -> FakeLink | None:
         self.looked += 1

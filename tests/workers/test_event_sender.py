@@ -164,6 +164,27 @@ def test_hung_coordinator_is_called_once_and_left_when_its_name_moves(
     wait_for(lambda: len(steps(second)) == 20)
 
 
+def test_an_idle_rank_leaves_what_is_silent_before_its_poll_is_over(
+    make_probe: MakeProbe,
+    service: FakeService,
+    coordinator: FakeCoordinator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its lease ends: a poll waits for 20 of its 45 seconds."""
+    monkeypatch.setattr(sender_module, "CALL_SECONDS", 0.2)
+    probe = make_probe()
+    wait_for(lambda: coordinator.revisions and probe.outbox.is_empty)
+    polls, links = len(coordinator.revisions), service.looked
+    coordinator.holds_polls = True
+    time_of_poll = time.monotonic()
+    wait_for(lambda: time.monotonic() > time_of_poll + 0.5)
+    assert service.looked == links  # it answers, and the poll may take its time
+    service.silent = True
+    wait_for(lambda: service.looked > links)
+    service.silent = coordinator.holds_polls = False
+    wait_for(lambda: len(coordinator.revisions) > polls)
+
+
 def test_event_that_the_service_refuses_costs_no_other(
     make_probe: MakeProbe, coordinator: FakeCoordinator
 ) -> None:

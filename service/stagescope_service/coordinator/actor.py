@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import ray
 
 from stagescope.wire.errors import NotReady, StagescopeError
-from stagescope.wire.nonfinite import Json, JsonObject
+from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.coordinator import control_socket
 
 if TYPE_CHECKING:
@@ -127,10 +127,9 @@ class DebugCoordinator:
         return self._coordinator
 
     def _not_ready(self, error: NotReady) -> Reply:
-        reply: dict[str, Json] = {"coordinator": self._name, "not_ready": str(error)}
-        if self._coordinator is not None and (pause := self._coordinator.load.pause):
-            reply["pause"] = pause
-        return reply
+        if self._coordinator is not None:
+            return {**self._coordinator.intake.not_ready(error)}
+        return {"coordinator": self._name, "not_ready": str(error)}
 
     async def _run(self) -> None:
         """Open the catalogue, whatever it takes, then check leases."""
@@ -201,7 +200,8 @@ def _method(name: str, *, answers_not_ready: bool = False) -> Callable[..., Awai
     return call
 
 
-for _name in (*COMMANDS, "record_together", "poll_together"):  # `NotReady` is raised to a relay
+for _name in COMMANDS:
     setattr(DebugCoordinator, _name, _method(_name))
-for _name in ("record_events", "poll"):  # a probe reads `not_ready`
+# A probe reads `not_ready`, of its own calls and of a relay's.
+for _name in ("record_events", "poll", "record_together", "poll_together"):
     setattr(DebugCoordinator, _name, _method(_name, answers_not_ready=True))

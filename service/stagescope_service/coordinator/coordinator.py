@@ -171,7 +171,7 @@ class Coordinator:
         await self.intake.expire()
         self.effects.retire_files()
         await self.effects.rejudge()
-        self._ingestors.start(self.load.relay_nodes)
+        self._ingestors.start_relays(self.load.relay_nodes)
 
     # --- events -----------------------------------------------------------------------------
     @names_checked

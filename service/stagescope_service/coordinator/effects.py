@@ -64,7 +64,9 @@ from stagescope_service.triggers.watch import REACH
 logger = logging.getLogger(__name__)
 
 _REJUDGE_SECONDS: Final = 1.0
+"""For so long no event may have changed a verdict before it is written,"""
 _REJUDGE_AT_LATEST: Final = 10.0
+"""but no longer after the first that did."""
 
 
 class Commits:
@@ -294,8 +296,13 @@ class Effects:
             if now - last >= _REJUDGE_SECONDS or now - first >= _REJUDGE_AT_LATEST
         ]
         for step in due:
-            del self._rejudged[step]
+            asked = self._rejudged[step]
             await self.carry_out(self._state.rejudge(*step))
+            if self._rejudged[step] == asked:
+                del self._rejudged[step]
+            else:  # more events came meanwhile
+                _, last = self._rejudged[step]
+                self._rejudged[step] = last, last
 
     async def settled(self) -> None:
         """Wait until nothing that was started is under way (for tests)."""

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypedDict
 
 from typing_extensions import NotRequired
 
-from stagescope.wire.errors import InvalidEvent, StagescopeError
+from stagescope.wire.errors import InvalidEvent, NotReady, StagescopeError
 from stagescope.wire.plan import SentPlan
 from stagescope.wire.schema import FINISH, Event, Sender
 from stagescope_service.coordinator.arguments import check_batch
@@ -24,7 +24,7 @@ from stagescope_service.core import reports
 from stagescope_service.core.captures.agreement import ASKED
 from stagescope_service.core.captures.plan import CaptureEntry
 from stagescope_service.core.captures.requests import CaptureRequests
-from stagescope_service.core.findings import REFUSED_EVENT, finding
+from stagescope_service.core.findings import REFUSED_EVENT, describe, finding
 from stagescope_service.core.instructions import DumpReported, Instruction, Put, Settled
 from stagescope_service.core.state import Arrival
 from stagescope_service.ingest.relay import Batch, RelayAnswer, RelayedPoll
@@ -54,7 +54,7 @@ class BatchAnswer(TypedDict):
     pause: NotRequired[float]
     """Seconds to wait before the next batch."""
     relay: NotRequired[bool]
-    """Present where ranks are to call through the ingestor of their node."""
+    """Present where ranks are to call through the relay of their node."""
 
 
 class PollAnswer(TypedDict):
@@ -72,10 +72,19 @@ class PollAnswer(TypedDict):
     relay: NotRequired[bool]
 
 
-class InvalidCall(TypedDict):
-    """What a relayed call is answered that cannot be read: its rank gets it as an error."""
+class NotReadyAnswer(TypedDict):
+    """What a call is answered that is to be made again."""
 
-    invalid: str
+    coordinator: str
+    not_ready: str
+    """Why."""
+    pause: NotRequired[float]
+
+
+class ErrorAnswer(TypedDict):
+    """What a relayed call is answered that failed: its rank gets it as an error."""
+
+    error: str
 
 
 class _ReadBatch(NamedTuple):
@@ -159,41 +168,43 @@ class Intake:
             NotReady: the catalogue cannot be written now, or too much waits; nothing was taken in.
         """
         self._commits.check_ready()
-        batch = _ReadBatch(Sender.parse(sender_wire), events, payloads or {})
-        [answer] = await self._record([batch])
-        return answer
+        sender = Sender.parse(sender_wire)
+        async with self._load.admit(len(events)):
+            taken = self._take(_ReadBatch(sender, events, payloads or {}))
+            await self._carry_out(taken.instructions)
+        return self._batch_answer(taken)
 
     async def record_together(self, batches: Sequence[Batch]) -> RelayAnswer:
-        """Take in the batches of several ranks, each as `record` does, in one commit.
+        """Take in the batches of several ranks, each as `record` does and for itself.
 
-        A batch that cannot be read is refused alone.
+        The store writes them in one transaction. What `record` raises is an answer here.
 
         Args:
             batches: (sender, events, payloads) of each.
-
-        Raises:
-            NotReady: as of `record`.
         """
-        self._commits.check_ready()
-        answers: dict[int, BatchAnswer | InvalidCall] = {}
-        valid: dict[int, _ReadBatch] = {}
-        for number, (sender_wire, events, payloads) in enumerate(batches):
-            try:
-                check_batch(events, payloads)
-                valid[number] = _ReadBatch(Sender.parse(sender_wire), events, payloads or {})
-            except StagescopeError as error:  # noqa: PERF203
-                answers[number] = {"invalid": str(error)}
-        answers |= zip(valid, await self._record([*valid.values()]), strict=True)
-        return self._relay_answer([answers[number] for number in range(len(batches))])
+        recorded = [self._record_relayed(batch) for batch in batches]
+        return self._relay_answer(await asyncio.gather(*recorded))
+
+    async def _record_relayed(self, batch: Batch) -> BatchAnswer | NotReadyAnswer | ErrorAnswer:
+        sender_wire, events, payloads = batch
+        try:
+            check_batch(events, payloads)
+            return await self.record(sender_wire, events, payloads)
+        except NotReady as error:
+            return self.not_ready(error)
+        except Exception as error:
+            logger.exception("a relayed batch of %.200r failed", sender_wire)
+            return {"error": describe(error)}
+
+    def not_ready(self, error: NotReady) -> NotReadyAnswer:
+        """Return what a rank is answered that is to make the same call again."""
+        answer: NotReadyAnswer = {"coordinator": self.coordinator, "not_ready": str(error)}
+        if pause := self._load.pause:
+            answer["pause"] = pause
+        return answer
 
     def _relay_answer(self, answers: Sequence[Mapping[str, object] | None]) -> RelayAnswer:
         return {"answers": answers, "gather_seconds": self._load.gather_seconds}
-
-    async def _record(self, batches: Sequence[_ReadBatch]) -> list[BatchAnswer]:
-        async with self._load.admit(sum(len(batch.events) for batch in batches)):
-            taken = [self._take(batch) for batch in batches]
-            await self._carry_out([each for one in taken for each in one.instructions])
-        return [self._batch_answer(one) for one in taken]
 
     def _take(self, batch: _ReadBatch) -> _Taken:
         sender, events, payloads = batch
@@ -304,16 +315,20 @@ class Intake:
             NotReady: the catalogue cannot be written.
         """
         self._commits.check_ready()
-        answers: dict[int, PollAnswer | InvalidCall] = {}
+        answers: dict[int, PollAnswer | ErrorAnswer] = {}
         waiting: dict[int, _Poll] = {}
         new: list[tuple[_Poll, float]] = []
         for number, each in enumerate(polls):
             try:
-                sender = Sender.parse(each["sender"])
-            except StagescopeError as error:
-                answers[number] = {"invalid": str(error)}
+                poll = self._poll(
+                    Sender.parse(each["sender"]),
+                    int(each["revision"]),
+                    each["unreceipted"],
+                    float(each["wait"]),
+                )
+            except (StagescopeError, TypeError, ValueError) as error:
+                answers[number] = {"error": describe(error)}
                 continue
-            poll = self._poll(sender, each["revision"], each["unreceipted"], each["wait"])
             waiting[number] = poll
             if (ago := each["called_ago"]) is not None:
                 new.append((poll, ago))

@@ -61,11 +61,11 @@ class Load:
     Args:
         state: counts the live ranks.
         most_events: the bound on uncommitted events.
-        relay_ranks: how many live ranks are to call through relays; None: none ever.
+        relay_ranks: from so many live ranks on they are to call through relays.
     """
 
     def __init__(
-        self, state: State, *, most_events: int = MAX_EVENTS, relay_ranks: int | None = None
+        self, state: State, *, most_events: int = MAX_EVENTS, relay_ranks: int = 512
     ) -> None:
         self._state = state
         self._most = most_events
@@ -77,7 +77,7 @@ class Load:
         self._ages = 0.0
         self._late_windows = 0
         self._late_until = -math.inf
-        self._relay_ranks = math.inf if relay_ranks is None else relay_ranks
+        self._relay_ranks = relay_ranks
         self._live_ranks = 0
         self._nodes: set[str] = set()
         self._lag: float | None = None
@@ -92,12 +92,12 @@ class Load:
 
     @property
     def relays(self) -> bool:
-        """Whether ranks are to call through the ingestor of their node."""
+        """Whether ranks are to call through the relay of their node."""
         return self._live_ranks >= self._relay_ranks
 
     @property
     def relay_nodes(self) -> Set[str]:
-        """The nodes whose ingestors are to relay; empty where none is."""
+        """The nodes that are to have a relay."""
         return self._nodes if self.relays else frozenset()
 
     @property

@@ -116,6 +116,8 @@ class TriggerWatch:
         """Attempt -> its scalars that a finding reports as not finite."""
         self._waiting: dict[int, list[int]] = {}
         """Attempt whose steps are being evaluated -> its next ones."""
+        self._taken: set[tuple[int, int, str]] = set()
+        """Firings whose actions are being taken: a run that is read again owes them, too."""
         self._reading_found = asyncio.Lock()
         self._lock = asyncio.Lock()
 
@@ -257,8 +259,9 @@ class TriggerWatch:
         while due:
             steps = due[:REACH]  # as many as are found again where this fails
             del due[:REACH]
-            acts, rules = await self._hold(attempt_id, steps)
+            acts, rules = await self._evaluate_with_retries(attempt_id, steps)
             # What a webhook or a node takes its time for delays no other step.
+            self._taken |= {_id(act) for act in acts}
             for _, of_step in itertools.groupby(acts, lambda act: act.row["step"]):
                 task = asyncio.get_running_loop().create_task(self._act([*of_step], rules))
                 acting.add(task)
@@ -275,19 +278,27 @@ class TriggerWatch:
             # The next step that loads this run takes those that are still owed.
             self._followed.clear()
             logger.exception("the actions of %s failed", [act.key for act in acts])
+        finally:
+            self._taken -= {_id(act) for act in acts}
 
-    async def _hold(self, attempt_id: int, steps: Sequence[int]) -> tuple[list[Act], Rules]:
+    async def _evaluate_with_retries(
+        self, attempt_id: int, steps: Sequence[int]
+    ) -> tuple[list[Act], Rules]:
         """Write the changes of steps; return the actions to take, and the rules; never raises."""
-        what = f"holding the rules against steps {steps} of attempt {attempt_id}"
+        what = f"evaluating the rules for steps {steps} of attempt {attempt_id}"
         try:
-            return await retried(functools.partial(self._try, attempt_id, steps), what)
+            return await retried(
+                functools.partial(self._evaluate_and_write, attempt_id, steps), what
+            )
         except Exception:
             # The next step that loads this run finds the firings of these again.
             self._followed.clear()
             logger.exception("%s failed", what)
             return [], self._rules
 
-    async def _try(self, attempt_id: int, steps: Sequence[int]) -> tuple[list[Act], Rules]:
+    async def _evaluate_and_write(
+        self, attempt_id: int, steps: Sequence[int]
+    ) -> tuple[list[Act], Rules]:
         async with self._lock:
             rules = self._rules
             try:
@@ -313,7 +324,7 @@ class TriggerWatch:
             due = (attempt_id, steps[0])
             followed = FollowedRun(self._catalogue, run, rules, self._since, due)
             self._followed[run] = followed
-            acts += followed.owed
+            acts += [act for act in followed.owed if _id(act) not in self._taken]
             while len(self._followed) > RUNS_FOLLOWED:
                 self._followed.popitem(last=False)
         self._followed.move_to_end(run)
@@ -396,3 +407,8 @@ def _readable(document: Json) -> Rules:
     except InvalidPlan:
         logger.exception("the stored rules cannot be read: the defaults are in force")
         return defaults()
+
+
+def _id(act: Act) -> tuple[int, int, str]:
+    row = act.row
+    return row["attempt_id"], row["step"], row["rule"]

@@ -241,6 +241,8 @@ class Step:
     expected: Participants = dataclasses.field(default_factory=dict)
     missing: dict[tuple[str, str, int], str] = dataclasses.field(default_factory=dict)
     unknown: bool = True
+    #: The verdict has changed since it was written.
+    stale: bool = False
 
 
 @dataclasses.dataclass(slots=True)

@@ -195,8 +195,7 @@ def _close(attempt: Attempt, step: Step, wall: float, reason: str) -> list[Instr
     if reason == ENDED or wall - attempt.opened_wall > RANKS_SECONDS:
         out += _note_silent_roles(attempt, f"step {step.step} closed", wall)
         out += _note_absent_ranks(attempt, _absent_from(attempt, step), step.step, wall)
-    _forget(attempt)
-    return out
+    return out + _forget(attempt)
 
 
 def note_never_came(attempt: Attempt, wall: float) -> list[Instruction]:
@@ -320,9 +319,7 @@ def rejudge_rank(attempt: Attempt, step: Step, span: Span) -> list[Instruction]:
     else:
         step.missing[key] = status
     is_long = len(step.missing) > _LONG_VERDICT
-    out: list[Instruction] = [
-        Rejudge(attempt.attempt_id, step.step) if is_long else _verdict_row(attempt, step)
-    ]
+    out: list[Instruction] = [_stale(attempt, step) if is_long else _verdict_row(attempt, step)]
     # The participants of this step are expected in the next.
     return out + _update_next_verdict(attempt, step) if first_of_it else out
 
@@ -381,9 +378,12 @@ def judge_in_memory(attempt: Attempt, step: Step) -> None:
 
 
 def _rejudged(attempt: Attempt, step: Step) -> list[Instruction]:
-    if len(step.missing) > _LONG_VERDICT:
-        return [Rejudge(attempt.attempt_id, step.step)]
-    return _judged(attempt, step)
+    return [_stale(attempt, step)] if len(step.missing) > _LONG_VERDICT else _judged(attempt, step)
+
+
+def _stale(attempt: Attempt, step: Step) -> Rejudge:
+    step.stale = True
+    return Rejudge(attempt.attempt_id, step.step)
 
 
 def _judged(attempt: Attempt, step: Step, **columns: object) -> list[Instruction]:
@@ -392,6 +392,7 @@ def _judged(attempt: Attempt, step: Step, **columns: object) -> list[Instruction
 
 
 def _verdict_row(attempt: Attempt, step: Step, **columns: object) -> Put:
+    step.stale = False
     verdict = verdict_of(step.expected, step.missing, step.unknown)
     row = {
         **_key(attempt, step.step),
@@ -500,17 +501,22 @@ def _leave_clock(attempt: Attempt, number: int) -> None:
         del attempt.clock[number]
 
 
-def _forget(attempt: Attempt) -> None:
+def _forget(attempt: Attempt) -> list[Instruction]:
+    """Remove old closed steps from memory; return their verdicts that are still to be written."""
+    out: list[Instruction] = []
     if len(attempt.steps) - len(attempt.open) <= RECENT_STEPS:
-        return
+        return out
     closed = sorted(number for number in attempt.steps if number not in attempt.open)
     for number in closed[:-RECENT_STEPS]:
+        if attempt.steps[number].stale:
+            out += _judged(attempt, attempt.steps[number])
         step = attempt.steps.pop(number)
         before = attempt.forgotten_through
         attempt.forgotten_through = number if before is None else max(number, before)
         following = min((later for later in attempt.steps if later > number), default=None)
         if following is not None:
             attempt.steps[following].before = participants(step)
+    return out
 
 
 def _key(attempt: Attempt, number: int) -> dict[str, object]:

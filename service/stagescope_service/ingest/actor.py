@@ -1,7 +1,5 @@
 """The Ingestor: one detached actor a node; reads payloads where they lie. A thin Ray shell.
 
-Where a service has many ranks, it relays their calls to the coordinator, too.
-
 It reserves no CPU, computes in one thread of low priority, and holds at most `ingestor_bytes` of
 payloads at a time. Its work is keyed by the payload's identity, and thus idempotent.
 """
@@ -23,7 +21,7 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stagescope.discovery import COORDINATOR_NAME, NAMESPACE, ingestor_name
+from stagescope.discovery import NAMESPACE, ingestor_name
 from stagescope.wire.errors import Unreachable
 from stagescope.wire.nonfinite import JsonObject
 from stagescope_service.core.findings import describe
@@ -43,7 +41,7 @@ from stagescope_service.ingest.ingestors import (
 from stagescope_service.ingest.kept_files import KeptDescription
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.ingest.recompute import JoinAnswer, Source
-from stagescope_service.ingest.relay import Answer, Batch, Relay, RelayAnswer, RelayedPoll
+from stagescope_service.ingest.relay_actor import start_relays
 from stagescope_service.ingest.rollout_join import RolloutRows
 from stagescope_service.settings import Settings
 from stagescope_service.statistics import warm
@@ -73,32 +71,6 @@ _GONE: Final = (
 )
 
 
-class CoordinatorActor:
-    """The coordinator as a `Relay` calls it: whichever actor has its name."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-
-    async def record_together(self, batches: Sequence[Batch]) -> RelayAnswer:
-        """Call the coordinator's method."""
-        return await self._call("record_together", batches=batches)
-
-    async def poll_together(self, polls: Sequence[RelayedPoll], wait: float) -> RelayAnswer:
-        """Call the coordinator's method."""
-        return await self._call("poll_together", polls=polls, wait=wait)
-
-    async def _call(self, method: str, **arguments: object) -> RelayAnswer:
-        if self._handle is None:  # in a thread: the lookup waits for the GCS
-            self._handle = await asyncio.to_thread(
-                ray.get_actor, COORDINATOR_NAME, namespace=NAMESPACE
-            )
-        try:
-            return await getattr(self._handle, method).remote(**arguments)  # type: ignore[no-any-return]
-        except exceptions.RayActorError:
-            self._handle = None
-            raise
-
-
 class Ingestor:
     """Reads the payloads that lie on one node: an `IngestWorker` in an actor."""
 
@@ -121,29 +93,12 @@ class Ingestor:
             alive=_living_nodes,
         )
         self._memory = _MemoryLimit(most_bytes)
-        self._relay = Relay(CoordinatorActor())
         # One thread: two payloads at once would only alternate, and hold twice the memory.
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, initializer=_start_worker, initargs=(node_id,)
         )
         # The thread starts with its first task: load the kernel now, not in the first step.
         self._thread.submit(_nothing)
-
-    async def record_events(
-        self,
-        *,
-        sender: object,
-        events: Sequence[object],
-        payloads: Mapping[int, object] | None = None,
-    ) -> Answer:
-        """Relay a rank's batch: as the coordinator's method of this name."""
-        return await self._relay.record(sender, events, payloads)
-
-    async def poll(
-        self, *, sender: object, revision: int, unreceipted: Sequence[object], wait: float
-    ) -> Answer:
-        """Relay a rank's poll: as the coordinator's method of this name."""
-        return await self._relay.poll(sender, revision, unreceipted, wait)
 
     async def ingest(self, key: PayloadKey, job: IngestJob, payload: object) -> Outcome:
         """Read a payload and return its outcome."""
@@ -409,19 +364,25 @@ class RayIngestors(IngestorClient):
         self._actors = Ingestors(settings)
         self.home = self._actors.home
         self._tasks: set[asyncio.Future[None]] = set()
-        self._starting: asyncio.Future[list[object]] | None = None
+        self._starting: asyncio.Future[None] | None = None
+        self._relayed: set[str] = set()
 
     def node_of(self, node_id: str | None) -> str:
         """Return the node whose ingestor serves calls for `node_id`."""
         return self._actors.place(node_id)
 
-    def start(self, nodes: Set[str]) -> None:
-        """Let the ingestors of these nodes be there; in a thread: the list of nodes may wait."""
-        missing = nodes - self._actors.all().keys()
+    def start_relays(self, nodes: Set[str]) -> None:
+        """Let the relays of these nodes run; in a thread, which may wait for the GCS."""
+        missing = nodes - self._relayed
         if missing and (self._starting is None or self._starting.done()):
-            handles = map(self._actors.handle_for, missing)
-            self._starting = asyncio.ensure_future(asyncio.to_thread(list, handles))
-            self._starting.add_done_callback(self._looked)
+            self._starting = asyncio.ensure_future(asyncio.to_thread(self._start, missing))
+
+    def _start(self, nodes: Set[str]) -> None:
+        try:
+            start_relays([node for node in nodes if self._actors.place(node) == node])
+            self._relayed |= nodes  # another cluster's, too: they have no relay
+        except Exception as error:
+            logger.warning("the relays of %d nodes were not started: %s", len(nodes), error)
 
     def lost_nodes(self) -> Mapping[str, str]:
         """Return the nodes that the cluster lost, as of some seconds ago, and why each.
@@ -434,7 +395,7 @@ class RayIngestors(IngestorClient):
             task.add_done_callback(self._looked)
         return self._actors.lost
 
-    def _looked(self, task: asyncio.Future[Any]) -> None:
+    def _looked(self, task: asyncio.Future[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("the list of nodes cannot be read: %s", describe(error))

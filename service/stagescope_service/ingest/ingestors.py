@@ -64,8 +64,8 @@ class IngestorClient(abc.ABC):
         """Return the nodes that the cluster lost, as far as is known, and why each."""
         return {}
 
-    def start(self, nodes: Set[str]) -> None:  # noqa: B027 - in one process there is none to start
-        """Let the ingestors of these nodes be there; to be called often."""
+    def start_relays(self, nodes: Set[str]) -> None:  # noqa: B027 - in one process there are none
+        """Let the relays of these nodes run; to be called often."""
 
     @abc.abstractmethod
     async def ingest(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, TypedDict
 
-from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.errors import StagescopeError, Unreachable
 
 GATHER_SECONDS: Final = 0.02
 """How long calls are collected until the coordinator says how long: the more nodes, the longer."""
@@ -49,7 +49,10 @@ class RelayAnswer(TypedDict):
 
 
 class RelayTarget(Protocol):
-    """The coordinator, as a relay calls it; anything that is raised means that it is away."""
+    """The coordinator, as a relay calls it; it raises `Unreachable` while that is away.
+
+    It may answer `{"not_ready": reason, ...}` instead, which is then the answer to each call.
+    """
 
     async def record_together(self, batches: Sequence[Batch]) -> RelayAnswer:
         """See `Intake.record_together`."""
@@ -107,7 +110,7 @@ class Relay:
         """Hand a batch on; returns the coordinator's answer, which follows its commit.
 
         Raises:
-            InvalidEvent: the coordinator cannot read the batch.
+            StagescopeError: the call failed in the coordinator, as that of this rank alone would.
         """
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._batches.append(_WaitingBatch((sender, events, payloads), answer))
@@ -121,7 +124,7 @@ class Relay:
         """Hand a poll on; returns the coordinator's answer.
 
         Raises:
-            InvalidEvent: the coordinator cannot read the poll.
+            StagescopeError: as of `record`.
         """
         poll = _WaitingPoll(sender, revision, unreceipted, time.monotonic() + wait)
         self._polls.append(poll)
@@ -137,7 +140,7 @@ class Relay:
             batches = [each.batch for each in sent]
             answers = await self._answers(self._target.record_together(batches), len(sent))
             for each, answer in zip(sent, answers, strict=True):
-                _settle(each.answer, answer)
+                _settle(each.answer, answer or {"not_ready": "the coordinator gave no answer"})
 
     async def _send_polls(self) -> None:
         while self._polls:
@@ -157,15 +160,22 @@ class Relay:
     async def _answers(
         self, call: Awaitable[RelayAnswer], expected: int
     ) -> Sequence[Answer | None]:
+        """Return an answer to each of the calls that were made in one; raises nothing."""
         try:
-            answer = await call
-            if len(answer["answers"]) != expected:
-                raise ValueError(f"{len(answer['answers'])} answers to {expected} calls")
+            reply = await call
+            if "not_ready" in reply:
+                return [reply] * expected
+            answers = reply["answers"]
+            if len(answers) != expected:
+                raise ValueError(f"{len(answers)} answers to {expected} calls")
+            self._gather_seconds = reply["gather_seconds"]
+        except Unreachable as error:
+            return [{"not_ready": str(error)}] * expected
         except Exception as error:
-            reason = f"the coordinator does not answer the relay: {error!r:.300}"
-            return [{"not_ready": reason}] * expected
-        self._gather_seconds = answer["gather_seconds"]
-        return answer["answers"]
+            # Not `not_ready`: a rank that gets an error calls the coordinator itself, where one
+            # that caused it is found.
+            return [{"error": f"{type(error).__name__}: {error}"}] * expected
+        return answers
 
 
 def _settle(future: asyncio.Future[Answer], answer: Answer | None) -> None:
@@ -174,6 +184,6 @@ def _settle(future: asyncio.Future[Answer], answer: Answer | None) -> None:
 
 
 def _checked(answer: Answer) -> Answer:
-    if (reason := answer.get("invalid")) is not None:
-        raise InvalidEvent(str(reason))
+    if (reason := answer.get("error")) is not None:
+        raise StagescopeError(str(reason))
     return answer

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +17,7 @@ from tests.support.local import coordinator_of
 from tests.support.stores import rows_of, url_of
 
 from stagescope.wire.captures import validate_capture
-from stagescope.wire.errors import InvalidEvent
+from stagescope.wire.errors import StagescopeError, StoreError, Unreachable
 from stagescope.wire.schema import Sender
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.core.instructions import PayloadKey
@@ -54,7 +57,7 @@ class Target:
 
     def _called(self) -> None:
         if self.away:
-            raise ConnectionError("the actor died")
+            raise Unreachable("the actor died")
 
 
 def sender(rank: int, revision: int | None = None) -> tuple[object, ...]:
@@ -106,11 +109,96 @@ def test_a_batch_that_cannot_be_read_is_refused_alone(target: Target) -> None:
             return_exceptions=True,
         )
         for refused in results[:3]:
-            assert isinstance(refused, InvalidEvent)
+            assert isinstance(refused, StagescopeError)
         assert cast("Mapping[str, object]", results[3])["received"] == 1
         assert target.calls == [3]
 
     asyncio.run(record())
+
+
+@pytest.mark.parametrize("where", ["in the state machine", "in the catalogue"])
+def test_a_batch_that_fails_takes_no_other_with_it(
+    target: Target, store: SqlStore, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    state, commits = target.coordinator.state, target.coordinator.commits
+    handle, commit = state.handle, commits.commit
+
+    def fails(sender: Sender, *arguments: Any) -> Any:
+        if sender.rank == 1:
+            raise KeyError("not expected")
+        return handle(sender, *arguments)
+
+    async def refuses(rows: Sequence[Any], *arguments: Any) -> None:
+        if any(row.row.get("rank") == 1 for row in rows):
+            raise StoreError("refused")
+        await commit(rows, *arguments)
+
+    if where == "in the state machine":
+        monkeypatch.setattr(state, "handle", fails)
+    else:
+        monkeypatch.setattr(commits, "commit", refuses)
+
+    async def record() -> None:
+        relay = Relay(target)
+        calls = [relay.record(sender(rank), [event("begin", 1)], None) for rank in range(3)]
+        first, failed, last = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in (first, last):
+            assert cast("Mapping[str, object]", answer)["received"] == 1
+        assert type(failed) is StagescopeError
+        assert [row["rank"] for row in rows_of(store, "stages")] == [0, 2]
+
+    asyncio.run(record())
+
+
+def test_a_service_that_is_behind_has_every_rank_wait(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = target.coordinator.load
+    monkeypatch.setattr(load, "_most", 1)
+    monkeypatch.setattr(load, "_waiting", 1)
+
+    async def record() -> None:
+        relay = Relay(target)
+        calls = [relay.record(sender(rank), [event("begin", 1)], None) for rank in range(2)]
+        for answer in await asyncio.gather(*calls):
+            assert "behind" in str(answer["not_ready"])
+            assert cast("float", answer["pause"]) > 0
+
+    asyncio.run(record())
+
+
+def test_an_answer_of_another_kind_is_an_error_of_each_call(target: Target) -> None:
+    class Other(Target):
+        async def record_together(self, batches: Sequence[Batch]) -> RelayAnswer:
+            return cast("RelayAnswer", {"answers": []})
+
+        async def poll_together(self, polls: Sequence[RelayedPoll], wait: float) -> RelayAnswer:
+            raise AttributeError("poll_together")
+
+    async def call() -> None:
+        relay = Relay(Other(target.coordinator))
+        for _ in range(2):
+            results = await asyncio.gather(
+                relay.record(sender(0), [event("begin", 1)], None),
+                relay.poll(sender(0), 0, [], 0.0),
+                return_exceptions=True,
+            )
+            assert [type(each) for each in results] == [StagescopeError] * 2
+
+    asyncio.run(call())
+
+
+def test_a_rank_that_looks_up_its_relay_imports_no_library_of_the_service() -> None:
+    program = """
+    import sys
+    import stagescope_service.ingest.relay_actor
+    heavy = {"numba", "scipy", "sqlalchemy", "pydantic", "fastapi", "torch"} & sys.modules.keys()
+    assert not heavy - ray_alone, heavy
+    """
+    before = "import sys, ray; from ray.util import scheduling_strategies; "
+    before += "ray_alone = set(sys.modules)"
+    code = before + textwrap.dedent(program)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
 def test_while_the_coordinator_is_away_ranks_are_to_call_again(target: Target) -> None:

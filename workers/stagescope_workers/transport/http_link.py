@@ -195,6 +195,10 @@ class HttpLink:
         """True."""
         return True
 
+    def is_silent(self) -> bool:
+        """Return False: calls go through nothing that could be avoided."""
+        return False
+
     def moved(self) -> bool:
         """Return False: an address does not change."""
         return False

@@ -88,6 +88,10 @@ class ServiceLink(Protocol):
         """Return whether the coordinator is gone and a new link is needed."""
         ...
 
+    def is_silent(self) -> bool:
+        """Return whether what the calls go through does not answer; a new link avoids it."""
+        ...
+
     def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
         """Wait, `timeout` seconds at most, for all receipts of a run.
 
@@ -181,9 +185,9 @@ def ray_directory() -> str | None:
 class RayLink:
     """Calls to the detached coordinator of the cluster that this process has joined.
 
-    Where the service has many ranks it requests that they call through a relay, the ingestor of
-    their node, whose methods are the coordinator's. Where that fails they call directly again, for
-    a while.
+    Where the service has many ranks it requests that they call through the relay of their node,
+    whose methods are the coordinator's. After an error, of whatever kind, or where the relay is
+    silent, they call directly again for a while.
     """
 
     _relays_after: ClassVar[float] = -math.inf
@@ -202,7 +206,7 @@ class RayLink:
     @property
     def address(self) -> str:
         """A description of the address."""
-        through = "" if self._relay is None else ", through the ingestor of this node"
+        through = "" if self._relay is None else ", through the relay of this node"
         return self._address + through
 
     @property
@@ -244,7 +248,9 @@ class RayLink:
         )
 
     def _call(self, method: str, **arguments: object) -> Future[Reply]:
-        ref = getattr(self._actor(), method).remote(**arguments)
+        relay = self._find_relay()
+        actor = self._handle if relay is None else relay
+        ref = getattr(actor, method).remote(**arguments)
         future: Future[Reply] = ref.future()
         # The ref must live as long as its future, or Ray discards the answer.
         self._answers[future] = ref
@@ -252,35 +258,44 @@ class RayLink:
         return future
 
     def _done(self, future: Future[Reply]) -> None:
+        """Take note of an answer; in a thread of Ray's."""
         self._answers.pop(future)
         if future.cancelled() or future.exception() is not None:
             self._leave_relay()
         elif "not_ready" not in (answer := future.result()):
             self._is_relay_requested = answer.get("relay") is True
 
-    def _actor(self) -> Any:
-        """Return the handle of the actor that takes the next call."""
+    def _find_relay(self) -> Any:
+        """Return the relay that takes the next call; None: the coordinator itself does."""
         if not self._is_relay_requested or time.monotonic() < RayLink._relays_after:
             self._relay = None
-        elif self._relay is None:
-            name = discovery.ingestor_name(self._ray.get_runtime_context().get_node_id())
+            return None
+        relay = self._relay
+        if relay is None:
+            name = discovery.relay_name(self._ray.get_runtime_context().get_node_id())
             try:
-                self._relay = self._ray.get_actor(name, namespace=self._namespace)
-            except ValueError:  # it is being started
+                relay = self._ray.get_actor(name, namespace=self._namespace)
+            except Exception:  # it is being started, or cannot be looked up now
                 RayLink._relays_after = time.monotonic() + _NO_RELAY_SECONDS
-        return self._handle if self._relay is None else self._relay
+            self._relay = relay
+        return relay
 
     def _leave_relay(self) -> None:
         self._relay = None
         RayLink._relays_after = time.monotonic() + _DIRECT_SECONDS
 
-    def _is_relay_silent(self) -> bool:
-        """Return whether the relay in use does not answer; waits a second for it."""
-        if self._relay is None:
+    def is_silent(self) -> bool:
+        """Return whether the relay in use does not answer; waits a second for it, then leaves it.
+
+        The coordinator's silence is that of the service: no other way leads to it.
+        """
+        relay = self._relay
+        if relay is None:
             return False
         try:
-            self._ray.get(self._relay.pid.remote(), timeout=_RELAY_SECONDS)
+            self._ray.get(relay.pid.remote(), timeout=_RELAY_SECONDS)
         except Exception:
+            self._leave_relay()
             return True
         return False
 
@@ -303,13 +318,7 @@ class RayLink:
         return answer
 
     def moved(self) -> bool:
-        """Return whether the name is free, or belongs to another actor than the one in use.
-
-        A relay in use that does not answer has moved, too.
-        """
-        if self._is_relay_silent():
-            self._leave_relay()
-            return True
+        """Return whether the name is free, or belongs to another actor than the one in use."""
         try:
             handle = self._ray.get_actor(COORDINATOR_NAME, namespace=self._namespace)
         except Exception:

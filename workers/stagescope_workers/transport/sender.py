@@ -307,22 +307,23 @@ class EventSender:
             self._handle_poll_answer(call)
 
     def _check_slow_calls(self) -> None:
-        """Look up who takes the calls again where one has had no answer for long."""
+        """Look for another way to the service where a call has had no answer for long.
+
+        A poll waits longer than that, and yet what it goes through must answer: the lease ends soon
+        after an unanswered poll.
+        """
         now = time.monotonic()
-        limits = (
-            (self._sending, 0.0),
-            (self._polling, self._poll_seconds),
-            (self._receipts, RECEIPT_POLL_SECONDS),
-        )
-        for call, wait in limits:
-            if call is None or call.future.done() or now - call.checked_at < CALL_SECONDS + wait:
+        for call in (self._sending, self._polling, self._receipts):
+            if call is None or call.future.done() or now - call.checked_at < CALL_SECONDS:
                 continue
             call.checked_at = now
-            if call is self._sending:
+            is_batch = call is self._sending
+            if is_batch:
                 self._warn("slow", "the service has not answered for %.0f s", now - call.mono)
             if self._link is None:
                 continue
-            if self._link.moved() or (call is self._sending and self._link is not self._sending_by):
+            is_of_other_link = is_batch and self._link is not self._sending_by
+            if is_of_other_link or self._link.is_silent() or (is_batch and self._link.moved()):
                 self._put_back_and_lose_link()
 
     def _put_back_and_lose_link(self) -> None:

@@ -103,6 +103,10 @@ class SpoolLink:
         """True."""
         return True
 
+    def is_silent(self) -> bool:
+        """Return False: calls go through nothing that could be avoided."""
+        return False
+
     def moved(self) -> bool:
         """Return False: a directory stays."""
         return False
