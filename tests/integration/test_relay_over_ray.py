@@ -84,10 +84,13 @@ def test_what_is_relayed_is_acknowledged_and_counted_once(service: Service, prob
 
 
 def test_a_killed_relay_loses_nothing(service: Service, probe: Probe) -> None:
+    killed = 0
     for step in range(1, STEPS + 1):
         record(probe, step)
-        if step in (3, 7):
-            service.kill("relay")
+        if step == 3:
+            killed = service.kill("relay")
+        if step == 7:
+            service.kill("relay", service.reborn("relay", killed)[0])
     eventually(lambda: settled(probe))
     assert is_whole(service, probe)
 

@@ -220,7 +220,7 @@ def run(trainer: Trainer, folder: Path, arguments: list[str], way: Way, home: Pa
     plugins = [word for name in ("attached", *trainer.plugins) for word in ("-p", name)]
     command = [
         *way.launcher, sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors",
-        "--tb=no", "--no-summary", "-p", "no:cacheprovider", f"--timeout={SECONDS}",
+        "--tb=no", "--no-summary", "-p", "no:cacheprovider", f"--timeout={SECONDS}", "--maxfail=0",
         f"--junitxml={report}", *plugins, *arguments,
     ]  # fmt: skip
     begun = time.monotonic()
@@ -295,7 +295,7 @@ def compare(trainer: Trainer, folder: Path, arguments: list[str]) -> bool:
             for line in found.attached["logged"]:
                 click.echo(f"  logged in {line}")
             runs.append(found)
-            same = same and _same(runs[0].outcomes, found.outcomes)
+            same = _same(runs[0].outcomes, found.outcomes) and same
         for name, count in sorted(runs[-1].attached["calls"].items()):
             click.echo(f"  {name} was called {count} times")
         return same and bool(runs[0].outcomes) and bool(runs[-1].attached["applied"])
