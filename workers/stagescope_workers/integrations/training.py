@@ -19,7 +19,7 @@ FINISH_SECONDS: Final = 30.0
 """How long the end of a training waits for the run's receipts."""
 FAILED_SECONDS: Final = 3.0
 """How long a training that failed waits for its own."""
-NUMBERS_SECONDS: Final = 3.0
+NUMBERS_SECONDS: Final = 10.0
 """How long the last line of a training's log waits for the service's numbers."""
 PREFIX: Final = "stagescope/"
 """What the service's numbers begin with in a trainer's log."""
