@@ -570,11 +570,12 @@ def test_verdicts_of_many_ranks_are_written_once_for_all_their_late_events(made:
             for kind in ("begin", "end")
             if (step, stage, kind) != (2, "actor_update", "end")
         ]
-        hello = (1, "hello", 1, 1.0, 1.0, {"world_size": ranks})
-        return [hello] + [
+        made: list[object] = [(1, "hello", 1, 1.0, 1.0, {"world_size": ranks})]
+        made += [
             (1, kind, seq, 1.0, 1.0, {"step": step, "stage": stage, "status": "ok"})
             for seq, (kind, step, stage) in enumerate(kinds, 2)
         ]
+        return made
 
     async def send(coordinator: Coordinator, first: int, last: int) -> None:
         for rank in range(first, last):
