@@ -259,3 +259,38 @@ def test_a_probe_that_outlives_ray_starts_no_cluster(coordinator: Handle, addres
         timeout=100,
         env={**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"},
     )
+
+
+def test_leaving_ray_at_any_moment_starts_no_cluster_and_ends_no_process(
+    coordinator: Handle, address: str
+) -> None:
+    """A call of the probe's thread in the midst of `ray.shutdown` would do either."""
+    program = """
+    import time
+    import ray
+    from stagescope_workers import init
+
+    for number in range(12):
+        ray.init(logging_level="ERROR", log_to_driver=False)
+        probe = init(f"left-{number}", rank=0)
+        with probe.stage("driver_step", step=1) as stage:
+            stage.log(loss=1.0)
+        time.sleep(0.004 * number)
+        ray.shutdown()
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            assert not ray.is_initialized(), number
+            time.sleep(0.02)
+        probe.close(0.0)
+    print("through")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        check=False,
+        timeout=200,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"},
+    )
+    assert (done.returncode, done.stdout) == (0, "through\n"), done.stderr
+    assert "Traceback" not in done.stderr

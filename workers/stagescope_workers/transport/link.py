@@ -8,12 +8,15 @@ initialised: `ray.get_actor` in a process without Ray would start a cluster.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -38,8 +41,14 @@ _NO_RELAY_SECONDS: Final = 2.0
 _RELAY_SECONDS: Final = 1.0
 """How long a relay that has not answered a call may take to say that it is there."""
 
+_GUARDS: Final = "_guards_stagescope"
+_SHUTDOWN_SECONDS: Final = 5.0
+"""How long `ray.shutdown` waits for a call that the probe makes."""
+
 _log = logging.getLogger("stagescope.workers")
 _forked_from_ray = False
+_ray_calls = threading.RLock()
+"""Held by each call of the probe into Ray, and by `ray.shutdown`."""
 _warned_in: set[int] = set()
 """Process ids that have logged that nothing is reported (a fork has its parent's memory)."""
 
@@ -124,8 +133,44 @@ def _ray() -> ModuleType | None:
 
 def _note_fork() -> None:
     # A forked child inherits the state "initialised", but none of Ray's threads.
-    global _forked_from_ray
+    global _forked_from_ray, _ray_calls
     _forked_from_ray = _forked_from_ray or _ray() is not None
+    _ray_calls = threading.RLock()  # another thread of the parent may have held it
+
+
+@contextlib.contextmanager
+def _calling(ray: ModuleType) -> Iterator[None]:
+    """Call Ray only while this process is in a cluster, and hold `ray.shutdown` up meanwhile.
+
+    Else Ray would start another cluster for the call, or end this process in the midst of it.
+
+    Raises:
+        Unreachable: this process has left the cluster.
+    """
+    with _ray_calls:
+        if not ray.is_initialized():
+            raise Unreachable("this process has left the service's Ray cluster")
+        yield
+
+
+def _guard_shutdown(ray: Any) -> None:
+    """Let `ray.shutdown` wait for the probe's calls."""
+    shutdown = ray.shutdown
+    if hasattr(shutdown, _GUARDS):
+        return
+
+    @functools.wraps(shutdown)
+    def guarded(*arguments: Any, **named: Any) -> Any:
+        lock = _ray_calls
+        is_held = lock.acquire(timeout=_SHUTDOWN_SECONDS)
+        try:
+            return shutdown(*arguments, **named)
+        finally:
+            if is_held:
+                lock.release()
+
+    setattr(guarded, _GUARDS, True)
+    ray.shutdown = guarded
 
 
 os.register_at_fork(after_in_child=_note_fork)
@@ -158,7 +203,7 @@ def ray_entrypoint() -> str | None:
     ray = _ray()
     if ray is None:
         return None
-    with contextlib.suppress(Exception):  # no public call without Ray's dashboard
+    with contextlib.suppress(Exception), _calling(ray):  # no public call without the dashboard
         job = ray.get_runtime_context().get_job_id()
         table = ray._private.state.jobs()
         return next((each["Entrypoint"] or None for each in table if each["JobID"] == job), None)
@@ -173,7 +218,7 @@ def ray_directory() -> str | None:
     ray = _ray()
     if ray is None:
         return None
-    with contextlib.suppress(Exception):  # no public call
+    with contextlib.suppress(Exception), _calling(ray):  # no public call
         worker = ray._private.worker.global_worker
         paths = worker.core_worker.get_job_config().py_driver_sys_path
         # Ray appends the driver's directory last. A job with a working_dir of its own has none: its
@@ -220,15 +265,18 @@ class RayLink:
         ray = _ray()
         if ray is None:
             return None
+        _guard_shutdown(ray)
         try:
-            handle = ray.get_actor(COORDINATOR_NAME, namespace=namespace)
-        except ValueError:
+            with _calling(ray):
+                handle = ray.get_actor(COORDINATOR_NAME, namespace=namespace)
+                return cls(ray, handle, namespace)
+        except (ValueError, Unreachable):
             return None
-        return cls(ray, handle, namespace)
 
     def pack(self, payload: WirePayload) -> object:
         """Put `payload` into the object store, where an Ingestor of the same node reads it."""
-        return self._ray.put(payload)
+        with _calling(self._ray):
+            return self._ray.put(payload)
 
     def record(
         self,
@@ -248,10 +296,11 @@ class RayLink:
         )
 
     def _call(self, method: str, **arguments: object) -> Future[Reply]:
-        relay = self._find_relay()
-        actor = self._handle if relay is None else relay
-        ref = getattr(actor, method).remote(**arguments)
-        future: Future[Reply] = ref.future()
+        with _calling(self._ray):
+            relay = self._find_relay()
+            actor = self._handle if relay is None else relay
+            ref = getattr(actor, method).remote(**arguments)
+            future: Future[Reply] = ref.future()
         # The ref must live as long as its future, or Ray discards the answer.
         self._answers[future] = ref
         future.add_done_callback(self._done)
@@ -293,7 +342,8 @@ class RayLink:
         if relay is None:
             return False
         try:
-            self._ray.get(relay.pid.remote(), timeout=_RELAY_SECONDS)
+            with _calling(self._ray):
+                self._ray.get(relay.pid.remote(), timeout=_RELAY_SECONDS)
         except Exception:
             self._leave_relay()
             return True
@@ -304,15 +354,17 @@ class RayLink:
         return in_thread(lambda: self._metrics(run, attempt_key, step))
 
     def _metrics(self, run: str, attempt_key: str | None, step: int) -> Reply:
+        with _calling(self._ray):
+            try:
+                api = self._ray.get_actor(API_NAME, namespace=self._namespace)
+            except ValueError as error:
+                raise Unreachable("no API runs on this Ray cluster") from error
+            # Ray would queue a call to an actor that restarts; here the caller retries instead.
+            step_metrics = api.step_metrics.options(max_task_retries=0)
+            ref = step_metrics.remote(run=run, attempt_key=attempt_key, step=step)
+            future: Future[str] = ref.future()
         try:
-            api = self._ray.get_actor(API_NAME, namespace=self._namespace)
-        except ValueError as error:
-            raise Unreachable("no API runs on this Ray cluster") from error
-        # Ray would queue a call to an actor that restarts; here the caller retries instead.
-        step_metrics = api.step_metrics.options(max_task_retries=0)
-        ref = step_metrics.remote(run=run, attempt_key=attempt_key, step=step)
-        try:
-            answer: Reply = json.loads(ref.future().result(_READ_SECONDS))
+            answer: Reply = json.loads(future.result(_READ_SECONDS))
         except FutureTimeout as error:
             raise Unreachable(f"the API did not answer within {_READ_SECONDS:.0f} s") from error
         return answer
@@ -320,14 +372,16 @@ class RayLink:
     def moved(self) -> bool:
         """Return whether the name is free, or belongs to another actor than the one in use."""
         try:
-            handle = self._ray.get_actor(COORDINATOR_NAME, namespace=self._namespace)
+            with _calling(self._ray):
+                handle = self._ray.get_actor(COORDINATOR_NAME, namespace=self._namespace)
         except Exception:
             return True
         return bool(handle._actor_id != self._handle._actor_id)
 
     def drain(self, run: str | None, timeout: float, attempt_key: str | None = None) -> JsonObject:
         """Wait, `timeout` seconds at most, for all receipts of a run; see `ServiceLink`."""
-        ref = self._handle.drain.remote(run=run, timeout=timeout, attempt_key=attempt_key)
+        with _calling(self._ray):
+            ref = self._handle.drain.remote(run=run, timeout=timeout, attempt_key=attempt_key)
         answer: JsonObject = self._ray.get(ref, timeout=timeout + 1.0)
         return answer
 

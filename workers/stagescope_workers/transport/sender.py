@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, cast
 
-from stagescope.wire.errors import StagescopeError, Unauthorized
+from stagescope.wire.errors import StagescopeError, Unauthorized, Unreachable
 from stagescope.wire.plan import SentPlan
 from stagescope_workers.device import PinnedPool
 from stagescope_workers.transport.calls import MAX_BACKOFF, Backoff, Call, Clock, ServiceAnswer
@@ -218,6 +218,8 @@ class EventSender:
         while not (self._stopping or (self._leaving and self.has_left)):
             try:
                 self._run_cycle()
+            except Unreachable as error:  # as where this process has just left its Ray cluster
+                self.problem = str(error)
             except Exception:
                 # Only this thread can send the queue: it must survive any error.
                 self._warn("cycle", "a cycle of the background thread failed", exc_info=True)
@@ -473,13 +475,13 @@ class EventSender:
         if not batch:  # every queued event waits for a device
             self._sends.until = time.monotonic() + _DEVICE_SECONDS
             return
-        for entry in batch:
-            _finalise(entry)
-            self._outbox.pack(entry, link.pack)
-        self._outbox.offer(batch)
-        payloads = {entry.seq: entry.packed for entry in batch if entry.packed is not None}
-        events = [entry.wire() for entry in batch]
         try:
+            for entry in batch:
+                _finalise(entry)
+                self._outbox.pack(entry, link.pack)
+            self._outbox.offer(batch)
+            payloads = {entry.seq: entry.packed for entry in batch if entry.packed is not None}
+            events = [entry.wire() for entry in batch]
             sender = self._hooks.sender(self.clock, self._plan.revision)
             future = link.record(sender, events, payloads)
         except Exception:
