@@ -39,6 +39,8 @@ _CALL_SECONDS: Final = 15.0
 _PORT_SECONDS: Final = 2.0
 """How long to wait for the port of a service that has just stopped."""
 _START_SECONDS: Final = 60.0
+_CATALOGUE_SECONDS: Final = 10.0
+"""How long to wait for the catalogue: an older one is converted when it is opened."""
 
 ActorHandle: TypeAlias = Any  # handles are untyped in ray
 
@@ -57,6 +59,8 @@ class ServiceInfo:
     """Of the service: if it ran already, perhaps not the caller's."""
     passed_over: tuple[str, ...] = ()
     """Clusters of this machine that were not joined, because no address names them."""
+    not_ready: str = ""
+    """Why it cannot take anything in yet, as where its catalogue cannot be opened; "": it can."""
 
 
 def start_service(settings: Settings, *, address: str | None = None) -> ServiceInfo:
@@ -93,7 +97,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
                 _check_port(settings)
             _write_service_file(settings, cluster, {"url": None, "started": time.time()})
         with _ended_on_failure():
-            url, api = _start_actors(settings, running)
+            url, api, not_ready = _start_actors(settings, running)
         home = Path(api["home"])
         if running and is_same(home, settings.home):
             started = service_file.read(settings).get("started") or api["started"]
@@ -108,6 +112,7 @@ def start_service(settings: Settings, *, address: str | None = None) -> ServiceI
         already_running=running,
         home=home,
         passed_over=cluster.passed_over,
+        not_ready=not_ready,
     )
 
 
@@ -268,8 +273,8 @@ def _actor(name: str) -> ActorHandle | None:
         return None
 
 
-def _start_actors(settings: Settings, running: bool) -> tuple[str, ApiLocation]:
-    """Create the actors that are missing; return the API's URL and location."""
+def _start_actors(settings: Settings, running: bool) -> tuple[str, ApiLocation, str]:
+    """Create the actors that are missing; return the API's URL and location, and what fails."""
     # Not at the top: a command that stops a service or is refused needs nothing of these.
     from stagescope_service.api_actor import ApiActor
     from stagescope_service.coordinator.actor import DebugCoordinator
@@ -282,9 +287,23 @@ def _start_actors(settings: Settings, running: bool) -> tuple[str, ApiLocation]:
         settings, COORDINATOR_NAME, DebugCoordinator, options, max_concurrency=CONCURRENCY
     )
     api = _create_actor(settings, API_NAME, ApiActor, options, max_concurrency=16)
-    ray.get(coordinator.status.remote(), timeout=_START_SECONDS)
+    not_ready = _await_catalogue(coordinator)
     advice = "`stagescope stop` ends it" if running else "choose another with --port (0 = any)"
-    return _await_url(api, advice)
+    return (*_await_url(api, advice), not_ready)
+
+
+def _await_catalogue(coordinator: ActorHandle) -> str:
+    """Wait until the coordinator has its catalogue open, or says why not; returns the reason.
+
+    It goes on trying: a database may come back.
+    """
+    deadline = time.monotonic() + _CATALOGUE_SECONDS
+    while True:
+        status: dict[str, object] = ray.get(coordinator.status.remote(), timeout=_START_SECONDS)
+        reason = str(status.get("not_ready") or "")
+        if not reason or "cannot be" in reason or time.monotonic() > deadline:
+            return reason
+        time.sleep(0.05)
 
 
 def _create_actor(

@@ -120,6 +120,8 @@ def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -
             f"and dumps in it: chmod 700 {settings.data_path}",
             err=True,
         )
+    if info.not_ready:
+        click.echo(f"warning: the service runs and takes nothing in: {info.not_ready}", err=True)
     if as_json:
         terminal.show_json(_as_json(info))
     else:

@@ -120,7 +120,8 @@ class Catalogue(
             raise CatalogueUnavailable(
                 f"catalogue {self._where} is of revision {revision!r}",
                 expected=repr(migrate.HEAD),
-                advice="start the service of this version: it upgrades the catalogue on open",
+                advice="the service converts an older one when it opens it; a newer one needs the "
+                "stagescope that wrote it",
             )
 
     def engines(self) -> list[EngineRow]:
