@@ -44,7 +44,10 @@ class CoordinatorActor:
             return await getattr(self._handle, method).remote(**arguments)  # type: ignore[no-any-return]
         except (ValueError, exceptions.RayActorError) as error:
             self._handle = None
-            raise Unreachable(f"the coordinator does not answer its relay: {error}") from error
+            raise Unreachable(
+                f"the coordinator does not answer its relay ({type(error).__name__})",
+                advice="the rank calls again",
+            ) from error
 
 
 class RelayActor:

@@ -346,7 +346,7 @@ class EventSender:
         try:
             answer = cast("ServiceAnswer", call.future.result())
         except Exception as error:
-            self.problem = f"{type(error).__name__}: {error!s:.500}"
+            self.problem = _in_one_line(error)
             unauthorized = isinstance(error, Unauthorized)
             self._warn(
                 "token" if unauthorized else activity,
@@ -501,6 +501,11 @@ class EventSender:
         level = logging.DEBUG if kind in self._warned else logging.WARNING
         self._warned.add(kind)
         _log.log(level, message, *values, exc_info=exc_info)
+
+
+def _in_one_line(error: Exception) -> str:
+    # Ray lists the actor's class, id, pid and so on below the first line.
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
 def _requested_pause(answer: ServiceAnswer) -> float:
