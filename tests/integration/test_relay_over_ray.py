@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,8 +47,15 @@ def probe(
         return is_relayed(probe)
 
     eventually(relayed)
+    eventually(lambda: answers(service))  # a test before may have killed it
     yield probe
     probe.close(0.0)
+
+
+def answers(service: Service) -> bool:
+    with contextlib.suppress(ray.exceptions.RayError):
+        return service.pid("relay") > 0
+    return False
 
 
 def is_relayed(probe: Probe) -> bool:
