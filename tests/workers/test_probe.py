@@ -447,7 +447,10 @@ def test_strict_never_replaces_the_stages_own_exception(make_probe: MakeProbe) -
         divide()
 
 
-def test_refused_init_gives_a_probe_that_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_init_gives_a_probe_that_does_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "_refused", {})  # else `finish` of later tests is False
     probe = lifecycle.init("no such/name")
     with probe.stage("s", step=1) as stage:
         stage.record(rewards=[1.0])
