@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Annotated, Final, Literal, NamedTuple
 
 from fastapi import APIRouter, Depends, Query
@@ -500,8 +501,9 @@ def _check_name(
         return "scalar"
     has_slice = requested.by or requested.role or requested.rank is not None
     if name in metrics and has_slice:
-        rows = deps.catalogue.step_metrics(ids, version=VERSION, numbers="slices")
-        blob = next((each for row in rows if (each := row.get("slices"))), None)
+        # The error below keeps this frame for a while; its read transaction would stay as long.
+        with closing(deps.catalogue.step_metrics(ids, version=VERSION, numbers="slices")) as rows:
+            blob = next((each for row in rows if (each := row.get("slices"))), None)
         slices = SliceMetrics.from_bytes(blob) if blob else None
         if slices is not None and name not in slices.names:
             raise NotFound(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+from sqlalchemy.pool import QueuePool
 from tests.support.api import Rank, Service, service
 from tests.support.command_line import invoke
 from tests.support.measure import payload
@@ -125,6 +127,19 @@ def test_a_name_that_is_not_there(real: Service, session: stagescope.Session) ->
             session.series(K3, by=by, stage="nosuch")
     with pytest.raises(NotFound, match="logged in no stage 'nosuch'"):
         session.series("loss", stage="nosuch")
+
+
+def test_a_refused_question_leaves_no_transaction_open(real: Service) -> None:
+    pool = real.catalogue._engine.pool
+    assert isinstance(pool, QueuePool)
+    gc.collect()
+    gc.disable()  # what the error keeps alive is not freed
+    try:
+        before = pool.checkedout()
+        real.problem(404, "/series", metric="rollout_corr/training_ppl", by="rank")
+        assert pool.checkedout() == before
+    finally:
+        gc.enable()
 
 
 def test_names_are_those_of_all_ranks_and_steps(real: Service) -> None:

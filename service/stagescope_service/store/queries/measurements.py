@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import Final, Literal, TypedDict
 
 import sqlalchemy as sa
@@ -178,8 +178,10 @@ class MeasurementQueries(Reader):
         first: int | None = None,
         last: int | None = None,
         numbers: Literal["metrics", "slices"] | None = "metrics",
-    ) -> Iterator[StepNumbers]:
+    ) -> Generator[StepNumbers, None, None]:
         """Yield every step of attempts with its numbers, the newest step and attempt first.
+
+        A read transaction is open until the last row, or until the generator is closed.
 
         The column `numbers` has those of the step or of its slices (None selects neither). They
         are null if the step has no numbers of this `version`, or outdated ones.
