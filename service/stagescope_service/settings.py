@@ -21,6 +21,7 @@ MIB = 1 << 20
 _ADDRESS = re.compile(
     r"(?=.{1,500}$)https?://([\w.-]+|\[[0-9A-Fa-f:]+\])(:\d+)?(/[\w.~%/-]*)?", re.ASCII
 )
+_RAYS_OWN = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 _OWN_HEADERS = frozenset({"authorization", "cookie", "host", "origin", "x-stagescope-user"})
 
 
@@ -245,6 +246,15 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute_or_none(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
+
+    @field_validator("service_resource", mode="after")
+    @classmethod
+    def _check_resource(cls, value: str) -> str:
+        if value in _RAYS_OWN:
+            raise ValueError(
+                f"a resource that nodes are given for this, not {value}: every node has that"
+            )
+        return value
 
     @field_validator("allowed_roots", mode="before")
     @classmethod

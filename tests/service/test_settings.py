@@ -52,6 +52,12 @@ def test_what_cannot_be_is_refused(wrong: dict[str, int], tmp_path: Path) -> Non
         Settings(home=tmp_path, **wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("own", ["CPU", "memory"])
+def test_a_resource_that_every_node_has_chooses_none(own: str, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=f"not {own}: every node has that"):
+        Settings(home=tmp_path, service_resource=own)
+
+
 def test_addresses_are_checked(tmp_path: Path) -> None:
     hosts = "hooks.slack.com, OAPI.dingtalk.com,::1"
     found = Settings(home=tmp_path, webhook_hosts=hosts, public_url="https://head:8443/scope/")  # type: ignore[arg-type]
