@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from stagescope_workers.integrations.patches import (
     ABSENT,
@@ -280,9 +281,29 @@ def test_nothing_that_fails_at_the_start_reaches_verl(
     assert "no more files" in caplog.text
 
 
-def test_the_list_tells_what_became_of_each(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    from click.testing import CliRunner
+@pytest.mark.parametrize(
+    ("raised", "state"),
+    [
+        ("ModuleNotFoundError('m', name='flash_attn')", "needs flash_attn"),
+        # As transformers raises it.
+        (
+            "ModuleNotFoundError('requirements?')",
+            "not imported: ModuleNotFoundError('requirements?'",
+        ),
+        ("OSError('no')", "not imported: OSError('no')"),
+    ],
+)
+def test_the_list_tells_why_a_module_is_not_imported(
+    write: Write, monkeypatch: pytest.MonkeyPatch, raised: str, state: str
+) -> None:
+    write(f"raise {raised}")
+    monkeypatch.setattr(plugin, "INSTALLED", install(patch()))
+    monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.1")
+    assert state in CliRunner().invoke(listing.main).output
 
+
+def test_the_list_tells_what_became_of_each(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = install(patch(), patch("gone"), Patch("no_such", "f", ours, "more", frozenset()))
     monkeypatch.setattr(plugin, "INSTALLED", installed)
     monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))

@@ -60,11 +60,12 @@ def _version(found: Integration) -> str:
 def _state(patch: Patch) -> str:
     try:
         importlib.import_module(patch.module)
-    except ModuleNotFoundError as error:
-        missing = str(error.name)
-        return "no module" if f"{patch.module}.".startswith(f"{missing}.") else f"needs {missing}"
     except Exception as error:  # a module of another version may raise anything
-        return f"not imported: {error!r:.100},"
+        # transformers raises one without a name where a module of its own cannot be imported.
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None:
+            return f"not imported: {error!r:.100},"
+        return "no module" if f"{patch.module}.".startswith(f"{missing}.") else f"needs {missing}"
     return patch.state
 
 
