@@ -455,8 +455,9 @@ def _versions(summary: Summary) -> Check:
         )
     if len(versions) > 1:
         text = (
-            f"the tokens come from {len(versions)} policy versions ({versions[0]} to "
-            f"{versions[-1]}): the difference is policy drift plus mismatch; look at staleness 0"
+            f"the tokens come from {len(versions)} policy versions (the oldest {versions[0]}, the "
+            f"newest {versions[-1]}): the difference is policy drift plus mismatch; look at "
+            "staleness 0"
         )
         return Check("versions", "suspect", text, values)
     return Check("versions", "ok", f"one policy version, {versions[0]}", values)
