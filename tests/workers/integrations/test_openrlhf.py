@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.support.api import Service, service
 
-from stagescope_workers import finish
+from stagescope_workers import current, finish
 from stagescope_workers.integrations import openrlhf
 
 ROWS, TOKENS = 4, 9
@@ -57,6 +57,9 @@ class DeepspeedStrategy:
     ) -> tuple[object, dict[str, int]]:
         return load_dir, {"global_step": 10}
 
+    def save_model(self, model: object, tokenizer: object, output_dir: object) -> None:
+        return None
+
 
 class ActorPPOTrainer:
     """What of OpenRLHF's trainer is patched; `ppo_train` has two epochs of two micro-batches."""
@@ -94,6 +97,7 @@ def arguments(run: str, *, freezing: int = -1) -> SimpleNamespace:
         return types.SimpleNamespace(**fields)
 
     return space(
+        ckpt=space(output_dir="out"),
         critic=space(freezing_steps=freezing),
         logger=space(wandb=space(run_name=run, key="secret")),
         rollout=space(temperature=1.0, top_p=0.9),
@@ -104,7 +108,7 @@ def arguments(run: str, *, freezing: int = -1) -> SimpleNamespace:
 @pytest.fixture
 def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     for kind in (ActorPPOTrainer, DeepspeedStrategy):
-        for name in ("ppo_train", "training_step", "broadcast_to_vllm", "load_ckpt"):
+        for name in ("ppo_train", "training_step", "broadcast_to_vllm", "load_ckpt", "save_model"):
             if name in vars(kind):
                 monkeypatch.setattr(kind, name, vars(kind)[name])  # undone after the patches
     fake: Any = types.ModuleType("fake")
@@ -125,6 +129,21 @@ def chosen(seen: list[Any]) -> tuple[np.ndarray, np.ndarray]:
         np.concatenate([e.action_log_probs.numpy()[m] for e, m in zip(seen, masks, strict=True)]),
         np.concatenate([e.rollout_log_probs.numpy()[m] for e, m in zip(seen, masks, strict=True)]),
     )
+
+
+def test_the_model_of_the_end_is_saved_when_everything_has_arrived(live: Service) -> None:
+    """Ray ends the ranks right after it."""
+    strategy = DeepspeedStrategy(arguments("r"))
+    strategy.save_model(None, None, "out")  # of a critic, which reports nothing
+    trainer = ActorPPOTrainer(strategy)
+    trainer.ppo_train(0.0)
+    strategy.save_model(trainer.actor, None, "ckpt/global_step1_hf")
+    probe = openrlhf.training(trainer).probe
+    assert probe is not None and probe is current()
+    strategy.save_model(trainer.actor, None, "out")
+    (attempt,) = live.get("/runs/r/attempts")["rows"]
+    assert (attempt["end_reason"], attempt["last_closed_step"]) == ("finished", 1)
+    assert live.get("/steps/1/metrics", run="r")["complete"] == "complete"
 
 
 def test_steps_are_numbered_as_openrlhf_logs_them_and_tokens_count_once(live: Service) -> None:

@@ -1,8 +1,8 @@
 """OpenRLHF's `ActorPPOTrainer` on each DeepSpeed rank: streams, stages and scalars of the update.
 
-Read in OpenRLHF 0.11.0, nothing of it was run: it needs DeepSpeed on a GPU. A global step is one
-call of `ppo_train`, numbered as OpenRLHF logs it: the first is 1, later ones go on from the
-checkpoint that was loaded, and `critic.freezing_steps` without an actor's update are counted too.
+Whole trainings of OpenRLHF 0.11.0 ran on CPU with it. A global step is one call of `ppo_train`,
+numbered as OpenRLHF logs it: the first is 1, later ones go on from the checkpoint that was loaded,
+and `critic.freezing_steps` without an actor's update are counted too.
 
 Every tensor of an `Experience` is as wide as `action_mask`, one less than `sequences`: index t is
 of token t + 1. `action_log_probs` are the trainer's before the update. OpenRLHF's agents fill in
@@ -23,8 +23,8 @@ from stagescope_workers.compat import read_batch
 from stagescope_workers.integrations.configuration import lookup, named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch
-from stagescope_workers.integrations.training import one_a_trainer
-from stagescope_workers.probe.lifecycle import init
+from stagescope_workers.integrations.training import FINISH_SECONDS, one_a_trainer
+from stagescope_workers.probe.lifecycle import finish, init
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import Stage
 
@@ -72,6 +72,13 @@ def patches() -> list[Patch]:
             "DeepspeedStrategy.load_ckpt",
             wrap_load,
             "the step of the checkpoint that a training resumes",
+            since="0.6",
+        ),
+        Patch(
+            _STRATEGY,
+            "DeepspeedStrategy.save_model",
+            wrap_save,
+            "the end of a training",
             since="0.6",
         ),
     ]
@@ -127,6 +134,8 @@ class Training:
 
 _resumed: Final[weakref.WeakKeyDictionary[object, int]] = weakref.WeakKeyDictionary()
 """Strategy -> the global step of the actor's checkpoint that it loaded."""
+_probes: Final[weakref.WeakKeyDictionary[object, Probe]] = weakref.WeakKeyDictionary()
+"""Strategy -> the probe of the actor's trainer that uses it."""
 
 
 @one_a_trainer
@@ -154,6 +163,7 @@ def probe_of(trainer: Trainer) -> Probe:
             settings={**statistics_settings(arguments), "openrlhf": settings(arguments)},
             resumed_from_step=found.resumed or None,
         )
+        _probes[trainer.strategy] = found.probe
     return found.probe
 
 
@@ -204,6 +214,31 @@ def wrap_load(function: Function) -> Function:
             states = result[1]
             if str(load_dir).rstrip("/").endswith(_ROLE_FOLDER) and states:
                 _resumed[strategy] = int(states.get("global_step", 0))
+        return result
+
+    return run
+
+
+def wrap_save(function: Function) -> Function:
+    """Wrap `save_model`: the model is saved into `ckpt.output_dir` once, after the last step.
+
+    Ray ends the ranks right after it, with what they have not sent yet.
+    """
+
+    @functools.wraps(function)
+    def run(
+        strategy: _Strategy,
+        model: object,
+        tokenizer: object,
+        output_dir: object,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        result = function(strategy, model, tokenizer, output_dir, *args, **kwargs)
+        with guarded("the end of a training"):
+            probe = _probes.get(strategy)
+            if probe is not None and output_dir == lookup(strategy.args, "ckpt", "output_dir"):
+                finish(FINISH_SECONDS, run=probe.run)
         return result
 
     return run
