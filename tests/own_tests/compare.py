@@ -142,6 +142,17 @@ TRAINERS: Final = {
         ),
         paths=("skyrl-gym", PYTHON312),
     ),
+    # Needs vLLM and torch 2.10, as AReaL does.
+    "AReaL": Trainer(
+        tests=(
+            "tests/test_functional.py",
+            "tests/test_perf_tracer.py",
+            "tests/test_ppo_stats.py",
+            "tests/test_prox_approx.py",
+            "tests/test_trackio_backend.py",
+            "tests/infra/data_service/test_trainer_compat.py",
+        ),
+    ),
     # Needs a transformers of 5.8: NeMo-RL names what later ones lack.
     "RL": Trainer(
         tests=("tests/unit/algorithms/test_grpo.py", "tests/unit/utils/test_logger.py"),

@@ -7,8 +7,9 @@ update where AReaL makes one (`recompute_logprob`, or the decoupled loss with th
 passes, mini-batch by mini-batch: from the second on, the weights are not those that the step began
 with. AReaL's own `prox_logp` is then a copy of the engine's, and is not taken for the trainer's.
 
-Read in AReaL of 2026-05-21 (4aef98d8), and its `trainer/ppo/actor.py` also in a later version with
-`turn_ids` and `reuse_train_logp`: hooks that moved between the two are patched in both.
+Whole trainings of AReaL of 2026-05-21 (4aef98d8) ran on CPU with it. Its `trainer/ppo/actor.py` was
+also read in a later version with `turn_ids` and `reuse_train_logp`: hooks that moved between the
+two are patched in both.
 """
 
 from __future__ import annotations
