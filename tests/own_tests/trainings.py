@@ -1,0 +1,295 @@
+"""Whole trainings of AReaL and OpenRLHF on CPU, `stagescope run --` in front.
+
+    python tests/own_tests/trainings.py AReaL --checkout DIRECTORY --python ENVIRONMENT/bin/python
+
+ENVIRONMENT has the trainer's dependencies, vLLM's CPU build and stagescope's extra `workers`: see
+docs/areal.md and docs/other-trainers.md for the versions that ran. The checkout is copied; what
+names CUDA in OpenRLHF's copy is the CPU. A service of its own takes the training in. Printed is
+each step with the trainer's own numbers and the service's. Exits with 1 where they differ, where a
+step is not complete, or where something was lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import click
+
+import stagescope
+
+HERE: Final = Path(__file__).resolve().parent
+SECONDS: Final = 1800
+"""What a training may take."""
+ENVIRON: Final = {
+    "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "DS_ACCELERATOR": "cpu", "RAY_AUTH_MODE": "disabled",
+}  # fmt: skip
+
+Numbers = Mapping[str, float]
+"""A service's name of a number -> the trainer's value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Replaces a text in each file of the checkout's copy that a pattern names."""
+
+    files: str
+    old: str
+    new: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How a trainer is started, and where its own numbers are.
+
+    Attributes:
+        arguments: Of its environment's Python, from the folder of the model and the prompts.
+        theirs: Yields (step, numbers) from what it printed.
+        tolerance: Relative, of the digits that it prints.
+        changes: So that it runs on CPU.
+        files: Written beside the model: name -> text.
+    """
+
+    arguments: Callable[[Path], list[str]]
+    theirs: Callable[[str], Iterator[tuple[int, Numbers]]]
+    tolerance: float
+    changes: tuple[Change, ...] = ()
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+# --- AReaL ----------------------------------------------------------------------------------
+def _areal(folder: Path) -> list[str]:
+    data, model = folder / "gsm8k", folder / "qwen"
+    return [
+        "examples/math/gsm8k_rl.py", "--config", "examples/math/gsm8k_grpo_cpu.yaml",
+        "scheduler.type=local", f"actor.path={model}", f"train_dataset.path={data}",
+        f"valid_dataset.path={data}", "train_dataset.batch_size=4", "valid_dataset.batch_size=4",
+        "gconfig.max_new_tokens=24", "rollout.max_concurrent_rollouts=4",
+        f"cluster.fileroot={folder}/exp", f"cluster.name_resolve.nfs_record_root={folder}/names",
+        "+total_train_steps=6", "actor.optimizer.lr=1e-3", "evaluator.freq_epochs=null",
+        "saver.freq_epochs=null", "actor.weight_update_mode=disk", "+vllm.enforce_eager=true",
+        # A sequence in each: those of a longer one attend to each other without FlashAttention.
+        "actor.mb_spec.max_tokens_per_mb=70",
+    ]  # fmt: skip
+
+
+_OF_AREAL: Final = {
+    "ppo_actor/update/compute_logp/kl_div_direct/avg": "rollout_corr/kl",
+    "ppo_actor/update/old_logp/avg": "logprob/rollout_mean",
+    "ppo_actor/update/behave_imp_weight/max": "rollout_corr/rollout_is_max",
+    "ppo_actor/update/behave_imp_weight/min": "rollout_corr/rollout_is_min",
+}
+
+
+def _of_areal(printed: str) -> Iterator[tuple[int, Numbers]]:
+    parts = re.split(r"Train step (\d+)/\d+ done", printed)
+    for number, text in zip(parts[1::2], parts[2::2], strict=True):
+        cells: dict[str, str] = {}
+        for line in (line for line in text.splitlines() if "│" in line):
+            columns = [cell.strip() for cell in line.strip().strip("│").split("│")]
+            cells |= dict(zip(columns[::2], columns[1::2], strict=False))
+        yield (
+            int(number) - 1,
+            {ours: float(cells[name]) for name, ours in _OF_AREAL.items() if name in cells},
+        )
+
+
+# --- OpenRLHF -------------------------------------------------------------------------------
+def _openrlhf(folder: Path) -> list[str]:
+    return [
+        "-m", "openrlhf.cli.train_ppo_ray", "--logger.wandb.run_name", "openrlhf",
+        "--ref.num_gpus_per_node", "1", "--actor.num_gpus_per_node", "1",
+        "--train.colocate_actor_ref", "--vllm.num_engines", "1", "--vllm.enforce_eager",
+        "--vllm.gpu_memory_utilization", "0.05", "--actor.model_name_or_path", f"{folder}/qwen",
+        "--reward.remote_url", f"{folder}/reward.py", "--ckpt.output_dir", f"{folder}/out",
+        "--ckpt.path", f"{folder}/ckpt", "--train.micro_batch_size", "2", "--train.batch_size",
+        "8", "--rollout.micro_batch_size", "4", "--rollout.batch_size", "4",
+        "--rollout.n_samples_per_prompt", "2", "--data.max_samples", "32", "--data.max_len", "128",
+        "--rollout.max_new_tokens", "16", "--actor.adam.lr", "1e-3",
+        "--algo.advantage.estimator", "group_norm", "--algo.advantage.is_correction_enable",
+        "--data.prompt_dataset", f"{folder}/prompts.jsonl", "--data.input_key", "input",
+        "--data.label_key", "label", "--data.apply_chat_template",
+        "--ds.attn_implementation", "eager",
+    ]  # fmt: skip
+
+
+def _of_openrlhf(printed: str) -> Iterator[tuple[int, Numbers]]:
+    for step, value in re.findall(r"Global step (\d+): .*?'vllm_kl': ([-\d.e]+)", printed):
+        yield int(step), {"rollout_corr/kl": float(value)}
+
+
+_DIGITS_ARE_REWARDED: Final = """
+import torch
+
+def reward_func(queries, prompts, labels):
+    scores = torch.tensor([sum(map(str.isdigit, each)) / max(len(each), 1) for each in queries])
+    return {"rewards": scores, "scores": scores, "extra_logs": {}}
+"""
+_GROUP: Final = '''    import torch
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    group = StatelessProcessGroup.create(
+        host=master_address, port=master_port, rank=rank, world_size=world_size
+    )
+
+    class Group:
+        """Broadcasts over vLLM's own store: there is no NCCL."""
+
+        def broadcast(self, tensor, src, stream=None):
+            if rank == src:
+                group.broadcast_obj(tensor.detach().contiguous().view(torch.uint8).numpy(), src)
+            else:
+                received = torch.from_numpy(group.broadcast_obj(None, src).copy())
+                tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+
+    return Group()
+    from vllm.distributed.device_communicators.pynccl import'''
+_PADDING: Final = """import torch.nn.functional as F
+from einops import rearrange
+
+
+def index_first_axis(x, indices):
+    return x[indices]
+
+
+def unpad_input(x, mask):
+    lengths, chosen = mask.sum(-1, dtype=torch.int32), mask.flatten().nonzero().flatten()
+    starts = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return x.flatten(0, 1)[chosen], chosen, starts, int(lengths.max()), lengths
+
+
+def pad_input(x, indices, batch, length):
+    padded = x.new_zeros(batch * length, *x.shape[1:])
+    padded[indices] = x
+    return padded.unflatten(0, (batch, length))"""
+_EVERY: Final = "openrlhf/**/*.py"
+
+TRAININGS: Final = {
+    "AReaL": Training(_areal, _of_areal, 1e-4),
+    "OpenRLHF": Training(
+        _openrlhf,
+        _of_openrlhf,
+        1e-9,
+        changes=(
+            Change(_EVERY, 'torch.device(f"cuda:{torch.cuda.current_device()}")', '"cpu"'),
+            Change(_EVERY, "torch.cuda.current_device()", '"cpu"'),
+            Change(_EVERY, "torch.cuda.current_stream()", "None"),
+            Change(_EVERY, "torch.cuda.synchronize()", "None"),
+            Change(_EVERY, "torch.cuda.set_device(local_rank)", "None"),
+            Change("openrlhf/utils/deepspeed/deepspeed.py", '"cuda", (dp_size', '"cpu", (dp_size'),
+            Change("openrlhf/trainer/ray/vllm_worker_wrap.py", 'device="cuda"', 'device="cpu"'),
+            Change("openrlhf/cli/train_ppo_ray.py", "ray.init(\n",
+                   "ray.init(num_gpus=2, num_cpus=8, object_store_memory=500_000_000,\n"),
+            Change("openrlhf/utils/distributed_util.py",
+                   "    from vllm.distributed.device_communicators.pynccl import", _GROUP),
+            Change("openrlhf/models/ring_attn_utils.py", "from flash_attn.bert_padding import "
+                   "index_first_axis, pad_input, rearrange, unpad_input", _PADDING),
+            Change("openrlhf/models/ring_attn_utils.py",
+                   "from flash_attn.utils.distributed import all_gather", ""),
+        ),
+        files={"reward.py": _DIGITS_ARE_REWARDED},
+    ),
+}  # fmt: skip
+
+
+def on_cpu(training: Training, checkout: Path, copy: Path) -> None:
+    """Copy a checkout, with its changes.
+
+    Raises:
+        click.ClickException: a text that is to be replaced is not there: another version.
+    """
+    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
+    for change in training.changes:
+        found = [path for path in copy.glob(change.files) if change.old in path.read_text("utf-8")]
+        if not found:
+            raise click.ClickException(f"{change.files} has no {change.old!r}: another version?")
+        for path in found:
+            path.write_text(path.read_text("utf-8").replace(change.old, change.new), "utf-8")
+
+
+def train(training: Training, python: str, copy: Path, folder: Path, home: Path) -> str:
+    """Run a training with a service at `home`; return what it printed.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
+    bin_folder = Path(python).absolute().parent
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("STAGESCOPE_")}
+    env = {
+        **kept, **ENVIRON, "STAGESCOPE_HOME": str(home), "PYTHONPATH": str(copy),
+        "PATH": f"{bin_folder}{os.pathsep}{kept['PATH']}",
+    }  # fmt: skip
+    assets = str(HERE / "plugins" / "tiny_qwen.py")
+    subprocess.run([python, assets, str(folder)], env=env, check=True)
+    for name, text in training.files.items():
+        (folder / name).write_text(text, "utf-8")
+    command = [python, "-m", "stagescope", "run", "--", "python", *training.arguments(folder)]
+    output = folder / "output"
+    with output.open("w") as file:
+        subprocess.run(
+            command, cwd=copy, env=env, stdout=file, stderr=subprocess.STDOUT, check=True,
+            timeout=SECONDS,
+        )  # fmt: skip
+    return output.read_text("utf-8", errors="replace")
+
+
+def is_same(training: Training, printed: str, session: stagescope.Session) -> bool:
+    """Print each step; return whether all are complete and have the trainer's numbers."""
+    same, steps = True, 0
+    for step, theirs in training.theirs(printed):
+        ours = session.step(step).metrics()
+        equal = all(
+            math.isclose(ours[name], value, rel_tol=training.tolerance, abs_tol=1e-9)
+            for name, value in theirs.items()
+        )
+        numbers = ", ".join(f"{name} {value:g} ({ours[name]:g})" for name, value in theirs.items())
+        click.echo(f"step {step}: {ours.complete}, {numbers}{'' if equal else ': they differ'}")
+        same = same and equal and bool(theirs) and ours.complete == "complete"
+        steps += 1
+    lost = len(session.losses())
+    click.echo(f"{steps} steps, {lost} losses")
+    return same and steps > 0 and not lost
+
+
+@click.command()
+@click.argument("name", type=click.Choice(list(TRAININGS)))
+@click.option("--checkout", type=click.Path(exists=True, path_type=Path), required=True)
+@click.option("--python", required=True, help="Of the environment that has the trainer.")
+def main(name: str, checkout: Path, python: str) -> None:
+    """Train, and compare the trainer's own numbers with the service's."""
+    training = TRAININGS[name]
+    with tempfile.TemporaryDirectory(prefix="stagescope-trainings-") as temporary:
+        copy, folder, home = (Path(temporary, part) for part in ("checkout", "assets", "home"))
+        on_cpu(training, checkout, copy)
+        service = {**os.environ, "STAGESCOPE_HOME": str(home)}
+        cli = [sys.executable, "-m", "stagescope"]
+        serve = [*cli, "serve", "--address", "local", "--port", "0", "--json"]
+        try:
+            started = subprocess.run(serve, env=service, check=True, stdout=subprocess.PIPE)
+            url = json.loads(started.stdout)["url"]
+            printed = train(training, python, copy, folder, home)
+            token = (home / "read.token").read_text().strip()
+            with stagescope.attach(url, token=token) as session:
+                same = is_same(training, printed, session)
+        except subprocess.CalledProcessError:
+            shutil.copy(folder / "output", f"{name}.log")
+            raise click.ClickException(f"the training failed: see {name}.log") from None
+        finally:
+            subprocess.run([*cli, "stop"], env=service, check=False)
+    sys.exit(0 if same else 1)
+
+
+if __name__ == "__main__":
+    main()
