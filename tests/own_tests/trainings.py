@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -219,7 +219,9 @@ def on_cpu(training: Training, checkout: Path, copy: Path) -> None:
             path.write_text(path.read_text("utf-8").replace(change.old, change.new), "utf-8")
 
 
-def train(training: Training, python: str, copy: Path, folder: Path, home: Path) -> str:
+def train(
+    training: Training, python: str, copy: Path, folder: Path, home: Path, more: Sequence[str]
+) -> str:
     """Run a training with a service at `home`; return what it printed.
 
     Raises:
@@ -235,7 +237,16 @@ def train(training: Training, python: str, copy: Path, folder: Path, home: Path)
     subprocess.run([python, assets, str(folder)], env=env, check=True)
     for name, text in training.files.items():
         (folder / name).write_text(text, "utf-8")
-    command = [python, "-m", "stagescope", "run", "--", "python", *training.arguments(folder)]
+    command = [
+        python,
+        "-m",
+        "stagescope",
+        "run",
+        "--",
+        "python",
+        *training.arguments(folder),
+        *more,
+    ]
     output = folder / "output"
     with output.open("w") as file:
         subprocess.run(
@@ -267,8 +278,12 @@ def is_same(training: Training, printed: str, session: stagescope.Session) -> bo
 @click.argument("name", type=click.Choice(list(TRAININGS)))
 @click.option("--checkout", type=click.Path(exists=True, path_type=Path), required=True)
 @click.option("--python", required=True, help="Of the environment that has the trainer.")
-def main(name: str, checkout: Path, python: str) -> None:
-    """Train, and compare the trainer's own numbers with the service's."""
+@click.argument("more", nargs=-1)
+def main(name: str, checkout: Path, python: str, more: tuple[str, ...]) -> None:
+    """Train, and compare the trainer's own numbers with the service's.
+
+    MORE are further arguments of the trainer, behind `--` where they begin with a dash.
+    """
     training = TRAININGS[name]
     with tempfile.TemporaryDirectory(prefix="stagescope-trainings-") as temporary:
         copy, folder, home = (Path(temporary, part) for part in ("checkout", "assets", "home"))
@@ -279,7 +294,7 @@ def main(name: str, checkout: Path, python: str) -> None:
         try:
             started = subprocess.run(serve, env=service, check=True, stdout=subprocess.PIPE)
             url = json.loads(started.stdout)["url"]
-            printed = train(training, python, copy, folder, home)
+            printed = train(training, python, copy, folder, home, more)
             token = (home / "read.token").read_text().strip()
             with stagescope.attach(url, token=token) as session:
                 same = is_same(training, printed, session)
