@@ -129,6 +129,10 @@ def _trainer() -> Any:
             self.journal.flush()
             return True
 
+        def status(self) -> dict[str, Any]:
+            """Return what the probe says of itself."""
+            return dict(self.probe.status())
+
         def leave(self) -> tuple[bool, dict[str, int]]:
             """Take leave; return whether all arrived, and what was dropped."""
             self.probe.end_step(self.step)
@@ -291,7 +295,7 @@ class Soak:
     def report(self) -> Report:
         """End the job, and hold the service's answers to the journal."""
         for each in self.attempt.ranks:
-            assert answer(each.settle.remote(120.0), 180.0), "receipts are missing"
+            assert answer(each.settle.remote(120.0), 180.0), self._what_waits()
         left = [answer(each.leave.remote(), 120.0) for each in self.attempt.ranks]
         assert all(ok and not dropped for ok, dropped in left), left
         expected = self.expected()
@@ -312,6 +316,11 @@ class Soak:
             grown=self.grown(),
             figures=self.figures(),
         )
+
+    def _what_waits(self) -> str:
+        ranks = [answer(each.status.remote()) for each in self.attempt.ranks]
+        with self.service.session() as session:
+            return f"receipts are missing: {ranks}, {session.status()['coordinator']}"
 
     def expected(self) -> dict[int, dict[int, tuple[int, float]]]:
         """Return attempt -> step -> tokens and mean |p - q| of what every rank had acknowledged."""
