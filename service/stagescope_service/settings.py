@@ -251,9 +251,7 @@ class Settings(BaseSettings):
     @classmethod
     def _check_resource(cls, value: str) -> str:
         if value in _RAYS_OWN:
-            raise ValueError(
-                f"a resource that nodes are given for this, not {value}: every node has that"
-            )
+            raise ValueError(f"a resource that nodes are given for this, not Ray's own {value}")
         return value
 
     @field_validator("allowed_roots", mode="before")

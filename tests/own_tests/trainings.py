@@ -220,9 +220,10 @@ def on_cpu(training: Training, checkout: Path, copy: Path) -> None:
 
 
 def train(
-    training: Training, python: str, copy: Path, folder: Path, home: Path, more: Sequence[str]
-) -> str:
-    """Run a training with a service at `home`; return what it printed.
+    training: Training, python: str, copy: Path, folder: Path, home: Path, output: Path,
+    more: Sequence[str],
+) -> str:  # fmt: skip
+    """Run a training with a service at `home`; return what it printed, which is in `output`, too.
 
     Raises:
         CalledProcessError: it failed.
@@ -237,17 +238,8 @@ def train(
     subprocess.run([python, assets, str(folder)], env=env, check=True)
     for name, text in training.files.items():
         (folder / name).write_text(text, "utf-8")
-    command = [
-        python,
-        "-m",
-        "stagescope",
-        "run",
-        "--",
-        "python",
-        *training.arguments(folder),
-        *more,
-    ]
-    output = folder / "output"
+    arguments = [*training.arguments(folder), *more]
+    command = [python, "-m", "stagescope", "run", "--", "python", *arguments]
     with output.open("w") as file:
         subprocess.run(
             command, cwd=copy, env=env, stdout=file, stderr=subprocess.STDOUT, check=True,
@@ -282,7 +274,8 @@ def is_same(training: Training, printed: str, session: stagescope.Session) -> bo
 def main(name: str, checkout: Path, python: str, more: tuple[str, ...]) -> None:
     """Train, and compare the trainer's own numbers with the service's.
 
-    MORE are further arguments of the trainer, behind `--` where they begin with a dash.
+    What the training prints is in NAME.log. MORE are further arguments of the trainer, behind `--`
+    where they begin with a dash.
     """
     training = TRAININGS[name]
     with tempfile.TemporaryDirectory(prefix="stagescope-trainings-") as temporary:
@@ -294,13 +287,10 @@ def main(name: str, checkout: Path, python: str, more: tuple[str, ...]) -> None:
         try:
             started = subprocess.run(serve, env=service, check=True, stdout=subprocess.PIPE)
             url = json.loads(started.stdout)["url"]
-            printed = train(training, python, copy, folder, home, more)
+            printed = train(training, python, copy, folder, home, Path(f"{name}.log"), more)
             token = (home / "read.token").read_text().strip()
             with stagescope.attach(url, token=token) as session:
                 same = is_same(training, printed, session)
-        except subprocess.CalledProcessError:
-            shutil.copy(folder / "output", f"{name}.log")
-            raise click.ClickException(f"the training failed: see {name}.log") from None
         finally:
             subprocess.run([*cli, "stop"], env=service, check=False)
     sys.exit(0 if same else 1)

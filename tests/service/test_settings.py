@@ -53,8 +53,8 @@ def test_what_cannot_be_is_refused(wrong: dict[str, int], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("own", ["CPU", "memory"])
-def test_a_resource_that_every_node_has_chooses_none(own: str, tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match=f"not {own}: every node has that"):
+def test_a_resource_of_rays_own_chooses_no_node(own: str, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=f"not Ray's own {own}"):
         Settings(home=tmp_path, service_resource=own)
 
 
