@@ -67,16 +67,30 @@ def batch(
     return made
 
 
+class WorkerDispatch:
+    """What of SkyRL's dispatch is patched."""
+
+    synced = 0
+
+    async def save_weights_for_sampler(self, model_id: str | None = None) -> None:
+        assert model_id is None
+        self.synced += 1
+
+
 class RayPPOTrainer:
     """What of SkyRL's trainer is patched."""
 
     skips_forward = False
     fails = False
+    counts_on = False
+    """Whether the last checkpoint is saved after the step was counted on."""
 
     def __init__(self, cfg: object, callbacks: Sequence[object] | None = None) -> None:
         self.cfg = cfg
         self.global_step = 0
         self.callbacks = list(callbacks or [])
+        self.dispatch = WorkerDispatch()
+        self.saved: list[int] = []
         self.logged: list[dict[str, object]] = []
         self.batches: dict[int, TensorBatch] = {}
 
@@ -106,9 +120,18 @@ class RayPPOTrainer:
             raise RuntimeError("out of memory")
         return {"policy_loss": 0.5 * self.global_step}
 
+    @torch.no_grad()
+    async def eval(self, vllm_metrics_scraper: object = None) -> dict[str, float]:
+        return {"eval/score": float(self.global_step)}
+
+    def save_checkpoints(self) -> str:
+        self.saved.append(self.global_step)
+        return f"global_step_{self.global_step}"
+
     async def train(self) -> None:
+        await self.dispatch.save_weights_for_sampler()
         self._fire("on_train_start")
-        self._fire("on_log", logs={"eval/score": 1.0})
+        self._fire("on_log", logs=await self.eval())
         for step in (1, 2):
             self.global_step = step
             data = await self.generate(batch(step))
@@ -119,13 +142,20 @@ class RayPPOTrainer:
             self.batches[step] = data
             status = self.train_critic_and_policy(data)
             self._fire("on_step_end", batch=data, metrics=status)
+            await self.dispatch.save_weights_for_sampler()
+            if step == 2:
+                await self.eval()
             logs = {"policy/loss": 0.5 * step, "note": "x"}
             self._fire("on_log", logs=logs)
             self.logged.append(logs)
+        self.global_step += self.counts_on
+        assert self.save_checkpoints() == f"global_step_{self.global_step}"
 
 
 class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     """It fails where it has a callback."""
+
+    counts_on = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -154,14 +184,16 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
 @pytest.fixture
 def trainers(monkeypatch: pytest.MonkeyPatch) -> Trainers:
     """The two trainers in modules of SkyRL's names, patched."""
-    made: list[type[RayPPOTrainer]] = []
-    for module, kind, more in (
+    kinds: tuple[tuple[str, type[Any], dict[str, object]], ...] = (
         ("skyrl.train.trainer", RayPPOTrainer, {"TrainingCallback": TrainingCallback}),
         ("skyrl.train.fully_async_trainer", FullyAsyncRayPPOTrainer, {}),
-    ):
+        ("skyrl.backends.skyrl_train.workers.worker_dispatch", WorkerDispatch, {}),
+    )
+    for module, kind, more in kinds:
         fake = types.ModuleType(module)
         names = ("__init__", "generate", "fwd_logprobs_values_reward", "train_critic_and_policy",
-                 "train", "add_callback")  # fmt: skip
+                 "train", "add_callback", "eval", "save_checkpoints",
+                 "save_weights_for_sampler")  # fmt: skip
         for name in names:
             if name in vars(kind):
                 monkeypatch.setattr(kind, name, vars(kind)[name])  # undone after the patches
@@ -172,8 +204,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Trainers:
             if patch.module == module:
                 patch.apply(fake)
                 assert not patch.is_missing, str(patch)
-        made.append(kind)
-    return made[0], made[1]
+    return RayPPOTrainer, FullyAsyncRayPPOTrainer
 
 
 def config(run: str) -> SimpleNamespace:
@@ -208,7 +239,14 @@ def test_a_training_is_reported_exactly(live: Service, trainers: Trainers) -> No
         ]  # fmt: skip
         assert answer["metrics"]["train_rollout_logprob_abs_diff"] == pytest.approx(np.mean(means))
         stages = {row["stage"] for row in live.get(f"/steps/{step}/stages", run="r")["rows"]}
-        assert stages == {"rollout_generate", "actor_compute_log_prob", "actor_update"}
+        last = {"evaluate", "save_checkpoint"} if step == 2 else set()
+        assert stages == {
+            "rollout_generate", "actor_compute_log_prob", "actor_update", "weight_sync", *last,
+        }  # fmt: skip
+    # What comes before the first step, and how the trainer's own calls went.
+    assert [row["step"] for row in live.get("/steps", run="r")["rows"]] == [2, 1]
+    assert trainer.dispatch.synced == 3
+    assert trainer.saved == [2]
     rows = live.get("/steps/2/scalars", run="r")["rows"]
     assert {row["name"]: row["value"] for row in rows} == {"policy/loss": 1.0, "policy_loss": 1.0}
     samples = live.get("/steps/2/samples", run="r")["rows"]
@@ -236,6 +274,11 @@ def test_the_asynchronous_trainer_gets_no_callback(live: Service, trainers: Trai
     assert trainer.callbacks == []
     asyncio.run(trainer.train())
     assert live.get("/steps/2/metrics", run="async")["coverage"]["tokens"] == 16
+    stages = {row["stage"] for row in live.get("/steps/2/stages", run="async")["rows"]}
+    assert {"weight_sync", "evaluate"} <= stages
+    # Its last checkpoint is saved when it has counted on: there is no step 3.
+    assert trainer.saved == [3]
+    assert {row["step"] for row in live.get("/steps", run="async")["rows"]} == {1, 2}
 
 
 def test_a_forward_pass_of_a_subclass_is_recorded_at_the_steps_end(

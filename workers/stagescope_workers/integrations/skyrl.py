@@ -16,8 +16,9 @@ import dataclasses
 import functools
 import inspect
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _MODULE: Final = "skyrl.train.trainer"
 _ASYNC: Final = "skyrl.train.fully_async_trainer"
+_DISPATCH: Final = "skyrl.backends.skyrl_train.workers.worker_dispatch"
 _RESPONSES: Final = (
     "loss_mask", "rollout_logprobs", "action_log_probs", "base_action_log_probs", "values",
     "advantages", "returns",
@@ -55,12 +57,14 @@ NOT_COMPUTED: Final = (
 
 
 def patches() -> list[Patch]:
-    """Return the patches of `RayPPOTrainer`; its subclasses inherit all but `train`."""
+    """Return the patches of `RayPPOTrainer`; its subclasses inherit or call all but `train`."""
     calls: dict[str, tuple[Wrap, str]] = {
         "__init__": (wrap_init, "a training's end, scalars, and numbers in the trainer's log"),
         "generate": (wrap_generate, "rollout_generate"),
         "fwd_logprobs_values_reward": (wrap_forward, "actor_compute_log_prob, streams and samples"),
         "train_critic_and_policy": (wrap_update, "actor_update"),
+        "eval": (wrap_eval, "evaluate"),
+        "save_checkpoints": (wrap_save, "save_checkpoint"),
     }
     found = [
         Patch(_MODULE, f"RayPPOTrainer.{name}", wrap, purpose, since="0.3")
@@ -71,7 +75,9 @@ def patches() -> list[Patch]:
         *found,
         Patch(_MODULE, "RayPPOTrainer.train", wrap_train, purpose, since="0.3"),
         Patch(_ASYNC, "FullyAsyncRayPPOTrainer.train", wrap_train, purpose, since="0.3"),
-    ]
+        Patch(_DISPATCH, "WorkerDispatch.save_weights_for_sampler", wrap_weight_sync,
+              "weight_sync", since="0.3"),
+    ]  # fmt: skip
 
 
 class Batch(Protocol):
@@ -90,6 +96,8 @@ class Trainer(Protocol):
 
     cfg: object
     global_step: int
+    dispatch: object
+    """Sends the work to the models' workers."""
 
     def add_callback(self, callback: object, /) -> None: ...  # noqa: D102
 
@@ -147,6 +155,10 @@ class Training(ReportedTraining[Trainer]):
 
 
 training: Final = one_a_trainer(Training)
+_trainers: Final[weakref.WeakKeyDictionary[object, weakref.ref[Trainer]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Dispatch -> the trainer that has it."""
 
 
 def settings(config: object) -> dict[str, object]:
@@ -304,6 +316,8 @@ def wrap_train(function: Function) -> Function:
 
     @functools.wraps(function)
     async def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
+        with guarded("weight_sync"):
+            _trainers[trainer.dispatch] = weakref.ref(trainer)
         with closed_at_end(lambda error: training(trainer).close(error)):
             return await function(trainer, *args, **kwargs)
 
@@ -311,18 +325,50 @@ def wrap_train(function: Function) -> Function:
 
 
 def wrap_generate(function: Function) -> Function:
-    """Wrap `generate`, a coroutine; `torch.no_grad` makes it look like a plain function."""
+    """Wrap `generate`, a coroutine."""
+    return _coroutine(function, lambda trainer: _stage(trainer, "rollout_generate"))
 
-    async def generate(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        with running(_stage(trainer, "rollout_generate")):
-            return await function(trainer, *args, **kwargs)
 
-    if inspect.iscoroutinefunction(function):
-        return functools.wraps(function)(generate)
+def wrap_eval(function: Function) -> Function:
+    """Wrap `eval`, a coroutine."""
+    return _coroutine(function, lambda trainer: _last_stage(trainer, "evaluate"))
+
+
+def wrap_weight_sync(function: Function) -> Function:
+    """Wrap the dispatch's `save_weights_for_sampler`, a coroutine."""
+
+    def stage(dispatch: object) -> Stage | None:
+        reference = _trainers.get(dispatch)
+        trainer = None if reference is None else reference()
+        return None if trainer is None else _last_stage(trainer, "weight_sync")
+
+    return _coroutine(function, stage)
+
+
+def wrap_save(function: Function) -> Function:
+    """Wrap `save_checkpoints`."""
 
     @functools.wraps(function)
     def run(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        return generate(trainer, *args, **kwargs)
+        with running(_last_stage(trainer, "save_checkpoint")):
+            return function(trainer, *args, **kwargs)
+
+    return run
+
+
+def _coroutine(function: Function, stage: Callable[[Any], Stage | None]) -> Function:
+    """Wrap a coroutine method; `torch.no_grad` makes it look like a plain function."""
+
+    async def awaited(owner: object, *args: object, **kwargs: object) -> object:
+        with running(stage(owner)):
+            return await function(owner, *args, **kwargs)
+
+    if inspect.iscoroutinefunction(function):
+        return functools.wraps(function)(awaited)
+
+    @functools.wraps(function)
+    def run(owner: object, *args: object, **kwargs: object) -> object:
+        return awaited(owner, *args, **kwargs)
 
     return run
 
@@ -332,6 +378,19 @@ def _stage(trainer: Trainer, name: str) -> Stage | None:
     with guarded(name):
         stage = training(trainer).stage(name)
     return stage
+
+
+def _last_stage(trainer: Trainer, name: str) -> Stage | None:
+    """Return a stage that follows the update; None outside a step.
+
+    Before its first step a training syncs and evaluates the weights that it begins with, and the
+    asynchronous one saves its last ones after it has counted on: these belong to no step.
+    """
+    with guarded(name):
+        found = training(trainer)
+        if found.recorded and found.recorded == found.step:
+            return found.stage(name)
+    return None
 
 
 def wrap_forward(function: Function) -> Function:
