@@ -226,7 +226,7 @@ def _state(agreement: Agreement, steps: Iterable[CapturedStep]) -> str:
     states = {each["state"] for each in steps}
     ends = agreement.phase == DONE or last_step(agreement.steps) is not None
     if not ends or not states or "waiting" in states:
-        return agreement.phase
+        return AGREED
     return next(state for state in ("partial", "complete", "empty") if state in states)
 
 
@@ -280,7 +280,8 @@ class _CapturedSteps:
                 }
             over = bool(states) or step.closed
             attempt = self.numbers.get(attempt_id)
-            results.append(_result(number, attempt, states, over, needs_ranks(self.spec)))
+            by_ranks = needs_ranks(self.spec) or not step.exists
+            results.append(_result(number, attempt, states, over, by_ranks))
         return results
 
     def _reports_by_step(
@@ -319,7 +320,10 @@ class _Step:
         self._stages = None if spec["stages"] == "all" else list(spec["stages"])
         rows = catalogue.steps(attempt_id, before=number + 1, limit=_STEPS_BEFORE + 1)
         own = [row for row in rows if row["step"] == number]
-        self.closed = bool(own) and own[0]["closed_wall"] is not None
+        self.exists = bool(own)
+        # A trainer may have no step of that number: it is over with a later one.
+        known = own or catalogue.steps(attempt_id, limit=_STEPS_BEFORE)
+        self.closed = any(row["step"] >= number and row["closed_wall"] is not None for row in known)
         earlier = [row for row in rows if row["step"] < number and row["closed_wall"] is not None]
         self._before = [row["step"] for row in earlier[:_STEPS_BEFORE]]
         self._parts_by_step: dict[int, dict[RankKey, set[PartKey]]] = {}

@@ -100,6 +100,17 @@ def test_a_stage_that_nobody_did_and_a_withdrawn_request_are_not_waited_for(live
     assert "waiting" not in text
 
 
+def test_a_step_that_the_trainer_never_numbers_so_is_empty_not_waited_for(live: Service) -> None:
+    rank = Rank(live, world_size=1)
+    rank.stage(STAGE, 1)
+    spec = {"run": "r", "stages": [STAGE], "steps": "next", "keep": ["trajectories"]}
+    capture_id = live.operate.post("/captures?wait=0", json=spec).json()["capture_id"]
+    await_agreement(live, capture_id)
+    rank.stage(STAGE, 10)
+    rank.begin(STAGE, 11)
+    eventually(lambda: come_to(live, capture_id) == ("empty", [("empty", 0, 0, 0)]))
+
+
 @pytest.mark.parametrize("steps_before", [0, 1, 2])
 def test_a_step_is_not_complete_between_its_stages(live: Service, steps_before: int) -> None:
     stages = ["actor_compute_log_prob", STAGE]

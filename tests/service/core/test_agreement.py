@@ -349,6 +349,46 @@ def test_a_missed_step_is_agreed_again_by_choice() -> None:
     assert len(ranks.bench.rows.of("findings", kind="capture_partial")) == 1
 
 
+def test_what_is_left_of_the_steps_is_agreed_with_the_missed_one() -> None:
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.begin(rank)
+    capture = ranks.add(again=1, steps=[3, 40, 45])
+    settle(ranks)
+    assert ranks.agreement(capture)["steps"] == [3, 40, 45]
+    for _ in range(4):
+        ranks.begin(0)
+        ranks.begin(1)
+    gap = {"capture_id": capture, "role": "actor", "rank": 1, "step": 3}
+    gap |= {"stage": "update", "state": "missed"}
+    ranks.bench.carry_out(ranks.requests.reported(gap, ranks.now, ranks.now))
+    settle(ranks)
+    again = ranks.agreement(capture)
+    assert again["phase"] == "agreed"
+    assert again["steps"] == [again["start"], 40, 45]
+    assert 5 < again["start"] < 40
+
+
+def test_what_the_service_keeps_alone_waits_for_a_training_s_step() -> None:
+    """It is agreed on without ranks, and counts from a step that there is."""
+    ranks = Ranks(1)
+    capture = ranks.add(task=None, keep=["trajectories"])
+    for _ in range(5):
+        settle(ranks)
+        assert ranks.agreement(capture)["phase"] == "asked"
+    ranks.begin(0)
+    settle(ranks)
+    agreed = ranks.agreement(capture)
+    assert (agreed["phase"], agreed["steps"]) == ("agreed", [2])
+    ranks.bench.give(ranks.ranks[0].finish())
+    late = ranks.add(task=None, keep=["advantages"])
+    revision = ranks.plan.revision
+    for _ in range(5):
+        settle(ranks)
+    assert ranks.agreement(late)["phase"] == "asked"
+    assert ranks.plan.revision == revision
+
+
 def test_orders_that_cannot_be_meant() -> None:
     ranks = Ranks(1)
     for _ in range(3):

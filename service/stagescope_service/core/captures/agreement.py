@@ -261,9 +261,10 @@ def check(
             return None
     assert participants.top_step is not None
     start = start_step(participants.top_step, round_trip, participants.step_seconds)
-    # A request that is asked a second time counts from now: its own steps have passed.
-    wanted: CaptureSteps = request["steps"] if pending.number == 1 else {"next": 1}
-    steps, passed = resolve(wanted, start)
+    steps, passed = resolve(request["steps"], start)
+    if pending.number > 1 and isinstance(steps, list):
+        # Asked again, for a rank that missed a step: another one in its place, and what is left.
+        steps, passed = sorted({start, *steps}), []
     agreed = dataclasses.replace(
         pending,
         phase=AGREED,

@@ -199,15 +199,20 @@ class CaptureRequests:
             wall=wall,
         )
 
-    def _at_once(self, entry: CaptureEntry, wall: float) -> Agreement:
-        """Agree without asking: no rank is live, or only the service has something to do."""
+    def _at_once(self, entry: CaptureEntry, wall: float) -> Agreement | None:
+        """Agree without asking: no rank is live, or only the service has something to do.
+
+        None where steps count from the present one and no training has begun any: it waits.
+        """
         participants, pending = self.participants_of(entry.request), entry.agreement
         top = participants.top_step
         steps = entry.request["steps"]
         start: int | None = None
         passed: list[int] = []
         if agreement_rules.is_relative(steps):
-            start = 0 if top is None else top + 1
+            if top is None:
+                return None
+            start = top + 1
             steps, passed = agreement_rules.resolve(steps, start)
         return dataclasses.replace(
             pending,
