@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable
 from typing import Final
 
@@ -9,8 +10,21 @@ from stagescope_service.core.entities import Attempt, Process
 from stagescope_service.core.instructions import ReadWatchdogs
 from stagescope_service.core.state import State
 
-READ_SECONDS: Final = 90.0
-"""Seconds in which an unresponsive process's file is read: its watchdog writes it with a delay."""
+READ_SECONDS: Final = 3600.0
+"""Seconds in which a late process's file is read: its watchdog writes it after minutes."""
+_UNANSWERED_SECONDS: Final = 90.0
+"""Those of one that polls and did not answer a request."""
+_SPARSER: Final = 0.1
+"""Share of the time that a file was read in vain, after which it is read again."""
+
+
+@dataclasses.dataclass
+class _Reading:
+    """Of one process's file."""
+
+    since: float
+    due: float
+    is_read: bool = False
 
 
 class UnresponsiveProcesses:
@@ -27,17 +41,17 @@ class UnresponsiveProcesses:
         self._late_seconds = late_seconds
         self.seconds = max(late_seconds, min_seconds)
         """Seconds after which a process counts as unresponsive."""
-        self._until: dict[str, float] = {}
+        self._readings: dict[str, _Reading] = {}
 
     def unanswered(self, incarnations: Iterable[str], now: float) -> None:
         """Record that processes did not answer a request in time."""
         for incarnation in incarnations:
-            self._until.setdefault(incarnation, now + READ_SECONDS)
+            self._readings.setdefault(incarnation, _Reading(now, now))
 
     def read(self, incarnation: str) -> None:
         """Record that its file was read; it is not read again until the next contact."""
-        if incarnation in self._until:
-            self._until[incarnation] = 0.0
+        if incarnation in self._readings:
+            self._readings[incarnation].is_read = True
 
     def unresponsive(
         self, attempt: Attempt, now: float, before: Collection[str] = ()
@@ -66,12 +80,16 @@ class UnresponsiveProcesses:
         }
         self.unanswered(late, now)
         by_node: dict[str | None, dict[str, str]] = {}
-        for incarnation, until in [*self._until.items()]:
-            process = processes.get(incarnation)
-            if process is not None and process.watchdog is not None and now < until:
-                by_node.setdefault(process.node_id, {})[incarnation] = process.watchdog
-            elif incarnation not in late:
-                del self._until[incarnation]
+        for incarnation, reading in [*self._readings.items()]:
+            process, waited = processes.get(incarnation), now - reading.since
+            limit = READ_SECONDS if incarnation in late else _UNANSWERED_SECONDS
+            watchdog = None if process is None else process.watchdog
+            if process is None or watchdog is None or reading.is_read or waited >= limit:
+                if incarnation not in late:
+                    del self._readings[incarnation]
+            elif now >= reading.due:
+                reading.due = now + _SPARSER * waited
+                by_node.setdefault(process.node_id, {})[incarnation] = watchdog
         return [ReadWatchdogs(node, paths) for node, paths in by_node.items()]
 
     def _is_late(self, process: Process, now: float) -> bool:
