@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import Sequence
 from typing import Annotated, Final, cast
+from urllib.parse import quote
 
 from fastapi import APIRouter, Query
 
@@ -20,7 +22,7 @@ from stagescope_service.api.models import diagnosis as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.samples import loss_of
 from stagescope_service.api.target import Target
-from stagescope_service.diagnosis.doctor import Diagnosis, SymptomRule, diagnose
+from stagescope_service.diagnosis.doctor import Diagnosis, diagnose
 from stagescope_service.diagnosis.history import LossOfStep, RunHistory, StepInForce
 from stagescope_service.diagnosis.parts import mismatch_parts
 from stagescope_service.dumps.joining.join import Selection
@@ -167,14 +169,18 @@ def _row(history: RunHistory, found: Diagnosis) -> JsonObject:
     attempts = {each.step: each.attempt for each in history.steps}
     attempt = attempts.get(step, last.attempt if last else 1) if step is not None else 1
     earlier = [each.step for each in history.steps if step is not None and each.step < step]
+    scalar = history.scalar_name(rule.parameters.get("names") or ())
     words = {
         "{run}": history.run,
         "{step}": "STEP" if step is None else str(step),
         "{previous}": str(earlier[-1]) if earlier else "STEP",
         "{attempt}": str(attempt),
         "{before}": str(max(attempt - 1, 1)),
-        "{scalar}": _scalar(history, rule),
+        "{scalar}": shlex.quote(scalar or "NAME"),
     }
+    figure = rule.figure if step is not None else None
+    if figure is not None and "{scalar}" in figure:
+        figure = None if scalar is None else figure.replace("{scalar}", quote(scalar))
     return {
         "rule": rule.name,
         "family": rule.family,
@@ -187,19 +193,12 @@ def _row(history: RunHistory, found: Diagnosis) -> JsonObject:
         "against": list(evidence.against),
         "meaning": rule.meaning,
         "next": [_filled(text, words) for text in rule.next],
-        "figure": None if rule.figure is None or step is None else _filled(rule.figure, words),
+        "figure": None if figure is None else _filled(figure, words),
         "record": (
             rule.record if evidence.verdict == "not measured" and not evidence.waits else None
         ),
         "sources": list(rule.sources),
     }
-
-
-def _scalar(history: RunHistory, rule: SymptomRule) -> str:
-    """Return the run's name of the number that a rule looks at: the first that matches."""
-    names = rule.parameters.get("names") or ["NAME"]
-    found = history.scalars(names)
-    return found[0].name if found else str(names[0])
 
 
 def _filled(text: str, words: dict[str, str]) -> str:

@@ -182,7 +182,7 @@ def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:
     try:
         found = EVIDENCE[rule.function](history, **rule.parameters)
         since = None if found.verdict != "found" else _since_step(rule, history, found)
-    except StagescopeError as error:
+    except (StagescopeError, ArithmeticError) as error:
         return not_measured(f"it cannot be computed: {error}")
     return found if since is None else dataclasses.replace(found, since_step=since)
 

@@ -320,14 +320,21 @@ class RunHistory:
         Each role has its own, the actor's first. A value is the mean over the ranks and parts of
         the role that logged it; NaN where one of them is.
         """
+        found = [series for name in self._matching(patterns) for series in self._series(name)]
+        return [series for series in found if len(series)]
+
+    def scalar_name(self, patterns: Sequence[str]) -> str | None:
+        """Return the first name of a scalar that `scalars` returns series of."""
+        return next((name for name in self._matching(patterns) if any(self._series(name))), None)
+
+    def _matching(self, patterns: Sequence[str]) -> list[str]:
         names = [
             name
             for pattern in patterns
             for name in self.scalar_names
             if fnmatch.fnmatchcase(name, pattern)
         ]
-        found = [series for name in dict.fromkeys(names) for series in self._series(name)]
-        return [series for series in found if len(series)]
+        return [*dict.fromkeys(names)]
 
     def _read_series(self, name: str) -> list[Series]:
         in_force = {(step.attempt_id, step.step) for step in self.steps}

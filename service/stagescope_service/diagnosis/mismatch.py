@@ -175,7 +175,8 @@ def noise_floor(history: RunHistory, *, factor: float = 1.5) -> Evidence:
     )
     if not mismatch <= factor * noise:
         return not_found(text)
-    return Evidence("found", min(1.0, noise / mismatch), newest.step.step, "", (text,))
+    sure = min(1.0, noise / mismatch) if mismatch else 1.0
+    return Evidence("found", sure, newest.step.step, "", (text,))
 
 
 def rounded(history: RunHistory, *, share: float = 0.5) -> Evidence:

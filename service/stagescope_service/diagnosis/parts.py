@@ -98,8 +98,16 @@ def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
         ),
         _rejected(history, newest),
         _worst(summary, total),
-        _unexplained(stale, line.share, max(noise or 0.0, rounding)),
+        _unexplained(
+            stale, line.share, _floor_of(summary.fresh, size * max(noise or 0.0, rounding))
+        ),
     ]
+
+
+def _floor_of(fresh: Cell, floor: float) -> float:
+    """Return a floor of mean |d| over that of the fresh tokens, at most 1."""
+    mean = fresh[Field.D_ABS_SUM] / fresh.tokens if fresh.tokens else 0.0
+    return min(1.0, floor / mean) if mean > 0.0 else 1.0
 
 
 def _stale_share(summary: Summary, total: Cell) -> float | None:
@@ -187,7 +195,8 @@ def _rejected(history: RunHistory, newest: MeasuredStep) -> MismatchPart:
     )
     if lacking:
         text += f"; at least, for it is not recorded {lacking[0]}"
-    return MismatchPart(name, min(1.0, share), text, counted=False)
+    known = min(1.0, share) if math.isfinite(share) else None
+    return MismatchPart(name, known, text, counted=False)
 
 
 def _worst(summary: Summary, total: Cell) -> MismatchPart:

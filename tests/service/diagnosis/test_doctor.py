@@ -659,6 +659,33 @@ def test_scalars_of_two_roles_are_not_averaged(live: Service) -> None:
     assert row["for"] == ["grad_norm of actor is up to 40, 40.0 times its median before (step 17)"]
 
 
+def test_a_number_is_asked_for_and_drawn_by_the_run_s_own_name(live: Service) -> None:
+    def scalars(step: int) -> dict[str, float]:
+        flat = 0.5 + 0.02 * (-1) ** step
+        return {"critic/score/mean": flat, "actor/entropy": 0.8**step, "grad_norm": 1.0}
+
+    train(live, "own-names", scalars=scalars)
+    critic = Rank(live, run="own-names", role="critic", rank=0, key="a1", world_size=1, start=1e3)
+    for step in range(1, 25):
+        critic.stage("critic_update", step, scalars={"actor/entropy": 0.01})
+    rows = rows_of(live, "own-names")
+    figure = rows["reward_flat"]["figure"]
+    assert figure == "/figures/overview?run=own-names&metric=critic/score/mean"
+    assert "critic/score/mean" in str(live.get(figure))
+    series = "stagescope series actor/entropy --run own-names"
+    assert series in rows["entropy_collapse"]["next"]  # not of one role's label
+
+
+def test_streams_that_are_equal_are_within_the_noise_floor(live: Service) -> None:
+    def equal(batch: Batch) -> None:
+        batch.p = batch.q.copy()
+        noisy_trainer(batch)
+
+    train(live, "equal", equal)
+    row = rows_of(live, "equal")["within_noise_floor"]
+    assert (row["verdict"], row["sure"]) == ("found", 1.0)
+
+
 def test_missing_ranks_losses_and_hangs_are_found(live: Service) -> None:
     train(live, "partial")
     rank = Rank(live, run="partial", rank=0, key="b1", world_size=2, start=20_000.0)
@@ -896,7 +923,9 @@ def test_the_mismatch_is_taken_apart(live: Service) -> None:
     stale, noise = parts["stale tokens"]["share"], parts["noise floor"]["share"]
     line = parts["temperature or truncation"]["share"]
     assert 0.0 <= line < 0.02  # of fresh tokens, whose d is noise
-    assert rest == pytest.approx((1 - stale) * ((1 - line) ** 0.5 - noise), rel=1e-9)
+    # The floor is held against the fresh half alone.
+    floor = min(1.0, noise / (2 * (1 - stale)))
+    assert rest == pytest.approx((1 - stale) * max(0.0, (1 - line) ** 0.5 - floor), abs=1e-9)
     assert "what is left without the stale tokens" in parts["unexplained"]["text"]
 
 
