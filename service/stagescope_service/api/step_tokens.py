@@ -14,7 +14,7 @@ from stagescope.batch import Batch, BatchPart, widened
 from stagescope.wire.errors import NotFound, StagescopeError
 from stagescope_service.statistics import loss_fate
 from stagescope_service.statistics.cell import Bool, Float64, Int64
-from stagescope_service.statistics.loss_fate import LOSS_FIELDS, Int8, LossTokens
+from stagescope_service.statistics.loss_fate import Int8, LossTokens
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_service.store.catalogue import Catalogue
 
@@ -39,13 +39,13 @@ class Update:
     def reason(self, loss: LossTokens) -> str | None:
         """Return why it is not known that the step's tokens were trained on; None: it is.
 
-        A trainer that reports no such stage, but what its loss did, has made an update.
+        A trainer that reports no such stage, but which tokens its loss clipped, has made an update;
+        advantages and weights are there before it.
         """
         if self.statuses:
             other = sorted(self.statuses - {"ok"})
             return f"{_UPDATE} of this step is {' and '.join(other)} on a rank" if other else None
-        recorded = len(loss.unrecorded()) < len(LOSS_FIELDS)
-        return None if recorded else f"no {_UPDATE} of this step was reported"
+        return None if loss.clipped is not None else f"no {_UPDATE} of this step was reported"
 
 
 @dataclasses.dataclass(frozen=True)
