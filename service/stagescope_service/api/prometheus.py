@@ -21,7 +21,7 @@ from stagescope.wire.errors import StagescopeError
 from stagescope.wire.schema import ROLES, STAGES
 from stagescope_service.api.step_summaries import StepSummaries
 from stagescope_service.store.catalogue import Catalogue
-from stagescope_service.store.queries.overview import Count, ListedRun
+from stagescope_service.store.queries.overview import Count, ListedRun, ListedStep
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ _LABEL_VALUES: Final[Mapping[str, frozenset[str]]] = {
 }
 _MAX_KINDS: Final = 40
 _STEPS_SEARCHED: Final = 16
-"""Newest steps of an attempt that are searched for a measured one."""
+"""Newest steps of an attempt that are read at once; a measured one is mostly among them."""
 
 
 class Counts:
@@ -215,7 +215,7 @@ def _run_families(sources: Sources, runs: list[ListedRun], now: float) -> Iterat
             continue
         number.add_metric([run], float(row["attempt"] or 0))
         steps = sources.catalogue.steps(row["attempt_id"], limit=_STEPS_SEARCHED)
-        measured = next((item for item in steps if item["has_summary"]), None)
+        measured = _measured(sources.catalogue, row["attempt_id"], run, steps)
         if steps:
             newest.add_metric([run], float(steps[0]["step"]))
         closed = next((item["completeness"] for item in steps if item["completeness"]), None)
@@ -234,6 +234,19 @@ def _run_families(sources: Sources, runs: list[ListedRun], now: float) -> Iterat
                 if name in published:
                     metric.add_metric([run, name], float(published[name]))
     yield from (live, silence, newest, lag, number, step, comparable, complete, metric)
+
+
+def _measured(
+    catalogue: Catalogue, attempt_id: int, run: str, newest: list[ListedStep]
+) -> ListedStep | None:
+    """Return the newest measured step of a run's newest attempt, whose newest steps are given."""
+    found = next((step for step in newest if step["has_summary"]), None)
+    if found is not None or len(newest) < _STEPS_SEARCHED:
+        return found
+    earlier = catalogue.newest_summary(run)
+    if earlier is None or earlier["attempt_id"] != attempt_id:
+        return None
+    return next(iter(catalogue.steps(attempt_id, before=earlier["step"] + 1, limit=1)), None)
 
 
 def _count_metric(gauge: _Gauge, rows: list[Count], runs: set[str]) -> Metric:

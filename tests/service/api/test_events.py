@@ -338,6 +338,21 @@ class TestPrometheus:
         published = live.get("/steps/5/metrics")["metrics"][name]
         assert samples["stagescope_step_metric", (("metric", name), run)] == published
 
+    @pytest.mark.parametrize("measured", [5, None])
+    def test_how_far_numbers_are_behind_is_known_of_any_distance(
+        self, live: Service, measured: int | None
+    ) -> None:
+        rank = Rank(live, world_size=1)
+        rank.stage("actor_compute_log_prob", 5, None if measured is None else payload())
+        for step in range(6, 46):
+            rank.begin("actor_update", step)
+        lines = live.read.get("/metrics").text.splitlines()
+        found = {line.split()[0]: float(line.split()[1]) for line in lines if line[:1] != "#"}
+        assert found['stagescope_run_newest_step{run="r"}'] == 45
+        assert found.get('stagescope_step{run="r"}') == measured
+        # No number where there was never one: such a run records no streams.
+        assert found.get('stagescope_run_step_lag{run="r"}') == (measured and 40)
+
     def test_cardinality_is_bounded(self, tmp_path: Path) -> None:
         with service(tmp_path, prometheus_runs=2) as live:
             for number in range(5):
