@@ -42,6 +42,7 @@ class _Dump(TypedDict):
     role: str
     rank: int
     part: str | None
+    capture_id: str
 
 
 class _TableState(_Dump):
@@ -194,7 +195,7 @@ class NonFiniteOperators(Table):
                 masks = f", {row['masks']} masks" if row["masks"] else ""
                 state = "all finite" if row["state"] == "digested" else row["state"]
                 lines += wrapped("", f"{_dump_name(row)}: {state}{masks}{_not_read(row)}", width)
-            elif not row["earliest"]:
+            elif earliest is None or _dump_key(row) != _dump_key(earliest):
                 order = ", in another order of calls" if row["order_differs"] else ""
                 lines += wrapped("", f"{_dump_name(row)}{order}{_not_read(row)}:", width)
                 lines += _first(row, width)
@@ -322,6 +323,10 @@ def _calls(rows: Sequence[Row]) -> Iterator[tuple[Row, list[Row]]]:
     for _, group in groupby(rows, key=lambda row: (_dump_name(row), row["order"])):
         call = list(group)
         yield call[0], call
+
+
+def _dump_key(row: _NonFiniteRow | Row) -> tuple[object, ...]:
+    return tuple(row[name] for name in ("capture_id", "stage", "part", "role", "rank"))
 
 
 def _dump_name(row: _Dump | Row) -> str:

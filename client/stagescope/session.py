@@ -443,7 +443,7 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
     ) -> Stacks:
         """Request the stacks of all threads of live processes, also of blocked ones.
 
-        Processes that answer within `wait` seconds (less than this session's timeout) are in
+        Processes that answer within `wait` seconds are in
         `rows`; `not_answered` lists the others. The answers are stored: see `Step.stacks`.
 
         Raises:
@@ -456,8 +456,9 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
         }
         if ranks is not None:
             body["ranks"] = [*ranks]
-        body["wait"] = min(wait, 0.8 * self._transport.timeout)
-        answer = self._transport.change("POST", "/stacks", body)
+        body["wait"] = wait
+        timeout = wait + self._transport.timeout
+        answer = self._transport.change("POST", "/stacks", body, timeout=timeout)
         return Stacks(answer, title=f"stacks of {answer['run']}, attempt {answer['attempt']}")
 
     def send(

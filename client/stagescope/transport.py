@@ -116,13 +116,23 @@ class Transport:
         """
         return self._call("POST", path, body=body, retry=_if_unavailable if retry else _never)
 
-    def change(self, method: str, path: str, body: JsonObject | None = None) -> Json:
+    def change(
+        self,
+        method: str,
+        path: str,
+        body: JsonObject | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Json:
         """Request a change with the operate token; return the JSON of the answer, or None.
+
+        `timeout` is another deadline than that of each call [s].
 
         Raises:
             StagescopeError: as `get`; after `Unreachable` the change may have been made.
         """
-        return self._call(method, path, body=body, operate=True, retry=_if_not_ready)
+        request = self._request(method, path, body=body, operate=True)
+        return self._send(request, _if_not_ready, timeout)
 
     def post_events(self, path: str, body: bytes, media_type: str) -> Json:
         """Send events with the operate token; a repeated batch counts once, so it is retried.
@@ -189,14 +199,12 @@ class Transport:
         *,
         params: Params | None = None,
         body: JsonObject | None = None,
-        operate: bool = False,
         retry: _Retry,
     ) -> Json:
-        request = self._request(method, path, params=params, body=body, operate=operate)
-        return self._send(request, retry)
+        return self._send(self._request(method, path, params=params, body=body), retry)
 
-    def _send(self, request: httpx.Request, retry: _Retry) -> Json:
-        deadline = time.monotonic() + self.timeout
+    def _send(self, request: httpx.Request, retry: _Retry, timeout: float | None = None) -> Json:
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         backoff = _INITIAL_BACKOFF
         while True:
             left = max(deadline - time.monotonic(), 0.05)

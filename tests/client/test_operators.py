@@ -108,6 +108,18 @@ def test_the_first_non_finite_operator_is_named(asking: Session) -> None:
     assert "no operator gave a NaN" in asking.step(6).non_finite().lines()[0]
 
 
+def test_the_first_of_each_stage_is_shown(asking: Session) -> None:
+    """The earliest of another stage or part is one more, not the same again."""
+    found = asking.step(5).non_finite()
+    (broken,) = [row for row in found if row["earliest"]]
+    rows = [*found, {**broken, "part": "0.0.1.0"}]
+    text = "\n".join(
+        NonFiniteOperators.from_table(Table.from_rows(rows, about=found.about)).lines()
+    )
+    assert "actor_update actor/1 part 0.0.1.0:" in text
+    assert text.count("actor_update actor/1\n") == 1
+
+
 def test_calls_that_the_search_skipped_are_reported(asking: Session) -> None:
     found = asking.step(5).non_finite()
     rows = [{**row, "not_read": 3 if row["name"] is None else 1} for row in found]

@@ -138,7 +138,11 @@ def stuck(step: Step, **filters: Unpack[RankFilters]) -> Table:
     ROLE,
     click.option("--ranks", default="all", show_default=True, metavar="0,4-7|all"),
     click.option(
-        "--wait", default=5.0, show_default=True, help="Seconds to wait for their answers."
+        "--wait",
+        type=FiniteFloat(min=0),
+        default=5.0,
+        show_default=True,
+        help="Seconds to wait for their answers.",
     ),
     click.option("--all-threads", is_flag=True, help="All threads, not only the training threads."),
 )
@@ -192,6 +196,8 @@ def weights(
     if step is not None and version is not None:
         raise click.UsageError("give a STEP or a --version, not both")
     chosen = optional_step(session, step, run, attempt)
+    if chosen is None and version is None and verdict is not None:
+        raise click.UsageError("--verdict needs a STEP or a --version")
     if chosen is None:
         return session.weights(version, run=run, attempt=attempt, verdict=verdict, limit=limit)
     return chosen.weights(verdict=verdict, limit=limit)

@@ -27,6 +27,7 @@ from stagescope.cli.common import (
     RankFilters,
     comma_list,
     question,
+    read_step,
     step_question,
 )
 from stagescope.session import Session, StepName
@@ -175,7 +176,10 @@ def samples(step: Step, **filters: OptionValue) -> Table:
     return step.samples(**filters)
 
 
-@step_question(MEASURED, click.argument("sample_uid", metavar="SAMPLE"))
+@step_question(
+    click.argument("step", callback=read_step, metavar="[STEP|latest|measured|captured]"),
+    click.argument("sample_uid", metavar="SAMPLE"),
+)
 def sample(step: Step, sample_uid: str) -> Table:
     """The tokens of a sample: both log-probs, and what the loss did to each."""
     return step.sample(sample_uid)

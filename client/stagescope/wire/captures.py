@@ -67,8 +67,10 @@ LATE: Final = ("wait", "go_on", "give_up")
 _WORST: Final = re.compile(r"worst\((\d{1,6})\)")
 _RANGE: Final = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?")
 _MAX_NUMBERS: Final = 100_000
-_MSPROBE_TASKS: Final = ("statistics", "tensor", "structure", "nan_check", "acc_check")
-_MSPROBE_LEVELS: Final = ("L0", "L1", "L2", "mix", "debug")
+MSPROBE_TASKS: Final = (
+    "statistics", "tensor", "structure", "acc_check", "diff_check", "nan_check",
+)  # fmt: skip
+MSPROBE_LEVELS: Final = ("L0", "L1", "L2", "mix", "debug")
 
 
 def validate_capture(spec: JsonObject, *, allowed_roots: Iterable[str]) -> CaptureSpec:
@@ -240,7 +242,7 @@ def _expand_shorthands(spec: JsonObject) -> Json:
     task = section.pop("task", "statistics")
     level = section.pop("level", "L1")
     if not isinstance(task, str):
-        raise InvalidPlan(f"task is {task!r:.200}", expected=f"one of {_MSPROBE_TASKS}")
+        raise InvalidPlan(f"task is {task!r:.200}", expected=f"one of {MSPROBE_TASKS}")
     for name, value in section.items():
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
@@ -279,10 +281,10 @@ def _config(value: object) -> dict[str, Json] | None:
     if not isinstance(value, Mapping):
         raise InvalidPlan(f"config is {value!r:.200}", expected=CAPTURE_FIELDS["config"])
     task, level = value.get("task", "statistics"), value.get("level", "L1")
-    if task not in _MSPROBE_TASKS:
-        raise InvalidPlan(f"config.task is {task!r}", expected=f"one of {_MSPROBE_TASKS}")
-    if level not in _MSPROBE_LEVELS:
-        raise InvalidPlan(f"config.level is {level!r}", expected=f"one of {_MSPROBE_LEVELS}")
+    if task not in MSPROBE_TASKS:
+        raise InvalidPlan(f"config.task is {task!r}", expected=f"one of {MSPROBE_TASKS}")
+    if level not in MSPROBE_LEVELS:
+        raise InvalidPlan(f"config.level is {level!r}", expected=f"one of {MSPROBE_LEVELS}")
     return dict(value)
 
 

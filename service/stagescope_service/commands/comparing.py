@@ -187,6 +187,8 @@ def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Repor
     """
     from stagescope.session import attach
 
+    if options["ray"]:
+        raise InvalidInput("--ray is for directories: the service compares the steps of runs")
     targets = [_target(side, options["step"]) for side in sides]
     file = options["token_file"]
     token = None if file is None else discovery.read_token(file)
@@ -219,6 +221,12 @@ def _compare_remotely(sides: tuple[str, ...], options: CompareOptions) -> _Repor
 def _target(side: str, step: int | None) -> str | dict[str, str]:
     path = Path(side)
     if path.exists():
+        if step is not None:
+            raise InvalidInput(
+                f"--step chooses nothing from {side!r}, which is compared whole beside a run",
+                expected="--step between directories alone, and RUN:STEP for a run",
+                advice="`stagescope import` makes a run of a directory",
+            )
         return {"directory": str(path.resolve())}
     try:
         target = read_target(side)

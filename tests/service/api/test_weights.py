@@ -174,6 +174,7 @@ def test_the_command_line_fits_in_80_columns(
 def test_a_step_and_a_version_at_once_are_refused(session: stagescope.Session) -> None:
     assert invoke("weights", "6", "--version", "5").exit_code == 2
     assert invoke("weights", "six").exit_code == 2
+    assert "--verdict needs a STEP" in invoke("weights", "--verdict", "differs").stderr
     assert invoke("weights", "--version", "9", "--run", "bad-card").exit_code == 4
 
 

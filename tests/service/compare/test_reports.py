@@ -133,6 +133,11 @@ def test_exit_statuses(dumps: Path) -> None:
     assert missing.exit_code == 2
     assert "step_000000_rank0_micro0.pt" in missing.stdout
     assert invoke("compare", f"{dumps}/a").exit_code == 2
+    for word, refused in (("--step", "--step chooses nothing from"), ("--ray", "--ray is for")):
+        more = [word, "5"] if word == "--step" else [word]
+        result = invoke("compare", f"{dumps}/a", "run:5", *more)
+        assert result.exit_code == 2
+        assert refused in result.stderr
     assert invoke("compare", f"{dumps}/a", f"{dumps}/same", "--tolerance", "x").exit_code == 2
     assert invoke("compare", f"{dumps}/a", str(dumps / "none")).exit_code == 2
 

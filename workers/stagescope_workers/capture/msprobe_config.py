@@ -17,11 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypedDict, cast
 
+from stagescope.wire.captures import MSPROBE_LEVELS, MSPROBE_TASKS
 from stagescope.wire.errors import InvalidPlan
 from stagescope.wire.plan import CaptureRequest
 
-TASKS: Final = ("statistics", "tensor", "structure", "acc_check", "diff_check", "nan_check")
-LEVELS: Final = ("L0", "L1", "L2", "mix", "debug")
 SUMMARY_MODES: Final = ("statistics", "md5", "xor")
 DATA_MODES: Final = ("all", "input", "output", "forward", "backward")
 RISK_LEVELS: Final = ("CORE", "FOCUS", "ALL")
@@ -167,8 +166,8 @@ def check_config(config: object) -> None:
         json.dumps(config)
     except (TypeError, ValueError) as error:
         raise InvalidPlan(f"config cannot be written as JSON: {error}") from error
-    _check_choice(config, "task", TASKS)
-    _check_choice(config, "level", LEVELS)
+    _check_choice(config, "task", MSPROBE_TASKS)
+    _check_choice(config, "level", MSPROBE_LEVELS)
     _check_choice(config, "risk_level", RISK_LEVELS)
     _check_choice(config, "precision", PRECISIONS)
     for name in ("extra_info", "async_dump", "dump_enable"):

@@ -14,6 +14,7 @@ import click
 
 import stagescope
 from stagescope import terminal
+from stagescope.batch import Batch
 from stagescope.engines import Engine, Sampling, connect
 from stagescope.wire.errors import (
     InvalidInput,
@@ -35,7 +36,12 @@ _MAX_CONFIG_BYTES: Final = 16 << 20
 
 
 def open_engine(
-    text: str, model: Path | None, *, key_file: Path | None = None, timeout: float = 120.0
+    text: str,
+    model: Path | None,
+    *,
+    key_file: Path | None = None,
+    timeout: float = 120.0,
+    url: str | None = None,
 ) -> Engine:
     """Return the engine that `text` names.
 
@@ -43,6 +49,7 @@ def open_engine(
         text: see EXPECTED.
         model: the model's directory, for transformers only.
         key_file, timeout: of an engine over HTTP.
+        url: of the service that knows it by name; None: the one that `attach()` finds.
 
     Raises:
         InvalidInput: it names no engine.
@@ -65,7 +72,8 @@ def open_engine(
         return connect(text, key_file=key_file, timeout=timeout)
     if not text or ":" in text:
         raise InvalidInput(f"{text!r:.200} names no engine", expected=EXPECTED)
-    return stagescope.engine(text, key_file=key_file, timeout=timeout)
+    with stagescope.attach(url) as session:
+        return session.engine(text, key_file=key_file, timeout=timeout)
 
 
 def read_config(model: Path) -> Mapping[str, object]:
@@ -193,12 +201,13 @@ def consistency(
     with contextlib.ExitStack() as stack:
 
         def opened(text: str) -> Engine:
-            found = open_engine(text, model, key_file=key_file, timeout=timeout)
+            found = open_engine(text, model, key_file=key_file, timeout=timeout, url=url)
             stack.callback(found.close)
             return found
 
         if batch is not None:
-            found = _rescore(batch, opened, engine, against, model, limit)
+            stored = read_batch(batch, url)
+            found = _rescore(stored, opened, engine, against, model, limit)
         else:
             items = _items(prompts or dataset, limit)
             options = _options(cast("_SamplingOptions", sampling), answers=dataset is not None)
@@ -232,14 +241,13 @@ def _compare(
 
 
 def _rescore(
-    batch: str,
+    stored: Batch,
     opened: Callable[[str], Engine],
     engine: str,
     against: str,
     model: Path | None,
     limit: int | None,
 ) -> EngineComparison:
-    stored = read_batch(batch)
     kind, _, name = against.partition(":")
     first = opened(engine)
     second = (name or STORED) if kind == "stored" else opened(against)

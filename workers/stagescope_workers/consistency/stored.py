@@ -22,8 +22,10 @@ from stagescope_workers.consistency.scored import Float64, Scored, numbers, wors
 STORED: Final = "rollout_log_probs"
 
 
-def read_batch(text: str) -> Batch:
+def read_batch(text: str, url: str | None = None) -> Batch:
     """Return a kept step: a file that `Batch.save` wrote, or RUN[@ATTEMPT]:STEP of the service.
+
+    `url` is of another service than the one that `attach()` finds.
 
     Raises:
         InvalidInput: it is neither.
@@ -34,7 +36,7 @@ def read_batch(text: str) -> Batch:
     target = read_target(text)
     if target.step is None:
         raise InvalidInput(f"{text!r:.200} is not a file", expected="a file, or RUN[@ATTEMPT]:STEP")
-    with stagescope.attach() as session:
+    with stagescope.attach(url) as session:
         return session.step(target.step, run=target.run, attempt=target.attempt).batch()
 
 
