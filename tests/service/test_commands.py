@@ -84,6 +84,31 @@ def test_rules_that_cannot_be_read_are_refused_at_start(
     assert ("rules[0].metric" if text and "x" in text else "rules.yaml") in result.stderr
 
 
+@pytest.mark.parametrize("as_variables", [True, False])
+def test_tokens_that_are_variables_have_no_file_to_read(
+    as_variables: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = tmp_path / "read.token", tmp_path / "operate.token"
+    started = serve.ServiceInfo(
+        "http://127.0.0.1:1", *files, "127.0.0.1:6379", "joined", already_running=False,
+        home=tmp_path,
+    )  # fmt: skip
+    monkeypatch.setattr(serve, "start_service", lambda *args, **kwargs: started)
+    monkeypatch.setenv("STAGESCOPE_HOME", str(tmp_path))
+    for grade in ("READ", "OPERATE"):
+        if as_variables:
+            monkeypatch.setenv(f"STAGESCOPE_{grade}_TOKEN", f"of-{grade}-0123456789abcdef")
+    said = invoke("serve").stdout
+    assert "0123456789abcdef" not in said
+    if as_variables:
+        assert not any(str(file) in said for file in files)
+        assert "and STAGESCOPE_TOKEN=$STAGESCOPE_OPERATE_TOKEN" in said
+        assert "Bearer $STAGESCOPE_READ_TOKEN" in said
+    else:
+        assert f"and STAGESCOPE_TOKEN_FILE={files[1]}" in said
+        assert f"Bearer $(cat {files[0]})" in said
+
+
 def test_a_port_that_is_none() -> None:
     result = invoke("serve", "--port", "70000")
     assert result.exit_code == 2

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,28 @@ def test_a_spool_that_cannot_be_written_is_unreachable(tmp_path: Path) -> None:
 def test_a_header_that_is_none_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidInput, match="no batch of events"):
         framing.read_header(body)
+
+
+@contextlib.contextmanager
+def another_user() -> Iterator[None]:
+    """Run the block with the rights of nobody, where this is root."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_spool_of_another_user_is_refused_in_words() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        folder = Path(directory, "0123456789abcdef")
+        spool.write(folder / spool.SENDER, b"{}")
+        assert spool.folders(Path(directory)) == [folder]
+        folder.chmod(0o700 if os.geteuid() == 0 else 0)
+        with another_user(), pytest.raises(InvalidInput, match="cannot be read by this user"):
+            spool.folders(Path(directory))
+        folder.chmod(0o700)

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from stagescope.wire.errors import InvalidInput
+
 SENDER: Final = "sender.json"
 ALIVE_SECONDS: Final = 5.0
 """How often a process writes its `sender.json`."""
@@ -63,11 +65,21 @@ def batches(folder: Path, after: int = 0) -> Iterator[tuple[int, Path]]:
 
 
 def folders(directory: Path) -> list[Path]:
-    """Return the folders of processes in a spool, none if it is something else."""
-    with os.scandir(directory) as entries:
-        found = [
-            Path(entry.path)
-            for entry in entries
-            if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-        ]
-    return sorted(each for each in found if (each / SENDER).is_file() or any(batches(each)))
+    """Return the folders of processes in a spool, none if it is something else.
+
+    Raises:
+        InvalidInput: this user may not read it.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            found = [
+                Path(entry.path)
+                for entry in entries
+                if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+        return sorted(each for each in found if (each / SENDER).is_file() or any(batches(each)))
+    except PermissionError as error:
+        raise InvalidInput(
+            f"{error.filename} cannot be read by this user",
+            expected="the user of the training, or root: its files are for nobody else",
+        ) from error

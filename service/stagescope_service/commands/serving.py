@@ -125,7 +125,7 @@ def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -
     if as_json:
         terminal.show_json(_as_json(info))
     else:
-        _announce(info, settings.home)
+        _announce(info, settings)
 
 
 @click.command()
@@ -208,9 +208,10 @@ def _skipped_clusters(addresses: tuple[str, ...]) -> str:
     )
 
 
-def _announce(info: ServiceInfo, home: Path) -> None:
+def _announce(info: ServiceInfo, settings: Settings) -> None:
     from stagescope_service.serve import is_same
 
+    home = settings.home
     how = _CLUSTER[info.cluster].format(info.address)
     click.echo(f"stagescope is already running ({how})" if info.already_running else how)
     prefix = ""
@@ -220,8 +221,15 @@ def _announce(info: ServiceInfo, home: Path) -> None:
     elif info.already_running:
         click.echo(f"home           {info.home}")
     click.echo(f"url            {terminal.style(info.url, bold=True)}")
-    click.echo(f"token          {info.token_file}  (to read)")
-    click.echo(f"operate token  {info.operate_token_file}  (to request captures)")
+    # A token that is given by a variable has no file.
+    read, read_value = str(info.token_file), f"$(cat {info.token_file})"
+    operate, for_trainings = str(info.operate_token_file), f"_FILE={info.operate_token_file}"
+    if settings.read_token is not None:
+        read, read_value = "STAGESCOPE_READ_TOKEN", "$STAGESCOPE_READ_TOKEN"
+    if settings.operate_token is not None:
+        operate, for_trainings = "STAGESCOPE_OPERATE_TOKEN", "=$STAGESCOPE_OPERATE_TOKEN"
+    click.echo(f"token          {read}  (to read)")
+    click.echo(f"operate token  {operate}  (to request captures)")
     # Ray does not look for the token of a cluster that is given by address; joining it has set the
     # variable here, if there is a token.
     has_token = os.environ.get("RAY_AUTH_MODE") == "token"
@@ -229,8 +237,8 @@ def _announce(info: ServiceInfo, home: Path) -> None:
     click.echo(f"trainings      {joining} python train.py  (ray.init() joins)")
     click.echo("               in a Ray cluster of their own, or without Ray: over HTTP, found by")
     click.echo(f"               {info.home / 'service.json'}, else set STAGESCOPE_URL={info.url}")
-    click.echo(f"               and STAGESCOPE_TOKEN_FILE={info.operate_token_file}")
+    click.echo(f"               and STAGESCOPE_TOKEN{for_trainings}")
     click.echo()
     click.echo(f"try            {prefix}stagescope status")
-    click.echo(f'               curl -H "Authorization: Bearer $(cat {info.token_file})" \\')
+    click.echo(f'               curl -H "Authorization: Bearer {read_value}" \\')
     click.echo(f"                    {info.url}/steps/latest/metrics")
