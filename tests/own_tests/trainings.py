@@ -1,12 +1,12 @@
-"""Whole trainings of AReaL and OpenRLHF on CPU, `stagescope run --` in front.
+"""Whole trainings of AReaL, OpenRLHF and SkyRL on CPU, `stagescope run --` in front.
 
     python tests/own_tests/trainings.py AReaL --checkout DIRECTORY --python ENVIRONMENT/bin/python
 
 ENVIRONMENT has the trainer's dependencies, vLLM's CPU build and stagescope's extra `workers`: see
 docs/areal.md and docs/other-trainers.md for the versions that ran. The checkout is copied; what
-names CUDA in OpenRLHF's copy is the CPU. A service of its own takes the training in. Printed is
-each step with the trainer's own numbers and the service's. Exits with 1 where they differ, where a
-step is not complete, or where something was lost.
+names CUDA in the copies of OpenRLHF and SkyRL is the CPU. A service of its own takes the training
+in. Printed is each step with the trainer's own numbers and the service's. Exits with 1 where they
+differ, where a step is not complete, or where something was lost.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Training:
         tolerance: Relative, of the digits that it prints.
         changes: So that it runs on CPU.
         files: Written beside the model: name -> text.
+        packages: Folders of the copy on PYTHONPATH.
     """
 
     arguments: Callable[[Path], list[str]]
@@ -67,6 +68,7 @@ class Training:
     tolerance: float
     changes: tuple[Change, ...] = ()
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    packages: tuple[str, ...] = ("",)
 
 
 # --- AReaL ----------------------------------------------------------------------------------
@@ -176,6 +178,53 @@ def pad_input(x, indices, batch, length):
     return padded.unflatten(0, (batch, length))"""
 _EVERY: Final = "openrlhf/**/*.py"
 
+
+# --- SkyRL ----------------------------------------------------------------------------------
+def _skyrl(folder: Path) -> list[str]:
+    return [
+        "-m", "skyrl.train.entrypoints.main_base", f"data.train_data=['{folder}/skyrl.parquet']",
+        "trainer.run_name=skyrl", "trainer.logger=console", "trainer.strategy=fsdp",
+        f"trainer.policy.model.path={folder}/qwen", "trainer.flash_attn=false",
+        "trainer.remove_microbatch_padding=false", "trainer.placement.colocate_all=false",
+        "trainer.placement.policy_num_gpus_per_node=1",
+        "trainer.algorithm.advantage_estimator=grpo", "trainer.algorithm.use_kl_loss=false",
+        "trainer.epochs=1", "trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4",
+        "trainer.micro_forward_batch_size_per_gpu=4", "trainer.micro_train_batch_size_per_gpu=4",
+        "trainer.policy.optimizer_config.lr=1e-3", "trainer.eval_before_train=false",
+        "trainer.eval_interval=-1", "trainer.ckpt_interval=-1", "trainer.resume_mode=null",
+        f"trainer.export_path={folder}/exports", f"trainer.ckpt_path={folder}/checkpoints",
+        f"trainer.log_path={folder}/logs", "trainer.max_prompt_length=256",
+        "environment.env_class=gsm8k_multi_turn", "generator.max_turns=2",
+        "generator.max_input_length=512", "generator.n_samples_per_prompt=2",
+        "generator.sampling_params.max_generate_length=16",
+        "generator.inference_engine.num_engines=1",
+        "generator.inference_engine.tensor_parallel_size=1",
+        "generator.inference_engine.distributed_executor_backend=mp",
+        "generator.inference_engine.gpu_memory_utilization=0.05",
+        "generator.inference_engine.enforce_eager=true",
+        "generator.inference_engine.weight_sync_backend=delta",
+        f"generator.inference_engine.delta_weight_sync.sync_dir={folder}/weights",
+    ]  # fmt: skip
+
+
+_OF_SKYRL: Final = {
+    "policy/rollout_train_logprobs_abs_diff_mean": "logprob_abs_diff/mean",
+    "policy/rollout_train_logprobs_abs_diff_max": "logprob_abs_diff/max",
+}
+
+
+def _of_skyrl(printed: str) -> Iterator[tuple[int, Numbers]]:
+    parts = re.split(r"Step (\d+): \n", printed)
+    for number, text in zip(parts[1::2], parts[2::2], strict=True):
+        found = dict(re.findall(r"'([\w/]+)': '([-\d.e]+)'", text))
+        if theirs := {
+            ours: float(found[name]) for name, ours in _OF_SKYRL.items() if name in found
+        }:
+            yield int(number), theirs
+
+
+_SKYRL: Final = "skyrl/**/*.py"
+
 TRAININGS: Final = {
     "AReaL": Training(_areal, _of_areal, 1e-4),
     "OpenRLHF": Training(
@@ -200,6 +249,30 @@ TRAININGS: Final = {
                    "from flash_attn.utils.distributed import all_gather", ""),
         ),
         files={"reward.py": _DIGITS_ARE_REWARDED},
+    ),
+    "SkyRL": Training(
+        _skyrl,
+        _of_skyrl,
+        1e-6,
+        changes=(
+            Change(_SKYRL, "torch.cuda.current_device()", '"cpu"'),
+            Change(_SKYRL, "torch.cuda.synchronize()", "None"),
+            Change(_SKYRL, "torch.accelerator.synchronize()", "None"),
+            Change(_SKYRL, "torch.cuda.set_device(local_rank)", "None"),
+            Change(_SKYRL, 'backend="cpu:gloo,cuda:nccl"', 'backend="gloo"'),
+            Change(_SKYRL, '"cuda", mesh_shape', '"cpu", mesh_shape'),
+            Change(_SKYRL, 'device_type="cuda"', 'device_type="cpu"'),
+            Change(_SKYRL, 'device="cuda"', 'device="cpu"'),
+            Change(_SKYRL, "buf.detach().cuda()", "buf.detach()"),
+            Change("skyrl/backends/skyrl_train/workers/model_wrapper.py",
+                   "from flash_attn.bert_padding import pad_input, unpad_input", ""),
+            Change("skyrl/train/utils/utils.py", "log_to_driver=True)",
+                   "log_to_driver=True, num_gpus=2, num_cpus=8, object_store_memory=500_000_000)"),
+            Change("skyrl/train/utils/tracking.py", "{obj:.4f}", "{obj:.9g}"),
+            Change("skyrl-gym/skyrl_gym/envs/gsm8k/utils.py", "        return 0\n",
+                   "        return sum(map(str.isdigit, solution_str)) / 100\n"),
+        ),
+        packages=("", "skyrl-gym"),
     ),
 }  # fmt: skip
 
@@ -231,7 +304,8 @@ def train(
     bin_folder = Path(python).absolute().parent
     kept = {name: value for name, value in os.environ.items() if not name.startswith("STAGESCOPE_")}
     env = {
-        **kept, **ENVIRON, "STAGESCOPE_HOME": str(home), "PYTHONPATH": str(copy),
+        **kept, **ENVIRON, "STAGESCOPE_HOME": str(home),
+        "PYTHONPATH": os.pathsep.join(str(copy / package) for package in training.packages),
         "PATH": f"{bin_folder}{os.pathsep}{kept['PATH']}",
     }  # fmt: skip
     assets = str(HERE / "plugins" / "tiny_qwen.py")
@@ -250,7 +324,7 @@ def train(
 
 def is_same(training: Training, printed: str, session: stagescope.Session) -> bool:
     """Print each step; return whether all are complete and have the trainer's numbers."""
-    same, steps = True, 0
+    same, steps, stages = True, 0, set[str]()
     for step, theirs in training.theirs(printed):
         ours = session.step(step).metrics()
         equal = all(
@@ -260,9 +334,10 @@ def is_same(training: Training, printed: str, session: stagescope.Session) -> bo
         numbers = ", ".join(f"{name} {value:g} ({ours[name]:g})" for name, value in theirs.items())
         click.echo(f"step {step}: {ours.complete}, {numbers}{'' if equal else ': they differ'}")
         same = same and equal and bool(theirs) and ours.complete == "complete"
+        stages |= {str(row["stage"]) for row in session.step(step).stages()}
         steps += 1
     lost = len(session.losses())
-    click.echo(f"{steps} steps, {lost} losses")
+    click.echo(f"{steps} steps, {lost} losses, stages {', '.join(sorted(stages))}")
     return same and steps > 0 and not lost
 
 

@@ -3,7 +3,8 @@
     python tiny_qwen.py FOLDER
 
 Runs where the trainer is installed, whose transformers reads the model. `FOLDER/qwen` is the model,
-`FOLDER/gsm8k` the prompts in the form of that data set, `FOLDER/prompts.jsonl` as conversations.
+`FOLDER/gsm8k` the prompts in the form of that data set, `FOLDER/prompts.jsonl` as conversations,
+`FOLDER/skyrl.parquet` as SkyRL's, of two turns.
 """
 
 from __future__ import annotations
@@ -54,6 +55,17 @@ def main(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text(
         "".join(json.dumps(each) + "\n" for each in conversations)
     )
+
+    prompts = [
+        {
+            "prompt": [{"role": "user", "content": row["question"]}],
+            "env_class": "gsm8k_multi_turn",
+            "reward_spec": {"method": "rule", "ground_truth": row["answer"].split()[-1]},
+            "extra_info": {"max_turns": 2},
+        }
+        for row in rows
+    ]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(prompts), folder / "skyrl.parquet")
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
