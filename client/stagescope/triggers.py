@@ -36,7 +36,8 @@ class Triggers(Table):
     """The rules in force, one row each: the metric and its bounds, and the last firing.
 
     `about` holds the `revision`, its author, and as in the answer `rules`, `runs`, `budgets` (of
-    the runs that rules may capture) and `pinned` (steps whose payloads are kept).
+    the runs that rules may capture) and `pinned` (steps whose payloads are kept). A webhook's URL
+    is not shown: rules that have one are set again from the document that they came in.
 
     Usage:
         >>> triggers = session.triggers()

@@ -158,6 +158,7 @@ def _check_triggers(settings: Settings) -> None:
             advice="see STAGESCOPE_TRIGGERS",
         ) from error
     rules.check_hosts(settings.webhook_hosts)
+    rules.check_captures()
 
 
 def _check_keep(settings: Settings) -> None:

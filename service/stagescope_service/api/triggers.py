@@ -201,8 +201,13 @@ def _parse_rules(body: RulesRequest) -> Rules | None:
     if "yaml" in document:
         if len(document) > 1:
             raise InvalidInput("yaml is not alone", expected="yaml, or rules and runs")
-        return read_yaml(body.yaml)
-    return Rules.parse(document) if document else None
+        rules = read_yaml(body.yaml)
+    elif document:
+        rules = Rules.parse(document)
+    else:
+        return None
+    rules.check_captures()
+    return rules
 
 
 def _dry_run(deps: Dependencies, body: DryRunRequest) -> JsonObject:

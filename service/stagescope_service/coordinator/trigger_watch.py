@@ -167,13 +167,14 @@ class TriggerWatch:
         """Put rules in force for every step that closes from now on; return their revision.
 
         Raises:
-            InvalidPlan: a webhook is of a host that may not be called.
+            InvalidPlan: a webhook is of a host that may not be called, or a capture is wrong.
         """
         async with self._lock:
             return await self._put(rules, by=by, source=SET)
 
     async def _put(self, rules: Rules, *, by: str, source: str, mark: str = "") -> int:
         rules.check_hosts(self._webhook_hosts)
+        rules.check_captures()
         wall, revision = self._wall(), self.revision + 1
         row = await asyncio.to_thread(self._catalogue.trigger_rules)
         since = await asyncio.to_thread(Since.now, self._catalogue)

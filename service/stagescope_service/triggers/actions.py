@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Final
 
+from stagescope.wire.captures import validate_capture
+from stagescope.wire.errors import Forbidden, InvalidPlan
 from stagescope.wire.links import STEP_NOUNS
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope_service.triggers import fields
@@ -52,6 +55,20 @@ class CaptureTemplate:
         if not {"config", "task", "level", "keep", "parameters", "gradients"} & set(given):
             given |= {"task": "statistics", "level": "L0"}
         return cls(ranks, given, if_allowed)
+
+    def check(self, field: str) -> None:
+        """Refuse what no capture may request, but for the places of files, which runs decide.
+
+        Raises:
+            InvalidPlan: with the field that is wrong.
+        """
+        try:
+            with contextlib.suppress(Forbidden):
+                validate_capture(
+                    {"stages": "all", "steps": "next", **self.request}, allowed_roots=()
+                )
+        except InvalidPlan as error:
+            raise InvalidPlan(f"{field}: {error.wrong}", expected=error.expected) from error
 
     @property
     def worst(self) -> int | None:

@@ -176,6 +176,16 @@ class Rules:
             if rule.actions.webhook is not None:
                 rule.actions.webhook.check_host(allowed, f"rules[{at}].actions.webhook")
 
+    def check_captures(self) -> None:
+        """Refuse captures that could not be requested when their rule fires.
+
+        Raises:
+            InvalidPlan: with the first rule that has one.
+        """
+        for at, rule in enumerate(self.rules):
+            if rule.actions.capture is not None:
+                rule.actions.capture.check(f"rules[{at}].actions.capture")
+
     def budget_of(self, run: str, settings: object = None) -> Budget | None:
         """Return the budget of a run for captures by triggers, None if they are not allowed.
 

@@ -259,3 +259,25 @@ def test_the_seconds_of_a_run_are_those_of_its_attempts(tmp_path: Path) -> None:
         ]  # fmt: skip
         write(store, Put("runs", {"run": "r", "created_wall": 0.0}), *rows)
         assert spent_by(catalogue, "r").run_seconds == 50.0 + 60.0
+
+
+@pytest.mark.parametrize(
+    ("capture", "wrong"),
+    [
+        ({"level": "L9"}, "config.level is 'L9'"),
+        ({"task": "foo"}, "config.task is 'foo'"),
+        ({"keep": 5}, "keep"),
+        ({"config": {"task": "tensor", "dump_path": "/anywhere"}}, None),  # runs decide where
+        (True, None),
+    ],
+)
+def test_a_capture_that_could_not_be_requested_is_refused_with_its_rule(
+    capture: object, wrong: str | None
+) -> None:
+    rule = {"name": "r", "metric": "counts/tokens", "when": {">": 1}}
+    rules = Rules.parse({"rules": [{**rule, "actions": {"capture": capture}}]})
+    if wrong is None:
+        rules.check_captures()
+        return
+    with pytest.raises(InvalidPlan, match=r"rules\[0\].actions.capture: .*" + wrong):
+        rules.check_captures()
