@@ -27,6 +27,12 @@ from stagescope_service.diagnosis.history import LossOfStep, RunHistory, StepInF
 from stagescope_service.diagnosis.parts import mismatch_parts
 from stagescope_service.dumps.joining.join import Selection
 
+OF_AN_ATTEMPT: Final = frozenset({
+    "anatomy", "batch", "findings", "loss", "losses", "metrics", "non-finite", "operators", "ranks",
+    "rounds", "samples", "scalars", "series", "stacks", "stages", "steps", "stuck", "tokens",
+    "weights",
+})  # fmt: skip
+"""Commands with an option `--attempt`."""
 _MAX_BYTES: Final = 256 << 20
 """Most bytes of a step's payload files that a diagnosis reads."""
 
@@ -102,7 +108,7 @@ def diagnosis_of(
             for part in mismatch_parts(history)
         ],
     }
-    return fields, [_row(history, each) for each in rows]
+    return fields, [_row(history, each, attempt) for each in rows]
 
 
 def _before(run: str, rows: Sequence[Diagnosis]) -> str:
@@ -159,7 +165,8 @@ class _KeptTensors:
         return self._deps.finder.step(self._run, step.attempt, step.step)
 
 
-def _row(history: RunHistory, found: Diagnosis) -> JsonObject:
+def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject:
+    """Return a row; its commands and its figure are of the attempt that is asked for."""
     rule, evidence = found.rule, found.evidence
     newest = history.newest
     last = history.steps[-1] if history.steps else None
@@ -181,6 +188,8 @@ def _row(history: RunHistory, found: Diagnosis) -> JsonObject:
     figure = rule.figure if step is not None else None
     if figure is not None and "{scalar}" in figure:
         figure = None if scalar is None else figure.replace("{scalar}", quote(scalar))
+    if figure is not None and asked is not None:
+        figure = f"{figure}&attempt={asked}"
     return {
         "rule": rule.name,
         "family": rule.family,
@@ -192,13 +201,23 @@ def _row(history: RunHistory, found: Diagnosis) -> JsonObject:
         "for": list(evidence.supports),
         "against": list(evidence.against),
         "meaning": rule.meaning,
-        "next": [_filled(text, words) for text in rule.next],
+        "next": [_filled(_of_attempt(text, asked), words) for text in rule.next],
         "figure": None if figure is None else _filled(figure, words),
         "record": (
             rule.record if evidence.verdict == "not measured" and not evidence.waits else None
         ),
         "sources": list(rule.sources),
     }
+
+
+def _of_attempt(text: str, attempt: int | None) -> str:
+    """Return what to do next, of one attempt where it is a command that takes one."""
+    if attempt is None or not text.startswith("stagescope "):
+        return text
+    command, mark, comment = text.partition("  # ")
+    if command.split()[1] in OF_AN_ATTEMPT:
+        command = f"{command} --attempt {attempt}"
+    return command.replace("{run}:", f"{{run}}@{attempt}:") + mark + comment
 
 
 def _filled(text: str, words: dict[str, str]) -> str:

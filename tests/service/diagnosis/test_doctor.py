@@ -878,6 +878,20 @@ def test_what_to_do_next_are_commands_that_exist() -> None:
         # An unknown command, argument or option is refused before the help is printed.
         done = invoke(*shlex.split(command)[1:], "--help")
         assert done.exit_code == 0, (command, done.stderr)
+        name = command.split()[1]
+        assert ("--attempt" in done.stdout) == (name in api_diagnosis.OF_AN_ATTEMPT), name
+
+
+def test_what_to_do_next_is_of_the_attempt_that_is_asked_for(live: Service) -> None:
+    train(live, "two-attempts", rank_two)
+    train(live, "two-attempts", steps=range(20, 25), key="a2", start=9_000.0)
+    row = rows_of(live, "two-attempts", attempt=1)["rank_apart"]
+    assert row["verdict"] == "found"
+    assert f"stagescope ranks {row['since_step']} --run two-attempts --attempt 1" in row["next"]
+    assert row["figure"].endswith("&attempt=1")
+    assert live.get(row["figure"])
+    for each in rows_of(live, "two-attempts", attempt=1).values():
+        assert not [line for line in each["next"] if "{" in line]
 
 
 @pytest.mark.parametrize(
