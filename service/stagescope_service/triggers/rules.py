@@ -81,6 +81,10 @@ class Rule:
         if when.standard_errors is not None and metric not in names.MEANS:
             expected = f"only with metric: {' or '.join(names.MEANS)}"
             raise fields.wrong(f"{field}.when.standard_errors", when.standard_errors, expected)
+        of_events = metric in names.OF_STAGES or bool(names.scalar_of(metric))
+        if of_events and (when.noise_ratio is not None or age is not None or by == "round"):
+            expected = "a metric of both streams, for noise_ratio, staleness and by: round"
+            raise fields.wrong(f"{field}.metric", metric, expected)
         return cls(
             name=name,
             metric=metric,

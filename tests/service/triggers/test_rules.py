@@ -281,3 +281,13 @@ def test_a_capture_that_could_not_be_requested_is_refused_with_its_rule(
         return
     with pytest.raises(InvalidPlan, match=r"rules\[0\].actions.capture: .*" + wrong):
         rules.check_captures()
+
+
+@pytest.mark.parametrize("metric", ["stage_seconds", "nonfinite_scalar/loss"])
+@pytest.mark.parametrize("more", [{"by": "round"}, {"staleness": 0}, {"when": {"noise_ratio": 2}}])
+def test_what_a_number_of_stages_cannot_have_is_refused(
+    metric: str, more: dict[str, object]
+) -> None:
+    rule = {"name": "r", "metric": metric, "when": {">": 1}, **more}
+    with pytest.raises(InvalidPlan, match=r"rules\[0\]\.metric"):
+        Rules.parse({"rules": [rule]})
