@@ -232,7 +232,8 @@ DEFINITIONS: Final = (
     Definition(
         "calibration/tokens",
         "tokens",
-        "what both are over: those of staleness 0 where versions are known, else all",
+        "what both are over: of the step those of staleness 0 where versions are known, else all; "
+        "of a rank or a round all of its own",
         _OURS,
     ),
     Definition(
@@ -256,13 +257,15 @@ DEFINITIONS: Final = (
     Definition(
         "noise_floor/...",
         "that of the number",
-        "the same of p against itself, where `recomputed_log_probs` (q) is recorded",
+        "the same (but `per_round/*`) of p against itself, where `recomputed_log_probs` (q) is "
+        "recorded; in `series` alone, an answer of metrics has a field `noise_floor`",
         _OURS,
     ),
     Definition(
         "staleness_{k}/...",
         "that of the number",
-        "some of the same over tokens that are k versions old (k < 8), where a step has several k",
+        "some of the same over tokens that are k versions old (k < 8), where a step has several k; "
+        "in `series` alone",
         _OURS,
     ),
 )
