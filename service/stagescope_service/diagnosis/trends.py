@@ -115,21 +115,33 @@ def step_change(
     least: float = 0.0,
     steps: int = 10,
 ) -> Evidence:
-    """Return whether a metric rises at once inside the newest attempt, and stays there.
+    """Return whether a metric rises at once inside an attempt, and stays there until now.
 
     The steps are split where the two medians leave the smallest sum of absolute deviations of the
     logarithms. Either side has at least 3 of them (`steps` in all); the later median is `factor`
     times the earlier one, at least 80 % of it arises between the 3 steps on either side, and every
-    later value lies above the geometric mean of the two.
+    later value lies above the geometric mean of the two, those of later attempts included. The
+    newest attempt that shows it is named, else nothing is found in the newest.
     """
     series = history.metric(metric).finite
     if not len(series):
         return not_measured(f"no step has {metric}")
-    own = series.of_attempt(int(series.attempts[-1])).newest(_MAX_SPLIT)
-    if len(own) < steps:
-        return not_measured(
-            f"attempt {own.attempts[-1]} has {len(own)} steps, {steps} are needed", waits=True
-        )
+    found: list[Evidence] = []
+    for attempt in sorted({*series.attempts.tolist()}, reverse=True):
+        own = series.of_attempt(attempt).newest(_MAX_SPLIT)
+        after = series.values[series.attempts > attempt]
+        if len(own) < steps:
+            text = f"attempt {attempt} has {len(own)} steps, {steps} are needed"
+            found.append(not_measured(text, waits=True))
+        else:
+            found.append(_change_in(own, after, metric, factor, least))
+        if found[-1].verdict == "found":
+            return found[-1]
+    return found[0]
+
+
+def _change_in(own: Series, after: Float64, metric: str, factor: float, least: float) -> Evidence:
+    """Return whether the values of one attempt rise at once, and those after it stay as high."""
     at = _split(own.values)
     low, high = (float(np.median(part)) for part in (own.values[:at], own.values[at:]))
     near = [float(np.median(part)) for part in (own.values[at - 3 : at], own.values[at : at + 3])]
@@ -139,7 +151,8 @@ def step_change(
         f"{len(own) - at} from it on"
     )
     is_large = high > max(factor * low, least, 0.0)
-    is_lasting = is_large and own.values[at:].min() > math.sqrt(low * high)
+    lowest = min(own.values[at:].min(), after.min(initial=math.inf))
+    is_lasting = is_large and lowest > math.sqrt(low * high)
     if not is_lasting or near[1] - near[0] < 0.8 * (high - low):
         return not_found(text)
     beyond = float((own.values[at:] > own.values[:at].max()).mean())
@@ -192,7 +205,7 @@ def growth(
     if tau < 0.5 or last < max(factor * first, least):
         return not_found(text.replace("grows", "goes"))
     change = step_change(history, metric=metric)
-    if change.verdict == "found":
+    if change.verdict == "found" and change.since_step in own.steps:
         return not_found(f"it rises at once, in step {change.since_step}")
     earlier = [
         f"attempt {number} began at {short(float(series.of_attempt(number).values[0]))} again"

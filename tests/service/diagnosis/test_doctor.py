@@ -507,6 +507,24 @@ def test_a_jump_inside_an_attempt_is_no_growth(at: int, steps: int, live: Servic
     assert f"stagescope compare {run}:{at - 1} {run}:{at}" in rows["mismatch_jump"]["next"]
 
 
+@pytest.mark.parametrize("heals", [False, True])
+def test_a_jump_inside_an_earlier_attempt_is_found_as_long_as_it_lasts(
+    heals: bool, live: Service
+) -> None:
+    """In steps that the later attempt resumed from, which are in force."""
+    run = f"jump-before-{heals}"
+    worse = since(12, lambda batch: batch.add(0.05))
+    train(live, run, worse, steps=range(1, 25))
+    after = (lambda batch: None) if heals else worse
+    train(live, run, after, steps=range(23, 45), key="a2", start=9_000.0)
+    row = rows_of(live, run)["mismatch_jump"]
+    if heals:
+        assert row["verdict"] == "not found"
+        return
+    assert (row["verdict"], row["since_step"], row["where"]) == ("found", 12, "attempt 1")
+    assert "in the 11 steps before step 12" in row["for"][0]
+
+
 def test_what_comes_after_the_step_is_not_looked_at(live: Service) -> None:
     train(
         live, "nan-from-5", steps=range(1, 13),
