@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ import torch
 from tests.support.api import Service, service
 
 from examples.countdown.advantages import critic_advantages, group_advantages
+from examples.countdown.batch import Batch
 from examples.countdown.collective import Collective
 from examples.countdown.config import Settings
 from examples.countdown.rollout import Rollout
@@ -51,6 +53,8 @@ class Training:
         """Of each step: float32 [groups, samples]."""
         self.norms: list[float] = []
         """Of each step: the mean gradient norm of its updates."""
+        self.seconds: dict[str, list[list[float]]] = {}
+        """Of each method and step: how long it took on each rank, by this process's clock."""
         self.ranks = [first]
         for rank in range(1, RANKS):
             other = copy.copy(first)
@@ -69,9 +73,20 @@ class Training:
     def _of(self, rank: int, role: str = "actor") -> Probe:
         return self.probes.get((role, rank), self.probes["actor", rank])
 
+    def _each(self, method: str, step: int, batch: Batch | None = None) -> list[Any]:
+        """Call a method of each rank, with its part of a batch if there is one."""
+        parts = [()] * RANKS if batch is None else [(shard,) for shard in batch.shards(RANKS)]
+        answers, seconds = [], []
+        for trainer, part in zip(self.ranks, parts, strict=True):
+            begin = time.perf_counter()
+            answers.append(getattr(trainer, method)(step, *part))
+            seconds.append(time.perf_counter() - begin)
+        self.seconds.setdefault(method, []).append(seconds)
+        return answers
+
     def step(self, step: int) -> None:
         """One step in the order of `train.py`."""
-        weights, *_ = [trainer.weight_sync(step) for trainer in self.ranks]
+        weights, *_ = self._each("weight_sync", step)
         assert weights is not None
         self.rollout.weight_sync(step, weights)
         batch = self.rollout.generate(step)
@@ -81,25 +96,17 @@ class Training:
             ("ref_log_probs", "compute_ref_log_prob"),
             *((("values", "compute_values"),) if self.settings.algorithm == "ppo" else ()),
         ):
-            parts = [
-                getattr(trainer, method)(step, shard)
-                for trainer, shard in zip(self.ranks, batch.shards(RANKS), strict=True)
-            ]
-            batch = batch.with_columns(**{column: batch.gather(parts)})
+            batch = batch.with_columns(**{column: batch.gather(self._each(method, step, batch))})
         rewards, mask = batch.columns["rewards"], batch.response_mask
         if self.settings.algorithm == "ppo":
             advantages, returns = critic_advantages(
                 rewards, batch.columns["values"], mask, discount=1.0, gae_lambda=0.95
             )
             batch = batch.with_columns(advantages=advantages, returns=returns)
-            for trainer, shard in zip(self.ranks, batch.shards(RANKS), strict=True):
-                trainer.update_critic(step, shard)
+            self._each("update_critic", step, batch)
         else:
             batch = batch.with_columns(advantages=group_advantages(rewards, batch.group_ids, mask))
-        updates = [
-            trainer.update_actor(step, shard)
-            for trainer, shard in zip(self.ranks, batch.shards(RANKS), strict=True)
-        ]
+        updates = self._each("update_actor", step, batch)
         self.rewards.append(rewards.reshape(self.settings.groups, self.settings.group_size))
         self.norms.append(float(np.mean([update["grad_norm"] for update in updates])))
 
@@ -109,7 +116,8 @@ class Training:
         It is given few samples and steps, and no more: half of its puzzles may be too hard for
         every sample of a group, the reward of 32 samples moves by more than it rises in 20 steps
         (PPO's critic begins at 0 and learns nothing in 50), and single batches of eight samples
-        have gradients of many times the usual norm, which the trainer clips to 1.
+        have gradients of many times the usual norm, which the trainer clips to 1. Its ranks take
+        turns on a machine that has other work: one may be slow step after step, by the clock.
         """
         found = set()
         newest = np.concatenate(self.rewards[max(0, last - 10) : last])
@@ -128,6 +136,14 @@ class Training:
             found.add("reward_flat")
         if max(self.norms[:last]) > 10.0 * np.median(self.norms[:last]):
             found.add("gradient_spikes")
+        for by_step in self.seconds.values():
+            newest = np.array(by_step[max(0, last - 10) : last])
+            slowest = newest.argmax(axis=1)
+            others = np.median(np.sort(newest, axis=1)[:, :-1], axis=1)
+            # A little less than what makes a straggler: the stage is a part of the call.
+            slow = newest.max(axis=1) > np.maximum(1.4 * others, others + 0.04)
+            if np.bincount(slowest[slow], minlength=RANKS).max() >= 0.4 * len(newest):
+                found.add("straggler")
         return found
 
     def close(self) -> None:
