@@ -67,7 +67,10 @@ def jump(
             f"{metric} is {short(low)} in the {len(before)} steps before attempt {number} and "
             f"{short(high)} in its first {len(head)}"
         )
-        if high > max(least, factor * low, low + 4 * spread(before.values)):
+        # Its first step may be healthy: the engine's own weights sampled it. A later rise is not
+        # of the restart.
+        at_once = float(head.values[:2].max()) > math.sqrt(low * high)
+        if at_once and high > max(least, factor * low, low + 4 * spread(before.values)):
             beyond = float((head.values > before.values.max()).mean())
             lasts = after.newest(steps).values
             supports = [f"{text} ({times(high, low)})"]
@@ -97,7 +100,7 @@ def _jump_at_first_sync(series: Series, factor: float, least: float, steps: int)
         first, later = float(own.values[0]), own.values[1 : steps + 1]
         high, step = float(np.median(later)), int(own.steps[1])
         text = f"attempt {number}: {short(first)} in its first step, {short(high)} after it"
-        if high > max(least, factor * first) and float(later.min()) > first:
+        if high > max(least, factor * first) and float(later.min()) > math.sqrt(first * high):
             sure = float((later > factor * first).mean())
             found = Evidence("found", sure, step, f"attempt {number}", (text,))
         else:
@@ -142,9 +145,12 @@ def step_change(
 
 def _change_in(own: Series, after: Float64, metric: str, factor: float, least: float) -> Evidence:
     """Return whether the values of one attempt rise at once, and those after it stay as high."""
-    at = _split(own.values)
+    at = _change_at(own.values)
     low, high = (float(np.median(part)) for part in (own.values[:at], own.values[at:]))
-    near = [float(np.median(part)) for part in (own.values[at - 3 : at], own.values[at : at + 3])]
+    near = [
+        float(np.median(part))
+        for part in (own.values[max(at - 3, 0) : at], own.values[at : at + 3])
+    ]
     step = int(own.steps[at])
     text = (
         f"{metric} is {short(low)} in the {at} steps before step {step} and {short(high)} in the "
@@ -161,6 +167,15 @@ def _change_in(own: Series, after: Float64, metric: str, factor: float, least: f
 
 _MAX_SPLIT: Final = 400
 """Newest steps that are searched for a change."""
+
+
+def _change_at(values: Float64) -> int:
+    """Return the index of the first value after the change, which may be one of the first three."""
+    at = _split(values)
+    between = math.sqrt(max(float(np.median(values[:at]) * np.median(values[at:])), 0.0))
+    while at > 1 and values[at - 1] > between:
+        at -= 1
+    return at
 
 
 def _split(values: Float64) -> int:

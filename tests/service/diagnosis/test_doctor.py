@@ -507,6 +507,17 @@ def test_a_jump_inside_an_attempt_is_no_growth(at: int, steps: int, live: Servic
     assert f"stagescope compare {run}:{at - 1} {run}:{at}" in rows["mismatch_jump"]["next"]
 
 
+def test_a_jump_soon_after_a_restart_is_of_the_step_in_which_it_comes(live: Service) -> None:
+    train(live, "third-step", steps=range(1, 18))
+    worse = since(20, lambda batch: batch.add(0.05))
+    train(live, "third-step", worse, steps=range(18, 40), key="a2", start=9_000.0)
+    rows = rows_of(live, "third-step")
+    assert found_in(rows) == {"mismatch_jump"}
+    assert (rows["mismatch_jump"]["since_step"], rows["mismatch_jump"]["where"]) == (
+        20, "attempt 2",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("heals", [False, True])
 def test_a_jump_inside_an_earlier_attempt_is_found_as_long_as_it_lasts(
     heals: bool, live: Service
