@@ -443,8 +443,8 @@ class Session(CaptureRequests, ComparisonRequests, FigureRequests, FileRequests)
     ) -> Stacks:
         """Request the stacks of all threads of live processes, also of blocked ones.
 
-        Processes that answer within `wait` seconds are in
-        `rows`; `not_answered` lists the others. The answers are stored: see `Step.stacks`.
+        Processes that answer within `wait` seconds (60 at most) are in `rows`; `not_answered` lists
+        the others. The answers are stored: see `Step.stacks`.
 
         Raises:
             Forbidden: the token allows only reading.

@@ -21,7 +21,7 @@ from stagescope.samples import SampleTokens
 from stagescope.table import Table
 from stagescope.transport import QueryValue
 from stagescope.weights import WEIGHT_ORDER, Weights
-from stagescope.wire.errors import StagescopeError
+from stagescope.wire.errors import InvalidInput, StagescopeError
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -326,7 +326,7 @@ class Step:
             column="max_abs",
         )
 
-    def sample(self, sample_uid: str) -> SampleTokens:
+    def sample(self, sample_uid: str | None) -> SampleTokens:
         """Return the tokens of a sample: both log-probs, and what the loss did to each.
 
         Usage:
@@ -334,8 +334,15 @@ class Step:
             >>> step.sample(step.tokens()[0]["sample_uid"])     # that of the worst token
 
         Raises:
+            InvalidInput: None, which a token has whose stage recorded no sample ids.
             NotFound: its tensors are not kept, or there is no such sample.
         """
+        if sample_uid is None:
+            raise InvalidInput(
+                "this sample has no id",
+                expected="the sample_uid of a row that has one",
+                advice="record sample_ids, a text for each row, beside the log-probs",
+            )
         path = self._path(f"samples/{segment(sample_uid, 'sample_uid')}")
         return SampleTokens.of_answer(self._session.get(path, **self._params()))
 

@@ -86,7 +86,8 @@ _WAIT_SECONDS: Final = click.option(
         "--late-after", type=FiniteFloat(min=0, min_open=True), metavar="SECONDS",
         help="Time to acknowledge [default: 60].",
     ),
-    click.option("--again", type=click.IntRange(min=0), help="How often to agree anew."),
+    click.option("--again", type=click.IntRange(min=0),
+                 help="How often to agree anew after a rank missed a step."),
     click.option("--force", is_flag=True, help="Start even if the estimated cost is too high "
                  "or a stage seems to be misspelt."),
     _WAIT,

@@ -81,7 +81,7 @@ def _default_name(run: str, attempt: int | None, step: int | None, ending: str) 
 
 @question(
     click.argument("run", metavar="RUN"),
-    click.argument("step", callback=read_step, metavar="[STEP|latest|measured|captured]"),
+    click.argument("step", callback=read_step, metavar="STEP|latest|measured|captured"),
     ATTEMPT,
     click.option(
         "--output", "-o", type=click.Path(path_type=Path), required=True, metavar="FILE.tar.gz",

@@ -177,7 +177,7 @@ def samples(step: Step, **filters: OptionValue) -> Table:
 
 
 @step_question(
-    click.argument("step", callback=read_step, metavar="[STEP|latest|measured|captured]"),
+    click.argument("step", callback=read_step, metavar="STEP|latest|measured|captured"),
     click.argument("sample_uid", metavar="SAMPLE"),
 )
 def sample(step: Step, sample_uid: str) -> Table:

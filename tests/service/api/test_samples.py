@@ -16,7 +16,7 @@ from tests.support.measure import payload
 from tokenizers import Tokenizer, decoders, models
 
 import stagescope
-from stagescope.wire.errors import NotFound
+from stagescope.wire.errors import InvalidInput, NotFound
 from stagescope_service.ingest.reader import PayloadReader
 from stagescope_service.store.ring import Ring
 
@@ -275,6 +275,8 @@ def test_what_an_update_did_that_did_not_end_is_unknown(
 def test_a_sample_that_is_not_kept_says_so(running: Service, step: stagescope.Step) -> None:
     with pytest.raises(NotFound, match="no sample 'nobody'"):
         step.sample("nobody")
+    with pytest.raises(InvalidInput, match="this sample has no id.*record sample_ids"):
+        step.sample(None)
     shutil.rmtree(running.settings.data_path / "ring")
     assert running.problem(404, "/steps/5/samples/g0/0")["code"] == "not_found"
     assert running.problem(404, "/steps/5/loss")["code"] == "not_found"
