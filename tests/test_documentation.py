@@ -165,7 +165,8 @@ def run_in_training(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     noise = random.normal(0.0, 0.01, (1, 64))
     scope |= {
         "p": np.minimum(scope["q"] + noise, 0).astype(np.float32),
-        "mask": np.ones((1, 64), np.int64), "ids": ["g0-0"], "rank": 0, "world_size": 1, "step": 5, "model": model,
+        "mask": np.ones((1, 64), np.int64), "ids": ["g0-0"],
+        "rank": 0, "world_size": 1, "step": 5, "model": model,
         "new": scope["q"], "received": dict(model.named_parameters()), "e": 0, "m": 0, "b": 0,
         "loss": 0.1,
     }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Final, TypedDict
 
 from stagescope.answers import Record
 from stagescope.table import Table
+from stagescope.wire.captures import needs_ranks
 from stagescope.wire.nonfinite import JsonObject
 
 ENDED: Final = frozenset(
@@ -118,7 +119,12 @@ class CaptureProgress(Record):
     def lines(self, *, width: int = 80) -> list[str]:
         """Return the progress as text, one fact per line."""
         agreement = self["agreement"]
-        lines = [_acknowledgements(self["ranks"], self["state"])]
+        kept = () if needs_ranks(self["order"]) else self["order"]["keep"]
+        lines = [
+            f"the service keeps {', '.join(kept)} by itself: no rank is asked"
+            if kept
+            else _acknowledgements(self["ranks"], self["state"])
+        ]
         run = self.get("run")
         if run is not None and self.get("attempt") is None and not self.ended:
             lines = [f"no run {run} has reported yet: it waits for one of that name"]
@@ -140,7 +146,7 @@ class CaptureProgress(Record):
         if agreement["missed_steps"]:
             lines.append(f"begun before it was agreed on: steps {agreement['missed_steps']}")
         lines += map(_estimate_line, agreement["estimates"][:_MAX_NAMED])
-        lines += map(_step_line, self["steps"])
+        lines += [_step_line(step, kept) for step in self["steps"]]
         lines += _error_lines(self["dumps"])
         lines += [dump["path"] for dump in self["dumps"] if dump["path"]]
         return lines
@@ -191,13 +197,17 @@ def _estimate_line(estimate: _Estimate) -> str:
     return f"estimate of {location}: {size:.1f} MB, {time} a step ({basis})"
 
 
-def _step_line(step: _StepProgress) -> str:
+def _step_line(step: _StepProgress, kept: Sequence[str]) -> str:
+    """Return the line of a step; `kept`: what the service keeps where it asks no rank."""
+    number, collected = step["step"], step["collected"]
     if step["state"] == "empty":
-        return f"step {step['step']}: nothing to collect, no rank did these stages"
-    ranks = f"{step['collected']} rank{'' if step['collected'] == 1 else 's'} collected"
-    if step["state"] == "complete" and not step["collected"]:  # without msprobe
-        ranks = f"its tensors are kept: stagescope kept {step['step']}"
-    text = f"step {step['step']}: {step['state']}, {ranks}"
+        why = f"no rank recorded {_listed(kept)} in" if kept else "no rank did"
+        return f"step {number}: nothing to {'keep' if kept else 'collect'}, {why} these stages"
+    ranks = f"{collected} rank{'' if collected == 1 else 's'}"
+    text = f"step {number}: {step['state']}, "
+    text += f"kept of {ranks}" if kept else f"{ranks} collected"
+    if kept and collected:
+        text += f" (stagescope kept {number})"
     if step["waiting"]:
         text += f"; waiting for {_names(step['waiting'])}"
     gaps = [f"{gap['role']} {gap['rank']} {gap['state']}" for gap in step["gaps"][:_MAX_NAMED]]

@@ -80,6 +80,15 @@ def test_late_capture_is_missed_once_for_what_had_begun() -> None:
     assert found.begin(6, "a")
 
 
+def test_what_the_service_keeps_by_itself_is_not_missed_here() -> None:
+    missed: list[object] = []
+    found = watch(on_missed=lambda *what: missed.append(what))
+    found.begin(4, "a")
+    found.apply({"revision": 1, "captures": [capture(config=None, keep=["trajectories"])]})
+    assert missed == []
+    assert found.keep_selectors(4, "a") == {"trajectories"}
+
+
 @pytest.mark.parametrize("steps", ["all", {"every": 1, "start": 4, "count": None}])
 def test_open_ended_request_is_late_for_what_had_begun(steps: object) -> None:
     missed: list[tuple[int, str]] = []

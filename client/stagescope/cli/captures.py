@@ -75,7 +75,7 @@ _WAIT_SECONDS: Final = click.option(
         "--bench", metavar="CAPTURE_ID:STEP",
         help="An earlier capture with checksums: task tensor then writes only what differs.",
     ),
-    click.option("--keep", metavar="NAME,...", help="Tensors of the payload to keep."),
+    click.option("--keep", metavar="NAME,...", help="Recorded tensors or sections to keep."),
     click.option("--parameters", metavar="GLOB,...", help="Parameters to keep the shards of."),
     click.option("--gradients", metavar="GLOB,...", help="... and the gradients of."),
     click.option(

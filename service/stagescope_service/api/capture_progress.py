@@ -3,6 +3,9 @@
 A rank is done with a step once it has reported every requested stage and part. That is known when
 the step is closed, when the rank has begun a later step, or when it has reported all parts that it
 did in each of the last steps. Before that, a complete dump says nothing about dumps to come.
+
+Of a capture that only keeps recorded tensors, which the service does by itself, the kept files
+count, once the step is closed: a rank is left out where it recorded none of these tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypedDict
 
 from stagescope.wire.captures import matches_rank, needs_ranks, unmatched_ranks
+from stagescope.wire.keep import capture_selectors, kept_sections
 from stagescope.wire.plan import CaptureSteps, StoredCapture
 from stagescope.wire.schema import Part, RankKey
 from stagescope_service.api.completeness import ALL_ROWS
@@ -25,9 +29,17 @@ from stagescope_service.core.captures.agreement import (
     is_relative,
     last_step,
 )
+from stagescope_service.core.entities import ANNOUNCED, INGESTED
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedAttempt
-from stagescope_service.store.tables import CaptureRow, DumpRow, ProcessRow, StageRow
+from stagescope_service.store.tables import (
+    ArtifactRow,
+    CaptureRow,
+    DumpRow,
+    PayloadRow,
+    ProcessRow,
+    StageRow,
+)
 
 PartKey = tuple[str, Part]
 """A stage and its part."""
@@ -39,6 +51,8 @@ _NO_REPORT: Final = "no report"
 _NOT_ASKED: Final = "not asked"
 _NO_STEP: Final = "without a step"
 """Of a rank that does a requested stage only as work without a step, as an engine may."""
+_NOT_KEPT: Final = "not kept"
+"""Of a rank whose tensors came before the request was in force, or where there was no room."""
 _STEPS_LISTED: Final = 1000
 _WORST: Final = ("failed", "missed", "truncated", "skipped", "armed", _COLLECTED)
 """States of a rank's dumps in a step: the first that occurs is the state of the rank."""
@@ -257,8 +271,12 @@ class _CapturedSteps:
         results = []
         for (attempt_id, number), reported in sorted(by_step.items()):
             step = _Step(self.catalogue, attempt_id, number, self.spec)
+            attempt = self.numbers.get(attempt_id)
+            if not needs_ranks(self.spec):
+                results.append(_result(number, attempt, step.kept(), step.closed))
+                continue
             expected = {*members, *reported}
-            if not members and attempt_id == newest and needs_ranks(self.spec):
+            if not members and attempt_id == newest:
                 expected |= {*requested} - without
             # Some roles may not have these stages, as rollouts of 'all', or as roles of which no
             # rank existed at the request. It is known of a rank once it is done with the step.
@@ -279,9 +297,7 @@ class _CapturedSteps:
                     rank: RankState(_NO_STEP, True) for rank in step.stepless_ranks() & asked
                 }
             over = bool(states) or step.closed
-            attempt = self.numbers.get(attempt_id)
-            by_ranks = needs_ranks(self.spec) or not step.exists
-            results.append(_result(number, attempt, states, over, by_ranks))
+            results.append(_result(number, attempt, states, over))
         return results
 
     def _reports_by_step(
@@ -317,10 +333,10 @@ class _Step:
         self, catalogue: Catalogue, attempt_id: int, number: int, spec: StoredCapture
     ) -> None:
         self._catalogue, self._attempt_id, self._number = catalogue, attempt_id, number
+        self._spec = spec
         self._stages = None if spec["stages"] == "all" else list(spec["stages"])
         rows = catalogue.steps(attempt_id, before=number + 1, limit=_STEPS_BEFORE + 1)
         own = [row for row in rows if row["step"] == number]
-        self.exists = bool(own)
         # A trainer may have no step of that number: it is over with a later one.
         known = own or catalogue.steps(attempt_id, limit=_STEPS_BEFORE)
         self.closed = any(row["step"] >= number and row["closed_wall"] is not None for row in known)
@@ -342,6 +358,53 @@ class _Step:
                 if self._is_requested(stage):
                     self._parts[role, rank] = self._parts.get((role, rank), 0) + count
         return self._parts
+
+    def kept(self) -> dict[RankKey, RankState]:
+        """Return the ranks that recorded requested tensors, or whose payloads may still hold some.
+
+        Of scalars only what was kept is known, not what was recorded.
+        """
+        selectors = frozenset(capture_selectors(self._spec))
+        found: dict[RankKey, list[RankState]] = defaultdict(list)
+        files = self._catalogue.artifacts(
+            self._attempt_id, self._number, kind="kept", deleted=None, limit=ALL_ROWS
+        )
+        held = set()
+        for file in files:
+            sections = (file["sections"] or {}).items()
+            if self._is_of_request(file) and any(
+                section in selectors or kept_sections(selectors, file["stage"], names, names)
+                for section, names in sections
+            ):
+                held.add((file["incarnation"], file["seq"]))
+                found[file["role"], file["rank"]].append(RankState(_COLLECTED, True))
+        payloads = self._catalogue.payloads(
+            self._attempt_id, self._number, stage=self._stages, limit=ALL_ROWS
+        )
+        for payload in payloads:
+            if (payload["incarnation"], payload["seq"]) in held or not self._is_of_request(payload):
+                continue
+            states = found[payload["role"], payload["rank"]]
+            if payload["state"] == ANNOUNCED:
+                states.append(RankState(_NO_REPORT, False))
+            elif payload["state"] != INGESTED:
+                states.append(RankState(payload["state"], True))
+            elif kept_sections(selectors, payload["stage"], payload["tensors"] or ()):
+                states.append(RankState(_NOT_KEPT, True))
+        return {
+            # What is open comes first, then what is not there.
+            rank: min(states, key=lambda each: (each.final, each.state == _COLLECTED))
+            for rank, states in found.items()
+            if states
+        }
+
+    def _is_of_request(self, row: ArtifactRow | PayloadRow) -> bool:
+        roles = self._spec["roles"]
+        return (
+            self._is_requested(row["stage"])
+            and (not roles or row["role"] in roles)
+            and matches_rank(self._spec["ranks"], row["rank"])
+        )
 
     def stepless_ranks(self) -> set[RankKey]:
         """Return the ranks that did a requested stage, by its name, without a step."""
@@ -431,7 +494,6 @@ def _result(
     attempt: int | None,
     states: Mapping[RankKey, RankState],
     over: bool,
-    of_ranks: bool,
 ) -> CapturedStep:
     waiting = [rank for rank, (_, final) in states.items() if not final]
     gaps: list[JsonObject] = [
@@ -445,7 +507,7 @@ def _result(
     elif gaps:
         state = "partial"
     else:
-        state = "complete" if collected or not of_ranks else "empty"
+        state = "complete" if collected else "empty"
     return {
         "step": step,
         "attempt": attempt,

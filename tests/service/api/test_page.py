@@ -778,6 +778,24 @@ def test_a_capture_is_armed_acknowledged_and_arrives(
         assert visit.messages == []
 
 
+def test_a_capture_that_only_keeps_what_is_recorded_asks_no_rank(
+    browser: Browser, live: Service, training: ShownRun
+) -> None:
+    spec = {"run": RUN, "stages": ["actor_update"], "steps": "next", "keep": ["advantages"]}
+    capture_id = live.operate.post("/captures", json=spec).json()["capture_id"]
+    start = eventually(lambda: live.get(f"/captures/{capture_id}")["agreement"]["start"])
+    training.train(3, start + 1)
+    with visiting(browser, live) as visit:
+        visit.page.wait_for_selector("#login")
+        visit.log_in(operator(live))
+        visit.go(f"{OF_RUN}/captures/{capture_id}")
+        visit.page.wait_for_selector(".lead")
+        assert "The service keeps advantages by itself: no rank is asked." in text(visit)
+        assert "complete" in text(visit, ".lead")
+        assert "all that was recorded of it is kept" in text(visit, ".lead")
+        assert visit.problems() == []
+
+
 def test_the_read_token_arms_nothing(browser: Browser, shared: Service) -> None:
     assert shared.tokens is not None
     with visiting(browser, shared) as visit:

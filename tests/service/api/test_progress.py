@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.api import Rank, Service
 from tests.support.command_line import invoke
+from tests.support.measure import payload
 from tests.support.stores import eventually
 
 import stagescope
@@ -193,13 +194,43 @@ def test_the_plan_and_the_list_say_what_came_of_a_capture(live: Service) -> None
     assert states() == ["complete"] * 3
 
 
-def test_tensors_that_the_service_keeps_alone_are_complete_with_the_step(live: Service) -> None:
-    capture_id = request_capture(live, stages=[STAGE], steps=[1], keep=["responses"])
-    rank = Rank(live, world_size=1)
-    rank.stage(STAGE, 1)
-    assert come_to(live, capture_id) == ("agreed", [("waiting", 0, 0, 0)])
-    rank.begin(STAGE, 2)
-    assert come_to(live, capture_id) == ("complete", [("complete", 0, 0, 0)])
+def test_what_the_service_keeps_alone_is_complete_where_it_is_kept(live: Service) -> None:
+    kept = request_capture(live, stages=[STAGE], steps=[1], keep=["old_log_probs"])
+    nothing = request_capture(live, stages=[STAGE], steps=[1], keep=["advantages"])
+    ranks = [Rank(live, rank=number) for number in (0, 1)]
+    ranks[0].stage(STAGE, 1, payload())
+    ranks[0].stage("compute_advantage", 1, payload())
+    ranks[1].stage(STAGE, 1)
+    assert come_to(live, kept) == ("agreed", [("waiting", 1, 0, 0)])
+    for rank in ranks:
+        rank.begin(STAGE, 2)
+    # A rank that recorded none of it is no gap.
+    assert come_to(live, kept) == ("complete", [("complete", 1, 0, 0)])
+    text = CaptureProgress(live.get(f"/captures/{kept}")).lines()
+    assert text[0] == "the service keeps old_log_probs by itself: no rank is asked"
+    assert text[-1] == "step 1: complete, kept of 1 rank (stagescope kept 1)"
+    assert come_to(live, nothing) == ("empty", [("empty", 0, 0, 0)])
+    text = CaptureProgress(live.get(f"/captures/{nothing}")).lines()
+    assert text[-1] == "step 1: nothing to keep, no rank recorded advantages in these stages"
+
+
+def test_tensors_that_came_before_they_were_to_be_kept_are_a_gap(live: Service) -> None:
+    ranks = [Rank(live, rank=number) for number in (0, 1)]
+    about = {"tensors": {"responses": ["int64", [4, 12], None]}, "bytes": 384, "meta": {}}
+    ranks[0].begin(STAGE, 1)
+    ranks[0].say("end", payload(), stage=STAGE, step=1, payload=about)
+    spec = {"run": "r", "stages": [STAGE], "steps": [1, 2], "keep": ["trajectories", "loss"]}
+    capture_id = live.operate.post("/captures", json=spec).json()["capture_id"]
+    await_agreement(live, capture_id)
+    ranks[1].stage(STAGE, 1, None, scalars={"loss": 1.0})
+    ranks[0].stage(STAGE, 2, payload())
+    for rank in ranks:
+        rank.begin(STAGE, 3)
+    progress = live.get(f"/captures/{capture_id}")
+    assert [(each["state"], each["collected"], each["gaps"]) for each in progress["steps"]] == [
+        ("partial", 0, [{"role": "actor", "rank": 0, "state": "not kept"}]),
+        ("complete", 1, []),
+    ]
 
 
 @pytest.mark.parametrize("steps", [[3], "next"])

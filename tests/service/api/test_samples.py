@@ -275,7 +275,7 @@ def test_what_an_update_did_that_did_not_end_is_unknown(
 def test_a_sample_that_is_not_kept_says_so(running: Service, step: stagescope.Step) -> None:
     with pytest.raises(NotFound, match="no sample 'nobody'"):
         step.sample("nobody")
-    with pytest.raises(InvalidInput, match="this sample has no id.*record sample_ids"):
+    with pytest.raises(InvalidInput, match=r"this sample has no id.*record sample_ids"):
         step.sample(None)
     shutil.rmtree(running.settings.data_path / "ring")
     assert running.problem(404, "/steps/5/samples/g0/0")["code"] == "not_found"

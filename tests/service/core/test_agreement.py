@@ -380,6 +380,12 @@ def test_what_the_service_keeps_alone_waits_for_a_training_s_step() -> None:
     settle(ranks)
     agreed = ranks.agreement(capture)
     assert (agreed["phase"], agreed["steps"]) == ("agreed", [2])
+    # Of half a second each: the next one may have begun where its ranks hear of it.
+    ranks.begin(0)
+    ranks.begin(0)
+    quick = ranks.add(task=None, keep=["old_log_probs"])
+    settle(ranks)
+    assert ranks.agreement(quick)["steps"] == [5]
     ranks.bench.give(ranks.ranks[0].finish())
     late = ranks.add(task=None, keep=["advantages"])
     revision = ranks.plan.revision
@@ -444,11 +450,12 @@ def test_ranks_and_roles_that_are_not_there_are_named_in_a_note() -> None:
     said = ranks.requests.notes(entry)
     assert "nobody has the role actr (did you mean actor?); there are actor" in said
     assert not any("no rank" in note for note in said)
-    kept = {"task": None, "keep": ["old_logprobs"], "ranks": [0, 3]}
+    kept = {"task": None, "keep": ["old_logprobs", "is_loss", "loss", "mine"], "ranks": [0, 3]}
     entry = ranks.requests.add(capture_spec(run="r", **kept), by="me", mono=0.0, wall=0.0)
     said = ranks.requests.notes(entry)
     assert "old_logprobs is no section and no known tensor (did you mean old_log_probs?)" in said[0]
-    assert any("no rank 3 is there" in note for note in said)
+    assert "mine is no section and no known tensor: it is kept where something" in said[1]
+    assert any("no rank 3 is there" in note for note in said[2:])
 
 
 def test_the_same_order_is_another_once_its_steps_have_begun() -> None:

@@ -207,7 +207,7 @@ class PlanWatch:
                 self._seen.add(key)
                 if needs_estimate:
                     to_estimate += [capture] if self._includes_this_rank(capture) else []
-                else:
+                elif needs_ranks(capture):
                     missed += [(capture, *late) for late in self._missed_stages(capture)]
             self._service_keep = read_keep(plan.get("keep"))
             shards = _shard_captures(self._service_keep) if self._runs_captures else ()

@@ -236,7 +236,9 @@ class RankGap(RoleRank):
 
     state: Annotated[str, Field(examples=["missed", "failed", "no report", "not asked"])]
     """State of its dumps: the worst of them, `no report` where some are missing, `not asked` where
-    it was left out, `without a step` where it does the stage as work that belongs to no step."""
+    it was left out, `without a step` where it does the stage as work that belongs to no step. Of
+    tensors that the service keeps by itself: `not kept` (they came before the request was in force,
+    or there was no room), or the state of a payload that did not arrive, such as `lost`."""
 
 
 class CapturedStep(Model):
@@ -246,9 +248,10 @@ class CapturedStep(Model):
     attempt: int | None
     """Number of the attempt; null: not known."""
     state: Literal["waiting", "partial", "complete", "empty"]
-    """`empty`: the step is over, and no rank did these stages in it."""
+    """`empty`: the step is over, and no rank did these stages in it, or recorded what was to be
+    kept."""
     collected: int
-    """Number of ranks that have collected it."""
+    """Number of ranks that have collected it, or of which the tensors are kept."""
     waiting: list[RoleRank]
     """Ranks that may still."""
     gaps: list[RankGap]

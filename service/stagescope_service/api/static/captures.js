@@ -69,7 +69,9 @@ export function one(view, { run, capture: id }, user) {
     concerns: (event) => (event.event === "capture" && event.capture_id === id)
       || (event.event === "step" && event.run === run && event.closed),
     draw: (found) => [
-      h("p.lead", {}, badge(found.state), ` ${STATES[found.state] ?? ""}`, found.reason && `: ${found.reason}`),
+      h("p.lead", {}, badge(found.state),
+        ` ${(keepsAlone(found.order) && KEPT[found.state]) || (STATES[found.state] ?? "")}`,
+        found.reason && `: ${found.reason}`),
       (remarks.get(id) ?? []).map((note) => h("p.quiet", {}, note)),
       facts([
         ["stages", listed(found.order.stages)], ["ranks", wanted(found.order.ranks)],
@@ -104,7 +106,21 @@ const STATES = {
   "too late": "its steps had begun", refused: "it is not carried out", withdrawn: "it is no longer in force",
 };
 
-function acknowledged({ ranks, unmatched_ranks: unmatched }) {
+// Of a capture that only keeps what is recorded anyway.
+const KEPT = {
+  asked: "it waits for a step of the training", agreed: "it waits for its steps",
+  complete: "all that was recorded of it is kept", partial: "not all that was recorded of it is kept",
+  empty: "no rank recorded it in these stages",
+};
+
+function keepsAlone({ config, config_path: path, parameters, gradients }) {
+  return config === null && path === null && !parameters?.length && !gradients?.length;
+}
+
+function acknowledged({ ranks, unmatched_ranks: unmatched, order }) {
+  if (keepsAlone(order)) {
+    return h("p", {}, `The service keeps ${order.keep.join(", ")} by itself: no rank is asked.`);
+  }
   const known = ranks.filter((row) => row.acknowledged);
   const late = ranks.filter((row) => !row.acknowledged);
   return [
@@ -121,14 +137,15 @@ function acknowledged({ ranks, unmatched_ranks: unmatched }) {
   ];
 }
 
-function arrived(run, { steps, dumps, agreement }) {
+function arrived(run, { steps, dumps, agreement, order }) {
+  const alone = keepsAlone(order);
   return [
     table("Captured steps", [
-      ["step", (row) => h("a", { href: address(["runs", run, "steps", row.step, "operators"],
+      ["step", (row) => h("a", { href: address(["runs", run, "steps", row.step, ...(alone ? [] : ["operators"])],
         { attempt: row.attempt }) }, row.step), { head: true, right: true }],
       ["attempt", (row) => count(row.attempt) ?? "–", { right: true }],
       ["", (row) => badge(row.state === "waiting" ? "open" : row.state, row.state)],
-      ["collected", (row) => plural(row.collected, "rank"), { right: true }],
+      [alone ? "kept of" : "collected", (row) => plural(row.collected, "rank"), { right: true }],
       ["may still", (row) => byRole(row.waiting)],
       ["did not", (row) => row.gaps.map((each) => `${each.role} ${each.rank}: ${each.state}`).join("; "),
         { wide: true }],

@@ -9,8 +9,8 @@ from typing import Final
 
 from stagescope.wire.captures import needs_ranks, unmatched_ranks
 from stagescope.wire.errors import Conflict
-from stagescope.wire.keep import misspelt_selectors
-from stagescope.wire.names import closest_by_words, closest_field, closest_stage
+from stagescope.wire.keep import ALIASES, SECTIONS, is_loss, misspelt_selectors
+from stagescope.wire.names import KNOWN, closest_by_words, closest_field, closest_stage
 from stagescope.wire.plan import CaptureSpec
 from stagescope.wire.schema import STAGES
 from stagescope_service.core.captures import agreement as agreement_rules
@@ -184,11 +184,15 @@ def _stage_notes(stages: str | list[str], done: set[str]) -> list[str]:
 
 
 def _keep_notes(request: CaptureSpec) -> list[str]:
-    """Return notes on names to keep that look misspelt."""
+    """Return notes on names to keep that are not of the schema, and may be misspelt."""
+    misspelt = dict(misspelt_selectors(request["keep"]))
+    known = {*KNOWN, *SECTIONS, *ALIASES, "all"}
     return [
-        f"{word} is no section and no known tensor (did you mean {meant}?): it is kept where "
-        "something of that name is recorded"
-        for word, meant in misspelt_selectors(request["keep"])
+        f"{word} is no section and no known tensor"
+        + (f" (did you mean {misspelt[word]}?)" if word in misspelt else "")
+        + ": it is kept where something of that name is recorded"
+        for word in request["keep"]
+        if word in misspelt or not (word in known or is_loss(word) or "/" in word)
     ]
 
 

@@ -212,7 +212,8 @@ class CaptureRequests:
         if agreement_rules.is_relative(steps):
             if top is None:
                 return None
-            start = top + 1
+            # Ranks that record a tensor only to be kept learn of it as of any other request.
+            start = agreement_rules.start_step(top, 0.0, participants.step_seconds)
             steps, passed = agreement_rules.resolve(steps, start)
         return dataclasses.replace(
             pending,
