@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shlex
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from stagescope_service.api.models import diagnosis as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.samples import loss_of
 from stagescope_service.api.target import Target
-from stagescope_service.diagnosis.doctor import Diagnosis, diagnose
+from stagescope_service.diagnosis.doctor import Diagnosis, add_superseded, diagnose
 from stagescope_service.diagnosis.history import LossOfStep, RunHistory, StepInForce
 from stagescope_service.diagnosis.parts import mismatch_parts
 from stagescope_service.dumps.joining.join import Selection
@@ -36,6 +37,12 @@ OF_AN_ATTEMPT: Final = frozenset({
 _MAX_BYTES: Final = 256 << 20
 """Most bytes of a step's payload files that a diagnosis reads."""
 
+_RECORD_WEIGHTS: Final = (
+    "record the weights on both sides of a sync, which would say whether they arrive: "
+    "probe.record_weights(..., step=...), docs/weights.md"
+)
+_SUPERSEDED: Final = 3
+"""Attempts that were done again in part, the newest, of which it is said what they showed."""
 _MAX_AGE: Final = 60.0
 """Seconds for which a diagnosis of unchanged steps answers: late scalars do not change a step."""
 
@@ -89,6 +96,10 @@ def diagnosis_of(
     kept = _KeptTensors(deps, target.run)
     history = RunHistory(deps.catalogue, target.run, attempt=attempt, last=step, kept=kept)
     rows = diagnose(history)
+    if attempt is None:
+        for number in itertools.islice(history.superseded_attempts, _SUPERSEDED):
+            own = RunHistory(deps.catalogue, target.run, attempt=number, last=step)
+            rows = add_superseded(rows, own, number)
     steps = [each.step for each in history.steps]
     newest = history.newest
     found = sum(each.evidence.verdict == "found" for each in rows)
@@ -116,7 +127,7 @@ def _before(run: str, rows: Sequence[Diagnosis]) -> str:
     by_attempt: dict[int, list[str]] = {}
     for each in rows:
         before = each.evidence.before
-        if before is not None and each.evidence.verdict == "not found":
+        if before is not None and each.evidence.verdict != "found":
             since = "" if before.since_step is None else f" (since step {before.since_step})"
             by_attempt.setdefault(before.attempt, []).append(each.rule.title + since)
     return "".join(
@@ -175,12 +186,10 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
         step = newest.step.step if newest is not None else None if last is None else last.step
     attempts = {each.step: each.attempt for each in history.steps}
     attempt = attempts.get(step, last.attempt if last else 1) if step is not None else 1
-    earlier = [each.step for each in history.steps if step is not None and each.step < step]
     scalar = history.scalar_name(rule.parameters.get("names") or ())
     words = {
         "{run}": history.run,
         "{step}": "STEP" if step is None else str(step),
-        "{previous}": str(earlier[-1]) if earlier else "STEP",
         "{attempt}": str(attempt),
         "{before}": str(max(attempt - 1, 1)),
         "{scalar}": shlex.quote(scalar or "NAME"),
@@ -201,7 +210,12 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
         "for": list(evidence.supports),
         "against": list(evidence.against),
         "meaning": rule.meaning,
-        "next": [_filled(_of_attempt(text, asked), words) for text in rule.next],
+        "next": [
+            _RECORD_WEIGHTS
+            if text.startswith("stagescope weights ") and not history.has_weights
+            else _filled(_of_attempt(text, asked), words)
+            for text in rule.next
+        ],
         "figure": None if figure is None else _filled(figure, words),
         "record": (
             rule.record if evidence.verdict == "not measured" and not evidence.waits else None

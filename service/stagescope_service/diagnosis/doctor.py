@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from stagescope.wire.errors import InvalidPlan, StagescopeError
 from stagescope_service.diagnosis import mismatch, reports, trends
-from stagescope_service.diagnosis.evidence import Evidence, not_measured
+from stagescope_service.diagnosis.evidence import Before, Evidence, not_measured
 from stagescope_service.diagnosis.history import RunHistory
 from stagescope_service.triggers.rules import load_yaml
 
@@ -175,6 +175,42 @@ def diagnose(history: RunHistory, rules: Sequence[SymptomRule] | None = None) ->
             -each.evidence.sure,
             each.rule.name,
         ),
+    )
+
+
+def add_superseded(
+    found: Sequence[Diagnosis], earlier: RunHistory, attempt: int
+) -> list[Diagnosis]:
+    """Add what an attempt showed at its end, in steps that a later one did again.
+
+    Args:
+        found: of the run; of it what is found, or knows what was before, stays as it is.
+        earlier: the history of the attempt.
+        attempt: its number.
+    """
+    rules = [each.rule for each in found if _may_have_been(each.evidence)]
+    shown = {
+        each.rule.name: _before(attempt, each.evidence)
+        for each in diagnose(earlier, rules)
+        if each.evidence.verdict == "found"
+    }
+    return [
+        Diagnosis(each.rule, each.evidence.with_before(shown[each.rule.name]))
+        if each.rule.name in shown
+        else each
+        for each in found
+    ]
+
+
+def _may_have_been(evidence: Evidence) -> bool:
+    return evidence.verdict != "found" and evidence.before is None
+
+
+def _before(attempt: int, shown: Evidence) -> Before:
+    since = "" if shown.since_step is None else f", since step {shown.since_step}"
+    first = f": {shown.supports[0]}" if shown.supports else ""
+    return Before(
+        attempt, shown.since_step, f"no longer in force, of attempt {attempt}{since}{first}"
     )
 
 

@@ -54,6 +54,10 @@ class Evidence:
     waits: bool = False
     """Whether more steps are lacking alone, and nothing that could be recorded."""
 
+    def with_before(self, before: Before) -> Evidence:
+        """Return the same of a symptom that is not found, with what showed it before."""
+        return dataclasses.replace(self, against=(*self.against, before.text), before=before)
+
 
 def not_measured(reason: str, *, waits: bool = False) -> Evidence:
     """Return that the history lacks what is needed; `waits`: more steps alone."""

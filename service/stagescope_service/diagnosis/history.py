@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Final, NamedTuple, Protocol
 
@@ -244,6 +244,16 @@ class RunHistory:
             return False
         return self._attempt_of.get(step, number) <= number
 
+    @property
+    def superseded_attempts(self) -> Iterator[int]:
+        """The attempts whose last closed step a later one did again, the newest first."""
+        before = None if self._last is None else self._last + 1
+        for attempt_id in reversed(self._ids[:-1]):
+            rows = self._catalogue.steps(attempt_id, before=before, limit=2)
+            closed = next((row["step"] for row in rows if row["closed_wall"] is not None), None)
+            if closed is not None and not self._is_in_force(attempt_id, closed):
+                yield self._number[attempt_id]
+
     @cached_property
     def _attempt_of(self) -> Mapping[int, int]:
         """Closed step in force -> the number of its attempt."""
@@ -409,6 +419,11 @@ class RunHistory:
         rows = self._catalogue.reward_groups(self._ids, last=self._last)
         found = [row for row in rows if (row["attempt_id"], row["step"]) in in_force]
         return sorted(found, key=lambda row: row["step"])
+
+    @cached_property
+    def has_weights(self) -> bool:
+        """Whether weights were recorded."""
+        return any(self._catalogue.newest_weights(each) is not None for each in self._ids)
 
     # --- what else the service knows --------------------------------------------------------------
     @cached_property

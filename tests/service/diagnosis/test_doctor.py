@@ -504,7 +504,11 @@ def test_a_jump_inside_an_attempt_is_no_growth(at: int, steps: int, live: Servic
     assert rows["mismatch_jump"]["since_step"] == at
     assert rows["mismatch_grows"]["verdict"] == "not found"
     assert found_in(rows) == {"mismatch_jump"}
-    assert f"stagescope compare {run}:{at - 1} {run}:{at}" in rows["mismatch_jump"]["next"]
+    do = rows["mismatch_jump"]["next"]
+    assert f"stagescope ranks {at} --run {run}" in do
+    # Nobody recorded weights: what to record, instead of a command that finds none.
+    assert "record_weights" in do[0]
+    assert not any("stagescope weights" in each for each in do)
 
 
 def test_a_jump_soon_after_a_restart_is_of_the_step_in_which_it_comes(live: Service) -> None:
@@ -791,6 +795,30 @@ def test_what_a_later_attempt_superseded_is_not_found_but_named(live: Service) -
     first = rows_of(live, "healed", attempt=1)
     assert [first[name]["verdict"] for name in names] == ["found", "found"]
     assert "No longer" not in live.get("/runs/healed/diagnosis", attempt=2)["text"]
+
+
+def test_a_mismatch_that_an_earlier_attempt_ended_with_is_named(live: Service) -> None:
+    """The question after a restart: was it there before?"""
+    worse = since(20, lambda batch: batch.add(0.05))
+    train(live, "was-sick", worse, steps=range(1, 30), ranks=4)
+    train(live, "was-sick", steps=range(16, 19), ranks=4, key="a2", start=9_000.0)
+    train(live, "was-sick", steps=range(17, 19), ranks=4, key="a3", start=19_000.0)
+    answer = live.get("/runs/was-sick/diagnosis")
+    rows = {row["rule"]: row for row in answer["rows"]}
+    assert found_in(rows) == set()
+    assert rows["mismatch_jump"]["against"][-1].startswith(
+        "no longer in force, of attempt 1, since step 20: logprob_abs_diff/mean is "
+    )
+    assert answer["text"].endswith(
+        f". No longer in force, of attempt 1: {rows['mismatch_jump']['title']} (since step 20) "
+        "(stagescope doctor was-sick --attempt 1)"
+    )
+    # What every attempt shows is no matter of before.
+    train(live, "still-sick", worse, steps=range(1, 30), ranks=4)
+    train(live, "still-sick", worse, steps=range(26, 30), ranks=4, key="a2", start=9_000.0)
+    answer = live.get("/runs/still-sick/diagnosis")
+    assert found_in({row["rule"]: row for row in answer["rows"]}) == {"mismatch_jump"}
+    assert "No longer" not in answer["text"]
 
 
 def test_what_the_later_attempt_resumed_from_is_found_with_its_attempt(live: Service) -> None:
