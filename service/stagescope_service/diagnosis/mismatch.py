@@ -46,11 +46,14 @@ _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "
 def rank_apart(
     history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 3.0, least: int = 3
 ) -> Evidence:
-    """Return the rank whose metric is `factor` times the others' median, step after step."""
+    """Return the rank whose metric is `factor` times the others' median, step after step.
+
+    Of two ranks it is the one with the higher value.
+    """
     slices = history.slices("rank", metric)
-    slices = [(step, values) for step, values in slices if len(values) >= 3]
+    slices = [(step, values) for step, values in slices if len(values) >= 2]
     if len(slices) < least:
-        return not_measured(f"{len(slices)} of the newest steps have three ranks with {metric}")
+        return not_measured(f"{len(slices)} of the newest steps have two ranks with {metric}")
     apart: Counter[tuple[str | None, int]] = Counter()
     first: dict[tuple[str | None, int], int] = {}
     for step, values in slices:
@@ -71,7 +74,8 @@ def rank_apart(
     newest = values.get((role, rank), math.nan)
     text = (
         f"{role} {rank} stands apart in {count} of {len(slices)} steps: {metric} is "
-        f"{short(newest)} in step {step.step}, {short(float(np.nanmedian(rest)))} at the others"
+        f"{short(newest)} in step {step.step}, {short(float(np.nanmedian(rest)))} at the "
+        f"other{'' if len(rest) == 1 else 's'}"
     )
     if count < least:
         return not_found(text)

@@ -429,6 +429,19 @@ def test_where_and_since_when_are_said(live: Service) -> None:
     assert rows_of(live, "where-nan")["non_finite_scalars"]["since_step"] == 9
 
 
+def test_of_two_ranks_the_one_with_the_higher_mismatch_is_named(live: Service) -> None:
+    def second(batch: Batch) -> None:
+        if batch.rank == 1 and batch.step >= 10:
+            batch.add(0.1)
+
+    train(live, "two-ranks", second, ranks=2)
+    row = rows_of(live, "two-ranks")["rank_apart"]
+    assert (row["verdict"], row["where"], row["since_step"]) == ("found", "actor rank 1", 10)
+    assert row["for"][0].endswith(" at the other")
+    train(live, "two-healthy-ranks", ranks=2)
+    assert rows_of(live, "two-healthy-ranks")["rank_apart"]["verdict"] == "not found"
+
+
 @pytest.mark.parametrize(
     ("reward", "found", "other"),
     [(0.0, "groups_all_wrong", "groups_all_right"), (1.0, "groups_all_right", "groups_all_wrong")],
