@@ -64,7 +64,9 @@ class Triggers(Table):
             foot.append("no run may be captured unasked")
         pinned = self.about.get("pinned") or ()
         if pinned:
-            steps = ", ".join(f"{row['run']} {row['step']}" for row in pinned[:_SHOWN_STEPS])
+            steps = ", ".join(
+                f"{row['run']}@{row['attempt']}:{row['step']}" for row in pinned[:_SHOWN_STEPS]
+            )
             more = "" if len(pinned) <= _SHOWN_STEPS else f" and {len(pinned) - _SHOWN_STEPS} more"
             foot.append(render.printable(f"pinned steps: {steps}{more}"))
         foot += [render.printable(f"note: {note}") for note in self.about.get("notes") or ()]

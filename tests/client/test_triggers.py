@@ -133,7 +133,7 @@ def test_the_command_line(found: Service, tmp_path: Path) -> None:
     text = ask("triggers")
     assert text.exit_code == 0, text.output
     assert max(map(len, text.stdout.splitlines())) <= 80
-    for word in ("mean", "> 0.5", "0.9", "pinned steps: r 3", "hooks"):
+    for word in ("mean", "> 0.5", "0.9", "pinned steps: r@1:3", "hooks"):
         assert (word in text.stdout) == (word != "hooks"), text.stdout
     tried = json.loads(ask("triggers", "test", "--json").stdout)
     assert [row["fired_live"] for row in tried["rows"]] == [True]

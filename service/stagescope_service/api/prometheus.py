@@ -65,12 +65,16 @@ _COUNTS: Final[Mapping[str, _Gauge]] = {
     ),
     "losses": _Gauge("lost", "What was announced and never arrived, or was dropped.", "kind"),
     "findings": _Gauge("findings", "Findings.", "kind"),
-    "dumps": _Gauge("dumps", "Dumps by state.", "state"),
+    "dumps": _Gauge(
+        "dumps", "Dumps by state; estimated: a rank said what a capture would cost.", "state"
+    ),
 }
 _LABEL_VALUES: Final[Mapping[str, frozenset[str]]] = {
     "role": frozenset(ROLES),
     "stage": frozenset(STAGES),
-    "state": frozenset({"armed", "complete", "truncated", "failed", "missed", "skipped"}),
+    "state": frozenset(
+        {"estimated", "armed", "complete", "truncated", "failed", "missed", "skipped"}
+    ),
 }
 _MAX_KINDS: Final = 40
 _STEPS_SEARCHED: Final = 16
