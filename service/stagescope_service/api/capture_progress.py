@@ -369,20 +369,22 @@ class _Step:
         files = self._catalogue.artifacts(
             self._attempt_id, self._number, kind="kept", deleted=None, limit=ALL_ROWS
         )
-        held = set()
+        # What another process did again does not count: it may have died with its payloads.
+        passed = self._catalogue.replaced(self._attempt_id, self._number)
         for file in files:
             sections = (file["sections"] or {}).items()
             if self._is_of_request(file) and any(
                 section in selectors or kept_sections(selectors, file["stage"], names, names)
                 for section, names in sections
             ):
-                held.add((file["incarnation"], file["seq"]))
+                passed.add((file["incarnation"], file["seq"]))
                 found[file["role"], file["rank"]].append(RankState(_COLLECTED, True))
         payloads = self._catalogue.payloads(
             self._attempt_id, self._number, stage=self._stages, limit=ALL_ROWS
         )
         for payload in payloads:
-            if (payload["incarnation"], payload["seq"]) in held or not self._is_of_request(payload):
+            key = payload["incarnation"], payload["seq"]
+            if key in passed or not self._is_of_request(payload):
                 continue
             states = found[payload["role"], payload["rank"]]
             if payload["state"] == ANNOUNCED:
@@ -401,7 +403,7 @@ class _Step:
     def _is_of_request(self, row: ArtifactRow | PayloadRow) -> bool:
         roles = self._spec["roles"]
         return (
-            self._is_requested(row["stage"])
+            (self._stages is None or row["stage"] in self._stages)
             and (not roles or row["role"] in roles)
             and matches_rank(self._spec["ranks"], row["rank"])
         )

@@ -197,10 +197,12 @@ def test_the_plan_and_the_list_say_what_came_of_a_capture(live: Service) -> None
 def test_what_the_service_keeps_alone_is_complete_where_it_is_kept(live: Service) -> None:
     kept = request_capture(live, stages=[STAGE], steps=[1], keep=["old_log_probs"])
     nothing = request_capture(live, stages=[STAGE], steps=[1], keep=["advantages"])
+    every = request_capture(live, stages="all", steps=[1], keep=["old_log_probs", "responses"])
     ranks = [Rank(live, rank=number) for number in (0, 1)]
     ranks[0].stage(STAGE, 1, payload())
     ranks[0].stage("compute_advantage", 1, payload())
     ranks[1].stage(STAGE, 1)
+    ranks[1].stage("rollout_generate", 1, payload())
     assert come_to(live, kept) == ("agreed", [("waiting", 1, 0, 0)])
     for rank in ranks:
         rank.begin(STAGE, 2)
@@ -209,9 +211,22 @@ def test_what_the_service_keeps_alone_is_complete_where_it_is_kept(live: Service
     text = CaptureProgress(live.get(f"/captures/{kept}")).lines()
     assert text[0] == "the service keeps old_log_probs by itself: no rank is asked"
     assert text[-1] == "step 1: complete, kept of 1 rank (stagescope kept 1)"
+    assert come_to(live, every) == ("complete", [("complete", 2, 0, 0)])
     assert come_to(live, nothing) == ("empty", [("empty", 0, 0, 0)])
     text = CaptureProgress(live.get(f"/captures/{nothing}")).lines()
     assert text[-1] == "step 1: nothing to keep, no rank recorded advantages in these stages"
+
+
+def test_a_payload_that_another_process_did_again_is_no_gap(live: Service) -> None:
+    capture_id = request_capture(live, stages=[STAGE], steps=[1], keep=["old_log_probs"])
+    rank = Rank(live, world_size=1)
+    rank.begin(STAGE, 1)
+    rank.say("end", stage=STAGE, step=1, payload={"tensors": {}, "bytes": 1, "meta": {}})
+    again = Rank(live, world_size=1, incarnation="again", start=2_000.0)
+    again.stage(STAGE, 1, payload())
+    again.begin(STAGE, 2)
+    live.engine.fall_silent(rank)
+    eventually(lambda: come_to(live, capture_id) == ("complete", [("complete", 1, 0, 0)]))
 
 
 def test_tensors_that_came_before_they_were_to_be_kept_are_a_gap(live: Service) -> None:
