@@ -36,8 +36,13 @@ class _RankState(_Rank):
     state: str
 
 
-class _StepProgress(TypedDict):
+class _StepGap(TypedDict, total=False):
+    gap: str | None
+
+
+class _StepProgress(_StepGap):
     step: int
+    attempt: int | None
     state: str
     collected: int
     waiting: Sequence[_Rank]
@@ -131,7 +136,11 @@ class CaptureProgress(Record):
         if unmatched := self.get("unmatched_ranks"):
             lines.append(f"no rank {_numbers(unmatched)} is there: nothing is collected of it")
         if self.is_abandoned:
-            lines.append("no rank that it asks is there: it waits for them")
+            lines.append(
+                "no rank of the run is there: it waits for the run's next attempt"
+                if kept
+                else "no rank that it asks is there: it waits for them"
+            )
         if self["reason"]:
             lines.append(f"reason: {self['reason']}")
         if agreement["start"] is not None:
@@ -146,7 +155,7 @@ class CaptureProgress(Record):
         if agreement["missed_steps"]:
             lines.append(f"begun before it was agreed on: steps {agreement['missed_steps']}")
         lines += map(_estimate_line, agreement["estimates"][:_MAX_NAMED])
-        lines += [_step_line(step, kept) for step in self["steps"]]
+        lines += [_step_line(step, run, kept) for step in self["steps"]]
         lines += _error_lines(self["dumps"])
         lines += [dump["path"] for dump in self["dumps"] if dump["path"]]
         return lines
@@ -197,21 +206,26 @@ def _estimate_line(estimate: _Estimate) -> str:
     return f"estimate of {location}: {size:.1f} MB, {time} a step ({basis})"
 
 
-def _step_line(step: _StepProgress, kept: Sequence[str]) -> str:
+def _step_line(step: _StepProgress, run: str | None, kept: Sequence[str]) -> str:
     """Return the line of a step; `kept`: what the service keeps where it asks no rank."""
     number, collected = step["step"], step["collected"]
     if step["state"] == "empty":
-        why = f"no rank recorded {_listed(kept)} in" if kept else "no rank did"
+        if step.get("gap"):
+            return f"step {number}: nothing of it is left: {step['gap']}"
+        why = f"no requested rank recorded {_listed(kept)} in" if kept else "no rank did"
         return f"step {number}: nothing to {'keep' if kept else 'collect'}, {why} these stages"
-    ranks = f"{collected} rank{'' if collected == 1 else 's'}"
-    text = f"step {number}: {step['state']}, "
-    text += f"kept of {ranks}" if kept else f"{ranks} collected"
-    if kept and collected:
-        text += f" (stagescope kept {number})"
+    text = f"step {number}: {step['state']}"
+    if collected or not kept:
+        ranks = f"{collected} rank{'' if collected == 1 else 's'}"
+        text += f", tensors of {ranks} kept" if kept else f", {ranks} collected"
     if step["waiting"]:
         text += f"; waiting for {_names(step['waiting'])}"
     gaps = [f"{gap['role']} {gap['rank']} {gap['state']}" for gap in step["gaps"][:_MAX_NAMED]]
-    return text + (f"; {', '.join(gaps)}" if gaps else "")
+    text += f"; {', '.join(gaps)}" if gaps else ""
+    if kept and run is not None and step["state"] != "waiting":
+        attempt = "" if step["attempt"] is None else f" --attempt {step['attempt']}"
+        text += f" (stagescope kept {number} --run {run}{attempt})"
+    return text
 
 
 def _error_lines(dumps: Sequence[JsonObject]) -> list[str]:

@@ -82,11 +82,18 @@ def test_late_capture_is_missed_once_for_what_had_begun() -> None:
 
 def test_what_the_service_keeps_by_itself_is_not_missed_here() -> None:
     missed: list[object] = []
-    found = watch(on_missed=lambda *what: missed.append(what))
+    found = watch(on_missed=lambda capture, step, stage: missed.append(capture["capture_id"]))
     found.begin(4, "a")
     found.apply({"revision": 1, "captures": [capture(config=None, keep=["trajectories"])]})
     assert missed == []
     assert found.keep_selectors(4, "a") == {"trajectories"}
+    # But for what the training left out, since nothing kept it.
+    found.leave_out(4, "a", tensors=["prob_ratio"], numbers=["pg_loss", "lr"])
+    found.leave_out(5, "a", tensors=["entropy"])  # not begun here
+    for word in ("is_loss", "prob_ratio", "loss", "entropy", "forward_data"):
+        late = capture(capture_id=word, config=None, keep=[word])
+        found.apply({"revision": 2, "captures": [late]})
+    assert missed == ["is_loss", "prob_ratio", "loss"]
 
 
 @pytest.mark.parametrize("steps", ["all", {"every": 1, "start": 4, "count": None}])

@@ -154,7 +154,12 @@ def _spec(
         **others,
     }
     for name in ("roles", "scope", "list", "data_mode", "keep", "parameters", "gradients"):
-        spec[name] = comma_list(spec[name]) if spec[name] else None
+        if spec[name] is None:
+            continue
+        spec[name] = comma_list(str(spec[name]))
+        if not spec[name]:  # of an unset variable of the shell
+            option = name.replace("_", "-")
+            raise click.BadParameter("it names nothing", param_hint=f"--{option}")
     return {name: value for name, value in spec.items() if value not in (None, False)}
 
 

@@ -3,22 +3,27 @@
 A rank is done with a step once it has reported every requested stage and part. That is known when
 the step is closed, when the rank has begun a later step, or when it has reported all parts that it
 did in each of the last steps. Before that, a complete dump says nothing about dumps to come.
-
-Of a capture that only keeps recorded tensors, which the service does by itself, the kept files
-count, once the step is closed: a rank is left out where it recorded none of these tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, TypedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, TypedDict
 
-from stagescope.wire.captures import matches_rank, needs_ranks, unmatched_ranks
-from stagescope.wire.keep import capture_selectors, kept_sections
-from stagescope.wire.plan import CaptureSteps, StoredCapture
-from stagescope.wire.schema import Part, RankKey
+from stagescope.wire.captures import matches, matches_rank, needs_ranks, unmatched_ranks
+from stagescope.wire.plan import CaptureScope, CaptureSteps, StoredCapture
+from stagescope.wire.schema import RankKey
+from stagescope_service.api.captured_step import (
+    COLLECTED,
+    NO_REPORT,
+    PartKey,
+    RankState,
+    Reported,
+    StepOfCapture,
+    part_key,
+)
 from stagescope_service.api.completeness import ALL_ROWS
 from stagescope_service.api.encoding import JsonObject
 from stagescope_service.api.rows import dump_row
@@ -29,42 +34,18 @@ from stagescope_service.core.captures.agreement import (
     is_relative,
     last_step,
 )
-from stagescope_service.core.entities import ANNOUNCED, INGESTED
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedAttempt
 from stagescope_service.store.tables import (
-    ArtifactRow,
     CaptureRow,
     DumpRow,
-    PayloadRow,
     ProcessRow,
-    StageRow,
 )
 
-PartKey = tuple[str, Part]
-"""A stage and its part."""
-Reported = Mapping[PartKey, set[str]]
-"""States of a rank's dumps in a step, by part."""
-
-_COLLECTED: Final = "complete"
-_NO_REPORT: Final = "no report"
 _NOT_ASKED: Final = "not asked"
 _NO_STEP: Final = "without a step"
 """Of a rank that does a requested stage only as work without a step, as an engine may."""
-_NOT_KEPT: Final = "not kept"
-"""Of a rank whose tensors came before the request was in force, or where there was no room."""
 _STEPS_LISTED: Final = 1000
-_WORST: Final = ("failed", "missed", "truncated", "skipped", "armed", _COLLECTED)
-"""States of a rank's dumps in a step: the first that occurs is the state of the rank."""
-_STEPS_BEFORE: Final = 2
-"""Closed steps that predict the parts of a rank in a step, if they are equal."""
-
-
-class RankState(NamedTuple):
-    """The state of a rank in a captured step, and whether it is final."""
-
-    state: str
-    final: bool
 
 
 class CapturedStep(TypedDict):
@@ -76,6 +57,7 @@ class CapturedStep(TypedDict):
     collected: int
     waiting: list[JsonObject]
     gaps: list[JsonObject]
+    gap: str | None
 
 
 class RequestedRank(TypedDict):
@@ -270,10 +252,10 @@ class _CapturedSteps:
         without = {(each["role"], each["rank"]) for each in self.agreement.without}
         results = []
         for (attempt_id, number), reported in sorted(by_step.items()):
-            step = _Step(self.catalogue, attempt_id, number, self.spec)
+            step = StepOfCapture(self.catalogue, attempt_id, number, self.spec)
             attempt = self.numbers.get(attempt_id)
             if not needs_ranks(self.spec):
-                results.append(_result(number, attempt, step.kept(), step.closed))
+                results.append(self._of_kept(step, number, attempt, reported))
                 continue
             expected = {*members, *reported}
             if not members and attempt_id == newest:
@@ -300,6 +282,26 @@ class _CapturedSteps:
             results.append(_result(number, attempt, states, over))
         return results
 
+    def _of_kept(
+        self,
+        step: StepOfCapture,
+        number: int,
+        attempt: int | None,
+        reported: Mapping[RankKey, Reported],
+    ) -> CapturedStep:
+        """Return the result of a step of which the service keeps what is recorded."""
+        states = step.kept()
+        # A rank asks whether a tensor is kept before it copies one that is needed for nothing else.
+        states |= {rank: RankState("missed", True) for rank in reported}
+        if step.closed:
+            states |= {
+                rank: RankState(_NO_STEP, True)
+                for rank in step.stepless_ranks() - states.keys()
+                if step.includes(rank)
+            }
+        result = _result(number, attempt, states, step.closed)
+        return {**result, "gap": step.rows_removed if result["state"] == "empty" else None}
+
     def _reports_by_step(
         self, dumps: Iterable[DumpRow]
     ) -> dict[tuple[int, int], dict[RankKey, dict[PartKey, set[str]]]]:
@@ -310,7 +312,9 @@ class _CapturedSteps:
                 continue
             of_step = by_step.setdefault((dump["attempt_id"], dump["step"]), {})
             of_rank = of_step.setdefault((dump["role"], dump["rank"]), defaultdict(set))
-            of_rank[_part_key(dump)].add(dump["state"] or "armed")
+            of_rank[part_key(dump)].add(dump["state"] or "armed")
+        if not needs_ranks(self.spec):
+            by_step = {key: by_step.get(key, {}) for key in [*by_step, *self._kept_steps()]}
         if self.attempt is None or self.agreement.phase not in (AGREED, DONE):
             return by_step  # nothing is to come
         collected = {number for _, number in by_step}
@@ -320,162 +324,36 @@ class _CapturedSteps:
             # These steps were agreed on in one attempt; another one agrees anew, or is not asked.
             attempt_id, resumed = self.agreement.attempt_id, None
         for number in _listed_steps(self.agreement.steps):
-            if number in collected and resumed is not None and number <= resumed:
-                continue  # an earlier attempt collected it, and this one will not repeat it
-            by_step.setdefault((attempt_id, number), {})
+            of_attempt = attempt_id
+            if resumed is not None and number <= resumed:
+                if number in collected:
+                    continue  # an earlier attempt collected it, and this one will not repeat it
+                if not needs_ranks(self.spec):
+                    of_attempt = self._earlier_attempt_with(number) or attempt_id
+            by_step.setdefault((of_attempt, number), {})
         return by_step
 
+    def _earlier_attempt_with(self, number: int) -> int | None:
+        """Return the newest attempt that did a step, from which the run's newest one resumed."""
+        for attempt_id in sorted(self.numbers, key=lambda each: -self.numbers[each])[1:]:
+            rows = self.catalogue.steps(attempt_id, before=number + 1, limit=1)
+            if rows and rows[0]["step"] == number:
+                return attempt_id
+        return None
 
-class _Step:
-    """A captured step, and which rank does which parts in it."""
-
-    def __init__(
-        self, catalogue: Catalogue, attempt_id: int, number: int, spec: StoredCapture
-    ) -> None:
-        self._catalogue, self._attempt_id, self._number = catalogue, attempt_id, number
-        self._spec = spec
-        self._stages = None if spec["stages"] == "all" else list(spec["stages"])
-        rows = catalogue.steps(attempt_id, before=number + 1, limit=_STEPS_BEFORE + 1)
-        own = [row for row in rows if row["step"] == number]
-        # A trainer may have no step of that number: it is over with a later one.
-        known = own or catalogue.steps(attempt_id, limit=_STEPS_BEFORE)
-        self.closed = any(row["step"] >= number and row["closed_wall"] is not None for row in known)
-        earlier = [row for row in rows if row["step"] < number and row["closed_wall"] is not None]
-        self._before = [row["step"] for row in earlier[:_STEPS_BEFORE]]
-        self._parts_by_step: dict[int, dict[RankKey, set[PartKey]]] = {}
-        self._parts: dict[RankKey, int] | None = None
-        self._roles: set[str] | None = None
-        self._newest_steps: dict[RankKey, int] | None = None
-
-    def parts(self) -> Mapping[RankKey, int]:
-        """Return how many parts of the requested stages each rank did."""
-        if self._parts is None:
-            self._parts = {}
-            counts = self._catalogue.count_stages(
-                self._attempt_id, self._number, stage=self._stages
-            )
-            for (stage, role, rank), count in counts.items():
-                if self._is_requested(stage):
-                    self._parts[role, rank] = self._parts.get((role, rank), 0) + count
-        return self._parts
-
-    def kept(self) -> dict[RankKey, RankState]:
-        """Return the ranks that recorded requested tensors, or whose payloads may still hold some.
-
-        Of scalars only what was kept is known, not what was recorded.
-        """
-        selectors = frozenset(capture_selectors(self._spec))
-        found: dict[RankKey, list[RankState]] = defaultdict(list)
-        files = self._catalogue.artifacts(
-            self._attempt_id, self._number, kind="kept", deleted=None, limit=ALL_ROWS
-        )
-        # What another process did again does not count: it may have died with its payloads.
-        passed = self._catalogue.replaced(self._attempt_id, self._number)
-        for file in files:
-            sections = (file["sections"] or {}).items()
-            if self._is_of_request(file) and any(
-                section in selectors or kept_sections(selectors, file["stage"], names, names)
-                for section, names in sections
-            ):
-                passed.add((file["incarnation"], file["seq"]))
-                found[file["role"], file["rank"]].append(RankState(_COLLECTED, True))
-        payloads = self._catalogue.payloads(
-            self._attempt_id, self._number, stage=self._stages, limit=ALL_ROWS
-        )
-        for payload in payloads:
-            key = payload["incarnation"], payload["seq"]
-            if key in passed or not self._is_of_request(payload):
-                continue
-            states = found[payload["role"], payload["rank"]]
-            if payload["state"] == ANNOUNCED:
-                states.append(RankState(_NO_REPORT, False))
-            elif payload["state"] != INGESTED:
-                states.append(RankState(payload["state"], True))
-            elif kept_sections(selectors, payload["stage"], payload["tensors"] or ()):
-                states.append(RankState(_NOT_KEPT, True))
-        return {
-            # What is open comes first, then what is not there.
-            rank: min(states, key=lambda each: (each.final, each.state == _COLLECTED))
-            for rank, states in found.items()
-            if states
-        }
-
-    def _is_of_request(self, row: ArtifactRow | PayloadRow) -> bool:
-        roles = self._spec["roles"]
-        return (
-            (self._stages is None or row["stage"] in self._stages)
-            and (not roles or row["role"] in roles)
-            and matches_rank(self._spec["ranks"], row["rank"])
-        )
-
-    def stepless_ranks(self) -> set[RankKey]:
-        """Return the ranks that did a requested stage, by its name, without a step."""
-        if self._stages is None:
-            return set()
-        counts = self._catalogue.count_stages(self._attempt_id, None, stage=self._stages)
-        return {(role, rank) for _, role, rank in counts}
-
-    def state_of(self, rank: RankKey, reported: Reported) -> RankState:
-        """Return the state of a rank, given the states of its dumps."""
-        states = set[str]().union(*reported.values()) if reported else set()
-        worst = next((state for state in _WORST if state in states), _NO_REPORT)
-        over = self.is_over(rank)
-        if over and worst in (_COLLECTED, _NO_REPORT):
-            is_complete = self.parts().get(rank, 0) <= len(reported)
-            return RankState(worst if is_complete else _NO_REPORT, True)
-        if over:
-            return RankState(worst, worst != "armed")
-        return RankState(worst, "armed" not in states and self._has_reported_all(rank, reported))
-
-    def has_parts(self, role: str) -> bool:
-        """Return whether a rank of a role did a part of the requested stages."""
-        if self._roles is None:
-            self._roles = {each for each, _ in self.parts()}
-        return role in self._roles
-
-    def is_over(self, rank: RankKey) -> bool:
-        """Return whether a rank will do nothing more in the step."""
-        return self.closed or self._has_left(rank)
-
-    def _has_left(self, rank: RankKey) -> bool:
-        """Return whether a rank has begun a later step."""
-        if self._newest_steps is None:
-            self._newest_steps = {}
-            for row in self._catalogue.processes(self._attempt_id):
-                key = (row["role"], row["rank"])
-                step = -1 if row["max_step"] is None else row["max_step"]
-                self._newest_steps[key] = max(step, self._newest_steps.get(key, -1))
-        return self._newest_steps.get(rank, -1) > self._number
-
-    def _has_reported_all(self, rank: RankKey, reported: Reported) -> bool:
-        """Return whether a rank of an open step has reported all parts of each step before it."""
-        if not reported or not self._before:
-            return False
-        usual = [self._parts_in(number).get(rank, set()) for number in self._before]
-        begun = self._parts_in(self._number).get(rank, set())
-        is_regular = all(parts == usual[0] for parts in usual)
-        return is_regular and reported.keys() >= {*usual[0], *begun}
-
-    def _parts_in(self, number: int) -> Mapping[RankKey, set[PartKey]]:
-        """Return the parts of the requested stages that each rank did in a step."""
-        if number not in self._parts_by_step:
-            parts: defaultdict[RankKey, set[PartKey]] = defaultdict(set)
-            rows = self._catalogue.stages(
-                self._attempt_id, number, stage=self._stages, limit=ALL_ROWS
-            )
-            for row in rows:
-                if self._is_requested(row["stage"]):
-                    parts[row["role"], row["rank"]].add(_part_key(row))
-            self._parts_by_step[number] = parts
-        return self._parts_by_step[number]
-
-    def _is_requested(self, stage: str) -> bool:
-        # 'all' leaves out the rollout, which runs in an inference engine.
-        return self._stages is not None or stage != "rollout_generate"
-
-
-def _part_key(row: StageRow | DumpRow) -> PartKey:
-    return row["stage"], Part.of_columns(row)
+    def _kept_steps(self) -> Iterator[tuple[int, int]]:
+        """Yield (attempt_id, step) of the agreed steps of which files are kept."""
+        steps, only = self.agreement.steps, None
+        if is_relative(self.spec["steps"]):
+            only = self.agreement.attempt_id
+        if steps is None or self.attempt is None or self.agreement.phase not in (AGREED, DONE):
+            return
+        scope: CaptureScope = {"stages": "all", "roles": None, "ranks": "all", "steps": steps}
+        for attempt_id in self.numbers:
+            if only in (None, attempt_id):
+                for step in self.catalogue.newest_kept_steps(attempt_id, limit=_STEPS_LISTED):
+                    if matches(scope, stage="", role="", rank=0, step=step):
+                        yield attempt_id, step
 
 
 def _listed_steps(steps: CaptureSteps | None) -> list[int]:
@@ -501,9 +379,9 @@ def _result(
     gaps: list[JsonObject] = [
         {"role": role, "rank": rank, "state": state}
         for (role, rank), (state, final) in sorted(states.items())
-        if state not in (_COLLECTED, "armed") and (final or state != _NO_REPORT)
+        if state not in (COLLECTED, "armed") and (final or state != NO_REPORT)
     ]
-    collected = sum(final and state == _COLLECTED for state, final in states.values())
+    collected = sum(final and state == COLLECTED for state, final in states.values())
     if waiting or not over:
         state = "waiting"
     elif gaps:
@@ -517,4 +395,5 @@ def _result(
         "collected": collected,
         "waiting": [{"role": role, "rank": rank} for role, rank in sorted(waiting)],
         "gaps": gaps,
+        "gap": None,
     }

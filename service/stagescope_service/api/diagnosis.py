@@ -23,7 +23,7 @@ from stagescope_service.api.models import diagnosis as models
 from stagescope_service.api.requests import Answer, PageOf
 from stagescope_service.api.samples import loss_of
 from stagescope_service.api.target import Target
-from stagescope_service.diagnosis.doctor import Diagnosis, add_superseded, diagnose
+from stagescope_service.diagnosis.doctor import Diagnosis, add_earlier, diagnose
 from stagescope_service.diagnosis.history import LossOfStep, RunHistory, StepInForce
 from stagescope_service.diagnosis.parts import mismatch_parts
 from stagescope_service.dumps.joining.join import Selection
@@ -41,8 +41,8 @@ _RECORD_WEIGHTS: Final = (
     "record the weights on both sides of a sync, which would say whether they arrive: "
     "probe.record_weights(..., step=...), docs/weights.md"
 )
-_SUPERSEDED: Final = 3
-"""Attempts that were done again in part, the newest, of which it is said what they showed."""
+_EARLIER: Final = 3
+"""Attempts before the newest of which it is said what they ended with."""
 _MAX_AGE: Final = 60.0
 """Seconds for which a diagnosis of unchanged steps answers: late scalars do not change a step."""
 
@@ -97,9 +97,9 @@ def diagnosis_of(
     history = RunHistory(deps.catalogue, target.run, attempt=attempt, last=step, kept=kept)
     rows = diagnose(history)
     if attempt is None:
-        for number in itertools.islice(history.superseded_attempts, _SUPERSEDED):
+        for number in itertools.islice(history.earlier_attempts(), _EARLIER):
             own = RunHistory(deps.catalogue, target.run, attempt=number, last=step)
-            rows = add_superseded(rows, own, number)
+            rows = add_earlier(rows, history, own, number)
     steps = [each.step for each in history.steps]
     newest = history.newest
     found = sum(each.evidence.verdict == "found" for each in rows)
@@ -123,18 +123,23 @@ def diagnosis_of(
 
 
 def _before(run: str, rows: Sequence[Diagnosis]) -> str:
-    """Return the symptoms that earlier attempts alone showed, as a sentence; "" for none."""
-    by_attempt: dict[int, list[str]] = {}
+    """Return the symptoms that earlier attempts showed, as sentences; "" for none."""
+    by_attempt: dict[tuple[int, bool], list[str]] = {}
     for each in rows:
         before = each.evidence.before
         if before is not None and each.evidence.verdict != "found":
             since = "" if before.since_step is None else f" (since step {before.since_step})"
-            by_attempt.setdefault(before.attempt, []).append(each.rule.title + since)
-    return "".join(
-        f". No longer in force, of attempt {attempt}: {'; '.join(titles)} "
-        f"(stagescope doctor {run} --attempt {attempt})"
-        for attempt, titles in sorted(by_attempt.items(), reverse=True)
-    )
+            key = before.attempt, before.is_end
+            by_attempt.setdefault(key, []).append(each.rule.title + since)
+    sentences = []
+    for (attempt, is_end), titles in sorted(by_attempt.items(), reverse=True):
+        what = f"Attempt {attempt} ended with"
+        if not is_end:
+            what = f"No longer in force, of attempt {attempt}"
+        sentences.append(
+            f". {what}: {'; '.join(titles)} (stagescope doctor {run} --attempt {attempt})"
+        )
+    return "".join(sentences)
 
 
 class _KeptTensors:
@@ -186,6 +191,7 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
         step = newest.step.step if newest is not None else None if last is None else last.step
     attempts = {each.step: each.attempt for each in history.steps}
     attempt = attempts.get(step, last.attempt if last else 1) if step is not None else 1
+    has_weights = history.has_weights(attempt)
     scalar = history.scalar_name(rule.parameters.get("names") or ())
     words = {
         "{run}": history.run,
@@ -212,7 +218,7 @@ def _row(history: RunHistory, found: Diagnosis, asked: int | None) -> JsonObject
         "meaning": rule.meaning,
         "next": [
             _RECORD_WEIGHTS
-            if text.startswith("stagescope weights ") and not history.has_weights
+            if text.startswith("stagescope weights ") and not has_weights
             else _filled(_of_attempt(text, asked), words)
             for text in rule.next
         ],

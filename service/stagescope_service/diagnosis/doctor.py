@@ -42,6 +42,8 @@ _OF_THE_NEWEST: Final = frozenset(
     }
 )  # fmt: skip
 """Functions that look at the newest steps alone: the others know since when by themselves."""
+_OF_ONE: Final = frozenset({"rank_apart", "engine_apart", "straggler"})
+"""Functions that name one rank or engine: another one has another since."""
 _REQUIRED: Final = ("title", "family", "evidence", "meaning", "next")
 _OPTIONAL: Final = ("sources", "figure", "record")
 _ORDER: Final = {"found": 0, "not measured": 1, "not found": 2}
@@ -178,20 +180,22 @@ def diagnose(history: RunHistory, rules: Sequence[SymptomRule] | None = None) ->
     )
 
 
-def add_superseded(
-    found: Sequence[Diagnosis], earlier: RunHistory, attempt: int
+def add_earlier(
+    found: Sequence[Diagnosis], history: RunHistory, earlier: RunHistory, attempt: int
 ) -> list[Diagnosis]:
-    """Add what an attempt showed at its end, in steps that a later one did again.
+    """Add which symptoms an earlier attempt ended with.
 
     Args:
-        found: of the run; of it what is found, or knows what was before, stays as it is.
-        earlier: the history of the attempt.
+        found: of `history`. What is known of an attempt already stays as it is, as does what is
+            found since a step of this attempt, or before it.
+        history: of the run.
+        earlier: of the attempt alone.
         attempt: its number.
     """
-    rules = [each.rule for each in found if _may_have_been(each.evidence)]
+    asked = [each.rule for each in found if _is_asked(each.evidence, history, attempt)]
     shown = {
         each.rule.name: _before(attempt, each.evidence)
-        for each in diagnose(earlier, rules)
+        for each in diagnose(earlier, asked)
         if each.evidence.verdict == "found"
     }
     return [
@@ -202,15 +206,20 @@ def add_superseded(
     ]
 
 
-def _may_have_been(evidence: Evidence) -> bool:
-    return evidence.verdict != "found" and evidence.before is None
+def _is_asked(evidence: Evidence, history: RunHistory, attempt: int) -> bool:
+    if evidence.before is not None:
+        return False
+    if evidence.verdict != "found":
+        return True
+    begun_in = None if evidence.since_step is None else history.attempt_of(evidence.since_step)
+    return begun_in is not None and begun_in > attempt
 
 
 def _before(attempt: int, shown: Evidence) -> Before:
     since = "" if shown.since_step is None else f", since step {shown.since_step}"
     first = f": {shown.supports[0]}" if shown.supports else ""
     return Before(
-        attempt, shown.since_step, f"no longer in force, of attempt {attempt}{since}{first}"
+        attempt, shown.since_step, f"attempt {attempt} ended with it{since}{first}", is_end=True
     )
 
 
@@ -238,7 +247,8 @@ def _since_step(rule: SymptomRule, history: RunHistory, found: Evidence) -> int 
     while found_at - missing > 1:
         at = max(found_at - stride, missing + 1, 0)
         evidence = EVIDENCE[rule.function](history.until(steps[at]), **rule.parameters)
-        if evidence.verdict == "found" and evidence.since_step is not None:
+        is_same = rule.function not in _OF_ONE or evidence.where == found.where
+        if is_same and evidence.verdict == "found" and evidence.since_step is not None:
             since, found_at, stride = min(since, evidence.since_step), at, 2 * stride
         else:
             missing, stride = at, max((found_at - at) // 2, 1)

@@ -19,7 +19,7 @@ ABS_DIFF: Final = "logprob_abs_diff/mean"
 
 
 class Before(NamedTuple):
-    """What showed a symptom in what is no longer in force."""
+    """What showed a symptom in what is no longer in force, or what an attempt ended with."""
 
     attempt: int
     """The number of the newest attempt that showed it."""
@@ -27,6 +27,8 @@ class Before(NamedTuple):
     """The first step of that attempt that did; None: not a matter of steps."""
     text: str
     """The attempt, the step, how much there was, and the first of it."""
+    is_end: bool = False
+    """Whether the attempt ended with it, whatever of its steps is in force."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Evidence:
     """Whether more steps are lacking alone, and nothing that could be recorded."""
 
     def with_before(self, before: Before) -> Evidence:
-        """Return the same of a symptom that is not found, with what showed it before."""
+        """Return the same with what showed it before."""
+        if self.verdict == "found":
+            return dataclasses.replace(self, supports=(*self.supports, before.text), before=before)
         return dataclasses.replace(self, against=(*self.against, before.text), before=before)
 
 

@@ -244,15 +244,19 @@ class RunHistory:
             return False
         return self._attempt_of.get(step, number) <= number
 
-    @property
-    def superseded_attempts(self) -> Iterator[int]:
-        """The attempts whose last closed step a later one did again, the newest first."""
+    def earlier_attempts(self) -> Iterator[int]:
+        """Yield the attempts before that of the last step that have closed steps, newest first."""
+        newest = self.newest_attempt_id
         before = None if self._last is None else self._last + 1
-        for attempt_id in reversed(self._ids[:-1]):
-            rows = self._catalogue.steps(attempt_id, before=before, limit=2)
-            closed = next((row["step"] for row in rows if row["closed_wall"] is not None), None)
-            if closed is not None and not self._is_in_force(attempt_id, closed):
-                yield self._number[attempt_id]
+        for attempt_id in reversed(self._ids):
+            if newest is not None and self._number[attempt_id] < self._number[newest]:
+                rows = self._catalogue.steps(attempt_id, before=before, limit=2)
+                if any(row["closed_wall"] is not None for row in rows):
+                    yield self._number[attempt_id]
+
+    def attempt_of(self, step: int) -> int | None:
+        """Return the number of the attempt that did a step which is in force."""
+        return self._attempt_of.get(step)
 
     @cached_property
     def _attempt_of(self) -> Mapping[int, int]:
@@ -420,10 +424,10 @@ class RunHistory:
         found = [row for row in rows if (row["attempt_id"], row["step"]) in in_force]
         return sorted(found, key=lambda row: row["step"])
 
-    @cached_property
-    def has_weights(self) -> bool:
-        """Whether weights were recorded."""
-        return any(self._catalogue.newest_weights(each) is not None for each in self._ids)
+    def has_weights(self, attempt: int) -> bool:
+        """Return whether weights were recorded in an attempt, by its number."""
+        found = (id for id, number in self._number.items() if number == attempt)
+        return any(self._catalogue.newest_weights(each) is not None for each in found)
 
     # --- what else the service knows --------------------------------------------------------------
     @cached_property

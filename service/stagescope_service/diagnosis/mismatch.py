@@ -48,12 +48,14 @@ def rank_apart(
 ) -> Evidence:
     """Return the rank whose metric is `factor` times the others' median, step after step.
 
-    Of two ranks it is the one with the higher value.
+    Of two ranks it is the one with the higher value, in half of the steps at least.
     """
     slices = history.slices("rank", metric)
     slices = [(step, values) for step, values in slices if len(values) >= 2]
     if len(slices) < least:
-        return not_measured(f"{len(slices)} of the newest steps have two ranks with {metric}")
+        return not_measured(
+            f"{len(slices)} of the newest steps have two or more ranks with {metric}"
+        )
     apart: Counter[tuple[str | None, int]] = Counter()
     first: dict[tuple[str | None, int], int] = {}
     for step, values in slices:
@@ -77,7 +79,7 @@ def rank_apart(
         f"{short(newest)} in step {step.step}, {short(float(np.nanmedian(rest)))} at the "
         f"other{'' if len(rest) == 1 else 's'}"
     )
-    if count < least:
+    if count < least or (len(values) == 2 and 2 * count < len(slices)):
         return not_found(text)
     since = first[role, rank]
     return Evidence("found", count / len(slices), since, f"{role} rank {rank}", (text,))

@@ -57,6 +57,8 @@ def jump(
     for number in numbers[1:]:
         after = series.of_attempt(number)
         first = int(after.steps[0])
+        if len(after) == 1:  # it died at once: those that went on say whether its step was usual
+            after = series.where(series.attempts >= number)
         before = series.where((series.steps < first) & (series.attempts < number)).newest(steps)
         if len(before) < 2 or len(after) < 2:
             against.append(f"attempt {number}: {_TOO_FEW}")
@@ -69,7 +71,10 @@ def jump(
         )
         # Its first step may be healthy: the engine's own weights sampled it. A later rise is not
         # of the restart.
-        at_once = float(head.values[:2].max()) > math.sqrt(low * high)
+        between = math.sqrt(low * high)
+        at_once = float(head.values[:2].max()) > between
+        if found and len(series.of_attempt(int(before.attempts[-1]))) == 1:
+            at_once = at_once and float(before.values[-1]) < between
         if at_once and high > max(least, factor * low, low + 4 * spread(before.values)):
             beyond = float((head.values > before.values.max()).mean())
             lasts = after.newest(steps).values
@@ -121,10 +126,11 @@ def step_change(
     """Return whether a metric rises at once inside an attempt, and stays there until now.
 
     The steps are split where the two medians leave the smallest sum of absolute deviations of the
-    logarithms. Either side has at least 3 of them (`steps` in all); the later median is `factor`
-    times the earlier one, at least 80 % of it arises between the 3 steps on either side, and every
-    later value lies above the geometric mean of the two, those of later attempts included. The
-    newest attempt that shows it is named, else nothing is found in the newest.
+    logarithms, each side with at least 3 of them (`steps` in all), and then before every value
+    that lies above the geometric mean of the two without a break. The later median is `factor`
+    times the earlier one, at least 80 % of it arises between the 3 steps (or 2, at the begin) on
+    either side, and every later value lies above the geometric mean, those of later attempts
+    included. The newest attempt that shows it is named, else nothing is found in the newest.
     """
     series = history.metric(metric).finite
     if not len(series):
@@ -170,12 +176,15 @@ _MAX_SPLIT: Final = 400
 
 
 def _change_at(values: Float64) -> int:
-    """Return the index of the first value after the change, which may be one of the first three."""
-    at = _split(values)
+    """Return the index of the first value after the change, from 2 on.
+
+    A first value alone that is low is of the weights that the engine loaded: of `jump`.
+    """
+    split = at = _split(values)
     between = math.sqrt(max(float(np.median(values[:at]) * np.median(values[at:])), 0.0))
     while at > 1 and values[at - 1] > between:
         at -= 1
-    return at
+    return at if at > 1 else split
 
 
 def _split(values: Float64) -> int:

@@ -200,9 +200,10 @@ def test_what_the_service_keeps_alone_is_complete_where_it_is_kept(live: Service
     every = request_capture(live, stages="all", steps=[1], keep=["old_log_probs", "responses"])
     ranks = [Rank(live, rank=number) for number in (0, 1)]
     ranks[0].stage(STAGE, 1, payload())
-    ranks[0].stage("compute_advantage", 1, payload())
+    for stage in ("compute_advantage", "rollout_generate"):
+        ranks[0].stage(stage, 1)
+        ranks[1].stage(stage, 1, payload())
     ranks[1].stage(STAGE, 1)
-    ranks[1].stage("rollout_generate", 1, payload())
     assert come_to(live, kept) == ("agreed", [("waiting", 1, 0, 0)])
     for rank in ranks:
         rank.begin(STAGE, 2)
@@ -210,11 +211,69 @@ def test_what_the_service_keeps_alone_is_complete_where_it_is_kept(live: Service
     assert come_to(live, kept) == ("complete", [("complete", 1, 0, 0)])
     text = CaptureProgress(live.get(f"/captures/{kept}")).lines()
     assert text[0] == "the service keeps old_log_probs by itself: no rank is asked"
-    assert text[-1] == "step 1: complete, kept of 1 rank (stagescope kept 1)"
+    assert text[-1] == (
+        "step 1: complete, tensors of 1 rank kept (stagescope kept 1 --run r --attempt 1)"
+    )
     assert come_to(live, every) == ("complete", [("complete", 2, 0, 0)])
     assert come_to(live, nothing) == ("empty", [("empty", 0, 0, 0)])
     text = CaptureProgress(live.get(f"/captures/{nothing}")).lines()
-    assert text[-1] == "step 1: nothing to keep, no rank recorded advantages in these stages"
+    assert text[-1] == (
+        "step 1: nothing to keep, no requested rank recorded advantages in these stages"
+    )
+
+
+def test_a_file_that_holds_something_else_is_not_what_is_requested(live: Service) -> None:
+    """The run's own configuration keeps tensors of every stage."""
+    live.engine.keep("old_log_probs")
+    of_stage = request_capture(live, stages=[STAGE], steps=[1], keep=["old_log_probs"])
+    part = request_capture(live, stages=["compute_advantage"], steps=[1], keep=["response_mask"])
+    numbers = request_capture(live, stages=["compute_advantage"], steps=[1], keep=["metrics"])
+    rank = Rank(live, world_size=1)
+    rank.stage("compute_advantage", 1, payload())
+    rank.stage(STAGE, 1)
+    rank.begin(STAGE, 2)
+    assert come_to(live, of_stage) == ("empty", [("empty", 0, 0, 0)])
+    assert come_to(live, part) == ("complete", [("complete", 1, 0, 0)])
+    assert come_to(live, numbers) == ("empty", [("empty", 0, 0, 0)])
+
+
+def test_what_an_earlier_attempt_kept_is_listed_with_it(live: Service) -> None:
+    spec = {"stages": [STAGE], "keep": ["old_log_probs"]}
+    numbered = request_capture(live, steps=[2, 3, 7], **spec)
+    every = request_capture(live, steps="all", **spec)
+    first = Rank(live, world_size=1)
+    first.stage(STAGE, 2, payload())
+    first.stage(STAGE, 3)
+    first.begin(STAGE, 4)
+    again = Rank(live, key="again", world_size=1, resumed_from_step=5, start=9_000.0)
+    again.stage(STAGE, 6, payload())
+    again.stage(STAGE, 7, payload())
+    again.begin(STAGE, 8)
+
+    def steps_of(capture_id: str) -> list[tuple[int, int, str]]:
+        steps = live.get(f"/captures/{capture_id}")["steps"]
+        return [(each["attempt"], each["step"], each["state"]) for each in steps]
+
+    assert steps_of(numbered) == [(1, 2, "complete"), (1, 3, "empty"), (2, 7, "complete")]
+    assert steps_of(every) == [(1, 2, "complete"), (2, 6, "complete"), (2, 7, "complete")]
+
+
+def test_a_rank_that_left_something_out_or_never_came_to_it_is_a_gap(live: Service) -> None:
+    capture_id = request_capture(live, stages=[STAGE], steps=[2, 3], keep=["old_log_probs"])
+    ranks = [Rank(live, rank=number) for number in (0, 1)]
+    for rank in ranks:
+        rank.stage(STAGE, 1)
+    ranks[0].stage(STAGE, 2, payload())
+    ranks[0].say("dump", stage=STAGE, step=2, capture_id=capture_id, state="missed")
+    ranks[1].stage(STAGE, 2, payload())
+    ranks[0].stage(STAGE, 3, payload())
+    live.engine.fall_silent(ranks[1])
+    ranks[0].begin(STAGE, 4)
+    progress = live.get(f"/captures/{capture_id}")
+    assert [(each["state"], each["collected"], each["gaps"]) for each in progress["steps"]] == [
+        ("partial", 1, [{"role": "actor", "rank": 0, "state": "missed"}]),
+        ("partial", 1, [{"role": "actor", "rank": 1, "state": "not begun"}]),
+    ]
 
 
 def test_a_payload_that_another_process_did_again_is_no_gap(live: Service) -> None:
@@ -239,6 +298,7 @@ def test_tensors_that_came_before_they_were_to_be_kept_are_a_gap(live: Service) 
     await_agreement(live, capture_id)
     ranks[1].stage(STAGE, 1, None, scalars={"loss": 1.0})
     ranks[0].stage(STAGE, 2, payload())
+    ranks[1].stage(STAGE, 2)
     for rank in ranks:
         rank.begin(STAGE, 3)
     progress = live.get(f"/captures/{capture_id}")

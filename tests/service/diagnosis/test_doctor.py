@@ -783,7 +783,10 @@ def test_only_what_still_holds_up_the_newest_attempt_is_a_hang(live: Service) ->
     train(live, "hung", steps=range(6, 11), key="a2", start=9_000.0)
     row = rows_of(live, "hung")["hangs"]
     assert row["verdict"] == "not found"
-    assert row["against"] == [f"1 rank held up others earlier, the last: {text}"]
+    assert row["against"] == [
+        f"1 rank held up others earlier, the last: {text}",
+        f"attempt 1 ended with it, since step 5: {text}",
+    ]
     assert rows_of(live, "hung", step=5)["hangs"]["verdict"] == "found"
 
 
@@ -820,10 +823,10 @@ def test_a_mismatch_that_an_earlier_attempt_ended_with_is_named(live: Service) -
     rows = {row["rule"]: row for row in answer["rows"]}
     assert found_in(rows) == set()
     assert rows["mismatch_jump"]["against"][-1].startswith(
-        "no longer in force, of attempt 1, since step 20: logprob_abs_diff/mean is "
+        "attempt 1 ended with it, since step 20: logprob_abs_diff/mean is "
     )
     assert answer["text"].endswith(
-        f". No longer in force, of attempt 1: {rows['mismatch_jump']['title']} (since step 20) "
+        f". Attempt 1 ended with: {rows['mismatch_jump']['title']} (since step 20) "
         "(stagescope doctor was-sick --attempt 1)"
     )
     # What every attempt shows is no matter of before.
@@ -831,7 +834,42 @@ def test_a_mismatch_that_an_earlier_attempt_ended_with_is_named(live: Service) -
     train(live, "still-sick", worse, steps=range(26, 30), ranks=4, key="a2", start=9_000.0)
     answer = live.get("/runs/still-sick/diagnosis")
     assert found_in({row["rule"]: row for row in answer["rows"]}) == {"mismatch_jump"}
-    assert "No longer" not in answer["text"]
+    assert "ended with" not in answer["text"]
+    # What is found again, in steps that were done again, says that it was there before.
+    train(live, "sick-again", worse, steps=range(1, 30), ranks=4)
+    later = since(18, lambda batch: batch.add(0.05))
+    train(live, "sick-again", later, steps=range(13, 30), ranks=4, key="a2", start=9_000.0)
+    row = rows_of(live, "sick-again")["mismatch_jump"]
+    assert (row["verdict"], row["since_step"]) == ("found", 18)
+    assert row["for"][-1].startswith("attempt 1 ended with it, since step 20: ")
+
+
+def test_an_attempt_of_one_step_does_not_hide_where_a_jump_was(live: Service) -> None:
+    worse = since(6, lambda batch: batch.add(0.05))
+    train(live, "one-step", steps=range(1, 6))
+    train(live, "one-step", worse, steps=range(6, 7), key="a2", start=9_000.0)
+    train(live, "one-step", worse, steps=range(7, 12), key="a3", start=19_000.0)
+    row = rows_of(live, "one-step")["mismatch_jump_at_restart"]
+    assert (row["verdict"], row["since_step"], row["where"]) == ("found", 6, "attempt 2")
+    assert row["next"][0] == "stagescope diff one-step@1 one-step@2"
+
+
+def test_another_rank_stands_apart_since_another_step(live: Service) -> None:
+    def change(batch: Batch) -> None:
+        sick = 1 if 8 <= batch.step < 12 else 0 if batch.step >= 12 else None
+        if batch.rank == sick:
+            batch.add(0.1)
+
+    train(live, "two-sick", change)
+    row = rows_of(live, "two-sick")["rank_apart"]
+    assert (row["verdict"], row["where"], row["since_step"]) == ("found", "actor rank 0", 12)
+
+
+def test_a_low_first_step_alone_is_no_jump_inside_an_attempt(live: Service) -> None:
+    train(live, "low-first", since(2, lambda batch: batch.add(0.05)), steps=range(1, 16))
+    rows = rows_of(live, "low-first")
+    assert rows["mismatch_jump"]["verdict"] == "not found"
+    assert rows["mismatch_jump_at_first_sync"]["verdict"] == "found"
 
 
 def test_what_the_later_attempt_resumed_from_is_found_with_its_attempt(live: Service) -> None:

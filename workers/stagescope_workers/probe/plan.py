@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Final, TypedDict, cast
+from typing import Final, NamedTuple, TypedDict, cast
 
 from stagescope.wire.captures import matches, matches_rank, needs_ranks, validate_capture
 from stagescope.wire.errors import InvalidPlan
-from stagescope.wire.keep import capture_selectors, matching_selectors, read_keep, shard_capture
+from stagescope.wire.keep import (
+    capture_selectors,
+    is_selected,
+    kept_sections,
+    matching_selectors,
+    read_keep,
+    shard_capture,
+)
 from stagescope.wire.plan import CaptureRequest, KeepSpec, SentPlan
 from stagescope_workers.capture.msprobe_config import check_config, load_config
 from stagescope_workers.capture.verl_blocks import captures_from_verl
@@ -105,6 +112,19 @@ class _Location(TypedDict):
     step: int | None
 
 
+class _LeftOut(NamedTuple):
+    """What is not sent of a stage: names of tensors and sections, and of numbers."""
+
+    tensors: set[str]
+    numbers: set[str]
+
+    def has_any(self, selectors: Collection[str], stage: str) -> bool:
+        """Return whether selectors keep some of it."""
+        if any(is_selected(selectors, stage, name) for name in self.tensors):
+            return True
+        return bool(kept_sections(selectors, stage, (), self.numbers))
+
+
 class PlanWatch:
     """Holds the captures; training calls `begin`, the background thread calls `apply`."""
 
@@ -132,7 +152,8 @@ class PlanWatch:
         self.data_dir: str | None = None
         """The service's data_dir, where its plan has one."""
         self._lock = threading.Lock()
-        self._begun: collections.OrderedDict[int, set[str]] = collections.OrderedDict()
+        self._begun: collections.OrderedDict[int, dict[str, _LeftOut]] = collections.OrderedDict()
+        """Step -> stage that began here -> what was not sent of it."""
         self._seen: set[str] = {str(capture["capture_id"]) for capture in self._local}
 
     @property
@@ -152,7 +173,7 @@ class PlanWatch:
         """
         with self._lock:
             if step is not None:
-                self._begun.setdefault(step, set()).add(stage)
+                self._begun.setdefault(step, {}).setdefault(stage, _LeftOut(set(), set()))
                 while len(self._begun) > _REMEMBERED_STEPS:
                     self._begun.popitem(last=False)
             captures = self._captures
@@ -161,6 +182,21 @@ class PlanWatch:
             for capture in captures
             if needs_ranks(capture) and self._matches(capture, step, stage)
         ]
+
+    def leave_out(
+        self,
+        step: int | None,
+        stage: str,
+        *,
+        tensors: Iterable[str] = (),
+        numbers: Iterable[str] = (),
+    ) -> None:
+        """Note what is not sent of a stage, because nothing in force keeps it."""
+        with self._lock:
+            left_out = self._begun.get(-1 if step is None else step, {}).get(stage)
+            if left_out is not None:
+                left_out.tensors.update(tensors)
+                left_out.numbers.update(numbers)
 
     def keep_selectors(self, step: int | None, stage: str) -> frozenset[str]:
         """Return what is kept of a stage: names of sections and tensors.
@@ -207,7 +243,7 @@ class PlanWatch:
                 self._seen.add(key)
                 if needs_estimate:
                     to_estimate += [capture] if self._includes_this_rank(capture) else []
-                elif needs_ranks(capture):
+                else:
                     missed += [(capture, *late) for late in self._missed_stages(capture)]
             self._service_keep = read_keep(plan.get("keep"))
             shards = _shard_captures(self._service_keep) if self._runs_captures else ()
@@ -221,11 +257,18 @@ class PlanWatch:
             self._on_estimate_requested(capture)
 
     def _missed_stages(self, capture: CaptureRequest) -> list[tuple[int, str]]:
+        """Return the stages that it includes and that began here without it.
+
+        What is sent in any case the service may still keep: of a capture that only keeps tensors
+        those stages are missed of which something that it keeps was left out.
+        """
+        selectors = None if needs_ranks(capture) else capture_selectors(capture)
         return [
             (step, stage)
             for step, stages in self._begun.items()
-            for stage in sorted(stages)
+            for stage, left_out in sorted(stages.items(), key=lambda each: each[0])
             if self._matches(capture, step, stage)
+            and (selectors is None or left_out.has_any(selectors, stage))
         ]
 
     def _includes_this_rank(self, capture: CaptureRequest) -> bool:

@@ -145,6 +145,7 @@ class Reporter:
         with self.guard("wants", None):
             if is_selected(self.plan.keep_selectors(step, stage), stage, name):
                 return True
+            self.plan.leave_out(step, stage, tensors=[name])
             self._check_spelling(name, Work(step, None, stage))
         return False
 

@@ -245,7 +245,10 @@ class Stage:
         if not self._scalars:
             return False
         selectors = self._probe.plan.keep_selectors(work.step, work.stage or "")
-        return bool(selectors and kept_sections(selectors, work.stage, (), self._scalars))
+        if selectors and kept_sections(selectors, work.stage, (), self._scalars):
+            return True
+        self._probe.plan.leave_out(work.step, work.stage or "", numbers=self._scalars)
+        return False
 
     # --- captures -------------------------------------------------------------------------
 

@@ -238,7 +238,8 @@ class RankGap(RoleRank):
     """State of its dumps: the worst of them, `no report` where some are missing, `not asked` where
     it was left out, `without a step` where it does the stage as work that belongs to no step. Of
     tensors that the service keeps by itself: `not kept` (they came before the request was in force,
-    or there was no room), or the state of a payload that did not arrive, such as `lost`."""
+    or there was no room), the state of a payload that did not arrive, such as `lost`, or of a stage
+    that the rank did not end."""
 
 
 class CapturedStep(Model):
@@ -256,6 +257,8 @@ class CapturedStep(Model):
     """Ranks that may still."""
     gaps: list[RankGap]
     """Ranks that did not collect it."""
+    gap: str | None
+    """Why it is not known any more what was kept of it; null: it is."""
 
 
 class CaptureDump(DumpRow):

@@ -74,7 +74,7 @@ class Diagnosis(RunHeading, Page[Symptom]):
     measured_step: Step | None
     """Number of the newest step with numbers, which `mismatch` is of; null: none."""
     text: str
-    """How many symptoms were found, as a sentence, and which ones an earlier attempt alone showed,
-    in steps that are no longer in force."""
+    """How many symptoms were found, as a sentence, and which others earlier attempts ended with, or
+    showed in steps that are no longer in force."""
     mismatch: list[MismatchPart]
     """The mismatch taken apart; empty: no step has both streams, or they are equal."""

@@ -12,6 +12,7 @@ from typing import Final, cast
 
 from stagescope.render import counted, format_value, stretches
 from stagescope.series import sparkline
+from stagescope.wire.captures import needs_ranks
 from stagescope.wire.errors import StagescopeError
 from stagescope_service.api import (
     captures,
@@ -399,7 +400,9 @@ def _captures(scope: ReportScope) -> Section | None:
                 "state": found.state,
                 "stages": stages if isinstance(stages, str) else ", ".join(stages),
                 "steps": ", ".join(f"{each['step']} {each['state']}" for each in of_steps[:8]),
-                "dumps": sum(each["collected"] for each in of_steps),
+                "dumps": sum(each["collected"] for each in of_steps)
+                if needs_ranks(stored["spec"])
+                else 0,
                 "created_wall": row["created_wall"],
                 "by": row["by"],
             }
