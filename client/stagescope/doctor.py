@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from stagescope import render
-from stagescope.render import wrapped
+from stagescope.render import printable, wrapped
 from stagescope.table import Row, Table
 
 DIAGNOSIS_ORDER: Final = ("verdict", "sure", "rule", "since_step", "where", "title", "family")
@@ -130,7 +130,12 @@ def _paragraph(row: Row, width: int) -> list[str]:
             lines += wrapped(f"  {mark}", str(text), width)
     lines += wrapped("  ", str(row["meaning"]), width)
     for step in row["next"]:
-        lines += wrapped("  -> ", str(step), width)
+        command, mark, comment = str(step).partition("  # ")
+        if command.startswith("stagescope "):  # on one line, to be pasted
+            lines.append(printable(f"  -> {command}"))
+            lines += wrapped("     # ", comment, width) if mark else []
+        else:
+            lines += wrapped("  -> ", str(step), width)
     return lines
 
 

@@ -58,6 +58,7 @@ def progress() -> CaptureProgress:
     return CaptureProgress({
         "capture_id": "3f0c", "state": "complete", "reason": None, "agreement": agreement,
         "ranks": [rank], "steps": [step], "dumps": [], "created_wall": WALL,
+        "order": {"config": {"task": "statistics"}, "config_path": None, "keep": []},
     })  # fmt: skip
 
 

@@ -1221,7 +1221,10 @@ def test_notebook_and_terminal_show_the_same(live: Service) -> None:
     shown = invoke("doctor", "shown", env=environment)
     assert shown.exit_code == 0
     assert "actor rank 2" in " ".join(shown.stdout.split())
-    assert all(len(line) <= 80 for line in shown.stdout.splitlines())
+    lines = shown.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith("  -> stagescope "))
+    capture = next(line for line in lines if "capture --stages" in line)
+    assert "--level L0 --run" in capture  # a command is pasted as a whole
     full = invoke("doctor", "shown", "--all", env=environment)
     unknown = [row for row in table if row["verdict"] == "not measured"]
     assert len(unknown) > 5
