@@ -155,7 +155,8 @@ class CaptureProgress(Record):
         if agreement["missed_steps"]:
             lines.append(f"begun before it was agreed on: steps {agreement['missed_steps']}")
         lines += map(_estimate_line, agreement["estimates"][:_MAX_NAMED])
-        lines += [_step_line(step, run, kept) for step in self["steps"]]
+        several = len({step.get("attempt") for step in self["steps"]}) > 1
+        lines += [_step_line(step, run, kept, of_attempt=several) for step in self["steps"]]
         lines += _error_lines(self["dumps"])
         lines += [dump["path"] for dump in self["dumps"] if dump["path"]]
         return lines
@@ -206,15 +207,25 @@ def _estimate_line(estimate: _Estimate) -> str:
     return f"estimate of {location}: {size:.1f} MB, {time} a step ({basis})"
 
 
-def _step_line(step: _StepProgress, run: str | None, kept: Sequence[str]) -> str:
-    """Return the line of a step; `kept`: what the service keeps where it asks no rank."""
+def _step_line(
+    step: _StepProgress, run: str | None, kept: Sequence[str], *, of_attempt: bool
+) -> str:
+    """Return the line of a step.
+
+    Args:
+        step: the step.
+        run: of the capture.
+        kept: what the service keeps where it asks no rank.
+        of_attempt: whether to name the attempt.
+    """
     number, collected = step["step"], step["collected"]
+    label = f"step {number} of attempt {step['attempt']}" if of_attempt else f"step {number}"
     if step["state"] == "empty":
         if step.get("gap"):
-            return f"step {number}: nothing of it is left: {step['gap']}"
+            return f"{label}: nothing of it is left: {step['gap']}"
         why = f"no requested rank recorded {_listed(kept)} in" if kept else "no rank did"
-        return f"step {number}: nothing to {'keep' if kept else 'collect'}, {why} these stages"
-    text = f"step {number}: {step['state']}"
+        return f"{label}: nothing to {'keep' if kept else 'collect'}, {why} these stages"
+    text = f"{label}: {step['state']}"
     if collected or not kept:
         ranks = f"{collected} rank{'' if collected == 1 else 's'}"
         text += f", tensors of {ranks} kept" if kept else f", {ranks} collected"

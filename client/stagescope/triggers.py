@@ -61,7 +61,12 @@ class Triggers(Table):
         foot = super()._foot(rows)
         foot += [_budget_line(budget) for budget in self.about.get("budgets") or ()]
         if not self.about.get("budgets"):
-            foot.append("no run may be captured unasked")
+            patterns = ", ".join(self.about.get("runs") or ())
+            foot.append(
+                render.printable(f"no run that is known matches {patterns}: none is captured yet")
+                if patterns
+                else "no run may be captured unasked"
+            )
         pinned = self.about.get("pinned") or ()
         if pinned:
             steps = ", ".join(

@@ -125,7 +125,15 @@ def test_the_command_line(found: Service, tmp_path: Path) -> None:
     said = ask("triggers", "test", "--rules", str(file), "--json")
     answer: Json = json.loads(said.stdout)
     assert [(row["step"], row["rule"]) for row in answer["rows"]] == [(3, "mean")]
-    assert ask("triggers", "set", "--rules", str(file)).exit_code == 0
+    shipped = tmp_path / "shipped.yaml"
+    shipped.write_text(ask("triggers", "--defaults").stdout)
+    assert ask("triggers", "set", "--rules", str(shipped)).exit_code == 0
+    put = ask("triggers", "set", "--rules", str(file))
+    assert put.exit_code == 0
+    # The rules that ship are replaced: each that is gone is named.
+    assert "no longer in force: " in put.stderr
+    assert "non_finite" in put.stderr
+    assert "mean" in put.stdout
     row = {"attempt_id": 1, "step": 3, "rule": "mean", "run": "r", "message": "far off"}
     row |= {"evidence": {"value": 0.9, "attempt": 1}, "actions": {}, "wall": 1.0}
     found.store.submit([Put("firings", row)]).result(30)

@@ -191,6 +191,16 @@ def remove_capture(session: Session, capture_id: str) -> Record:
     return Record({**fields, "capture_id": capture_id}, title=removed.heading)
 
 
+def _set_rules(session: Session, document: str) -> Table:
+    before = {str(row["name"]) for row in session.triggers()}
+    session.set_triggers(document)
+    found = session.triggers()
+    if gone := sorted(before - {str(row["name"]) for row in found}):
+        text = f"no longer in force: {', '.join(gone)} (those that ship: triggers --defaults)"
+        click.echo(printable(text), err=True)
+    return found
+
+
 @question(
     click.argument("action", type=click.Choice(["show", "test", "set", "firings"]), default="show"),
     click.argument("rule", required=False),
@@ -241,7 +251,7 @@ def triggers(
     if action == "set":
         if document is None:
             raise click.UsageError("`set` needs --rules FILE")
-        return session.set_triggers(document)
+        return _set_rules(session, document)
     if action == "test":
         return session.test_triggers(run, document, steps=steps)
     if action == "firings":
