@@ -386,6 +386,17 @@ def test_what_the_service_keeps_alone_waits_for_a_training_s_step() -> None:
     quick = ranks.add(task=None, keep=["old_log_probs"])
     settle(ranks)
     assert ranks.agreement(quick)["steps"] == [5]
+    begun = ranks.add(task=None, keep=["old_log_probs"], steps=[2, 9])
+    settle(ranks)
+    agreed = ranks.agreement(begun)
+    assert (agreed["steps"], agreed["missed_steps"]) == ([2, 9], [2])
+    again = ranks.add(task=None, keep=["prob_ratio"], steps=[3, 9], again=1)
+    settle(ranks)
+    gap = {"capture_id": again, "role": "actor", "rank": 0, "step": 3}
+    gap |= {"stage": "update", "state": "missed"}
+    ranks.bench.carry_out(ranks.requests.reported(gap, ranks.now, ranks.now))
+    settle(ranks)
+    assert ranks.agreement(again)["steps"] == [3, 5, 9]
     ranks.bench.give(ranks.ranks[0].finish())
     late = ranks.add(task=None, keep=["advantages"])
     revision = ranks.plan.revision

@@ -23,6 +23,7 @@ from stagescope_service.core.captures.agreement import (
     CaptureCost,
     CaptureParticipants,
     MissedStep,
+    start_step,
 )
 from stagescope_service.core.captures.participants import (
     attempt_of,
@@ -209,12 +210,20 @@ class CaptureRequests:
         steps = entry.request["steps"]
         start: int | None = None
         passed: list[int] = []
+        # Nobody acknowledges it: the least round trip is assumed, for ranks that record a tensor
+        # only where it is kept.
+        first = 0 if top is None else start_step(top, 0.0, participants.step_seconds)
         if agreement_rules.is_relative(steps):
             if top is None:
                 return None
-            # Ranks that record a tensor only to be kept learn of it as of any other request.
-            start = agreement_rules.start_step(top, 0.0, participants.step_seconds)
+            start = first
             steps, passed = agreement_rules.resolve(steps, start)
+        elif isinstance(steps, list) and top is not None:
+            # They stay: what of them is still to come is kept.
+            passed = [step for step in steps if step <= top]
+            if pending.number > 1:  # a rank has missed one
+                start = first
+                steps = sorted({start, *steps})
         return dataclasses.replace(
             pending,
             phase=agreement_rules.AGREED,
