@@ -38,6 +38,7 @@ class _RankState(_Rank):
 
 class _StepGap(TypedDict, total=False):
     gap: str | None
+    unrecorded: Sequence[str]
 
 
 class _StepProgress(_StepGap):
@@ -233,6 +234,8 @@ def _step_line(
         text += f"; waiting for {_names(step['waiting'])}"
     gaps = [f"{gap['role']} {gap['rank']} {gap['state']}" for gap in step["gaps"][:_MAX_NAMED]]
     text += f"; {', '.join(gaps)}" if gaps else ""
+    if unrecorded := step.get("unrecorded"):
+        text += f"; nobody recorded {_listed(unrecorded)}"
     if kept and run is not None and step["state"] != "waiting":
         attempt = "" if step["attempt"] is None else f" --attempt {step['attempt']}"
         text += f" (stagescope kept {number} --run {run}{attempt})"

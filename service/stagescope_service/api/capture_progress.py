@@ -58,6 +58,7 @@ class CapturedStep(TypedDict):
     waiting: list[JsonObject]
     gaps: list[JsonObject]
     gap: str | None
+    unrecorded: list[str]
 
 
 class RequestedRank(TypedDict):
@@ -300,7 +301,10 @@ class _CapturedSteps:
                 if step.includes(rank)
             }
         result = _result(number, attempt, states, step.closed)
-        return {**result, "gap": step.rows_removed if result["state"] == "empty" else None}
+        if result["state"] == "empty":
+            return {**result, "gap": step.rows_removed}
+        unrecorded = [] if result["state"] == "waiting" else sorted(step.unrecorded)
+        return {**result, "unrecorded": unrecorded}
 
     def _reports_by_step(
         self, dumps: Iterable[DumpRow]
@@ -396,4 +400,5 @@ def _result(
         "waiting": [{"role": role, "rank": rank} for role, rank in sorted(waiting)],
         "gaps": gaps,
         "gap": None,
+        "unrecorded": [],
     }

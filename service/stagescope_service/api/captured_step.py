@@ -55,6 +55,8 @@ class StepOfCapture:
     ) -> None:
         self._catalogue, self._attempt_id, self._number = catalogue, attempt_id, number
         self._spec, self._selectors = spec, frozenset(capture_selectors(spec))
+        self.unrecorded = set[str]()
+        """The selectors of the request of which `kept` has found nothing."""
         self._stages = None if spec["stages"] == "all" else list(spec["stages"])
         rows = catalogue.steps(attempt_id, before=number + 1, limit=_STEPS_BEFORE + 1)
         own = [row for row in rows if row["step"] == number]
@@ -88,6 +90,7 @@ class StepOfCapture:
         kept is known, not what was logged.
         """
         found: dict[RankKey, list[RankState]] = defaultdict(list)
+        self.unrecorded = set(self._selectors)
         # What another process did again does not count: it may have died with its payloads.
         replaced = self._catalogue.replaced(self._attempt_id, self._number)
         files = {
@@ -106,7 +109,7 @@ class StepOfCapture:
             if key not in replaced and self._is_of_request(payload):
                 found[payload["role"], payload["rank"]] += self._kept_of(payload, file)
         for file in files.values():  # retention removed the row of its payload
-            if self._names(file["stage"], *_names_in(file)):
+            if self._recorded(file["stage"], *_names_in(file)):
                 found[file["role"], file["rank"]].append(RankState(COLLECTED, True))
         for each in (self._row and self._row["missing"]) or ():
             if self._is_of_request(each):
@@ -122,7 +125,7 @@ class StepOfCapture:
         """Yield the state of what a payload has of the request; nothing if it has none of it."""
         recorded = set(payload["tensors"] or ())
         tensors, numbers = (set[str](), set[str]()) if file is None else _names_in(file)
-        wanted = self._names(payload["stage"], recorded | tensors)
+        wanted = self._recorded(payload["stage"], recorded | tensors)
         if payload["state"] == ANNOUNCED:
             # Of a payload without tensors it is known only later which numbers came with it.
             if wanted or not recorded:
@@ -132,14 +135,18 @@ class StepOfCapture:
                 yield RankState(payload["state"], True)
         elif not wanted <= tensors:
             yield RankState(_NOT_KEPT, True)
-        elif wanted or self._names(payload["stage"], (), numbers):
+        elif self._recorded(payload["stage"], (), numbers) or wanted:
             yield RankState(COLLECTED, True)
 
-    def _names(
+    def _recorded(
         self, stage: str, tensors: Collection[str], numbers: Collection[str] = ()
     ) -> set[str]:
-        """Return those of the names that the request keeps."""
+        """Return those of the names that the request keeps, and note their selectors."""
         sections = kept_sections(self._selectors, stage, tensors, numbers)
+        if sections and self.unrecorded:
+            self.unrecorded -= {
+                each for each in self.unrecorded if kept_sections({each}, stage, tensors, numbers)
+            }
         return {name for names in sections.values() for name in names}
 
     def _is_of_request(self, row: ArtifactRow | PayloadRow | UnfinishedRank) -> bool:

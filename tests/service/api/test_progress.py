@@ -226,7 +226,9 @@ def test_a_file_that_holds_something_else_is_not_what_is_requested(live: Service
     """The run's own configuration keeps tensors of every stage."""
     live.engine.keep("old_log_probs")
     of_stage = request_capture(live, stages=[STAGE], steps=[1], keep=["old_log_probs"])
-    part = request_capture(live, stages=["compute_advantage"], steps=[1], keep=["response_mask"])
+    part = request_capture(
+        live, stages=["compute_advantage"], steps=[1], keep=["response_mask", "loss", "values"]
+    )
     numbers = request_capture(live, stages=["compute_advantage"], steps=[1], keep=["metrics"])
     rank = Rank(live, world_size=1)
     rank.stage("compute_advantage", 1, payload())
@@ -234,6 +236,8 @@ def test_a_file_that_holds_something_else_is_not_what_is_requested(live: Service
     rank.begin(STAGE, 2)
     assert come_to(live, of_stage) == ("empty", [("empty", 0, 0, 0)])
     assert come_to(live, part) == ("complete", [("complete", 1, 0, 0)])
+    text = CaptureProgress(live.get(f"/captures/{part}")).lines()
+    assert "step 1: complete, tensors of 1 rank kept; nobody recorded loss, values (" in text[-1]
     assert come_to(live, numbers) == ("empty", [("empty", 0, 0, 0)])
 
 

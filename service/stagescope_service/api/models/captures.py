@@ -259,6 +259,8 @@ class CapturedStep(Model):
     """Ranks that did not collect it."""
     gap: str | None
     """Why it is not known any more what was kept of it; null: it is."""
+    unrecorded: list[str]
+    """Names to keep of which nobody recorded anything, where others were recorded."""
 
 
 class CaptureDump(DumpRow):

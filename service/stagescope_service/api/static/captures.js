@@ -147,8 +147,11 @@ function arrived(run, { steps, dumps, agreement, order }) {
       ["", (row) => badge(row.state === "waiting" ? "open" : row.state, row.state)],
       [alone ? "kept of" : "collected", (row) => plural(row.collected, "rank"), { right: true }],
       ["may still", (row) => byRole(row.waiting)],
-      ["did not", (row) => row.gaps.map((each) => `${each.role} ${each.rank}: ${each.state}`).join("; "),
-        { wide: true }],
+      ["did not", (row) => [
+        ...row.gaps.map((each) => `${each.role} ${each.rank}: ${each.state}`),
+        ...(row.unrecorded.length > 0 ? [`nobody recorded ${row.unrecorded.join(", ")}`] : []),
+        ...(row.gap ? [row.gap] : []),
+      ].join("; "), { wide: true }],
     ], steps, { key: (row) => `${row.attempt}/${row.step}`, empty: "No step of it has begun." }),
     dumps.length > 0 && table("Dumps", [
       ["dump of", (row) => `${row.role} ${row.rank}`, { head: true }],
