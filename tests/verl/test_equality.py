@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stagescope_service.statistics import TokenBatch, publish, summarise
@@ -281,7 +281,16 @@ def test_any_batch(batch: Tensors, config: dict[str, Any]) -> None:
     hold_correction(batch, config)
 
 
+FAINT_PROBABILITIES: Tensors = {
+    "old_log_probs": torch.tensor([[0.0], [0.0], [-1.0]], dtype=torch.float64),
+    "rollout_log_probs": torch.tensor([[-24.0], [-25.0], [-26.0]], dtype=torch.float64),
+    "response_mask": torch.ones(3, 1, dtype=torch.int64),
+    "responses": torch.zeros(3, 1, dtype=torch.int64),
+}
+
+
 @given(batch=batches())
+@example(batch=FAINT_PROBABILITIES)  # e^-24 - 1 has four digits of e^-24
 def test_probabilities_of_any_batch(batch: Tensors) -> None:
     expected, found = verl_debug(batch), ours(batch)
     drop_in = calculate_debug_metrics(batch)

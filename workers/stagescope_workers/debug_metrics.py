@@ -33,6 +33,8 @@ _PREFIX: Final = "training/rollout_probs_diff"
 _PEARSON: Final = "training/rollout_actor_probs_pearson_corr"
 _BLOCK: Final = 1 << 16
 """Tokens of a block."""
+_NEAR_ONE: Final = -1.0
+"""A log-prob above which e^p - 1 keeps digits that e^p loses."""
 _FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -244,7 +246,9 @@ class _Scan:
         self._total = 0.0
         """Of |e^p - e^q|; unlike the running mean it stays inf once a value is inf."""
         self._means = np.zeros(3)
-        """Of |e^p - e^q|, e^p - 1 and e^q - 1."""
+        """Of |e^p - e^q|, e^p and e^q, the last two less `_base`."""
+        self._base = np.zeros(3)
+        """1 for a stream that had a value near 1, of which e^p - 1 has more digits; else 0."""
         self._seconds = np.zeros((3, 3))
         self._low, self._high = np.full(2, np.inf), np.full(2, -np.inf)
         self._counts: IntArray = np.zeros(0, np.int64)
@@ -290,13 +294,24 @@ class _Scan:
         n = p.size
         if not n:
             return
-        # e^p - 1 is precise where e^p is close to 1.
-        u, v = np.expm1(p), np.expm1(q)
-        columns = np.stack([np.abs(u - v), u, v])
+        # e^p - 1 is precise where e^p is close to 1, and e^p where all are close to 0.
+        extremes = np.stack([p, q])
+        highest = extremes.max(axis=1)
+        base = np.array([0.0, *(highest > _NEAR_ONE)])
+        u, v = (
+            np.expm1(x) if near else np.exp(x) for x, near in zip((p, q), base[1:], strict=True)
+        )
+        difference = u - v if base[1] == base[2] else np.exp(p) - np.exp(q)
+        columns = np.stack([np.abs(difference), u, v])
         self._largest = np.maximum(self._largest, columns[0].max())
         self._total += float(columns[0].sum())
         means = columns.mean(axis=1)
         columns -= means[:, None]
+        common = np.maximum(base, self._base)
+        means -= common - base
+        if self._n:
+            self._means -= common - self._base
+        self._base = common
         shift = means - self._means
         total = self._n + n
         self._seconds += columns @ columns.T
@@ -304,9 +319,8 @@ class _Scan:
             self._seconds += np.outer(shift, shift) * (self._n * n / total)
         self._means += shift * (n / total)
         self._n = total
-        extremes = np.stack([p, q])
         self._low = np.minimum(self._low, extremes.min(axis=1))
-        self._high = np.maximum(self._high, extremes.max(axis=1))
+        self._high = np.maximum(self._high, highest)
         if not np.isfinite(extremes.sum()):
             for side, values in enumerate((p, q)):
                 self._nonfinite[side, 0] += np.isnan(values).sum()
