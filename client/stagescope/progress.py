@@ -222,8 +222,8 @@ def _step_line(
     number, collected = step["step"], step["collected"]
     label = f"step {number} of attempt {step['attempt']}" if of_attempt else f"step {number}"
     if step["state"] == "empty":
-        if step.get("gap"):
-            return f"{label}: nothing of it is left: {step['gap']}"
+        if gap := step.get("gap"):
+            return f"{label}: nothing of it is left: {gap}"
         why = f"no requested rank recorded {_listed(kept)} in" if kept else "no rank did"
         return f"{label}: nothing to {'keep' if kept else 'collect'}, {why} these stages"
     text = f"{label}: {step['state']}"
