@@ -138,7 +138,7 @@ class CaptureProgress(Record):
             lines.append(f"no rank {_numbers(unmatched)} is there: nothing is collected of it")
         if self.is_abandoned:
             lines.append(
-                "no rank of the run is there: it waits for the run's next attempt"
+                "no rank that it is for is there: it waits for them"
                 if kept
                 else "no rank that it asks is there: it waits for them"
             )
@@ -236,7 +236,7 @@ def _step_line(
     text += f"; {', '.join(gaps)}" if gaps else ""
     if unrecorded := step.get("unrecorded"):
         text += f"; nobody recorded {_listed(unrecorded)}"
-    if kept and run is not None and step["state"] != "waiting":
+    if kept and collected and run is not None and step["state"] != "waiting":
         attempt = "" if step["attempt"] is None else f" --attempt {step['attempt']}"
         text += f" (stagescope kept {number} --run {run}{attempt})"
     return text

@@ -63,7 +63,7 @@ class Triggers(Table):
         if not self.about.get("budgets"):
             patterns = ", ".join(self.about.get("runs") or ())
             foot.append(
-                render.printable(f"no run that is known matches {patterns}: none is captured yet")
+                render.printable(f"no run here may be captured unasked; those that may: {patterns}")
                 if patterns
                 else "no run may be captured unasked"
             )

@@ -46,6 +46,8 @@ _NOT_ASKED: Final = "not asked"
 _NO_STEP: Final = "without a step"
 """Of a rank that does a requested stage only as work without a step, as an engine may."""
 _STEPS_LISTED: Final = 1000
+_KEPT_LISTED: Final = 100
+"""Newest steps of an attempt that are listed of a request without an end."""
 
 
 class CapturedStep(TypedDict):
@@ -220,7 +222,8 @@ def _state(agreement: Agreement, steps: Iterable[CapturedStep]) -> str:
     """Return a capture's state: its phase, or its result where every step is over."""
     if agreement.phase not in (AGREED, DONE):
         return agreement.phase
-    states = {each["state"] for each in steps}
+    # Of a step that a later attempt did again the later result counts: they come by attempt.
+    states = {*{each["step"]: each["state"] for each in steps}.values()}
     ends = agreement.phase == DONE or last_step(agreement.steps) is not None
     if not ends or not states or "waiting" in states:
         return AGREED
@@ -303,8 +306,9 @@ class _CapturedSteps:
         result = _result(number, attempt, states, step.closed)
         if result["state"] == "empty":
             return {**result, "gap": step.rows_removed}
-        unrecorded = [] if result["state"] == "waiting" else sorted(step.unrecorded)
-        return {**result, "unrecorded": unrecorded}
+        # Where something is missing, it is not known what it held.
+        is_known = result["state"] == "complete" and "all" not in self.spec["keep"]
+        return {**result, "unrecorded": sorted(step.unrecorded) if is_known else []}
 
     def _reports_by_step(
         self, dumps: Iterable[DumpRow]
@@ -355,7 +359,7 @@ class _CapturedSteps:
         scope: CaptureScope = {"stages": "all", "roles": None, "ranks": "all", "steps": steps}
         for attempt_id in self.numbers:
             if only in (None, attempt_id):
-                for step in self.catalogue.newest_kept_steps(attempt_id, limit=_STEPS_LISTED):
+                for step in self.catalogue.newest_kept_steps(attempt_id, limit=_KEPT_LISTED):
                     if matches(scope, stage="", role="", rank=0, step=step):
                         yield attempt_id, step
 

@@ -99,7 +99,7 @@ def diagnosis_of(
     if attempt is None:
         for number in itertools.islice(history.earlier_attempts(), _EARLIER):
             own = RunHistory(deps.catalogue, target.run, attempt=number, last=step)
-            rows = add_earlier(rows, history, own, number)
+            rows = add_earlier(rows, history, own, number, step)
     steps = [each.step for each in history.steps]
     newest = history.newest
     found = sum(each.evidence.verdict == "found" for each in rows)
@@ -113,7 +113,7 @@ def diagnosis_of(
         "measured": len(history.measured),
         "measured_step": None if newest is None else newest.step.step,
         "text": f"{found} of {len(rows)} symptoms found, {unknown} not measured, in {len(steps)} "
-        f"closed steps of run {target.run}{_before(target.run, rows)}",
+        f"closed steps of run {target.run}{_before(target.run, rows, step)}",
         "mismatch": [
             {"name": part.name, "share": part.share, "text": part.text, "counted": part.counted}
             for part in mismatch_parts(history)
@@ -122,7 +122,7 @@ def diagnosis_of(
     return fields, [_row(history, each, attempt) for each in rows]
 
 
-def _before(run: str, rows: Sequence[Diagnosis]) -> str:
+def _before(run: str, rows: Sequence[Diagnosis], step: int | None) -> str:
     """Return the symptoms that earlier attempts showed, as sentences; "" for none."""
     by_attempt: dict[tuple[int, bool], list[str]] = {}
     for each in rows:
@@ -132,12 +132,15 @@ def _before(run: str, rows: Sequence[Diagnosis]) -> str:
             key = before.attempt, before.is_end
             by_attempt.setdefault(key, []).append(each.rule.title + since)
     sentences = []
+    up_to = "" if step is None else f" --step {step}"
     for (attempt, is_end), titles in sorted(by_attempt.items(), reverse=True):
         what = f"Attempt {attempt} ended with"
+        if step is not None:
+            what = f"Attempt {attempt} had, up to step {step}"
         if not is_end:
             what = f"No longer in force, of attempt {attempt}"
         sentences.append(
-            f". {what}: {'; '.join(titles)} (stagescope doctor {run} --attempt {attempt})"
+            f". {what}: {'; '.join(titles)} (stagescope doctor {run} --attempt {attempt}{up_to})"
         )
     return "".join(sentences)
 

@@ -181,7 +181,11 @@ def diagnose(history: RunHistory, rules: Sequence[SymptomRule] | None = None) ->
 
 
 def add_earlier(
-    found: Sequence[Diagnosis], history: RunHistory, earlier: RunHistory, attempt: int
+    found: Sequence[Diagnosis],
+    history: RunHistory,
+    earlier: RunHistory,
+    attempt: int,
+    last: int | None = None,
 ) -> list[Diagnosis]:
     """Add which symptoms an earlier attempt ended with.
 
@@ -191,10 +195,11 @@ def add_earlier(
         history: of the run.
         earlier: of the attempt alone.
         attempt: its number.
+        last: the last step that is looked at; None: the newest.
     """
     asked = [each.rule for each in found if _is_asked(each.evidence, history, attempt)]
     shown = {
-        each.rule.name: _before(attempt, each.evidence)
+        each.rule.name: _before(attempt, each.evidence, last)
         for each in diagnose(earlier, asked)
         if each.evidence.verdict == "found"
     }
@@ -215,12 +220,13 @@ def _is_asked(evidence: Evidence, history: RunHistory, attempt: int) -> bool:
     return begun_in is not None and begun_in > attempt
 
 
-def _before(attempt: int, shown: Evidence) -> Before:
+def _before(attempt: int, shown: Evidence, last: int | None) -> Before:
+    had = f"attempt {attempt} ended with it"
+    if last is not None:
+        had = f"attempt {attempt} had it up to step {last}"
     since = "" if shown.since_step is None else f", since step {shown.since_step}"
     first = f": {shown.supports[0]}" if shown.supports else ""
-    return Before(
-        attempt, shown.since_step, f"attempt {attempt} ended with it{since}{first}", is_end=True
-    )
+    return Before(attempt, shown.since_step, f"{had}{since}{first}", is_end=True)
 
 
 def _evidence(rule: SymptomRule, history: RunHistory) -> Evidence:

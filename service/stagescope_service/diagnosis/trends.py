@@ -55,9 +55,9 @@ def jump(
     found: list[Evidence] = []
     against = []
     for number in numbers[1:]:
-        after = series.of_attempt(number)
+        own = after = series.of_attempt(number)
         first = int(after.steps[0])
-        if len(after) == 1:  # it died at once: those that went on say whether its step was usual
+        if len(own) == 1:  # it died at once: those that went on say whether its step was usual
             after = series.where(series.attempts >= number)
         before = series.where((series.steps < first) & (series.attempts < number)).newest(steps)
         if len(before) < 2 or len(after) < 2:
@@ -67,14 +67,16 @@ def jump(
         low, high = float(np.median(before.values)), float(np.median(head.values))
         text = (
             f"{metric} is {short(low)} in the {len(before)} steps before attempt {number} and "
-            f"{short(high)} in its first {len(head)}"
+            f"{short(high)} in the first {len(head)} of it"
+            + ("" if len(own) > 1 else " and the next")
         )
         # Its first step may be healthy: the engine's own weights sampled it. A later rise is not
         # of the restart.
         between = math.sqrt(low * high)
         at_once = float(head.values[:2].max()) > between
-        if found and len(series.of_attempt(int(before.attempts[-1]))) == 1:
-            at_once = at_once and float(before.values[-1]) < between
+        if found:  # the attempt before may have begun with it, and have few steps
+            of_last = before.of_attempt(int(before.attempts[-1])).values
+            at_once = at_once and float(np.median(of_last)) < between
         if at_once and high > max(least, factor * low, low + 4 * spread(before.values)):
             beyond = float((head.values > before.values.max()).mean())
             lasts = after.newest(steps).values

@@ -253,13 +253,23 @@ def test_what_an_earlier_attempt_kept_is_listed_with_it(live: Service) -> None:
     again.stage(STAGE, 6, payload())
     again.stage(STAGE, 7, payload())
     again.begin(STAGE, 8)
+    redone = request_capture(live, steps=[9], **spec)
+    again.stage(STAGE, 8)
+    again.begin(STAGE, 9)
+    live.engine.fall_silent(again)
+    third = Rank(live, key="third", world_size=1, resumed_from_step=8, start=19_000.0)
+    third.stage(STAGE, 9, payload())
+    third.begin(STAGE, 10)
+    assert come_to(live, redone)[0] == "complete"  # that of the attempt that did it to its end
 
     def steps_of(capture_id: str) -> list[tuple[int, int, str]]:
         steps = live.get(f"/captures/{capture_id}")["steps"]
         return [(each["attempt"], each["step"], each["state"]) for each in steps]
 
     assert steps_of(numbered) == [(1, 2, "complete"), (1, 3, "empty"), (2, 7, "complete")]
-    assert steps_of(every) == [(1, 2, "complete"), (2, 6, "complete"), (2, 7, "complete")]
+    assert steps_of(every) == [
+        (1, 2, "complete"), (2, 6, "complete"), (2, 7, "complete"), (3, 9, "complete"),
+    ]  # fmt: skip
 
 
 def test_a_rank_that_left_something_out_or_never_came_to_it_is_a_gap(live: Service) -> None:

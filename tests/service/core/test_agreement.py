@@ -396,7 +396,19 @@ def test_what_the_service_keeps_alone_waits_for_a_training_s_step() -> None:
     gap |= {"stage": "update", "state": "missed"}
     ranks.bench.carry_out(ranks.requests.reported(gap, ranks.now, ranks.now))
     settle(ranks)
-    assert ranks.agreement(again)["steps"] == [3, 5, 9]
+    assert (ranks.agreement(again)["steps"], ranks.agreement(again)["again_left"]) == ([3, 5, 9], 0)
+    twice = ranks.add(task=None, keep=["entropy"], steps=[3, 9], again=2)
+    settle(ranks)
+    for rank in (0, 1):  # each of them says what it missed
+        gap |= {"capture_id": twice, "rank": rank}
+        ranks.bench.carry_out(ranks.requests.reported(gap, ranks.now, ranks.now))
+        settle(ranks)
+    agreed = ranks.agreement(twice)
+    assert (agreed["steps"], agreed["missed_steps"], agreed["again_left"]) == ([3, 5, 9], [3], 1)
+    # What has begun is not asked for: ranks would report it all as missed.
+    every = ranks.add(task=None, keep=["entropy"], steps="all")
+    settle(ranks)
+    assert ranks.agreement(every)["steps"] == {"every": 1, "start": 5, "count": None}
     ranks.bench.give(ranks.ranks[0].finish())
     late = ranks.add(task=None, keep=["advantages"])
     revision = ranks.plan.revision

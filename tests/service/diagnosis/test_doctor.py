@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -834,7 +835,9 @@ def test_a_mismatch_that_an_earlier_attempt_ended_with_is_named(live: Service) -
     train(live, "still-sick", worse, steps=range(26, 30), ranks=4, key="a2", start=9_000.0)
     answer = live.get("/runs/still-sick/diagnosis")
     assert found_in({row["rule"]: row for row in answer["rows"]}) == {"mismatch_jump"}
-    assert "ended with" not in answer["text"]
+    assert "ended with" not in json.dumps(answer)
+    answer = live.get("/runs/was-sick/diagnosis", step=18)
+    assert "ended with" not in json.dumps(answer)  # attempt 1 went on
     # What is found again, in steps that were done again, says that it was there before.
     train(live, "sick-again", worse, steps=range(1, 30), ranks=4)
     later = since(18, lambda batch: batch.add(0.05))
@@ -849,6 +852,11 @@ def test_an_attempt_of_one_step_does_not_hide_where_a_jump_was(live: Service) ->
     train(live, "one-step", steps=range(1, 6))
     train(live, "one-step", worse, steps=range(6, 7), key="a2", start=9_000.0)
     train(live, "one-step", worse, steps=range(7, 12), key="a3", start=19_000.0)
+    train(live, "two-steps", steps=range(1, 6))
+    train(live, "two-steps", worse, steps=range(6, 8), key="a2", start=9_000.0)
+    train(live, "two-steps", worse, steps=range(8, 14), key="a3", start=19_000.0)
+    row = rows_of(live, "two-steps")["mismatch_jump_at_restart"]
+    assert (row["verdict"], row["since_step"], row["where"]) == ("found", 6, "attempt 2")
     row = rows_of(live, "one-step")["mismatch_jump_at_restart"]
     assert (row["verdict"], row["since_step"], row["where"]) == ("found", 6, "attempt 2")
     assert row["next"][0] == "stagescope diff one-step@1 one-step@2"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple, TypedDict, cast
+from typing import Final, TypedDict, cast
 
 from stagescope.wire.captures import matches, matches_rank, needs_ranks, validate_capture
 from stagescope.wire.errors import InvalidPlan
@@ -112,11 +113,12 @@ class _Location(TypedDict):
     step: int | None
 
 
-class _LeftOut(NamedTuple):
+@dataclasses.dataclass
+class _LeftOut:
     """What is not sent of a stage: names of tensors and sections, and of numbers."""
 
-    tensors: set[str]
-    numbers: set[str]
+    tensors: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
 
     def has_any(self, selectors: Collection[str], stage: str) -> bool:
         """Return whether selectors keep some of it."""
@@ -154,6 +156,7 @@ class PlanWatch:
         self._lock = threading.Lock()
         self._begun: collections.OrderedDict[int, dict[str, _LeftOut]] = collections.OrderedDict()
         """Step -> stage that began here -> what was not sent of it."""
+        self._name_sets: dict[frozenset[str], frozenset[str]] = {}
         self._seen: set[str] = {str(capture["capture_id"]) for capture in self._local}
 
     @property
@@ -173,7 +176,7 @@ class PlanWatch:
         """
         with self._lock:
             if step is not None:
-                self._begun.setdefault(step, {}).setdefault(stage, _LeftOut(set(), set()))
+                self._begun.setdefault(step, {}).setdefault(stage, _LeftOut())
                 while len(self._begun) > _REMEMBERED_STEPS:
                     self._begun.popitem(last=False)
             captures = self._captures
@@ -195,8 +198,14 @@ class PlanWatch:
         with self._lock:
             left_out = self._begun.get(-1 if step is None else step, {}).get(stage)
             if left_out is not None:
-                left_out.tensors.update(tensors)
-                left_out.numbers.update(numbers)
+                left_out.tensors = self._shared(left_out.tensors.union(tensors))
+                left_out.numbers = self._shared(left_out.numbers.union(numbers))
+
+    def _shared(self, names: frozenset[str]) -> frozenset[str]:
+        """Return one object for equal sets: steps leave out the same names, hundreds of them."""
+        if len(self._name_sets) >= _CACHED_STAGES:
+            self._name_sets.clear()
+        return self._name_sets.setdefault(names, names)
 
     def keep_selectors(self, step: int | None, stage: str) -> frozenset[str]:
         """Return what is kept of a stage: names of sections and tensors.

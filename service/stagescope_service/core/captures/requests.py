@@ -213,9 +213,9 @@ class CaptureRequests:
         # Nobody acknowledges it: the least round trip is assumed, for ranks that record a tensor
         # only where it is kept.
         first = 0 if top is None else start_step(top, 0.0, participants.step_seconds)
-        if agreement_rules.is_relative(steps):
-            if top is None:
-                return None
+        if agreement_rules.is_relative(steps) and top is None:
+            return None
+        if not isinstance(steps, list) and top is not None:
             start = first
             steps, passed = agreement_rules.resolve(steps, start)
         elif isinstance(steps, list) and top is not None:
@@ -231,7 +231,7 @@ class CaptureRequests:
             agreed_wall=wall,
             start=start,
             steps=steps,
-            missed_steps=passed,
+            missed_steps=pending.missed_steps if pending.number > 1 else passed,
         )
 
     def _anew(self, entry: CaptureEntry, mono: float, wall: float) -> Agreement:
@@ -281,7 +281,10 @@ class CaptureRequests:
             return []
         agreed = dataclasses.replace(agreed, missed=[*agreed.missed, gap])
         entry = CaptureEntry(entry.request, agreed)
-        if gap["state"] == "missed" and agreed.again_left:
+        # Each rank that missed a step says so: one of them has it agreed on again.
+        step, start = gap["step"], agreed.start
+        is_settled = agreed.number > 1 and step is not None and start is not None and step < start
+        if gap["state"] == "missed" and agreed.again_left and not is_settled:
             agreed = dataclasses.replace(
                 self._anew(entry, mono, wall),
                 number=agreed.number + 1,
