@@ -456,3 +456,16 @@ def test_a_rank_of_which_no_part_is_asked_is_no_gap_before_its_step_closes(
                 actor.stage(STAGE, step)
             assert step < 5 or come_to(live, capture_id)[0] != "partial"
     assert come_to(live, capture_id) == ("complete", [("complete", 2, 0, 0)])
+
+
+def test_an_option_that_names_nothing_is_refused(
+    live: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unset variable of the shell must not become a capture of everything."""
+    assert live.tokens is not None
+    monkeypatch.setenv("STAGESCOPE_URL", live.server.url)
+    monkeypatch.setenv("STAGESCOPE_TOKEN", live.tokens.operate)
+    result = invoke("capture", "--run", "r", "--stages", STAGE, "--keep", "")
+    assert result.exit_code == 2
+    assert "--keep: it names nothing" in result.stderr
+    assert live.get("/captures")["rows"] == []
