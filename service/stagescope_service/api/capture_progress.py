@@ -36,11 +36,7 @@ from stagescope_service.core.captures.agreement import (
 )
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.overview import ListedAttempt
-from stagescope_service.store.tables import (
-    CaptureRow,
-    DumpRow,
-    ProcessRow,
-)
+from stagescope_service.store.tables import CaptureRow, DumpRow, ProcessRow
 
 _NOT_ASKED: Final = "not asked"
 _NO_STEP: Final = "without a step"
