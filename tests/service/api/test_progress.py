@@ -253,23 +253,33 @@ def test_what_an_earlier_attempt_kept_is_listed_with_it(live: Service) -> None:
     again.stage(STAGE, 6, payload())
     again.stage(STAGE, 7, payload())
     again.begin(STAGE, 8)
-    redone = request_capture(live, steps=[9], **spec)
-    again.stage(STAGE, 8)
-    again.begin(STAGE, 9)
-    live.engine.fall_silent(again)
-    third = Rank(live, key="third", world_size=1, resumed_from_step=8, start=19_000.0)
-    third.stage(STAGE, 9, payload())
-    third.begin(STAGE, 10)
-    assert come_to(live, redone)[0] == "complete"  # that of the attempt that did it to its end
 
     def steps_of(capture_id: str) -> list[tuple[int, int, str]]:
         steps = live.get(f"/captures/{capture_id}")["steps"]
         return [(each["attempt"], each["step"], each["state"]) for each in steps]
 
     assert steps_of(numbered) == [(1, 2, "complete"), (1, 3, "empty"), (2, 7, "complete")]
-    assert steps_of(every) == [
-        (1, 2, "complete"), (2, 6, "complete"), (2, 7, "complete"), (3, 9, "complete"),
+    assert steps_of(every) == [(1, 2, "complete"), (2, 6, "complete"), (2, 7, "complete")]
+
+
+def test_of_a_step_that_is_done_again_the_later_result_counts(live: Service) -> None:
+    capture_id = request_capture(live, stages=[STAGE], steps=[7], keep=["old_log_probs"])
+    first = [Rank(live, rank=number) for number in (0, 1)]
+    for rank in first:
+        rank.stage(STAGE, 6)
+    first[0].stage(STAGE, 7, payload())
+    for rank in first:
+        live.engine.fall_silent(rank)
+    assert come_to(live, capture_id)[0] == "partial"
+    for number in (0, 1):
+        rank = Rank(live, rank=number, key="again", resumed_from_step=6, start=9_000.0)
+        rank.stage(STAGE, 7, payload())
+        rank.begin(STAGE, 8)
+    steps = live.get(f"/captures/{capture_id}")["steps"]
+    assert [(each["attempt"], each["state"]) for each in steps] == [
+        (1, "partial"), (2, "complete"),
     ]  # fmt: skip
+    assert come_to(live, capture_id)[0] == "complete"
 
 
 def test_a_rank_that_left_something_out_or_never_came_to_it_is_a_gap(live: Service) -> None:
