@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypedDict
@@ -15,6 +14,7 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.keep import kept_sections
 from stagescope.wire.plan import CaptureRequest
 from stagescope.wire.schema import BEGIN, DUMP, END, LOG, MAX_SCALAR_NAME, Work
+from stagescope_workers import steady_clock
 from stagescope_workers.device import DeviceTimer, HostCopy, PinnedPool, copy_tensor
 from stagescope_workers.payload import datum_columns, describe, is_torch
 from stagescope_workers.probe.draft import Draft
@@ -76,7 +76,7 @@ class Stage:
         probe = self._probe
         with probe.guard("begin", work):
             # Before anything that could fail: an end always has a beginning.
-            self._begun = (time.time(), time.monotonic())
+            self._begun = steady_clock.now()
             if probe.device_events:
                 self._timer = DeviceTimer.start()
             fields = work.fields()
