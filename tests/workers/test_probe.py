@@ -68,6 +68,23 @@ def test_stage_is_reported_completely(make_probe: MakeProbe, coordinator: FakeCo
     assert sender == ("test-run", "attempt-a", "critic", 3)
 
 
+@pytest.mark.parametrize("rank", [None, 0])
+def test_a_process_that_knows_of_no_other_rank_says_so(
+    make_probe: MakeProbe,
+    coordinator: FakeCoordinator,
+    rank: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    make_probe(rank=rank)
+    wait_for(lambda: coordinator.of_kind("hello"))
+    [hello] = coordinator.of_kind("hello")
+    assert hello.fields.get("single") == (True if rank is None else None)
+    assert hello.fields["launch"] == "Slurm job 7, restart 0"
+
+
 def test_hello_comes_first_and_says_who(
     make_probe: MakeProbe, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

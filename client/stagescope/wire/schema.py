@@ -37,8 +37,9 @@ SCHEMA: Final = 1
 # --- kinds of events, with the fields of each -----------------------------------------------
 HELLO: Final = "hello"
 """world_size, data_rank, layout {LAYOUT_COLUMNS: value}, fingerprint {...}, settings {...},
-resumed_from_step, pid, watchdog (path of the file that `stagescope.wire.stacks` describes). Unknown
-is absent."""
+resumed_from_step, pid, watchdog (path of the file that `stagescope.wire.stacks` describes), launch
+(a text that each start of its launcher has of its own), single (True: the process knows of no other
+rank of its role). Unknown is absent."""
 BEGIN: Final = "begin"
 """work fields (WORK_FIELDS), device_time."""
 END: Final = "end"

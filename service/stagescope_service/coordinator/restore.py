@@ -108,6 +108,8 @@ def _restore_process(state: State, attempt: Attempt, row: ProcessRow, now: float
         world_size=row["world_size"],
         data_rank=row["data_rank"],
         captures=hello.get("captures") is not False,
+        launch=hello.get("launch"),
+        is_single=hello.get("single") is True,
         watchdog=hello.get("watchdog"),
         expected_roles=role_names(hello.get("expects")),
         handshake=_handshake(row),
