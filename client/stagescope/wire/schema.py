@@ -44,7 +44,8 @@ BEGIN: Final = "begin"
 """work fields (WORK_FIELDS), device_time."""
 END: Final = "end"
 """work fields, begin_seq (the seq of the matching BEGIN, since a part may be repeated), begin_wall,
-begin_mono, status 'ok' | 'failed', error_type, error_message, scalars {name: float}, payload
+begin_mono, status 'ok' | 'failed', error_type, error_message, interrupted (True where the exception
+means that somebody stopped the training), scalars {name: float}, payload
 (PAYLOAD_FIELDS) or None, payload_dropped {reason, bytes, tensors} if the process had to drop the
 payload, device_seconds."""
 LOG: Final = "log"
@@ -52,7 +53,8 @@ LOG: Final = "log"
 END_STEP: Final = "end_step"
 """step."""
 FINISH: Final = "finish"
-"""The process leaves; it has sent everything that it announced."""
+"""The process leaves; it has sent everything that it announced. error_type, error_message,
+interrupted of the exception that ends it."""
 DROPPED: Final = "dropped"
 """what 'event' | 'payload' | 'scalar', count, bytes, reason, and, if known, work fields."""
 REFUSED: Final = "refused"

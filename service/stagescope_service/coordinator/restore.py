@@ -83,6 +83,7 @@ def _attempt(row: AttemptRow) -> Attempt:
         ended_wall=row["ended_wall"],
         end_reason=row["end_reason"],
         crashed=row["end_reason"] == steps.CRASHED,
+        interrupted=row["end_reason"] == steps.INTERRUPTED,
         first_step=first,
         resumed_from_step=resumed,
         resume_reported=is_reported,

@@ -317,6 +317,8 @@ class Attempt:
     )
     #: One of its processes said that an exception ended it.
     crashed: bool = False
+    #: One of its processes said that it was interrupted.
+    interrupted: bool = False
 
     def add(self, process: Process) -> None:
         """Add a process."""

@@ -425,11 +425,21 @@ def settle_scalars(fields: dict[str, object]) -> None:
 
 
 def error_fields(error: BaseException | None) -> dict[str, object]:
-    """Return the fields `error_type` and `error_message` of an event; None where there is none."""
-    return {
-        "error_type": None if error is None else type(error).__name__,
-        "error_message": None if error is None else _message(error),
-    }
+    """Return the fields of an event that say which exception ended a stage or a process.
+
+    `error_type` and `error_message` are None where there is none; `interrupted` is there where
+    somebody stopped the training: Ctrl-C, a cancelled task, `sys.exit()` without a failure.
+    """
+    if error is None:
+        return {"error_type": None, "error_message": None}
+    fields = {"error_type": type(error).__name__, "error_message": _message(error)}
+    return fields | ({"interrupted": True} if _is_interruption(error) else {})
+
+
+def _is_interruption(error: BaseException) -> bool:
+    if isinstance(error, SystemExit):
+        return error.code in (None, 0)
+    return not isinstance(error, Exception)
 
 
 def _message(error: BaseException) -> str:
