@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from stagescope.wire.errors import InvalidEvent, NotFound
-from stagescope.wire.names import closest_field
+from stagescope.wire.names import closest_field, run_name
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import (
     BEGIN,
@@ -25,7 +25,6 @@ from stagescope.wire.schema import (
     Event,
     Sender,
     Work,
-    check_run_name,
 )
 from stagescope_service.coordinator.effects import Effects
 from stagescope_service.core import reports, spans, steps
@@ -91,7 +90,7 @@ class RawCalls:
             NotReady: the catalogue cannot be written now; nothing was accepted.
         """
         self._commits.check_ready()
-        run = check_run_name(fields.get("run"))
+        run = run_name(fields.get("run"))
         seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
         body = {name: value for name, value in fields.items() if value is not None}
         event = Event(kind, seq, self._wall(), self._mono(), body)
