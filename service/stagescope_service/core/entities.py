@@ -186,6 +186,9 @@ class Process:
     payloads: dict[PayloadKey, PendingPayload] = dataclasses.field(default_factory=dict)
     #: Final states of its latest payloads, so that a repeated announcement is answered at once.
     settled: dict[int, str] = dataclasses.field(default_factory=dict)
+    #: The highest seq of its payloads: later ones are new. A raw caller, whose seqs have no order,
+    #: has -1 if it had none before this coordinator. None: only the catalogue knows.
+    payloads_through: int | None = None
     #: Reasons for which payloads of a raw caller were refused, for the answer to its call.
     reasons: dict[int, str] = dataclasses.field(default_factory=dict)
     #: (work key, capture) -> column -> seq of the DUMP event that set it last.

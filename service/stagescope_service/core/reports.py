@@ -14,6 +14,7 @@ from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import MAX_SCALAR_NAME, STAGES, Event, Work
 from stagescope_service.core import operator_tables, steps
 from stagescope_service.core.catalogue_rows import (
+    amount,
     integer,
     loss_row,
     number,
@@ -144,8 +145,8 @@ def dropped(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     """Count what the process dropped; each such event is a loss."""
     fields = event.fields
     what = text(fields.get("what"), 100) or "event"
-    count = max(0, integer(fields.get("count", 1)) or 0)
-    size = max(0, integer(fields.get("bytes")) or 0)
+    count = amount(fields.get("count", 1)) or 0
+    size = amount(fields.get("bytes")) or 0
     columns = {"count": count, "bytes": size, "wall": event.wall}
     reason = text(fields.get("reason"), 1000) or "the process dropped it"
     out: list[Instruction] = [

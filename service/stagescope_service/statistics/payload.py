@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from stagescope.wire.errors import InvalidEvent, InvalidTensor
-from stagescope.wire.names import misspelt
+from stagescope.wire.names import misspelt, storable_id
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.schema import (
     DTYPE_BYTES,
@@ -79,10 +79,14 @@ def read_value(value: object) -> Payload:
         str(name): _checked(str(name), wire) for name, wire in (value.get("tensors") or {}).items()
     }
     strings = {
-        str(name): [str(text) for text in texts]
-        for name, texts in (value.get("strings") or {}).items()
+        str(name): _texts(str(name), texts) for name, texts in (value.get("strings") or {}).items()
     }
     return Payload(tensors, strings, dict(value.get("meta") or {}))
+
+
+def _texts(name: str, texts: Iterable[object]) -> list[str]:
+    """Return the texts of a payload; ids as the catalogue stores them, others as they are."""
+    return [*map(storable_id if name in PAYLOAD_STRINGS else str, texts)]
 
 
 def _checked(name: str, wire: object) -> WireTensor:
@@ -108,7 +112,7 @@ def _raw(value: Mapping[Any, object]) -> Payload:
                 expected="a name, with an array, a tensor or a list of rows",
             )
         if name in PAYLOAD_STRINGS and isinstance(item, Sequence | np.ndarray):
-            strings[name] = [str(text) for text in item]
+            strings[name] = _texts(name, item)
         elif item is None or isinstance(item, str | int | float | Mapping):
             meta[name] = item
         else:
