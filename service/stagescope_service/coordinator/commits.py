@@ -34,7 +34,7 @@ class Commits:
                 advice="nothing was taken in; the same call may be made again",
             )
 
-    async def commit(self, rows: Sequence[Write]) -> None:
+    async def commit_all(self, rows: Sequence[Write]) -> None:
         """Write all rows or none; return after the commit.
 
         Raises:
@@ -43,7 +43,7 @@ class Commits:
         if rows:
             await asyncio.wrap_future(self.store.submit(rows))
 
-    async def commit_each(
+    async def commit(
         self, rows: Sequence[Write], settled: Sequence[PayloadKey] = ()
     ) -> Sequence[RefusedWrite]:
         """Write rows, among them the ends of the `settled` payloads; return after the commit.

@@ -194,14 +194,14 @@ class Effects:
                 started.append(each)
         self._due.update(due)
         try:
-            refused = await self.commits.commit_each(rows, settled)
+            refused = await self.commits.commit(rows, settled)
             for each in started:
                 self.start(each)
         finally:
             self._due -= Counter(due)
         self.commits.notify(names)
         if refused:
-            await self.commits.commit_each(self._report(refused))
+            await self.commits.commit(self._report(refused))
         return refused
 
     def _report(self, refused: Iterable[RefusedWrite]) -> list[Put]:
@@ -235,7 +235,7 @@ class Effects:
         Raises:
             StoreError: the catalogue can never accept one of them.
         """
-        await self.commits.commit(rows)
+        await self.commits.commit_all(rows)
 
     def start(self, instruction: Instruction) -> None:
         """Start one instruction that is no row.

@@ -145,7 +145,7 @@ class Intake:
             NotReady: the catalogue cannot be read now.
         """
         offered = [*_announced_seqs(events)]
-        asked = self._state.forgotten_payloads(sender.incarnation, offered) if offered else []
+        asked = self._state.forgotten_payloads(sender, offered) if offered else []
         if not asked:
             return None
         return await self._effects.settled_payloads(sender.incarnation, asked)

@@ -122,7 +122,7 @@ class RawCalls:
             bare = dataclasses.replace(event, fields={})
             return await self._finish(run, bare, body, unknown)
         stored = None
-        if payload is not None and self._state.forgotten_payloads(sender.incarnation, [seq]):
+        if payload is not None and self._state.forgotten_payloads(sender, [seq]):
             stored = await self._effects.settled_payloads(sender.incarnation, [seq])
         sender, out = self._handle(sender, event, body, fields, payload, stored)
         process = self._state.registry.processes[sender.incarnation]

@@ -41,23 +41,15 @@ from stagescope_service.core.instructions import (
 from stagescope_service.statistics import available_pairs
 
 
-def forgotten(process: Process | None, incarnation: str, seqs: Iterable[int]) -> list[int]:
-    """Return the payloads that may have been settled before and are not in memory.
-
-    Args:
-        process: their sender; None if it is not in memory.
-        incarnation: of the sender.
-        seqs: of the ENDs that announce payloads now.
-    """
-    if process is None:
-        return [*seqs]
+def forgotten(process: Process, seqs: Iterable[int]) -> list[int]:
+    """Return those of a process's payloads that may have been settled and are not in memory."""
     through = process.payloads_through
     return [
         seq
         for seq in seqs
         if (through is None or seq <= through)
         and seq not in process.settled
-        and PayloadKey(incarnation, seq) not in process.payloads
+        and PayloadKey(process.incarnation, seq) not in process.payloads
     ]
 
 

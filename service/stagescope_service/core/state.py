@@ -378,9 +378,13 @@ class State:
             return []
         return payloads.settle(attempt, process, payload, REFUSED, reason, wall)
 
-    def forgotten_payloads(self, incarnation: str, seqs: Iterable[int]) -> list[int]:
+    def forgotten_payloads(self, sender: Sender, seqs: Iterable[int]) -> list[int]:
         """Return the payloads of these ENDs whose state only the catalogue knows."""
-        return payloads.forgotten(self.registry.processes.get(incarnation), incarnation, seqs)
+        process = self.registry.processes.get(sender.incarnation)
+        if process is not None:
+            return payloads.forgotten(process, seqs)
+        attempt = self.registry.find(sender.run, sender.attempt_key)
+        return [*seqs] if attempt is not None and attempt.has_past else []
 
     def note_payloads(self, incarnation: str, stored: int | None, seqs: Iterable[int]) -> None:
         """Note that a process's payloads were looked up in the catalogue.
