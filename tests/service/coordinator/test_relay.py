@@ -145,7 +145,9 @@ def test_a_batch_that_fails_takes_no_other_with_it(
         for answer in (first, last):
             assert cast("Mapping[str, object]", answer)["received"] == 1
         if where == "in the state machine":
-            assert cast("Mapping[str, object]", failed)["refused"] == {1: "KeyError: 'not expected'"}
+            assert cast("Mapping[str, object]", failed)["refused"] == {
+                1: "KeyError: 'not expected'"
+            }
         else:
             assert type(failed) is StagescopeError
         assert [row["rank"] for row in rows_of(store, "stages")] == [0, 2]
