@@ -23,6 +23,7 @@ from stagescope_service.coordinator.arguments import check_batch
 from stagescope_service.coordinator.draining import Draining
 from stagescope_service.coordinator.effects import Effects
 from stagescope_service.coordinator.load import Load
+from stagescope_service.coordinator.starts import Starts, hellos
 from stagescope_service.core import reports
 from stagescope_service.core.captures.agreement import ASKED
 from stagescope_service.core.captures.plan import CaptureEntry
@@ -107,6 +108,7 @@ class Intake:
         self._draining = draining
         self._mono = effects.clock.mono
         self._wall = effects.wall
+        self._starts = Starts(self._state)
         self._last_expiry = self._mono()
         self._check: asyncio.Task[None] | None = None
 
@@ -130,6 +132,11 @@ class Intake:
         """
         self._commits.check_ready()
         sender = Sender.parse(sender_wire)
+        if (step := self._starts.step_in_question(sender, events)) is not None:
+            hello = self._take(_ReadBatch(sender, hellos(events), {}))
+            self.events_taken -= len(hello.batch.events)  # it counts with its batch
+            await self._carry_out(hello.instructions)
+            await self._starts.wait(sender.incarnation, step)
         async with self._load.admit(len(events)):
             stored = await self._stored_payloads(sender, events)
             taken = self._take(_ReadBatch(sender, events, payloads or {}), stored)

@@ -126,9 +126,14 @@ class Process:
     attempt_id: int
     role: str
     rank: int
+    #: When it started, by the service's clock as far as its offset was known then.
     started: float
     raw: bool = False
     unkeyed: bool = False
+    #: What its launcher says of this start; a later start has another text.
+    launch: str | None = None
+    #: It knows of no other rank of its role.
+    is_single: bool = False
     world_size: int | None = None
     data_rank: int | None = None
     node_id: str | None = None
@@ -317,6 +322,8 @@ class Attempt:
     )
     #: One of its processes said that an exception ended it.
     crashed: bool = False
+    #: One of its processes said that it was interrupted.
+    interrupted: bool = False
 
     def add(self, process: Process) -> None:
         """Add a process."""

@@ -421,19 +421,22 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
 def failed_stage(attempt: Attempt, process: Process, event: Event, work: Work) -> Put:
     """Return the finding of a stage that an exception ended."""
     where = "" if work.step is None else f" of step {work.step}"
-    error = _error(event.fields)
+    error, interrupted = _error(event.fields), is_interruption(event.fields)
     return finding(
-        "stage_failed",
-        f"{work.stage}{where} failed on {process.role} rank {process.rank}: {error}",
+        "stage_interrupted" if interrupted else "stage_failed",
+        f"{work.stage}{where} {'was interrupted' if interrupted else 'failed'} on {process.role} "
+        f"rank {process.rank}: {error}",
         run=attempt.run,
         attempt_id=attempt.attempt_id,
         wall=event.wall,
-        severity="error",
+        severity="info" if interrupted else "error",
         step=work.step,
         stage=work.stage,
         role=process.role,
         rank=process.rank,
-        advice="the first rank that failed is the likeliest cause: other ranks fail of it; its log "
+        advice=_STOPPED
+        if interrupted
+        else "the first rank that failed is the likeliest cause: other ranks fail of it; its log "
         "holds the traceback",
     )
 
@@ -442,23 +445,37 @@ def crash(attempt: Attempt, process: Process, event: Event) -> list[Instruction]
     """Return the finding of a process that an exception ended, and mark its attempt."""
     if not event.fields.get("error_type"):
         return []
-    attempt.crashed = True
+    interrupted = is_interruption(event.fields)
+    if interrupted:
+        attempt.interrupted = True
+    else:
+        attempt.crashed = True
     reached = "before any step" if process.max_step is None else f"in step {process.max_step}"
+    ended = f"was interrupted {reached}" if interrupted else f"ended {reached} by an exception"
     return [
         finding(
-            "process_crashed",
-            f"the process of {process.role} rank {process.rank} ended {reached} by an exception: "
-            f"{_error(event.fields)}",
+            "process_interrupted" if interrupted else "process_crashed",
+            f"the process of {process.role} rank {process.rank} {ended}: {_error(event.fields)}",
             run=attempt.run,
             attempt_id=attempt.attempt_id,
             wall=event.wall,
-            severity="error",
+            severity="info" if interrupted else "error",
             step=process.max_step,
             role=process.role,
             rank=process.rank,
-            advice="its log holds the traceback",
+            advice=_STOPPED if interrupted else "its log holds the traceback",
         )
     ]
+
+
+_STOPPED: Final = "somebody stopped the training (Ctrl-C, for instance): nothing failed"
+_INTERRUPTIONS: Final = frozenset({"KeyboardInterrupt", "CancelledError"})
+"""Exceptions by which raw callers, which say no more, report an interruption."""
+
+
+def is_interruption(fields: JsonObject) -> bool:
+    """Return whether the exception in an event's fields means that somebody stopped the work."""
+    return fields.get("interrupted") is True or fields.get("error_type") in _INTERRUPTIONS
 
 
 def _error(fields: JsonObject) -> str:

@@ -245,7 +245,9 @@ class State:
             out += steps.rejudge_all(left)
             out += steps.end_if_left(left)
             out += steps.close_due(left, wall)
-            if process.unkeyed and not left.by_rank.get((process.role, process.rank)):
+            size = left.world_size(process.role)
+            had_rank = size is None or process.rank < size
+            if process.unkeyed and had_rank and not left.by_rank.get((process.role, process.rank)):
                 out.append(reports.began_alone(attempt, left, process, wall))
         elif may_leave:
             out += reports.handshake_fields(attempt, process)
