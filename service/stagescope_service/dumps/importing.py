@@ -206,7 +206,8 @@ class _ProcessReplay:
         problems: list[DumpProblem] = []
         for entry in entries:
             try:
-                records.append(self._dump.read(entry))
+                records.append(record := self._dump.read(entry))
+                problems += record.problems
             except StagescopeError as error:  # noqa: PERF203 - the other files are still read
                 problems.append(DumpProblem(entry.path, error.code, str(error), entry))
         return records, problems
