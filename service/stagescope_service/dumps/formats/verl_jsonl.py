@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from stagescope.wire.errors import NotFound
-from stagescope_service.dumps.formats.columns import collect_rows
+from stagescope_service.dumps.formats.columns import are_numbers, collect_rows
 from stagescope_service.dumps.formats.content import damage_of, first_values
 from stagescope_service.dumps.formats.json_lines import UNNAMED, read_object_lines
 from stagescope_service.dumps.formats.listing import (
@@ -31,6 +31,8 @@ KIND: Final = "verl"
 
 _FILE: Final = re.compile(r"\d{1,18}\Z")
 _NAMES: Final = {"score": "rewards"}
+_TEXTS: Final = ("input", "output", "gts", "uid")
+"""Columns that are texts; of others numbers are expected."""
 
 
 def is_verl(found: ListedFile) -> bool:
@@ -101,6 +103,9 @@ def read_entry(entry: DumpEntry) -> DumpContents:
     rows = [*lines.rows.values()]
     is_one_step = bool(rows) and all(row.get("step") == rows[0].get("step") for row in rows)
     found = collect_rows(rows, names=_NAMES, skip=("step",) if is_one_step else ())
+    for name, texts in found.texts.items():
+        if name not in _TEXTS and are_numbers(texts):
+            found.left_out[name] = "its numbers are texts in the file, and are kept as texts"
     found.about["samples"] = (
         UNNAMED
         if lines.has_holes

@@ -119,6 +119,59 @@ def test_a_response_longer_than_its_tokens_is_named(tmp_path: Path, batch: Batch
     assert "longer" in str(mapping(record.about, "left_out")["responses"])
 
 
+def change_sample(path: Path, at: int, **changes: object) -> Path:
+    data = torch.load(path, weights_only=True)
+    data["samples"][at] = {**data["samples"][at], **changes}
+    torch.save(data, path)
+    return path
+
+
+def test_a_sample_whose_values_do_not_fit_its_response_is_named_and_the_others_read(
+    tmp_path: Path, batch: Batch
+) -> None:
+    mask = batch.of_row("response_mask", 3)[:-2]
+    path = change_sample(slime_rollout_file(tmp_path / "a.pt", batch), 3, loss_mask=mask)
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert record.samples == tuple(str(row) for row in range(8) if row != 3)
+    masks = [batch.of_row("response_mask", row) for row in range(8) if row != 3]
+    assert rows_of(record, "response_mask") == masks
+    (problem,) = record.problems
+    assert (problem.kind, problem.path) == ("damaged", path)
+    assert f"sample 3: loss_mask has {len(mask)} values" in problem.message
+    assert "Of the 8 samples 7 were read" in problem.message
+    train = slime_train_file(tmp_path / "b.pt", batch)
+    change_sample(train, 5, log_probs=torch.zeros(3))
+    for section in ("trajectories", "old_log_probs", "advantages"):
+        record = read(open_dump(train), section, "actor_update")
+        assert record.samples == tuple(str(row) for row in range(8) if row != 5)
+        assert "sample 5: log_probs has 3 values" in record.problems[0].message
+
+
+def test_log_probs_that_a_sample_lacks_are_nan(tmp_path: Path, batch: Batch) -> None:
+    for lacking in (None, []):
+        path = slime_rollout_file(tmp_path / "a.pt", batch)
+        record = read(
+            open_dump(change_sample(path, 2, rollout_log_probs=lacking)),
+            "trajectories",
+            "rollout_generate",
+        )
+        assert record.samples is not None
+        assert len(record.samples) == 8
+        rows = rows_of(record, "rollout_log_probs")
+        assert [[value == value for value in row] for row in rows] == [
+            [row != 2] * int(batch.lengths[row]) for row in range(8)
+        ]
+    values: list[object] = [*batch.of_row("rollout_log_probs", 2)]
+    values[0] = None
+    change_sample(path, 2, rollout_log_probs=values)
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert np.isnan(record.tensors["rollout_log_probs"][2]).sum() == 1
+    assert record.about["null_values"] == {"rollout_log_probs": 1}
+    train = change_sample(slime_train_file(tmp_path / "b.pt", batch), 2, log_probs=None)
+    old = read(open_dump(train), "old_log_probs", "actor_update").tensors["old_log_probs"]
+    assert (old[0], np.isnan(old[2]).sum()) == ("float32", batch.lengths[2])
+
+
 def test_other_files_are_problems(tmp_path: Path, batch: Batch) -> None:
     slime_rollout_file(tmp_path / "0.pt", batch)
     torch.save({"model": torch.zeros(2)}, tmp_path / "weights.pt")

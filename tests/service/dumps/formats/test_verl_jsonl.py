@@ -8,6 +8,7 @@ import pytest
 from tests.support.dump_files import GROUP, make_batch, verl_directory
 
 from stagescope_service.dumps.discover import open_dump
+from stagescope_service.dumps.records import mapping
 
 
 def test_generations(tmp_path: Path) -> None:
@@ -92,6 +93,29 @@ def test_other_files_and_lines(tmp_path: Path) -> None:
     dump = open_dump(tmp_path)
     assert [entry.location.step for entry in dump.entries] == [1]
     assert {p.path.name for p in dump.problems} == {"7.jsonl", "x.jsonl"}
+
+
+def test_numbers_that_are_texts_are_read_or_named(tmp_path: Path) -> None:
+    # `json.dumps(default=str)` makes texts of numpy's numbers.
+    rows = [
+        {"input": "7", "output": "1", "gts": "1", "score": score, "acc": acc, "pred": "one"}
+        for score, acc in (("0.5", "1"), (1, "0"), ("nan", None), (None, "1"), ("True", "1"))
+    ]
+    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
+    np.testing.assert_array_equal(record.tensors["rewards"][2], [0.5, 1, np.nan, np.nan, 1])
+    assert record.about["numbers_from_texts"] == ["rewards"]
+    assert record.row_texts["acc"] == ("1", "0", "", "1", "1")
+    assert record.about["left_out"] == {
+        "acc": "its numbers are texts in the file, and are kept as texts"
+    }
+    assert record.about["missing"] == {"rewards": 1, "acc": 1}
+    rows[0]["score"] = "good"
+    (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    record = open_dump(tmp_path).read(open_dump(tmp_path).entries[0])
+    assert "rewards" not in record.tensors
+    assert record.row_texts["rewards"][0] == "good"
+    assert "no numbers" in str(mapping(record.about, "left_out")["rewards"])
 
 
 def test_scores_that_are_missing_are_nan_and_counted(tmp_path: Path) -> None:
