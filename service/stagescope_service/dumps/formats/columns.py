@@ -12,6 +12,8 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from stagescope.batch import Tensor, widened
+from stagescope.wire.errors import InvalidTensor
+from stagescope.wire.policy_versions import VERSION_NAMES, text_versions
 from stagescope.wire.tensorfile import Array
 from stagescope_service.dumps.pickles.torch_file import FileTensor, FileValue, Unreadable
 from stagescope_service.dumps.records import mapping
@@ -73,6 +75,8 @@ class Columns:
             self.left_out[name] = value.reason
         elif isinstance(value, bool | int | float):
             self.numbers[name] = value
+        elif isinstance(value, list) and name == "versions" and self.add_versions(value):
+            return
         elif isinstance(value, list) and (tensor := _from_list(value)) is not None:
             self.tensors[name] = tensor
         elif value is not None:
@@ -87,6 +91,18 @@ class Columns:
         self.left_out |= other.left_out
         self.upcast |= other.upcast
         self.from_texts += other.from_texts
+
+    def add_versions(self, values: list[FileValue]) -> bool:
+        """Add policy versions that are texts; False if there are none.
+
+        Raises:
+            InvalidTensor: a row has none, or something else.
+        """
+        coded = text_versions(values)
+        if coded is not None:
+            self.tensors["versions"], names = coded
+            self.about |= {VERSION_NAMES: names} if names else {}
+        return coded is not None
 
     def _add_tensor(self, name: str, value: FileTensor) -> None:
         tag, shape, values, offsets = value.wire
@@ -214,6 +230,8 @@ def unique_samples(names: Sequence[str], found: Columns) -> tuple[str, ...] | No
 def _add_column(found: Columns, name: str, values: list[FileValue]) -> None:
     kinds = set(map(type, values)) - {type(None)}
     try:
+        if name == "versions" and found.add_versions(values):
+            return
         if kinds <= _NUMBERS:
             found.tensors[name] = _scalars(values, kinds)
         elif name in _NUMBER_COLUMNS and (read := _numbers_in_texts(values)) is not None:
@@ -229,7 +247,7 @@ def _add_column(found: Columns, name: str, values: list[FileValue]) -> None:
             found.tensors[name] = _ragged_tensors(values, found.upcast, name)
         else:
             _add_texts(found, name, values)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, InvalidTensor) as error:
         found.left_out[name] = str(error)
     if name in _NUMBER_COLUMNS and name in found.texts:
         found.left_out[name] = "it holds texts that are no numbers, and is kept as texts"

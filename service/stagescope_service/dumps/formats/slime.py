@@ -245,17 +245,26 @@ def _add_responses(found: Columns, rows: list[dict[str, FileValue]]) -> None:
 
 
 def _add_versions(found: Columns, rows: list[dict[str, FileValue]]) -> None:
-    """Add the policy version of each sample, as a tensor if each sample has exactly one."""
+    """Add the policy version of each sample: of a sample of several its first, and their texts."""
     versions = [_versions(row.get("weight_versions")) for row in rows]
-    if all(len(each) == 1 and next(iter(each)).isdecimal() for each in versions) and versions:
-        values = np.array([int(next(iter(each))[:18]) for each in versions], np.int64)
-        found.tensors["versions"] = ("int64", values.shape, values, None)
+    mixed = sum(len(each) > 1 for each in versions)
+    if mixed:
+        found.texts["weight_versions"] = tuple(" ".join(each) for each in versions)
+        found.about["samples_of_mixed_versions"] = mixed
+    if all(versions) and rows:
+        first: list[FileValue] = [each[0] for each in versions]
+        found.add_versions(first)
     elif any(versions):
-        found.texts["weight_versions"] = tuple(" ".join(sorted(each)) for each in versions)
+        found.left_out["versions"] = f"{versions.count([])} samples have none"
 
 
-def _versions(value: FileValue) -> set[str]:
-    return set(map(str, value)) if isinstance(value, list | dict | str) else set()
+def _versions(value: FileValue) -> list[str]:
+    """Return the policy versions of a sample, in the order in which it lists them."""
+    if isinstance(value, FileTensor):
+        value = value.wire[2].reshape(-1).tolist()
+    if isinstance(value, str | int):
+        return [str(value)]
+    return [*dict.fromkeys(map(str, value))] if isinstance(value, list | dict) else []
 
 
 def _row_ids(rows: list[dict[str, FileValue]], found: Columns) -> tuple[RowIds, RowIds]:

@@ -70,8 +70,22 @@ def test_rewards_of_several_kinds_and_several_versions(tmp_path: Path, batch: Ba
     )
     record = read(open_dump(path), "trajectories", "rollout_generate")
     assert record.tensors["rewards/acc"][2].tolist() == [1.0] * 8
-    assert "versions" not in record.tensors
+    assert record.tensors["versions"][2].tolist() == [1] * 8  # of each sample its first
     assert record.row_texts["weight_versions"][0] == "1 2"
+    assert record.about["samples_of_mixed_versions"] == 8
+
+
+def test_versions_are_texts(tmp_path: Path, batch: Batch) -> None:
+    path = slime_rollout_file(tmp_path / "a.pt", batch, weight_versions=["step-4"])
+    change_sample(path, 1, weight_versions=["step-3", "step-4"])
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert record.tensors["versions"][2].tolist() == [4, 3] + [4] * 6
+    assert record.about["version_names"] == {"4": "step-4", "3": "step-3"}
+    assert record.about["samples_of_mixed_versions"] == 1
+    change_sample(path, 1, weight_versions=[])
+    record = read(open_dump(path), "trajectories", "rollout_generate")
+    assert "versions" not in record.tensors
+    assert mapping(record.about, "left_out")["versions"] == "1 samples have none"
 
 
 def test_a_train_file_pairs_with_its_rollout(tmp_path: Path, batch: Batch) -> None:
