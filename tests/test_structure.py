@@ -245,6 +245,17 @@ def test_every_test_with_ray_lies_where_the_makefile_looks_for_it() -> None:
     assert marked == {"integration", "examples", "verl"}
 
 
+def test_a_newline_alone_ends_a_line() -> None:
+    r"""`str.splitlines` also cuts at U+0085, U+2028 and others, which may stand in any text."""
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for root in ("client", "service", "workers")
+        for path in (ROOT / root).rglob("*.py")
+        if ".splitlines(" in path.read_text(encoding="utf-8")
+    ]
+    assert found == [], 'use split("\\n")'
+
+
 def test_the_files_that_the_architecture_names_are_there() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     known = [path.relative_to(ROOT).as_posix() for path in SOURCES]

@@ -34,6 +34,11 @@ _TOKEN_IDS: Final = frozenset({"responses", "tokens", "prompts"})
 _STREAM_ALIASES: Final = {f"{stream}_log_probs": name for stream, name in STREAM_TENSORS.items()}
 """Stream's name with `_log_probs` -> tensor name: `current_log_probs` -> `log_probs`."""
 
+_OTHER_NAMES: Final = {
+    "weight_version": "versions", "weight_versions": "versions", "policy_versions": "versions",
+}  # fmt: skip
+"""Names that engines and trainers use -> tensor name."""
+
 
 @functools.lru_cache(maxsize=4096)
 def closest(name: str) -> str | None:
@@ -45,7 +50,8 @@ def closest(name: str) -> str | None:
     if name in KNOWN or "/" in name or not name:
         return None
     written = _LOG_PROBS.sub("log_probs", name.lower().replace("-", "_"))
-    found = _STREAM_ALIASES.get(written) or (written if written in KNOWN else None)
+    found = _STREAM_ALIASES.get(written) or _OTHER_NAMES.get(written)
+    found = found or (written if written in KNOWN else None)
     if found is None:
         match = difflib.get_close_matches(
             written, [*sorted(KNOWN), *_STREAM_ALIASES], n=1, cutoff=_MIN_SIMILARITY

@@ -134,7 +134,8 @@ PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "positions": "position of each token in its sample (context-parallel parts, zigzag)",
     "round_ids": "round of each token, where the mask alone cannot tell it (split samples)",
     "turn_ids": "true turn of each token",
-    "versions": "policy version of each token ([rows, tokens]) or sample ([rows])",
+    "versions": "policy version of each token ([rows, tokens]) or sample ([rows]); texts are sent "
+    "as `policy_versions` says",
     "token_offset": "[rows] position of a row's first token in its sample",
     "round_offset": "[rows] round of a row's first run in its sample",
     "rewards": "[rows] or as wide as the mask",

@@ -149,6 +149,7 @@ class PayloadReader:
                 except InvalidTensor as error:
                     known += [error] if job.get("reported") else []
                     raise
+                problems += [each for each in batch.problems if each not in problems]
                 yield summarise_once(batch, settings, key)
             except StagescopeError as error:  # noqa: PERF203 - the other pairs stand
                 problems.append(error)

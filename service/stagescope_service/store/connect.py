@@ -84,7 +84,7 @@ def sqlite_path(url: str) -> Path | None:
 def filesystem_of(path: Path, mountinfo: str) -> tuple[str, str]:
     """Return (mount point, filesystem type) of `path` from the text of /proc/self/mountinfo."""
     found = ("/", "")
-    for line in mountinfo.splitlines():
+    for line in mountinfo.split("\n"):
         left, _, right = line.partition(" - ")
         fields = left.split(" ")
         if len(fields) < 5 or not right:

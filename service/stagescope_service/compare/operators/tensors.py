@@ -136,7 +136,7 @@ def _run(a: Path, b: Path, out: Path) -> str:
 def _errors(log: Path) -> str:
     with disk_errors(log), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-        lines = file.read().decode("utf-8", "replace").splitlines()
+        lines = file.read().decode("utf-8", "replace").rstrip().split("\n")
     wrong = [line for line in lines if "[ERROR]" in line or "Error" in line]
     return " ".join(" | ".join(wrong[-3:] or lines[-1:]).split())[:1000]
 
