@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
+from stagescope.wire.links import Link
 from stagescope.wire.names import closest_stage
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import MAX_SCALAR_NAME, STAGES, Event, Work
@@ -138,6 +139,7 @@ def _non_finite_scalars(
         rank=process.rank,
         evidence={"scalars": sorted(names)[:20], "policy_version": work.policy_version},
         advice="a capture of that stage on that rank (msprobe L1, statistics) names the operator",
+        see=() if work.step is None else (Link.to_step("scalars", work.step),),
     )
 
 

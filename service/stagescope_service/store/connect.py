@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 import sqlalchemy as sa
 from sqlalchemy import event, exc
 
+from stagescope.versions import install_command
 from stagescope.wire.errors import CatalogueUnavailable
 from stagescope_service.store.visible import hiding_views
 
@@ -228,7 +229,7 @@ def _server_engine(url: str, **pool: int) -> sa.Engine:
     except (exc.ArgumentError, ImportError) as error:
         raise CatalogueUnavailable(
             f"no driver for catalogue {url.partition('://')[0]!r}: {error}",
-            advice="install it, for PostgreSQL: pip install 'stagescope[postgresql]'",
+            advice=f"install it, for PostgreSQL: {install_command('postgresql')}",
         ) from error
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from stagescope.versions import install_command
 from stagescope.wire.errors import InvalidInput, MissingExtra, NotFound, TooLarge
 from stagescope_service.compare.operators.msprobe_compare import EXIT_NOT_INSTALLED
 from stagescope_service.dumps.msprobe.operator_query import iterate_rows
@@ -128,7 +129,7 @@ def _run(a: Path, b: Path, out: Path) -> str:
     if code == EXIT_NOT_INSTALLED:
         raise MissingExtra(
             f"msprobe cannot be imported where the service runs: {log_errors}",
-            advice="pip install 'stagescope[msprobe]' there",
+            advice=f"{install_command('msprobe')} there",
         )
     return log_errors
 
