@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _MODULE: Final = "trl.trainer.grpo_trainer"
 _ROWS: Final = "stagescope_rows"
 """The column that names the rows of a generation batch, [rows] int64 on the host."""
+_REWARDS: Final = "stagescope_rewards"
+"""The column of their rewards, [rows] on the host; nan where no function scored a completion."""
 _CLIPPED_LOSSES: Final = ("grpo", "bnpo", "dr_grpo", "dapo")
 """The losses that cut a token's ratio at bounds, with TRL's own formula."""
 
@@ -92,9 +94,8 @@ class _GenerationBatch:
     Attributes:
         step: The step that generates it.
         number: How many the step has made before.
-        old: The trainer's log-probs, [rows, tokens], where TRL computes them before the update.
         rewards: Of this process's rows, [rows].
-        stage: The stage of `old`.
+        stage: The stage of the trainer's log-probs, where TRL computes them before the update.
     """
 
     step: int
@@ -217,6 +218,8 @@ def _record_batch(
     total = count * accelerator.num_processes
     first = batch.number * total + accelerator.process_index * count
     output[_ROWS] = torch.arange(first, first + count)
+    if batch.rewards is not None:
+        output[_REWARDS] = batch.rewards.detach().cpu()
     stage, batch.stage = batch.stage, None
     if stage is None:
         return
@@ -224,7 +227,6 @@ def _record_batch(
         **_tokens(trainer, output),
         **_rows_of(output, "old_log_probs", "old_per_token_logps"),
         **_rows_of(output, "ref_log_probs", "ref_per_token_logps"),
-        **({} if batch.rewards is None else {"rewards": batch.rewards}),
     }
     stage.record(recorded)
     stage.end()
@@ -242,6 +244,7 @@ def _tokens(trainer: Trainer, inputs: Mapping[str, torch.Tensor]) -> dict[str, A
         "responses": inputs["completion_ids"],
         "advantages": _by_token(inputs["advantages"], mask),
         **({} if rollout is None else {"rollout_log_probs": rollout}),
+        **_rows_of(inputs, "rewards", _REWARDS),
         **samples(trainer, inputs[_ROWS]),
         **streams(trainer, has_rollout=rollout is not None),
     }
@@ -401,8 +404,10 @@ def _update(
         # These weights sampled the tokens: TRL takes this pass for the one before the update, too.
         recorded["log_probs"] = current
         return recorded
-    # The streams were recorded before the update; this pass is of weights that may have changed.
-    recorded.pop("rollout_log_probs", None)  # generation by transformers has none
+    # The streams, groups and rewards were recorded before the update, perhaps in an earlier step:
+    # a step may train a part of a group. This pass is of weights that may have changed.
+    for name in ("rollout_log_probs", "rewards", "group_ids"):
+        recorded.pop(name, None)  # generation by transformers has no log-probs
     if trainer.loss_type in _CLIPPED_LOSSES:
         mask, log_ratio = recorded["response_mask"], current - old
         if trainer.importance_sampling_level == "sequence":
