@@ -192,7 +192,9 @@ def test_streams_before_the_update_where_trl_computes_them(live: Service, tmp_pa
         assert answer["coverage"]["tokens"] == len(p)
         assert answer["metrics"]["rollout_corr/kl"] == pytest.approx((q - p).mean(), rel=1e-9)
     # The second step trains parts of the groups, which are no groups of its own.
-    [attempt] = [row["attempt_id"] for row in rows_of(live.store, "attempts") if row["run"] == "old"]
+    [attempt] = [
+        row["attempt_id"] for row in rows_of(live.store, "attempts") if row["run"] == "old"
+    ]
     grouped = [
         row for row in rows_of(live.store, "samples")
         if row["attempt_id"] == attempt and row["group_id"] is not None

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.guard import guarded, running
 from stagescope_workers.integrations.patches import Function, Patch, Wrap
 from stagescope_workers.integrations.training import one_a_trainer
@@ -64,7 +65,7 @@ class Arguments(trl.Arguments, Protocol):
     generation_batch_size: int
     steps_per_generation: int
     gradient_accumulation_steps: int
-    vllm_importance_sampling_correction: bool
+    vllm_importance_sampling_mode: str
     vllm_importance_sampling_clip_max: float | None
 
 
@@ -118,13 +119,21 @@ class Training(TrlTraining[Trainer]):
         """Return which importance weights are applied."""
         trainer = self.trainer
         arguments = trainer.args
-        mode = str(getattr(arguments, "vllm_importance_sampling_mode", ""))
-        is_corrected = trainer.use_vllm and arguments.vllm_importance_sampling_correction
-        if not (is_corrected and mode.endswith("_truncate")):
+        if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
             return {}
-        threshold = arguments.vllm_importance_sampling_clip_max
-        found = {"rollout_is": mode.removesuffix("_truncate"), "rollout_is_threshold": threshold}
-        return {name: value for name, value in found.items() if value is not None}
+        if not weights.has(arguments, "vllm_importance_sampling_mode"):
+            return weights.not_known("TRL", "vllm_importance_sampling_mode")
+        mode = str(arguments.vllm_importance_sampling_mode)
+        level, _, constraint = mode.partition("_")
+        if level not in ("token", "sequence") or constraint not in ("truncate", "mask"):
+            return weights.not_computed("TRL", f"its vllm_importance_sampling_mode is {mode}")
+        return weights.applied(
+            "TRL",
+            "token" if level == "token" else "sequence",
+            "cut" if constraint == "truncate" else "zero",
+            low=getattr(arguments, "vllm_importance_sampling_clip_min", None),
+            high=arguments.vllm_importance_sampling_clip_max,
+        )
 
     @property
     def measures_update(self) -> bool:
@@ -397,9 +406,9 @@ def _update(
     """Return what one micro-batch of the update had: log-probs, weights, which tokens are cut."""
     old = inputs.get("old_per_token_logps")
     recorded = _tokens(trainer, inputs)
-    weights = inputs.get("importance_sampling_ratio")
-    if weights is not None:
-        recorded["rollout_is_weights"] = weights.expand(current.shape)
+    applied = inputs.get("importance_sampling_ratio")
+    if applied is not None:
+        recorded["rollout_is_weights"] = applied.expand(current.shape)
     if old is None:
         # These weights sampled the tokens: TRL takes this pass for the one before the update, too.
         recorded["log_probs"] = current
