@@ -29,7 +29,7 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
         mismatch.rank_apart, mismatch.rounds_rise, mismatch.noise_floor, mismatch.engine_apart,
         mismatch.hidden_tails, mismatch.stale,
         streams.suspect, streams.rounded, streams.edge_token, streams.lattice,
-        turns.retokenised,
+        turns.retokenised, turns.turn_stops,
         reports.groups, reports.truncated, reports.finding, reports.hangs, reports.lost,
         reports.scalars_not_finite, reports.failed, reports.partial, reports.unreported,
         reports.straggler, reports.settings,

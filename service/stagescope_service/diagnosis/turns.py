@@ -1,4 +1,4 @@
-"""Evidence of the turns of trajectories."""
+"""Evidence of the turns of trajectories: what a prompt begins with, and whether a turn trains."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 from stagescope.batch import Batch
 from stagescope.batch.trajectories import keys_of, prompts_of, response_spans
 from stagescope.wire.tensorfile import Array
-from stagescope_service.diagnosis.evidence import Evidence, not_found, not_measured
+from stagescope_service.diagnosis.evidence import Evidence, not_found, not_measured, short
 from stagescope_service.diagnosis.history import NEWEST, READ, RunHistory
-from stagescope_service.statistics.cell import Int64
+from stagescope_service.statistics.cell import Float64, Int64
 
 _TURNS: Final = (("prompts", "responses", "turn_ids"), ("tokens", "loss_mask", "turn_ids"))
 """The tensors that hold the tokens of a turn and of its prompt, either way."""
@@ -64,6 +64,109 @@ def retokenised(history: RunHistory, *, share: float = 0.01) -> Evidence:
     since = min(each[2] for each in breaks)
     where = f"turn {turn}, position {at}"
     return Evidence("found", len(breaks) / pairs, since, where, (text, first))
+
+
+def turn_stops(
+    history: RunHistory, *, factor: float = 0.6, tokens: int = 200, share: float = 0.05
+) -> Evidence:
+    """Return the turn that lost model tokens at once, and did not get them back.
+
+    A turn's size is its tokens over those of the step's other turns, which a larger or smaller
+    batch leaves as it is. It falls below `factor` times its median of up to `_BEFORE` steps before,
+    and stays there until now. Turns of few tokens vary too much: of one with `tokens` tokens and a
+    `share` of the step's is asked. Where the newest step's tensors are kept, some of its samples
+    must have the turn and no token of it under the mask: else its responses became shorter.
+    """
+    steps = history.slices("turn", "counts/masked_tokens", history.measured[-_SEARCHED:])
+    steps = [(step, sizes) for step, sizes in steps if len(sizes) > 1 and any(sizes.values())]
+    if not steps:
+        return not_measured("no step has two turns by turn_ids")
+    if len(steps) < 2:
+        return not_measured("one step has two turns by turn_ids, 2 are needed", waits=True)
+    numbers = sorted({turn for _, sizes in steps for _, turn in sizes})
+    counts = np.array([[sizes.get((None, turn), 0.0) for turn in numbers] for _, sizes in steps])
+    masked = _masked_turns(history)
+    found: list[tuple[float, int, Evidence]] = []
+    for at, turn in enumerate(numbers):
+        begin = _begin_of_loss(counts[:, at], counts.sum(axis=1), factor, tokens, share)
+        if begin is None:
+            continue
+        before = float(np.median(counts[max(begin - _BEFORE, 0) : begin, at]))
+        after = float(np.median(counts[begin:, at]))
+        text = (
+            f"turn {turn} has {short(before)} model tokens a step before step "
+            f"{steps[begin][0].step}, and {short(after)} from it on, beside as many of other turns"
+        )
+        lines = [text]
+        if masked is not None:
+            rows, of = masked.samples.get(turn, (0, 0))
+            if not rows:
+                continue
+            lines.append(
+                f"step {masked.step}: {rows} of {of} samples with turn {turn} have no token of it "
+                "under the mask"
+            )
+        elif begin < _BEFORE:
+            continue  # so few steps before show no usual size
+        lost = 1.0 - after / before
+        evidence = Evidence("found", lost, steps[begin][0].step, f"turn {turn}", tuple(lines))
+        found.append((lost, -turn, evidence))
+    if not found:
+        return not_found(f"the tokens of {len(numbers)} turns stay in proportion")
+    return max(found, key=lambda each: each[:2])[2]
+
+
+_SEARCHED: Final = 200
+"""Newest measured steps whose turns are looked at."""
+_BEFORE: Final = 5
+"""Steps before that a turn's usual size is taken from."""
+
+
+def _begin_of_loss(
+    own: Float64, total: Float64, factor: float, tokens: int, share: float
+) -> int | None:
+    """Return the index from which a turn's size stays low; None: it never fell at once."""
+    others = total - own
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sizes = np.where(others > 0.0, own / others, np.nan)
+    for at in range(1, len(own)):
+        first = max(at - _BEFORE, 0)
+        usual = float(np.nanmedian(sizes[first:at])) if np.isfinite(sizes[first:at]).any() else 0.0
+        is_large = np.median(own[first:at]) >= max(tokens, share * np.median(total[first:at]))
+        is_usual = sizes[at - 1] > 0.8 * usual
+        is_low = np.nanmax(sizes[at:], initial=0.0) <= factor * usual
+        if usual > 0.0 and is_large and is_usual and is_low:
+            return at
+    return None
+
+
+class _Masked(NamedTuple):
+    """Turn -> (samples that have it and train on no token of it, samples that have it)."""
+
+    step: int
+    samples: dict[int, tuple[int, int]]
+
+
+def _masked_turns(history: RunHistory) -> _Masked | None:
+    """Return which turns are fully masked in samples of the newest step; None: it is not kept."""
+    if history.kept is None or not history.measured:
+        return None
+    step = history.measured[-1]
+    for mask in ("response_mask", "loss_mask"):
+        batch = history.kept.batch(step, ("turn_ids", mask))
+        if batch is None:
+            continue
+        ids = batch["turn_ids"].reshape(batch.rows, -1).astype(np.int64)
+        on = batch[mask].reshape(batch.rows, -1) != 0
+        if ids.shape != on.shape:
+            return None
+        found = {}
+        for turn in np.unique(ids[ids >= 0]).tolist():
+            has = (ids == turn).any(axis=1)
+            trains = ((ids == turn) & on).any(axis=1)
+            found[turn] = (int((has & ~trains).sum()), int(has.sum()))
+        return _Masked(step.step, found)
+    return None
 
 
 class _Turn(NamedTuple):
