@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any, Final
 
 from stagescope.wire.errors import InvalidPlan, StagescopeError
-from stagescope_service.diagnosis import mismatch, reports, streams, trends, turns
+from stagescope_service.diagnosis import mismatch, reports, streams, trends, turns, updates
 from stagescope_service.diagnosis.evidence import Before, Evidence, not_measured
 from stagescope_service.diagnosis.history import RunHistory
 from stagescope_service.triggers.rules import load_yaml
@@ -29,7 +29,7 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
         mismatch.rank_apart, mismatch.rounds_rise, mismatch.noise_floor, mismatch.engine_apart,
         mismatch.hidden_tails, mismatch.stale,
         streams.suspect, streams.rounded, streams.edge_token, streams.lattice,
-        turns.retokenised, turns.turn_stops,
+        turns.retokenised, turns.turn_stops, updates.current_differs,
         reports.groups, reports.truncated, reports.finding, reports.hangs, reports.lost,
         reports.scalars_not_finite, reports.failed, reports.partial, reports.unreported,
         reports.straggler, reports.settings,
@@ -39,7 +39,7 @@ EVIDENCE: Final[Mapping[str, Callable[..., Evidence]]] = {
 _OF_THE_NEWEST: Final = frozenset(
     {
         "rank_apart", "rounds_rise", "rounded", "edge_token", "engine_apart", "lattice", "stale",
-        "noise_floor", "straggler",
+        "noise_floor", "straggler", "current_differs",
     }
 )  # fmt: skip
 """Functions that look at the newest steps alone: the others know since when by themselves."""

@@ -15,9 +15,10 @@ import numpy as np
 from stagescope.batch import Batch
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
-from stagescope.wire.schema import ROLES
+from stagescope.wire.schema import ROLES, UPDATE_PAIR
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.comparability import Comparability, examine
+from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.mismatch import publish
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.step_summary import NOISE_PAIR, StepSummary, assemble
@@ -36,6 +37,7 @@ READ: Final = 3
 """Newest measured steps whose step summaries are read: they may be large."""
 PARTIAL: Final = 200
 """Newest partial steps of which the missing ranks are read."""
+_TOKENS, _D_ABS_SUM = ROW.index("tokens"), ROW.index("d_abs_sum")
 SYNC: Final = "weight_sync"
 """The stage of a weight sync."""
 _ROWS: Final = 20_000
@@ -93,6 +95,18 @@ class Series:
     def newest(self, count: int) -> Series:
         """Return the newest `count` steps."""
         return Series(self.name, self.steps[-count:], self.attempts[-count:], self.values[-count:])
+
+
+class FirstPass(NamedTuple):
+    """A sample of the first mini-batch of an update: current against old log-probs."""
+
+    role: str
+    rank: int
+    sample: str
+    """Its id, or its row."""
+    tokens: int
+    mean: float
+    """Mean |current - old| in nats; 0.0: every token is equal."""
 
 
 class MissingRank(NamedTuple):
@@ -216,11 +230,13 @@ class RunHistory:
         self._series = lru_cache(maxsize=None)(self._read_series)
         self.read = lru_cache(maxsize=_CACHED)(self._read_measured)
         """Return a step with its statistics; None: none are kept of a version that can be read."""
+        self.first_passes = lru_cache(maxsize=_CACHED)(self._read_first_passes)
+        """Return the samples of a step's first mini-batch: current against old log-probs."""
 
     def until(self, last: int) -> RunHistory:
         """Return what was known of the steps up to `last`, without tensors."""
         found = RunHistory.__new__(RunHistory)
-        for name in ("run", "attempts", "_catalogue", "_ids", "_number", "read"):
+        for name in ("run", "attempts", "_catalogue", "_ids", "_number", "read", "first_passes"):
             setattr(found, name, getattr(self, name))
         found._last, found.kept = last, None
         found._rows = [row for row in self._rows if row["step"] <= last]
@@ -455,6 +471,33 @@ class RunHistory:
             return MeasuredStep(self._catalogue, step, StepSummary.from_bytes(row["whole"]))
         except InvalidInput:
             return None
+
+    def _read_first_passes(self, step: StepInForce) -> list[FirstPass]:
+        attempt_id, number = step.attempt_id, step.step
+        rows = self._catalogue.summaries(attempt_id, number, pair=pair_name(UPDATE_PAIR))
+        if not rows:
+            return []
+        try:
+            parts = part_records(
+                rows,
+                self._catalogue.processes(attempt_id),
+                self._catalogue.replaced(attempt_id, number),
+            )
+            counted = {*assemble(parts, pairs=[UPDATE_PAIR]).counted}
+        except InvalidInput:
+            return []
+        found: list[FirstPass] = []
+        for part in parts if counted else ():
+            if part.key not in counted:
+                continue
+            keys, values = part.summary.sequences.by_sample()
+            for (sample, _, row), own in zip(keys, values, strict=True):
+                tokens = int(own[_TOKENS])
+                if tokens:
+                    name = sample or f"row {row}"
+                    mean = float(own[_D_ABS_SUM]) / tokens
+                    found.append(FirstPass(part.role, part.rank, name, tokens, mean))
+        return found
 
     @cached_property
     def samples(self) -> list[SampleRow]:

@@ -976,7 +976,7 @@ def test_a_healthy_run_has_no_symptom(seed: int, live: Service) -> None:
     unknown = {name for name, row in rows.items() if row["verdict"] == "not measured"}
     assert unknown == {
         "mismatch_jump_at_restart", "mismatch_jump_at_first_sync", "staleness",
-        "within_noise_floor", "verl_settings", "engine_apart", "retokenised",
+        "within_noise_floor", "verl_settings", "engine_apart", "retokenised", "current_differs",
         "turn_stops",
     }  # fmt: skip
     assert all(rows[name]["against"] for name in unknown)
@@ -1000,7 +1000,7 @@ def test_rounds_of_less_sure_tokens_are_no_symptom(live: Service) -> None:
 def test_every_rule_has_a_planted_fault_or_a_finding_behind_it() -> None:
     elsewhere = {
         "mismatch_jump_at_restart", "ranks_missing", "payloads_lost", "processes_failed",
-        "steps_unreported", "hangs", "verl_settings", "turn_stops",
+        "steps_unreported", "hangs", "verl_settings", "current_differs", "turn_stops",
     }  # fmt: skip
     of_findings = {rule.name for rule in rulebook() if rule.function == "finding"}
     assert {rule.name for rule in rulebook()} == {*PLANTED, *elsewhere, *of_findings}
