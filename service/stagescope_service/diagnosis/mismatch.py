@@ -227,8 +227,8 @@ def stale(
             "tokens come from several policy versions, but that of the stage that scores them is "
             "not recorded"
             if is_named
-            else "policy versions of the tokens, or of the stage that scores them, are not recorded, "
-            "or are texts that do not differ in one number"
+            else "policy versions of the tokens, or of the stage that scores them, are not "
+            "recorded, or are texts that do not differ in one number"
         )
     counts = dict(history.slices("staleness", "counts/tokens"))
     steps = [
