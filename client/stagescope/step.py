@@ -162,6 +162,9 @@ class Step:
     ) -> PlottedTable:
         """Return the mismatch per round, or per true turn or staleness.
 
+        The default is the true turn where `turn_ids` are recorded, else the round. Rounds are
+        segments of the mask: a turn that is masked as a whole takes no number there.
+
         `about["whole"]` has the same columns for the step, to which the rows add up. `comparable`
         is of a row's own tokens, `step_comparable` of the whole step: the text marks rows with `*`
         where these can be compared and the step cannot. `plot` draws the
@@ -172,10 +175,14 @@ class Step:
         """
         filters = {"by": by, "stage": stage, "role": role, "rank": rank}
         sliced = {**filters, "by": None if by == "round" else by}
+        table = self._table("rounds", _ROUND_ORDER, limit, **filters)
+        if by is None and table.about.get("turns"):
+            filters["by"] = "turn"
+            table = self._table("rounds", _ROUND_ORDER, limit, **filters)
         return PlottedTable.drawn_by(
-            self._table("rounds", _ROUND_ORDER, limit, **filters),
+            table,
             functools.partial(self.figure, "rounds"),
-            label=by or "round",
+            label=str(filters["by"] or "round"),
             column="abs_diff_mean",
             refusal=_of_slice(sliced),
         )

@@ -128,6 +128,9 @@ PAIRS: Final = (("old", "rollout"), ("current", "rollout"), ("old", "recomputed"
 """(p, q) streams of the statistics of a payload, in order of preference: the mismatch comes from
 the first available pair, the noise floor from ('old', 'recomputed')."""
 
+UPDATE_PAIR: Final = ("current", "old")
+"""(p, q) streams of the first mini-batch of an update, before which no update lies between them."""
+
 PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
     "responses": "token ids, as wide as the mask",

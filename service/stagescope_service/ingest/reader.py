@@ -20,7 +20,12 @@ from stagescope.wire.errors import InvalidInput, InvalidTensor, StagescopeError
 from stagescope.wire.links import Link
 from stagescope.wire.names import MAX_ID
 from stagescope.wire.nonfinite import Json, JsonObject
-from stagescope.wire.schema import RECENT_TENSORS, STREAM_TENSORS, WRITTEN_AFTER_HAND_OVER
+from stagescope.wire.schema import (
+    RECENT_TENSORS,
+    STREAM_TENSORS,
+    UPDATE_PAIR,
+    WRITTEN_AFTER_HAND_OVER,
+)
 from stagescope_service.core.catalogue_rows import integer, number, text
 from stagescope_service.core.findings import FindingLocation, finding
 from stagescope_service.core.instructions import IngestJob, PayloadJob, PayloadKey, StepJob
@@ -33,6 +38,7 @@ from stagescope_service.statistics import (
     TokenBatch,
     WireTensor,
     available_pairs,
+    has_update_pair,
     skip_of,
     summarise,
 )
@@ -115,6 +121,7 @@ class PayloadReader:
             digest = digest or summary.digest
             if repeated:
                 copies[pair_name(summary.pair)] = repeated
+        rows += self._update_rows(key, job, payload)
         rows += self._keep(key, job, payload, copies)
         rows += _stream_rows(job, payload)
         rows += sample_rows(job, payload)
@@ -153,6 +160,24 @@ class PayloadReader:
                 yield summarise_once(batch, settings, key)
             except StagescopeError as error:  # noqa: PERF203 - the other pairs stand
                 problems.append(error)
+
+    def _update_rows(self, key: PayloadKey, job: IngestJob, payload: Payload) -> list[Put]:
+        """Return the summary of current against old log-probs of a first mini-batch.
+
+        What is wrong with one of the two streams is a problem of another pair, or of none.
+        """
+        is_first = not (job["occurrence"] or job["epoch"] or job["minibatch"])
+        if not (is_first and has_update_pair(payload.tensors)):
+            return []
+        try:
+            meta = _with_producers(job, payload.meta)
+            batch = TokenBatch.from_tensors(
+                payload.tensors, payload.strings, meta, pair=UPDATE_PAIR
+            )
+            summary, _ = summarise_once(batch, statistics_settings(job.get("settings")), key)
+        except StagescopeError:
+            return []
+        return [summary_row(key, job, summary)]
 
     def _keep(
         self,
@@ -226,8 +251,8 @@ def _with_producers(job: IngestJob, meta: JsonObject) -> dict[str, Json]:
     return {"policy_version": job.get("policy_version"), **known, **meta}
 
 
-def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator[Put]:
-    """Return the row of a payload's summary of one pair, and the finding of non-finite values."""
+def summary_row(key: PayloadKey, job: PayloadJob, summary: Summary) -> Put:
+    """Return the row of a payload's summary of one pair."""
     row: SummaryRow = {
         "incarnation": key.incarnation,
         "seq": key.seq,
@@ -245,7 +270,12 @@ def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator
         "microbatch": job["microbatch"],
         "summary": summary_to_bytes(summary),
     }
-    yield Put("summaries", row)
+    return Put("summaries", row)
+
+
+def summary_rows(key: PayloadKey, job: PayloadJob, summary: Summary) -> Iterator[Put]:
+    """Return the row of a payload's summary of one pair, and the finding of non-finite values."""
+    yield summary_row(key, job, summary)
     if summary.ignored:
         ignored = ", ".join(summary.ignored)
         yield finding(

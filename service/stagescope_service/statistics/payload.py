@@ -29,6 +29,7 @@ from stagescope.wire.schema import (
     PER_TOKEN,
     SCHEMA,
     STREAM_TENSORS,
+    UPDATE_PAIR,
 )
 from stagescope.wire.tensorfile import WireTensor as WireTensor
 from stagescope_service.rows.positions import continues, positions_of
@@ -318,12 +319,21 @@ class TokenBatch:
 
 def available_pairs(names: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Return the pairs of `schema.PAIRS` for which a payload has the tensors of both streams."""
-    present = {
+    present = _streams_in(names)
+    return tuple(pair for pair in PAIRS if present.issuperset(pair))
+
+
+def has_update_pair(names: Mapping[str, object]) -> bool:
+    """Return whether a payload has both streams of `schema.UPDATE_PAIR`, and their mask."""
+    return "response_mask" in names and _streams_in(names).issuperset(UPDATE_PAIR)
+
+
+def _streams_in(names: Mapping[str, object]) -> set[str]:
+    return {
         stream
         for stream, name in STREAM_TENSORS.items()
         if name in names or _ALIASES.get(name) in names
     }
-    return tuple(pair for pair in PAIRS if present.issuperset(pair))
 
 
 def mask_bits(mask: Array, dtype: str) -> tuple[Mask, int]:
