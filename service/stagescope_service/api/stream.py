@@ -27,6 +27,7 @@ from stagescope_service.api.dependencies import Deps, Run
 from stagescope_service.api.encoding import JsonObject, encode
 from stagescope_service.api.token_file import RunPatterns, sees
 from stagescope_service.api.tokens import Access
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.store.catalogue import Catalogue
 from stagescope_service.store.queries.changes import ChangedRow, Recent
 
@@ -238,6 +239,7 @@ class Watcher:
         self._listeners: set[_Listener] = set()
         self._waiting: list[tuple[_Listener, str | None]] = []
         """Listeners that wait for the first reading, with their last event's id."""
+        self._tasks = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -272,7 +274,7 @@ class Watcher:
         else:
             self._greet(listener, last_id)
         if self._task is None:
-            self._task = asyncio.create_task(self._watch())
+            self._task = self._tasks.start(self._watch())
         try:
             yield listener
         finally:
@@ -306,6 +308,7 @@ class Watcher:
             try:
                 since = self._clock() - _ENDED_SECONDS
                 recent = await asyncio.to_thread(self._catalogue.recent, since)
+                self._publish(recent)
             except Exception as error:  # whatever it is, the next reading may succeed
                 if is_readable:
                     is_known = isinstance(error, StagescopeError)
@@ -313,7 +316,6 @@ class Watcher:
                 is_readable = False
             else:
                 is_readable = True
-                self._publish(recent)
             await asyncio.sleep(POLL_SECONDS)
 
     def _publish(self, recent: Recent) -> None:

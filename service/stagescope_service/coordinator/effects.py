@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 from stagescope.wire.errors import NotReady, StagescopeError, StoreError, Unreachable
 from stagescope.wire.keep import matching_selectors, read_keep
 from stagescope.wire.links import Link
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.hang_watch import HangWatch
@@ -212,7 +213,7 @@ class Effects:
         )
         self._rejudged: dict[Rejudge, tuple[float, float]] = {}
         """Steps to judge anew -> when that was first and last asked for; monotonic seconds."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     def open(self) -> None:
         """Begin with the stored rules of triggers; steps that are aggregated meanwhile wait."""
@@ -306,13 +307,10 @@ class Effects:
 
     async def settled(self) -> None:
         """Wait until nothing that was started is under way (for tests)."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks)
+        await self._tasks.settled()
 
     def _run(self, work: Coroutine[object, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
     # --- payloads ---------------------------------------------------------------------------
     def _start_ingest(self, instruction: Ingest) -> None:

@@ -16,6 +16,7 @@ from typing_extensions import NotRequired
 from stagescope.wire.errors import InvalidEvent, NotReady, StagescopeError
 from stagescope.wire.plan import SentPlan
 from stagescope.wire.schema import FINISH, Event, Sender
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.arguments import check_batch
 from stagescope_service.coordinator.draining import Draining
 from stagescope_service.coordinator.effects import Effects
@@ -147,6 +148,7 @@ class Intake:
         self._mono = effects.clock.mono
         self._wall = effects.wall
         self._last_expiry = self._mono()
+        self._tasks = BackgroundTasks()
         self._check: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -440,14 +442,11 @@ class Intake:
     def _check_requests_soon(self) -> None:
         # Of a thousand ranks that acknowledge at once, each would have every request checked.
         if self._plan.entries and (self._check is None or self._check.done()):
-            self._check = asyncio.get_running_loop().create_task(self._check_requests_later())
+            self._check = self._tasks.start(self._check_requests_later())
 
     async def _check_requests_later(self) -> None:
         await asyncio.sleep(_CHECK_SECONDS)
-        try:
-            await self.check_requests()
-        except Exception:
-            logger.exception("capture requests could not be checked")
+        await self.check_requests()
 
     async def check_requests(self) -> None:
         """Agree on the capture requests that ranks acknowledged, and end those that are done."""

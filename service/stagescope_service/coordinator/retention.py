@@ -350,7 +350,7 @@ class Retention:
         self._adopted.add(node)
         try:
             await self.adopt(node)
-        except StagescopeError:
+        except Exception:
             logger.exception("the kept files of node %s could not be read", node)
             self._adopted.discard(node)
 

@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from stagescope.discovery import NAMESPACE, ingestor_name
 from stagescope.wire.errors import Unreachable
 from stagescope.wire.nonfinite import JsonObject
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.core.findings import describe
 from stagescope_service.core.instructions import (
     AnnouncedDump,
@@ -259,6 +260,7 @@ class _MemoryLimit:
         self._most = most
         self._used = 0
         self._changed = asyncio.Condition()
+        self._tasks = BackgroundTasks()
 
     async def enter(self, size: int) -> None:
         async with self._changed:
@@ -267,7 +269,7 @@ class _MemoryLimit:
 
     def leave(self, size: int) -> None:
         self._used -= size
-        asyncio.get_running_loop().create_task(self._notify())
+        self._tasks.start(self._notify())
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -363,8 +365,9 @@ class RayIngestors(IngestorClient):
     def __init__(self, settings: Settings) -> None:
         self._actors = Ingestors(settings)
         self.home = self._actors.home
-        self._tasks: set[asyncio.Future[None]] = set()
-        self._starting: asyncio.Future[None] | None = None
+        self._tasks = BackgroundTasks()
+        self._looking: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._relayed: set[str] = set()
 
     def node_of(self, node_id: str | None) -> str:
@@ -375,11 +378,12 @@ class RayIngestors(IngestorClient):
         """Let the relays of these nodes run; in a thread, which may wait for the GCS."""
         missing = nodes - self._relayed
         if missing and (self._starting is None or self._starting.done()):
-            self._starting = asyncio.ensure_future(asyncio.to_thread(self._start, missing))
+            self._starting = self._tasks.start(self._start(missing))
 
-    def _start(self, nodes: Set[str]) -> None:
+    async def _start(self, nodes: Set[str]) -> None:
+        own = [node for node in nodes if self._actors.place(node) == node]
         try:
-            start_relays([node for node in nodes if self._actors.place(node) == node])
+            await asyncio.to_thread(start_relays, own)
             self._relayed |= nodes  # another cluster's, too: they have no relay
         except Exception as error:
             logger.warning("the relays of %d nodes were not started: %s", len(nodes), error)
@@ -389,15 +393,19 @@ class RayIngestors(IngestorClient):
 
         The list is read in a thread: while the GCS is away, that call waits for it.
         """
-        if self._actors.is_due() and not self._tasks:
-            task = asyncio.ensure_future(asyncio.to_thread(self._actors.look))
-            self._tasks.add(task)
-            task.add_done_callback(self._looked)
+        if self._actors.is_due():
+            self._look_soon()
         return self._actors.lost
 
-    def _looked(self, task: asyncio.Future[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+    def _look_soon(self) -> asyncio.Task[None]:
+        if self._looking is None or self._looking.done():
+            self._looking = self._tasks.start(self._look())
+        return self._looking
+
+    async def _look(self) -> None:
+        try:
+            await asyncio.to_thread(self._actors.look)
+        except Exception as error:  # the list stays as it was
             logger.warning("the list of nodes cannot be read: %s", describe(error))
 
     async def ingest(

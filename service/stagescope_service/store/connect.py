@@ -304,11 +304,14 @@ _ADVICE: Final = {
 
 @contextmanager
 def catalogue_errors(where: str) -> Iterator[None]:
-    """Raise `CatalogueUnavailable` for every transient database error."""
+    """Raise `CatalogueUnavailable` for the errors of a database that cannot be opened or read.
+
+    A table or a right that a server lacks counts: somebody may give it back.
+    """
     try:
         yield
     except (exc.SQLAlchemyError, OSError) as error:
-        if not is_transient(error):
+        if not (is_transient(error) or isinstance(error, exc.ProgrammingError)):
             raise
         raise explain(error, where) from error
 
