@@ -189,7 +189,8 @@ class DebugCoordinator:
         await asyncio.to_thread(_make_directory, settings.data_path)
         store = self._store = SqlStore(settings.catalogue_url)
         await asyncio.to_thread(store.open)
-        return await Coordinator.open(settings, store, RayIngestors(settings), name=self._name)
+        ingestors = RayIngestors(settings, self._name)
+        return await Coordinator.open(settings, store, ingestors, name=self._name)
 
     def _note_failure(self, error: Exception) -> None:
         from stagescope_service.core.findings import describe

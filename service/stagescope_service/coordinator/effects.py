@@ -8,6 +8,7 @@ are carried out the same way.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -321,7 +322,7 @@ class Effects:
             self._state.unread(key)
             return
         # Before anything is awaited: the plan and the process's settings may change.
-        self._run(self._ingest(instruction, payload, self._keep(instruction)))
+        self._run(self._ingest_or_release(instruction, payload, self._keep(instruction)))
 
     def _keep(self, instruction: Ingest) -> list[str]:
         """Return the sections and names that the plan and the run's settings keep of a payload."""
@@ -332,11 +333,25 @@ class Effects:
         own = () if policy is None else matching_selectors(policy, **work)
         return [*self._plan.keeps(run=job["run"], **work), *own]
 
+    async def _ingest_or_release(
+        self, instruction: Ingest, payload: object, keep: list[str]
+    ) -> None:
+        try:
+            await self._ingest(instruction, payload, keep)
+        except Exception:
+            # Its refs would pin its bytes until the coordinator ends.
+            key = instruction.key
+            logger.exception("payload %s was not read; its process may offer it again", key)
+            self.release(key)
+            self._state.unread(key)
+
     async def _ingest(self, instruction: Ingest, payload: object, keep: list[str]) -> None:
         key, node_id = instruction.key, instruction.node_id
         job: IngestJob = instruction.job
         reservation = None
         if keep:
+            with contextlib.suppress(Unreachable):  # then the home node's has it
+                await self._ingestors.learn_nodes([node_id])
             self._adopt_files(self._ingestors.node_of(node_id))
             reservation = await self.retention.make_room(node_id, job)
             job = {**job, "keep": keep, "no_room": reservation.refused}

@@ -284,7 +284,9 @@ class Retention:
                 before_step=before_step,
                 limit=_BATCH,
             )
-            for node in dict.fromkeys(row["node_id"] for row in rows):
+            nodes = dict.fromkeys(row["node_id"] for row in rows)
+            await self._ingestors.learn_nodes(nodes)
+            for node in nodes:
                 if self._ingestors.node_of(node) == node:  # the files of a gone node are unknown
                     await self._delete(node, [row for row in rows if row["node_id"] == node])
 
@@ -361,6 +363,7 @@ class Retention:
             known = {
                 row["path"]: row for row in await asyncio.to_thread(self._catalogue.kept_places)
             }
+            await self._ingestors.learn_nodes({row["node_id"] for row in known.values()})
             found = await self._ingestors.kept_files(node)
             rows = [*self._moved(node, known, found), *self._lost(node, known, found)]
             rows += await self._orphans(node, [path for path in found if path not in known])

@@ -13,9 +13,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias
 
 import ray
 from ray import exceptions
@@ -44,6 +45,7 @@ from stagescope_service.ingest.reader import Outcome
 from stagescope_service.ingest.recompute import JoinAnswer, Source
 from stagescope_service.ingest.relay_actor import start_relays
 from stagescope_service.ingest.rollout_join import RolloutRows
+from stagescope_service.ingest.work_queue import Superseded, WorkQueue
 from stagescope_service.settings import Settings
 from stagescope_service.statistics import warm
 from stagescope_service.store.contract import Put
@@ -52,8 +54,13 @@ from stagescope_service.store.ring import DEFAULT_RESERVE
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Caller: TypeAlias = str | None
+"""The coordinator that waits for a call's answer; None: another process does."""
 
+_CALLS: Final = 20_000
+"""Pending calls of an ingestor: a new coordinator is heard beside all those of a dead one."""
+_WITHOUT_QUEUE: Final = frozenset({"read_watchdogs", "kept_files", "describe_kept", "discard"})
+"""Methods that run beside the reading of payloads."""
 _NICE: Final = 10
 _NODES_SECONDS: Final = 2.0
 _READ_SECONDS: Final = 120.0
@@ -93,22 +100,23 @@ class Ingestor:
             reserve_bytes=reserve_bytes,
             alive=_living_nodes,
         )
-        self._memory = _MemoryLimit(most_bytes)
-        # One thread: two payloads at once would only alternate, and hold twice the memory.
-        self._thread = concurrent.futures.ThreadPoolExecutor(
+        thread = concurrent.futures.ThreadPoolExecutor(
             1, initializer=_start_worker, initargs=(node_id,)
         )
         # The thread starts with its first task: load the kernel now, not in the first step.
-        self._thread.submit(_nothing)
+        thread.submit(_nothing)
+        self._queue = WorkQueue(thread, most_bytes)
 
-    async def ingest(self, key: PayloadKey, job: IngestJob, payload: object) -> Outcome:
+    async def serve(self, coordinator: str) -> None:
+        """Serve this coordinator; the calls of earlier ones are dropped."""
+        self._queue.serve(coordinator)
+
+    async def ingest(
+        self, key: PayloadKey, job: IngestJob, payload: object, caller: Caller = None
+    ) -> Outcome:
         """Read a payload and return its outcome."""
         size = job.get("bytes") or 0
-        await self._memory.enter(size)
-        try:
-            return await self._run(self._read, key, job, payload)
-        finally:
-            self._memory.leave(size)
+        return await self._queue.run(caller, self._read, key, job, payload, size=size)
 
     async def recompute(
         self,
@@ -116,53 +124,55 @@ class Ingestor:
         job: StepJob,
         pair: tuple[str, str],
         skips: Sequence[TokenRange],
+        caller: Caller = None,
     ) -> bytes | None:
         """Return a payload's summary without tokens that count elsewhere; None: not kept."""
-        return await self._run(self._worker.recompute, key, job, pair, skips)
+        return await self._queue.run(caller, self._worker.recompute, key, job, pair, skips)
 
     async def join(
-        self, key: PayloadKey, job: PayloadJob, sources: Sequence[Source]
+        self, key: PayloadKey, job: PayloadJob, sources: Sequence[Source], caller: Caller = None
     ) -> JoinAnswer | None:
         """Join a trainer's payload with rollouts; None: not kept.
 
         The loop, not the thread, waits for other nodes' ingestors: two that call each other would
         otherwise deadlock.
         """
-        sample_ids = await self._run(self._worker.samples, key, job)
+        sample_ids = await self._queue.run(caller, self._worker.samples, key, job)
         if sample_ids is None:
             return None
         by_node: dict[str, list[Source]] = {}
         for source in sources:
             by_node.setdefault(source.node_id or self._node_id, []).append(source)
-        calls = [self._rollouts_of(node, own, sample_ids) for node, own in by_node.items()]
+        calls = [self._rollouts_of(node, own, sample_ids, caller) for node, own in by_node.items()]
         found = [rows for some in await asyncio.gather(*calls) for rows in some]
-        return await self._run(self._worker.join, key, job, found)
+        return await self._queue.run(caller, self._worker.join, key, job, found)
 
     async def rollouts(
-        self, sources: Sequence[Source], sample_ids: Sequence[str]
+        self, sources: Sequence[Source], sample_ids: Sequence[str], caller: Caller = None
     ) -> list[RolloutRows]:
         """Return the rows of these samples in payloads of this node's ring."""
-        return await self._run(self._worker.rollouts, sources, sample_ids)
+        return await self._queue.run(caller, self._worker.rollouts, sources, sample_ids)
 
     async def _rollouts_of(
-        self, node: str, sources: Sequence[Source], sample_ids: Sequence[str]
+        self, node: str, sources: Sequence[Source], sample_ids: Sequence[str], caller: Caller
     ) -> list[RolloutRows]:
         if node == self._node_id:
-            return await self.rollouts(sources, sample_ids)
+            return await self.rollouts(sources, sample_ids, caller)
         try:
-            other: Any = ray.get_actor(ingestor_name(node), namespace=NAMESPACE)
-            found: list[RolloutRows] = await other.rollouts.remote(sources, sample_ids)
+            name = ingestor_name(node)  # in a thread: the lookup waits for the GCS
+            other: Any = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
+            found: list[RolloutRows] = await other.rollouts.remote(sources, sample_ids, caller)
         except (ValueError, exceptions.RayError):
             return []  # that node is gone; the answer lists its samples as left out
         return found
 
-    async def build_operator_table(self, job: AnnouncedDump) -> list[Put]:
+    async def build_operator_table(self, job: AnnouncedDump, caller: Caller = None) -> list[Put]:
         """Build a dump's operator table and return its rows.
 
         Raises:
             StagescopeError: a transient failure, such as a full disk.
         """
-        return await self._run(self._worker.build_operator_table, job)
+        return await self._queue.run(caller, self._worker.build_operator_table, job)
 
     async def read_watchdogs(self, paths: Mapping[str, str]) -> dict[str, JsonObject]:
         """Return incarnation -> content of its watchdog's file, for the processes with a file."""
@@ -184,20 +194,17 @@ class Ingestor:
         """Delete kept files; return those that do not exist any more."""
         return await asyncio.to_thread(self._worker.discard, paths)
 
-    async def pin(self, attempt_id: int, step: int) -> Pinned:
+    async def pin(self, attempt_id: int, step: int, caller: Caller = None) -> Pinned:
         """Pin the payloads of a step."""
-        return await self._run(self._worker.pin, attempt_id, step)
+        return await self._queue.run(caller, self._worker.pin, attempt_id, step)
 
-    async def unpin(self, attempt_id: int, step: int) -> bool:
+    async def unpin(self, attempt_id: int, step: int, caller: Caller = None) -> bool:
         """Release the payloads of a step; False: its marker stays."""
-        return await self._run(self._worker.unpin, attempt_id, step)
+        return await self._queue.run(caller, self._worker.unpin, attempt_id, step)
 
     async def pid(self) -> int:
         """Return the process id (tests kill it)."""
         return os.getpid()
-
-    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _read(self, key: PayloadKey, job: IngestJob, payload: object) -> Outcome:
         try:
@@ -253,29 +260,6 @@ def _fetched(payload: object) -> object:
     return payload
 
 
-class _MemoryLimit:
-    """Limits the bytes of payloads in memory; a larger payload is admitted alone."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._used = 0
-        self._changed = asyncio.Condition()
-        self._tasks = BackgroundTasks()
-
-    async def enter(self, size: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._used or self._used + size <= self._most)
-            self._used += size
-
-    def leave(self, size: int) -> None:
-        self._used -= size
-        self._tasks.start(self._notify())
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-
 class Ingestors:
     """Finds the ingestor of a node, and creates it if there is none."""
 
@@ -289,20 +273,25 @@ class Ingestors:
         )
         self._handles: dict[str, object] = {}
         self._home = ray.get_runtime_context().get_node_id()
-        self._alive: set[str] = set()
+        self.alive: set[str] = set()
         self.lost: dict[str, str] = {}
         """The nodes that the cluster lost, and why each."""
         self._looked = -math.inf
         self._looking = threading.Lock()
+        self.is_doubtful = True
+        """Whether the list of nodes is missing, or a call has failed since it was read."""
 
     @property
     def home(self) -> str:
         """The node of this process."""
         return str(self._home)
 
-    def handle_for(self, node_id: str | None) -> Any:
-        """Return the handle for a node; the home node's if the node is unknown or not alive."""
-        node = self.place(node_id)
+    def known_handle(self, node: str) -> Any | None:
+        """Return the handle of a node's ingestor if it was looked up before."""
+        return self._handles.get(node)
+
+    def handle_for(self, node: str) -> Any:
+        """Return the handle of a node's ingestor; a call to the cluster where it is not known."""
         handle = self._handles.get(node)
         if handle is None:
             options = {
@@ -313,7 +302,7 @@ class Ingestors:
                 "num_cpus": 0,
                 "max_restarts": -1,
                 "max_task_retries": 2,
-                "max_concurrency": 1000,
+                "max_concurrency": _CALLS,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             }
             handle = ray.remote(Ingestor).options(**options).remote(node, *self._arguments)
@@ -322,16 +311,22 @@ class Ingestors:
 
     def handle_of(self, node_id: str) -> Any | None:
         """Return the handle of a node's own ingestor; None if the node is not alive."""
-        return self.handle_for(node_id) if self._is_alive(node_id) else None
+        if self.is_due():
+            self.look()
+        return self.handle_for(node_id) if node_id in self.alive else None
 
     def place(self, node_id: str | None) -> str:
-        """Return the node whose ingestor reads data that is recorded for a node."""
-        return node_id if node_id is not None and self._is_alive(node_id) else self.home
+        """Return the node whose ingestor reads data that is recorded for a node.
+
+        It is the home node where the node is not alive, as of the newest list.
+        """
+        return node_id if node_id is not None and node_id in self.alive else self.home
 
     def forget(self, node_id: str | None) -> None:
         """Look the ingestor of a node up again next time."""
-        self._handles.pop(node_id or self.home, None)
-        self._looked = -math.inf
+        for node in {node_id or self.home, self.place(node_id)}:
+            self._handles.pop(node, None)
+        self._looked, self.is_doubtful = -math.inf, True
 
     def is_due(self) -> bool:
         """Return whether the list of nodes is old; it is a call to the cluster."""
@@ -343,27 +338,25 @@ class Ingestors:
             return
         try:
             nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-            self._alive = {node["NodeID"] for node in nodes if node["Alive"]}
+            self.alive = {node["NodeID"] for node in nodes if node["Alive"]}
             self.lost = {node["NodeID"]: _death(node) for node in nodes if _is_lost(node)}
-            self._looked = time.monotonic()
+            self._looked, self.is_doubtful = time.monotonic(), False
         finally:
             self._looking.release()
 
-    def _is_alive(self, node_id: str) -> bool:
-        if self.is_due():
-            self.look()
-        return node_id in self._alive
-
-    def all(self) -> dict[str, Any]:
-        """Return the handles by node id."""
-        return dict(self._handles)
-
 
 class RayIngestors(IngestorClient):
-    """The ingestors of all nodes, over their actors."""
+    """The ingestors of all nodes, over their actors.
 
-    def __init__(self, settings: Settings) -> None:
+    What asks the cluster runs in a thread: while the GCS is away, such a call waits for it.
+    """
+
+    def __init__(self, settings: Settings, coordinator: str) -> None:
         self._actors = Ingestors(settings)
+        self._coordinator = coordinator
+        self._serving: dict[str, object] = {}
+        """Node -> handle of its ingestor that serves this coordinator."""
+        self._introducing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.home = self._actors.home
         self._tasks = BackgroundTasks()
         self._looking: asyncio.Task[None] | None = None
@@ -371,11 +364,21 @@ class RayIngestors(IngestorClient):
         self._relayed: set[str] = set()
 
     def node_of(self, node_id: str | None) -> str:
-        """Return the node whose ingestor serves calls for `node_id`."""
+        """Return the node whose ingestor serves calls for `node_id`, as far as is known."""
         return self._actors.place(node_id)
 
+    async def learn_nodes(self, node_ids: Iterable[str | None]) -> None:
+        """Read the list of nodes if it is old and one of these is not alive in it."""
+        unknown = any(each is not None and each not in self._actors.alive for each in node_ids)
+        if self._actors.is_doubtful or (unknown and self._actors.is_due()):
+            await asyncio.wait([self._look_soon()])
+        if not self._actors.alive:
+            raise Unreachable(
+                "the Ray cluster does not say which nodes it has", advice="it is asked again"
+            )
+
     def start_relays(self, nodes: Set[str]) -> None:
-        """Let the relays of these nodes run; in a thread, which may wait for the GCS."""
+        """Let the relays of these nodes run."""
         missing = nodes - self._relayed
         if missing and (self._starting is None or self._starting.done()):
             self._starting = self._tasks.start(self._start(missing))
@@ -389,10 +392,7 @@ class RayIngestors(IngestorClient):
             logger.warning("the relays of %d nodes were not started: %s", len(nodes), error)
 
     def lost_nodes(self) -> Mapping[str, str]:
-        """Return the nodes that the cluster lost, as of some seconds ago, and why each.
-
-        The list is read in a thread: while the GCS is away, that call waits for it.
-        """
+        """Return the nodes that the cluster lost, as of some seconds ago, and why each."""
         if self._actors.is_due():
             self._look_soon()
         return self._actors.lost
@@ -408,6 +408,45 @@ class RayIngestors(IngestorClient):
         except Exception as error:  # the list stays as it was
             logger.warning("the list of nodes cannot be read: %s", describe(error))
 
+    async def _handle(self, node_id: str | None) -> Any:
+        """Return the handle of a node's ingestor, which serves this coordinator.
+
+        Raises:
+            RayActorError: it does not answer.
+            Unreachable: the cluster does not say where it is.
+        """
+        try:
+            await self.learn_nodes([node_id])
+            node = self._actors.place(node_id)
+            handle: Any = self._actors.known_handle(node)
+            if handle is None:
+                handle = await asyncio.to_thread(self._actors.handle_for, node)
+        except Unreachable:
+            raise
+        except Exception as error:
+            raise Unreachable(
+                f"the ingestor of node {node_id} was not found: {describe(error)}",
+                advice="it is looked up again",
+            ) from error
+        async with self._introducing[node]:
+            if self._serving.get(node) is not handle:
+                await handle.serve.remote(self._coordinator)
+                self._serving[node] = handle
+        return handle
+
+    async def _called(self, node_id: str | None, method: str, *arguments: object) -> Any:
+        """Call a method that waits in the ingestor's queue."""
+        handle = await self._handle(node_id)
+        try:
+            return await getattr(handle, method).remote(*arguments, caller=self._coordinator)
+        except exceptions.RayTaskError as error:
+            if not isinstance(error.cause, Superseded):
+                raise
+        # What an earlier coordinator had sent before its end came after this one's introduction.
+        self._serving.clear()
+        handle = await self._handle(node_id)
+        return await getattr(handle, method).remote(*arguments, caller=self._coordinator)
+
     async def ingest(
         self, node_id: str | None, key: PayloadKey, job: IngestJob, payload: object
     ) -> Outcome:
@@ -421,8 +460,14 @@ class RayIngestors(IngestorClient):
         tries = 0
         while tries < 2:
             try:
-                return await self._actors.handle_for(node_id).ingest.remote(key, job, payload)  # type: ignore[no-any-return]
-            except (exceptions.RayActorError, *_UNAVAILABLE) as error:  # noqa: PERF203
+                return await self._called(node_id, "ingest", key, job, payload)  # type: ignore[no-any-return]
+            # The payload is as it was, and its refs are held.
+            except Unreachable as error:  # noqa: PERF203
+                reason = error.wrong
+                if time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(_NODES_SECONDS)
+            except (exceptions.RayActorError, *_UNAVAILABLE) as error:
                 reason = f"its ingestor died while reading it: {describe(error)}"
                 self._actors.forget(node_id)
                 if isinstance(error, _UNAVAILABLE) and time.monotonic() < deadline:
@@ -437,14 +482,16 @@ class RayIngestors(IngestorClient):
     async def build_operator_table(self, node_id: str | None, job: AnnouncedDump) -> list[Put]:
         """Build a dump's operator table."""
         try:
-            return await self._actors.handle_for(node_id).build_operator_table.remote(job)  # type: ignore[no-any-return]
+            return await self._called(node_id, "build_operator_table", job)  # type: ignore[no-any-return]
         except exceptions.RayActorError as error:
             self._actors.forget(node_id)
             raise IngestorDied(describe(error)) from error
 
     async def _call(self, node_id: str | None, method: str, *arguments: object) -> Any:
         try:
-            return await getattr(self._actors.handle_for(node_id), method).remote(*arguments)
+            if method in _WITHOUT_QUEUE:
+                return await getattr(await self._handle(node_id), method).remote(*arguments)
+            return await self._called(node_id, method, *arguments)
         except exceptions.RayError as error:
             self._actors.forget(node_id)
             raise Unreachable(

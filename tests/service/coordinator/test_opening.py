@@ -30,7 +30,7 @@ SECONDS = 30.0
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     made = Settings(home=tmp_path / "home", data_dir=tmp_path / "data")
 
-    def ingestors(settings: Settings) -> LocalIngestors:
+    def ingestors(settings: Settings, coordinator: str) -> LocalIngestors:
         data = settings.data_path
         return LocalIngestors(lambda node: IngestWorker(node, data, [data], ring_bytes=0))
 
@@ -139,8 +139,8 @@ def test_a_catalogue_that_is_given_back_is_opened(
                 execute(mended)
                 await status_where(coordinator, is_ready)
                 rules = coordinator._ready().effects.triggers
-                async with rules._lock:  # they are read in the background
-                    pass
+                # They are read in the background.
+                await status_where(coordinator, lambda _: rules.revision > 0)
                 assert rules._rules == defaults()
 
         asyncio.run(asyncio.wait_for(work(), 2 * SECONDS))
