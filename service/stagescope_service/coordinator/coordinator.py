@@ -148,9 +148,7 @@ class Coordinator:
         effects = opened.effects
         await effects.write(rows)
         # Nothing fails from here on: whoever opens again has no work of this one beside it.
-        effects.open()
-        for instruction in left_over:
-            effects.start(instruction)
+        effects.open(left_over)
         opened.intake.begin()
         return opened
 

@@ -25,7 +25,7 @@ from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.hang_watch import HangWatch
 from stagescope_service.coordinator.node_watch import NodeWatch
 from stagescope_service.coordinator.retention import Limits, Retention
-from stagescope_service.coordinator.retries import RetriedWork
+from stagescope_service.coordinator.retries import RetriedWork, Turns
 from stagescope_service.coordinator.trigger_actions import (
     Acting,
     RequestCapture,
@@ -65,6 +65,8 @@ from stagescope_service.triggers.watch import REACH
 
 logger = logging.getLogger(__name__)
 
+_AGGREGATIONS: Final = 4
+"""Steps that are aggregated at a time."""
 _REJUDGE_SECONDS: Final = 1.0
 """For so long no event may have changed a verdict before it is written,"""
 _REJUDGE_AT_LATEST: Final = 10.0
@@ -199,6 +201,9 @@ class Effects:
         self._step_ordering = StepOrdering(REACH)
         self._weight_comparer = WeightComparer(catalogue, self.write, settings.weight_names)
         self._payloads: dict[PayloadKey, object] = {}
+        self._turns = Turns(_AGGREGATIONS)
+        self._left_over: set[Aggregate] = set()
+        """Steps that an earlier coordinator left, and that are still to be aggregated."""
         self._due: Counter[Aggregate] = Counter()
         """Steps to aggregate as soon as what makes them due is on disk."""
         self._aggregating = RetriedWork[Aggregate, Aggregate](
@@ -216,8 +221,15 @@ class Effects:
         """Steps to judge anew -> when that was first and last asked for; monotonic seconds."""
         self._tasks = BackgroundTasks()
 
-    def open(self) -> None:
-        """Begin with the stored rules of triggers; steps that are aggregated meanwhile wait."""
+    def open(self, left_over: Iterable[Instruction] = ()) -> None:
+        """Begin with the stored rules of triggers, and with what an earlier coordinator left.
+
+        Steps that are aggregated before the rules are read wait for them.
+        """
+        left_over = list(left_over)
+        self._left_over.update(each for each in left_over if isinstance(each, Aggregate))
+        for instruction in left_over:
+            self.start(instruction)
         self._run(self.triggers.open(self._settings.triggers))
         self._run(self._weight_comparer.catch_up())
         self._adopt_files(self._ingestors.home)
@@ -418,7 +430,9 @@ class Effects:
             await self.write(late)
         else:
             forgotten = attempt is None or step.step not in attempt.steps
-            await self._aggregator.aggregate(step, run, forgotten=forgotten)
+            async with self._turns.turn(left_over=step in self._left_over):
+                await self._aggregator.aggregate(step, run, forgotten=forgotten)
+            self._left_over.discard(step)
             key = {"finding_id": self._not_aggregated(step).row["finding_id"]}
             await self.write([Delete("findings", key)])
             await self._retire(step)
