@@ -123,6 +123,9 @@ async def _readiness_problem(deps: Dependencies) -> _Problem | None:
     if reply.get("not_ready"):
         public = str(reply.get("problem") or "")
         return _Problem("the coordinator is not ready", str(reply["not_ready"]), public)
+    if reply.get("cluster_problem"):
+        what = "the Ray cluster of the service does not answer"
+        return _Problem(what, str(reply["cluster_problem"]))
     return None
 
 

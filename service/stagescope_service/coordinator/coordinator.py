@@ -433,6 +433,7 @@ class Coordinator:
             "revision": self.plan_in_force.revision,
             "poll_seconds": self.intake.poll_seconds,
             "keeping": self.effects.retention.health(),
+            "cluster_problem": self._ingestors.cluster_problem() or None,
         }
 
     def _audit(self, by: str, action: str, detail: JsonObject) -> Put:

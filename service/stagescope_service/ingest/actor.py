@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import math
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -34,6 +32,7 @@ from stagescope_service.core.instructions import (
     PayloadKey,
     StepJob,
 )
+from stagescope_service.ingest.head_watch import HeadWatch
 from stagescope_service.ingest.ingestors import (
     IngestorClient,
     IngestorDied,
@@ -41,6 +40,7 @@ from stagescope_service.ingest.ingestors import (
     TokenRange,
 )
 from stagescope_service.ingest.kept_files import KeptDescription
+from stagescope_service.ingest.node_list import NodeList
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.ingest.recompute import JoinAnswer, Source
 from stagescope_service.ingest.relay_actor import start_relays
@@ -62,12 +62,10 @@ _CALLS: Final = 20_000
 _WITHOUT_QUEUE: Final = frozenset({"read_watchdogs", "kept_files", "describe_kept", "discard"})
 """Methods that run beside the reading of payloads."""
 _NICE: Final = 10
-_NODES_SECONDS: Final = 2.0
+_RETRY_SECONDS: Final = 2.0
 _READ_SECONDS: Final = 120.0
 _UNREACHABLE_SECONDS: Final = 60.0
 """How long a payload waits for a node that may be lost; Ray knows after about 15."""
-_PLANNED_DEATHS: Final = (1, 4)
-"""Ray's EXPECTED_TERMINATION and AUTOSCALER_DRAIN_IDLE."""
 _UNAVAILABLE: Final = (exceptions.ActorUnavailableError, exceptions.ActorUnschedulableError)
 """Its node does not answer, and: it is known to be lost."""
 _GONE: Final = (
@@ -233,18 +231,13 @@ def _start_worker(node_id: str) -> None:
         logger.warning("node %s has compiled, in %.0f s", node_id, time.monotonic() - began)
 
 
-def _is_lost(node: Mapping[str, Any]) -> bool:
-    return not node["Alive"] and node.get("DeathReason") not in _PLANNED_DEATHS
-
-
-def _death(node: Mapping[str, Any]) -> str:
-    """Return why a node of Ray's list is dead."""
-    return str(node.get("DeathReasonMessage") or "Ray does not say why")
+def _nodes() -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes
 
 
 def _living_nodes() -> set[str]:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return {node["NodeID"] for node in nodes if node["Alive"]}
+    return {node["NodeID"] for node in _nodes() if node["Alive"]}
 
 
 def _nothing() -> None:
@@ -273,13 +266,7 @@ class Ingestors:
         )
         self._handles: dict[str, object] = {}
         self._home = ray.get_runtime_context().get_node_id()
-        self.alive: set[str] = set()
-        self.lost: dict[str, str] = {}
-        """The nodes that the cluster lost, and why each."""
-        self._looked = -math.inf
-        self._looking = threading.Lock()
-        self.is_doubtful = True
-        """Whether the list of nodes is missing, or a call has failed since it was read."""
+        self.nodes = NodeList(_nodes)
 
     @property
     def home(self) -> str:
@@ -311,38 +298,22 @@ class Ingestors:
 
     def handle_of(self, node_id: str) -> Any | None:
         """Return the handle of a node's own ingestor; None if the node is not alive."""
-        if self.is_due():
-            self.look()
-        return self.handle_for(node_id) if node_id in self.alive else None
+        if self.nodes.is_due():
+            self.nodes.look()
+        return self.handle_for(node_id) if node_id in self.nodes.alive else None
 
     def place(self, node_id: str | None) -> str:
         """Return the node whose ingestor reads data that is recorded for a node.
 
         It is the home node where the node is not alive, as of the newest list.
         """
-        return node_id if node_id is not None and node_id in self.alive else self.home
+        return node_id if node_id is not None and node_id in self.nodes.alive else self.home
 
     def forget(self, node_id: str | None) -> None:
         """Look the ingestor of a node up again next time."""
         for node in {node_id or self.home, self.place(node_id)}:
             self._handles.pop(node, None)
-        self._looked, self.is_doubtful = -math.inf, True
-
-    def is_due(self) -> bool:
-        """Return whether the list of nodes is old; it is a call to the cluster."""
-        return time.monotonic() - self._looked > _NODES_SECONDS
-
-    def look(self) -> None:
-        """Read the list of nodes, unless another thread does so."""
-        if not self._looking.acquire(blocking=False):
-            return
-        try:
-            nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-            self.alive = {node["NodeID"] for node in nodes if node["Alive"]}
-            self.lost = {node["NodeID"]: _death(node) for node in nodes if _is_lost(node)}
-            self._looked, self.is_doubtful = time.monotonic(), False
-        finally:
-            self._looking.release()
+        self.nodes.doubt()
 
 
 class RayIngestors(IngestorClient):
@@ -353,11 +324,13 @@ class RayIngestors(IngestorClient):
 
     def __init__(self, settings: Settings, coordinator: str) -> None:
         self._actors = Ingestors(settings)
+        self._nodes = self._actors.nodes
         self._coordinator = coordinator
         self._serving: dict[str, object] = {}
         """Node -> handle of its ingestor that serves this coordinator."""
         self._introducing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.home = self._actors.home
+        self._head = HeadWatch(str(ray.get_runtime_context().gcs_address))
         self._tasks = BackgroundTasks()
         self._looking: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -369,10 +342,9 @@ class RayIngestors(IngestorClient):
 
     async def learn_nodes(self, node_ids: Iterable[str | None]) -> None:
         """Read the list of nodes if it is old and one of these is not alive in it."""
-        unknown = any(each is not None and each not in self._actors.alive for each in node_ids)
-        if self._actors.is_doubtful or (unknown and self._actors.is_due()):
+        if self._nodes.is_due_for(node_ids):
             await asyncio.wait([self._look_soon()])
-        if not self._actors.alive:
+        if not self._nodes.alive:
             raise Unreachable(
                 "the Ray cluster does not say which nodes it has", advice="it is asked again"
             )
@@ -393,20 +365,29 @@ class RayIngestors(IngestorClient):
 
     def lost_nodes(self) -> Mapping[str, str]:
         """Return the nodes that the cluster lost, as of some seconds ago, and why each."""
-        if self._actors.is_due():
+        if self._nodes.is_due():
             self._look_soon()
-        return self._actors.lost
+        return self._nodes.lost
 
     def _look_soon(self) -> asyncio.Task[None]:
         if self._looking is None or self._looking.done():
             self._looking = self._tasks.start(self._look())
         return self._looking
 
+    def cluster_problem(self) -> str:
+        """Return why the cluster does not answer, once it has not for some seconds."""
+        return self._head.problem(time.monotonic())
+
     async def _look(self) -> None:
+        self._head.asked(time.monotonic())
         try:
-            await asyncio.to_thread(self._actors.look)
+            await asyncio.to_thread(self._head.check)
+            await asyncio.to_thread(self._nodes.look)
         except Exception as error:  # the list stays as it was
-            logger.warning("the list of nodes cannot be read: %s", describe(error))
+            if self._head.failed(describe(error)):
+                logger.warning("the list of nodes cannot be read: %s", describe(error))
+        else:
+            self._head.answered()
 
     async def _handle(self, node_id: str | None) -> Any:
         """Return the handle of a node's ingestor, which serves this coordinator.
@@ -466,12 +447,12 @@ class RayIngestors(IngestorClient):
                 reason = error.wrong
                 if time.monotonic() > deadline:
                     break
-                await asyncio.sleep(_NODES_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)
             except (exceptions.RayActorError, *_UNAVAILABLE) as error:
                 reason = f"its ingestor died while reading it: {describe(error)}"
                 self._actors.forget(node_id)
                 if isinstance(error, _UNAVAILABLE) and time.monotonic() < deadline:
-                    await asyncio.sleep(_NODES_SECONDS)
+                    await asyncio.sleep(_RETRY_SECONDS)
                 else:
                     tries += 1
             except Exception as error:  # any other error is final for this payload

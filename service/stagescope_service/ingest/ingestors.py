@@ -71,6 +71,10 @@ class IngestorClient(abc.ABC):
         """Return the nodes that the cluster lost, as far as is known, and why each."""
         return {}
 
+    def cluster_problem(self) -> str:
+        """Return why the cluster does not answer; "" where it does."""
+        return ""
+
     def start_relays(self, nodes: Set[str]) -> None:  # noqa: B027 - in one process there are none
         """Let the relays of these nodes run; to be called often."""
 

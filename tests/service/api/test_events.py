@@ -313,6 +313,20 @@ class TestHealth:
         wrong = live.client(None).get("/readyz").json()["wrong"]
         assert wrong == "the coordinator is not ready: cannot open (KeyError)"
 
+    def test_a_cluster_without_a_head_is_not_ready(
+        self, live: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def status() -> dict[str, object]:
+            return {"pid": 1, "cluster_problem": "the head at 10.0.0.1:6379 does not answer"}
+
+        monkeypatch.setattr(live.engine, "status", status, raising=False)
+        answer = live.client(None).get("/readyz")
+        assert answer.status_code == 503
+        assert answer.json()["wrong"] == "the Ray cluster of the service does not answer"
+        status_said = live.get("/status")
+        assert status_said["ready"] is False
+        assert "10.0.0.1:6379" in status_said["reason"]
+
     def test_without_a_catalogue(self, live: Service) -> None:
         live.store.close()
         for file in live.settings.data_path.glob("catalogue.db*"):

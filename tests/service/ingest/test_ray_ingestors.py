@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("ray")
 from stagescope.wire.errors import Unreachable
 from stagescope_service.core.instructions import PayloadKey
-from stagescope_service.ingest import actor
+from stagescope_service.ingest import actor, node_list
 from stagescope_service.ingest.actor import Ingestors, RayIngestors
 from stagescope_service.ingest.reader import Outcome
 from stagescope_service.settings import Settings
@@ -46,12 +46,13 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nodes: Callable[[], list[dict[str, object]]] = lambda: self.alive("home")
         self.handles: dict[str, Handle] = {}
-        context = types.SimpleNamespace(get_node_id=lambda: "home")
+        context = types.SimpleNamespace(get_node_id=lambda: "home", gcs_address="local")
         fake = types.SimpleNamespace(
             nodes=lambda: self.nodes(), get_runtime_context=lambda: context
         )
         monkeypatch.setattr(actor, "ray", fake)
-        monkeypatch.setattr(actor, "_NODES_SECONDS", 0.0)
+        monkeypatch.setattr(actor, "_RETRY_SECONDS", 0.0)
+        monkeypatch.setattr(node_list, "SECONDS", 0.0)
         monkeypatch.setattr(Ingestors, "handle_for", lambda _, node: self.handle(node))
 
     def handle(self, node: str) -> Handle:
