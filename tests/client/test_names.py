@@ -28,6 +28,8 @@ from stagescope.wire.schema import STAGES
         ("current_log_probs", "log_probs"),
         ("respones_mask", "response_mask"),
         ("sample_id", "sample_ids"),
+        ("weight_versions", "versions"),
+        ("policy_versions", "versions"),
     ],
 )
 def test_a_misspelling_has_a_closest_name(name: str, meant: str) -> None:

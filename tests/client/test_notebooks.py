@@ -129,7 +129,7 @@ def executed(notebook: object, directory: Path, messages: list[Any] | None = Non
 
     `messages` gets what widgets sent to the browser.
     """
-    client = pytest.importorskip("nbclient", reason="pip install 'stagescope[dev]'")
+    client = pytest.importorskip("nbclient", reason="the extra dev is not installed")
     pytest.importorskip("ipykernel")
     kernel = client.NotebookClient(
         notebook, timeout=120, resources={"metadata": {"path": str(directory)}}

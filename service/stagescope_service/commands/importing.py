@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
@@ -59,6 +60,8 @@ class ImportReport(TypedDict):
         refused: what the service refused.
         left_out: name -> why values in the files are no values of that name, such as zeros that
             stand for a missing stream.
+        missing: name -> number of rows without a value of it, where others have one.
+        notes: what else to know of the files.
     """
 
     run: str
@@ -72,6 +75,8 @@ class ImportReport(TypedDict):
     problems: list[UnreadFile]
     refused: list[Refusal]
     left_out: dict[str, str]
+    missing: dict[str, int]
+    notes: list[str]
 
 
 @click.command("import")
@@ -193,8 +198,10 @@ def import_dump(
             False.
         StagescopeError: the service cannot be reached, or the token may not operate.
     """
+    from stagescope_service.dumps.formats.columns import FROM_TEXTS, MISSING
     from stagescope_service.dumps.formats.msprobe_directory import rank_dumps
     from stagescope_service.dumps.importing import (
+        TrainedSamples,
         copy_operator_dumps,
         import_events,
         import_key,
@@ -221,13 +228,21 @@ def import_dump(
         f"{each.path.parent.name}/{each.path.name}": f"of step {each.location.step}, which is none"
         for each in passed_over
     }
+    missing = Counter[str]()
+    from_texts: set[str] = set()
+    samples = TrainedSamples()
     operators = copy_operator_dumps(found, run, key, _data_dir(session) if found else None)
     for batch in import_events(dump, run, key, keep=KEEP, operators=operators):
         senders.add(batch.sender)
-        problems += [_unread(each) for each in batch.problems]
+        problems += [each for each in map(_unread, batch.problems) if each not in problems]
+        samples.add(batch)
         for payload in batch.payloads.values():
             named = mapping(payload["meta"], "left_out")
             left_out |= {name: str(why) for name, why in named.items()}
+            lacking = mapping(payload["meta"], MISSING)
+            missing.update({name: n for name, n in lacking.items() if isinstance(n, int)})
+            read = payload["meta"].get(FROM_TEXTS)
+            from_texts.update(map(str, read) if isinstance(read, list) else ())
         answer = session.send(batch.sender, batch.events, batch.payloads)
         reasons = [*answer.refused.items(), *answer.refused_in_part.items()]
         refused += [Refusal(seq=seq, reason=reason) for seq, reason in reasons]
@@ -255,6 +270,11 @@ def import_dump(
         "problems": problems,
         "refused": refused,
         "left_out": left_out,
+        "missing": dict(missing),
+        "notes": [
+            *(f"{name}: texts in the files, read as numbers" for name in sorted(from_texts)),
+            *samples.notes(),
+        ],
     }
 
 
@@ -354,6 +374,11 @@ def _show(report: ImportReport, stepless: Path | None) -> None:
         click.echo(f"  {terminal.style('not taken:', fg='red')} {render.printable(text)}")
     for name, why in [*report["left_out"].items()][:_SHOWN]:
         click.echo(f"  left out: {render.printable(f'{name}: {why}')}")
+    if report["missing"]:
+        named = [f"{name} of {render.counted(n, 'row')}" for name, n in report["missing"].items()]
+        click.echo(f"  missing: {render.printable(', '.join(named[:_SHOWN]))}")
+    for note in report["notes"][:_SHOWN]:
+        click.echo(f"  note: {render.printable(note)}")
     if len(wrong) > _SHOWN:
         click.echo(f"  ... {len(wrong) - _SHOWN} more (--json lists all)")
     if stepless is not None and not report["operators"]:

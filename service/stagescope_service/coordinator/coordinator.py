@@ -32,8 +32,9 @@ from stagescope_service.coordinator.arguments import (
     names_checked,
 )
 from stagescope_service.coordinator.capture_references import with_baseline, with_ranks
+from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.draining import Draining
-from stagescope_service.coordinator.effects import REAL_CLOCK, Clock, Commits, Effects
+from stagescope_service.coordinator.effects import REAL_CLOCK, Clock, Effects
 from stagescope_service.coordinator.intake import Intake
 from stagescope_service.coordinator.load import Load, resident_bytes
 from stagescope_service.coordinator.raw_calls import RawCalls

@@ -327,7 +327,8 @@ def stale(history: RunHistory, *, metric: str = ABS_DIFF, factor: float = 1.5) -
             rows.append((step.step, weight / total, mean, fresh))
     if not slices or not any(len(values) for _, values in slices):
         return not_measured(
-            "policy versions of the tokens, or of the stage that scores them, are not recorded"
+            "policy versions of the tokens, or of the stage that scores them, are not recorded, or "
+            "are texts that do not differ in one number"
         )
     if not rows:
         return not_found("all tokens were sampled by the trainer's own version")

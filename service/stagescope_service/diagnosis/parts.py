@@ -72,7 +72,7 @@ def mismatch_parts(history: RunHistory) -> list[MismatchPart]:
         MismatchPart(
             "stale tokens",
             stale,
-            "the policy versions of tokens are not recorded"
+            summary.why_no_staleness
             if stale is None
             else "share of the sum of |d|: tokens of older policy versions, whose |d| is drift and "
             "mismatch",

@@ -253,13 +253,15 @@ def lost(history: RunHistory) -> Evidence:
 def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
     """Return the findings of some kinds, else the stages whose process was gone at their end."""
     reported = finding(history, kinds=kinds)
-    unended = [row for row in history.losses if row["kind"] == _UNENDED]
+    unended = _unended(history, history.losses)
     before = reported.before
     if before is None:
-        superseded = [row for row in history.superseded_losses if row["kind"] == _UNENDED]
+        superseded = _unended(history, history.superseded_losses)
         before = _before(history, superseded, "unended stage", "reason")
     if reported.verdict == "found":
-        return reported
+        own = [row for row in history.findings if row["kind"] in kinds]
+        supports = (*reported.supports, *_after(history, own))
+        return dataclasses.replace(reported, supports=supports)
     if not unended:
         return not_found(reported.against[0], before=before)
     unended.sort(key=lambda row: (row["step"] is None, row["step"] or 0))
@@ -270,7 +272,36 @@ def failed(history: RunHistory, *, kinds: Sequence[str]) -> Evidence:
         for row in unended
     )
     texts = [f"{text} ({counted(n, 'rank')})" for text, n in lines.most_common(3)]
+    texts += _after(history, unended)
     return found(1.0, first["step"], _listed(ranks), *texts, before=before)
+
+
+def _unended(history: RunHistory, losses: Sequence[LossRow]) -> list[LossRow]:
+    """Return the stages that the end of a process cut off, unless somebody interrupted it."""
+    interrupted = {
+        (row["attempt_id"], row["role"], row["rank"])
+        for row in (*history.findings, *history.superseded_findings)
+        if row["kind"] == "process_interrupted"
+    }
+    return [
+        row
+        for row in losses
+        if row["kind"] == _UNENDED
+        and (row["attempt_id"], row["role"], row["rank"]) not in interrupted
+    ]
+
+
+def _after(history: RunHistory, rows: Sequence[FindingRow | LossRow]) -> list[str]:
+    """Return that the attempt after the last of some rows began from a checkpoint, if one did."""
+    ids = [row["attempt_id"] for row in rows if row["attempt_id"] is not None]
+    number = max(map(history.number_of, ids), default=0)
+    firsts = [row["first_step"] for row in history.attempts if row["first_step"] is not None]
+    return [
+        f"attempt {number + 1} began from the checkpoint of step {row['resumed_from_step']}"
+        for row in history.attempts
+        if row["number"] == number + 1 and row["first_step"] is not None
+        if row["resumed_from_step"] is not None and row["resumed_from_step"] >= min(firsts)
+    ]
 
 
 def partial(history: RunHistory, *, share: float = 0.1) -> Evidence:

@@ -48,6 +48,7 @@ IMPORTED: Final = "imported"
 CAPTURE: Final = "imported"
 """The capture id of imported operator dumps."""
 _PARAMETER_PREFIXES: Final = {"parameters": "parameter", "gradients": "gradient"}
+_NAMED: Final = 5
 _SECONDS: Final = 1e-3
 """Between two events: their order is known, their times are not."""
 
@@ -72,13 +73,47 @@ class ProcessEvents:
         sender: `Sender.wire()`.
         events: each `Event.wire()`.
         payloads: by the sequence number of the END event; see `stagescope.wire.schema`.
-        problems: files of these events that could not be read.
+        problems: files of these events, or rows of them, that could not be read.
+        location: of the stage whose events they are; None of a process's first and last event.
     """
 
     sender: _Wire
     events: list[_Wire]
     payloads: Mapping[int, WirePayload]
     problems: Sequence[DumpProblem] = ()
+    location: Location | None = None
+
+
+class TrainedSamples:
+    """Which samples of a step's rollout are in its training, by the names of both."""
+
+    def __init__(self) -> None:
+        self._rollout: dict[int, set[str]] = {}
+        self._training: dict[int, set[str]] = {}
+
+    def add(self, batch: ProcessEvents) -> None:
+        """Add the samples of a stage's payloads."""
+        if batch.location is None or batch.location.step is None:
+            return
+        is_rollout = batch.location.stage == STAGE_OF_SECTION["trajectories"]
+        if batch.location.stage in schema.STAGES:
+            sides = self._rollout if is_rollout else self._training
+            for payload in batch.payloads.values():
+                names = payload["strings"].get("sample_ids", ())
+                sides.setdefault(batch.location.step, set()).update(names)
+
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence for each step whose training lacks samples of its rollout."""
+        for step, sampled in sorted(self._rollout.items()):
+            lacking = sorted(sampled - self._training.get(step, sampled))
+            if lacking:
+                named = ", ".join(lacking[:_NAMED]) + (", ..." if len(lacking) > _NAMED else "")
+                yield (
+                    f"step {step}: {len(lacking)} of {len(sampled)} samples of the rollout are in "
+                    f"no file of the training ({named}): the trainer filtered them out, or the "
+                    "files of other ranks are missing (where a path has no rank in it, each rank "
+                    "writes over the file of the others)"
+                )
 
 
 def import_key(dump: Dump, run: str) -> str:
@@ -190,7 +225,8 @@ class _ProcessReplay:
             schema.END, **work, status="ok", begin_seq=begin_seq, scalars=scalars, **described
         )
         payloads = {self._seq: payload} if payload["tensors"] else {}
-        return ProcessEvents(self._sender.wire(), [begin, *dumps, end], payloads, problems)
+        events = [begin, *dumps, end]
+        return ProcessEvents(self._sender.wire(), events, payloads, problems, location)
 
     def finish(self) -> ProcessEvents:
         """Return the event that ends the process."""
@@ -206,7 +242,8 @@ class _ProcessReplay:
         problems: list[DumpProblem] = []
         for entry in entries:
             try:
-                records.append(self._dump.read(entry))
+                records.append(record := self._dump.read(entry))
+                problems += record.problems
             except StagescopeError as error:  # noqa: PERF203 - the other files are still read
                 problems.append(DumpProblem(entry.path, error.code, str(error), entry))
         return records, problems

@@ -31,7 +31,7 @@ from stagescope_service.core.instructions import (
     PayloadKey,
 )
 from stagescope_service.core.state import State
-from stagescope_service.store.contract import Store
+from stagescope_service.store.contract import Store, Submitted
 from stagescope_service.store.sql import SqlStore
 
 T = TypeVar("T")
@@ -402,21 +402,20 @@ class HeldStore:
     def __init__(self, store: SqlStore) -> None:
         self._store = store
         self.slow = False
-        self._held: list[tuple[Any, Future[None]]] = []
+        self._held: list[tuple[Any, Submitted]] = []
 
-    def submit(self, puts: Any) -> Future[None]:
+    def submit(self, writes: Any, *, isolate: bool = False) -> Submitted:
         if not self.slow:
-            return self._store.submit(puts)
-        future: Future[None] = Future()
-        self._held.append((puts, future))
+            return self._store.submit(writes, isolate=isolate)
+        future: Submitted = Future()
+        self._held.append((writes, future))
         return future
 
     def release(self) -> None:
         """Let the disk catch up."""
         self.slow = False
         for puts, future in self._held:
-            self._store.submit(puts).result(30)
-            future.set_result(None)
+            future.set_result(self._store.submit(puts).result(30))
         self._held.clear()
 
     def __getattr__(self, name: str) -> object:

@@ -762,6 +762,35 @@ def test_missing_ranks_losses_and_hangs_are_found(live: Service) -> None:
     failed = rows_of(live, "failing")["processes_failed"]
     assert failed["verdict"] == "found"
     assert "ValueError" in failed["for"][0]
+    assert len(failed["for"]) == 1  # no attempt follows
+
+
+@pytest.mark.parametrize("first_step", [1, 3])
+def test_a_checkpoint_is_named_only_where_there_is_one(live: Service, first_step: int) -> None:
+    run = f"again-{first_step}"
+    crashed = Rank(live, run=run, world_size=1, key="a")
+    for step in (1, 2):
+        crashed.stage(STAGE, step)
+    crashed.say("finish", error_type="ValueError", error_message="no")
+    later = Rank(live, run=run, world_size=1, key="b", start=20_000.0)
+    later.stage(STAGE, first_step)
+    failed = rows_of(live, run)["processes_failed"]
+    named = "attempt 2 began from the checkpoint of step 2"
+    assert (named in failed["for"]) == (first_step == 3)
+    assert "checkpoint" not in f"{failed['meaning']} {failed['against']}"
+
+
+def test_an_interruption_is_no_crash(live: Service) -> None:
+    stopped = Rank(live, run="stopped", world_size=1)
+    stopped.stage(STAGE, 1)
+    stopped.begin(STAGE, 2)
+    stopped.begin("another_stage", 2)
+    said = {"error_type": "KeyboardInterrupt", "error_message": "", "interrupted": True}
+    stopped.end(STAGE, 2, status="failed", **said)
+    stopped.say("finish", **said)
+    [attempt] = live.catalogue.attempts("stopped")
+    assert attempt["end_reason"] == "it was interrupted"
+    assert rows_of(live, "stopped")["processes_failed"]["verdict"] == "not found"
 
 
 def test_only_what_still_holds_up_the_newest_attempt_is_a_hang(live: Service) -> None:
