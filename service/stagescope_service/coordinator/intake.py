@@ -135,7 +135,7 @@ class Intake:
         self._commits.check_ready()
         sender = Sender.parse(sender_wire)
         if (step := self._starts.step_in_question(sender, events)) is not None:
-            hello = self._take(_ReadBatch(sender, hellos(events), {}))
+            hello = self._take(_ReadBatch(sender, hellos(events), {}), None)
             self.events_taken -= len(hello.batch.events)  # it counts with its batch
             await self._carry_out(hello.instructions)
             await self._starts.wait(sender.incarnation, step)
