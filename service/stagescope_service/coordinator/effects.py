@@ -327,11 +327,10 @@ class Effects:
         try:
             await self._ingest(instruction, payload, keep)
         except Exception:
-            # Its refs would pin its bytes until the coordinator ends.
-            key = instruction.key
-            logger.exception("payload %s was not read; its process may offer it again", key)
-            self.release(key)
-            self._state.unread(key)
+            # Its refs would pin its bytes until the coordinator ends; it may be offered again.
+            self.release(instruction.key)
+            self._state.unread(instruction.key)
+            raise
 
     async def _ingest(self, instruction: Ingest, payload: object, keep: list[str]) -> None:
         key, node_id = instruction.key, instruction.node_id

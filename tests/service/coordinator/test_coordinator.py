@@ -795,7 +795,8 @@ def test_a_payload_whose_reading_failed_pins_nothing_and_is_read_when_offered_ag
         with monkeypatch.context() as patch:
             patch.setattr(coordinator._ingestors, "ingest", fail)
             effects.start_now(ingest)
-            await effects.settled()
+            with pytest.raises(ConnectionError):
+                await effects.settled()
         assert not effects._payloads
         await offer()
         assert [type(each) for each in effects.queue if isinstance(each, Ingest)] == [Ingest]
