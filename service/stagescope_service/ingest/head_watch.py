@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from typing import Final
 
-FAILED_SECONDS: Final = 4.0
+FAILED_SECONDS: Final = 2.0
 """How long calls fail until the head counts as gone,"""
 PENDING_SECONDS: Final = 20.0
 """and how long one may wait for its answer on a busy machine."""
