@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent, NotReady, StagescopeError
 from stagescope.wire.schema import END, FINISH, Event, Sender
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.answers import (
     BatchAnswer,
     ErrorAnswer,
@@ -110,6 +111,7 @@ class Intake:
         self._wall = effects.wall
         self._starts = Starts(self._state)
         self._last_expiry = self._mono()
+        self._tasks = BackgroundTasks()
         self._check: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -133,7 +135,7 @@ class Intake:
         self._commits.check_ready()
         sender = Sender.parse(sender_wire)
         if (step := self._starts.step_in_question(sender, events)) is not None:
-            hello = self._take(_ReadBatch(sender, hellos(events), {}))
+            hello = self._take(_ReadBatch(sender, hellos(events), {}), None)
             self.events_taken -= len(hello.batch.events)  # it counts with its batch
             await self._carry_out(hello.instructions)
             await self._starts.wait(sender.incarnation, step)
@@ -432,14 +434,11 @@ class Intake:
     def _check_requests_soon(self) -> None:
         # Of a thousand ranks that acknowledge at once, each would have every request checked.
         if self._plan.entries and (self._check is None or self._check.done()):
-            self._check = asyncio.get_running_loop().create_task(self._check_requests_later())
+            self._check = self._tasks.start(self._check_requests_later())
 
     async def _check_requests_later(self) -> None:
         await asyncio.sleep(_CHECK_SECONDS)
-        try:
-            await self.check_requests()
-        except Exception:
-            logger.exception("capture requests could not be checked")
+        await self.check_requests()
 
     async def check_requests(self) -> None:
         """Agree on the capture requests that ranks acknowledged, and end those that are done."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
-from tests.support.local import coordinator_of
+from tests.support.local import coordinator_of, effects_of
 from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.wire.captures import validate_capture
@@ -27,6 +27,7 @@ from stagescope_service.coordinator.effects import Clock
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.instructions import (
     Aggregate,
+    Ingest,
     PayloadKey,
 )
 from stagescope_service.core.state import State
@@ -769,3 +770,35 @@ def test_another_jobs_driver_asks_nobody_to_leave(made: Clocked) -> None:
     assert not made.coordinator.draining._requests
     [process] = rows_of(made.store, "processes")
     assert process["finished_wall"] is None
+
+
+def test_a_payload_whose_reading_failed_pins_nothing_and_is_read_when_offered_again(
+    made: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*arguments: object) -> None:
+        raise ConnectionError("the cluster does not answer")
+
+    coordinator, effects = made.coordinator, effects_of(made.coordinator)
+    work = {"step": 1, "stage": "actor_update"}
+    fields = {**work, "status": "ok", "payload": {"tensors": {}, "meta": {}}}
+    event = (1, "end", 1, 1.0, 1.0, fields)
+
+    async def offer() -> None:
+        sender = Sender("i", "r", "a", "actor", 0).wire()
+        await coordinator.intake.record(sender, [event], {1: object()})
+
+    async def offer_and_read() -> None:
+        await offer()
+        assert effects._payloads
+        (ingest,) = [each for each in effects.queue if isinstance(each, Ingest)]
+        effects.queue.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(coordinator._ingestors, "ingest", fail)
+            effects.start_now(ingest)
+            with pytest.raises(ConnectionError):
+                await effects.settled()
+        assert not effects._payloads
+        await offer()
+        assert [type(each) for each in effects.queue if isinstance(each, Ingest)] == [Ingest]
+
+    made.run(offer_and_read())
