@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
 
@@ -18,19 +18,36 @@ from stagescope.wire.schema import check_run_name
 from stagescope_service.commands.spooled import take_in
 
 if TYPE_CHECKING:
-    from stagescope_service.dumps.records import Dump, DumpProblem
+    from stagescope_service.dumps.importing import OperatorDump
+    from stagescope_service.dumps.records import Dump, DumpProblem, Location
 
 _CAPTURE: Final = "imported"
 _TABLE_SECONDS: Final = 30.0
-"""Time limit of the table of one operator dump."""
+"""Time in which the service begins to read a further operator dump."""
+_TABLE_BYTES: Final = 1e6
+"""Bytes of an operator dump that the service reads in a second at least; 20 million usually."""
 _PAUSE: Final = 0.1
 KEEP: Final = {"what": ["all"], "parameters": ["*"], "gradients": ["*"]}
 """An imported run is kept completely."""
 _SHOWN: Final = 20
 
 
-_TableRow: TypeAlias = Mapping[str, str]
-"""The fields of an operator table in an API answer that are used here: all texts."""
+class _TableRow(TypedDict):
+    """The fields of an operator table in an API answer that are used here."""
+
+    capture_id: str
+    stage: str
+    role: str
+    rank: int
+    part: str
+    state: str
+    reason: str | None
+    dump_path: str | None
+    calls: int | None
+
+
+_Tables: TypeAlias = "dict[Location, _TableRow]"
+"""By the place of the dump."""
 
 
 class UnreadFile(TypedDict):
@@ -59,6 +76,7 @@ class ImportReport(TypedDict):
         refused: what the service refused.
         left_out: name -> why values in the files are no values of that name, such as zeros that
             stand for a missing stream.
+        notes: what the files do not say and the import decided, and dumps without any call.
     """
 
     run: str
@@ -72,6 +90,7 @@ class ImportReport(TypedDict):
     problems: list[UnreadFile]
     refused: list[Refusal]
     left_out: dict[str, str]
+    notes: list[str]
 
 
 @click.command("import")
@@ -158,9 +177,7 @@ def import_directory(
         attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session,
         terminal.progress("importing", hidden=as_json) as update,
     ):
-        report = import_dump(
-            session, dump, name, step=step, new_attempt=new_attempt, on_progress=update
-        )
+        report = import_dump(session, dump, name, new_attempt=new_attempt, on_progress=update)
     if as_json:
         terminal.show_json(report)
     else:
@@ -174,7 +191,6 @@ def import_dump(
     dump: Dump,
     run: str,
     *,
-    step: int | None = None,
     new_attempt: bool = False,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> ImportReport:
@@ -184,7 +200,6 @@ def import_dump(
         session: with an operate token.
         dump: of the directory.
         run: name of the run.
-        step: of operator dumps only this one.
         new_attempt: whether a run that is not of this directory gets another attempt.
         on_progress: called with the payloads that are taken in, and how many there are, about.
 
@@ -193,8 +208,9 @@ def import_dump(
             False.
         StagescopeError: the service cannot be reached, or the token may not operate.
     """
-    from stagescope_service.dumps.formats.msprobe_directory import rank_dumps
+    from stagescope_service.dumps.formats.listing import rank_dumps
     from stagescope_service.dumps.importing import (
+        NOTES,
         copy_operator_dumps,
         import_events,
         import_key,
@@ -202,7 +218,7 @@ def import_dump(
     )
     from stagescope_service.dumps.records import mapping
 
-    found = rank_dumps(dump, step=step)
+    found = rank_dumps(dump)
     if not dump.entries and not found:
         raise InvalidInput(
             f"{dump.name} holds nothing that can be taken in",
@@ -221,6 +237,7 @@ def import_dump(
         f"{each.path.parent.name}/{each.path.name}": f"of step {each.location.step}, which is none"
         for each in passed_over
     }
+    announced: list[OperatorDump] = []
     operators = copy_operator_dumps(found, run, key, _data_dir(session) if found else None)
     for batch in import_events(dump, run, key, keep=KEEP, operators=operators):
         senders.add(batch.sender)
@@ -231,17 +248,20 @@ def import_dump(
         answer = session.send(batch.sender, batch.events, batch.payloads)
         reasons = [*answer.refused.items(), *answer.refused_in_part.items()]
         refused += [Refusal(seq=seq, reason=reason) for seq, reason in reasons]
+        announced += [] if answer.refused else batch.operators
         accepted = {seq for seq in batch.payloads if seq not in answer.refused}
         refused += _wait_for_payloads(session, batch.sender, accepted)
         events += len(batch.events)
         payloads += len(accepted)
         on_progress(payloads, parts)
-    steps = {location.step for _, location in found if location.step is not None}
-    tables = _wait_for_tables(session, run, steps, len(found))
-    refused += [
-        Refusal(seq=None, reason=f"{each['dump_path']}: {each['reason']}")
-        for each in tables
-        if each["state"] != "digested"
+    tables = _wait_for_tables(session, run, key, announced)
+    refused += _unread_tables(announced, tables)
+    notes = dump.about.get(NOTES)
+    notes = [*map(str, notes)] if isinstance(notes, list) else []
+    notes += [
+        f"{place}: no call is recorded in {tables[place]['dump_path']}"
+        for place in tables
+        if tables[place]["calls"] == 0
     ]
     return {
         "run": run,
@@ -251,10 +271,11 @@ def import_dump(
         "processes": len(senders),
         "events": events,
         "payloads": payloads,
-        "operators": sum(each["state"] == "digested" for each in tables),
+        "operators": sum(each["state"] == "digested" for each in tables.values()),
         "problems": problems,
         "refused": refused,
         "left_out": left_out,
+        "notes": notes,
     }
 
 
@@ -308,24 +329,61 @@ def _data_dir(session: Session) -> Path | None:
 
 
 def _wait_for_tables(
-    session: Session, run: str, steps: set[int], count: int
-) -> Sequence[_TableRow]:
-    """Wait until the service has read `count` operator dumps; return their table rows."""
-    deadline = time.monotonic() + _TABLE_SECONDS * max(count, 1)
-    while True:
-        rows = [row for step in sorted(steps) for row in _tables_of(session, run, step)]
-        read = [row for row in rows if row["state"] != "announced"]
-        if len(read) >= count or time.monotonic() > deadline:
-            return rows
-        time.sleep(_PAUSE)
+    session: Session, run: str, key: str, dumps: Sequence[OperatorDump]
+) -> _Tables:
+    """Wait until the service has read operator dumps; return their table rows.
+
+    It gives up when nothing happens for longer than the largest dump may take.
+    """
+    tables: _Tables = {}
+    left = {each.work for each in dumps}
+    if not left:
+        return tables
+    (attempt,) = (row["attempt"] for row in session.attempts(run) if row["attempt_key"] == key)
+    patience = _TABLE_SECONDS + max(each.entry.bytes for each in dumps) / _TABLE_BYTES
+    deadline = time.monotonic() + patience
+    while left and time.monotonic() < deadline:
+        for step in sorted({place.step for place in left if place.step is not None}):
+            found = _tables_of(session, run, attempt, step)
+            read = {place for place in left & found.keys() if found[place]["state"] != "announced"}
+            if read or found.keys() & left - tables.keys():
+                deadline = time.monotonic() + patience
+            tables |= {place: found[place] for place in left & found.keys()}
+            left -= read
+        if left:
+            time.sleep(_PAUSE)
+    return tables
 
 
-def _tables_of(session: Session, run: str, step: int) -> Sequence[_TableRow]:
+def _tables_of(session: Session, run: str, attempt: int, step: int) -> _Tables:
+    from stagescope.wire.schema import Part
+    from stagescope_service.dumps.records import Location
+
     try:
-        found = session.step(step, run=run).operators(limit=1).about["tables"]
+        answer = session.step(step, run=run, attempt=attempt).operators(limit=1)
     except (NotFound, NotReady):  # none is read yet
-        return []
-    return [each for each in found if each["capture_id"] == _CAPTURE]
+        return {}
+    rows: Sequence[_TableRow] = answer.about["tables"]
+    return {
+        Location(
+            step, row["stage"], row["role"], row["rank"], Part(*map(int, row["part"].split(".")))
+        ): row
+        for row in rows
+        if row["capture_id"] == _CAPTURE
+    }
+
+
+def _unread_tables(dumps: Sequence[OperatorDump], tables: _Tables) -> Iterator[Refusal]:
+    """Yield the operator dumps of which the service has no table, each with the reason."""
+    for each in dumps:
+        row = tables.get(each.work)
+        if row is None or row["state"] == "announced":
+            reason = "the service has not read it yet: see `stagescope findings`"
+        elif row["state"] == "digested":
+            continue
+        else:
+            reason = str(row["reason"])
+        yield Refusal(seq=None, reason=f"{each.entry.path}: {reason}")
 
 
 def _unread(problem: DumpProblem) -> UnreadFile:
@@ -354,8 +412,13 @@ def _show(report: ImportReport, stepless: Path | None) -> None:
         click.echo(f"  {terminal.style('not taken:', fg='red')} {render.printable(text)}")
     for name, why in [*report["left_out"].items()][:_SHOWN]:
         click.echo(f"  left out: {render.printable(f'{name}: {why}')}")
-    if len(wrong) > _SHOWN:
-        click.echo(f"  ... {len(wrong) - _SHOWN} more (--json lists all)")
+    for text in report["notes"][:_SHOWN]:
+        click.echo(f"  note: {render.printable(text)}")
+    hidden = sum(
+        max(0, len(each) - _SHOWN) for each in (wrong, report["left_out"], report["notes"])
+    )
+    if hidden:
+        click.echo(f"  ... {hidden} more (--json lists all)")
     if stepless is not None and not report["operators"]:
         click.echo(
             "its files name no step, and metrics and rounds are of steps: they can be compared"

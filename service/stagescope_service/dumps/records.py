@@ -65,6 +65,13 @@ class Location(NamedTuple):
         return ", ".join(text for text in (step, self.stage, rank, part) if text) or "one file"
 
 
+class RankDump(NamedTuple):
+    """A directory with msprobe's files of one rank, and its place."""
+
+    directory: Path
+    location: Location
+
+
 @dataclasses.dataclass(frozen=True)
 class DumpEntry:
     """One section of one file; small, hashable and picklable, so that any process can read it.

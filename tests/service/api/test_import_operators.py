@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.support.api import Service, service
 from tests.support.command_line import invoke
+from tests.support.dump_files import own_directory
 from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
@@ -97,3 +98,59 @@ def test_a_dump_that_cannot_be_read_is_named(
     assert report["operators"] == 1
     (refused,) = report["refused"]
     assert "rank1" in refused["reason"]
+
+
+def test_no_dump_replaces_another(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    folders = {
+        "old_log_prob/step0/rank0": "old",
+        "actor_train/step0/rank0": "train",
+        "generate_sequence/41/step0/rank0": "one",
+        "generate_sequence/42/step0/rank0": "other",
+        "generate_sequence_41/step0/rank0": "alike as a name of a directory",
+        "step0/proc9": "no rank",
+    }
+    for folder, name in folders.items():
+        shutil.copytree(directory / "step3" / "rank0", tmp_path / folder)
+        dump = tmp_path / folder / "dump.json"
+        dump.write_text(dump.read_text().replace(".linear.0.", f".{name}.0."))
+    report = import_dump(session, open_dump(tmp_path), "stages")
+    assert (report["operators"], report["problems"], report["refused"]) == (6, [], [])
+    assert any("proc9 names no rank" in note for note in report["notes"])
+    step = session.step(0, run="stages")
+    found = {
+        stage: [
+            name
+            for name in folders.values()
+            if len(step.operators(stage=stage, name=f"*.{name}.0.forward"))
+        ]
+        for stage in {each["stage"] for each in step.operators(limit=1).about["tables"]}
+    }
+    assert found == {
+        "old_log_prob": ["old"],
+        "actor_train": ["train"],
+        "generate_sequence/41": ["one"],
+        "generate_sequence/42": ["other"],
+        "generate_sequence_41": ["alike as a name of a directory"],
+        "actor_update": ["no rank"],
+    }
+    # The same again, once it is no longer the newest attempt.
+    newer = import_dump(session, open_dump(tmp_path / "actor_train"), "stages", new_attempt=True)
+    assert newer["operators"] == 1
+    again = import_dump(session, open_dump(tmp_path), "stages")
+    assert (again["nothing_new"], again["operators"]) == (True, 6)
+
+
+def test_operators_beside_kept_tensors(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    attempt = own_directory(tmp_path)
+    rank = attempt / "step_0/actor_update/step0/rank0"
+    rank.mkdir(parents=True)
+    for name in FILES:
+        shutil.copy(directory / "step3/rank0" / name, rank / name)
+    dump = open_dump(attempt)
+    assert dump.kind == "own"
+    assert import_dump(session, dump, "both")["operators"] == 1
+    assert len(session.step(0, run="both").operators()) > 10

@@ -23,7 +23,12 @@ import pyarrow.parquet as pq
 from stagescope.wire.errors import NotFound
 from stagescope_service.dumps.msprobe.json_window import DumpFile, open_file
 from stagescope_service.dumps.msprobe.operators import Leaf, clean_text, leaves, parse_name
-from stagescope_service.dumps.msprobe.sidecars import CallStacks, read_parents, read_stacks
+from stagescope_service.dumps.msprobe.sidecars import (
+    CallStacks,
+    read_done,
+    read_parents,
+    read_stacks,
+)
 from stagescope_service.store.tensorfile import disk_errors, sync_directory
 
 SCHEMA_VERSION: Final = 1
@@ -105,7 +110,9 @@ def write_operator_table(
     """
     stacks = read_stacks(directory / "stack.json")
     parents, problems = read_parents(directory / "construct.json")
-    summary = OperatorSummary(done=_done(directory), problems=[*stacks.problems, *problems])
+    done = read_done(directory)
+    is_done = None if done is None else done.get("ok") is True
+    summary = OperatorSummary(done=is_done, problems=[*stacks.problems, *problems])
     path = _dump_path(directory)
     with open_file(path) as file, _atomic_write(target) as temporary:
         dump = DumpFile(file, str(path))
@@ -174,17 +181,6 @@ def _dump_path(directory: Path) -> Path:
         if (directory / name).exists():
             return directory / name
     raise NotFound(f"{directory} holds neither dump.json nor debug.json")
-
-
-def _done(directory: Path) -> bool | None:
-    try:
-        with open_file(directory / "DONE.json") as file:
-            content = json.loads(file.read(1 << 20))
-        return content.get("ok") is True if isinstance(content, dict) else False
-    except NotFound:
-        return None
-    except (ValueError, RecursionError):
-        return False
 
 
 @contextlib.contextmanager

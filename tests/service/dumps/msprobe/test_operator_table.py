@@ -341,6 +341,9 @@ def test_the_source_is_the_first_frame_of_the_models_own_code() -> None:
     assert source_of([*theirs, own]) == "/home/a, b/torch/model.py:7 in forward"
     assert (source_of(theirs) or "").endswith("linear.py:134 in forward")
     assert source_of(["no call stack"]) is None
+    # A user's own folder may be named so.
+    mine = "File /home/me/msprobe/train.py, line 5, in loss, \n x"
+    assert source_of([*theirs, mine]) == "/home/me/msprobe/train.py:5 in loss"
 
 
 def test_a_directory_without_a_dump_is_not_found(tmp_path: Path) -> None:
