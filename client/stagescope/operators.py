@@ -31,6 +31,9 @@ _NUMBER: Final = 9
 _IGNORED_ROWS: Final = {
     "not_read": "in memory that no call read left out",
     "zero_gradients": "gradients zero but for rounding left out",
+    "identifiers": "names of groups, peers or recomputed calls left out",
+    "near_counts": "counts that differ by what rounding moves left out",
+    "other_checksums": "with equal statistics but other checksums (see --exact)",
 }
 """Rows of a divergence that differ but do not count as a difference."""
 
@@ -240,7 +243,9 @@ class Divergence(Record):
         """Return the answer as lines of at most `width` columns."""
         lines = [line for name in ("a", "b") for line in _side(name, self[name], width)]
         lines += wrapped("", self._summary(), width)
-        if self["first"] is None:
+        if self["first"] is None and not self["compared"]:
+            lines.append("nothing was compared: the two have no call in common")
+        elif self["first"] is None:
             lines.append("no operator differs")
         else:
             sections = _listed(self["first_sections"])

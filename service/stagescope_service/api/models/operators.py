@@ -366,6 +366,15 @@ class Divergence(Model):
     """Number of rows whose values differ in memory that no call read: no difference."""
     zero_gradients: int
     """Number of rows that differ in gradients that are zero but for rounding: no difference."""
+    identifiers: int
+    """Number of rows that differ in what identifies a process or a call, such as a process group, a
+    peer, or whether the call was recomputed: no difference."""
+    near_counts: int
+    """Number of rows that differ in counts (`histc`, `bincount`) by what rounding moves: no
+    difference, but with `exact`."""
+    other_checksums: int
+    """Number of rows whose statistics agree and whose checksums differ: a difference with `exact`
+    alone."""
     exact_alignment: bool
     """False where the two differ so much that calls were paired by counting."""
 
