@@ -56,6 +56,7 @@ class _TableState(_Dump):
     truncated: bool | None
     truncated_at: int | None
     done: bool | None
+    calls: int | None
 
 
 class _Argument(TypedDict):
@@ -94,6 +95,7 @@ class _NonFiniteRow(_TableState):
     source: str | None
     not_read: int | None
     masks: int | None
+    measured: int | None
     earliest: bool
     order_differs: bool
 
@@ -186,7 +188,12 @@ class NonFiniteOperators(Table):
         lines: list[str] = []
         earliest = self.about.get("earliest")
         if earliest is None:
-            lines.append("no operator gave a NaN or an infinity (but for masks)")
+            measured = any(row["state"] == "digested" and row.get("measured") != 0 for row in self)
+            lines.append(
+                "no operator gave a NaN or an infinity (but for masks)"
+                if measured or not len(self)
+                else "nothing is known of NaN and infinities: no Min and Max were recorded"
+            )
         else:
             together = [rank for rank in earliest["together"] if rank != earliest["rank"]]
             also = f" (and at the same place rank {_listed(together)})" if together else ""
@@ -194,16 +201,25 @@ class NonFiniteOperators(Table):
             lines += wrapped("", f"the earliest: {_dump_name(earliest)}{also}{left_out}", width)
             lines += _first(earliest, width)
         for row in self:
-            if row["name"] is None:
+            if row["name"] is None and row.get("calls") != 0:
                 masks = f", {row['masks']} masks" if row["masks"] else ""
-                state = "all finite" if row["state"] == "digested" else row["state"]
+                state = _finite(row) if row["state"] == "digested" else row["state"]
                 lines += wrapped("", f"{_dump_name(row)}: {state}{masks}{_not_read(row)}", width)
-            elif earliest is None or _dump_key(row) != _dump_key(earliest):
+            elif row["name"] is not None and (
+                earliest is None or _dump_key(row) != _dump_key(earliest)
+            ):
                 order = ", in another order of calls" if row["order_differs"] else ""
                 lines += wrapped("", f"{_dump_name(row)}{order}{_not_read(row)}:", width)
                 lines += _first(row, width)
             lines += [line for note in _notes_of(row) for line in wrapped("", note, width)]
         return lines
+
+
+def _finite(row: _NonFiniteRow | Row) -> str:
+    """Return how a dump without a non-finite result is; `measured` is null of older tables."""
+    if row.get("measured") == 0:
+        return f"not known, as its {row['calls']} calls have no Min and Max"
+    return "all finite"
 
 
 def _not_read(row: _NonFiniteRow | Row) -> str:
@@ -432,6 +448,8 @@ def _notes_of(table: _TableState | Row) -> list[str]:
     if table["state"] != "digested":
         reason = f": {table['reason']}" if table.get("reason") else ""
         return [f"{_dump_name(table)} is {table['state']}{reason}"]
+    if table.get("calls") == 0 and not table["truncated"]:
+        return [f"{_dump_name(table)} is empty: msprobe recorded no call"]
     if not table["truncated"]:
         return []
     offset = table.get("truncated_at")

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from stagescope_service.dumps.importing import OperatorDump
     from stagescope_service.dumps.records import Dump, DumpProblem, Location
 
-_CAPTURE: Final = "imported"
 _TABLE_SECONDS: Final = 30.0
 """Time in which the service begins to read a further operator dump."""
 _TABLE_BYTES: Final = 1e6
@@ -357,7 +356,7 @@ def _wait_for_tables(
 
 def _tables_of(session: Session, run: str, attempt: int, step: int) -> _Tables:
     from stagescope.wire.schema import Part
-    from stagescope_service.dumps.records import Location
+    from stagescope_service.dumps.records import IMPORTED_CAPTURE, Location
 
     try:
         answer = session.step(step, run=run, attempt=attempt).operators(limit=1)
@@ -369,7 +368,7 @@ def _tables_of(session: Session, run: str, attempt: int, step: int) -> _Tables:
             step, row["stage"], row["role"], row["rank"], Part(*map(int, row["part"].split(".")))
         ): row
         for row in rows
-        if row["capture_id"] == _CAPTURE
+        if row["capture_id"] == IMPORTED_CAPTURE
     }
 
 

@@ -18,8 +18,10 @@ from stagescope.wire import schema
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.framing import WirePayload
 from stagescope_service.dumps.formats.listing import modified_at, rank_dumps
-from stagescope_service.dumps.formats.msprobe_directory import OPERATOR_FILES
+from stagescope_service.dumps.formats.msprobe_directory import DUMP_FILES, OPERATOR_FILES
+from stagescope_service.dumps.msprobe.json_window import holds_records
 from stagescope_service.dumps.records import (
+    IMPORTED_CAPTURE,
     Dump,
     DumpContents,
     DumpEntry,
@@ -56,8 +58,6 @@ IMPORTED: Final = "imported"
 """Key of the dump's name in the configuration of an imported attempt."""
 NOTES: Final = "notes"
 """Key of what a reader decided itself, in `Dump.about`: sentences for whoever imports."""
-CAPTURE: Final = "imported"
-"""The capture id of imported operator dumps."""
 _PARAMETER_PREFIXES: Final = {"parameters": "parameter", "gradients": "gradient"}
 _SECONDS: Final = 1e-3
 """Between two events: their order is known, their times are not."""
@@ -75,11 +75,13 @@ class OperatorDump(NamedTuple):
         entry: the file with its calls.
         directory: what the service reads.
         work: its place, complete.
+        empty: whether msprobe recorded no call.
     """
 
     entry: DumpEntry
     directory: Path
     work: Location
+    empty: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,9 +210,9 @@ class _ProcessReplay:
             self._event(
                 schema.DUMP,
                 **work,
-                capture_id=CAPTURE,
+                capture_id=IMPORTED_CAPTURE,
                 path=str(each.directory),
-                state="complete",
+                state="empty" if each.empty else "complete",
             )
             for each in operators
         ]
@@ -347,7 +349,7 @@ def copy_operator_dumps(
     for directory, location in found:
         files = _operator_files(directory)
         size = sum(each.stat().st_size for each in files)
-        entry = DumpEntry("other", location, files[0], size, CAPTURE)
+        entry = DumpEntry("other", location, files[0], size, IMPORTED_CAPTURE)
         work = _complete_location(entry)
         if work in dumps:
             raise InvalidInput(
@@ -370,7 +372,8 @@ def copy_operator_dumps(
             for file in files:
                 with disk_errors(target):
                     shutil.copyfile(file, target / file.name)
-        dumps[work] = OperatorDump(entry, target, work)
+        empty = not any(holds_records(file) for file in files if file.name in DUMP_FILES)
+        dumps[work] = OperatorDump(entry, target, work, empty)
     return [*dumps.values()]
 
 

@@ -45,6 +45,8 @@ SECTIONS: Final[Mapping[str, str]] = {
 }
 
 
+IMPORTED_CAPTURE: Final = "imported"
+"""The capture id of operator dumps that were imported."""
 SHIFTED_BY_ONE: Final = "index t is token t + 1"
 """Value in `DumpContents.about["alignment"]` (by tensor name) of a tensor shifted by one."""
 

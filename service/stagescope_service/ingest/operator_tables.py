@@ -29,6 +29,7 @@ from stagescope_service.core.operator_tables import (
     refusal,
 )
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
+from stagescope_service.dumps.records import IMPORTED_CAPTURE
 from stagescope_service.store.artifacts import confine, file_checksum
 from stagescope_service.store.contract import Put
 
@@ -61,6 +62,8 @@ def build_operator_table(job: AnnouncedDump, roots: Iterable[Path], node_id: str
     except StagescopeError as error:
         return refusal(job, error)
     rows = [_table_row(job, directory / TABLE, summary, found, node_id)]
+    if not summary.calls and summary.task != "structure" and not job["truncated"]:
+        rows += _empty(job)
     if found.first is not None and found.certain:
         rows.append(_non_finite(job, found, found.first))
     return rows
@@ -101,6 +104,20 @@ def _table_row(
                  "first_masks": found.first_masks, "not_read": found.not_read},
         wall=job["announced_wall"],
     )  # fmt: skip
+
+
+def _empty(job: AnnouncedDump) -> list[Put]:
+    """Return the finding of a capture without a call; an import says so itself."""
+    if job["capture_id"] == IMPORTED_CAPTURE:
+        return []
+    found = finding(
+        "empty_dump",
+        f"msprobe recorded no call of {job['stage']} on rank {job['rank']} in step {job['step']}",
+        **about(job),
+        advice="check the capture's list and scope, and that the stage computes on this rank",
+        evidence={"capture_id": job["capture_id"], "part": str(Part.of_columns(job))},
+    )
+    return [found]
 
 
 def _non_finite(job: AnnouncedDump, found: RankNonFinite, first: NonFiniteRow) -> Put:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,3 +155,62 @@ def test_operators_beside_kept_tensors(
     assert dump.kind == "own"
     assert import_dump(session, dump, "both")["operators"] == 1
     assert len(session.step(0, run="both").operators()) > 10
+
+
+def test_an_empty_last_step_is_said_to_be_empty(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    """As engines leave it: the collection opens one step more (vllm-ascend 12455)."""
+    shutil.copytree(directory / "step3/rank0", tmp_path / "step1/rank0")
+    shutil.copytree(directory / "step3/rank0", tmp_path / "step2/rank0")
+    (tmp_path / "step2/rank0/dump.json").write_text('{"task": "statistics", "data": {}}')
+    report = import_dump(session, open_dump(tmp_path), "trailing")
+    assert (report["operators"], report["problems"], report["refused"]) == (2, [], [])
+    (note,) = report["notes"]
+    assert note.startswith("step 2, actor_update, actor 0: no call is recorded")
+    assert session.step("captured", run="trailing").step == 1
+    steps = {number: session.step(number, run="trailing") for number in (1, 2)}
+    states = {number: step.dumps()[0]["state"] for number, step in steps.items()}
+    assert states == {1: "complete", 2: "empty"}
+    step = steps[2]
+    assert "actor_update actor/0 is empty: msprobe recorded no call" in step.operators().lines()
+    shown = "\n".join(step.non_finite().lines())
+    assert "is empty" in shown
+    assert "all finite" not in shown
+    both = session.divergence({"run": "trailing", "step": 1}, {"run": "trailing", "step": 2})
+    assert "nothing was compared: the two have no call in common" in both.lines()
+
+
+def test_values_that_a_script_saved(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    """Level debug: debug.json alone, or beside the calls."""
+    tensor = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "Max": 2.0,
+              "Min": -2.0}  # fmt: skip
+    saved = {"advantages.0.debug": tensor, "loss.0.debug": {**tensor, "Max": float("nan")}}
+    text = json.dumps({"task": "statistics", "level": "debug", "data": saved})
+    (tmp_path / "step0/rank0").mkdir(parents=True)
+    shutil.copytree(directory / "step3/rank0", tmp_path / "step0/rank1")
+    for rank in (0, 1):
+        (tmp_path / f"step0/rank{rank}/debug.json").write_text(text)
+    report = import_dump(session, open_dump(tmp_path), "saved")
+    assert (report["operators"], report["refused"], report["notes"]) == (2, [], [])
+    step = session.step(0, run="saved")
+    for rank in (0, 1):
+        assert len(step.operators(rank=rank, direction="debug")) == 2
+    assert step.non_finite().about["earliest"]["name"] == "loss.0.debug"
+
+
+def test_checksums_alone_say_nothing_of_nan(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    tensor = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [3], "md5": "0x01"}
+    data = {"Torch.mul.0.forward": {"input_args": [tensor], "output": [tensor]}}
+    (tmp_path / "step0/rank0").mkdir(parents=True)
+    (tmp_path / "step0/rank0/dump.json").write_text(json.dumps({"data": data}))
+    import_dump(session, open_dump(tmp_path), "checksums")
+    shown = session.step(0, run="checksums").non_finite().lines()
+    assert shown == [
+        "nothing is known of NaN and infinities: no Min and Max were recorded",
+        "actor_update actor/0: not known, as its 1 calls have no Min and Max",
+    ]

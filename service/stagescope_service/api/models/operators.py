@@ -219,6 +219,11 @@ class FirstNonFinite(OperatorTableKey, _Reading):
     not_read: int | None
     """Number of calls that passed on memory without reading it: its content is no evidence; null:
     the table is not written."""
+    calls: int | None
+    """Number of calls in the dump; 0: msprobe recorded none."""
+    measured: int | None
+    """Number of tensors with a least and a largest value, in which NaN and infinities are found;
+    null: not counted."""
 
 
 class EarliestNonFinite(FirstNonFinite):

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
-from stagescope.wire.errors import InvalidInput, NotFound, TooLarge
+from stagescope.wire.errors import InvalidInput, NotFound, StagescopeError, TooLarge
 from stagescope_service.store.tensorfile import disk_errors
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
@@ -235,6 +235,16 @@ class JsonWindow:
             f"{self._what} cannot be read behind byte {self._position()}: {why}",
             expected="JSON as msprobe writes it",
         )
+
+
+def holds_records(path: Path) -> bool:
+    """Return whether a file of msprobe's has a record; True also of one that is damaged."""
+    try:
+        with open_file(path) as file:
+            dump = DumpFile(file, str(path))
+            return next(dump.records(), None) is not None or dump.truncated_at is not None
+    except StagescopeError:
+        return True
 
 
 HEADER: Final = ("task", "level", "framework", "dump_data_dir")
