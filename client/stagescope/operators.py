@@ -31,7 +31,7 @@ _NUMBER: Final = 9
 _IGNORED_ROWS: Final = {
     "not_read": "in memory that no call read left out",
     "zero_gradients": "gradients zero but for rounding left out",
-    "identifiers": "names of groups, peers or recomputed calls left out",
+    "identifiers": "that identify a group, a peer or a recomputation left out",
     "near_counts": "counts that differ by what rounding moves left out",
     "other_checksums": "with equal statistics but other checksums (see --exact)",
 }
@@ -57,6 +57,7 @@ class _TableState(_Dump):
     truncated_at: int | None
     done: bool | None
     calls: int | None
+    task: str | None
 
 
 class _Argument(TypedDict):
@@ -90,6 +91,7 @@ class _NonFiniteRow(_TableState):
     section: str | None
     index: str | None
     non_finite: str
+    direction: str | None
     bad_inputs: Sequence[Mapping[str, str | None]] | None
     certain: bool | None
     source: str | None
@@ -395,7 +397,9 @@ def _first(row: _NonFiniteRow | Row, width: int) -> list[str]:
     inputs = ", ".join(
         _argument_name(bad["section"], bad["index"]) for bad in row["bad_inputs"] or ()
     )
-    before = f"not finite before it: {inputs}" if inputs else "its inputs were finite"
+    saved = row["direction"] == "debug"
+    finite = "a value that was saved" if saved else "its inputs were finite"
+    before = f"not finite before it: {inputs}" if inputs else finite
     doubt = "" if row["certain"] else "; it may be a mask"
     lines = wrapped("  ", row["name"] or "", width)
     if row["parent"]:
@@ -449,6 +453,8 @@ def _notes_of(table: _TableState | Row) -> list[str]:
         reason = f": {table['reason']}" if table.get("reason") else ""
         return [f"{_dump_name(table)} is {table['state']}{reason}"]
     if table.get("calls") == 0 and not table["truncated"]:
+        if table.get("task") == "structure":
+            return [f"{_dump_name(table)} has the structure alone (task structure): no values"]
         return [f"{_dump_name(table)} is empty: msprobe recorded no call"]
     if not table["truncated"]:
         return []

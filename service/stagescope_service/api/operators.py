@@ -353,6 +353,7 @@ def _first_row(table: OperatorTable, across_ranks: comparison_process.Fields | N
         "masks": summary.get("masks"),
         "not_read": summary.get("not_read"),
         "calls": table["calls"],
+        "task": table["task"],
         "measured": summary.get("measured"),
         **{name: status[name] for name in ("state", "reason", "truncated", "done")},
     }

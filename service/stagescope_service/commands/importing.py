@@ -43,6 +43,7 @@ class _TableRow(TypedDict):
     reason: str | None
     dump_path: str | None
     calls: int | None
+    task: str | None
 
 
 _Tables: TypeAlias = "dict[Location, _TableRow]"
@@ -258,7 +259,7 @@ def import_dump(
     notes = dump.about.get(NOTES)
     notes = [*map(str, notes)] if isinstance(notes, list) else []
     notes += [
-        f"{place}: no call is recorded in {tables[place]['dump_path']}"
+        f"{place}: msprobe recorded {_nothing(tables[place])}"
         for place in tables
         if tables[place]["calls"] == 0
     ]
@@ -370,6 +371,10 @@ def _tables_of(session: Session, run: str, attempt: int, step: int) -> _Tables:
         for row in rows
         if row["capture_id"] == IMPORTED_CAPTURE
     }
+
+
+def _nothing(table: _TableRow) -> str:
+    return "the structure alone (task structure)" if table["task"] == "structure" else "no call"
 
 
 def _unread_tables(dumps: Sequence[OperatorDump], tables: _Tables) -> Iterator[Refusal]:

@@ -28,6 +28,7 @@ from stagescope_service.core.operator_tables import (
     outcome,
     refusal,
 )
+from stagescope_service.dumps.msprobe.json_window import STRUCTURE
 from stagescope_service.dumps.msprobe.operator_table import OperatorSummary, write_operator_table
 from stagescope_service.dumps.records import IMPORTED_CAPTURE
 from stagescope_service.store.artifacts import confine, file_checksum
@@ -62,7 +63,7 @@ def build_operator_table(job: AnnouncedDump, roots: Iterable[Path], node_id: str
     except StagescopeError as error:
         return refusal(job, error)
     rows = [_table_row(job, directory / TABLE, summary, found, node_id)]
-    if not summary.calls and summary.task != "structure" and not job["truncated"]:
+    if not summary.calls and summary.task != STRUCTURE and not job["truncated"]:
         rows += _empty(job)
     if found.first is not None and found.certain:
         rows.append(_non_finite(job, found, found.first))
@@ -122,13 +123,14 @@ def _empty(job: AnnouncedDump) -> list[Put]:
 
 def _non_finite(job: AnnouncedDump, found: RankNonFinite, first: NonFiniteRow) -> Put:
     inputs = ", ".join(f"{row['section']} {row['index']}" for row in found.bad_inputs)
+    finite = "a saved value" if first["direction"] == "debug" else "its inputs were finite"
     module = f" in {first['parent']}" if first["parent"] else ""
     where = f", called at {first['source']}" if first["source"] else ""
     return finding(
         "non_finite_operator",
         f"{first['name']}{module} gave {first['non_finite']} in {first['section']} "
         f"{first['index']}, the first of rank {job['rank']} in {job['stage']}{where}; "
-        + (f"not finite before it: {inputs}" if inputs else "its inputs were finite"),
+        + (f"not finite before it: {inputs}" if inputs else finite),
         **about(job),
         severity="error",
         see=(Link.to_step("operators", job["step"], shows="what followed"),),

@@ -16,6 +16,7 @@ from tests.support.dumps import capture
 from tests.support.small_decoder import small_decoder
 
 import stagescope
+from stagescope.wire.errors import NotFound
 from stagescope_service.commands.importing import import_dump
 from stagescope_service.dumps.discover import open_dump
 
@@ -167,7 +168,7 @@ def test_an_empty_last_step_is_said_to_be_empty(
     report = import_dump(session, open_dump(tmp_path), "trailing")
     assert (report["operators"], report["problems"], report["refused"]) == (2, [], [])
     (note,) = report["notes"]
-    assert note.startswith("step 2, actor_update, actor 0: no call is recorded")
+    assert note == "step 2, actor_update, actor 0: msprobe recorded no call"
     assert session.step("captured", run="trailing").step == 1
     steps = {number: session.step(number, run="trailing") for number in (1, 2)}
     states = {number: step.dumps()[0]["state"] for number, step in steps.items()}
@@ -199,6 +200,32 @@ def test_values_that_a_script_saved(
     for rank in (0, 1):
         assert len(step.operators(rank=rank, direction="debug")) == 2
     assert step.non_finite().about["earliest"]["name"] == "loss.0.debug"
+
+
+def test_a_structure_has_no_values(session: stagescope.Session, tmp_path: Path) -> None:
+    (tmp_path / "step0/rank0").mkdir(parents=True)
+    (tmp_path / "step0/rank0/dump.json").write_text('{"task": "structure", "data": {}}')
+    report = import_dump(session, open_dump(tmp_path), "structure")
+    note = "step 0, actor_update, actor 0: msprobe recorded the structure alone (task structure)"
+    assert report["notes"] == [note]
+    step = session.step(0, run="structure")
+    assert step.dumps()[0]["state"] == "complete"
+    shown = "actor_update actor/0 has the structure alone (task structure): no values"
+    assert shown in step.operators().lines()
+    assert shown in step.non_finite().lines()
+
+
+def test_tensors_of_an_import_are_in_its_directory(
+    session: stagescope.Session, directory: Path, tmp_path: Path
+) -> None:
+    for step in (0, 1):
+        rank = tmp_path / f"step{step}/rank0"
+        shutil.copytree(directory / "step3/rank0", rank)
+        text = (rank / "dump.json").read_text()
+        (rank / "dump.json").write_text(text.replace('"statistics"', '"tensor"', 1))
+    import_dump(session, open_dump(tmp_path), "full")
+    with pytest.raises(NotFound, match="stagescope compare DIR DIR"):
+        session.tensors({"run": "full", "step": 0}, {"step": 1})
 
 
 def test_checksums_alone_say_nothing_of_nan(

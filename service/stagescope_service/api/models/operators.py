@@ -221,6 +221,8 @@ class FirstNonFinite(OperatorTableKey, _Reading):
     the table is not written."""
     calls: int | None
     """Number of calls in the dump; 0: msprobe recorded none."""
+    task: str | None
+    """msprobe's task, such as `statistics`; `structure` records no call."""
     measured: int | None
     """Number of tensors with a least and a largest value, in which NaN and infinities are found;
     null: not counted."""

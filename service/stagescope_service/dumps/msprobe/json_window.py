@@ -238,15 +238,21 @@ class JsonWindow:
 
 
 def holds_records(path: Path) -> bool:
-    """Return whether a file of msprobe's has a record; True also of one that is damaged."""
+    """Return whether a file of msprobe's has a record, or is none that should have one.
+
+    A damaged file may have some, and task structure records the modules alone.
+    """
     try:
         with open_file(path) as file:
             dump = DumpFile(file, str(path))
-            return next(dump.records(), None) is not None or dump.truncated_at is not None
+            holds = next(dump.records(), None) is not None or dump.truncated_at is not None
+            return holds or dump.header["task"] == STRUCTURE
     except StagescopeError:
         return True
 
 
+STRUCTURE: Final = "structure"
+"""The task that records no call."""
 HEADER: Final = ("task", "level", "framework", "dump_data_dir")
 MAX_NAME: Final = 4096
 
