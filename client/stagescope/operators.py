@@ -314,7 +314,7 @@ class Stack(Record):
         """Return each frame's location and code as lines of at most `width` columns."""
         lines = []
         for frame in self["frames"]:
-            location, *code = (line.strip() for line in str(frame).splitlines())
+            location, *code = (line.strip() for line in str(frame).split("\n"))
             lines += wrapped("", location.rstrip(", "), width)
             lines += [line for text in code for line in wrapped("    ", text, width)]
         return lines

@@ -110,6 +110,11 @@ class CaptureProgress(Record):
         ranks = self["ranks"]
         return bool(ranks) and not self.ended and not any(row["there"] for row in ranks)
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether no requested rank has ever reported: its run, role or number may not exist."""
+        return not self["ranks"]
+
     def ranks(self) -> Table:
         """Return the requested ranks, and which of them have acknowledged."""
         return self._table("ranks", _RANKS)

@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 import os
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import click
 
 from stagescope import discovery, render, terminal
 from stagescope.session import Session, attach
 from stagescope.wire import spool
-from stagescope.wire.errors import Conflict, InvalidInput, NotFound, NotReady
+from stagescope.wire.errors import Conflict, InvalidInput, NotFound
 from stagescope.wire.schema import check_run_name
+from stagescope_service.commands.imported_tables import (
+    tables_without_calls,
+    unread_tables,
+    wait_for_tables,
+)
 from stagescope_service.commands.spooled import take_in
 
 if TYPE_CHECKING:
     from stagescope_service.dumps.importing import OperatorDump
-    from stagescope_service.dumps.records import Dump, DumpProblem, Location
+    from stagescope_service.dumps.records import Dump, DumpProblem
 
-_TABLE_SECONDS: Final = 30.0
-"""Time in which the service begins to read a further operator dump."""
-_TABLE_BYTES: Final = 1e6
-"""Bytes of an operator dump that the service reads in a second at least; 20 million usually."""
-_PAUSE: Final = 0.1
 KEEP: Final = {"what": ["all"], "parameters": ["*"], "gradients": ["*"]}
 """An imported run is kept completely."""
 _SHOWN: Final = 20
-
-
-class _TableRow(TypedDict):
-    """The fields of an operator table in an API answer that are used here."""
-
-    capture_id: str
-    stage: str
-    role: str
-    rank: int
-    part: str
-    state: str
-    reason: str | None
-    dump_path: str | None
-    calls: int | None
-    task: str | None
-
-
-_Tables: TypeAlias = "dict[Location, _TableRow]"
-"""By the place of the dump."""
 
 
 class UnreadFile(TypedDict):
@@ -76,7 +57,9 @@ class ImportReport(TypedDict):
         refused: what the service refused.
         left_out: name -> why values in the files are no values of that name, such as zeros that
             stand for a missing stream.
-        notes: what the files do not say and the import decided, and dumps without any call.
+        missing: name -> number of rows without a value of it, where others have one.
+        notes: what else to know of the files: what they do not say and the import decided, and
+            dumps without any call.
     """
 
     run: str
@@ -90,6 +73,7 @@ class ImportReport(TypedDict):
     problems: list[UnreadFile]
     refused: list[Refusal]
     left_out: dict[str, str]
+    missing: dict[str, int]
     notes: list[str]
 
 
@@ -208,9 +192,11 @@ def import_dump(
             False.
         StagescopeError: the service cannot be reached, or the token may not operate.
     """
+    from stagescope_service.dumps.formats.columns import FROM_TEXTS, MISSING
     from stagescope_service.dumps.formats.listing import rank_dumps
     from stagescope_service.dumps.importing import (
         NOTES,
+        TrainedSamples,
         copy_operator_dumps,
         import_events,
         import_key,
@@ -238,13 +224,21 @@ def import_dump(
         for each in passed_over
     }
     announced: list[OperatorDump] = []
+    missing = Counter[str]()
+    from_texts: set[str] = set()
+    samples = TrainedSamples()
     operators = copy_operator_dumps(found, run, key, _data_dir(session) if found else None)
     for batch in import_events(dump, run, key, keep=KEEP, operators=operators):
         senders.add(batch.sender)
-        problems += [_unread(each) for each in batch.problems]
+        problems += [each for each in map(_unread, batch.problems) if each not in problems]
+        samples.add(batch)
         for payload in batch.payloads.values():
             named = mapping(payload["meta"], "left_out")
             left_out |= {name: str(why) for name, why in named.items()}
+            lacking = mapping(payload["meta"], MISSING)
+            missing.update({name: n for name, n in lacking.items() if isinstance(n, int)})
+            read = payload["meta"].get(FROM_TEXTS)
+            from_texts.update(map(str, read) if isinstance(read, list) else ())
         answer = session.send(batch.sender, batch.events, batch.payloads)
         reasons = [*answer.refused.items(), *answer.refused_in_part.items()]
         refused += [Refusal(seq=seq, reason=reason) for seq, reason in reasons]
@@ -254,15 +248,11 @@ def import_dump(
         events += len(batch.events)
         payloads += len(accepted)
         on_progress(payloads, parts)
-    tables = _wait_for_tables(session, run, key, announced)
-    refused += _unread_tables(announced, tables)
+    tables = wait_for_tables(session, run, key, announced)
+    refused += [Refusal(seq=None, reason=reason) for reason in unread_tables(announced, tables)]
     notes = dump.about.get(NOTES)
     notes = [*map(str, notes)] if isinstance(notes, list) else []
-    notes += [
-        f"{place}: msprobe recorded {_nothing(tables[place])}"
-        for place in tables
-        if tables[place]["calls"] == 0
-    ]
+    notes += tables_without_calls(tables)
     return {
         "run": run,
         "attempt_key": key,
@@ -275,7 +265,12 @@ def import_dump(
         "problems": problems,
         "refused": refused,
         "left_out": left_out,
-        "notes": notes,
+        "missing": dict(missing),
+        "notes": [
+            *notes,
+            *(f"{name}: texts in the files, read as numbers" for name in sorted(from_texts)),
+            *samples.notes(),
+        ],
     }
 
 
@@ -328,68 +323,6 @@ def _data_dir(session: Session) -> Path | None:
     return data_dir if data_dir.is_dir() and os.access(data_dir, os.W_OK) else None
 
 
-def _wait_for_tables(
-    session: Session, run: str, key: str, dumps: Sequence[OperatorDump]
-) -> _Tables:
-    """Wait until the service has read operator dumps; return their table rows.
-
-    It gives up when nothing happens for longer than the largest dump may take.
-    """
-    tables: _Tables = {}
-    left = {each.work for each in dumps}
-    if not left:
-        return tables
-    (attempt,) = (row["attempt"] for row in session.attempts(run) if row["attempt_key"] == key)
-    patience = _TABLE_SECONDS + max(each.entry.bytes for each in dumps) / _TABLE_BYTES
-    deadline = time.monotonic() + patience
-    while left and time.monotonic() < deadline:
-        for step in sorted({place.step for place in left if place.step is not None}):
-            found = _tables_of(session, run, attempt, step)
-            read = {place for place in left & found.keys() if found[place]["state"] != "announced"}
-            if read or found.keys() & left - tables.keys():
-                deadline = time.monotonic() + patience
-            tables |= {place: found[place] for place in left & found.keys()}
-            left -= read
-        if left:
-            time.sleep(_PAUSE)
-    return tables
-
-
-def _tables_of(session: Session, run: str, attempt: int, step: int) -> _Tables:
-    from stagescope.wire.schema import Part
-    from stagescope_service.dumps.records import IMPORTED_CAPTURE, Location
-
-    try:
-        answer = session.step(step, run=run, attempt=attempt).operators(limit=1)
-    except (NotFound, NotReady):  # none is read yet
-        return {}
-    rows: Sequence[_TableRow] = answer.about["tables"]
-    return {
-        Location(
-            step, row["stage"], row["role"], row["rank"], Part(*map(int, row["part"].split(".")))
-        ): row
-        for row in rows
-        if row["capture_id"] == IMPORTED_CAPTURE
-    }
-
-
-def _nothing(table: _TableRow) -> str:
-    return "the structure alone (task structure)" if table["task"] == "structure" else "no call"
-
-
-def _unread_tables(dumps: Sequence[OperatorDump], tables: _Tables) -> Iterator[Refusal]:
-    """Yield the operator dumps of which the service has no table, each with the reason."""
-    for each in dumps:
-        row = tables.get(each.work)
-        if row is None or row["state"] == "announced":
-            reason = "the service has not read it yet: see `stagescope findings`"
-        elif row["state"] == "digested":
-            continue
-        else:
-            reason = str(row["reason"])
-        yield Refusal(seq=None, reason=f"{each.entry.path}: {reason}")
-
-
 def _unread(problem: DumpProblem) -> UnreadFile:
     return {"path": str(problem.path), "kind": problem.kind, "message": problem.message}
 
@@ -416,11 +349,13 @@ def _show(report: ImportReport, stepless: Path | None) -> None:
         click.echo(f"  {terminal.style('not taken:', fg='red')} {render.printable(text)}")
     for name, why in [*report["left_out"].items()][:_SHOWN]:
         click.echo(f"  left out: {render.printable(f'{name}: {why}')}")
-    for text in report["notes"][:_SHOWN]:
-        click.echo(f"  note: {render.printable(text)}")
-    hidden = sum(
-        max(0, len(each) - _SHOWN) for each in (wrong, report["left_out"], report["notes"])
-    )
+    if report["missing"]:
+        named = [f"{name} of {render.counted(n, 'row')}" for name, n in report["missing"].items()]
+        click.echo(f"  missing: {render.printable(', '.join(named[:_SHOWN]))}")
+    for note in report["notes"][:_SHOWN]:
+        click.echo(f"  note: {render.printable(note)}")
+    listed = (wrong, report["left_out"], report["notes"])
+    hidden = sum(max(0, len(each) - _SHOWN) for each in listed)
     if hidden:
         click.echo(f"  ... {hidden} more (--json lists all)")
     if stepless is not None and not report["operators"]:

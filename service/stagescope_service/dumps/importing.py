@@ -59,6 +59,7 @@ IMPORTED: Final = "imported"
 NOTES: Final = "notes"
 """Key of what a reader decided itself, in `Dump.about`: sentences for whoever imports."""
 _PARAMETER_PREFIXES: Final = {"parameters": "parameter", "gradients": "gradient"}
+_NAMED: Final = 5
 _SECONDS: Final = 1e-3
 """Between two events: their order is known, their times are not."""
 
@@ -92,7 +93,8 @@ class ProcessEvents:
         sender: `Sender.wire()`.
         events: each `Event.wire()`.
         payloads: by the sequence number of the END event; see `stagescope.wire.schema`.
-        problems: files of these events that could not be read.
+        problems: files of these events, or rows of them, that could not be read.
+        location: of the stage whose events they are; None of a process's first and last event.
         operators: the operator dumps that they announce, each with its complete place.
     """
 
@@ -100,7 +102,40 @@ class ProcessEvents:
     events: list[_Wire]
     payloads: Mapping[int, WirePayload]
     problems: Sequence[DumpProblem] = ()
+    location: Location | None = None
     operators: Sequence[OperatorDump] = ()
+
+
+class TrainedSamples:
+    """Which samples of a step's rollout are in its training, by the names of both."""
+
+    def __init__(self) -> None:
+        self._rollout: dict[int, set[str]] = {}
+        self._training: dict[int, set[str]] = {}
+
+    def add(self, batch: ProcessEvents) -> None:
+        """Add the samples of a stage's payloads."""
+        if batch.location is None or batch.location.step is None:
+            return
+        is_rollout = batch.location.stage == STAGE_OF_SECTION["trajectories"]
+        if batch.location.stage in schema.STAGES:
+            sides = self._rollout if is_rollout else self._training
+            for payload in batch.payloads.values():
+                names = payload["strings"].get("sample_ids", ())
+                sides.setdefault(batch.location.step, set()).update(names)
+
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence for each step whose training lacks samples of its rollout."""
+        for step, sampled in sorted(self._rollout.items()):
+            lacking = sorted(sampled - self._training.get(step, sampled))
+            if lacking:
+                named = ", ".join(lacking[:_NAMED]) + (", ..." if len(lacking) > _NAMED else "")
+                yield (
+                    f"step {step}: {len(lacking)} of {len(sampled)} samples of the rollout are in "
+                    f"no file of the training ({named}): the trainer filtered them out, or the "
+                    "files of other ranks are missing (where a path has no rank in it, each rank "
+                    "writes over the file of the others)"
+                )
 
 
 def import_key(dump: Dump, run: str) -> str:
@@ -223,7 +258,7 @@ class _ProcessReplay:
         )
         payloads = {self._seq: payload} if payload["tensors"] else {}
         events = [begin, *dumps, end]
-        return ProcessEvents(self._sender.wire(), events, payloads, problems, operators)
+        return ProcessEvents(self._sender.wire(), events, payloads, problems, location, operators)
 
     def finish(self) -> ProcessEvents:
         """Return the event that ends the process."""
@@ -239,7 +274,8 @@ class _ProcessReplay:
         problems: list[DumpProblem] = []
         for entry in entries:
             try:
-                records.append(self._dump.read(entry))
+                records.append(record := self._dump.read(entry))
+                problems += record.problems
             except StagescopeError as error:  # noqa: PERF203 - the other files are still read
                 problems.append(DumpProblem(entry.path, error.code, str(error), entry))
         return records, problems

@@ -109,6 +109,7 @@ class DumpContents:
         mask: name of the tensor that selects the tokens of row tensors that count, or None. Token
             ids and masks themselves count wherever a row has tokens.
         about: metadata beside the tensors, plain JSON values.
+        problems: rows of the file that were not read.
     """
 
     entry: DumpEntry
@@ -119,11 +120,12 @@ class DumpContents:
     row_texts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     mask: str | None = None
     about: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    problems: Sequence[DumpProblem] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class DumpProblem:
-    """A file that is missing, damaged or refused; it is reported and the other files are read.
+    """A file, or rows of one, that is missing, damaged or refused; the others are read.
 
     Attributes:
         path: the file.

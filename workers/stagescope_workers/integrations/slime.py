@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from stagescope_workers.integrations import megatron
+from stagescope_workers.integrations import megatron, registry
 from stagescope_workers.integrations.configuration import named_run, visible_leaves
 from stagescope_workers.integrations.guard import guarded
 from stagescope_workers.integrations.patches import Function, Patch, Patches, Wrap
@@ -399,5 +399,4 @@ def init(args: Namespace) -> None:
     with guarded("attaching slime"):
         _rank.args = args
         if _installed is None:
-            _installed = Patches(patches())
-            _installed.install()
+            _installed = registry.install("slime", __name__)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from stagescope.wire.schema import HELLO, Sender
 from stagescope_workers.probe import identity
 from stagescope_workers.probe.draft import plain
+from stagescope_workers.probe.launch import launch_text
 from stagescope_workers.probe.options import ProbeOptions
 from stagescope_workers.probe.stage_tracker import StageTracker
 from stagescope_workers.transport.calls import Clock
@@ -68,10 +69,20 @@ class Handshake:
             self._used_ray = self._used_ray or isinstance(link, RayLink)
             self.find_ray()
             node = None if self.ray is None else self.ray.node_id
+            self._note_launch()
             self._hello.fields["watchdog"] = self._stage_tracker.start_watchdog()
             self._hello.fields["layout"] = plain(identity.detect_layout(options.layout, node=node))
             self._add_entrypoint()
         return link
+
+    def _note_launch(self) -> None:
+        """Add what the launcher says of this start."""
+        size = self._options.world_size
+        launch = launch_text(os.environ, size, in_ray=self.ray is not None)
+        if launch is not None:
+            self._hello.fields["launch"] = launch
+        if self._options.is_single:
+            self._hello.fields["single"] = True
 
     def _add_entrypoint(self) -> None:
         """Add the driver's command line to the fingerprint; only rank 0 sends it."""
