@@ -414,7 +414,7 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
         reason = f"dump {state}: {text(fields.get('error')) or 'no reason given'}"
         columns = {"identity": capture_id, "count": 1, "wall": event.wall}
         out.append(loss_row(attempt, process, work, "dump", reason[:1000], **columns))
-    elif state == "complete":
+    elif state in ("complete", "empty"):
         lost = row_id(process.incarnation, work.key, "dump", capture_id)
         out.append(Delete("losses", {"loss_id": lost}))
     return out + operator_tables.follow(attempt, process, event, work, row, reported.get("state"))
