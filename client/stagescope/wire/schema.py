@@ -60,9 +60,9 @@ DROPPED: Final = "dropped"
 REFUSED: Final = "refused"
 """A call with bad input in the training process: what, message, severity, work fields."""
 DUMP: Final = "dump"
-"""work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'truncated' |
-'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task, level, overrides [str],
-estimate {...}."""
+"""work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'empty' (of an import:
+without a call) | 'truncated' | 'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task,
+level, overrides [str], estimate {...}."""
 STACKS: Final = "stacks"
 """work fields of the stage that the training thread is in, request_id (with `Sender.incarnation` it
 identifies the answer), source 'probe' | 'watchdog', threads [{name, ident, is_training, stack}],
@@ -128,13 +128,17 @@ PAIRS: Final = (("old", "rollout"), ("current", "rollout"), ("old", "recomputed"
 """(p, q) streams of the statistics of a payload, in order of preference: the mismatch comes from
 the first available pair, the noise floor from ('old', 'recomputed')."""
 
+UPDATE_PAIR: Final = ("current", "old")
+"""(p, q) streams of the first mini-batch of an update, before which no update lies between them."""
+
 PAYLOAD_TENSORS: Final[Mapping[str, str]] = {
     "response_mask": "1 = model token, 0 = environment or padding; required with two streams",
     "responses": "token ids, as wide as the mask",
     "positions": "position of each token in its sample (context-parallel parts, zigzag)",
     "round_ids": "round of each token, where the mask alone cannot tell it (split samples)",
     "turn_ids": "true turn of each token",
-    "versions": "policy version of each token ([rows, tokens]) or sample ([rows])",
+    "versions": "policy version of each token ([rows, tokens]) or sample ([rows]); texts are sent "
+    "as `policy_versions` says",
     "token_offset": "[rows] position of a row's first token in its sample",
     "round_offset": "[rows] round of a row's first run in its sample",
     "rewards": "[rows] or as wide as the mask",

@@ -89,6 +89,7 @@ def _attempt(row: AttemptRow) -> Attempt:
         resume_reported=is_reported,
         resumed_restored=resumed if is_reported else None,
         last_closed_step=row["last_closed_step"],
+        has_past=True,
         # Its process is not stored: the fingerprint stays.
         fingerprint_of=None if row["fingerprint"] is None else RESTORED,
     )

@@ -191,6 +191,9 @@ class Process:
     payloads: dict[PayloadKey, PendingPayload] = dataclasses.field(default_factory=dict)
     #: Final states of its latest payloads, so that a repeated announcement is answered at once.
     settled: dict[int, str] = dataclasses.field(default_factory=dict)
+    #: The highest seq of its payloads, or -1: later ones are new. A raw caller, whose seqs have no
+    #: order, has -1 if all its payloads came to this coordinator. None: only the catalogue knows.
+    payloads_through: int | None = None
     #: Reasons for which payloads of a raw caller were refused, for the answer to its call.
     reasons: dict[int, str] = dataclasses.field(default_factory=dict)
     #: (work key, capture) -> column -> seq of the DUMP event that set it last.
@@ -280,6 +283,8 @@ class Attempt:
     config_of: tuple[int, RankAge] | None = None
     #: Number of values in the settings that the run is shown with.
     settings_size: int = 0
+    #: Processes of it may be in the catalogue alone: they came before this coordinator.
+    has_past: bool = False
     processes: dict[str, Process] = dataclasses.field(default_factory=dict)
     by_rank: dict[tuple[str, int], list[Process]] = dataclasses.field(default_factory=dict)
     #: role -> (age of the process that reported it, world_size): the newest counts.

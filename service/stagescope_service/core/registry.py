@@ -209,6 +209,7 @@ class Registry:
             returned=sender.incarnation in self._gone,
             finished=late,
             left_wall=event.wall if late else None,
+            payloads_through=None if attempt.has_past else -1,
         )
         self.processes[process.incarnation] = process
         attempt.add(process)
@@ -444,6 +445,7 @@ class Registry:
             self._gone[incarnation] = attempt.attempt_id
         while len(self._gone) > GONE_REMEMBERED:
             del self._gone[next(iter(self._gone))]
+        attempt.has_past = True
         attempt.processes.clear()
         attempt.by_rank.clear()
         attempt.forget_steps()

@@ -9,11 +9,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
+from stagescope.wire.links import Link
 from stagescope.wire.names import closest_stage
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import MAX_SCALAR_NAME, STAGES, Event, Work
 from stagescope_service.core import operator_tables, steps
 from stagescope_service.core.catalogue_rows import (
+    amount,
     integer,
     loss_row,
     number,
@@ -137,6 +139,7 @@ def _non_finite_scalars(
         rank=process.rank,
         evidence={"scalars": sorted(names)[:20], "policy_version": work.policy_version},
         advice="a capture of that stage on that rank (msprobe L1, statistics) names the operator",
+        see=() if work.step is None else (Link.to_step("scalars", work.step),),
     )
 
 
@@ -144,8 +147,8 @@ def dropped(attempt: Attempt, process: Process, event: Event, work: Work) -> lis
     """Count what the process dropped; each such event is a loss."""
     fields = event.fields
     what = text(fields.get("what"), 100) or "event"
-    count = max(0, integer(fields.get("count", 1)) or 0)
-    size = max(0, integer(fields.get("bytes")) or 0)
+    count = amount(fields.get("count", 1)) or 0
+    size = amount(fields.get("bytes")) or 0
     columns = {"count": count, "bytes": size, "wall": event.wall}
     reason = text(fields.get("reason"), 1000) or "the process dropped it"
     out: list[Instruction] = [
@@ -411,7 +414,7 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
         reason = f"dump {state}: {text(fields.get('error')) or 'no reason given'}"
         columns = {"identity": capture_id, "count": 1, "wall": event.wall}
         out.append(loss_row(attempt, process, work, "dump", reason[:1000], **columns))
-    elif state == "complete":
+    elif state in ("complete", "empty"):
         lost = row_id(process.incarnation, work.key, "dump", capture_id)
         out.append(Delete("losses", {"loss_id": lost}))
     return out + operator_tables.follow(attempt, process, event, work, row, reported.get("state"))

@@ -26,8 +26,9 @@ from stagescope_workers.probe.code import loaded_code
 
 PACKAGES: Final = (
     "stagescope", "numpy", "torch", "torch_npu", "ray", "transformers", "verl", "areal", "slime",
-    "trl", "vllm", "vllm-ascend", "sglang", "megatron-core", "mindspeed", "deepspeed", "accelerate",
-    "flash-attn", "triton", "ctranslate2", "mindstudio-probe", "tensordict", "peft", "datasets",
+    "miles", "NexRL", "skyrl", "openrlhf", "nemo-rl", "trl", "vllm", "vllm-ascend", "sglang",
+    "megatron-core", "mindspeed", "deepspeed", "accelerate", "flash-attn", "triton", "ctranslate2",
+    "mindstudio-probe", "tensordict", "peft", "datasets",
 )  # fmt: skip
 
 _SECRET: Final = re.compile(r"token|secret|passw|pwd|key|credential|auth|cookie|session", re.I)

@@ -81,6 +81,7 @@ def _doctor(scope: ReportScope) -> Section:
     found = [row for row in rows if row["verdict"] == "found"]
     for row in found:
         since = "" if row["since_step"] is None else f", since step {row['since_step']}"
+        since += "" if row["last_step"] is None else f", last seen in step {row['last_step']}"
         where = "" if row["where"] is None else f", {row['where']}"
         lines = [f"+ {text}" for text in cast("list[str]", row["for"])]
         lines += [f"- {text}" for text in cast("list[str]", row["against"])]
@@ -95,6 +96,10 @@ def _doctor(scope: ReportScope) -> Section:
             unknown.append(f"{row['rule']} is not measured: {reasons}{record}")
     names = ", ".join(str(row["rule"]) for row in rows if row["verdict"] == "not found")
     texts = [str(fields["text"]), *([f"not found: {names}"] if names else [])]
+    texts += [
+        f"no symptom, but for a comparison of two runs: {note['text']}"
+        for note in cast("list[JsonObject]", fields["notes"])
+    ]
     parts = cast("list[JsonObject]", fields["mismatch"])
     title = "The newest measured step's mismatch, taken apart"
     table = ReportTable(("name", "share", "text"), parts, title=title) if parts else None
