@@ -20,7 +20,7 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 
 from stagescope.wire import names
 from stagescope.wire.errors import InvalidInput, InvalidTensor
-from stagescope_workers.integrations import configuration, launcher
+from stagescope_workers.integrations import configuration, registry
 from stagescope_workers.probe import handshake, identity, lifecycle
 from stagescope_workers.probe.probe import Probe
 from stagescope_workers.probe.stage import error_fields
@@ -538,7 +538,7 @@ def test_a_name_of_a_run_is_normalised_with_one_warning(
     assert len(warned) == (0 if given == expected else 1)
     monkeypatch.setenv("STAGESCOPE_RUN", given)
     assert configuration.named_run("another", fallback="run") == expected
-    assert launcher.environment({}, run=names.run_name(given))["STAGESCOPE_RUN"] == expected
+    assert registry.environment({}, run=names.run_name(given))["STAGESCOPE_RUN"] == expected
 
 
 def test_stage_without_a_service_costs_next_to_nothing(
