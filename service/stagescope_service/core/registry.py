@@ -337,7 +337,7 @@ class Registry:
             return older if older.bound or attempt.first_step is not None else None
         # A rank that the start before did not have: that one had another number of ranks.
         first = attempt.by_rank.get((process.role, 0), ())
-        others = [each for each in first if each.bound and each.age < process.age]
+        others = [each for each in first if each.bound and _began_after(process, each)]
         known = [each for each in others if each.world_size not in (None, process.world_size)]
         if process.world_size is None or not known:
             return None
@@ -427,7 +427,7 @@ class Registry:
         """Return whether `other` belongs to the start of `process`, after that of `older`."""
         if other.bound or other.raw or other.worked or not other.live:
             return False
-        if other.started > older.last_wall + (older.clock[0] or 0.0):
+        if _began_after(other, older):
             return True
         # The two starts may overlap.
         attempt = self.attempt_of(process)
@@ -449,6 +449,12 @@ class Registry:
         attempt.processes.clear()
         attempt.by_rank.clear()
         attempt.forget_steps()
+
+
+def _began_after(process: Process, older: Process) -> bool:
+    """Return whether a process started after the last event of another."""
+    # `last_wall` is only refreshed now and then.
+    return process.started > max(older.last_event, older.last_wall + (older.clock[0] or 0.0))
 
 
 def _is_nearer(other: Process, process: Process, older: Process) -> bool:

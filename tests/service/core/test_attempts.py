@@ -307,6 +307,13 @@ def test_a_start_with_another_number_of_ranks_is_a_new_attempt(
     check_memory(bench.state)
 
 
+def test_a_rank_of_the_same_start_that_names_another_size_belongs_to_it(bench: Bench) -> None:
+    killed_in(bench, 6, 2, keyed=True)
+    late = Rank(2, started=1000.5)
+    bench.give(late.hello(world_size=3), *late.work(6))
+    assert placed(bench, [late]) == [1]
+
+
 @pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_rank_that_is_replaced_alone_stays(bench: Bench, goes_on: bool, keyed: bool) -> None:
