@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from stagescope.forwarding.records import FindingRecord, StepRecord
+from stagescope.versions import install_command
 from stagescope.wire.errors import InvalidInput, MissingExtra
 
 _OWN_FILE: Final = ".stagescope"
@@ -81,7 +82,7 @@ def installed(what: str, extra: str) -> Iterator[None]:
     except ImportError as error:
         raise MissingExtra(
             f"forwarding to {what} needs {error.name or what}, which is not installed",
-            advice=f"pip install 'stagescope[{extra}]'",
+            advice=install_command(extra),
         ) from error
 
 

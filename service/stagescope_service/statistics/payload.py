@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeGuard
 
 import numpy as np
 
 from stagescope.wire.errors import InvalidEvent, InvalidTensor
-from stagescope.wire.names import misspelt
+from stagescope.wire.names import misspelt, storable_id
 from stagescope.wire.nonfinite import Json
 from stagescope.wire.policy_versions import VERSION_NAMES, names_of, text_versions
 from stagescope.wire.schema import (
@@ -29,6 +29,7 @@ from stagescope.wire.schema import (
     PER_TOKEN,
     SCHEMA,
     STREAM_TENSORS,
+    UPDATE_PAIR,
 )
 from stagescope.wire.tensorfile import WireTensor as WireTensor
 from stagescope_service.rows.positions import continues, positions_of
@@ -80,8 +81,7 @@ def read_value(value: object) -> Payload:
         str(name): _checked(str(name), wire) for name, wire in (value.get("tensors") or {}).items()
     }
     strings = {
-        str(name): [str(text) for text in texts]
-        for name, texts in (value.get("strings") or {}).items()
+        str(name): _texts(str(name), texts) for name, texts in (value.get("strings") or {}).items()
     }
     meta = dict(value.get("meta") or {})
     if "versions" in strings and "versions" not in tensors:
@@ -97,6 +97,11 @@ def _add_versions(texts: object, tensors: dict[str, WireTensor], meta: dict[str,
     tensors["versions"], names = found
     meta |= {VERSION_NAMES: names} if names else {}
     return True
+
+
+def _texts(name: str, texts: Iterable[object]) -> list[str]:
+    """Return the texts of a payload; ids as the catalogue stores them, others as they are."""
+    return [*map(storable_id if name in PAYLOAD_STRINGS else str, texts)]
 
 
 def _checked(name: str, wire: object) -> WireTensor:
@@ -124,7 +129,7 @@ def _raw(value: Mapping[Any, object]) -> Payload:
         if name == "versions" and _add_versions(item, tensors, meta):
             continue
         if are_texts(item, name):
-            strings[name] = [str(text) for text in item]
+            strings[name] = _texts(name, item)
         elif item is None or isinstance(item, str | int | float | Mapping):
             meta[name] = item
         else:
@@ -323,12 +328,21 @@ class TokenBatch:
 
 def available_pairs(names: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Return the pairs of `schema.PAIRS` for which a payload has the tensors of both streams."""
-    present = {
+    present = _streams_in(names)
+    return tuple(pair for pair in PAIRS if present.issuperset(pair))
+
+
+def has_update_pair(names: Mapping[str, object]) -> bool:
+    """Return whether a payload has both streams of `schema.UPDATE_PAIR`, and their mask."""
+    return "response_mask" in names and _streams_in(names).issuperset(UPDATE_PAIR)
+
+
+def _streams_in(names: Mapping[str, object]) -> set[str]:
+    return {
         stream
         for stream, name in STREAM_TENSORS.items()
         if name in names or _ALIASES.get(name) in names
     }
-    return tuple(pair for pair in PAIRS if present.issuperset(pair))
 
 
 def mask_bits(mask: Array, dtype: str) -> tuple[Mask, int]:
