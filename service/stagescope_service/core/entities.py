@@ -283,7 +283,7 @@ class Attempt:
     config_of: tuple[int, RankAge] | None = None
     #: Number of values in the settings that the run is shown with.
     settings_size: int = 0
-    #: Processes of it may be in the catalogue alone: they came before this coordinator, or long ago.
+    #: Processes of it may be in the catalogue alone: they came before this coordinator.
     has_past: bool = False
     processes: dict[str, Process] = dataclasses.field(default_factory=dict)
     by_rank: dict[tuple[str, int], list[Process]] = dataclasses.field(default_factory=dict)
