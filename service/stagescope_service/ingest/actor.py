@@ -396,24 +396,23 @@ class RayIngestors(IngestorClient):
             RayActorError: it does not answer.
             Unreachable: the cluster does not say where it is.
         """
-        try:
-            await self.learn_nodes([node_id])
-            node = self._actors.place(node_id)
-            handle: Any = self._actors.known_handle(node)
-            if handle is None:
-                handle = await asyncio.to_thread(self._actors.handle_for, node)
-        except Unreachable:
-            raise
-        except Exception as error:
-            raise Unreachable(
-                f"the ingestor of node {node_id} was not found: {describe(error)}",
-                advice="it is looked up again",
-            ) from error
+        await self.learn_nodes([node_id])
+        node = self._actors.place(node_id)
         async with self._introducing[node]:
+            handle: Any = self._actors.known_handle(node) or await self._looked_up(node)
             if self._serving.get(node) is not handle:
                 await handle.serve.remote(self._coordinator)
                 self._serving[node] = handle
         return handle
+
+    async def _looked_up(self, node: str) -> Any:
+        try:
+            return await asyncio.to_thread(self._actors.handle_for, node)
+        except Exception as error:
+            raise Unreachable(
+                f"the ingestor of node {node} was not found: {describe(error)}",
+                advice="it is looked up again",
+            ) from error
 
     async def _called(self, node_id: str | None, method: str, *arguments: object) -> Any:
         """Call a method that waits in the ingestor's queue."""
