@@ -60,9 +60,9 @@ DROPPED: Final = "dropped"
 REFUSED: Final = "refused"
 """A call with bad input in the training process: what, message, severity, work fields."""
 DUMP: Final = "dump"
-"""work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'truncated' |
-'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task, level, overrides [str],
-estimate {...}."""
+"""work fields, capture_id, path, state 'estimated' | 'armed' | 'complete' | 'empty' (of an import:
+without a call) | 'truncated' | 'failed' | 'missed' | 'skipped', bytes, files, seconds, error, task,
+level, overrides [str], estimate {...}."""
 STACKS: Final = "stacks"
 """work fields of the stage that the training thread is in, request_id (with `Sender.incarnation` it
 identifies the answer), source 'probe' | 'watchdog', threads [{name, ident, is_training, stack}],

@@ -344,7 +344,7 @@ def unknown_fields(
             attempt_id=attempt.attempt_id,
             wall=wall,
             role=role,
-            advice="the rest of the call was taken; its docstring and docs/attach.md list them",
+            advice="the rest of the call was taken; docs/attach.md#raw-calls lists the fields",
         )
     )
 
@@ -414,7 +414,7 @@ def dump(attempt: Attempt, process: Process, event: Event, work: Work) -> list[I
         reason = f"dump {state}: {text(fields.get('error')) or 'no reason given'}"
         columns = {"identity": capture_id, "count": 1, "wall": event.wall}
         out.append(loss_row(attempt, process, work, "dump", reason[:1000], **columns))
-    elif state == "complete":
+    elif state in ("complete", "empty"):
         lost = row_id(process.incarnation, work.key, "dump", capture_id)
         out.append(Delete("losses", {"loss_id": lost}))
     return out + operator_tables.follow(attempt, process, event, work, row, reported.get("state"))

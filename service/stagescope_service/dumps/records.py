@@ -45,6 +45,8 @@ SECTIONS: Final[Mapping[str, str]] = {
 }
 
 
+IMPORTED_CAPTURE: Final = "imported"
+"""The capture id of operator dumps that were imported."""
 SHIFTED_BY_ONE: Final = "index t is token t + 1"
 """Value in `DumpContents.about["alignment"]` (by tensor name) of a tensor shifted by one."""
 
@@ -63,6 +65,13 @@ class Location(NamedTuple):
         part = "" if self.part == Part() else f"part {self.part}"
         step = "" if self.step is None else f"step {self.step}"
         return ", ".join(text for text in (step, self.stage, rank, part) if text) or "one file"
+
+
+class RankDump(NamedTuple):
+    """A directory with msprobe's files of one rank, and its place."""
+
+    directory: Path
+    location: Location
 
 
 @dataclasses.dataclass(frozen=True)

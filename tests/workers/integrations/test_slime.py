@@ -18,6 +18,7 @@ from tests.workers.integrations.fakes import slime_modules
 
 from stagescope_workers import finish
 from stagescope_workers.integrations import megatron, slime
+from stagescope_workers.integrations import slime_modules as modules
 
 HOMES: Final = ("slime.observability", "slime.utils")
 PROMPTS: Final = (3, 2, 4, 2)
@@ -171,7 +172,7 @@ def test_parts_of_context_parallel_ranks_add_up(
         monkeypatch.setattr(cp, "rank", rank)
         monkeypatch.setattr(cp, "size", 2)
         monkeypatch.setattr(megatron, "layout", lambda layout=layout: layout)
-        monkeypatch.setattr(slime, "data_rank", lambda _, rank=rank: rank)
+        monkeypatch.setattr(modules, "ranks", lambda *_, rank=rank: (0, rank))
         monkeypatch.setattr(slime, "_rank", slime.Rank())
         args = arguments(rank=rank, world_size=2)
         data = rollout(0)

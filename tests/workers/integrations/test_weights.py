@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stagescope_service.statistics.settings import StatisticsSettings
-from stagescope_workers.integrations import nemo_rl, openrlhf, skyrl, weights
-from stagescope_workers.integrations.areal import trainer as areal
+from stagescope_workers.integrations import nemo_rl, openrlhf, skyrl, slime_modules, weights
+from stagescope_workers.integrations.areal import ranks as areal
 
 Settings = Callable[[object], dict[str, object]]
 
@@ -48,8 +48,8 @@ def older(kind: str, *bounds: float, enable: bool = True) -> Any:
 
 
 def rejects(**fields: object) -> Any:
-    return nested(
-        "actor", use_decoupled_loss=True,
+    return SimpleNamespace(
+        use_decoupled_loss=True,
         rejection_sampling=SimpleNamespace(**{"lower": None, "upper": 2.0, **fields}),
     )  # fmt: skip
 
@@ -70,7 +70,20 @@ def weighs(kind: str | None) -> Any:
     )  # fmt: skip
 
 
+def of_slime(args: object) -> dict[str, object]:
+    return slime_modules.statistics_settings("slime", args)
+
+
+def tis(low: float, high: float, custom: str | None = None, *, use: bool = True) -> Any:
+    return SimpleNamespace(
+        use_tis=use, tis_clip_low=low, tis_clip=high, custom_tis_function_path=custom
+    )
+
+
 KNOWN: list[tuple[Settings, object, tuple[str, object] | None]] = [
+    (of_slime, tis(0, 2.0, use=False), None),
+    (of_slime, tis(0, 2.0), ("token", 2.0)),
+    (of_slime, tis(0.5, 2.0, "slime.backends.loss.icepop_function"), ("token", "0.5_2.0")),
     (openrlhf.statistics_settings, newer("off"), None),
     (openrlhf.statistics_settings, newer("token", "clip", "ratio", 0.0, 2.0), ("token", 2.0)),
     (openrlhf.statistics_settings, newer("token"), ("token", "0.5_5.0")),
@@ -88,7 +101,7 @@ KNOWN: list[tuple[Settings, object, tuple[str, object] | None]] = [
     (nemo_rl.statistics_settings, truncates(None, None, None), ("token", "inf")),
     (nemo_rl.statistics_settings, truncates("tis", None, 2.0), ("token", 2.0)),
     (nemo_rl.statistics_settings, truncates("icepop", 0.5, 2.0), ("token", "0.5_2.0")),
-    (areal.statistics_settings, nested("actor", rejection_sampling=None), None),
+    (areal.statistics_settings, SimpleNamespace(rejection_sampling=None), None),
     (
         areal.statistics_settings,
         rejects(level="token", metric="ratio", action="clamp"),
@@ -119,6 +132,8 @@ def test_weights_that_the_service_computes_are_settings_of_it(
 @pytest.mark.parametrize(
     ("read", "config", "words"),
     [
+        (of_slime, tis(0.5, 2.0), "cuts weights at 0.5 and 2.0"),
+        (of_slime, tis(0, 2.0, "mis.compute"), "custom_tis_function_path is mis.compute"),
         (openrlhf.statistics_settings, newer("token", "clip"), "cuts weights at 0.5 and 5.0"),
         (openrlhf.statistics_settings, newer("seq"), "drops tokens by ratio of each seq"),
         (openrlhf.statistics_settings, newer("token", "mask", "tv", 0.1), "drops tokens by tv"),
@@ -154,7 +169,8 @@ def test_weights_that_the_service_does_not_compute_are_said_in_one_line(
         (openrlhf.statistics_settings, of_openrlhf(renamed="tis"), "is_correction_level"),
         (skyrl.statistics_settings, nested("trainer.algorithm"), "tis_ratio_type"),
         (nemo_rl.statistics_settings, {"loss_fn": {}}, "use_importance_sampling_correction"),
-        (areal.statistics_settings, nested("actor"), "rejection_sampling"),
+        (areal.statistics_settings, SimpleNamespace(), "rejection_sampling"),
+        (of_slime, SimpleNamespace(), "--use-tis"),
     ],
 )
 def test_options_that_were_renamed_are_said_in_one_line(

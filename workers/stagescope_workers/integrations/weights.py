@@ -2,12 +2,14 @@
 
 The service computes two kinds of weights, of tokens or of sequences: those cut at an upper bound,
 and those set to 0 outside two bounds. Where a trainer applies others, or has renamed the options
-that tell, one line says so: without these settings the numbers are of untruncated weights.
+that tell, one line says so: without these settings the numbers are of untruncated weights. Each
+process that hands over streams gives the same settings.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Final, Literal
 
@@ -48,7 +50,8 @@ def not_computed(trainer: str, why: str) -> dict[str, object]:
         f"{trainer}: {why}. rollout_corr/rollout_is_* are therefore of untruncated weights, which "
         "are not those that the loss applies"
     )
-    if line not in _logged:
+    # Every rank finds the same: rank 0 logs it.
+    if line not in _logged and os.environ.get("RANK", "0") == "0":
         _logged.add(line)
         _log.warning("%s", line)
     return {}

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from stagescope.wire.schema import HELLO, Sender
 from stagescope_workers.probe import identity
+from stagescope_workers.probe.code import script_of
 from stagescope_workers.probe.draft import plain
 from stagescope_workers.probe.launch import launch_text
 from stagescope_workers.probe.options import ProbeOptions
@@ -85,12 +86,14 @@ class Handshake:
             self._hello.fields["single"] = True
 
     def _add_entrypoint(self) -> None:
-        """Add the driver's command line to the fingerprint; only rank 0 sends it."""
+        """Add the driver's command line and script to the fingerprint; only rank 0 sends them."""
         fingerprint = self._hello.fields.get("fingerprint")
         if self._options.rank == 0 and isinstance(fingerprint, dict):
             line = fingerprint.get("entrypoint") or ray_entrypoint()
             if line is not None:
                 fingerprint["entrypoint"] = identity.visible_line(str(line))
+                if isinstance(code := fingerprint.get("code"), dict):
+                    code.update(filter(None, [script_of(str(line), ray_directory())]))
 
     def _waited(self) -> float:
         """Return for how long this process has had time to join Ray."""
@@ -124,6 +127,8 @@ class Handshake:
         """Fill in the fields of HELLO; the fingerprint takes a while."""
         options = self._options
         fingerprint = identity.fingerprint(options.settings, ray_directory())
+        if options.rank > 0:  # an attempt has that of its lowest rank
+            fingerprint.pop("code", None)
         versions = fingerprint.get("versions")
         self._log_versions(versions if isinstance(versions, Mapping) else {})
         fields = {

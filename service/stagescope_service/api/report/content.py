@@ -307,12 +307,12 @@ def _attempts(scope: ReportScope) -> Section:
 
 
 def _fingerprint(found: object) -> list[str]:
-    """Return an attempt's fingerprint as lines; environment and configuration as counts."""
+    """Return an attempt's fingerprint as lines; long parts as counts."""
     if not isinstance(found, Mapping) or not found:
         return ["none is known"]
     lines = []
     for name, value in found.items():
-        if name in ("environment", "config") and isinstance(value, Mapping):
+        if name in ("environment", "config", "code") and isinstance(value, Mapping):
             lines.append(f"{name}: {len(value)} values (stagescope attempts --json)")
         elif isinstance(value, Mapping):
             lines.append(f"{name}: {', '.join(f'{k} {format_value(v)}' for k, v in value.items())}")

@@ -19,7 +19,6 @@ from typing import Any, Final, Protocol
 
 from stagescope.wire.errors import StagescopeError
 from stagescope.wire.nonfinite import Json
-from stagescope_workers.integrations import weights
 from stagescope_workers.integrations.areal import ranks, rows
 from stagescope_workers.integrations.configuration import lookup, visible_leaves
 from stagescope_workers.integrations.guard import guarded
@@ -129,33 +128,13 @@ def settings(config: object) -> dict[str, object]:
         leaves = visible_leaves(tree)
         plain = (str, int, float, list, type(None))
         return {
-            **statistics_settings(config),
+            **ranks.statistics_settings(lookup(config, "actor")),
             "areal": {
                 name: value if isinstance(value, plain) else str(value)
                 for name, value in leaves.items()
             },
         }
     return {}
-
-
-def statistics_settings(config: object) -> dict[str, object]:
-    """Return the settings that the statistics depend on: which importance weights are applied.
-
-    AReaL weighs tokens only where its loss is decoupled and rejects samples.
-    """
-    actor = lookup(config, "actor")
-    if not weights.has(actor, "rejection_sampling"):
-        return weights.not_known("AReaL", "actor.rejection_sampling")
-    rejection = lookup(actor, "rejection_sampling")
-    if rejection is None or not lookup(actor, "use_decoupled_loss"):
-        return {}
-    level, metric, action = (lookup(rejection, each) for each in ("level", "metric", "action"))
-    if (level, metric) != ("token", "ratio") or action not in ("mask", "clamp"):
-        return weights.not_computed(
-            "AReaL", f"its rejection_sampling is {action} by {metric} of each {level}"
-        )
-    bounds = {"low": lookup(rejection, "lower"), "high": lookup(rejection, "upper")}
-    return weights.applied("AReaL", "token", "cut" if action == "clamp" else "zero", **bounds)
 
 
 def wrap_init(function: Function) -> Function:
