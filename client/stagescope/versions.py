@@ -1,4 +1,4 @@
-"""The supported versions of other packages, and remarks about unsupported or untested ones.
+"""The supported versions of other packages, remarks about others, and how to install extras.
 
 The workers and the service read these ranges; those of trainers stand beside their integrations.
 Installed versions come from the packages' metadata, so that no package is imported.
@@ -6,11 +6,15 @@ Installed versions come from the packages' metadata, so that no package is impor
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import platform
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
 from packaging.version import InvalidVersion, Version
 
@@ -93,6 +97,25 @@ class Remark:
             else f"pip install '{package}>={floor}'"
         )
         return f"{package} {self.found} is not supported, {floor} and later are: {advice}"
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs extras of stagescope.
+
+    It names the source: on package indexes the name belongs to nobody, or to another project.
+    """
+    return f"pip install '{_source()}[{','.join(extras)}]'"
+
+
+def _source() -> str:
+    """Return the directory that stagescope was installed from, else a placeholder."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        text = importlib.metadata.distribution("stagescope").read_text("direct_url.json")
+        url = urlsplit(str(json.loads(text or "{}").get("url", "")))
+        path = unquote(url.path)
+        if url.scheme == "file" and Path(path, "pyproject.toml").is_file():
+            return path.rstrip("/")
+    return "/path/to/clone"
 
 
 def remarks(packages: Iterable[str] = ALL) -> list[Remark]:

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
+from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -54,6 +57,41 @@ def test_a_line_says_what_was_found_what_is_expected_and_what_to_do(
     assert str(remark) == line
     assert remark.is_unsupported == ("not supported" in line)
     assert versions.remarks([]) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "source"),
+    [
+        ('{{"dir_info": {{"editable": true}}, "url": "file://{}"}}', "{}"),
+        ('{{"url": "file://{}/stagescope-0.1.0-py3-none-any.whl"}}', "/path/to/clone"),
+        ('{{"url": "https://git.example.com{}", "vcs_info": {{}}}}', "/path/to/clone"),
+        ("no JSON", "/path/to/clone"),
+        (None, "/path/to/clone"),
+    ],
+)
+def test_extras_are_installed_from_the_source_and_from_no_index(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, written: str | None, source: str
+) -> None:
+    clone = tmp_path / "a clone"
+    clone.mkdir()
+    (clone / "pyproject.toml").touch()
+    text = None if written is None else written.format(quote(str(clone)))
+
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            return text if name == "direct_url.json" else None
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
+    expected = f"pip install '{source.format(clone)}[service,notebook]'"
+    assert versions.install_command("service", "notebook") == expected
+
+
+def test_no_message_installs_stagescope_from_an_index() -> None:
+    root = Path(__file__).parents[2]
+    for folder in ("client", "workers", "service", "docs"):
+        for file in (root / folder).rglob("*"):
+            if file.suffix in (".py", ".md", ".js", ".ipynb"):
+                assert not re.search(r"pip install '?stagescope\b", file.read_text()), file
 
 
 @pytest.mark.parametrize(

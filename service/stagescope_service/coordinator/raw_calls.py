@@ -36,6 +36,7 @@ from stagescope_service.core.instructions import Instruction, PayloadKey
 from stagescope_service.core.registry import UNKEYED, Registry
 from stagescope_service.core.spans import RAW_SEQ
 from stagescope_service.core.state import Arrival
+from stagescope_service.store.queries.measurements import SettledPayloads
 
 _CALLS: Final = {BEGIN: "begin_stage", END: "end_stage", LOG: "log_scalars"}
 """Kind of event -> the call's name, where it differs."""
@@ -120,7 +121,10 @@ class RawCalls:
         if kind == FINISH:
             bare = dataclasses.replace(event, fields={})
             return await self._finish(run, bare, body, unknown)
-        sender, out = self._handle(sender, event, body, fields, payload)
+        stored = None
+        if payload is not None and self._state.forgotten_payloads(sender, [seq]):
+            stored = await self._effects.settled_payloads(sender.incarnation, [seq])
+        sender, out = self._handle(sender, event, body, fields, payload, stored)
         process = self._state.registry.processes[sender.incarnation]
         attempt = self._state.registry.attempt_of(process)
         if unknown:
@@ -151,6 +155,7 @@ class RawCalls:
         body: dict[str, Json],
         fields: JsonObject,
         payload: Mapping[str, object] | None,
+        stored: SettledPayloads | None,
     ) -> tuple[Sender, list[Instruction]]:
         """Hand a checked call to the state machine.
 
@@ -160,6 +165,7 @@ class RawCalls:
             body: receives the occurrence where the call names none, and the payload.
             fields: of the call.
             payload: of the call.
+            stored: what the catalogue knows of it, if it was asked.
 
         Returns:
             The sender, of the attempt that the call belongs to, and the instructions.
@@ -181,9 +187,11 @@ class RawCalls:
             body["occurrence"] = _occurrence(registry, sender.incarnation, work, kind, event.seq)
         if payload is not None:
             body["payload"] = {"tensors": dict.fromkeys(payload), "meta": {}}
-        handled = self._state.handle(
-            sender, event, event.mono, Arrival(payload is not None, raw=True, late=late)
-        )
+        known = None if stored is None else stored.states.get(event.seq)
+        arrival = Arrival(payload is not None, raw=True, late=late, stored=known)
+        handled = self._state.handle(sender, event, event.mono, arrival)
+        if stored is not None:
+            self._state.note_payloads(sender.incarnation, stored.newest, ())
         self._effects.hold(handled, payload)
         return sender, out + handled
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
-from tests.support.local import coordinator_of
+from tests.support.local import coordinator_of, effects_of
 from tests.support.stores import eventually, rows_of, url_of
 
 from stagescope.wire.captures import validate_capture
@@ -27,10 +27,11 @@ from stagescope_service.coordinator.effects import Clock
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.instructions import (
     Aggregate,
+    Ingest,
     PayloadKey,
 )
 from stagescope_service.core.state import State
-from stagescope_service.store.contract import Store
+from stagescope_service.store.contract import Store, Submitted
 from stagescope_service.store.sql import SqlStore
 
 T = TypeVar("T")
@@ -401,21 +402,20 @@ class HeldStore:
     def __init__(self, store: SqlStore) -> None:
         self._store = store
         self.slow = False
-        self._held: list[tuple[Any, Future[None]]] = []
+        self._held: list[tuple[Any, Submitted]] = []
 
-    def submit(self, puts: Any) -> Future[None]:
+    def submit(self, writes: Any, *, isolate: bool = False) -> Submitted:
         if not self.slow:
-            return self._store.submit(puts)
-        future: Future[None] = Future()
-        self._held.append((puts, future))
+            return self._store.submit(writes, isolate=isolate)
+        future: Submitted = Future()
+        self._held.append((writes, future))
         return future
 
     def release(self) -> None:
         """Let the disk catch up."""
         self.slow = False
         for puts, future in self._held:
-            self._store.submit(puts).result(30)
-            future.set_result(None)
+            future.set_result(self._store.submit(puts).result(30))
         self._held.clear()
 
     def __getattr__(self, name: str) -> object:
@@ -770,3 +770,35 @@ def test_another_jobs_driver_asks_nobody_to_leave(made: Clocked) -> None:
     assert not made.coordinator.draining._requests
     [process] = rows_of(made.store, "processes")
     assert process["finished_wall"] is None
+
+
+def test_a_payload_whose_reading_failed_pins_nothing_and_is_read_when_offered_again(
+    made: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*arguments: object) -> None:
+        raise ConnectionError("the cluster does not answer")
+
+    coordinator, effects = made.coordinator, effects_of(made.coordinator)
+    work = {"step": 1, "stage": "actor_update"}
+    fields = {**work, "status": "ok", "payload": {"tensors": {}, "meta": {}}}
+    event = (1, "end", 1, 1.0, 1.0, fields)
+
+    async def offer() -> None:
+        sender = Sender("i", "r", "a", "actor", 0).wire()
+        await coordinator.intake.record(sender, [event], {1: object()})
+
+    async def offer_and_read() -> None:
+        await offer()
+        assert effects._payloads
+        (ingest,) = [each for each in effects.queue if isinstance(each, Ingest)]
+        effects.queue.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(coordinator._ingestors, "ingest", fail)
+            effects.start_now(ingest)
+            with pytest.raises(ConnectionError):
+                await effects.settled()
+        assert not effects._payloads
+        await offer()
+        assert [type(each) for each in effects.queue if isinstance(each, Ingest)] == [Ingest]
+
+    made.run(offer_and_read())

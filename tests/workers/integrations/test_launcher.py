@@ -106,6 +106,14 @@ def test_the_line_says_where_a_service_is_expected_and_does_not_answer() -> None
     done = launch(*python("print('ran')"), environ=environ)
     assert done.stdout == "ran\n"
     assert "the service at http://127.0.0.1:9 (STAGESCOPE_URL) does not answer" in done.stderr
+    # It is reached through the proxy, which must answer then.
+    environ = {"STAGESCOPE_URL": "http://head:8700", "STAGESCOPE_PROXY": "http://127.0.0.1:9"}
+    done = launch(*python("print('ran')"), environ=environ)
+    assert done.stdout == "ran\n"
+    way = (
+        "http://head:8700 (STAGESCOPE_URL) through the proxy http://127.0.0.1:9 (STAGESCOPE_PROXY)"
+    )
+    assert f"the service at {way} does not answer: [Errno 111]" in done.stderr
 
 
 def test_nothing_of_stagescope_is_imported_without_a_trainer() -> None:

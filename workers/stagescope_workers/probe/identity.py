@@ -22,6 +22,7 @@ from typing import Final, TypedDict
 
 from stagescope import versions
 from stagescope.wire.schema import LAYOUT_COLUMNS
+from stagescope_workers.probe.code import loaded_code
 
 PACKAGES: Final = (
     "stagescope", "numpy", "torch", "torch_npu", "ray", "transformers", "verl", "areal", "slime",
@@ -56,6 +57,7 @@ def fingerprint(settings: Mapping[str, object], directory: str | None = None) ->
     """
     parts: dict[str, Callable[[], object]] = {
         "git": lambda: git_state(Path(directory or Path.cwd())),
+        "code": loaded_code,
         "config": lambda: dict(settings),
         "python": platform.python_version,
         "platform": platform.platform,

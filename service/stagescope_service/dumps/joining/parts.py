@@ -167,6 +167,10 @@ class _Scanner:
         self._add_rows(part, record)
         for name, reason in mapping(about, "left_out").items():
             self.gaps.append(Gap("tensor", f"{part} left out {name}: {reason}"))
+        for problem in record.problems:
+            gap = Gap("file", problem.message)
+            if gap not in self.gaps:
+                self.gaps.append(gap)
 
     def _add_file(self, entry: DumpEntry, about: Mapping[str, object]) -> None:
         location = entry.location
