@@ -32,7 +32,7 @@ def test_payloads_are_stored_off_the_event_loop(
         return {"received": 1}
 
     monkeypatch.setattr(commands, "_call", answered)
-    payload: WirePayload = {"tensors": {}, "strings": {}, "meta": {}}
+    payload: WirePayload = {"schema": 1, "tensors": {}, "strings": {}, "meta": {}}
     asyncio.run(commands.record_events(sender=(), events=(), payloads={1: payload}))
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
