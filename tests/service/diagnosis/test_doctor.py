@@ -978,8 +978,9 @@ def test_a_finding_is_evidence_of_what_it_says_alone(kind: str, rule: str, live:
 
 
 def test_a_killed_rank_that_did_its_step_again_does_not_contradict_its_ids(live: Service) -> None:
-    Rank(live, run="again", world_size=1).stage(STAGE, 1)
-    Rank(live, run="again", world_size=1, incarnation="second", start=2_000.0).stage(STAGE, 1)
+    for rank in range(2):  # one of two: were all new, it would be a new attempt
+        Rank(live, run="again", rank=rank, world_size=2).stage(STAGE, 1)
+    Rank(live, run="again", world_size=2, incarnation="second", start=2_000.0).stage(STAGE, 1)
     rows = rows_of(live, "again")
     assert "superseded_work" in {row["kind"] for row in live.get("/findings?run=again")["rows"]}
     assert rows["ids_contradict"]["verdict"] == "not found"
