@@ -189,7 +189,7 @@ def needs_extra(error: ImportError, extra: str) -> MissingExtra:
 
 
 def _plain(text: str) -> str:
-    return " ".join(render.printable(line) for line in text.splitlines())
+    return " ".join(render.printable(line) for line in text.rstrip("\n").split("\n"))
 
 
 _LARGEST: Final = 1e9

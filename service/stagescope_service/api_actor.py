@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import socket
 import threading
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from stagescope_service.ingest.actor import Ingestors
     from stagescope_service.settings import Settings
     from stagescope_service.store.queries.runs import DiedAttempt
+
+logger = logging.getLogger(__name__)
 
 _CALL_SECONDS: Final = 15.0
 _IDEMPOTENT: Final = frozenset({"plan", "poll", "status", "drain", "record_events"})
@@ -203,6 +206,11 @@ class ApiActor:
                     self._problem = ""
                 except (StagescopeError, OSError) as error:
                     self._problem = str(error)
+                except Exception as error:  # whatever it is, the next try may succeed
+                    problem = f"{type(error).__name__}: {error}"
+                    if problem != self._problem:
+                        logger.exception("the API cannot be started; it is tried again")
+                    self._problem = problem
             self._stopping.wait(0.5)
 
     def _serve(self) -> ApiServer:

@@ -73,6 +73,20 @@ def chosen(
         raise
 
 
+def end_dead(settings: Settings) -> str:
+    """End what is left of this home's own cluster if its head is dead; return its address, or "".
+
+    Its actors may run on for a minute, and would write to the same catalogue as the next service.
+    """
+    fields, pid = service_file.read(settings), keeper(settings)
+    address = str(fields.get("cluster_address") or "")
+    if pid is None or fields.get("cluster") != "embedded" or not address or _listens(address):
+        return ""
+    embedded.stop(pid, settings.home)
+    service_file.change(settings, {"embedded_pid": None, "cluster_address": None})
+    return address
+
+
 def of_home(settings: Settings) -> Cluster | None:
     """Return the cluster that service.json names, if it is alive."""
     fields = service_file.read(settings)
@@ -82,9 +96,9 @@ def of_home(settings: Settings) -> Cluster | None:
     # Without a URL no service ever answered there.
     if fields.get("cluster") == "embedded" or not fields.get("url"):
         return None
-    if address in _local_addresses():
-        return Cluster("running", address)
-    return Cluster("joined", address) if _answers(address) else None
+    if not _answers(address):
+        return None
+    return Cluster("running" if address in _local_addresses() else "joined", address)
 
 
 def keeper(settings: Settings) -> int | None:
@@ -242,13 +256,20 @@ def _await_head(address: str) -> None:
     # Ray takes a loopback address as this node's own.
     local = host in ("localhost", "127.0.0.1")
     own = [f"{ray.util.get_node_ip_address()}:{port}"] if local else []  # type: ignore[no-untyped-call]
-    deadline = time.monotonic() + _HEAD_SECONDS
-    while not any(map(_answers, [address, *own])):
-        if time.monotonic() > deadline:
-            raise ConnectionError(f"nothing listens there ({_HEAD_SECONDS:.0f} s)")
-        time.sleep(_RETRY_SECONDS)
+    if not _listens(address, *own):
+        raise ConnectionError(f"nothing listens there ({_HEAD_SECONDS:.0f} s)")
     if not any(map(_greets, [address, *own])):
         raise ConnectionError("what listens there does not answer as the head node of a cluster")
+
+
+def _listens(*addresses: str) -> bool:
+    """Return whether one of these is listened at within `_HEAD_SECONDS`."""
+    deadline = time.monotonic() + _HEAD_SECONDS
+    while not any(map(_answers, addresses)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_RETRY_SECONDS)
+    return True
 
 
 def _answers(address: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import pickle
@@ -20,6 +21,7 @@ from tests.support.coordinators import FakeCoordinator, FakeService, wait_for
 from stagescope.wire.errors import InvalidInput, InvalidTensor
 from stagescope_workers.probe import handshake, identity, lifecycle
 from stagescope_workers.probe.probe import Probe
+from stagescope_workers.probe.stage import error_fields
 from stagescope_workers.transport.link import ServiceLink
 
 MakeProbe = Callable[..., Probe]
@@ -66,6 +68,46 @@ def test_stage_is_reported_completely(make_probe: MakeProbe, coordinator: FakeCo
     np.testing.assert_array_equal(payload["tensors"]["rollout_log_probs"][2], np.ones((2, 3)))
     [sender] = {(s.run, s.attempt_key, s.role, s.rank) for s in coordinator.senders}
     assert sender == ("test-run", "attempt-a", "critic", 3)
+
+
+class Stopped(KeyboardInterrupt):
+    """A trainer's own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyboardInterrupt(), True),
+        (Stopped(), True),
+        (asyncio.CancelledError(), True),
+        (SystemExit(), True),
+        (SystemExit(0), True),
+        (SystemExit(1), None),
+        (SystemExit("no data"), None),
+        (ValueError("no"), None),
+    ],
+)
+def test_an_exception_that_stops_the_training_is_told_from_one_that_fails(
+    error: BaseException, expected: bool | None
+) -> None:
+    assert error_fields(error).get("interrupted") is expected
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_a_process_that_knows_of_no_other_rank_says_so(
+    make_probe: MakeProbe,
+    coordinator: FakeCoordinator,
+    rank: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    make_probe(rank=rank)
+    wait_for(lambda: coordinator.of_kind("hello"))
+    [hello] = coordinator.of_kind("hello")
+    assert hello.fields.get("single") == (True if rank is None else None)
+    assert hello.fields["launch"] == "Slurm job 7, restart 0"
 
 
 def test_hello_comes_first_and_says_who(
@@ -163,6 +205,7 @@ def test_exit_of_the_process_is_an_end_too(
     with pytest.raises(KeyboardInterrupt), probe.stage("s", step=1):
         raise KeyboardInterrupt
     assert ends(coordinator)[0]["error_type"] == "KeyboardInterrupt"
+    assert ends(coordinator)[0]["interrupted"] is True
 
 
 BAD_CALLS: dict[str, Callable[[Probe], object]] = {

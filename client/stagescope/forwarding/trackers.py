@@ -130,8 +130,8 @@ class TensorBoard(Tracker):
     def alert(self, findings: Sequence[FindingRecord]) -> None:
         """Write each finding as text."""
         for finding in findings:
-            text = f"**{finding.severity}** {finding.title}\n\n" + "\n\n".join(
-                finding.text.splitlines()
+            text = f"**{finding.severity}** {finding.title}\n\n" + finding.text.replace(
+                "\n", "\n\n"
             )
             value = self._text_value(f"findings/{finding.kind}/{finding.finding_id[:8]}", text)
             self._add(finding.step or 0, finding.wall, [value])

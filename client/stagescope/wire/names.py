@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
@@ -33,6 +34,11 @@ _TOKEN_IDS: Final = frozenset({"responses", "tokens", "prompts"})
 _STREAM_ALIASES: Final = {f"{stream}_log_probs": name for stream, name in STREAM_TENSORS.items()}
 """Stream's name with `_log_probs` -> tensor name: `current_log_probs` -> `log_probs`."""
 
+_OTHER_NAMES: Final = {
+    "weight_version": "versions", "weight_versions": "versions", "policy_versions": "versions",
+}  # fmt: skip
+"""Names that engines and trainers use -> tensor name."""
+
 
 @functools.lru_cache(maxsize=4096)
 def closest(name: str) -> str | None:
@@ -44,7 +50,8 @@ def closest(name: str) -> str | None:
     if name in KNOWN or "/" in name or not name:
         return None
     written = _LOG_PROBS.sub("log_probs", name.lower().replace("-", "_"))
-    found = _STREAM_ALIASES.get(written) or (written if written in KNOWN else None)
+    found = _STREAM_ALIASES.get(written) or _OTHER_NAMES.get(written)
+    found = found or (written if written in KNOWN else None)
     if found is None:
         match = difflib.get_close_matches(
             written, [*sorted(KNOWN), *_STREAM_ALIASES], n=1, cutoff=_MIN_SIMILARITY
@@ -173,3 +180,32 @@ def safe_name(name: str) -> str:
     cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]
     # A component of dots alone would lead out of its directory.
     return cleaned if cleaned.strip(".") else "_" * max(len(cleaned), 1)
+
+
+MAX_ID: Final = 500
+"""Characters of a stored id: it fits into an index of each database."""
+_DIGEST: Final = 16
+
+
+def storable_text(text: str, most: int = 4000) -> str:
+    """Return a text that each database stores: no lone surrogates, no NUL, at most `most` long."""
+    text = text[:most]
+    if text.isprintable():
+        return text
+    return text.encode("utf-8", "replace").decode().replace("\0", "?")
+
+
+def storable_id(value: object) -> str:
+    """Return an id as a text that each database stores and indexes; other ids stay other ids.
+
+    Lone surrogates and NULs are written as escapes. An id of more than `MAX_ID` characters is its
+    beginning and a hash.
+    """
+    text = str(value)
+    if len(text) <= MAX_ID and text.isprintable():
+        return text
+    clean = text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+    if len(clean) <= MAX_ID:
+        return clean
+    digest = hashlib.blake2b(clean.encode(), digest_size=_DIGEST).hexdigest()
+    return f"{clean[: MAX_ID - len(digest) - 1]}~{digest}"

@@ -142,6 +142,7 @@ def rounds(
             **heading,
             **_context(measured, step),
             "by": by,
+            **({"turns": len(summary.turns.keys)} if len(summary.turns.keys) else {}),
             "whole": cell_row(summary.total, summary, step),
             **page.cut(slice_rows(summary, step, by)),
         }

@@ -101,6 +101,12 @@ def serve(address: str | None, as_json: bool, **options: Unpack[ServeOptions]) -
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
     info = start_service(settings, address=address)
+    if info.dead_cluster:
+        click.echo(
+            f"note: the head of this home's Ray cluster at {info.dead_cluster} had died: what was "
+            "left of it was ended, and the service goes on with the same data",
+            err=True,
+        )
     if info.passed_over:
         click.echo(_skipped_clusters(info.passed_over), err=True)
     unused = [

@@ -447,7 +447,7 @@ def _missing_values(summary: Summary) -> Check:
 
 
 def _versions(summary: Summary) -> Check:
-    versions = summary.versions
+    versions = summary.version_labels
     values = {"versions": float(len(versions))}
     if len(versions) == 0:
         return Check(
@@ -455,9 +455,19 @@ def _versions(summary: Summary) -> Check:
         )
     if len(versions) > 1:
         text = (
-            f"the tokens come from {len(versions)} policy versions (the oldest {versions[0]}, the "
-            f"newest {versions[-1]}): the difference is policy drift plus mismatch; look at "
-            "staleness 0"
+            f"the tokens come from {len(versions)} policy versions ({_in_order(summary)}): the "
+            "difference is policy drift plus mismatch"
+            + ("; look at staleness 0" if summary.are_versions_numbered else "")
         )
         return Check("versions", "suspect", text, values)
     return Check("versions", "ok", f"one policy version, {versions[0]}", values)
+
+
+def _in_order(summary: Summary) -> str:
+    """Name the oldest and the newest policy version, and what orders texts."""
+    first, last = summary.version_labels[0], summary.version_labels[-1]
+    if not summary.version_names:
+        return f"the oldest {first}, the newest {last}"
+    if summary.are_versions_numbered:
+        return f"by the number in them the oldest {first}, the newest {last}"
+    return f"in the order in which they appear {first} to {last}: how old a token is, is not known"

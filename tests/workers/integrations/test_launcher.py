@@ -187,6 +187,41 @@ def test_a_function_that_is_missing_is_said_in_one_line(trainer: dict[str, str])
     assert done.stderr.splitlines() == ["not reported with other_trainer 1: steps"]
 
 
+def test_a_version_that_was_not_tried_is_said_in_one_line(tmp_path: Path) -> None:
+    """Of each trainer: a package of its name, of a version that nobody tried."""
+    for each in registry.INTEGRATIONS:
+        if each.tried is None or each.attaches_itself:
+            continue
+        package = tmp_path / each.package
+        package.mkdir()
+        (package / "__init__.py").write_text("__version__ = '99.0'\n")
+    (tmp_path / "no_hooks.py").write_text("def patches():\n    return []\n")
+    path = os.pathsep.join(
+        [str(registry.BOOTSTRAP), str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    )
+    table = ",".join(f"{each.package}=no_hooks" for each in registry.INTEGRATIONS[1:])
+    code = (
+        "import importlib.metadata as m\nm.version = m.metadata = lambda name: m.distribution('-')"
+    )
+    code += "".join(
+        f"\nimport {each.package}"
+        for each in registry.INTEGRATIONS
+        if each.tried is not None and not each.attaches_itself
+    )
+    done = run_with({"PYTHONPATH": path, registry.VARIABLE: table}, code)
+    assert done.returncode == 0, done.stderr
+    expected = [
+        f"{each.name} 99.0 was not tried with stagescope: {each.tried}"
+        if each.states_version
+        else f"the version of {each.name} is not known: {each.tried}"
+        for each in registry.INTEGRATIONS
+        if each.tried is not None and not each.attaches_itself
+    ]
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True))
+
+
 def test_an_integration_that_fails_ends_nothing(trainer: dict[str, str]) -> None:
     hooks = Path(trainer["PYTHONPATH"].split(os.pathsep)[1]) / "other_hooks.py"
     hooks.write_text("raise RuntimeError('ours')\n")

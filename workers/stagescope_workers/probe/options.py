@@ -57,6 +57,8 @@ class ProbeOptions:
     device_events: bool = False
     watchdog: float = DEFAULT_SECONDS
     namespace: str = NAMESPACE
+    is_single: bool = False
+    """Whether neither an argument nor a variable names other ranks of the role."""
     problems: tuple[StagescopeError, ...] = ()
     """Of arguments that were refused; the others are in force."""
 
@@ -82,6 +84,7 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
     for name, variable in variables.items():
         if options.get(name) is None or options[name] == "":
             options[name] = os.environ.get(variable) or None
+    is_single = options["rank"] is None and options["world_size"] is None
     if options["rank"] is None:
         options["rank"] = 0
     for name in ("rank", "world_size", "data_rank", "resumed_from_step"):
@@ -128,7 +131,7 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
         except StagescopeError as error:
             options["keep"] = None
             problems.append(error)
-    return ProbeOptions(**options, problems=tuple(problems))
+    return ProbeOptions(**options, is_single=is_single, problems=tuple(problems))
 
 
 def _seconds(name: str, value: object, default: float) -> float:

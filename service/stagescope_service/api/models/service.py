@@ -139,6 +139,10 @@ class CoordinatorStatus(Model):
     """Revision of the plan in force."""
     poll_seconds: float = ABSENT
     """Seconds after which a poll ends."""
+    problem: str = ABSENT
+    """Why it cannot serve, without details such as paths."""
+    cluster_problem: str | None = ABSENT
+    """Why the Ray cluster does not answer; null where it does."""
     keeping: Keeping | None = ABSENT
     """Whether what is to be kept is kept, and how much of it there is."""
 

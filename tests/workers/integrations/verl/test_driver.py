@@ -264,7 +264,7 @@ def test_bfloat16_is_reported_and_verl_s_own_metrics_are_upcast_where_asked(
     assert given.batch["response_mask"] is held["response_mask"]
     assert held["old_log_probs"] is half  # what trains is not touched
     helper = verl["verl.trainer.ppo.rollout_corr_helper"]
-    helper.compute_offpolicy_metrics(half, rollout_log_prob=half.float(), mask=mask)
+    helper.compute_offpolicy_metrics(half, rollout_log_prob=half.float(), response_mask=mask)
     _, metrics_of, _ = seen.calls[-1]
     assert [t.dtype for t in metrics_of] == [expected.dtype, torch.float32, torch.int64]
     assert metrics_of[2] is mask
