@@ -134,7 +134,8 @@ def _running() -> Iterator[_Running]:
         with contextlib.suppress(OSError, ValueError, IndexError):
             # The name, in parentheses, may hold anything.
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if fields[0] not in ("Z", "X"):
+            # The first thread may have ended before the others, which hold the ports.
+            if fields[0] not in ("Z", "X") or int(fields[17]) > 1:
                 yield _Running(_Process(int(folder.name), int(fields[19])), int(fields[1]))
 
 

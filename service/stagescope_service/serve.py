@@ -249,9 +249,9 @@ def _check_port(settings: Settings) -> None:
     while settings.port:
         try:
             return bind(settings.host, settings.port).close()
-        except Conflict as error:
-            # A service that has just stopped may still hold it.
-            if API_NAME not in error.wrong or time.monotonic() > deadline:
+        except Conflict:
+            # A service that has just stopped, or was just killed, may still hold it.
+            if time.monotonic() > deadline:
                 raise
         time.sleep(0.1)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import socket
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -166,3 +168,14 @@ def test_no_service_begins_beside_a_coordinator_that_still_writes(tmp_path: Path
 
     asyncio.run(ask())
     _check_none_writes(settings)  # the socket of one that ended
+
+
+def test_a_port_that_its_dying_owner_still_holds_is_waited_for(tmp_path: Path) -> None:
+    from stagescope_service.serve import _check_port
+
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        settings = Settings(home=tmp_path, port=held.getsockname()[1])
+        ends = threading.Timer(0.3, held.close)
+        ends.start()
+        _check_port(settings)
+        ends.join()
