@@ -73,13 +73,16 @@ class DebugCoordinator:
 
     # --- raw calls --------------------------------------------------------------------------
     async def begin_stage(self, **fields: object) -> Reply:
-        """A raw caller begins a stage: run, step, stage, rank; role, world_size, attempt_key."""
+        """A raw caller begins a stage: run, step, stage, rank; docs/attach.md#raw-calls has all."""
         return await self._raw("begin", fields)
 
     async def end_stage(
         self, *, payload: Mapping[str, object] | None = None, **fields: object
     ) -> Reply:
-        """A raw caller ends a stage; with a payload it returns at the payload's receipt."""
+        """A raw caller ends a stage; with a payload it returns at the payload's receipt.
+
+        Its fields: docs/attach.md#raw-calls.
+        """
         return await self._raw("end", {"status": "ok", **fields}, payload)
 
     async def log_scalars(self, **fields: Any) -> Reply:

@@ -26,6 +26,8 @@ class BatchAnswer(TypedDict):
     """Of the plan."""
     plan: NotRequired[SentPlan]
     """The plan, where the sender said a revision and it is another."""
+    attempt_key: NotRequired[str]
+    """Of the sender's attempt, if the sender has no key: its ranks dump into one directory."""
     pause: NotRequired[float]
     """Seconds to wait before the next batch."""
     relay: NotRequired[bool]
@@ -44,6 +46,8 @@ class PollAnswer(TypedDict):
     requests: list[dict[str, str]]
     """For stacks, or to leave."""
     poll_seconds: float
+    attempt_key: NotRequired[str]
+    """As in `BatchAnswer`."""
     relay: NotRequired[bool]
 
 

@@ -252,6 +252,8 @@ class Intake:
         # A rank whose poll waits behind the events of others learns of a capture request here.
         if sender.plan_revision not in (None, self._plan.revision):
             answer["plan"] = self._plan.wire(sender.run)
+        if (key := self._key_without_own(sender.incarnation)) is not None:
+            answer["attempt_key"] = key
         if pause := self._load.pause:
             answer["pause"] = pause
         if self._load.relays:
@@ -386,9 +388,18 @@ class Intake:
             ],
             "poll_seconds": self._wait_seconds,
         }
+        if (key := self._key_without_own(incarnation)) is not None:
+            answer["attempt_key"] = key
         if self._load.relays:
             answer["relay"] = True
         return answer
+
+    def _key_without_own(self, incarnation: str) -> str | None:
+        """Return the key of the attempt of a process that has none of its own."""
+        process = self._state.registry.processes.get(incarnation)
+        if process is None or not process.unkeyed:
+            return None
+        return self._state.registry.attempt_of(process).key
 
     def _acknowledge(self, incarnation: str, revision: int | None) -> list[Instruction]:
         """Note the plan's revision that a process has in force; capture requests wait for it."""

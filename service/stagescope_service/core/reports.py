@@ -344,7 +344,7 @@ def unknown_fields(
             attempt_id=attempt.attempt_id,
             wall=wall,
             role=role,
-            advice="the rest of the call was taken; its docstring and docs/attach.md list them",
+            advice="the rest of the call was taken; docs/attach.md#raw-calls lists the fields",
         )
     )
 

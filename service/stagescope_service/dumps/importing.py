@@ -19,6 +19,8 @@ from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.framing import WirePayload
 from stagescope_service.dumps.formats.listing import modified_at, rank_dumps
 from stagescope_service.dumps.formats.msprobe_directory import DUMP_FILES, OPERATOR_FILES
+from stagescope_service.dumps.formats.own import KIND as OWN
+from stagescope_service.dumps.formats.saved_batch import KIND as BATCH
 from stagescope_service.dumps.msprobe.json_window import holds_records
 from stagescope_service.dumps.records import (
     IMPORTED_CAPTURE,
@@ -28,6 +30,7 @@ from stagescope_service.dumps.records import (
     DumpProblem,
     Location,
     RankDump,
+    mapping,
 )
 from stagescope_service.store.artifacts import make_directory, step_directory
 from stagescope_service.store.tensorfile import WireTensor, disk_errors
@@ -60,6 +63,10 @@ NOTES: Final = "notes"
 """Key of what a reader decided itself, in `Dump.about`: sentences for whoever imports."""
 _PARAMETER_PREFIXES: Final = {"parameters": "parameter", "gradients": "gradient"}
 _NAMED: Final = 5
+_WITH_PROCESSES: Final = (OWN, BATCH)
+"""Formats that say what process recorded a file; its first one is read twice."""
+_OF_PROCESS: Final = ("data_rank", "layout")
+"""What this project's files say of the process that recorded them."""
 _SECONDS: Final = 1e-3
 """Between two events: their order is known, their times are not."""
 
@@ -196,8 +203,12 @@ def import_events(
         world_size = 1 + max(number for name, number in processes if name == role)
         sender = schema.Sender(f"{key}-{role}-{rank}", run, key, role, rank, started=started)
         replays[role, rank] = _ProcessReplay(dump, sender, world_size)
-    for replay in replays.values():
-        yield replay.hello(keep)
+    files = [
+        item for item in reversed(items) if dump.kind in _WITH_PROCESSES and item[1] not in of_entry
+    ]
+    first = {_process(location): entry for location, entry in files}
+    for process, replay in replays.items():
+        yield replay.hello(keep, first.get(process))
     for location, group in itertools.groupby(items, key=lambda item: item[0]):
         held = [entry for _, entry in group]
         tensors = [entry for entry in held if entry not in of_entry]
@@ -217,15 +228,19 @@ class _ProcessReplay:
         self._wall = sender.started or 0.0
         self._seq = 0
 
-    def hello(self, keep: Mapping[str, object]) -> ProcessEvents:
-        """Return the event that registers the process."""
+    def hello(self, keep: Mapping[str, object], first: DumpEntry | None) -> ProcessEvents:
+        """Return the event that registers the process, with what its first file says of it."""
         about = {name: value for name, value in self._dump.about.items() if name != NOTES}
         imported = {IMPORTED: self._dump.name, "kind": self._dump.kind, **about}
+        records, _ = self._read([] if first is None else [first])
+        job = mapping(records[0].about, "job") if records else {}
+        known = {name: job[name] for name in _OF_PROCESS if job.get(name) is not None}
         hello = self._event(
             schema.HELLO,
             world_size=self._world_size,
             fingerprint={"config": imported},
-            settings={"keep": dict(keep)},
+            settings={**mapping(job, "settings"), "keep": dict(keep)},
+            **known,
         )
         return ProcessEvents(self._sender.wire(), [hello], {})
 
@@ -238,7 +253,8 @@ class _ProcessReplay:
         """Return the events of one stage and part, with the contents of its files as a payload."""
         records, problems = self._read(entries)
         self._wall = max([self._wall, *(modified_at(entry.path) for entry in entries)])
-        work = schema.Work(location.step, None, location.stage, location.part).fields()
+        version = next((v for each in records if (v := _policy_version(each)) is not None), None)
+        work = schema.Work(location.step, version, location.stage, location.part).fields()
         begin = self._event(schema.BEGIN, **work)
         begin_seq = self._seq
         dumps = [
@@ -296,11 +312,22 @@ def _merge(records: Sequence[DumpContents]) -> tuple[WirePayload, dict[str, floa
             if texts is not None:
                 strings.setdefault(name, [*texts])
         scalars = {**_scalars(record.numbers), **scalars}
-        meta = {**record.about, **meta}
+        meta = {**_meta(record), **meta}
     payload: WirePayload = {
         "schema": schema.SCHEMA, "tensors": tensors, "strings": strings, "meta": meta,
     }  # fmt: skip
     return payload, scalars
+
+
+def _meta(record: DumpContents) -> dict[str, object]:
+    """Return the metadata of a record's payload: of this project's files those that it had."""
+    described = {name: value for name, value in record.about.items() if name not in ("meta", "job")}
+    return {**described, **mapping(record.about, "meta")}
+
+
+def _policy_version(record: DumpContents) -> int | None:
+    version = mapping(record.about, "job").get("policy_version")
+    return version if type(version) is int else None
 
 
 def _scalars(numbers: Mapping[str, float | int]) -> dict[str, float | int]:

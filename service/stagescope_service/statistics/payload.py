@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 
@@ -128,13 +128,22 @@ def _raw(value: Mapping[Any, object]) -> Payload:
             )
         if name == "versions" and _add_versions(item, tensors, meta):
             continue
-        if name in PAYLOAD_STRINGS and isinstance(item, Sequence | np.ndarray):
+        if are_texts(item, name):
             strings[name] = _texts(name, item)
         elif item is None or isinstance(item, str | int | float | Mapping):
             meta[name] = item
         else:
             tensors[name] = to_wire(name, item)
     return Payload(tensors, strings, meta)
+
+
+def are_texts(value: object, name: str) -> TypeGuard[Sequence[object]]:
+    """Return whether a value is a text a row: ids, or any list of texts."""
+    if name in PAYLOAD_STRINGS:
+        return isinstance(value, Sequence | np.ndarray)
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(text, str) for text in value)
 
 
 def to_wire(name: str, value: object) -> WireTensor:

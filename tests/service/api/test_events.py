@@ -23,6 +23,8 @@ from stagescope_service.api import health
 from stagescope_service.api.framing import MEDIA_TYPE
 from stagescope_service.api.prometheus import Counts
 from stagescope_service.store.catalogue import Catalogue
+from stagescope_workers.probe.options import checked_options
+from stagescope_workers.probe.probe import Probe
 
 SENDER = schema.Sender("http-0", "r", "a1", "actor", 0, started=1_000.0).wire()
 CAPTURE = {"stages": ["actor_update"], "steps": [7], "keep": ["old_log_probs"]}
@@ -451,3 +453,22 @@ def test_a_drain_says_whether_all_came_and_whether_anything_did(live: Service) -
     )  # fmt: skip
     for body in bad:
         assert live.operate.post("/drain", json=body).status_code == 422
+
+
+def test_ranks_without_a_key_learn_that_of_their_attempt(live: Service, tmp_path: Path) -> None:
+    assert live.tokens is not None
+    options = {"run": "unkeyed", "url": live.server.url, "token": live.tokens.operate}
+    probes = [Probe(checked_options({**options, "rank": rank})) for rank in (0, 1)]
+    assert len({probe.dump_key for probe in probes}) == 2  # nothing is known yet
+    try:
+        for probe in probes:
+            probe.start()
+            with probe.stage("actor_update", step=1):
+                pass
+        eventually(lambda: len({probe.dump_key for probe in probes}) == 1)
+        key = probes[0].dump_key
+    finally:
+        for probe in probes:
+            probe.close(10.0)
+    [attempt] = live.get("/runs/unkeyed/attempts")["rows"]
+    assert key == attempt["attempt_key"]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
+import torch
 from tests.support.local import coordinator_of, effects_of
 from tests.support.stores import eventually, rows_of, url_of
 
@@ -24,6 +26,7 @@ from stagescope_service.coordinator import draining
 from stagescope_service.coordinator.coordinator import Coordinator
 from stagescope_service.coordinator.draining import DrainAnswer
 from stagescope_service.coordinator.effects import Clock
+from stagescope_service.coordinator.raw_fields import FIELDS, OWN_FIELDS, PAGE
 from stagescope_service.coordinator.restore import restore
 from stagescope_service.core.instructions import (
     Aggregate,
@@ -35,6 +38,7 @@ from stagescope_service.store.contract import Store, Submitted
 from stagescope_service.store.sql import SqlStore
 
 T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Clocked:
@@ -193,6 +197,77 @@ def test_a_misspelt_field_of_a_raw_call_is_refused(
     [row] = rows_of(made.store, "findings")
     assert (row["kind"], row["advice"]) == ("refused_call", "nothing of this call was taken")
     assert rows_of(made.store, "stages") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "meant"),
+    [
+        ("begin", {"run_name": "r", "step": 5, "stage": "s"}, "run"),
+        ("begin", {"experiment-name": "r", "step": 5, "stage": "s"}, "run"),
+        ("begin", {"run": "r", "global_step": 5, "stage": "s"}, "step"),
+        ("log", {"run": "r", "rollout_id": 5, "scalars": {"loss": 0.5}}, "step"),
+        ("begin", {"run": "r", "step": 5, "name": "s"}, "stage"),
+        ("end", {"run": "r", "step": 5, "stage": "s", "global_rank": 1}, "rank"),
+        ("log", {"run": "r", "step": 5, "metrics": {"loss": 0.5}}, "scalars"),
+        ("end", {"run": "r", "step": 5, "stage": "s", "tensors": {}}, "payload"),
+    ],
+)
+def test_another_name_of_a_field_of_a_raw_call_is_answered_with_ours(
+    made: Clocked, kind: str, fields: Mapping[str, object], meant: str
+) -> None:
+    with pytest.raises(InvalidEvent) as raised:
+        made.run(made.coordinator.raw_calls.record(kind, "d", fields))
+    assert f"expected {meant}, which it is called here" in str(raised.value)
+    page, _, heading = PAGE.partition("#")
+    assert f"{page}#{heading} says what each is" in str(raised.value)
+    text = (ROOT / page).read_text(encoding="utf-8")
+    section = text[text.index("## Raw calls") :].split("\n#")[0]
+    listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", section, re.M))))
+    assert listed == {*FIELDS, *(name for own in OWN_FIELDS.values() for name in own)}
+    # Beside the right one it is another field: the call is taken.
+    both = {"run": "r", "step": 5, "stage": "s", "global_step": 5, "rank": 0}
+    assert "no field global_step: not taken" in made.raw("begin", "both", **both)["refused_in_part"]
+
+
+@pytest.mark.parametrize("of", [np.int64, np.array, torch.tensor, lambda n: torch.tensor([n])])
+def test_scalars_of_numpy_and_torch_are_numbers_in_a_raw_call(
+    made: Clocked, of: Callable[[int], object]
+) -> None:
+    work = {"step": of(7), "rank": of(1), "minibatch": of(2), "policy_version": of(6)}
+    told = made.raw("begin", "begin", **work, world_size=of(2))
+    assert "refused_in_part" not in told
+    assert (told["step"], type(told["step"])) == (7, int)
+    scalars = {"a": of(3), "b": np.float32(0.5), "c": torch.tensor(0.25, dtype=torch.bfloat16)}
+    told = made.raw("end", "end", **work, status="ok", scalars=scalars)
+    assert "refused_in_part" not in told
+    assert {row["name"]: row["value"] for row in rows_of(made.store, "scalars")} == {
+        "a": 3.0, "b": 0.5, "c": 0.25,
+    }  # fmt: skip
+    (row,) = rows_of(made.store, "stages")
+    names = ("step", "rank", "minibatch", "policy_version", "status")
+    assert [row[name] for name in names] == [7, 1, 2, 6, "ok"]
+    with pytest.raises(InvalidEvent, match=r"step is 5\.0"):
+        made.raw("begin", "float", step=torch.tensor(5.0))
+
+
+def test_what_of_a_raw_payload_is_no_tensor_is_not_announced_as_one(made: Clocked) -> None:
+    payload = {
+        "old_log_probs": [[0.5]], "sample_ids": ["a"], "answers": ["x"], "policy_version": 3,
+        "streams": {"old": {"producer": "a"}}, "nothing": None,
+    }  # fmt: skip
+    payload["versions"] = ["step-1"]
+
+    async def end() -> None:
+        fields = {"run": "r", "step": 1, "stage": "s"}
+        call = asyncio.create_task(made.coordinator.raw_calls.record("end", "d", fields, payload))
+        await asyncio.sleep(0)
+        [key] = made.coordinator.state.pending("r")
+        await made.coordinator.effects.settle(key, "ingested", None)
+        await call
+
+    made.run(end())
+    (row,) = rows_of(made.store, "payloads")
+    assert set(row["tensors"]) == {"old_log_probs", "versions"}
 
 
 def test_a_field_that_a_raw_call_does_not_have_is_said_and_the_rest_is_taken(made: Clocked) -> None:

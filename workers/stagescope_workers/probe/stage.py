@@ -296,7 +296,7 @@ class Stage:
                 armed = Capturer().begin(
                     capture,
                     run=probe.run,
-                    attempt_key=probe.attempt_key or probe.incarnation,
+                    attempt_key=probe.dump_key,
                     stage=stage,
                     step=work.step,
                     part=work.part,

@@ -39,6 +39,8 @@ class ServiceAnswer(TypedDict, total=False):
     plan: SentPlan | None
     requests: list[dict[str, object]]
     poll_seconds: float
+    attempt_key: str
+    """Of this process's attempt, where the process has no key."""
 
 
 class Call:

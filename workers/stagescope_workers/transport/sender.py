@@ -108,6 +108,8 @@ class EventSender:
         self.clock = Clock()
         self.coordinator: str | None = None
         self.answers = 0
+        self.attempt_key: str | None = None
+        """That the service gave the attempt of a process without a key."""
         self.has_address = False
         """Whether a search found where a service should answer; it may be down at the moment."""
         self._search = 1  # the number of the current search
@@ -383,6 +385,7 @@ class EventSender:
                 service=float(answer["wall"]),
                 mono=call.answered,
             )
+        self.attempt_key = answer.get("attempt_key", self.attempt_key)
         self._outbox.settle(answer.get("receipts") or {})
         return answer
 

@@ -170,5 +170,7 @@ def test_the_place_that_a_capture_wrote(tmp_path: Path) -> None:
     assert found.location == Location(2, "compute values", "critic", 3, Part(0, 0, 1, 2))
 
 
-def notes(root: Path) -> object:
-    return open_dump(root).about.get("notes", [])
+def notes(root: Path) -> list[str]:
+    found = open_dump(root).about.get("notes", [])
+    assert isinstance(found, list)
+    return found
