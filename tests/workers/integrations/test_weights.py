@@ -13,6 +13,7 @@ import torch
 from stagescope_service.statistics.settings import StatisticsSettings
 from stagescope_workers.integrations import nemo_rl, openrlhf, skyrl, slime_modules, weights
 from stagescope_workers.integrations.areal import ranks as areal
+from stagescope_workers.integrations.trl import grpo
 
 Settings = Callable[[object], dict[str, object]]
 
@@ -74,6 +75,27 @@ def of_slime(args: object) -> dict[str, object]:
     return slime_modules.statistics_settings("slime", args)
 
 
+class TrlTrainer:
+    """What of a `GRPOTrainer` tells its weights."""
+
+    use_vllm = True
+
+    def __init__(
+        self, mode: str | None, low: float | None = None, *, corrects: bool = True
+    ) -> None:
+        self.vllm_importance_sampling_correction = corrects
+        modes = {} if mode is None else {"vllm_importance_sampling_mode": mode}
+        self.args = SimpleNamespace(
+            **modes,
+            vllm_importance_sampling_clip_max=3.0,
+            vllm_importance_sampling_clip_min=low,
+        )
+
+
+def of_trl(trainer: Any) -> dict[str, object]:
+    return grpo.Training(trainer).statistics_settings()
+
+
 def tis(low: float, high: float, custom: str | None = None, *, use: bool = True) -> Any:
     return SimpleNamespace(
         use_tis=use, tis_clip_low=low, tis_clip=high, custom_tis_function_path=custom
@@ -81,6 +103,9 @@ def tis(low: float, high: float, custom: str | None = None, *, use: bool = True)
 
 
 KNOWN: list[tuple[Settings, object, tuple[str, object] | None]] = [
+    (of_trl, TrlTrainer("sequence_mask", corrects=False), None),
+    (of_trl, TrlTrainer("token_truncate"), ("token", 3.0)),
+    (of_trl, TrlTrainer("sequence_mask", 0.5), ("sequence", "0.5_3.0")),
     (of_slime, tis(0, 2.0, use=False), None),
     (of_slime, tis(0, 2.0), ("token", 2.0)),
     (of_slime, tis(0.5, 2.0, "slime.backends.loss.icepop_function"), ("token", "0.5_2.0")),
@@ -132,6 +157,8 @@ def test_weights_that_the_service_computes_are_settings_of_it(
 @pytest.mark.parametrize(
     ("read", "config", "words"),
     [
+        (of_trl, TrlTrainer("sequence_mask"), "drops weights outside at 0 and 3.0"),
+        (of_trl, TrlTrainer("newest"), "vllm_importance_sampling_mode is newest"),
         (of_slime, tis(0.5, 2.0), "cuts weights at 0.5 and 2.0"),
         (of_slime, tis(0, 2.0, "mis.compute"), "custom_tis_function_path is mis.compute"),
         (openrlhf.statistics_settings, newer("token", "clip"), "cuts weights at 0.5 and 5.0"),
@@ -170,6 +197,7 @@ def test_weights_that_the_service_does_not_compute_are_said_in_one_line(
         (skyrl.statistics_settings, nested("trainer.algorithm"), "tis_ratio_type"),
         (nemo_rl.statistics_settings, {"loss_fn": {}}, "use_importance_sampling_correction"),
         (areal.statistics_settings, SimpleNamespace(), "rejection_sampling"),
+        (of_trl, TrlTrainer(None), "vllm_importance_sampling_mode"),
         (of_slime, SimpleNamespace(), "--use-tis"),
     ],
 )
