@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ def test_ranks_without_a_key_dump_into_one_tree(
     coordinator.attempt_key = "unkeyed"
     for rank in (0, 1):
         probe = make_probe(attempt_key=None, rank=rank, plan=capture_plan(tmp_path))
-        wait_for(lambda probe=probe: probe._sender.is_connected)
+        assert probe._sender is not None
+        wait_for(functools.partial(getattr, probe._sender, "is_connected"))
         run(probe, 2)
     found = dumps(coordinator, 4)
     paths = {Path(each["path"]) for each in found if each["state"] == "complete"}

@@ -126,7 +126,12 @@ def _wait_for(session: Session, capture_id: str, timeout: float | None) -> Captu
         seen.update(new)
         click.echo("\n".join(new), err=True)
 
-    final = session.wait_for(capture_id, timeout=timeout, told=print_new_lines)
+    try:
+        final = session.wait_for(capture_id, timeout=timeout, told=print_new_lines)
+    except KeyboardInterrupt:
+        stays = f"the request stays: `stagescope remove-capture {capture_id}` withdraws it"
+        click.echo(f"\n{stays}", err=True)
+        raise
     if final.is_unknown and timeout is None and not final.ended:
         text = (
             f"nobody that it asks has reported for {UNKNOWN_SECONDS:g} s; the request stays. "

@@ -1,4 +1,4 @@
-"""Names of tensors, stages, runs, fields and settings: misspelt ones, and as names of files.
+"""Names of tensors, stages, runs, fields and settings: misspelt and normalised ones.
 
 Any tensor name may be recorded and is kept. But statistics read only the names of the schema:
 `rollout_logprobs` would silently leave a step without numbers.
@@ -9,11 +9,20 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
-from stagescope.wire.schema import PAYLOAD_STRINGS, PAYLOAD_TENSORS, STREAM_TENSORS
+from stagescope.wire.errors import InvalidInput
+from stagescope.wire.schema import (
+    PAYLOAD_STRINGS,
+    PAYLOAD_TENSORS,
+    STREAM_TENSORS,
+    check_run_name,
+)
+
+_log = logging.getLogger("stagescope.names")
 
 KNOWN: Final = frozenset(
     {*STREAM_TENSORS.values(), "ref_log_prob", *PAYLOAD_TENSORS, *PAYLOAD_STRINGS}
@@ -180,6 +189,49 @@ def safe_name(name: str) -> str:
     cleaned = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]
     # A component of dots alone would lead out of its directory.
     return cleaned if cleaned.strip(".") else "_" * max(len(cleaned), 1)
+
+
+_NOT_IN_RUN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
+_MAX_RUN_NAME: Final = 100
+_warned_runs: set[str] = set()
+
+
+def normal_run_name(given: object, *, fallback: str = "run") -> str:
+    """Return a text as a valid name of a run: `qwen3/grpo` is `qwen3-grpo`.
+
+    A valid name stays as it is. One that is too long, or has letters that are not ASCII, gets a
+    checksum, so that two of them differ.
+
+    Args:
+        given: the text.
+        fallback: where nothing of it is left.
+
+    Raises:
+        InvalidInput: it is no text.
+    """
+    try:
+        return check_run_name(given)
+    except InvalidInput:
+        if not isinstance(given, str):
+            raise
+    valid = _NOT_IN_RUN_NAMES.sub("-", given).strip(".-") or fallback
+    if given.isascii() and len(valid) <= _MAX_RUN_NAME:
+        return valid
+    checksum = hashlib.sha256(given.encode(errors="backslashreplace")).hexdigest()[:8]
+    return f"{valid[: _MAX_RUN_NAME - 9]}-{checksum}"
+
+
+def run_name(given: object, *, fallback: str = "run") -> str:
+    """Return `normal_run_name` of a text; a process logs once for each name that it changes."""
+    name = normal_run_name(given, fallback=fallback)
+    if name != given and name not in _warned_runs:
+        _warned_runs.add(name)
+        _log.warning(
+            "the run %.200r is reported as %s: a run's name is 1 to 100 of A-Z a-z 0-9 . _ -",
+            given,
+            name,
+        )
+    return name
 
 
 MAX_ID: Final = 500

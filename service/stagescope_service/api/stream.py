@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Final, NamedTuple
 
 import anyio
@@ -85,8 +85,11 @@ async def stream(
     watcher: Watcher = state.watcher
     access: Access | None = state.access
 
-    def is_allowed() -> bool:
-        return access is None or caller.token is None or access.is_valid(caller.token)
+    async def is_allowed() -> bool:
+        if access is None or caller.token is None:
+            return True
+        await access.look()
+        return access.is_valid(caller.token)
 
     wanted = Wanted(run, caller.runs, str(caller))
     return _EventStream(watcher, wanted, last_event_id, is_allowed)
@@ -384,7 +387,7 @@ class _EventStream(Response):
         watcher: Watcher,
         wanted: Wanted,
         last_id: str | None,
-        is_allowed: Callable[[], bool],
+        is_allowed: Callable[[], Awaitable[bool]],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -406,7 +409,7 @@ class _EventStream(Response):
                     text = b":\n\n"
                     with anyio.move_on_after(HEARTBEAT_SECONDS):
                         text = await listener.take()
-                    is_allowed = self._is_allowed()  # its token may have been removed meanwhile
+                    is_allowed = await self._is_allowed()  # its token may be removed meanwhile
                     body = {"body": text if is_allowed else b"", "more_body": is_allowed}
                     await send({"type": "http.response.body", **body})
                     if not is_allowed:

@@ -14,7 +14,7 @@ from stagescope import discovery, render, terminal
 from stagescope.session import Session, attach
 from stagescope.wire import spool
 from stagescope.wire.errors import Conflict, InvalidInput, NotFound
-from stagescope.wire.schema import check_run_name
+from stagescope.wire.names import run_name
 from stagescope_service.commands.imported_tables import (
     tables_without_calls,
     unread_tables,
@@ -155,7 +155,7 @@ def import_directory(
         from stagescope_service.dumps.discover import open_dump
     except ImportError as error:
         raise terminal.needs_extra(error, "service") from error
-    name = check_run_name(run or _name_of(directory))
+    name = run_name(run or directory.resolve().name)
     dump = open_dump(directory.resolve(), step=step, kind=kind)
     with (
         attach(url, token=token, timeout=timeout, link_text=terminal.command_of) as session,
@@ -325,10 +325,6 @@ def _data_dir(session: Session) -> Path | None:
 
 def _unread(problem: DumpProblem) -> UnreadFile:
     return {"path": str(problem.path), "kind": problem.kind, "message": problem.message}
-
-
-def _name_of(directory: Path) -> str:
-    return "".join(c if c.isalnum() or c in "._-" else "-" for c in directory.resolve().name)
 
 
 def _show(report: ImportReport, stepless: Path | None) -> None:

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Collection, Mapping
 
 from stagescope.wire.errors import InvalidEvent, NotFound
-from stagescope.wire.names import closest
+from stagescope.wire.names import closest, run_name
 from stagescope.wire.nonfinite import Json, JsonObject
 from stagescope.wire.schema import (
     BEGIN,
@@ -22,7 +22,6 @@ from stagescope.wire.schema import (
     Event,
     Sender,
     Work,
-    check_run_name,
 )
 from stagescope_service.coordinator.effects import Effects
 from stagescope_service.coordinator.raw_fields import (
@@ -84,7 +83,7 @@ class RawCalls:
         fields = plain_fields(fields)
         if fields.get("run") is None:
             unknown_fields(kind, fields)  # another name for it is the better answer
-        run = check_run_name(fields.get("run"))
+        run = run_name(fields.get("run"))
         seq = RAW_SEQ + int(hashlib.blake2b(delivery.encode(), digest_size=7).hexdigest(), 16)
         body = {name: value for name, value in fields.items() if value is not None}
         event = Event(kind, seq, self._wall(), self._mono(), body)

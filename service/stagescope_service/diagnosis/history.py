@@ -16,10 +16,11 @@ from stagescope.batch import Batch
 from stagescope.wire.errors import InvalidInput
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.schema import ROLES, UPDATE_PAIR
+from stagescope_service.diagnosis.passes import FirstPass, first_passes, passes_apart
 from stagescope_service.statistics.cell import Float64, Int64
 from stagescope_service.statistics.comparability import Comparability, examine
-from stagescope_service.statistics.kernel import ROW
 from stagescope_service.statistics.mismatch import publish
+from stagescope_service.statistics.part import PartRecord
 from stagescope_service.statistics.step_metrics import VERSION, Dimension, SliceKey, SliceMetrics
 from stagescope_service.statistics.step_summary import NOISE_PAIR, StepSummary, assemble
 from stagescope_service.statistics.summary import Summary
@@ -37,7 +38,6 @@ READ: Final = 3
 """Newest measured steps whose step summaries are read: they may be large."""
 PARTIAL: Final = 200
 """Newest partial steps of which the missing ranks are read."""
-_TOKENS, _D_ABS_SUM = ROW.index("tokens"), ROW.index("d_abs_sum")
 SYNC: Final = "weight_sync"
 """The stage of a weight sync."""
 _ROWS: Final = 20_000
@@ -95,18 +95,6 @@ class Series:
     def newest(self, count: int) -> Series:
         """Return the newest `count` steps."""
         return Series(self.name, self.steps[-count:], self.attempts[-count:], self.values[-count:])
-
-
-class FirstPass(NamedTuple):
-    """A sample of the first mini-batch of an update: current against old log-probs."""
-
-    role: str
-    rank: int
-    sample: str
-    """Its id, or its row."""
-    tokens: int
-    mean: float
-    """Mean |current - old| in nats; 0.0: every token is equal."""
 
 
 class MissingRank(NamedTuple):
@@ -473,31 +461,22 @@ class RunHistory:
             return None
 
     def _read_first_passes(self, step: StepInForce) -> list[FirstPass]:
+        together = self._parts(step, UPDATE_PAIR)
+        if together:
+            return first_passes(together)
+        current = self._parts(step, ("current", "rollout"))
+        return passes_apart(current, self._parts(step, ("old", "rollout"))) if current else []
+
+    def _parts(self, step: StepInForce, pair: tuple[str, str]) -> list[PartRecord]:
         attempt_id, number = step.attempt_id, step.step
-        rows = self._catalogue.summaries(attempt_id, number, pair=pair_name(UPDATE_PAIR))
+        rows = self._catalogue.summaries(attempt_id, number, pair=pair_name(pair))
         if not rows:
             return []
+        replaced = self._catalogue.replaced(attempt_id, number)
         try:
-            parts = part_records(
-                rows,
-                self._catalogue.processes(attempt_id),
-                self._catalogue.replaced(attempt_id, number),
-            )
-            counted = {*assemble(parts, pairs=[UPDATE_PAIR]).counted}
+            return part_records(rows, self._catalogue.processes(attempt_id), replaced)
         except InvalidInput:
             return []
-        found: list[FirstPass] = []
-        for part in parts if counted else ():
-            if part.key not in counted:
-                continue
-            keys, values = part.summary.sequences.by_sample()
-            for (sample, _, row), own in zip(keys, values, strict=True):
-                tokens = int(own[_TOKENS])
-                if tokens:
-                    name = sample or f"row {row}"
-                    mean = float(own[_D_ABS_SUM]) / tokens
-                    found.append(FirstPass(part.role, part.rank, name, tokens, mean))
-        return found
 
     @cached_property
     def samples(self) -> list[SampleRow]:

@@ -10,7 +10,8 @@ import numpy as np
 
 from stagescope.render import counted
 from stagescope_service.diagnosis.evidence import Evidence, not_found, not_measured, short
-from stagescope_service.diagnosis.history import READ, FirstPass, RunHistory, StepInForce
+from stagescope_service.diagnosis.history import READ, RunHistory, StepInForce
+from stagescope_service.diagnosis.passes import FirstPass
 
 _FEW: Final = 16
 """Fewest tokens of a sample whose mean is compared with those of samples that differ, too."""
@@ -24,6 +25,8 @@ def current_differs(
     """Return which samples' current log-probs in the first mini-batch are not the old ones.
 
     No update lies between the two, so that they are equal, or differ by the noise of two passes.
+    Where another stage recorded the old ones, sums by sample are compared: what differs is found
+    there only where the usual sample is equal.
     Each of the newest steps that has both, `READ` at most, must show it.
 
     Args:
@@ -76,7 +79,12 @@ def _judge(
 ) -> _Step:
     usual = float(np.median([each.mean for each in passes]))
     limit = max(factor * usual, least)
-    off = [each for each in passes if each.mean > limit and (usual == 0.0 or each.tokens >= _FEW)]
+    is_judged = usual == 0.0 or not passes[0].is_of_sums
+    off = [
+        each
+        for each in passes
+        if is_judged and each.mean > limit and (usual == 0.0 or each.tokens >= _FEW)
+    ]
     equal = sum(each.mean == 0.0 for each in passes)
     text = (
         f"step {step.step}: in the first mini-batch current and old log-probs are equal in {equal} "

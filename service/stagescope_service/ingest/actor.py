@@ -141,25 +141,28 @@ class Ingestor:
         by_node: dict[str, list[Source]] = {}
         for source in sources:
             by_node.setdefault(source.node_id or self._node_id, []).append(source)
-        calls = [self._rollouts_of(node, own, sample_ids, caller) for node, own in by_node.items()]
+        calls = [self._rollouts_of(node, own, sample_ids) for node, own in by_node.items()]
         found = [rows for some in await asyncio.gather(*calls) for rows in some]
         return await self._queue.run(caller, self._worker.join, key, job, found)
 
     async def rollouts(
-        self, sources: Sequence[Source], sample_ids: Sequence[str], caller: Caller = None
+        self, sources: Sequence[Source], sample_ids: Sequence[str]
     ) -> list[RolloutRows]:
-        """Return the rows of these samples in payloads of this node's ring."""
-        return await self._queue.run(caller, self._worker.rollouts, sources, sample_ids)
+        """Return the rows of these samples in payloads of this node's ring.
+
+        Another node's ingestor calls it, for a coordinator that may not have called here yet.
+        """
+        return await self._queue.run(None, self._worker.rollouts, sources, sample_ids)
 
     async def _rollouts_of(
-        self, node: str, sources: Sequence[Source], sample_ids: Sequence[str], caller: Caller
+        self, node: str, sources: Sequence[Source], sample_ids: Sequence[str]
     ) -> list[RolloutRows]:
         if node == self._node_id:
-            return await self.rollouts(sources, sample_ids, caller)
+            return await self.rollouts(sources, sample_ids)
         try:
             name = ingestor_name(node)  # in a thread: the lookup waits for the GCS
             other: Any = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
-            found: list[RolloutRows] = await other.rollouts.remote(sources, sample_ids, caller)
+            found: list[RolloutRows] = await other.rollouts.remote(sources, sample_ids)
         except (ValueError, exceptions.RayError):
             return []  # that node is gone; the answer lists its samples as left out
         return found
@@ -396,24 +399,23 @@ class RayIngestors(IngestorClient):
             RayActorError: it does not answer.
             Unreachable: the cluster does not say where it is.
         """
-        try:
-            await self.learn_nodes([node_id])
-            node = self._actors.place(node_id)
-            handle: Any = self._actors.known_handle(node)
-            if handle is None:
-                handle = await asyncio.to_thread(self._actors.handle_for, node)
-        except Unreachable:
-            raise
-        except Exception as error:
-            raise Unreachable(
-                f"the ingestor of node {node_id} was not found: {describe(error)}",
-                advice="it is looked up again",
-            ) from error
+        await self.learn_nodes([node_id])
+        node = self._actors.place(node_id)
         async with self._introducing[node]:
+            handle: Any = self._actors.known_handle(node) or await self._looked_up(node)
             if self._serving.get(node) is not handle:
                 await handle.serve.remote(self._coordinator)
                 self._serving[node] = handle
         return handle
+
+    async def _looked_up(self, node: str) -> Any:
+        try:
+            return await asyncio.to_thread(self._actors.handle_for, node)
+        except Exception as error:
+            raise Unreachable(
+                f"the ingestor of node {node} was not found: {describe(error)}",
+                advice="it is looked up again",
+            ) from error
 
     async def _called(self, node_id: str | None, method: str, *arguments: object) -> Any:
         """Call a method that waits in the ingestor's queue."""

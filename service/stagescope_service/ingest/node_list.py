@@ -44,10 +44,12 @@ class NodeList:
         self._looked, self._is_doubtful = -math.inf, True
 
     def look(self) -> None:
-        """Read the list, unless another thread does so."""
-        if not self._looking.acquire(blocking=False):
+        """Read the list, unless another thread does so; the first time, every thread waits."""
+        if not self._looking.acquire(blocking=not self.alive):
             return
         try:
+            if self.alive and not self.is_due():  # read while this thread waited
+                return
             nodes = self._read()
             self.alive = {node["NodeID"] for node in nodes if node["Alive"]}
             self.lost = {node["NodeID"]: _death(node) for node in nodes if _is_lost(node)}

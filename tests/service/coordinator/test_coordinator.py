@@ -221,7 +221,7 @@ def test_another_name_of_a_field_of_a_raw_call_is_answered_with_ours(
     page, _, heading = PAGE.partition("#")
     assert f"{page}#{heading} says what each is" in str(raised.value)
     text = (ROOT / page).read_text(encoding="utf-8")
-    section = text[text.lower().index("### raw calls") :].split("\n#")[0]
+    section = text[text.index("## Raw calls") :].split("\n#")[0]
     listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", section, re.M))))
     assert listed == {*FIELDS, *(name for own in OWN_FIELDS.values() for name in own)}
     # Beside the right one it is another field: the call is taken.

@@ -19,13 +19,14 @@ Float64 = npt.NDArray[np.float64]
 
 def update(
     live: Service, run: str, off: dict[int, list[int]], *, noise: float = 0.0, by: float = 0.02,
-    later: bool = False, rollout: bool = True, steps: int = 2, key: str = "a1",
+    later: bool = False, rollout: bool = True, apart: bool = False, steps: int = 2,
 ) -> dict[str, Any]:  # fmt: skip
     """Train with two ranks; rows `off` of a rank are scored otherwise by the update.
 
-    With `later` a second mini-batch follows, whose log-probs have moved.
+    With `later` a second mini-batch follows, whose log-probs have moved. With `apart` the update
+    records no old ones.
     """
-    ranks = [Rank(live, run=run, rank=rank, key=key, world_size=2) for rank in range(2)]
+    ranks = [Rank(live, run=run, rank=rank, world_size=2) for rank in range(2)]
     for step in range(1, steps + 1):
         for stage in (STAGE, "actor_update"):
             reports = []
@@ -43,6 +44,8 @@ def update(
                     reports.append(rank.draft_stage(stage, step, payload(streams, names)))
                     continue
                 streams["log_probs"] = current
+                if apart:
+                    del streams["old_log_probs"]
                 reports.append(
                     rank.draft_stage(stage, step, payload(streams, names), epoch=0, minibatch=0)
                 )
@@ -76,6 +79,16 @@ def test_the_rank_and_the_samples_that_differ_are_named(rollout: bool, live: Ser
     assert row["for"][1].startswith("actor rank 1: 2 of 8 samples differ, by 0.01")
     assert row["for"][1].endswith(" nat on average: s2r1-6, s2r1-7")
     assert row["sure"] == 2 / 16
+
+
+def test_old_log_probs_that_another_stage_recorded_are_compared_by_sample(live: Service) -> None:
+    row = update(live, "update-apart", {1: [6, 7]}, apart=True, later=True)
+    assert (row["verdict"], row["where"], row["since_step"]) == ("found", "actor 1", 1)
+    assert row["for"][1].startswith("actor rank 1: 2 of 8 samples differ, by ")
+    assert row["for"][1].endswith(": s2r1-6, s2r1-7")
+    assert update(live, "update-apart-well", {}, apart=True)["verdict"] == "not found"
+    noisy = update(live, "update-apart-noise", {1: [6]}, apart=True, noise=0.005, by=0.2)
+    assert noisy["verdict"] == "not found"  # noise cancels in sums: nothing can be told
 
 
 def test_a_later_mini_batch_may_differ(live: Service) -> None:

@@ -127,3 +127,25 @@ def test_the_payloads_of_a_node_that_is_gone_go_to_the_home_node(
         assert (await ingestors.ingest("new", KEY, JOB, b"")).reason == "new for c1"
 
     asyncio.run(asyncio.wait_for(work(), 20))
+
+
+def test_an_ingestor_is_looked_up_and_told_once_however_many_payloads_wait(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[Handle] = []
+    monkeypatch.setattr(Ingestors, "known_handle", lambda _, node: cluster.handles.get(node))
+
+    def look_up(_: object, node: str) -> Handle:
+        looked_up.append(cluster.handles.setdefault(node, Handle(node)))
+        return looked_up[-1]
+
+    monkeypatch.setattr(Ingestors, "handle_for", look_up)
+
+    async def work() -> None:
+        ingestors = made(tmp_path)
+        calls = [ingestors.ingest("home", KEY, JOB, b"") for _ in range(20)]
+        assert {outcome.state for outcome in await asyncio.gather(*calls)} == {"ingested"}
+
+    asyncio.run(asyncio.wait_for(work(), 20))
+    assert len(looked_up) == 1
+    assert looked_up[0].serves == ["c1"]

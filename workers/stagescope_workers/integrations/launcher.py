@@ -19,7 +19,7 @@ import click
 from stagescope import discovery, proxies
 from stagescope.wire import spool
 from stagescope.wire.errors import StagescopeError
-from stagescope.wire.schema import check_run_name
+from stagescope.wire.names import run_name
 from stagescope_workers.integrations.registry import environment
 
 _NOT_FOUND: Final = 127
@@ -41,7 +41,7 @@ def run(run: str | None, attempt: str | None, command: tuple[str, ...]) -> NoRet
     (`python -m stagescope_workers.integrations` lists them); everything else just runs.
     """
     if run is not None:
-        check_run_name(run)
+        run = run_name(run)
     click.echo(f"stagescope run: {service_line()}", err=True)
     key = attempt or attempt_key(command, os.environ)
     added = environment(os.environ, run=run, attempt_key=key)

@@ -12,7 +12,7 @@ from typing import Final
 from stagescope.discovery import NAMESPACE
 from stagescope.wire.errors import InvalidInput, StagescopeError
 from stagescope.wire.keep import validate_keep
-from stagescope.wire.names import closest_field
+from stagescope.wire.names import closest_field, run_name
 from stagescope.wire.nonfinite import JsonObject
 from stagescope.wire.plan import KeepSpec
 from stagescope.wire.schema import (
@@ -72,7 +72,8 @@ def checked_options(arguments: JsonObject) -> ProbeOptions:
     Raises:
         InvalidInput: an impossible name or number.
     """
-    options = {**arguments, "run": check_run_name(arguments["run"])}
+    named = check_run_name if arguments.get("strict") else run_name
+    options = {**arguments, "run": named(arguments["run"])}
     problems: list[StagescopeError] = []
     variables = {
         "rank": "RANK",

@@ -78,15 +78,6 @@ class Probe(Reporter):
         """
         self._launch(self._local_plan(self._options), after=None)
 
-    @property
-    def dump_key(self) -> str:
-        """The attempt's key in paths of dumps: the process's own, else what the service gave it.
-
-        Without a service there is none: then each process has a directory of its own.
-        """
-        given = None if self._sender is None else self._sender.attempt_key
-        return self.attempt_key or given or self.incarnation
-
     def _local_plan(self, options: ProbeOptions) -> list[CaptureRequest]:
         """Return the captures of `init`'s plan, and report any problem with its options."""
         for problem in options.problems:
