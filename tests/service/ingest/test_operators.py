@@ -95,6 +95,19 @@ def test_a_rank_that_died_leaves_what_ends_well_and_is_marked_truncated(tmp_path
     assert (row["truncated"], row["truncated_at"], row["rows"]) == (True, None, 0)
 
 
+def test_a_capture_without_a_call_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "dump.json").write_text('{"task": "statistics", "data": {}}')
+    row, (found,) = digested(tmp_path, tmp_path)
+    assert (row["state"], row["calls"]) == ("digested", 0)
+    assert found.row["kind"] == "empty_dump"
+    assert found.row["message"] == "msprobe recorded no call of actor_update on rank 1 in step 1"
+    # An import says so itself, a crash is a loss, and task structure records none by design.
+    assert digested(tmp_path, tmp_path, capture_id="imported")[1] == []
+    assert digested(tmp_path, tmp_path, truncated=True)[1] == []
+    (tmp_path / "dump.json").write_text('{"task": "structure", "data": {}}')
+    assert digested(tmp_path, tmp_path)[1] == []
+
+
 @pytest.mark.parametrize("text", ["[1, 2]", '{"data": {"x": 3}}', '{"data": {"x.0.forward": {}'])
 def test_what_is_no_dump_is_a_finding(tmp_path: Path, text: str) -> None:
     (tmp_path / "dump.json").write_text(text)
