@@ -28,6 +28,7 @@ from typing import Final, Literal, get_args
 
 from stagescope.wire.errors import Conflict, Forbidden, InvalidInput, NotFound, StagescopeError
 from stagescope.wire.nonfinite import JsonObject
+from stagescope_service.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
@@ -289,6 +290,7 @@ class TokenFile:
         self._key = login_key.encode()
         self._clock = clock
         self._checked = -math.inf
+        self._tasks = BackgroundTasks()
         self._looking: asyncio.Task[None] | None = None
         self._mark: tuple[int, ...] | None = None
         self._table = self._index([])
@@ -307,7 +309,7 @@ class TokenFile:
         if self._clock() - self._checked < CHECK_SECONDS:
             return
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(asyncio.to_thread(self.read))
+            self._looking = self._tasks.start(asyncio.to_thread(self.read))
         done, _ = await asyncio.wait([self._looking], timeout=LOOK_SECONDS)
         if not done:
             self._checked = self._clock()
