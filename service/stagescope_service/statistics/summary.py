@@ -204,7 +204,7 @@ class Summary:
     engines: Mapping[str, Float64] = dataclasses.field(default_factory=dict)
     """Engine instance -> `profiles.COLUMNS` of its tokens, where rows say theirs."""
 
-    @property
+    @cached_property
     def total(self) -> Cell:
         """The cell of all tokens."""
         return Cell(cells.merge(self.rounds.cells))
@@ -219,7 +219,17 @@ class Summary:
     @property
     def has_stale_tokens(self) -> bool:
         """Whether older policy versions sampled tokens; of a rank alone it is not known."""
-        return bool((self.staleness.keys != 0).any())
+        return bool((self.staleness.keys > 0).any())
+
+    @property
+    def has_impossible_versions(self) -> bool:
+        """Whether tokens are of policy versions ahead of the trainer's own, which do not exist."""
+        return bool((self.staleness.keys < 0).any())
+
+    @property
+    def is_staleness_known(self) -> bool:
+        """Whether versions are reported and can be those of the trainer's past."""
+        return bool(self.staleness.keys.size) and not self.has_impossible_versions
 
     @property
     def empty_rows(self) -> int:
