@@ -85,6 +85,8 @@ _FAR: Final = 1.0
 _LISTED: Final = 5
 _OF_MEAN_RATIO: Final = frozenset({"renormalised", "calibration"})
 """Checks that the first or last tokens of rounds alone can fail."""
+_BY_EDGES: Final = _OF_MEAN_RATIO | {"shifted", "unrelated"}
+"""The same where they are so far off that they outweigh all others."""
 _OF_RATIOS: Final = _OF_MEAN_RATIO | {"rounded", "temperature", "first_token", "last_token"}
 """Checks that one cause may fail in the smaller counts of a rank."""
 
@@ -223,7 +225,7 @@ def _by_edge_tokens(scopes: Sequence[Scope], summary: Summary) -> list[Scope]:
             continue
         explained = _OF_MEAN_RATIO
         if lags and cause.values["others"] < FITS * min(lags)[0]:
-            explained |= {"shifted", "unrelated"}
+            explained = _BY_EDGES
         found = [
             dataclasses.replace(scope, check=cause)
             if scope.check.status == "suspect" and scope.check.name in explained
@@ -296,9 +298,11 @@ def examine_cell(cell: Cell, summary: Summary, produced: Produced) -> Comparabil
         drift=_drift(summary),
     )
     checks.append(bitwise_equal(cell, summary.pair, produced))
-    scopes = _by_edge_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
-    # Whose first and last tokens are far off the profiles of all tokens do not tell.
-    return _rank_checks(cell, [scope.check for scope in scopes[: len(checks)]])
+    if any(check.status == "suspect" and check.name in _BY_EDGES for check in checks):
+        scopes = _by_edge_tokens([Scope(check, cell.tokens, 0) for check in checks], summary)
+        # Whose first and last tokens are far off the profiles of all tokens do not tell.
+        checks = [scope.check for scope in scopes[: len(checks)]]
+    return _rank_checks(cell, checks)
 
 
 def _rank_checks(cell: Cell, found: Iterable[Check]) -> Comparability:
