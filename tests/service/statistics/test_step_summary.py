@@ -388,3 +388,28 @@ def test_ranks_that_use_the_same_ids_for_other_samples_are_told_apart() -> None:
         (("actor", 0), ("actor", 1))
     }
     assert len(step_summary.contradictions) == np.count_nonzero(first[2].any(axis=1))
+
+
+def test_a_rank_s_row_without_a_model_token_is_a_row_of_its_own_whatever_its_id() -> None:
+    """Each rank numbers its rows from 0, and has one; that of rank 1 was left out of training."""
+    p, q, _ = make()
+    on, off = np.ones((1, WIDTH), np.int64), np.zeros((1, WIDTH), np.int64)
+
+    def of_rank(rank: int, mask: Array, **fields: object) -> PartRecord:
+        batch = batch_of(p[[rank]], q[[rank]], mask, samples=["0"])
+        return record(f"r{rank}", batch, rank, **fields)
+
+    found = assemble([of_rank(0, on), of_rank(1, off)]).summary
+    assert (found.empty_rows, len(found.sequences)) == (1, 1)
+    assert found.empty_samples == ("0 [actor 1]",)
+    # Beside ranks whose ids contradict each other, too.
+    three = assemble([of_rank(0, on), of_rank(1, off), of_rank(2, on)]).summary
+    assert (three.empty_rows, len(three.sequences)) == (1, 2)
+    # A piece of a sample that is split by context is no row of its own, nor is a replica's.
+    split = [{"layout": {"cp_rank": rank, "cp_size": 2, "dp_rank": 0}} for rank in (0, 1)]
+    assert (
+        assemble([of_rank(0, on, **split[0]), of_rank(1, off, **split[1])]).summary.empty_rows == 0
+    )
+    copies = assemble([of_rank(0, on, data_rank=0), of_rank(1, off, data_rank=0)])
+    assert copies.summary.empty_rows == 0
+    assert copies.differing == (("r1", "r0"),)
