@@ -482,10 +482,11 @@ def _expanded(name: str) -> Iterator[str]:
         yield from _expanded(name[: found.start()] + each + name[found.end() :])
 
 
-@pytest.mark.parametrize("size", [1e150, 1e160, 1e200])
+@pytest.mark.parametrize("size", [1e140, 1e160, 1e200])
 def test_a_correlation_whose_moments_exceed_float64_is_no_number(size: float) -> None:
     p, q, mask = random_streams(np.random.default_rng(3), 4, 60)
-    cell = summarise(batch_of(p.astype(float) * size, q.astype(float) * size, mask)).total
     at = cells.Field
-    correlation = cell.correlation(at.P_M2, at.Q_M2, at.PQ_C)
-    assert (correlation > 0.9) if size < 1e154 else math.isnan(correlation)
+    for of_q in (size, 1.0):  # of one stream alone the joint moment is finite
+        cell = summarise(batch_of(p.astype(float) * size, q.astype(float) * of_q, mask)).total
+        correlation = cell.correlation(at.P_M2, at.Q_M2, at.PQ_C)
+        assert (correlation > 0.9) if size < 1e150 else math.isnan(correlation)
