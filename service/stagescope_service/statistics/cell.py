@@ -317,11 +317,14 @@ class Cell:
         return 1.0 + self.mean(above_1) if math.isnan(mean) else mean
 
     def std(self, second: Field, low: Field, high: Field) -> float:
-        """Standard deviation with n - 1; NaN below two tokens, as torch.std; 0 where min = max."""
+        """Standard deviation with n - 1; NaN below two tokens, as torch.std; 0 where min = max;
+        inf where its sum exceeds float64, in whichever direction."""
         if self.tokens < 2:
             return math.nan
         if self[low] == self[high]:
             return 0.0
+        if math.isinf(self[second]):
+            return math.inf
         return math.sqrt(max(self[second], 0.0) / (self.tokens - 1))
 
     def extreme(self, field: Field) -> float:
